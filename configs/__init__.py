@@ -1,0 +1,1 @@
+"""Configuration files; installed as the package ``recbft_configs``."""

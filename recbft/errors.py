@@ -1,0 +1,25 @@
+"""The two ways a command ends badly, and the sentence that suggests the right name.
+
+``UserError`` is something the user can mend (bad usage, bad data: exit code 2); ``RunError`` is a run that failed
+(exit code 1). Every message is one line: what was wrong, which value, what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Wrong usage or wrong data; the message says what to change."""
+
+
+class RunError(RuntimeError):
+    """A run that failed or cannot be continued; the message says why and what is left."""
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Close a message about an unknown ``name``: the nearest choice if there is one, else the whole list."""
+    known = sorted(choices)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"

@@ -1,0 +1,139 @@
+"""Write files so that a reader finds the old content or the new, never a part of either.
+
+Content goes to a hidden temporary file in the same folder, is flushed, and takes its name by one rename. Whatever stops
+the writing (a full disk, Ctrl-C, an error of the caller's) removes the temporary file and leaves what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recbft.errors import RunError, UserError
+
+# Refusals that writing somewhere else would mend.
+_ELSEWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+
+
+def write_atomic(path: str | Path, content: bytes | Callable[[BinaryIO], object], *, durable: bool = True) -> None:
+    """Replace the file ``path`` by ``content``, or leave it as it was.
+
+    Args:
+        path: the file; its folder must exist.
+        content: the bytes, or a function that writes them to an open binary file.
+        durable: wait until the disk holds the content, so that it outlives a power cut; a killed process needs no wait.
+
+    Raises:
+        RunError: the disk is full.
+        UserError: the folder is missing or may not be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with _explained(path):
+        try:
+            with open(temporary, "xb") as file:
+                if callable(content):
+                    content(file)
+                else:
+                    file.write(content)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):  # after the rename there is nothing left to remove
+                temporary.unlink()
+
+
+def write_json(path: str | Path, value: object, *, durable: bool = True) -> None:
+    """Write ``value`` as indented JSON."""
+    write_atomic(path, json_text(value).encode(), durable=durable)
+
+
+def json_text(value: object) -> str:
+    """Indented JSON; numpy numbers become plain ones.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON cannot hold.
+    """
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
+
+
+def write_parquet(path: str | Path, table: pa.Table | pd.DataFrame, *, durable: bool = True) -> None:
+    """Write a table as Parquet, without the data frame's index."""
+    if isinstance(table, pd.DataFrame):
+        table = pa.Table.from_pandas(table, preserve_index=False)
+    write_atomic(path, lambda file: pq.write_table(table, file), durable=durable)
+
+
+@contextlib.contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """Build a folder under a hidden name beside ``path``; it gets its name if the block ends well, else is removed.
+
+    Raises:
+        UserError: ``path`` exists and is not an empty folder, or its parent may not be written.
+        RunError: the disk is full.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with _explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            os.replace(temporary, path)  # the system refuses to replace a folder that holds anything
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sha256_file(path: str | Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def plain(value: object) -> Any:
+    """What JSON cannot hold, as what it can: numpy numbers and arrays, paths."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn the system's refusals into one line that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(
+                f"no space left while writing {path}; nothing there was changed: free some space and run again"
+            ) from error
+        if error.errno == errno.ENOENT:
+            raise UserError(
+                f"cannot write {path}: the folder {path.parent} does not exist; create it or name another"
+            ) from error
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise UserError(f"{error.filename2 or error.filename} exists already; name another or remove it") from error
+        reason = (error.strerror or str(error)).lower()
+        if error.errno in _ELSEWHERE:
+            raise UserError(f"cannot write {path}: {reason}; name another place") from error
+        raise RunError(f"cannot write {path}: {reason}; nothing there was changed") from error

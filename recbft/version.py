@@ -1,0 +1,13 @@
+"""The version written beside every result."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def recbft_version() -> str:
+    """The installed version, or "not installed" when the package runs from a bare folder."""
+    try:
+        return version("recbft")
+    except PackageNotFoundError:
+        return "not installed"

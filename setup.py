@@ -1,0 +1,11 @@
+"""The folders that are installed, and the import names of the three that are not called recbft."""
+
+from setuptools import find_packages, setup
+
+RENAMED = {"recbft_cli": "cli", "recbft_cards": "data", "recbft_configs": "configs"}
+
+setup(
+    packages=[*find_packages(include=["recbft", "recbft.*"]), *RENAMED],
+    package_dir=RENAMED,
+    package_data={"recbft": ["py.typed"], "recbft_cards": ["*.yaml"], "recbft_configs": ["**/*.yaml"]},
+)

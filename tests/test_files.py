@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recbft.errors import RunError, UserError
+from recbft.files import json_text, new_folder, sha256_file, write_atomic, write_json, write_parquet
+
+
+def fill_the_disk(file):
+    """Write a little, then meet the system's own refusal of a full disk."""
+    file.write(b"half of")
+    with open("/dev/full", "wb", buffering=0) as full:
+        full.write(b"it")
+
+
+def interrupt(file):
+    file.write(b"half of")
+    raise KeyboardInterrupt
+
+
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="the system has no /dev/full")
+
+
+def test_a_written_file_holds_the_content_and_nothing_stands_beside_it(tmp_path):
+    write_atomic(tmp_path / "a.bin", b"one")
+    write_atomic(tmp_path / "a.bin", lambda file: file.write(b"two"))
+    assert (tmp_path / "a.bin").read_bytes() == b"two"
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+@needs_dev_full
+def test_a_full_disk_leaves_the_old_file_and_says_so(tmp_path):
+    target = tmp_path / "a.bin"
+    target.write_bytes(b"old")
+    with pytest.raises(RunError, match=r"no space left while writing .*a\.bin; nothing there was changed: free some"):
+        write_atomic(target, fill_the_disk)
+    assert target.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.bin"]
+
+
+@needs_dev_full
+def test_a_disk_that_fills_up_within_parquet_is_a_full_disk_too(tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    write_table = pyarrow.parquet.write_table
+
+    def on_a_full_disk(table, file):
+        with open("/dev/full", "wb", buffering=0) as full:
+            write_table(table, full)
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", on_a_full_disk)
+    with pytest.raises(RunError, match="no space left while writing"):
+        write_parquet(tmp_path / "a.parquet", pd.DataFrame({"a": [1]}))
+    assert os.listdir(tmp_path) == []
+
+
+def test_ctrl_c_leaves_the_old_file_and_no_other(tmp_path):
+    target = tmp_path / "a.bin"
+    target.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(target, interrupt)
+    assert target.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.bin"]
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"the folder .*nowhere does not exist; create it or name another"):
+        write_atomic(tmp_path / "nowhere" / "a.bin", b"")
+
+
+def test_a_folder_in_the_place_of_the_file_is_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*a: is a directory; name another place"):
+        write_atomic(tmp_path / "a", b"")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_refusal_that_another_place_would_not_mend_fails_the_run(tmp_path):
+    def break_off(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(RunError, match=r"cannot write .*a: input/output error; nothing there was changed"):
+        write_atomic(tmp_path / "a", break_off)
+    assert os.listdir(tmp_path) == []
+
+
+def test_json_takes_numpy_numbers_and_refuses_nan(tmp_path):
+    write_json(tmp_path / "a.json", {"a": np.int64(3), "b": np.float64(0.1), "c": np.arange(2), "d": (1, "é")})
+    assert json.loads((tmp_path / "a.json").read_bytes()) == {"a": 3, "b": 0.1, "c": [0, 1], "d": [1, "é"]}
+    with pytest.raises(ValueError):
+        write_json(tmp_path / "b.json", {"a": float("nan")})
+    with pytest.raises(TypeError, match="set cannot be written as JSON"):
+        json_text({1, 2})
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_parquet_gives_the_table_back(tmp_path):
+    frame = pd.DataFrame({"user": ["a", "b"], "rank": np.array([1, 3])}, index=[7, 8])
+    write_parquet(tmp_path / "a.parquet", frame)
+    back = pd.read_parquet(tmp_path / "a.parquet")
+    assert back.columns.tolist() == ["user", "rank"] and back["rank"].tolist() == [1, 3]
+
+
+def test_a_hash_is_that_of_the_content(tmp_path):
+    content = os.urandom(3_000_000)
+    (tmp_path / "a").write_bytes(content)
+    assert sha256_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+def test_a_new_folder_appears_whole(tmp_path):
+    with new_folder(tmp_path / "deep" / "run") as made:
+        (made / "a").write_text("a")
+        assert not (tmp_path / "deep" / "run").exists()
+    assert os.listdir(tmp_path / "deep") == ["run"] and os.listdir(tmp_path / "deep" / "run") == ["a"]
+
+
+@pytest.mark.parametrize("stopped_by", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_new_folder_that_is_not_completed_leaves_nothing(tmp_path, stopped_by):
+    with pytest.raises(stopped_by), new_folder(tmp_path / "run") as made:
+        (made / "a").write_text("a")
+        raise stopped_by
+    assert os.listdir(tmp_path) == []
+
+
+@needs_dev_full
+def test_a_new_folder_on_a_full_disk_leaves_nothing(tmp_path):
+    refusal = pytest.raises(RunError, match=r"no space left while writing .*run;")
+    with refusal, new_folder(tmp_path / "run") as made, open(made / "a", "wb") as file:
+        fill_the_disk(file)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_new_folder_takes_the_place_of_an_empty_one_only(tmp_path):
+    (tmp_path / "run").mkdir()
+    with new_folder(tmp_path / "run") as made:
+        (made / "a").write_text("a")
+    with pytest.raises(UserError, match=r"run exists already; name another or remove it"), new_folder(tmp_path / "run"):
+        pass
+    assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["a"]
+
+
+def test_a_new_folder_below_a_file_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    refusal = pytest.raises(UserError, match=r"file exists already|cannot write .*run: not a directory")
+    with refusal, new_folder(tmp_path / "file" / "run"):
+        pass
