@@ -1,0 +1,1 @@
+"""Data set cards, one YAML file each; read by ``recbft.datasets.cards``. No data lies here."""

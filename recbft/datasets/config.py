@@ -1,0 +1,72 @@
+"""Which data a run uses and how it is prepared."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from recbft.datasets.cards import default_dataset
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.prepare import Preparation
+from recbft.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """A data set by name or file, the columns to read, and the steps of ``Preparation``.
+
+    Columns left out are those of the data set's card, or ``user_id`` and ``item_id`` in a file. Row order is time order
+    within a user unless ``time`` or the card names a column.
+    """
+
+    dataset: str | None = None  # None: ml-100k where it is at hand, else the synthetic data set, see ``resolved``
+    # Where data sets lie on this machine: it does not change results, so it is not saved with them.
+    data_root: str | None = field(default=None, compare=False, metadata={"saved": False})
+    user: str | None = None
+    item: str | None = None
+    time: str | None = None
+    separator: str | None = None
+    columns: tuple[str, ...] | None = None  # the names of all columns of a delimited file without a header
+    k_core: int = 0
+    min_user_events: int = 0
+    min_item_events: int = 0
+    deduplicate: Literal["first", "last"] | None = None
+    where: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset is not None and not self.dataset:
+            raise UserError("dataset is empty; give a data set's name or a file")
+        self.preparation()  # checks the values it holds
+
+    def resolved(self) -> DataConfig:
+        """The same with the data set named; a warning says so where a stand-in takes the default's place."""
+        if self.dataset is not None:
+            return self
+        name, notice = default_dataset()
+        if notice is not None:
+            warnings.warn(notice, stacklevel=2)
+        return replace(self, dataset=name)
+
+    def load(self) -> Dataset:
+        """Read and prepare the data."""
+        return Dataset.load(
+            str(self.resolved().dataset),
+            data_root=self.data_root,
+            user=self.user,
+            item=self.item,
+            time=self.time,
+            separator=self.separator,
+            columns=self.columns,
+            preparation=self.preparation(),
+        )
+
+    def preparation(self) -> Preparation:
+        """What is done to the events before they become histories."""
+        return Preparation(
+            k_core=self.k_core,
+            min_user_events=self.min_user_events,
+            min_item_events=self.min_item_events,
+            deduplicate=self.deduplicate,
+            where=self.where,
+        )

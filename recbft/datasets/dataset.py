@@ -1,0 +1,252 @@
+"""A data set: jagged integer histories, the item vocabulary that goes with them, and hashes that say which data it was.
+
+    history of user u     items[offsets[u] : offsets[u+1]]     oldest first, item indices 1..V, 0 is padding
+    raw id of item i      item_ids[i - 1]                      int64 where the source column was integer, else text
+
+Two ids are equal when their canonical texts (``str(id)``) are: the integer 7 equals the text ``7`` and not ``007``. So
+a CSV and a Parquet file of the same events give the same hashes, and a data set answers to ids of either type.
+
+Shapes: U users, V items, E events.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import ArrayLike, NDArray
+
+from recbft.datasets.events import Events, check_columns
+from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
+from recbft.datasets.vocabulary import Vocabulary
+from recbft.errors import UserError
+
+DEFAULT_PREPARATION = Preparation()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dataset:
+    """Histories of at least 3 events; users are numbered by first appearance in the source, items in the histories.
+
+    The arrays belong to the data set: do not write to them.
+    """
+
+    name: str
+    items: NDArray[np.int64]  # (E,)
+    offsets: NDArray[np.int64]  # (U+1,)
+    times: NDArray[np.int64] | None  # (E,) None where the data has no real times
+    user_ids: NDArray[Any]  # (U,) int64, or object holding str
+    item_ids: NDArray[Any]  # (V,) int64, or object holding str
+    preparation: dict[str, Any] = field(default_factory=dict)  # source, filters, counts before and after; JSON-able
+
+    def __post_init__(self) -> None:
+        assert self.offsets[0] == 0 and self.offsets[-1] == len(self.items), "offsets span the events"
+        assert len(self.offsets) == len(self.user_ids) + 1 and np.diff(self.offsets).min() >= MIN_HISTORY
+        assert self.items.min() >= 1 and self.items.max() <= len(self.item_ids), "item indices are 1..V"
+        assert self.times is None or len(self.times) == len(self.items)
+
+    # Making one --------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_events(cls, events: Events, *, name: str, preparation: Preparation = DEFAULT_PREPARATION) -> Dataset:
+        """Prepare events and keep the result."""
+        made = prepare(events, preparation)
+        return cls(
+            name=name,
+            items=made.items,
+            offsets=made.offsets,
+            times=made.times,
+            user_ids=made.user_ids,
+            item_ids=made.item_ids,
+            preparation=made.record,
+        )
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: Any,
+        *,
+        name: str = "frame",
+        user: str = "user_id",
+        item: str = "item_id",
+        time: str | None = None,
+        preparation: Preparation = DEFAULT_PREPARATION,
+    ) -> Dataset:
+        """Make a data set of a table with one row per event.
+
+        Args:
+            frame: a pandas data frame, a pyarrow table, or any table that speaks arrow (polars, duckdb).
+            user, item: the columns with raw ids.
+            time: the column that orders a user's events (whole numbers or dates; ties keep the row order). Without it
+                the row order is the order, and the data set has no times.
+            preparation: filters and minimum counts.
+
+        Raises:
+            UserError: a column is missing or holds what it may not, or no user is left with 3 events.
+
+        >>> frame = pd.DataFrame({"user_id": ["ann"] * 3, "item_id": ["tea", "milk", "tea"]})
+        >>> dataset = Dataset.from_frame(frame)
+        >>> dataset.items.tolist(), dataset.decode([2]).tolist()
+        ([1, 2, 1], ['milk'])
+        """
+        wanted = [user, item, *([time] if time is not None else []), *preparation.columns()]
+        table = _as_table(frame, wanted, name)
+        events = Events.from_table(table, source=name, user=user, item=item, time=time, extra=preparation.columns())
+        return cls.from_events(events, name=name, preparation=preparation)
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str | Path,
+        *,
+        data_root: str | Path | None = None,
+        user: str | None = None,
+        item: str | None = None,
+        time: str | None = None,
+        separator: str | None = None,
+        columns: Sequence[str] | None = None,
+        preparation: Preparation = DEFAULT_PREPARATION,
+    ) -> Dataset:
+        """Load a data set by name, from a file, or ``"synthetic"``.
+
+        Args:
+            name_or_path: the name of a data set card, a file (its ending names the format, see ``readers``), a folder
+                holding one ``.inter`` file, or ``"synthetic"`` for the seeded generator.
+            data_root: the folder to look in for a name; default the environment variable ``RECBFT_DATA_ROOT``.
+            user, item, time: columns of the file; default those of the card, or ``user_id``, ``item_id`` and no time.
+            separator, columns: for delimited files without a header, see ``readers.read_table``.
+            preparation: filters and minimum counts; a card's own apply where none is asked for.
+
+        Raises:
+            UserError: unknown name, missing or damaged file, bad data.
+        """
+        from recbft.datasets.loading import load_dataset  # loading builds data sets, so it imports this file
+
+        return load_dataset(
+            name_or_path,
+            data_root=data_root,
+            user=user,
+            item=item,
+            time=time,
+            separator=separator,
+            columns=columns,
+            preparation=preparation,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads."""
+        from recbft.datasets.loading import save_dataset
+
+        save_dataset(self, path)
+
+    # Counts ------------------------------------------------------------------------------------------
+
+    @property
+    def num_users(self) -> int:
+        """U."""
+        return len(self.user_ids)
+
+    @property
+    def num_items(self) -> int:
+        """V, padding not counted."""
+        return len(self.item_ids)
+
+    @property
+    def num_events(self) -> int:
+        """E, events of all three parts of the split."""
+        return len(self.items)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Events per user, (U,)."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def training_counts(self) -> NDArray[np.int64]:
+        """Events per item over the training events (all but each user's last two), (V+1,); index 0 holds 0."""
+        held_out = np.concatenate([self.offsets[1:] - 1, self.offsets[1:] - 2])
+        everywhere = np.bincount(self.items, minlength=self.num_items + 1)
+        return everywhere - np.bincount(self.items[held_out], minlength=self.num_items + 1)
+
+    # Identity ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def content_hash(self) -> str:
+        """SHA-256 of ids, items, offsets and times.
+
+        Equal for equal histories of equal ids in the same user order, whatever the file format, the type of the ids or
+        the interleaving of users in the source; the name and the preparation do not enter.
+        """
+        times = np.empty(0, dtype=np.int64) if self.times is None else self.times
+        return _sha256(
+            "recbft content 1", "times" if self.times is not None else "no times",
+            *_text_parts(self.user_ids), *_text_parts(self.item_ids), self.items, self.offsets, times,
+        )  # fmt: skip
+
+    @cached_property
+    def target_hash(self) -> str:
+        """SHA-256 of each user's raw id and raw test target, in user order: equal hashes mean the same test."""
+        targets = self.item_ids[self.items[self.offsets[1:] - 1] - 1]
+        return _sha256("recbft targets 1", *_text_parts(self.user_ids), *_text_parts(targets))
+
+    # Vocabulary --------------------------------------------------------------------------------------
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The items' raw ids and indices."""
+        return Vocabulary(self.item_ids)
+
+    def encode(self, raw_ids: Iterable[Any]) -> NDArray[np.int64]:
+        """Item indices of raw ids (a list, array or column), 0 where an id is unknown or blank."""
+        return self.vocabulary.encode(raw_ids)
+
+    def decode(self, indices: ArrayLike) -> NDArray[Any]:
+        """Raw ids of item indices 1..V, in the indices' shape."""
+        return self.vocabulary.decode(indices)
+
+
+def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
+    """The wanted columns as a pyarrow table; a column arrow cannot hold is refused by name."""
+    if isinstance(frame, pd.DataFrame):
+        check_columns([str(column) for column in frame.columns], wanted, name)
+        return pa.table({column: _as_array(frame[column], column, name) for column in dict.fromkeys(wanted)})
+    if isinstance(frame, pa.Table):
+        return frame
+    if hasattr(frame, "__arrow_c_stream__"):
+        return pa.table(frame)
+    raise UserError(f"a {type(frame).__name__} is not a table; give a pandas data frame or a pyarrow table")
+
+
+def _as_array(column: pd.Series, name: str, source: str) -> Any:
+    try:
+        return pa.Array.from_pandas(column)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        kinds = sorted({type(value).__name__ for value in column.dropna()})
+        raise UserError(
+            f"{source}: column {name!r} mixes values of type {', '.join(kinds)}; use one type per column"
+        ) from error
+
+
+def _text_parts(ids: NDArray[Any]) -> tuple[NDArray[np.int64], bytes]:
+    """Lengths and bytes of the canonical texts."""
+    texts = pa.array(ids).cast(pa.large_string())
+    lengths = pc.binary_length(texts).to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths, b"".join(pc.cast(texts, pa.large_binary()).to_pylist())
+
+
+def _sha256(*parts: str | bytes | NDArray[np.int64]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.astype("<i8").tobytes() if isinstance(part, np.ndarray) else part
+        content = content.encode() if isinstance(content, str) else content
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,215 @@
+"""Events: who took which item, and when, with raw ids and in the order of the source.
+
+An id is an integer or a text and is kept exactly: the text ``007`` is not the integer 7. A time is a whole number >= 0,
+kept as int64: whole numbers written as floats (``1.0``, ``881250949.0``) are taken exactly, anything else is refused.
+Rows are numbered from 1, the header not counted; every refusal names source, row, column and value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from recbft.errors import UserError, did_you_mean
+
+LARGEST_EXACT_FLOAT = 2**53
+TICKS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Events:
+    """Columns of equal length, one row per event.
+
+    ``user`` and ``item`` are arrow arrays of int64 or large_string without blanks; ``time`` is int64 >= 0, or None
+    where the row order is all there is; ``time_unit`` is known only where the source column held dates; ``extra`` holds
+    the columns a row filter asks for.
+    """
+
+    source: str
+    user: Any
+    item: Any
+    time: NDArray[np.int64] | None = None
+    time_unit: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+    @classmethod
+    def from_table(
+        cls, table: Any, *, source: str, user: str, item: str, time: str | None = None, extra: Sequence[str] = ()
+    ) -> Events:
+        """Check the named columns of a pyarrow table and keep them.
+
+        Raises:
+            UserError: a named column is missing, or holds a blank, an id that is neither integer nor text, or a time
+                that is not a whole number >= 0.
+        """
+        wanted = [user, item, *([time] if time is not None else []), *extra]
+        check_columns(table.column_names, wanted, source)
+        times, unit = (None, None) if time is None else _times(_flat(table, time), time, source)
+        return cls(
+            source=source,
+            user=_ids(_flat(table, user), user, source),
+            item=_ids(_flat(table, item), item, source),
+            time=times,
+            time_unit=unit,
+            extra={name: _flat(table, name) for name in extra},
+        )
+
+
+def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> None:
+    """Refuse a wanted column that is missing (with the nearest name and the whole list) or that occurs twice."""
+    for column in wanted:
+        if column not in names:
+            hint = did_you_mean(column, names)
+            listed = "" if hint.startswith("choose") else f" (columns: {', '.join(names)})"
+            raise UserError(f"{source}: no column {column!r}; {hint}{listed}")
+        if list(names).count(column) > 1:
+            raise UserError(f"{source}: column {column!r} occurs {list(names).count(column)} times; rename all but one")
+
+
+def _flat(table: Any, name: str) -> Any:
+    """One column as one array, dictionaries (pandas categories) decoded."""
+    column = table.column(name)
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if is_text(column.type):
+        column = column.cast(pa.large_string())  # 64-bit offsets: joining chunks cannot overflow
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
+def is_text(kind: Any) -> bool:
+    """Whether an arrow type is one of the text types."""
+    return str(kind) in ("string", "large_string", "string_view")
+
+
+def _refuse(mask: Any, column: Any, name: str, source: str, complaint: str) -> None:
+    """Raise for the first row where ``mask`` is true; ``complaint`` says what the value is not."""
+    row = pc.index(mask, True).as_py()
+    if row >= 0:
+        value = column[row].as_py()
+        shown = "nothing" if value is None else repr(value)
+        raise UserError(f"{source}: row {row + 1}: column {name!r} holds {shown}, {complaint}")
+
+
+# Ids -------------------------------------------------------------------------------------------------
+
+
+def _ids(column: Any, name: str, source: str) -> Any:
+    kind = column.type
+    blank = "but an id may not be blank; fill it in or drop the row"
+    _refuse(pc.is_null(column, nan_is_null=True), column, name, source, blank)
+    if is_text(kind):
+        _check_utf8(column, name, source)
+        _refuse(pc.equal(pc.utf8_trim_whitespace(column), ""), column, name, source, blank)
+        return column
+    if pa.types.is_floating(kind):
+        column = column.cast(pa.float64())
+        numbers = column.to_numpy(zero_copy_only=False)
+        bad = (np.abs(numbers) > LARGEST_EXACT_FLOAT) | (numbers != np.round(numbers))
+        _refuse(pa.array(bad), column, name, source, "but an id must be a whole number or a text")
+        return column.cast(pa.int64())
+    if pa.types.is_uint64(kind) and len(column) and pc.max(column).as_py() > np.iinfo(np.int64).max:
+        return column.cast(pa.large_string())  # hashes of 64 bits: same canonical text, no overflow
+    if pa.types.is_integer(kind):
+        return column.cast(pa.int64())
+    if len(column) == 0:
+        return column.cast(pa.int64()) if pa.types.is_null(kind) else column
+    raise UserError(f"{source}: column {name!r} has type {kind}, but ids must be whole numbers or text")
+
+
+def _check_utf8(column: Any, name: str, source: str) -> None:
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        for row, value in enumerate(column.cast(pa.large_binary()).to_pylist()):
+            try:
+                value.decode("utf-8")
+            except UnicodeDecodeError:
+                message = f"{source}: row {row + 1}: column {name!r} holds {value!r}, which is not UTF-8"
+                raise UserError(f"{message}; save the text as UTF-8") from None
+        raise
+
+
+# Times -----------------------------------------------------------------------------------------------
+
+BLANK_TIME = "but a time may not be blank; fill it in, drop the row, or name no time column to use the row order"
+NOT_WHOLE = "but a time must be a whole number; use integer seconds or milliseconds"
+NEGATIVE = "but a time must be >= 0"
+MAX_DIGITS = 19  # of an int64
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
+
+
+def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
+    kind = column.type
+    _refuse(pc.is_null(column), column, name, source, BLANK_TIME)
+    unit = None
+    if is_text(kind):
+        numbers = _whole_numbers_from_text(column, name, source)
+    elif pa.types.is_floating(kind):
+        numbers = _whole_numbers_from_floats(column, name, source)
+    elif pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        numbers, unit = _ticks(column)
+    elif pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
+        try:
+            numbers = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{source}: column {name!r} holds a time that is not an int64: {error}") from None
+    else:
+        raise UserError(f"{source}: column {name!r} has type {kind}, but times must be whole numbers or dates")
+    _refuse(pa.array(numbers < 0), column, name, source, NEGATIVE)
+    return np.array(numbers, dtype=np.int64), unit  # a copy: arrow's memory is read-only
+
+
+def _whole_numbers_from_floats(column: Any, name: str, source: str) -> NDArray[np.int64]:
+    numbers: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    _refuse(pa.array(np.isnan(numbers)), column, name, source, BLANK_TIME)
+    inexact = "but whole numbers above 2**53 are not exact as floats; store integers"
+    _refuse(pa.array(~(np.abs(numbers) <= LARGEST_EXACT_FLOAT)), column, name, source, inexact)
+    _refuse(pa.array(numbers != np.round(numbers)), column, name, source, NOT_WHOLE)
+    return numbers.astype(np.int64)
+
+
+def _whole_numbers_from_text(column: Any, name: str, source: str) -> NDArray[np.int64]:
+    text = pc.ascii_trim_whitespace(column)
+    plain = pc.match_substring_regex(text, r"^\d{1,18}(\.0*)?$").to_numpy(zero_copy_only=False)
+    numbers = np.zeros(len(column), dtype=np.int64)
+    digits = pc.replace_substring_regex(text.filter(pa.array(plain)), r"\..*$", "")
+    numbers[plain] = digits.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    for row in np.flatnonzero(~plain):  # rare spellings such as 9.78E8, or the value to refuse
+        numbers[row] = _whole_number(text[int(row)].as_py(), f"{source}: row {row + 1}: column {name!r} holds ")
+    return numbers
+
+
+def _whole_number(text: str, prefix: str) -> int:
+    if not text or text.lower() == "nan":
+        raise UserError(f"{prefix}{text!r}, {BLANK_TIME}")
+    number = Decimal(text) if _NUMBER.match(text) else None
+    if number is None or (number.adjusted() < MAX_DIGITS and number != number.to_integral_value()):
+        raise UserError(f"{prefix}{text!r}, {NOT_WHOLE}")
+    if number < 0:
+        raise UserError(f"{prefix}{text!r}, {NEGATIVE}")
+    if number > np.iinfo(np.int64).max:
+        raise UserError(f"{prefix}{text!r}, but a time must fit in 64 bits")
+    return int(number)
+
+
+def _ticks(column: Any) -> tuple[NDArray[np.int64], str]:
+    """Dates as whole ticks since 1970 of the coarsest unit that loses nothing."""
+    stamps = column.cast(pa.timestamp("ms")) if pa.types.is_date(column.type) else column
+    unit = stamps.type.unit
+    ticks = stamps.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    for coarser in ("s", "ms", "us"):
+        ratio = TICKS_PER_SECOND[unit] // TICKS_PER_SECOND[coarser]
+        if ratio >= 1 and not (ticks % ratio).any():
+            return ticks // ratio, coarser
+    return ticks, unit

@@ -1,0 +1,177 @@
+"""Load a data set by name or file, check it against its card, and write and read the canonical Parquet file.
+
+The canonical file holds one row per event in the data set's order: user_id, item_id, and timestamp where the data has
+real times; its name and preparation travel in the Parquet metadata, so that a loaded file equals the data set saved.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recbft.datasets import cards
+from recbft.datasets.cards import Card, CardFile, Counts
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.events import Events
+from recbft.datasets.prepare import Preparation
+from recbft.datasets.readers import FORMATS, atomic_file, column_names, read_table
+from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.errors import UserError
+from recbft.files import write_parquet
+
+METADATA_KEY = b"recbft"
+USUAL_TIME = "timestamp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A file, how to read it, and the card it belongs to."""
+
+    path: Path
+    file: CardFile
+    card: Card | None = None
+
+
+def load_dataset(
+    name_or_path: str | Path,
+    *,
+    data_root: str | Path | None,
+    user: str | None,
+    item: str | None,
+    time: str | None,
+    separator: str | None,
+    columns: Sequence[str] | None,
+    preparation: Preparation,
+) -> Dataset:
+    """``Dataset.load``; see there."""
+    asked: dict[str, Any] = {"user": user, "item": item, "time": time, "separator": separator, "columns": columns}
+    asked = {key: value for key, value in asked.items() if value is not None}
+    if str(name_or_path) == cards.SYNTHETIC:
+        if asked or preparation != Preparation():
+            raise UserError("the synthetic data set has no file: columns and filters do not apply; leave them out")
+        return synthetic_dataset(SyntheticConfig())
+    found = _locate(name_or_path, data_root)
+    chosen = replace(found.file, **asked)
+    stored = _stored_record(found.path)
+    if stored is not None and not asked:
+        chosen = replace(chosen, time=USUAL_TIME if stored["has_times"] else None)
+    if preparation != Preparation():
+        chosen = replace(chosen, preparation=preparation)
+    dataset = _read(found.path, chosen, name=_name(found, stored))
+    if stored is not None:
+        earlier = stored["preparation"]
+        untouched = not asked and preparation == Preparation()
+        dataset = replace(dataset, preparation=earlier if untouched else {**dataset.preparation, "earlier": earlier})
+    if found.card is not None and not asked and preparation == Preparation():
+        _compare(dataset, found.card, found)
+    return dataset
+
+
+def _locate(name_or_path: str | Path, data_root: str | Path | None) -> _Found:
+    name = str(name_or_path)
+    if name in cards.card_names():
+        path, file = cards.find(cards.card(name), data_root)
+        return _Found(path=path, file=file, card=cards.card(name))
+    path = Path(name).expanduser()
+    looks_like_a_file = isinstance(name_or_path, Path) or path.suffix != "" or len(path.parts) > 1
+    folder = None if looks_like_a_file or path.exists() else cards.root_folder(data_root)
+    if folder is not None:
+        for place in [folder / name, *(folder / f"{name}{ending}" for ending in FORMATS)]:
+            if place.exists():
+                path = place
+                break
+    if not path.exists() and not looks_like_a_file:
+        raise UserError(cards.unknown_dataset(name))
+    path = atomic_file(path)
+    return _Found(path=path, file=CardFile(path=str(path)))
+
+
+def _name(found: _Found, stored: dict[str, Any] | None) -> str:
+    if found.card is not None:
+        return found.card.name
+    return str(stored["name"]) if stored is not None else found.path.name.partition(".")[0]
+
+
+def _read(path: Path, file: CardFile, *, name: str) -> Dataset:
+    extra = file.preparation.columns()
+    named = [file.user, file.item, *([file.time] if file.time is not None else []), *extra]
+    peek = []
+    if file.time is None and USUAL_TIME not in named and USUAL_TIME in column_names(path) and file.columns is None:
+        peek = [USUAL_TIME]
+    table = read_table(path, [*named, *peek], separator=file.separator, columns=file.columns)
+    events = Events.from_table(table, source=str(path), user=file.user, item=file.item, time=file.time, extra=extra)
+    if peek:
+        _warn_if_out_of_order(events, table.column(USUAL_TIME), path)
+    dataset = Dataset.from_events(events, name=name, preparation=file.preparation)
+    return replace(dataset, preparation={**dataset.preparation, "source": path.name, "time": file.time})
+
+
+def _warn_if_out_of_order(events: Events, times: Any, path: Path) -> None:
+    """The row order is taken as it is: say so where a column that looks like the time contradicts it."""
+    try:
+        seconds = times.cast(pa.float64(), safe=False).to_numpy()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return
+    users = events.user.dictionary_encode().indices.to_numpy()
+    order = np.argsort(users, kind="stable")
+    backwards = (np.diff(seconds[order]) < 0) & (np.diff(users[order]) == 0)
+    if backwards.any():
+        warnings.warn(
+            f"{path}: rows are taken in file order, but column {USUAL_TIME!r} goes backwards within a user "
+            f"{int(backwards.sum()):,} times; name it as the time column to sort by it",
+            stacklevel=2,
+        )
+
+
+def _compare(dataset: Dataset, card: Card, found: _Found) -> None:
+    counts = Counts(users=dataset.num_users, items=dataset.num_items, events=dataset.num_events)
+    if counts != card.expected:
+        warnings.warn(
+            f"{found.path}: the card of {card.name} expects {card.expected}, but the file gives {counts}; "
+            "results will not be comparable with published ones",
+            stacklevel=2,
+        )
+    elif found.file.content_hash is not None and dataset.content_hash != found.file.content_hash:
+        warnings.warn(
+            f"{found.path}: counts agree with the card of {card.name}, but the content hash begins "
+            f"{dataset.content_hash[:12]}, not {found.file.content_hash[:12]}: events, order or times differ",
+            stacklevel=2,
+        )
+
+
+# The canonical file ----------------------------------------------------------------------------------
+
+
+def save_dataset(dataset: Dataset, path: str | Path) -> None:
+    """``Dataset.save``; see there."""
+    path = Path(path)
+    if path.suffix.lower() not in (".parquet", ".pq"):
+        raise UserError(f"{path}: the canonical file is Parquet; let its name end in .parquet")
+    users = dataset.user_ids[np.repeat(np.arange(dataset.num_users), dataset.lengths)]
+    table = {"user_id": pa.array(users), "item_id": pa.array(dataset.item_ids[dataset.items - 1])}
+    if dataset.times is not None:
+        table[USUAL_TIME] = pa.array(dataset.times)
+    record = {"name": dataset.name, "preparation": dataset.preparation, "has_times": dataset.times is not None}
+    write_parquet(path, pa.table(table).replace_schema_metadata({METADATA_KEY: json.dumps(record)}))
+
+
+def _stored_record(path: Path) -> dict[str, Any] | None:
+    """Name and preparation of a canonical file; None for any other file."""
+    if path.suffix.lower() not in (".parquet", ".pq") or not path.is_file():
+        return None
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (pa.ArrowInvalid, OSError):
+        return None  # the reader says what is wrong
+    if METADATA_KEY not in metadata:
+        return None
+    record: dict[str, Any] = json.loads(metadata[METADATA_KEY])
+    return record

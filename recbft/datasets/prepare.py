@@ -1,0 +1,228 @@
+"""From events to histories: row filter, order, de-duplication, minimum counts.
+
+The steps, in this order: keep the rows that satisfy ``where``; gather each user's rows in row order (or, where times
+are given, by a stable sort on time: ties keep their row order); drop repeated (user, item) pairs; drop users and items
+with too few events until none is left (the thresholds hold together in the result). Users with fewer than 3 events
+cannot be split and are always dropped and counted.
+
+Users are numbered by first appearance among the kept rows, items by first appearance in the finished histories.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from recbft.datasets.events import Events, is_text
+from recbft.errors import UserError, did_you_mean
+
+MIN_HISTORY = 3  # one event each to train, validate and test
+
+_COMPARISONS = {">=": np.greater_equal, "<=": np.less_equal, "==": np.equal, "!=": np.not_equal}
+_COMPARISONS |= {">": np.greater, "<": np.less, "=": np.equal}
+_CONDITION = re.compile(
+    r"^\s*(?P<column>.+?)\s*(?P<sign>>=|<=|==|!=|>|<|=)\s*(?P<number>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*$"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What is done to the events before they become histories.
+
+    Args:
+        k_core: every user and every item keeps at least this many events (iterative); 0 is off.
+        min_user_events, min_item_events: as ``k_core``, for one side; the larger of the two counts.
+        deduplicate: of a user's events with one item keep the ``"first"`` or the ``"last"``; None keeps all.
+        where: a row filter on numeric columns, such as ``"rating>=4"`` or ``"rating>=4 and year>2000"``. A row whose
+            value is blank does not satisfy it.
+    """
+
+    k_core: int = 0
+    min_user_events: int = 0
+    min_item_events: int = 0
+    deduplicate: str | None = None
+    where: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("k_core", "min_user_events", "min_item_events"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
+                raise UserError(f"{name} is {value!r}; give a whole number >= 0 (0 is off)")
+        if self.deduplicate not in (None, "first", "last"):
+            raise UserError(f"deduplicate is {self.deduplicate!r}; choose 'first', 'last' or None")
+        self.conditions()
+
+    def conditions(self) -> list[tuple[str, str, float]]:
+        """The row filter as (column, comparison, number)."""
+        if self.where is None:
+            return []
+        parsed = []
+        for part in re.split(r"\s+and\s+|&&?", self.where):
+            match = _CONDITION.match(part)
+            try:
+                assert match is not None
+                parsed.append((match["column"], match["sign"], float(match["number"])))
+            except (AssertionError, ValueError):
+                advice = "write COLUMN>=NUMBER (also > < <= == !=), joined by 'and'"
+                raise UserError(f"row filter {self.where!r} cannot be read; {advice}") from None
+        return parsed
+
+    def columns(self) -> list[str]:
+        """The columns the row filter reads."""
+        return list(dict.fromkeys(column for column, _, _ in self.conditions()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for YAML and JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Preparation:
+        """The inverse of ``to_dict``; an unknown key is refused."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise UserError(f"unknown preparation key {key!r}; {did_you_mean(str(key), known)}")
+        return cls(**values)
+
+
+class Prepared(NamedTuple):
+    items: NDArray[np.int64]  # (E,)    item index 1..V, users one after the other
+    offsets: NDArray[np.int64]  # (U+1,)  user u owns items[offsets[u]:offsets[u+1]]
+    times: NDArray[np.int64] | None  # (E,)
+    user_ids: NDArray[Any]  # (U,)    raw ids: int64, or object holding str
+    item_ids: NDArray[Any]  # (V,)
+    record: dict[str, Any]  # what was done and how many were dropped; JSON-able
+
+
+def prepare(events: Events, preparation: Preparation) -> Prepared:
+    """Turn events into histories.
+
+    Raises:
+        UserError: a filter column is missing or not numeric, or no user is left with 3 events.
+    """
+    kept = np.flatnonzero(_satisfies(events, preparation))
+    users, user_names = _codes(events.user, kept)
+    items, item_names = _codes(events.item, kept)
+    times = None if events.time is None else events.time[kept]
+    # both sorts are stable: ties keep the row order
+    order = np.argsort(users, kind="stable") if times is None else np.lexsort((times, users))
+    users, items = users[order], items[order]
+    fresh = _not_duplicated(users, items, preparation.deduplicate)
+    alive, short, below = _hold_minimums(users, items, fresh, preparation)
+    if not alive.any():
+        raise UserError(_nothing_left(events, len(kept), int(fresh.sum()), len(user_names)))
+    users, items = users[alive], items[alive]
+    lengths = np.bincount(users, minlength=len(user_names))
+    present = np.flatnonzero(lengths)
+    item_codes, first_items = pd.factorize(items)
+    user_ids, item_ids = _raw(user_names, present), _raw(item_names, np.asarray(first_items))
+    everyone, everything = (_count_distinct(column) for column in (events.user, events.item))
+    record = {
+        "source": events.source,
+        "filters": preparation.to_dict(),
+        "time_unit": events.time_unit,
+        "before": {"users": everyone, "items": everything, "events": len(events)},
+        "after": {"users": len(user_ids), "items": len(item_ids), "events": len(items)},
+        "dropped": {
+            "events_filtered_out": len(events) - len(kept),
+            "events_repeated": int(len(fresh) - fresh.sum()),
+            "users_below_minimum": below,
+            "users_under_3_events": short,
+        },
+    }
+    return Prepared(
+        items=item_codes.astype(np.int64) + 1,
+        offsets=np.concatenate([[0], np.cumsum(lengths[present])]).astype(np.int64),
+        times=None if times is None else times[order][alive],
+        user_ids=user_ids,
+        item_ids=item_ids,
+        record=record,
+    )
+
+
+def _satisfies(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
+    keep = np.ones(len(events), dtype=bool)
+    for name, sign, number in preparation.conditions():
+        with np.errstate(invalid="ignore"):
+            values = _numbers(events.extra[name], name, events.source)
+            keep &= _COMPARISONS[sign](values, number) & ~np.isnan(values)
+    return keep
+
+
+def _numbers(column: Any, name: str, source: str) -> NDArray[np.float64]:
+    """A filter column as float64, NaN where blank."""
+    if is_text(column.type):
+        values = np.asarray(pd.to_numeric(column.to_pandas(), errors="coerce"), dtype=np.float64)
+        for row in np.flatnonzero(np.isnan(values)):
+            text = column[int(row)].as_py()
+            if text is not None and text.strip().lower() not in ("", "nan"):
+                place = f"{source}: row {row + 1}: column {name!r}"
+                raise UserError(f"{place} holds {text!r}, but a row filter needs numbers")
+        return values
+    try:
+        return np.asarray(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise UserError(f"{source}: column {name!r} has type {column.type}, but a row filter needs numbers") from None
+
+
+def _codes(ids: Any, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], Any]:
+    """Number ids by first appearance."""
+    encoded = (ids if len(kept) == len(ids) else ids.take(pa.array(kept))).dictionary_encode()
+    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64), encoded.dictionary
+
+
+def _raw(names: Any, chosen: NDArray[np.int64]) -> NDArray[Any]:
+    values = names.take(pa.array(chosen)).to_numpy(zero_copy_only=False)
+    return np.array(values, dtype=object if is_text(names.type) else np.int64)  # a copy: arrow's memory is read-only
+
+
+def _count_distinct(ids: Any) -> int:
+    return len(ids.unique())
+
+
+def _not_duplicated(users: NDArray[np.int64], items: NDArray[np.int64], keep: str | None) -> NDArray[np.bool_]:
+    if keep is None or len(users) == 0:
+        return np.ones(len(users), dtype=bool)
+    pairs = pd.Series(users * (int(items.max()) + 1) + items)
+    return ~np.asarray(pairs.duplicated(keep="first" if keep == "first" else "last"), dtype=bool)
+
+
+def _hold_minimums(
+    users: NDArray[np.int64], items: NDArray[np.int64], alive: NDArray[np.bool_], preparation: Preparation
+) -> tuple[NDArray[np.bool_], int, int]:
+    """Drop users and items below their minimum until none is left.
+
+    Returns:
+        The events that stay, the number of users dropped for having fewer than 3 events though they met the asked-for
+        minimum, and the number of users dropped for not meeting it.
+    """
+    if len(users) == 0:
+        return alive, 0, 0
+    min_user = max(preparation.k_core, preparation.min_user_events)
+    min_item = max(preparation.k_core, preparation.min_item_events)
+    num_users, num_items = int(users.max()) + 1, int(items.max()) + 1
+    short = 0
+    while True:
+        per_user = np.bincount(users[alive], minlength=num_users)
+        per_item = np.bincount(items[alive], minlength=num_items)
+        short += int(((per_user > 0) & (per_user < MIN_HISTORY) & (per_user >= min_user)).sum())
+        stay = alive & (per_user >= max(min_user, MIN_HISTORY))[users] & (per_item >= min_item)[items]
+        if stay.sum() == alive.sum():
+            return alive, short, num_users - int((per_user > 0).sum()) - short
+        alive = stay
+
+
+def _nothing_left(events: Events, after_filter: int, after_duplicates: int, num_users: int) -> str:
+    read = f"{len(events):,} events of {_count_distinct(events.user):,} users read"
+    steps = f"{after_filter:,} of {num_users:,} users after the row filter, {after_duplicates:,} after de-duplication"
+    return (
+        f"{events.source}: no user has {MIN_HISTORY} events after filtering ({read}; {steps}); "
+        "check the user column, or loosen the filters and minimum counts"
+    )

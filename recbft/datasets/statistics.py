@@ -1,0 +1,66 @@
+"""What a data set looks like: counts, lengths, density, ties in time, test targets never seen in training."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from recbft.datasets.dataset import Dataset
+
+LENGTH_QUANTILES = {"min": 0.0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "90%": 0.9, "max": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetStatistics:
+    """The figures of ``recbft data show``; shares are in [0, 1], tie shares None where the data has no times."""
+
+    name: str
+    num_users: int
+    num_items: int
+    num_events: int
+    mean_length: float
+    length_quantiles: dict[str, float]
+    density: float  # events / (users x items)
+    tied_neighbours: float | None  # of two rows in a row of one user: share with equal times
+    tied_last_two: float | None  # share of users whose last two events tie: their targets hang on the row order
+    unseen_targets: float  # share of test targets without a training event
+    repeated_events: float  # share of events whose user had the item before
+    content_hash: str
+    target_hash: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def describe(dataset: Dataset) -> DatasetStatistics:
+    """Compute the statistics of a data set."""
+    last = dataset.offsets[1:] - 1
+    quantiles = np.quantile(dataset.lengths, list(LENGTH_QUANTILES.values()))
+    tied_neighbours, tied_last_two = None, None
+    if dataset.times is not None:
+        tied = dataset.times[1:] == dataset.times[:-1]
+        between_users = dataset.offsets[1:-1] - 1
+        same_user = np.ones(dataset.num_events - 1, dtype=bool)
+        same_user[between_users] = False
+        tied_neighbours = float(tied[same_user].mean())
+        tied_last_two = float(tied[last - 1].mean())
+    users = np.repeat(np.arange(dataset.num_users), dataset.lengths)
+    distinct = len(np.unique(users * (dataset.num_items + 1) + dataset.items))
+    return DatasetStatistics(
+        name=dataset.name,
+        num_users=dataset.num_users,
+        num_items=dataset.num_items,
+        num_events=dataset.num_events,
+        mean_length=dataset.num_events / dataset.num_users,
+        length_quantiles=dict(zip(LENGTH_QUANTILES, quantiles.tolist(), strict=True)),
+        density=dataset.num_events / (dataset.num_users * dataset.num_items),
+        tied_neighbours=tied_neighbours,
+        tied_last_two=tied_last_two,
+        unseen_targets=float((dataset.training_counts[dataset.items[last]] == 0).mean()),
+        repeated_events=1 - distinct / dataset.num_events,
+        content_hash=dataset.content_hash,
+        target_hash=dataset.target_hash,
+    )

@@ -1,0 +1,151 @@
+"""Data sets by name: where they are looked for, what is checked, what a user is told."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pandas as pd
+import pytest
+
+from recbft.datasets import Dataset, Preparation, card, card_names, dataset_names, default_dataset, is_available
+from recbft.errors import UserError
+
+INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+
+
+@pytest.fixture(autouse=True)
+def _no_data_root(monkeypatch):
+    monkeypatch.delenv("RECBFT_DATA_ROOT", raising=False)
+
+
+@pytest.fixture
+def bundled(tmp_path, monkeypatch):
+    """A package called recbole that carries a small ml-100k and must not be imported."""
+    folder = tmp_path / "site" / "recbole"
+    (folder / "dataset_example" / "ml-100k").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise AssertionError('recbole was imported')")
+    rows = ["1\t9\t3\t881250949", "1\t8\t3\t881250948", "2\t9\t1\t5", "1\t7\t5\t881250947", "2\t8\t1\t5", "2\t7\t1\t5"]
+    (folder / "dataset_example" / "ml-100k" / "ml-100k.inter").write_text(INTER + "\n".join(rows) + "\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+
+
+def without_recbole(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [])
+
+
+def test_there_is_a_card_for_each_published_data_set():
+    amazon = [f"amazon-{name}" for name in ("beauty", "games", "instruments", "sports", "toys")]
+    assert card_names() == [*amazon, "ml-100k", "ml-1m"]
+    assert dataset_names() == [*card_names(), "synthetic"]
+    for name in card_names():
+        known = card(name)
+        assert known.name == name
+        assert (
+            known.title and known.source.startswith("https://") and known.licence and known.how_to_get and known.files
+        )
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_and_the_list():
+    with pytest.raises(
+        UserError, match=r"unknown data set 'amazon-buty'; did you mean 'amazon-beauty'\? \(data sets: .*toys"
+    ):
+        Dataset.load("amazon-buty")
+    with pytest.raises(
+        UserError, match=r"unknown data set 'qqq'; choose one of amazon-beauty, .*, synthetic, or give a file"
+    ):
+        Dataset.load("qqq")
+    with pytest.raises(UserError, match="unknown data set 'qqq'"):
+        card("qqq")
+
+
+def test_a_known_name_without_a_file_says_what_was_looked_for_and_how_to_get_it(tmp_path, monkeypatch):
+    expected = (
+        r"data set 'amazon-games' not found; looked for amazon-games\.parquet, .*reviews_Video_Games_5\.json\.gz.* "
+        r"{}; put reviews_Video_Games_5\.json\.gz from https://"
+    )
+    with pytest.raises(
+        UserError, match=expected.format(r"but no data root is set \(--data-root or RECBFT_DATA_ROOT\)")
+    ):
+        Dataset.load("amazon-games")
+    with pytest.raises(UserError, match=expected.format(f"under {tmp_path}")):
+        Dataset.load("amazon-games", data_root=tmp_path)
+    monkeypatch.setenv("RECBFT_DATA_ROOT", str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=r"gone: the data root \(from RECBFT_DATA_ROOT\) is not a folder"):
+        Dataset.load("amazon-games")
+    with pytest.raises(UserError, match=r"missing\.csv: no such file"):
+        Dataset.load("missing.csv")
+
+
+def test_counts_that_differ_from_the_card_are_a_warning_naming_both(tmp_path, monkeypatch):
+    rows = [
+        f'{{"reviewerID": "A{u}", "asin": "B{i}", "unixReviewTime": {i}, "reviewText": "x"}}'
+        for u in range(2)
+        for i in range(4)
+    ]
+    (tmp_path / "reviews_Video_Games_5.json").write_text("\n".join(rows))
+    monkeypatch.setenv("RECBFT_DATA_ROOT", str(tmp_path))
+    expected = "expects 24,303 users, 10,672 items, 231,780 events, but the file gives 2 users, 4 items, 8 events"
+    with pytest.warns(UserWarning, match=expected):
+        dataset = Dataset.load("amazon-games")
+    assert dataset.name == "amazon-games" and dataset.times.tolist() == [0, 1, 2, 3] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        filtered = Dataset.load("amazon-games", preparation=Preparation(where="unixReviewTime>=1"))
+    assert filtered.num_events == 6, "with filters of one's own other counts are expected"
+
+
+def test_the_data_set_that_recbole_carries_is_sorted_by_exact_time_without_importing_it(bundled):
+    assert is_available(card("ml-100k"))
+    with pytest.warns(UserWarning, match="expects 943 users, 1,682 items, 100,000 events"):
+        dataset = Dataset.load("ml-100k")
+    assert dataset.decode(dataset.items).tolist() == ["7", "8", "9", "9", "8", "7"]
+    assert dataset.times.tolist() == [881250947, 881250948, 881250949, 5, 5, 5]
+    assert default_dataset() == ("ml-100k", None)
+    assert "recbole" not in sys.modules
+
+
+def test_the_default_is_synthetic_with_a_notice_where_recbole_is_missing(tmp_path, monkeypatch):
+    without_recbole(monkeypatch)
+    name, notice = default_dataset()
+    assert name == "synthetic" and "RecBole, which carries it, is not installed" in notice
+    (tmp_path / "ml-100k.inter").write_text(INTER)
+    assert default_dataset(tmp_path) == ("ml-100k", None)
+
+
+def test_a_name_without_card_is_looked_for_under_the_data_root(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.inter").write_text(INTER + "1\t2\t3\t4\n" * 3)
+    pd.DataFrame({"user_id": [1] * 4, "item_id": [2] * 4}).to_csv(tmp_path / "other.csv", index=False)
+    assert Dataset.load("mine", data_root=tmp_path).num_events == 3
+    assert Dataset.load("other", data_root=tmp_path).num_events == 4
+
+
+def test_a_data_set_prepared_under_its_card_name_is_found_again(tmp_path):
+    source = tmp_path / "Beauty.txt"
+    source.write_text("1 1 2 3 4\n2 1 2 3\n")
+    with pytest.warns(UserWarning, match="expects 22,363 users"):
+        dataset = Dataset.load("amazon-beauty", data_root=tmp_path)
+    dataset.save(tmp_path / "amazon-beauty.parquet")
+    source.unlink()
+    with pytest.warns(UserWarning, match="expects 22,363 users"):
+        again = Dataset.load("amazon-beauty", data_root=tmp_path)
+    assert again.content_hash == dataset.content_hash and again.times is None
+
+
+def test_the_raw_movielens_file_is_read_with_its_own_separator(tmp_path):
+    (tmp_path / "ml-1m").mkdir()
+    rows = [f"{user}::{item}::5::{100 - item}" for user in range(1, 7) for item in range(1, 7)]
+    (tmp_path / "ml-1m" / "ratings.dat").write_text("\n".join([*rows, "1::99::5::1", ""]))
+    with pytest.warns(UserWarning, match="expects 6,040 users, 3,416 items, 999,611 events"):
+        dataset = Dataset.load("ml-1m", data_root=tmp_path)
+    assert dataset.item_ids.tolist() == ["6", "5", "4", "3", "2", "1"], "item 99 has fewer than 5 events"
+    assert dataset.times is not None
+
+
+def test_settings_that_the_synthetic_data_set_lacks_are_refused():
+    with pytest.raises(UserError, match="the synthetic data set has no file: columns and filters do not apply"):
+        Dataset.load("synthetic", time="timestamp")
+    with pytest.raises(UserError, match="the synthetic data set has no file"):
+        Dataset.load("synthetic", preparation=Preparation(k_core=5))

@@ -1,0 +1,230 @@
+"""Storage, vocabulary, hashes, the canonical file and the split."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recbft.datasets import Dataset, Preparation, describe, leave_one_out
+from recbft.errors import UserError
+
+TEXT_IDS = st.text(min_size=1, max_size=5).filter(lambda text: text.strip() != "")
+INT_IDS = st.integers(-(2**63), 2**63 - 1)
+
+
+@st.composite
+def frames(draw, ids=None):
+    """A log in which at least one user has 3 events."""
+    ids = draw(st.sampled_from([TEXT_IDS, INT_IDS])) if ids is None else ids
+    users = draw(st.lists(ids, min_size=1, max_size=4, unique=True))
+    items = draw(st.lists(ids, min_size=1, max_size=6, unique=True))
+    event = st.tuples(st.sampled_from(users), st.sampled_from(items), st.integers(0, 3) | st.integers(0, 2**62))
+    rows = draw(st.lists(event, min_size=1, max_size=20)) + [(users[0], items[0], 1)] * 3
+    return pd.DataFrame(draw(st.permutations(rows)), columns=["user_id", "item_id", "timestamp"])
+
+
+def histories(dataset):
+    parts = np.split(dataset.decode(dataset.items), dataset.offsets[1:-1])
+    return {user: items.tolist() for user, items in zip(dataset.user_ids.tolist(), parts, strict=True)}
+
+
+def assert_equal(one, other):
+    assert one.name == other.name and one.preparation == other.preparation
+    for field in ("items", "offsets", "user_ids", "item_ids"):
+        assert getattr(one, field).tolist() == getattr(other, field).tolist()
+        assert getattr(one, field).dtype == getattr(other, field).dtype
+    assert (one.times is None) == (other.times is None)
+    assert one.times is None or one.times.tolist() == other.times.tolist()
+    assert (one.content_hash, one.target_hash) == (other.content_hash, other.target_hash)
+
+
+@pytest.mark.parametrize("time", [None, "timestamp"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(frame=frames())
+def test_a_saved_data_set_loads_as_it_was(tmp_path, time, frame):
+    dataset = Dataset.from_frame(frame, time=time, preparation=Preparation(deduplicate=None))
+    dataset.save(tmp_path / "saved.parquet")
+    assert_equal(Dataset.load(tmp_path / "saved.parquet"), dataset)
+
+
+@settings(max_examples=60, deadline=None)
+@given(frame=frames(), seed=st.integers(0, 100))
+def test_interleaving_users_otherwise_does_not_change_histories(frame, seed):
+    dataset = Dataset.from_frame(frame, time="timestamp")
+    # draw whose row comes next; each user's own rows keep their order
+    order = np.random.default_rng(seed).permutation(frame.user_id.to_numpy(dtype=object))
+    rows = {user: iter(list(part.itertuples(index=False))) for user, part in frame.groupby("user_id", sort=False)}
+    shuffled = pd.DataFrame([next(rows[user]) for user in order], columns=frame.columns)
+    other = Dataset.from_frame(shuffled, time="timestamp")
+    assert histories(other) == histories(dataset)
+    assert dict(zip(other.user_ids.tolist(), other.lengths.tolist(), strict=True)) == dict(
+        zip(dataset.user_ids.tolist(), dataset.lengths.tolist(), strict=True)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(frame=frames(ids=INT_IDS))
+def test_hashes_see_the_text_of_ids_not_their_type_nor_the_interleaving(frame):
+    dataset = Dataset.from_frame(frame, time="timestamp")
+    as_text = frame.assign(user_id=frame.user_id.astype(str), item_id=frame.item_id.astype(str))
+    grouped = frame.iloc[np.argsort(pd.factorize(frame.user_id)[0], kind="stable")]
+    for same in (as_text, pa.table(frame), pa.Table.from_pandas(as_text), grouped):
+        other = Dataset.from_frame(same, name="other name", time="timestamp")
+        assert (other.content_hash, other.target_hash) == (dataset.content_hash, dataset.target_hash)
+
+
+@settings(max_examples=40, deadline=None)
+@given(frame=frames(), shift=st.integers(1, 5))
+def test_the_content_hash_sees_ids_order_and_times(frame, shift):
+    dataset = Dataset.from_frame(frame, time="timestamp")
+    assert Dataset.from_frame(frame.assign(timestamp=frame.timestamp + shift), time="timestamp").content_hash != (
+        dataset.content_hash
+    )
+    assert Dataset.from_frame(frame).content_hash != dataset.content_hash, "times or none"
+    renamed = frame.assign(item_id=["new " + str(item) for item in frame.item_id])
+    assert Dataset.from_frame(renamed, time="timestamp").target_hash != dataset.target_hash
+
+
+def test_the_target_hash_does_not_depend_on_how_items_are_numbered():
+    one = pd.DataFrame({"user_id": [1] * 4, "item_id": [5, 6, 7, 8]})
+    other = pd.DataFrame({"user_id": [1] * 4, "item_id": [6, 5, 7, 8]})
+    a, b = Dataset.from_frame(one), Dataset.from_frame(other)
+    assert a.target_hash == b.target_hash and a.content_hash != b.content_hash
+
+
+def test_ids_cannot_trade_letters_and_keep_the_hash():
+    hashes = {
+        Dataset.from_frame(pd.DataFrame({"user_id": ["u"] * 3, "item_id": items})).content_hash
+        for items in (["a", "bc", "d"], ["ab", "c", "d"], ["a", "b", "cd"])
+    }
+    assert len(hashes) == 3
+
+
+def test_hashes_are_those_of_the_first_release():
+    frame = pd.DataFrame({"user_id": [1, 1, 2, 1, 2, 2], "item_id": list("abacbb"), "t": [1, 2, 3, 4, 5, 6]})
+    dataset = Dataset.from_frame(frame, time="t")
+    assert (dataset.content_hash[:16], dataset.target_hash[:16]) == ("c50c88a4b337e753", "f1c82b4899172158")
+
+
+@pytest.mark.parametrize("ids", [[10, 20, 30], ["10", "20", "é x"]])
+def test_encode_answers_to_ids_of_either_type(ids):
+    dataset = Dataset.from_frame(pd.DataFrame({"user_id": [1, 1, 1], "item_id": ids}))
+    for asked in ([10, 20, 99], ["10", "20", "99"], np.array([10, 20, 99]), np.array([10, 20, 99], np.uint8),
+                  [np.int32(10), np.str_("20"), None], pd.Series(["10", "20", "020"]), pd.Series([10, 20, None]),
+                  np.array([10.0, 20.0, np.nan]), [10, "20", ""], pa.array([10, 20, 7])):  # fmt: skip
+        encoded = dataset.encode(asked)
+        assert encoded.tolist() == [1, 2, 0] and encoded.dtype == np.int64
+    assert dataset.encode([]).tolist() == []
+    assert dataset.decode(dataset.encode(ids)).tolist() == ids
+    assert dataset.decode([[3, 1]]).tolist() == [[ids[2], ids[0]]]
+    for wrong in (0, 4):
+        with pytest.raises(UserError, match=f"item index {wrong} is not in the vocabulary; indices are 1 to 3"):
+            dataset.decode([1, wrong])
+
+
+def test_text_ids_with_leading_zeros_stay_apart():
+    dataset = Dataset.from_frame(pd.DataFrame({"user_id": ["u"] * 3, "item_id": ["007", "7", "07"]}))
+    assert dataset.encode([7, "007", "0007"]).tolist() == [2, 1, 0]
+
+
+def test_arrays_are_writable_int64_so_that_torch_takes_them_without_copies():
+    dataset = Dataset.from_frame(pd.DataFrame({"user_id": [1, 1, 1], "item_id": [3, 4, 5], "t": [1, 2, 3]}), time="t")
+    for array in (dataset.items, dataset.offsets, dataset.times, dataset.training_counts):
+        assert array.dtype == np.int64 and array.flags.writeable and array.flags.c_contiguous
+    json.dumps(dataset.preparation)
+
+
+def test_leave_one_out_takes_the_last_event_for_test_and_the_one_before_for_validation():
+    frame = pd.DataFrame({"user_id": list("aaaabbb"), "item_id": [1, 2, 3, 4, 1, 9, 8]})
+    dataset = Dataset.from_frame(frame)
+    split = leave_one_out(dataset)
+    training = [dataset.items[a:b].tolist() for a, b in zip(split.training_start, split.training_stop, strict=True)]
+    assert training == [[1, 2], [1]]
+    assert dataset.decode(split.validation.target).tolist() == [3, 9]
+    assert dataset.decode(split.test.target).tolist() == [4, 8]
+    assert (split.validation.stop - split.validation.start).tolist() == [2, 1]
+    assert (split.test.stop - split.test.start).tolist() == [3, 2]
+    assert split.training_start is split.test.start or np.shares_memory(split.training_start, split.test.start)
+    assert dataset.training_counts.tolist() == [0, 2, 1, 0, 0, 0, 0], "held-out items keep their place"
+
+
+def test_statistics_by_hand():
+    frame = pd.DataFrame({"user_id": list("aaaabbb"), "item_id": [1, 2, 3, 1, 1, 2, 2], "t": [1, 1, 2, 2, 5, 6, 7]})
+    statistics = describe(Dataset.from_frame(frame, time="t"))
+    assert (statistics.num_users, statistics.num_items, statistics.num_events) == (2, 3, 7)
+    assert statistics.mean_length == 7 / 2 and statistics.density == 7 / 6
+    assert statistics.length_quantiles == {
+        "min": 3,
+        "25%": 3.25,
+        "50%": 3.5,
+        "75%": 3.75,
+        "90%": pytest.approx(3.9),
+        "max": 4,
+    }
+    assert statistics.tied_neighbours == 2 / 5
+    assert statistics.tied_last_two == 1 / 2
+    assert statistics.unseen_targets == 0
+    assert statistics.repeated_events == pytest.approx(2 / 7)
+    assert describe(Dataset.from_frame(frame)).tied_last_two is None
+    json.dumps(statistics.to_dict())
+
+
+def test_test_targets_never_seen_in_training_are_counted():
+    frame = pd.DataFrame({"user_id": list("aaabbb"), "item_id": [1, 2, 3, 1, 2, 1]})
+    assert describe(Dataset.from_frame(frame)).unseen_targets == 1 / 2
+
+
+def test_a_saved_data_set_keeps_its_name_and_record_and_can_be_filtered_again(tmp_path):
+    frame = pd.DataFrame({"user_id": list("aaaabbbc"), "item_id": [1, 2, 3, 1, 1, 2, 3, 9]})
+    first = Dataset.from_frame(frame, name="mine")
+    first.save(tmp_path / "file.parquet")
+    again = Dataset.load(tmp_path / "file.parquet", preparation=Preparation(deduplicate="first"))
+    assert again.name == "mine" and again.num_events == 6
+    assert again.preparation["filters"]["deduplicate"] == "first"
+    assert again.preparation["earlier"] == first.preparation
+    with pytest.raises(UserError, match=r"the canonical file is Parquet; let its name end in \.parquet"):
+        first.save(tmp_path / "file.csv")
+    with pytest.raises(UserError, match=r"the folder .* does not exist"):
+        first.save(tmp_path / "no" / "file.parquet")
+    assert [p.name for p in tmp_path.iterdir()] == ["file.parquet"]
+
+
+def test_a_file_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_warning(tmp_path):
+    frame = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "timestamp": [3, 2, 1, 1, 2, 3]})
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    frame.to_parquet(tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        with pytest.warns(
+            UserWarning, match="column 'timestamp' goes backwards within a user 2 times; name it as the time"
+        ):
+            dataset = Dataset.load(tmp_path / name)
+        assert dataset.decode(dataset.items[:3]).astype(int).tolist() == [0, 1, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Dataset.load(tmp_path / "a.csv", time="timestamp")
+        frame.assign(timestamp="?").to_csv(tmp_path / "b.csv", index=False)
+        Dataset.load(tmp_path / "b.csv")
+
+
+def test_the_same_events_give_the_same_hashes_in_every_format(tmp_path):
+    frame = pd.DataFrame({"user_id": [1, 2] * 4, "item_id": [5, 5, 6, 7, 7, 8, 9, 6], "timestamp": range(8)})
+    frame.to_parquet(tmp_path / "a.parquet")
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    frame.to_csv(tmp_path / "a.tsv.gz", index=False, sep="\t")
+    frame.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
+    atomic = frame.set_axis(["user_id:token", "item_id:token", "timestamp:float"], axis=1)
+    atomic.astype({"timestamp:float": float}).to_csv(tmp_path / "a.inter", index=False, sep="\t")
+    expected = Dataset.from_frame(frame, time="timestamp")
+    for name in ("a.parquet", "a.csv", "a.tsv.gz", "a.jsonl", "a.inter"):
+        dataset = Dataset.load(tmp_path / name, time="timestamp")
+        assert dataset.content_hash == expected.content_hash and dataset.target_hash == expected.target_hash
+    text = "".join(f"{u} {i}\n" for u, i in zip(frame.user_id, frame.item_id, strict=True))
+    (tmp_path / "a.txt").write_text(text)
+    assert Dataset.load(tmp_path / "a.txt").content_hash == Dataset.from_frame(frame).content_hash

@@ -1,0 +1,138 @@
+"""What counts as an id and as a time, and how refusals read."""
+
+from __future__ import annotations
+
+import datetime
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from recbft.datasets import Dataset, Events
+from recbft.errors import UserError
+
+
+def events_of(**columns):
+    columns = {"user_id": ["u"] * 3, "item_id": ["a", "b", "c"], **columns}
+    time = "timestamp" if "timestamp" in columns else None
+    return Events.from_table(pa.table(columns), source="log", user="user_id", item="item_id", time=time)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        [1, 2, 2**62],
+        [1.0, 881250949.0, 2.0],
+        ["1", "2", "9000000000000000001"],
+        ["1.0", " 881250949.000", "9.78E8"],
+        pa.array([1, 2, 3], pa.uint64()),
+        pa.array([1, 2, 3], pa.float32()),
+    ],
+)
+def test_whole_times_are_taken_exactly_however_they_are_written(times):
+    taken = events_of(timestamp=times).time
+    assert taken.dtype == np.int64
+    assert taken.tolist() == [
+        int(float(t)) if "E" in str(t) or "." in str(t) else int(str(t)) for t in pa.array(times).to_pylist()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times", "complaint"),
+    [
+        ([1.0, float("nan"), 2.0], r"log: row 2: column 'timestamp' holds nan, but a time may not be blank"),
+        ([1, None, 2], r"row 2: column 'timestamp' holds nothing, but a time may not be blank"),
+        ([1, 2, -7], r"row 3: column 'timestamp' holds -7, but a time must be >= 0"),
+        ([1.0, -7.0, 2.0], r"row 2: column 'timestamp' holds -7.0, but a time must be >= 0"),
+        ([1.5, 2.0, 3.0], r"row 1: column 'timestamp' holds 1.5, but a time must be a whole number"),
+        (
+            [1.0, float("inf"), 3.0],
+            r"row 2: column 'timestamp' holds inf, but whole numbers above 2\*\*53 are not exact",
+        ),
+        ([1.0, 1e17, 3.0], r"row 2: column 'timestamp' holds 1e\+17, but whole numbers above 2\*\*53 are not exact"),
+        (["1", "", "2"], r"row 2: column 'timestamp' holds '', but a time may not be blank"),
+        (["1", "NaN", "2"], r"row 2: column 'timestamp' holds 'NaN', but a time may not be blank"),
+        (["1", "2", "3.25"], r"row 3: column 'timestamp' holds '3.25', but a time must be a whole number"),
+        (["1", "2", "-3"], r"row 3: column 'timestamp' holds '-3', but a time must be >= 0"),
+        (["1", "2", "-3.0"], r"row 3: column 'timestamp' holds '-3.0', but a time must be >= 0"),
+        (["1", "2", "inf"], r"row 3: column 'timestamp' holds 'inf', but a time must be a whole number"),
+        (["1", "2", "9" * 30], r"row 3: column 'timestamp' holds '9+', but a time must fit in 64 bits"),
+        (["1", "2", "1e400"], r"row 3: column 'timestamp' holds '1e400', but a time must fit in 64 bits"),
+        (["1", "2", "1e-400"], r"row 3: column 'timestamp' holds '1e-400', but a time must be a whole number"),
+        (["1", "2", "0x10"], r"row 3: column 'timestamp' holds '0x10', but a time must be a whole number"),
+        (["1", "2", "1_0"], r"row 3: column 'timestamp' holds '1_0', but a time must be a whole number"),
+        (["1", "2", "2020-01-01"], r"row 3: column 'timestamp' holds '2020-01-01', but a time must be a whole number"),
+        ([True, True, False], r"column 'timestamp' has type bool, but times must be whole numbers or dates"),
+    ],
+)
+def test_a_time_that_is_not_a_whole_number_is_refused_by_row_and_value(times, complaint):
+    with pytest.raises(UserError, match=complaint):
+        events_of(timestamp=times)
+
+
+def test_dates_become_ticks_of_the_coarsest_unit_that_loses_nothing():
+    day = datetime.datetime(2020, 1, 1)
+    whole = events_of(timestamp=[day + datetime.timedelta(seconds=s) for s in range(3)])
+    assert (whole.time_unit, whole.time.tolist()) == ("s", [1577836800, 1577836801, 1577836802])
+    fine = events_of(timestamp=[day + datetime.timedelta(milliseconds=s) for s in range(3)])
+    assert (fine.time_unit, fine.time.tolist()) == ("ms", [1577836800000, 1577836800001, 1577836800002])
+    assert events_of(timestamp=[day.date()] * 3).time.tolist() == [1577836800] * 3
+
+
+@pytest.mark.parametrize("blank", ["", "   ", None])
+@pytest.mark.parametrize("column", ["user_id", "item_id"])
+def test_a_blank_id_is_refused_by_row(column, blank):
+    with pytest.raises(UserError, match=f"log: row 2: column '{column}' holds .*, but an id may not be blank"):
+        events_of(**{column: ["a", blank, "c"]})
+
+
+@pytest.mark.parametrize(
+    ("ids", "complaint"),
+    [
+        ([1.0, float("nan"), 3.0], "row 2: column 'item_id' holds nan, but an id may not be blank"),
+        ([1.0, 2.5, 3.0], "row 2: column 'item_id' holds 2.5, but an id must be a whole number or a text"),
+        ([True, False, True], "column 'item_id' has type bool, but ids must be whole numbers or text"),
+    ],
+)
+def test_an_id_that_is_neither_integer_nor_text_is_refused(ids, complaint):
+    with pytest.raises(UserError, match=complaint):
+        events_of(item_id=ids)
+
+
+def test_text_that_is_not_utf8_is_refused_by_row():
+    raw = pa.array([b"a", b"caf\xe9", b"c"], pa.binary())
+    broken = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    with pytest.raises(UserError, match=r"row 2: column 'item_id' holds b'caf\\xe9', which is not UTF-8"):
+        events_of(item_id=broken)
+
+
+def test_ids_keep_their_type_and_text_is_kept_exactly():
+    events = events_of(user_id=["007", "7", " 7"], item_id=[1.0, 2.0, 3.0])
+    assert events.user.to_pylist() == ["007", "7", " 7"]
+    assert events.item.to_pylist() == [1, 2, 3]
+    assert events_of(user_id=pa.array([2**64 - 1, 1, 2], pa.uint64())).user.to_pylist() == [str(2**64 - 1), "1", "2"]
+    assert events_of(user_id=pa.array(["x", "y", "x"]).dictionary_encode()).user.to_pylist() == ["x", "y", "x"]
+
+
+def test_a_missing_column_is_named_with_the_nearest_and_all_columns():
+    frame = pd.DataFrame({"user_id": [1], "item": [2]})
+    with pytest.raises(
+        UserError, match=r"frame: no column 'item_id'; did you mean 'item'\? \(columns: user_id, item\)"
+    ):
+        Dataset.from_frame(frame)
+    with pytest.raises(UserError, match="frame: no column 'zzz'; choose one of item, user_id"):
+        Dataset.from_frame(frame, user="zzz")
+
+
+def test_a_column_of_mixed_types_is_refused_by_name():
+    frame = pd.DataFrame({"user_id": [1, 1, 1], "item_id": [1, "b", "c"]})
+    with pytest.raises(
+        UserError, match="frame: column 'item_id' mixes values of type int, str; use one type per column"
+    ):
+        Dataset.from_frame(frame)
+
+
+def test_something_that_is_not_a_table_is_refused():
+    with pytest.raises(UserError, match="a list is not a table; give a pandas data frame or a pyarrow table"):
+        Dataset.from_frame([1, 2])

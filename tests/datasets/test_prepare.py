@@ -1,0 +1,164 @@
+"""Order, filters and minimum counts, on tables small enough to work by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recbft.datasets import Dataset, Preparation
+from recbft.errors import UserError
+
+
+def log(text, **columns):
+    """``"a:1 a:2 b:1"`` as a frame of users and items."""
+    pairs = [pair.split(":") for pair in text.split()]
+    return pd.DataFrame(pairs, columns=["user_id", "item_id"]).assign(**columns)
+
+
+def histories(dataset):
+    parts = np.split(dataset.decode(dataset.items), dataset.offsets[1:-1])
+    return {user: items.tolist() for user, items in zip(dataset.user_ids.tolist(), parts, strict=True)}
+
+
+def test_interleaved_users_are_gathered_in_row_order():
+    dataset = Dataset.from_frame(log("b:x a:x b:y a:z b:x a:y"))
+    assert histories(dataset) == {"b": ["x", "y", "x"], "a": ["x", "z", "y"]}
+    assert dataset.user_ids.tolist() == ["b", "a"], "users by first appearance"
+    assert dataset.item_ids.tolist() == ["x", "y", "z"], "items by first appearance in the histories"
+    assert dataset.times is None
+
+
+def test_a_time_column_sorts_stably_so_ties_keep_the_row_order():
+    dataset = Dataset.from_frame(log("a:late a:tie1 a:tie2 a:tie3 a:early", when=[9, 5, 5, 5, 1]), time="when")
+    assert histories(dataset) == {"a": ["early", "tie1", "tie2", "tie3", "late"]}
+    assert dataset.times.tolist() == [1, 5, 5, 5, 9]
+
+
+def test_times_that_float32_cannot_tell_apart_are_ordered():
+    start = 881_250_949
+    dataset = Dataset.from_frame(log("a:3 a:2 a:1", when=[start + 2, start + 1, start]), time="when")
+    assert np.float32(start) == np.float32(start + 2)
+    assert histories(dataset) == {"a": ["1", "2", "3"]}
+
+
+def test_users_with_fewer_than_three_events_are_dropped_and_counted():
+    dataset = Dataset.from_frame(log("a:x b:x a:y b:w a:z c:x"))
+    assert histories(dataset) == {"a": ["x", "y", "z"]}
+    assert dataset.item_ids.tolist() == ["x", "y", "z"], "an item only dropped users had is not in the vocabulary"
+    assert dataset.preparation["dropped"]["users_under_3_events"] == 2
+    assert dataset.preparation["before"] == {"users": 3, "items": 4, "events": 6}
+    assert dataset.preparation["after"] == {"users": 1, "items": 3, "events": 3}
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(None, "x y x z y"), ("first", "x y z"), ("last", "x z y")])
+def test_deduplication_keeps_the_first_or_last_event_in_time_of_a_pair(keep, expected):
+    frame = log("a:y a:z a:x a:y a:x b:x b:y b:z", when=[9, 8, 7, 6, 5, 1, 2, 3])
+    dataset = Dataset.from_frame(frame, time="when", preparation=Preparation(deduplicate=keep))
+    assert histories(dataset)["a"] == expected.split()
+    assert dataset.preparation["dropped"]["events_repeated"] == (0 if keep is None else 2)
+
+
+def test_k_core_is_iterative():
+    # d holds the second w and goes (2 events); then w has one event and goes; then c has 2 events and goes
+    frame = log("a:x a:y a:z b:x b:y b:z c:x c:y c:w d:w d:z e:x e:y e:z")
+    dataset = Dataset.from_frame(frame, preparation=Preparation(k_core=3))
+    assert set(histories(dataset)) == {"a", "b", "e"}
+    assert dataset.preparation["dropped"] == {
+        "events_filtered_out": 0,
+        "events_repeated": 0,
+        "users_below_minimum": 2,
+        "users_under_3_events": 0,
+    }
+
+
+def test_minimum_counts_hold_together_with_the_minimum_of_three_events():
+    frame = log("a:x a:y a:z b:x b:y b:z c:q c:x c:y d:q d:x")
+    dataset = Dataset.from_frame(frame, preparation=Preparation(min_item_events=2))
+    assert set(histories(dataset)) == {"a", "b"}, "without d the item q has one event, without q user c has two"
+    assert dataset.preparation["dropped"]["users_under_3_events"] == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_k_core_equals_dropping_one_user_or_item_at_a_time(seed):
+    rng = np.random.default_rng(seed)
+    frame = pd.DataFrame({"user_id": rng.integers(0, 30, 220), "item_id": rng.zipf(1.5, 220) % 40})
+    left = frame
+    while True:
+        users, items = left.user_id.value_counts(), left.item_id.value_counts()
+        few = left[left.user_id.map(users).lt(4) | left.item_id.map(items).lt(4)]
+        if few.empty:
+            break
+        first = few.iloc[0]
+        left = left[left.user_id != first.user_id] if users[first.user_id] < 4 else left[left.item_id != first.item_id]
+    dataset = Dataset.from_frame(frame, preparation=Preparation(k_core=4))
+    expected = {user: rows.item_id.tolist() for user, rows in left.groupby("user_id", sort=False)}
+    assert histories(dataset) == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "kept"),
+    [
+        ("rating>=4", "p q r s"),
+        (" rating > 4 ", "q r s"),
+        ("rating==5 and year<2003", "q r s"),
+        ("rating!=5", "o p t u"),
+        ("rating<=4.0 && year>=1e3", "o p t u"),
+    ],
+)
+@pytest.mark.parametrize("kind", [int, float, str])
+def test_a_row_filter_keeps_the_rows_that_satisfy_it(where, kept, kind):
+    ratings, years = [1, 4, 5, 5, 5, 2, 3], [2000, 2001, 2002, 2002, 2002, 2004, 2005]
+    frame = log("a:o a:p a:q a:r a:s a:t a:u", rating=[kind(r) for r in ratings], year=years)
+    dataset = Dataset.from_frame(frame, preparation=Preparation(where=where))
+    assert histories(dataset)["a"] == kept.split()
+
+
+def test_a_row_whose_filter_value_is_blank_is_dropped_and_counted():
+    frame = log("a:o a:p a:q a:r", rating=[5.0, None, 5.0, 5.0])
+    dataset = Dataset.from_frame(frame, preparation=Preparation(where="rating!=1"))
+    assert histories(dataset) == {"a": ["o", "q", "r"]}
+    assert dataset.preparation["dropped"]["events_filtered_out"] == 1
+
+
+def test_a_row_filter_on_text_or_a_missing_column_is_refused():
+    frame = log("a:o a:p a:q", rating=["5", "good", "4"])
+    with pytest.raises(UserError, match="frame: row 2: column 'rating' holds 'good', but a row filter needs numbers"):
+        Dataset.from_frame(frame, preparation=Preparation(where="rating>3"))
+    with pytest.raises(UserError, match="frame: no column 'ratings'; did you mean 'rating'"):
+        Dataset.from_frame(frame, preparation=Preparation(where="ratings>3"))
+
+
+def test_no_user_left_is_an_error_with_counts():
+    frame = log("a:x a:y b:x b:y b:x", rating=[5, 5, 5, 5, 1])
+    with pytest.raises(UserError) as raised:
+        Dataset.from_frame(frame, preparation=Preparation(where="rating>1", deduplicate="first"))
+    assert str(raised.value) == (
+        "frame: no user has 3 events after filtering (5 events of 2 users read; 4 of 2 users after the row filter, "
+        "4 after de-duplication); check the user column, or loosen the filters and minimum counts"
+    )
+    with pytest.raises(UserError, match=r"no user has 3 events after filtering \(0 events of 0 users read"):
+        Dataset.from_frame(frame.iloc[:0].drop(columns="rating"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"k_core": -1}, "k_core is -1; give a whole number >= 0"),
+        ({"min_user_events": 2.5}, "min_user_events is 2.5; give a whole number >= 0"),
+        ({"deduplicate": "both"}, "deduplicate is 'both'; choose 'first', 'last' or None"),
+        ({"where": "rating is good"}, "row filter 'rating is good' cannot be read; write COLUMN>=NUMBER"),
+        ({"where": "rating>=1.2.3"}, "row filter 'rating>=1.2.3' cannot be read"),
+        ({"where": ""}, "row filter '' cannot be read"),
+    ],
+)
+def test_a_preparation_checks_its_values(settings, complaint):
+    with pytest.raises(UserError, match=complaint):
+        Preparation(**settings)
+
+
+def test_a_preparation_goes_through_a_plain_dict_and_refuses_unknown_keys():
+    preparation = Preparation(k_core=5, deduplicate="last", where="rating>=4")
+    assert Preparation.from_dict(preparation.to_dict()) == preparation
+    with pytest.raises(UserError, match="unknown preparation key 'kcore'; did you mean 'k_core'"):
+        Preparation.from_dict({"kcore": 5})

@@ -1,0 +1,223 @@
+"""Every format gives the same table; every damage gives one line that names the file and the row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pandas as pd
+import pytest
+
+from recbft.datasets import Dataset, read_table
+from recbft.errors import UserError
+
+ROWS = [("zoë b", "007", 5), ("zoë b", 'q"uote', 6), ("甲", "7", 7), ("zoë b", "Ünï", 8)]
+WANTED = ["user_id", "item_id", "timestamp"]
+
+
+def as_lines(separator, newline="\n", header=None):
+    lines = [separator.join(map(str, row)) for row in ROWS]
+    return newline.join([*([header] if header else []), *lines, ""])
+
+
+def as_csv(newline="\n"):
+    quoted = ['"q""uote"' if '"' in item else item for _, item, _ in ROWS]
+    lines = [f"{user},{item},x,{time}" for (user, _, time), item in zip(ROWS, quoted, strict=True)]
+    return newline.join(["user_id,item_id,other,timestamp", *lines, ""])
+
+
+ATOMIC_HEADER = "user_id:token\titem_id:token\ttimestamp:float"
+OBJECTS = "\n".join(json.dumps(dict(zip(WANTED, row, strict=True), extra=[1, 2])) for row in ROWS)
+FILES = {
+    "a.inter": as_lines("\t", header=ATOMIC_HEADER),
+    "crlf.inter": as_lines("\t", "\r\n", header=ATOMIC_HEADER),
+    "bom.inter": "\ufeff" + as_lines("\t", header=ATOMIC_HEADER),
+    "a.inter.gz": as_lines("\t", header=ATOMIC_HEADER),
+    "no_newline_at_end.inter": as_lines("\t", header=ATOMIC_HEADER).rstrip("\n"),
+    "a.csv": as_csv(),
+    "crlf.csv": as_csv("\r\n"),
+    "bom.csv": "\ufeff" + as_csv(),
+    "a.csv.gz": as_csv(),
+    "a.tsv": as_csv().replace(",", "\t"),
+    "a.json": OBJECTS,
+    "a.jsonl": OBJECTS,
+    "bom.jsonl": "\ufeff" + OBJECTS,
+    "crlf.jsonl": OBJECTS.replace("\n", "\r\n"),
+    "a.jsonl.gz": OBJECTS,
+}
+
+
+def write(path, content):
+    content = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def rows_of(table):
+    return [(user, item, int(time)) for user, item, time in zip(*(c.to_pylist() for c in table.columns), strict=True)]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_named_format_gives_the_same_rows(tmp_path, name):
+    assert rows_of(read_table(write(tmp_path / name, FILES[name]), WANTED)) == ROWS
+
+
+def test_parquet_gives_the_columns_as_they_are(tmp_path):
+    frame = pd.DataFrame(ROWS, columns=WANTED).assign(other=1)
+    frame.to_parquet(tmp_path / "a.parquet")
+    assert rows_of(read_table(tmp_path / "a.parquet", WANTED)) == ROWS
+
+
+@pytest.mark.parametrize("separator", ["::", ",", "\t", "\\t", "|", " || "])
+@pytest.mark.parametrize("prefix", ["", "\ufeff"])
+def test_a_file_without_header_is_read_by_given_columns_and_separator(tmp_path, separator, prefix):
+    content = prefix + as_lines(separator.replace("\\t", "\t")).replace('"', "")
+    table = read_table(write(tmp_path / "ratings.dat", content), WANTED, separator=separator, columns=WANTED)
+    assert rows_of(table) == [(user, item.replace('"', ""), time) for user, item, time in ROWS]
+
+
+def test_the_two_plain_text_forms_give_the_same_rows(tmp_path):
+    pairs = write(tmp_path / "pairs.txt", "\ufeffann 007\r\nann 7\r\n\r\nbob  7 \r\nann x\u00a0y\r\n")
+    sequences = write(tmp_path / "sequences.txt.gz", "ann 007 7\tx\u00a0y\nbob 7")
+    expected = {("ann", "007"), ("ann", "7"), ("ann", "x\u00a0y"), ("bob", "7")}
+    for path in (pairs, sequences):
+        table = read_table(path, ["user_id", "item_id"])
+        assert set(zip(*(column.to_pylist() for column in table.columns), strict=True)) == expected
+    assert read_table(sequences, ["user_id", "item_id"])["item_id"].to_pylist() == ["007", "7", "x\u00a0y", "7"]
+
+
+def test_a_folder_stands_for_the_atomic_file_in_it(tmp_path):
+    folder = tmp_path / "ml"
+    folder.mkdir()
+    write(folder / "ml.inter", FILES["a.inter"])
+    write(folder / "other.inter", "junk")
+    assert rows_of(read_table(folder, WANTED)) == ROWS
+    (folder / "ml.inter").rename(folder / "third.inter")
+    with pytest.raises(UserError, match=r"holds 2 \.inter files and none is called ml\.inter; name the file"):
+        read_table(folder, WANTED)
+    with pytest.raises(UserError, match=r"is a folder without an \.inter file; name a file"):
+        read_table(tmp_path, WANTED)
+
+
+def test_ids_that_look_like_dates_or_missing_values_stay_text(tmp_path):
+    odd = ["2020-01-01", "NA", "null", "nan", "1e5", "0x10", "True"]
+    csv = write(tmp_path / "a.csv", "user_id,item_id\n" + "".join(f"u,{item}\n" for item in odd))
+    lines = write(tmp_path / "a.jsonl", "\n".join(json.dumps({"user_id": "u", "item_id": item}) for item in odd))
+    for path in (csv, lines):
+        assert read_table(path, ["user_id", "item_id"])["item_id"].to_pylist() == odd
+
+
+def test_json_numbers_may_mix_whole_and_float_times(tmp_path):
+    rows = [{"user_id": 1, "item_id": i, "timestamp": t} for i, t in enumerate([3, 4.0, 5])]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    assert Dataset.load(path, time="timestamp").times.tolist() == [3, 4, 5]
+
+
+ERRORS = {
+    "empty.csv": ("", r"empty\.csv: the file is empty"),
+    "empty.parquet": ("", r"empty\.parquet: the file is empty"),
+    "empty.txt": ("\n  \n", r"empty\.txt: the file is empty"),
+    "empty.inter.gz": ("", r"empty\.inter\.gz: the file is empty"),
+    "empty.jsonl": ("\n\n", r"empty\.jsonl: the file is empty"),
+    "header.csv": ("user_id,item_id\n", r"header\.csv: the file has a header but no rows"),
+    "blank.csv": ("\nuser_id,item_id\n", r"blank\.csv: the first line is blank, but it must name the columns"),
+    "column.csv": (
+        "user_id,itemid\n1,2\n",
+        r"column\.csv: no column 'item_id'; did you mean 'itemid'\? \(columns: user_id, itemid\)",
+    ),
+    "twice.csv": (
+        "user_id,item_id,item_id\n1,2,3\n",
+        r"twice\.csv: column 'item_id' occurs 2 times; rename all but one",
+    ),
+    "untyped.inter": ("user_id\titem_id\n1\t2\n", r"header field 'user_id' has no type; write NAME:TYPE"),
+    "ragged.csv": ("user_id,item_id\n1,2\n1\n1,3\n", r"ragged\.csv: row 2: 1 fields where 2 are expected"),
+    "ragged.inter": (
+        "user_id:token\titem_id:token\n1\t2\n1\t3\n1\t2\t3\n",
+        r"ragged\.inter: row 3: 3 fields where 2 are expected; check the separator and the column names",
+    ),
+    "latin.csv": (
+        b"user_id,item_id\n1,2\n1,caf\xe9\n",
+        r"latin\.csv: line 3: byte 0xe9 is not UTF-8; save the file as UTF-8",
+    ),
+    "latin.inter": (b"user_id:token\titem_id:token\n1\t\xff\n", r"latin\.inter: line 2: byte 0xff is not UTF-8"),
+    "latin.txt": (b"a b\na \xe9\n", r"latin\.txt: line 2: byte 0xe9 is not UTF-8"),
+    "utf16.csv": ("user_id,item_id\n1,2\n".encode("utf-16"), r"utf16\.csv: line 1: byte 0xff is not UTF-8"),
+    "lonely.txt": ("a b\n\nc\n", r"lonely\.txt: line 3: user 'c' has no item; write 'user item'"),
+    "timed.txt": ("a b 1\na c 2\n", r"timed\.txt: line 2: user 'a' has a line already"),
+    "list.json": ('[{"user_id": 1}]', r"list\.json: starts a JSON list; write one object per line instead"),
+    "broken.jsonl": ('{"user_id": 1, "item_id": 2}\n{"user_id": \n', r"broken\.jsonl: line 2: is not JSON"),
+    "mixed.jsonl": (
+        '{"user_id": 1, "item_id": 2}\n{"user_id": 1, "item_id": "b"}\n',
+        r"mixed\.jsonl: row 2: column 'item_id' holds 'b', but row 1 holds a int; use one type per column",
+    ),
+    "damaged.parquet": ("PAR1 and then nothing", r"damaged\.parquet: is not a whole Parquet file"),
+    "what.xyz": ("1 2\n", r"what\.xyz: unknown file ending '\.xyz'; known are \.inter, .*give its separator"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_damaged_file_is_refused_in_one_line_that_names_it(tmp_path, name):
+    content, complaint = ERRORS[name]
+    with pytest.raises(UserError, match=complaint) as raised:
+        read_table(write(tmp_path / name, content), ["user_id", "item_id"])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["gone.csv", "gone.inter", "gone.parquet", "gone.txt", "gone.jsonl.gz"])
+def test_a_missing_file_is_refused_by_name(tmp_path, name):
+    with pytest.raises(UserError, match=f"{name}: no such file; check the path"):
+        read_table(tmp_path / name, ["user_id", "item_id"])
+
+
+def test_a_truncated_gzip_file_is_refused(tmp_path):
+    for name in ("a.csv.gz", "a.inter.gz", "a.jsonl.gz"):
+        whole = gzip.compress((FILES[name] * 200).encode())
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=f"{name}: "):
+            read_table(tmp_path / name, WANTED)
+    (tmp_path / "b.csv.gz").write_bytes(b"plain text")
+    with pytest.raises(UserError, match=r"b\.csv\.gz: the gzip file is damaged"):
+        read_table(tmp_path / "b.csv.gz", WANTED)
+
+
+def test_a_truncated_parquet_file_is_refused(tmp_path):
+    pd.DataFrame({"user_id": range(1000), "item_id": range(1000)}).to_parquet(tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(whole[:-100])
+    with pytest.raises(UserError, match=r"b\.parquet: is not a whole Parquet file"):
+        read_table(tmp_path / "b.parquet", ["user_id", "item_id"])
+
+
+def test_settings_that_do_not_fit_the_format_are_refused(tmp_path):
+    write(tmp_path / "a.inter", FILES["a.inter"])
+    with pytest.raises(
+        UserError, match=r"separator and column names are for delimited files, not \.inter; leave them out"
+    ):
+        read_table(tmp_path / "a.inter", WANTED, separator=",")
+    write(tmp_path / "a.txt", "a b\n")
+    with pytest.raises(
+        UserError, match="a plain text history has no column 'timestamp'; give separator and column names"
+    ):
+        read_table(tmp_path / "a.txt", WANTED)
+    write(tmp_path / "a.dat", "a,b\n")
+    with pytest.raises(UserError, match="the separator is empty; give the text between two fields"):
+        read_table(tmp_path / "a.dat", ["a", "b"], separator="")
+
+
+def test_a_blank_or_bad_value_in_a_file_is_refused_with_file_and_row(tmp_path):
+    path = write(tmp_path / "a.csv", "user_id,item_id,timestamp\n1,2,3\n,2,4\n1,2,x\n")
+    with pytest.raises(UserError, match=r"a\.csv: row 2: column 'user_id' holds '', but an id may not be blank"):
+        Dataset.load(path)
+    path = write(tmp_path / "b.csv", "user_id,item_id,timestamp\n1,2,3\n1,2,4\n1,2,x\n")
+    with pytest.raises(
+        UserError, match=r"b\.csv: row 3: column 'timestamp' holds 'x', but a time must be a whole number"
+    ):
+        Dataset.load(path, time="timestamp")
+    path = write(tmp_path / "c.jsonl", '{"user_id": 1, "item_id": 2}\n{"user_id": 1}\n')
+    with pytest.raises(UserError, match=r"c\.jsonl: row 2: column 'item_id' holds nothing, but an id may not be blank"):
+        Dataset.load(path)
+
+
+def test_a_quoted_field_may_hold_separators_and_line_breaks(tmp_path):
+    path = write(tmp_path / "a.csv", 'user_id,note,item_id\nu,"a,\nb",x\nu,"c\r\nd",y\n')
+    assert read_table(path, ["user_id", "item_id"])["item_id"].to_pylist() == ["x", "y"]
