@@ -1,0 +1,68 @@
+"""The belief a position carries, and which positions may inform which.
+
+Shapes: B rows, T tokens per row, D model width.
+Source: Precision Tracked Transformer (arXiv 2605.18832), section 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Belief(NamedTuple):
+    """What a layer knows of every position: a mean and a precision (1 / variance), coordinate by coordinate."""
+
+    mean: Tensor  # (B, T, D)
+    precision: Tensor  # (B, T, D), > 0
+
+
+@dataclass(frozen=True)
+class SequenceContext:
+    """Where each token of a packed batch stands in its own history.
+
+    Args:
+        segment: (B, T) integers; tokens of a row with the same number belong to one history, -1 is padding.
+        position: (B, T) integers, the place in the history; distinct within a segment.
+        time: (B, T) integers or None, real event times.
+        causal: a token sees itself and earlier positions only; False lets it see its whole segment.
+    """
+
+    segment: Tensor
+    position: Tensor
+    time: Tensor | None = None
+    causal: bool = True
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """(B, T) bool, True for real tokens."""
+        return self.segment >= 0
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """(B, T, T) bool, True where token t (second axis) may read token j (third axis)."""
+        same = self.segment[:, :, None] == self.segment[:, None, :]
+        allowed = same & self.valid[:, None, :]
+        if self.causal:
+            allowed = allowed & (self.position[:, None, :] <= self.position[:, :, None])
+        return allowed
+
+    @cached_property
+    def lag(self) -> Tensor:
+        """(B, T, T) integers, the distance in positions between token t and token j."""
+        return (self.position[:, :, None] - self.position[:, None, :]).abs()
+
+    @cached_property
+    def _masks(self) -> dict[torch.dtype, Tensor]:
+        return {}
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """(B, T, T), 0 where allowed and -inf elsewhere; made once per dtype and shared by all layers."""
+        if dtype not in self._masks:
+            empty = torch.zeros(self.allowed.shape, dtype=dtype, device=self.segment.device)
+            self._masks[dtype] = empty.masked_fill_(~self.allowed, float("-inf"))
+        return self._masks[dtype]

@@ -1,0 +1,78 @@
+"""Attention as kriging: the weighted mean of the values, and the statistics that say how far to trust it.
+
+    l_tj = q_t . k_j / sqrt(K) + log_precision_j + lag_tj * log_decay                   (1)
+    a_tj = softmax_j(l_tj) over the keys j that t may read                              (2)
+    e_t  = sum_j a_tj v_j                       weighted mean: the innovation           (3)
+    n_t  = 1 / sum_j a_tj^2                     Kish effective sample size              (4)
+    S_t  = sum_j a_tj v_j^2 - e_t^2             weighted residual variance, >= 0        (5)
+
+(5) is a difference of two near numbers, so the values are centred first (S does not move when a constant is
+subtracted). Nothing of shape (T, T, K) is ever built.
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), equations 2 to 6; Kish, Survey Sampling (1965), section 8.2.
+Shapes: B rows, H heads, T tokens, K head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recbft.core.belief import SequenceContext
+from recbft.core.statistics import Moments
+from recbft.kernels import softmax_moments as paths
+
+
+def softmax_moments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Moments:
+    """Mean, residual variance and effective sample size of softmax attention.
+
+    Args:
+        q, k, v: queries, keys and values, (B, H, T, K).
+        context: which token may read which.
+        log_precision: log of each key's scalar precision, (B, T); a reliability bias on the logits.
+        log_decay: log of the recency decay, a scalar, <= 0, multiplied by the lag in positions.
+        dropout: probability of dropping a weight of (3); (4) and (5) always use the undropped weights.
+        impl: ``auto`` takes the fastest path that serves the call; ``reference`` and ``cpu`` force one.
+
+    Returns:
+        The moments; a token that may read nothing (padding) gets zeros.
+
+    Raises:
+        ValueError: unknown ``impl``, or the forced path cannot serve the call (the message says why).
+    """
+    if log_decay is not None and log_decay.numel() != 1:
+        raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; give a scalar tensor")
+    path = paths.choose(impl, q, dropout=dropout)
+    moments: Moments = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout)
+    return moments
+
+
+def softmax_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Equation (3) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``."""
+    path = paths.choose_mean(q, dropout=dropout)
+    mean: Tensor = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout)
+    return mean
+
+
+def scalar_log_precision(precision: Tensor) -> Tensor:
+    """Log of the mean precision over the coordinates, shared by all heads; (B, T, D) -> (B, T)."""
+    return torch.log(precision.mean(dim=-1))

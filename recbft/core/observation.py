@@ -1,0 +1,72 @@
+"""How precise is the innovation? Estimators of its precision from the residuals of the attention that made it.
+
+    reml         Var(e) = (S + nu s0) / (n + nu)        the residual variance shrunk to a prior of nu observations   (1)
+    reml_naive   Var(e) = S / (n - 1)                   without the prior; infinite precision at n = 1               (2)
+    projected    Var(W e)_i = sum_k W_ik^2 Var(e)_k     carried through a linear map                                 (3)
+
+The observation precision is min(1 / Var(e), cap), and 0 where nothing was read (n = 0), so that such a position keeps
+its belief. With (1) it never exceeds (1 + nu) / (nu s0) at n = 1: 2 K for nu = 1 and s0 = 1 / K.
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), section 3.1; REML: Patterson and Thompson (1971).
+Shapes: B rows, H heads, T tokens, K head width, D = H K.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_EPSILON = {torch.float64: 1e-12}
+
+
+def reml_precision(
+    residual_variance: Tensor,
+    effective_sample_size: Tensor,
+    *,
+    prior_scale: float | Tensor,
+    prior_dof: float | Tensor = 1.0,
+    cap: float = 100.0,
+) -> Tensor:
+    """Equation (1): restricted maximum likelihood with a conjugate prior.
+
+    Args:
+        residual_variance: S, weighted variance of the values, (..., T, K), >= 0.
+        effective_sample_size: n, (..., T), 0 where nothing was read.
+        prior_scale: s0, the variance the prior expects, > 0.
+        prior_dof: nu, the number of observations the prior is worth, >= 0.
+        cap: the largest precision returned.
+
+    Returns:
+        Observation precision per coordinate, (..., T, K), in [0, cap].
+    """
+    size = effective_sample_size[..., None]
+    observed = (size + prior_dof) * (size > 0)
+    return (observed / (residual_variance + (prior_dof * prior_scale + _epsilon(residual_variance)))).clamp(max=cap)
+
+
+def reml_naive_precision(residual_variance: Tensor, effective_sample_size: Tensor, *, cap: float = 100.0) -> Tensor:
+    """Equation (2), for study: the cap where n = 1 or the residuals vanish. Shapes as above."""
+    size = effective_sample_size[..., None]
+    precision = (size - 1).clamp(min=0) / (residual_variance + _epsilon(residual_variance))
+    alone = size - 1 <= 1e-6
+    return torch.where(alone, torch.full_like(precision, cap), precision.clamp(max=cap)) * (size > 0)
+
+
+def projected_precision(precision: Tensor, weight: Tensor, *, cap: float = 100.0) -> Tensor:
+    """Equation (3): the precision of ``W e`` from that of ``e``.
+
+    Args:
+        precision: (..., D_in), >= 0; a position whose precisions are all 0 (nothing was read) stays at 0.
+        weight: W, (D_out, D_in).
+
+    Returns:
+        (..., D_out), in [0, cap].
+    """
+    epsilon = _epsilon(precision)
+    variance = torch.nn.functional.linear(1 / (precision + epsilon), weight.square())
+    read = precision.amax(dim=-1, keepdim=True) > 0
+    return (1 / (variance + epsilon)).clamp(max=cap) * read
+
+
+def _epsilon(like: Tensor) -> float:
+    return _EPSILON.get(like.dtype, 1e-8)

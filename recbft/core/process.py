@@ -1,0 +1,85 @@
+"""The feed-forward network as the predict step: precision through its Jacobian, and the noise it adds.
+
+    a = W1 x + b1,   y = h + W2 phi(a) + b2,   phi = GELU in its exact form                      (1)
+    J = C phi'(a),   C = W2 * W1'  (D x F, elementwise)      diagonal of the Jacobian            (2)
+    C ~ U R',   J ~ U (R' phi'(a))                           rank r, from the SVD of C           (3)
+    lam'' = min(1 / (max((1 + J)^2, floor) / lam' + Q), cap)                                     (4)
+    Q = softplus(q) * Q_max                                  process noise per coordinate        (5)
+
+The norm before the network is treated as precision-preserving.
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), section 3.2.
+Shapes: D model width, F feed-forward width, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gelu_slope(a: Tensor) -> Tensor:
+    """phi'(a) = Phi(a) + a N(a; 0, 1), the derivative of the exact GELU."""
+    cdf = 0.5 * (1 + torch.erf(a * math.sqrt(0.5)))
+    return cdf + a * torch.exp(-0.5 * a.square()) / math.sqrt(2 * math.pi)
+
+
+def ffn_jacobian(pre_activation: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Equation (2): the diagonal of the Jacobian of ``W2 gelu(W1 x + b1) + b2`` at the point.
+
+    Args:
+        pre_activation: a = W1 x + b1, (..., F).
+        w1: (F, D).
+        w2: (D, F).
+
+    Returns:
+        J, (..., D).
+    """
+    return F.linear(gelu_slope(pre_activation), w2 * w1.T)
+
+
+def jacobian_factors(w1: Tensor, w2: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Equation (3): U with the singular values in R; the best rank-r stand-in for C.
+
+    Returns:
+        (left (D, r), right (F, r)); r is at most min(D, F), where (3) equals (2).
+    """
+    left, values, right = torch.linalg.svd(w2 * w1.T, full_matrices=False)
+    return left[:, :rank], right[:rank].T * values[:rank]
+
+
+def low_rank_jacobian(slope: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """J of (3) from phi'(a), (..., F), and the factors of ``jacobian_factors``; (..., D)."""
+    return (slope @ right) @ left.T
+
+
+def process_noise(logits: Tensor, q_max: float) -> Tensor:
+    """Equation (5): the variance a layer adds, (D,), > 0."""
+    return F.softplus(logits) * q_max
+
+
+def predict_precision(
+    precision: Tensor,
+    jacobian: Tensor | float,
+    process_noise: Tensor | float,
+    *,
+    floor: float = 0.01,
+    cap: float = 100.0,
+) -> Tensor:
+    """Equation (4): precision after the feed-forward network.
+
+    Args:
+        precision: lam', (..., D), > 0.
+        jacobian: J, broadcastable to it; 0 where the network's slope is ignored.
+        process_noise: Q, variance added, broadcastable, >= 0.
+        floor: the least (1 + J)^2, so that cancellation does not raise precision without bound.
+        cap: the largest precision returned.
+
+    Returns:
+        lam'', (..., D), in (0, cap].
+    """
+    slope = torch.as_tensor(1 + jacobian, dtype=precision.dtype, device=precision.device).square().clamp(min=floor)
+    return (precision / (slope + process_noise * precision)).clamp(max=cap)

@@ -1,0 +1,15 @@
+"""What attention reports beside its mean."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Moments(NamedTuple):
+    """Statistics of row-normalised attention weights; zeros where a token may read nothing."""
+
+    mean: Tensor  # (B, H, T, K)  e, the weighted mean of the values
+    residual_variance: Tensor  # (B, H, T, K)  S, the weighted variance of the values, >= 0
+    effective_sample_size: Tensor  # (B, H, T)  n, Kish's 1 / sum a^2, between 1 and the number of keys

@@ -1,0 +1,65 @@
+"""Dropout whose random bits are drawn 64 at a time: PyTorch's own draws them element by element on the CPU.
+
+    keep_i = [bits_i >= p 2^16]        y_i = x_i keep_i / (1 - p')                              (1)
+
+with 16 random bits per element and p' the share of 2^16 that is dropped: p to within 2^-17. The scale uses p', so the
+mean is exact. The bits come from PyTorch's default generator, which a checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+LEVELS = 2**16
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Equation (1); on other devices PyTorch's own."""
+    if p <= 0:
+        return x
+    if x.device.type != "cpu":
+        return F.dropout(x, p)
+    return _Dropout.apply(x, p)  # type: ignore[no-any-return]
+
+
+def scaled_mask(like: Tensor, p: float) -> Tensor:
+    """keep / (1 - p'), in the shape and type of ``like``."""
+    dropped = min(LEVELS - 1, round(p * LEVELS))
+    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    bits = words.view(torch.int16)[: like.numel()].view(like.shape)
+    return (bits >= dropped - LEVELS // 2).to(like.dtype).mul_(LEVELS / (LEVELS - dropped))
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        mask = scaled_mask(x, p)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return grad * mask, None
+
+
+class Dropout(nn.Module):
+    """Dropout of the module's inputs while it is in training mode."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop elements of x, any shape."""
+        return dropout(x, self.p) if self.training else x
+
+    def extra_repr(self) -> str:
+        """The probability, as PyTorch's own shows it."""
+        return f"p={self.p}"

@@ -1,0 +1,140 @@
+"""Softmax moments with an analytic backward: one pass over the weights in each direction, nothing kept but them.
+
+With u = v - mu for any constant mu, so that sum_j a u = e - mu, and G = g_e - 2 g_S (e - mu), the gradient of the
+weights and what follows from it are
+
+    dA = G u' + g_S (u^2)' - 2 g_n n^2 a        dl = a * (dA - sum_j a dA)                     (1)
+    dq = dl k / sqrt(K)    dk = dl' q / sqrt(K)    dv = a' G + 2 u * (a' g_S)                  (2)
+    d key_bias_j = sum over heads and tokens of dl_tj                                          (3)
+
+When causal, lag_tj = position_t - position_j and softmax ignores what is constant along j: the recency decay is a key
+bias -position_j * log_decay like log precision. In both directions it is a bias per pair.
+
+Shapes: B rows, H heads, T tokens, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recbft.core.belief import SequenceContext
+from recbft.core.statistics import Moments
+
+
+def decline(q: Tensor, *, dropout: float) -> str | None:
+    """Why this path cannot serve a call, or None where it can."""
+    if q.device.type != "cpu":
+        return f"cpu path declined: needs CPU tensors, got {q.device.type}"
+    if dropout > 0:
+        return "cpu path declined: attention dropout is served by the reference"
+    return None
+
+
+def softmax_moments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    dropout: float,
+) -> Moments:
+    """The same as the reference."""
+    key_bias, pair_bias = _biases(q, context, log_precision, log_decay)
+    return Moments(*_SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), True))
+
+
+def softmax_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """The mean alone, by the same arithmetic."""
+    key_bias, pair_bias = _biases(q, context, log_precision, log_decay)
+    mean: Tensor = _SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), False)
+    return mean
+
+
+def _biases(
+    q: Tensor, context: SequenceContext, log_precision: Tensor | None, log_decay: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The bias per key, (B, T), and per pair, (B, T, T)."""
+    if log_decay is None:
+        return log_precision, None
+    if not context.causal:
+        return log_precision, context.lag.to(q.dtype) * log_decay
+    decay = context.position.to(q.dtype) * -log_decay
+    return decay if log_precision is None else log_precision + decay, None
+
+
+class _SoftmaxMoments(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_bias: Tensor | None,
+        pair_bias: Tensor | None,
+        mask: Tensor,
+        with_moments: bool,
+    ) -> Any:
+        K = q.shape[-1]
+        bias = mask if pair_bias is None else mask + pair_bias  # (B, T, T)
+        if key_bias is not None:
+            bias = bias + key_bias[:, None, :]
+        logits = torch.matmul(q * (1 / math.sqrt(K)), k.transpose(-2, -1)).add_(bias[:, None])
+        weights = torch.softmax(logits, dim=-1, out=logits)
+        empty = mask.amax(dim=-1) == float("-inf")  # (B, T): no key allowed, the row is NaN so far
+        if bool(empty.any()):
+            weights.masked_fill_(empty[:, None, :, None], 0.0)
+        mean = torch.matmul(weights, v)
+        ctx.with_moments = with_moments
+        if not with_moments:
+            ctx.save_for_backward(q, k, v, weights)
+            return mean
+        # No clamp: a weight row sums to one, so its squares sum to at least 1 / T unless the row is empty.
+        size = torch.linalg.vector_norm(weights, dim=-1).square_().reciprocal_()
+        if bool(empty.any()):
+            size.masked_fill_(empty[:, None, :], 0.0)
+        centre = v.mean(dim=-2, keepdim=True)
+        centred = v - centre
+        offset = (mean - centre).masked_fill_(empty[:, None, :, None], 0.0)
+        residual = torch.matmul(weights, centred.square()).addcmul_(offset, offset, value=-1).clamp_(min=0)
+        ctx.save_for_backward(q, k, v, weights, centred, offset, size)
+        return mean, residual, size
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_mean: Tensor, *grad_moments: Tensor) -> Any:
+        q, k, v, weights, *moments = ctx.saved_tensors
+        if ctx.with_moments:
+            centred, offset, size = moments
+            grad_residual, grad_size = grad_moments
+            grad_value = torch.addcmul(grad_mean, grad_residual, offset, value=-2)  # G
+            d_weights = torch.matmul(grad_value, centred.transpose(-2, -1))
+            d_weights += torch.matmul(grad_residual, centred.square().transpose(-2, -1))
+            d_weights.addcmul_(weights, (grad_size * size.square())[..., None], value=-2)
+            d_v = torch.matmul(weights.transpose(-2, -1), grad_residual).mul_(centred).mul_(2)
+            d_v += torch.matmul(weights.transpose(-2, -1), grad_value)
+        else:
+            d_weights = torch.matmul(grad_mean, v.transpose(-2, -1))
+            d_v = torch.matmul(weights.transpose(-2, -1), grad_mean)
+        d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)  # (1)
+        scale = 1 / math.sqrt(q.shape[-1])
+        d_q = torch.matmul(d_logits, k).mul_(scale)
+        d_k = torch.matmul(d_logits.transpose(-2, -1), q).mul_(scale)
+        d_key = d_logits.sum(dim=(1, 2)) if ctx.needs_input_grad[3] else None  # (3)
+        d_pair = d_logits.sum(dim=1) if ctx.needs_input_grad[4] else None
+        return d_q, d_k, d_v, d_key, d_pair, None, None

@@ -1,0 +1,65 @@
+"""Softmax moments as the equations of ``recbft.core.moments`` read: the plain form every fast path must equal.
+
+Shapes: B rows, H heads, T tokens, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recbft.core.belief import SequenceContext
+from recbft.core.statistics import Moments
+
+
+def softmax_weights(
+    q: Tensor, k: Tensor, context: SequenceContext, *, log_precision: Tensor | None, log_decay: Tensor | None
+) -> Tensor:
+    """Equations (1) and (2); (B, H, T, T), zero rows where nothing may be read."""
+    logits = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if log_precision is not None:
+        logits = logits + log_precision[:, None, None, :]
+    if log_decay is not None:
+        logits = logits + (context.lag * log_decay)[:, None]
+    empty = ~context.allowed.any(dim=-1)[:, None, :, None]  # (B, 1, T, 1)
+    logits = logits.masked_fill(~context.allowed[:, None], float("-inf")).masked_fill(empty, 0.0)
+    return torch.softmax(logits, dim=-1).masked_fill(empty, 0.0)
+
+
+def softmax_moments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    dropout: float,
+) -> Moments:
+    """Equations (3) to (5)."""
+    weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
+    mean = F.dropout(weights, dropout) @ v  # (3)
+    concentration = weights.square().sum(dim=-1)
+    empty = concentration == 0
+    size = torch.where(empty, 0.0, 1 / torch.where(empty, 1.0, concentration))  # (4)
+    centred = v - v.mean(dim=-2, keepdim=True).detach()
+    residual = (weights @ centred.square() - (weights @ centred).square()).clamp(min=0)  # (5)
+    return Moments(mean, residual, size)
+
+
+def softmax_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Equation (3)."""
+    weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
+    return F.dropout(weights, dropout) @ v

@@ -1,0 +1,192 @@
+"""Softmax moments against dense weighted statistics written out token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recbft.core import SequenceContext, softmax_mean, softmax_moments
+from recbft.kernels.softmax_moments import PATHS
+
+IMPLS = sorted(PATHS)
+
+
+def packed_context(lengths_by_row, width, *, causal=True):
+    """Rows of consecutive segments, padded at the end."""
+    segment = torch.full((len(lengths_by_row), width), -1)
+    position = torch.zeros(len(lengths_by_row), width, dtype=torch.long)
+    number = 0
+    for row, lengths in enumerate(lengths_by_row):
+        column = 0
+        for length in lengths:
+            segment[row, column : column + length] = number
+            position[row, column : column + length] = torch.arange(length)
+            column, number = column + length, number + 1
+    return SequenceContext(segment, position, causal=causal)
+
+
+def random_inputs(B, H, T, K, *, seed, dtype=torch.float64, bias=True):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, H, T, K, generator=g, dtype=dtype) for _ in range(3))
+    log_precision = torch.randn(B, T, generator=g, dtype=dtype) if bias else None
+    log_decay = torch.tensor(-0.05, dtype=dtype) if bias else None
+    return q, k, v, log_precision, log_decay
+
+
+def dense_moments(q, k, v, context, log_precision, log_decay):
+    """Every statistic by its definition, with explicit loops."""
+    B, H, T, K = q.shape
+    mean, variance, size = torch.zeros_like(v), torch.zeros_like(v), v.new_zeros(B, H, T)
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                if context.segment[b, t] < 0:
+                    continue
+                keys = [
+                    j
+                    for j in range(T)
+                    if context.segment[b, j] == context.segment[b, t]
+                    and (not context.causal or context.position[b, j] <= context.position[b, t])
+                ]
+                logits = []
+                for j in keys:
+                    logit = float(q[b, h, t] @ k[b, h, j]) / math.sqrt(K)
+                    if log_precision is not None:
+                        logit += float(log_precision[b, j])
+                    if log_decay is not None:
+                        logit += float(log_decay) * abs(int(context.position[b, t] - context.position[b, j]))
+                    logits.append(logit)
+                top = max(logits)
+                weights = [math.exp(x - top) for x in logits]
+                total = sum(weights)
+                weights = [w / total for w in weights]
+                e = sum(w * v[b, h, j] for w, j in zip(weights, keys, strict=True))
+                mean[b, h, t] = e
+                variance[b, h, t] = sum(w * (v[b, h, j] - e) ** 2 for w, j in zip(weights, keys, strict=True))
+                size[b, h, t] = 1 / sum(w * w for w in weights)
+    return mean, variance, size
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_moments_equal_dense_weighted_statistics(impl, bias, causal):
+    context = packed_context([[3, 1, 2], [6], [4]], 7, causal=causal)
+    q, k, v, log_precision, log_decay = random_inputs(3, 2, 7, 5, seed=1, bias=bias)
+    found = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
+    for ours, theirs in zip(found, dense_moments(q, k, v, context, log_precision, log_decay), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_each_path_passes_gradcheck(impl, seed):
+    context = packed_context([[2, 2], [3]], 4, causal=seed != 1)
+    inputs = [x.requires_grad_() for x in random_inputs(2, 1, 4, 3, seed=seed)]
+
+    def run(q, k, v, log_precision, log_decay):
+        return softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
+
+    assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 200])
+@pytest.mark.parametrize("causal", [True, False])
+def test_cpu_path_equals_the_reference_in_values_and_gradients(T, causal):
+    context = packed_context([[T], [T // 2, T - T // 2] if T > 1 else [1], [max(1, T - 1)]], T, causal=causal)
+    results = {}
+    for impl in IMPLS:
+        inputs = [x.requires_grad_() for x in random_inputs(3, 2, T, 8, seed=T)]
+        q, k, v, log_precision, log_decay = inputs
+        moments = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
+        g = torch.Generator().manual_seed(7)
+        loss = sum((m * torch.randn(m.shape, generator=g, dtype=m.dtype)).sum() for m in moments)
+        results[impl] = [*moments, *torch.autograd.grad(loss, inputs)]
+    for ours, theirs in zip(results["cpu"], results["reference"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_strided_inputs_give_the_same_moments(impl):
+    context = packed_context([[5, 3]], 8)
+    q, k, v, log_precision, log_decay = random_inputs(1, 2, 8, 4, seed=3)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    plain = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
+    other = softmax_moments(*strided, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
+    for one, two in zip(plain, other, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_large_offset_of_the_values_does_not_spoil_the_residual_variance(impl):
+    context = packed_context([[200]], 200)
+    q, k, v, *_ = random_inputs(1, 2, 200, 16, seed=4, dtype=torch.float32, bias=False)
+    exact = softmax_moments(q.double(), k.double(), v.double(), context, impl="reference").residual_variance
+    shifted = softmax_moments(q, k, v + 10, context, impl=impl).residual_variance
+    relative = ((shifted - exact).abs() / exact.clamp(min=1e-3))[:, :, 8:]
+    assert relative.max() < 2e-4
+    assert relative.median() < 5e-6
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_effective_sample_size_lies_between_one_and_the_number_of_keys(impl):
+    for seed in range(5):
+        context = packed_context([[9], [4, 5]], 9)
+        q, k, v, log_precision, log_decay = random_inputs(2, 2, 9, 4, seed=seed)
+        size = softmax_moments(
+            3 * q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl
+        ).effective_sample_size
+        keys = context.allowed.sum(-1)[:, None]
+        assert (size >= 1 - 1e-12).all() and (size <= keys + 1e-9).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_token_that_may_read_nothing_gets_zeros_and_passes_no_gradient(impl):
+    context = packed_context([[2], []], 3)
+    q, k, v, log_precision, log_decay = (x.requires_grad_() for x in random_inputs(2, 1, 3, 2, seed=5))
+    moments = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
+    for m in moments:
+        assert (m[1] == 0).all() and (m[0, :, 2] == 0).all()
+    sum(m.sum() for m in moments).backward()
+    for x in (q, k, v, log_precision, log_decay):
+        assert torch.isfinite(x.grad).all()
+    assert (v.grad[1] == 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_uniform_precision_and_no_decay_give_plain_attention(impl):
+    context = packed_context([[6]], 6)
+    q, k, v, *_ = random_inputs(1, 2, 6, 4, seed=6, bias=False)
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    same = softmax_moments(q, k, v, context, log_precision=torch.zeros(1, 6, dtype=q.dtype), impl=impl)
+    torch.testing.assert_close(same.mean, plain, rtol=1e-12, atol=1e-13)
+
+
+def test_the_mean_alone_is_bit_for_bit_the_mean_of_the_moments():
+    context = packed_context([[6, 2], [5]], 8)
+    q, k, v, log_precision, log_decay = random_inputs(2, 2, 8, 4, seed=8)
+    biases = {"log_precision": log_precision, "log_decay": log_decay}
+    assert torch.equal(softmax_mean(q, k, v, context, **biases), softmax_moments(q, k, v, context, **biases).mean)
+
+
+def test_dropout_moves_the_mean_and_leaves_the_statistics():
+    context = packed_context([[50]], 50)
+    q, k, v, *_ = random_inputs(1, 1, 50, 4, seed=9, bias=False)
+    plain = softmax_moments(q, k, v, context)
+    dropped = softmax_moments(q, k, v, context, dropout=0.5)
+    assert not torch.allclose(dropped.mean, plain.mean)
+    torch.testing.assert_close(dropped.residual_variance, plain.residual_variance)
+    torch.testing.assert_close(dropped.effective_sample_size, plain.effective_sample_size)
+
+
+def test_an_unknown_or_unable_path_is_refused_with_the_reason():
+    context = packed_context([[2]], 2)
+    q, k, v, *_ = random_inputs(1, 1, 2, 2, seed=0, bias=False)
+    with pytest.raises(ValueError, match="unknown impl 'gpu'; choose one of auto, cpu, reference"):
+        softmax_moments(q, k, v, context, impl="gpu")
+    with pytest.raises(ValueError, match="attention dropout is served by the reference"):
+        softmax_moments(q, k, v, context, impl="cpu", dropout=0.1)
+    with pytest.raises(ValueError, match=r"log_decay has shape \(2,\); give a scalar"):
+        softmax_moments(q, k, v, context, log_decay=torch.zeros(2))
