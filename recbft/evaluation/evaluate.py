@@ -1,0 +1,172 @@
+"""Rank every user's held-out item with a model: the one pass behind every number.
+
+Validation ranks from the training prefix, test from the training prefix and the validation item. Both settings (all
+items, seen items masked) come from the same pass; ``filter_seen`` says which one is the headline.
+
+Shapes: N users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from recbft.datasets.batches import history_batches
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import View, leave_one_out
+from recbft.errors import UserError
+from recbft.evaluation.metrics import KS, metrics_from_ranks
+from recbft.evaluation.ranks import Ranks, full_ranks
+from recbft.models.contract import ItemTable, SequenceModel
+
+IntArray = NDArray[np.int64]
+Part = Literal["validation", "test"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Ranks of one part of a data set and what follows from them.
+
+    Args:
+        part: "validation" or "test".
+        filter_seen: whether seen items are masked in the headline.
+        per_user: one row per user in the data set's order: user (raw id), history_length (events ranked from, before
+            the cut to the model's length), target (raw id), target_count (its training events), rank_unfiltered,
+            rank_filtered.
+        metrics: "unfiltered" and "filtered", each metric by name.
+        precision: the posterior precision behind each user's scores, (N,); None where the model keeps none.
+    """
+
+    part: Part
+    filter_seen: bool
+    per_user: pd.DataFrame
+    metrics: dict[str, dict[str, float]]
+    precision: NDArray[np.floating] | None
+
+    @property
+    def headline(self) -> dict[str, float]:
+        """The metrics of the chosen setting."""
+        return self.metrics["filtered" if self.filter_seen else "unfiltered"]
+
+
+def evaluate(
+    model: SequenceModel,
+    dataset: Dataset,
+    part: Part,
+    *,
+    filter_seen: bool = False,
+    ks: Sequence[int] = KS,
+    memory_mb: float = 256.0,
+    histories_per_batch: int = 1024,
+) -> Evaluation:
+    """Rank all users of a part and average.
+
+    Args:
+        memory_mb: bound on the block of scores, and on the states held at a time.
+        histories_per_batch: histories that the model reads at once.
+
+    Raises:
+        UserError: the part is unknown or there is no user.
+        RunError: a score is NaN.
+    """
+    view = _view(dataset, part)
+    ranks, precision = rank_view(model, dataset, view, memory_mb=memory_mb, histories_per_batch=histories_per_batch)
+    return Evaluation(
+        part=part,
+        filter_seen=filter_seen,
+        per_user=pd.DataFrame(
+            {
+                "user": dataset.user_ids,
+                "history_length": view.stop - view.start,
+                "target": dataset.decode(view.target),
+                "target_count": dataset.training_counts[view.target],
+                "rank_unfiltered": ranks.unfiltered,
+                "rank_filtered": ranks.filtered,
+            }
+        ),
+        metrics={
+            "unfiltered": metrics_from_ranks(ranks.unfiltered, ks),
+            "filtered": metrics_from_ranks(ranks.filtered, ks),
+        },
+        precision=precision,
+    )
+
+
+def rank_view(
+    model: SequenceModel, dataset: Dataset, view: View, *, memory_mb: float = 256.0, histories_per_batch: int = 1024
+) -> tuple[Ranks, NDArray[np.floating] | None]:
+    """Ranks and posterior precision of the users of a view, (N,) each, with the model in evaluation mode."""
+    with torch.inference_mode(), evaluation_mode(model):
+        table = model.item_table()
+        num_users = len(view.target)
+        at_once = max(histories_per_batch, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
+        ranks = Ranks(np.empty(num_users, np.int64), np.empty(num_users, np.int64))
+        precisions = []
+        for first in range(0, num_users, at_once):
+            users = slice(first, first + at_once)
+            states, precision = _states(model, dataset, view, users, table, histories_per_batch)
+            seen, offsets = _gather(dataset.items, view.start[users], view.stop[users])
+            ranks.unfiltered[users], ranks.filtered[users] = full_ranks(
+                states, table, view.target[users], seen, offsets, memory_mb=memory_mb, user_ids=dataset.user_ids[users]
+            )
+            precisions += precision
+    return ranks, np.concatenate(precisions) if precisions else None
+
+
+@contextmanager
+def evaluation_mode(model: SequenceModel) -> Iterator[None]:
+    """Switch dropout and the like off, and afterwards back to what each part of the model had."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    training = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, was in zip(modules, training, strict=True):
+            module.training = was
+
+
+def _view(dataset: Dataset, part: str) -> View:
+    if part not in ("validation", "test"):
+        raise UserError(f"unknown part {part!r}; choose validation or test")
+    split = leave_one_out(dataset)
+    view = split.validation if part == "validation" else split.test
+    if len(view.target) == 0:
+        raise UserError(f"data set {dataset.name!r} has no user to evaluate; users need at least 3 events")
+    return view
+
+
+def _states(
+    model: SequenceModel, dataset: Dataset, view: View, users: slice, table: ItemTable, histories_per_batch: int
+) -> tuple[torch.Tensor, list[NDArray[np.floating]]]:
+    """States, (n, D), and precisions (a list of parts, empty where there are none) of some users."""
+    states, precisions = [], []
+    for batch in history_batches(
+        dataset.items,
+        view.start[users],
+        view.stop[users],
+        max_length=model.max_length,
+        times=dataset.times,
+        histories_per_batch=histories_per_batch,
+    ):
+        state, precision = model.user_states(batch.to(table.weight.device))
+        states.append(state)
+        if precision is not None:
+            precisions.append(precision.float().cpu().numpy())
+    return torch.cat(states), precisions
+
+
+def _gather(items: IntArray, start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
+    """The events of each history side by side, and their offsets."""
+    offsets = np.concatenate([[0], np.cumsum(stop - start)])
+    event = np.arange(offsets[-1]) + np.repeat(start - offsets[:-1], stop - start)
+    return items[event], offsets

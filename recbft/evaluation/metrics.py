@@ -1,0 +1,65 @@
+"""Metrics of a full ranking: every one a function of the targets' ranks alone.
+
+    HR@k = [rank <= k]      NDCG@k = [rank <= k] / log2(rank + 1)      MRR = 1 / rank      MRR@k = [rank <= k] / rank
+
+Each is a value per user; the metric reported is the mean over users. MRR without a k is not truncated.
+
+Shapes: N users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recbft.errors import UserError
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+KS = (5, 10, 20)
+
+
+def hit_rate(ranks: IntArray, k: int) -> FloatArray:
+    """1 where the target is among the first ``k``, (N,)."""
+    return (ranks <= k).astype(np.float64)
+
+
+def ndcg(ranks: IntArray, k: int) -> FloatArray:
+    """Discounted gain of the one target, 1 at rank 1 and 0 beyond ``k``, (N,)."""
+    return np.where(ranks <= k, 1 / np.log2(ranks + 1.0), 0.0)
+
+
+def reciprocal_rank(ranks: IntArray, k: int | None = None) -> FloatArray:
+    """1 / rank, 0 beyond ``k`` where one is given, (N,)."""
+    values = 1.0 / ranks
+    return values if k is None else np.where(ranks <= k, values, 0.0)
+
+
+def values_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, FloatArray]:
+    """Every metric's value per user, by name ("hr@10", "ndcg@10", "mrr@10", "mrr").
+
+    Raises:
+        UserError: a k is not a positive whole number.
+    """
+    for k in ks:
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+            raise UserError(f"metrics are cut at k = {k!r}; give whole numbers of at least 1")
+    assert ranks.size == 0 or ranks.min() >= 1, "the best rank is 1"
+    values = {f"hr@{k}": hit_rate(ranks, k) for k in ks}
+    values |= {f"ndcg@{k}": ndcg(ranks, k) for k in ks}
+    values |= {f"mrr@{k}": reciprocal_rank(ranks, k) for k in ks}
+    return values | {"mrr": reciprocal_rank(ranks)}
+
+
+def metrics_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, float]:
+    """Every metric's mean over users, by name.
+
+    Raises:
+        UserError: there is no user, or a k is not a positive whole number.
+    """
+    if ranks.size == 0:
+        raise UserError("no user to evaluate: the data set has no user with at least 3 events")
+    return {name: float(values.mean()) for name, values in values_from_ranks(ranks, ks).items()}

@@ -1,0 +1,103 @@
+"""How a number was made, kept beside it; and the one way to print metrics, which prints that too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from recbft.datasets.dataset import Dataset
+from recbft.files import plain
+from recbft.version import recbft_version
+
+SPLIT = "leave-one-out: the last event tests, the one before validates, the rest train"
+RANKING = "full: the target among all items of the vocabulary"
+TIES = "against the target: rank = 1 + number of greater scores + number of other equal scores"
+SETTINGS = {"unfiltered": "all items", "filtered": "seen masked"}
+
+_PRINTED = (
+    "dataset", "users", "items", "events", "content_hash", "target_hash", "part", "filter_seen", "max_length", "seed",
+    "recbft_version", "config",
+)  # fmt: skip
+
+
+def protocol(
+    dataset: Dataset,
+    *,
+    part: str,
+    filter_seen: bool,
+    max_length: int,
+    seed: int,
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All that a reader needs to make a number again, ready for JSON.
+
+    Args:
+        part: "validation" or "test".
+        filter_seen: whether the headline masks what the user has seen.
+        max_length: events of a history that the model reads.
+        config: the run's configuration as a plain mapping.
+    """
+    return {
+        "dataset": dataset.name,
+        "users": dataset.num_users,
+        "items": dataset.num_items,
+        "events": dataset.num_events,
+        "content_hash": dataset.content_hash,
+        "target_hash": dataset.target_hash,
+        "preparation": dict(dataset.preparation),
+        "split": SPLIT,
+        "part": part,
+        "ranking": RANKING,
+        "ties": TIES,
+        "filter_seen": filter_seen,
+        "max_length": max_length,
+        "seed": seed,
+        "recbft_version": recbft_version(),
+        "config": dict(config),
+    }
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a configuration, whatever the order of its keys."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"), default=plain)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def format_metrics(rows: Mapping[str, Mapping[str, float]], protocol: Mapping[str, Any]) -> str:
+    """Metrics as a table in plain text, one line per row, and the protocol they were made under.
+
+    Args:
+        rows: metrics by name for each label, such as an evaluation's ``metrics``; "unfiltered" and "filtered" are spelt
+            out.
+
+    Raises:
+        ValueError: the protocol lacks an entry; a number is not printed without it.
+    """
+    missing = [key for key in _PRINTED if key not in protocol]
+    if missing:
+        raise ValueError(f"the protocol lacks {', '.join(missing)}; a number is not printed without its protocol")
+    names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
+    labels = [SETTINGS.get(label, label) for label in rows]
+    first = max(map(len, labels), default=0)
+    widths = [max(len(name), 6) for name in names]
+    lines = [" " * first + "".join(f"  {name.upper():>{width}}" for name, width in zip(names, widths, strict=True))]
+    for label, metrics in zip(labels, rows.values(), strict=True):
+        cells = (f"{metrics[name]:.4f}" if name in metrics else "" for name in names)
+        lines.append(f"{label:<{first}}" + "".join(f"  {cell:>{w}}" for cell, w in zip(cells, widths, strict=True)))
+    return "\n".join(lines + protocol_lines(protocol))
+
+
+def protocol_lines(protocol: Mapping[str, Any]) -> list[str]:
+    """The protocol as two lines of text."""
+    p = protocol
+    headline = SETTINGS["filtered" if p["filter_seen"] else "unfiltered"]
+    model = " ".join(str(p["config"][key]) for key in ("model", "arm") if p["config"].get(key))
+    return [
+        f"data: {p['dataset']}, {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "
+        f"content {p['content_hash'][:12]}, targets {p['target_hash'][:12]}",
+        f"protocol: {p['part']} target of leave-one-out among all items, ties against it, headline {headline} "
+        f"(filter_seen {str(p['filter_seen']).lower()}), max length {p['max_length']}, seed {p['seed']}, "
+        f"recbft {p['recbft_version']}, {model + ', ' if model else ''}config {config_hash(p['config'])[:12]}",
+    ]

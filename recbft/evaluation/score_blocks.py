@@ -1,0 +1,116 @@
+"""Scores of users by items in blocks, so that a ranking never holds more of them than a given memory.
+
+    score   s_ui = state_u . weight_i + bias_i                                  (1)
+
+Shapes: N users, V items, D state width; a block has n users by w items.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recbft.errors import RunError, UserError
+from recbft.models.contract import ItemTable
+
+# A block of about this many scores stays in a processor's cache between its product and its use, which is quicker
+# than a larger one; fewer rows than this make the matrix product slow.
+_CACHED_SCORES = 3_000_000
+_ENOUGH_ROWS = 64
+
+
+class Candidates(NamedTuple):
+    """The items that can be ranked: the item table without its padding row."""
+
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+
+
+def align(states: Tensor, table: ItemTable) -> tuple[Tensor, Candidates]:
+    """States and candidates in one dtype of at least single precision, gradients and padding left behind."""
+    dtype = torch.promote_types(torch.promote_types(states.dtype, table.weight.dtype), torch.float32)
+    weight = table.weight.detach().to(dtype)[1:]
+    bias = None if table.bias is None else table.bias.detach().to(dtype)[1:]
+    return states.detach().to(dtype), Candidates(weight, bias)
+
+
+def block_shape(num_users: int, num_items: int, item_size: int, memory_mb: float) -> tuple[int, int]:
+    """Users and items per block: all items where enough users fit beside them into the memory, else tiles of items.
+
+    Args:
+        item_size: bytes per score.
+        memory_mb: bound on the block.
+
+    Raises:
+        UserError: the memory is not positive.
+    """
+    if not memory_mb > 0:
+        raise UserError(f"memory for scores is {memory_mb} MB; give a positive number, such as 256")
+    budget = max(1, int(memory_mb * 2**20) // item_size)
+    num_users, num_items = max(1, num_users), max(1, num_items)
+    enough = min(_ENOUGH_ROWS, num_users)
+    if enough * num_items <= budget:
+        return min(max(_CACHED_SCORES // num_items, enough), budget // num_items, num_users), num_items
+    rows = min(2 * _ENOUGH_ROWS, num_users, math.isqrt(budget))
+    return rows, min(num_items, min(budget, _CACHED_SCORES) // rows)
+
+
+def spans(num: int, size: int) -> Iterator[slice]:
+    """Cut 0..num into the fewest pieces of at most ``size``, equal but for one."""
+    pieces = -(-num // size)
+    for piece in range(pieces):
+        yield slice(num * piece // pieces, num * (piece + 1) // pieces)
+
+
+def score_block(chunk: Tensor, candidates: Candidates, columns: slice, buffer: Tensor) -> Tensor:
+    """Scores (1) of a chunk of users, (n, D), for a range of candidates, written into the buffer: (n, w)."""
+    weight = candidates.weight[columns].T
+    block = buffer[: len(chunk) * weight.shape[1]].view(len(chunk), weight.shape[1])
+    if candidates.bias is None:
+        return torch.mm(chunk, weight, out=block)
+    return torch.addmm(candidates.bias[columns], chunk, weight, out=block)
+
+
+class NanWatch:
+    """Collects the users whose scores are NaN; looks into the blocks only where inputs or overflow could cause one."""
+
+    def __init__(self, states: Tensor, candidates: Candidates) -> None:
+        self.num_users = len(states)
+        self.needed = not _bounded(states, candidates)
+        self.broken: set[int] = set()
+
+    def look(self, block: Tensor, users: slice) -> None:
+        """Note the rows of a block that hold a NaN."""
+        if self.needed:
+            rows = block.amin(1).isnan().nonzero()[:, 0]  # a minimum passes NaN on
+            self.broken.update((rows + users.start).tolist())
+
+    def close(self, user_ids: NDArray[np.generic] | None) -> None:
+        """End the watch.
+
+        Raises:
+            RunError: there was a NaN.
+        """
+        if self.broken:
+            first = min(self.broken)
+            name = f"row {first}" if user_ids is None else f"user {user_ids[first : first + 1].tolist()[0]!r}"
+            raise RunError(
+                f"the model's scores are NaN for {len(self.broken)} of {self.num_users} users, first for {name}; "
+                "its weights are broken: train again with a lower learning rate or with gradient clipping"
+            )
+
+
+def _bounded(states: Tensor, candidates: Candidates) -> bool:
+    """True if no score can be NaN: all inputs are finite, and too small for a sum to overflow."""
+    if states.numel() == 0 or candidates.weight.numel() == 0:
+        return True
+    largest = float(states.abs().amax()) * float(candidates.weight.abs().amax()) * states.shape[1]
+    if candidates.bias is not None:
+        largest += float(candidates.bias.abs().amax())
+    return largest < float(torch.finfo(states.dtype).max)

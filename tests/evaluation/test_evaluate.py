@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from recbft.datasets.dataset import Dataset
+from recbft.errors import RunError, UserError
+from recbft.evaluation.evaluate import evaluate, evaluation_mode
+from recbft.models.contract import ItemTable, UserStates
+from recbft.models.popularity import Popularity
+
+
+def make_dataset(histories):
+    rows = [(user, item) for user, items in histories.items() for item in items]
+    return Dataset.from_frame(pd.DataFrame(rows, columns=["user_id", "item_id"]), name="small")
+
+
+def draw_dataset(seed, num_users=40, num_items=30):
+    rng = np.random.default_rng(seed)
+    return make_dataset(
+        {f"u{u}": [f"i{i}" for i in rng.integers(0, num_items, rng.integers(3, 12))] for u in range(num_users)}
+    )
+
+
+class SumModel(nn.Module):
+    """State: the sum of the embeddings read, so that what was read shows in the scores; whole numbers, so exactly."""
+
+    def __init__(self, num_items, *, max_length=50, seed=0):
+        super().__init__()
+        rng = np.random.default_rng(seed)
+        self.max_length = max_length
+        self.register_buffer("weight", torch.tensor(rng.integers(-3, 4, (num_items + 1, 4)), dtype=torch.float32))
+        self.dropout = nn.Dropout(0.5)
+        self.inner = nn.Sequential(nn.Dropout(0.5))
+
+    def user_states(self, batch):
+        assert not self.training and not torch.is_grad_enabled()
+        real = batch.segment >= 0
+        state = torch.zeros(len(batch.last), 4).index_add(0, batch.segment[real], self.weight[batch.items[real]])
+        length = torch.bincount(batch.segment[real])
+        return UserStates(self.inner(self.dropout(state)), length.float())
+
+    def item_table(self):
+        return ItemTable(self.weight, None)
+
+
+def test_popularity_on_a_data_set_worked_by_hand():
+    dataset = make_dataset({"ann": "abcd", "bob": "aabc", "cem": ["b", "a", "d"]})
+    # Training: ann ab, bob aa, cem b; counts a 3, b 2, c 0, d 0. Test: d (after abc), c (after aab), d (after ba).
+    result = evaluate(Popularity(dataset.training_counts), dataset, "test")
+    assert result.per_user.to_dict("list") == {
+        "user": ["ann", "bob", "cem"],
+        "history_length": [3, 3, 2],
+        "target": ["d", "c", "d"],
+        "target_count": [0, 0, 0],
+        "rank_unfiltered": [4, 4, 4],
+        "rank_filtered": [1, 2, 2],
+    }
+    assert result.metrics["unfiltered"]["hr@5"] == 1 and result.metrics["unfiltered"]["mrr"] == 1 / 4
+    assert result.metrics["filtered"]["mrr"] == pytest.approx((1 + 1 / 2 + 1 / 2) / 3)
+    assert result.precision is None
+    # Validation targets: c (after ab), b (after aa), a (after b): tie of c and d against the target.
+    result = evaluate(Popularity(dataset.training_counts), dataset, "validation", filter_seen=True)
+    assert result.per_user["target"].tolist() == ["c", "b", "a"]
+    assert result.per_user["target_count"].tolist() == [0, 2, 3]
+    assert result.per_user["history_length"].tolist() == [2, 2, 1]
+    assert result.per_user["rank_unfiltered"].tolist() == [4, 2, 1]
+    assert result.per_user["rank_filtered"].tolist() == [2, 1, 1]
+    assert result.headline == result.metrics["filtered"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("part", ["validation", "test"])
+@pytest.mark.parametrize("max_length", [50, 4])
+def test_each_user_is_ranked_from_the_right_events(seed, part, max_length):
+    dataset = draw_dataset(seed)
+    model = SumModel(dataset.num_items, max_length=max_length, seed=seed)
+    result = evaluate(model, dataset, part, histories_per_batch=7)
+    weight = model.weight.numpy()
+    back = 2 if part == "validation" else 1
+    for u, row in result.per_user.iterrows():
+        history = dataset.items[dataset.offsets[u] : dataset.offsets[u + 1] - back]
+        target = dataset.items[dataset.offsets[u + 1] - back]
+        scores = weight[1:] @ weight[history[-max_length:]].sum(0)
+        at_least = scores >= scores[target - 1]
+        assert row.user == dataset.user_ids[u] and row.target == dataset.decode([target])[0]
+        assert row.rank_unfiltered == at_least.sum()
+        at_least[np.setdiff1d(history, [target]) - 1] = False  # all seen items, also those beyond what the model reads
+        assert row.rank_filtered == at_least.sum()
+        assert row.history_length == len(history)
+        assert result.precision[u] == min(len(history), max_length)
+
+
+def test_neither_batches_nor_memory_change_a_result():
+    dataset = draw_dataset(5)
+    model = SumModel(dataset.num_items)
+    whole = evaluate(model, dataset, "test")
+    for at_once, memory_mb in ((1, 256), (7, 1e-4), (1000, 1e-3)):
+        cut = evaluate(model, dataset, "test", histories_per_batch=at_once, memory_mb=memory_mb)
+        pd.testing.assert_frame_equal(whole.per_user, cut.per_user)
+        assert whole.metrics == cut.metrics and whole.precision.tolist() == cut.precision.tolist()
+
+
+def test_the_model_gets_its_modes_back_part_by_part():
+    model = SumModel(3)
+    model.train()
+    model.inner.eval()
+    with evaluation_mode(model):
+        assert not any(module.training for module in model.modules())
+    assert model.training and model.dropout.training and not model.inner.training
+    with pytest.raises(ZeroDivisionError), evaluation_mode(model):
+        raise ZeroDivisionError
+    assert model.training and not model.inner.training
+
+
+def test_an_unknown_part_is_refused():
+    dataset = draw_dataset(0)
+    with pytest.raises(UserError, match="unknown part 'training'; choose validation or test"):
+        evaluate(SumModel(dataset.num_items), dataset, "training")
+
+
+def test_broken_weights_are_an_error_that_names_a_user():
+    dataset = draw_dataset(0)
+    model = SumModel(dataset.num_items)
+    model.weight[1:] = torch.nan
+    with pytest.raises(RunError, match="NaN for 40 of 40 users, first for user 'u0'"):
+        evaluate(model, dataset, "test")
+
+
+def test_the_cuts_are_those_asked_for():
+    dataset = draw_dataset(0)
+    result = evaluate(Popularity(dataset.training_counts), dataset, "test", ks=(3,))
+    assert list(result.headline) == ["hr@3", "ndcg@3", "mrr@3", "mrr"]

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recbft.errors import RunError, UserError
+from recbft.evaluation.ranks import full_ranks
+from recbft.evaluation.score_blocks import block_shape, spans
+from recbft.models.contract import ItemTable
+
+TINY = 1e-4  # MB: a block of 26 single-precision scores, so that users and items are cut into many pieces
+
+
+def ranks_by_hand(scores, targets, seen):
+    """Item by item, for scores (N, V + 1) whose column 0 is padding."""
+    unfiltered, filtered = [], []
+    for row, target, ignored in zip(scores, targets, seen, strict=True):
+        others = [item for item in range(1, len(row)) if item != target]
+        unfiltered.append(1 + sum(row[item] > row[target] or row[item] == row[target] for item in others))
+        filtered.append(1 + sum(row[item] >= row[target] for item in others if item not in ignored))
+    return unfiltered, filtered
+
+
+def jagged(lists):
+    offsets = np.concatenate([[0], np.cumsum([len(one) for one in lists])]).astype(np.int64)
+    return np.array([item for one in lists for item in one], dtype=np.int64), offsets
+
+
+def draw_case(seed, *, N=7, V=23, D=3, high=3, bias=True, dtype=torch.float32):
+    """Whole-number states and weights: every score is exact, and ties abound."""
+    rng = np.random.default_rng(seed)
+    states = torch.tensor(rng.integers(-high, high + 1, (N, D)), dtype=dtype)
+    weight = torch.tensor(rng.integers(-high, high + 1, (V + 1, D)), dtype=dtype)
+    biases = torch.tensor(rng.integers(-high, high + 1, V + 1), dtype=dtype) if bias else None
+    targets = rng.integers(1, V + 1, N)
+    seen = [rng.integers(1, V + 1, rng.integers(0, 2 * V)).tolist() for _ in range(N)]
+    return states, ItemTable(weight, biases), targets, seen
+
+
+def scores_of(states, table):
+    scores = states.double() @ table.weight.double().T
+    return scores if table.bias is None else scores + table.bias.double()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("memory_mb", [256, TINY])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_ranks_are_those_counted_item_by_item(seed, bias, memory_mb, dtype):
+    states, table, targets, seen = draw_case(seed, bias=bias, dtype=dtype)
+    ranks = full_ranks(states, table, targets, *jagged(seen), memory_mb=memory_mb)
+    unfiltered, filtered = ranks_by_hand(scores_of(states, table).tolist(), targets, seen)
+    assert ranks.unfiltered.tolist() == unfiltered and ranks.filtered.tolist() == filtered
+    assert ranks.unfiltered.dtype == ranks.filtered.dtype == np.int64
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    N=st.integers(1, 20),
+    V=st.integers(1, 40),
+    high=st.integers(0, 4),
+    memory_mb=st.sampled_from([1e-6, 1e-5, 3e-5, TINY, 1e-3, 0.01]),
+)
+def test_ranks_do_not_depend_on_how_the_scores_are_cut(seed, N, V, high, memory_mb):
+    states, table, targets, seen = draw_case(seed, N=N, V=V, high=high)
+    whole = full_ranks(states, table, targets, *jagged(seen))
+    cut = full_ranks(states, table, targets, *jagged(seen), memory_mb=memory_mb)
+    assert whole.unfiltered.tolist() == cut.unfiltered.tolist() and whole.filtered.tolist() == cut.filtered.tolist()
+    assert (whole.filtered >= 1).all() and (whole.filtered <= whole.unfiltered).all() and (whole.unfiltered <= V).all()
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1), N=st.integers(1, 300), V=st.integers(1, 60), D=st.sampled_from([1, 16, 50, 64]),
+    dtype=st.sampled_from([torch.float32, torch.float64]), memory_mb=st.sampled_from([256.0, 0.002]),
+)  # fmt: skip
+def test_a_model_that_scores_all_items_alike_ranks_every_target_last(seed, N, V, D, dtype, memory_mb):
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(N, D, generator=generator, dtype=dtype)
+    weight = torch.randn(1, D, generator=generator, dtype=dtype).expand(V + 1, D)
+    targets = np.arange(N) % V + 1
+    nothing = np.zeros(N + 1, np.int64)
+    ranks = full_ranks(states, ItemTable(weight, None), targets, np.empty(0, np.int64), nothing, memory_mb=memory_mb)
+    assert (ranks.unfiltered == V).all()
+
+
+@pytest.mark.parametrize("memory_mb", [256, 0.02])
+def test_items_with_equal_rows_tie_among_others_that_differ(memory_mb):
+    generator = torch.Generator().manual_seed(0)
+    states, weight = torch.randn(50, 16, generator=generator), torch.randn(101, 16, generator=generator)
+    equal = [7, 30, 60, 100]
+    weight[equal] = weight[60].clone()
+    weight[5], weight[6] = 0.0, -0.0
+    targets = np.resize(equal, 50)
+    ranks = full_ranks(states, ItemTable(weight, None), targets, *jagged([[100, 100, 30]] * 50), memory_mb=memory_mb)
+    scores = states.double() @ weight.double().T
+    better = (scores > scores[:, [60]]).numpy()
+    better[:, [0, *equal]] = False
+    assert ranks.unfiltered.tolist() == (better.sum(1) + 4).tolist()
+    num_masked = np.where(np.isin(targets, [30, 100]), 1, 2)
+    assert ranks.filtered.tolist() == (better.sum(1) + 4 - num_masked).tolist()
+
+
+@pytest.mark.parametrize("memory_mb", [256, 0.05, 0.002])
+def test_random_scores_rank_as_a_double_precision_sort_does(memory_mb):
+    rng = np.random.default_rng(3)
+    states, weight = torch.tensor(rng.normal(size=(40, 8))), torch.tensor(rng.normal(size=(501, 8)))
+    targets = rng.integers(1, 501, 40)
+    scores = (states @ weight.T).numpy()[:, 1:]
+    expected = 1 + (scores > scores[np.arange(40), targets - 1][:, None]).sum(1)
+    ranks = full_ranks(states, ItemTable(weight, None), targets, *jagged([[]] * 40), memory_mb=memory_mb)
+    assert ranks.unfiltered.tolist() == ranks.filtered.tolist() == expected.tolist()
+
+
+def test_padding_is_never_a_candidate():
+    weight = torch.tensor([[torch.inf], [1.0], [0.0]])
+    ranks = full_ranks(torch.ones(1, 1), ItemTable(weight, None), np.array([1]), *jagged([[]]))
+    assert ranks.unfiltered.tolist() == [1]
+
+
+def test_the_target_stays_a_candidate_though_it_was_seen_before():
+    weight = torch.tensor([[0.0], [3.0], [2.0], [1.0]])
+    ranks = full_ranks(torch.ones(1, 1), ItemTable(weight, None), np.array([2]), *jagged([[1, 2, 2]]))
+    assert ranks.unfiltered.tolist() == [2] and ranks.filtered.tolist() == [1]
+
+
+def test_a_seen_item_is_masked_once_however_often_it_was_seen():
+    weight = torch.tensor([[0.0], [4.0], [3.0], [2.0], [1.0]])
+    ranks = full_ranks(torch.ones(1, 1), ItemTable(weight, None), np.array([4]), *jagged([[1, 1, 1, 2]]))
+    assert ranks.unfiltered.tolist() == [4] and ranks.filtered.tolist() == [2]
+
+
+def test_ranks_leave_the_table_and_the_states_as_they_were():
+    states, table, targets, seen = draw_case(0)
+    weight = table.weight.clone().requires_grad_()
+    full_ranks(states.requires_grad_(), ItemTable(weight, table.bias), targets, *jagged(seen))
+    assert torch.equal(weight, table.weight) and weight.requires_grad
+
+
+@pytest.mark.parametrize("memory_mb", [256, TINY])
+@pytest.mark.parametrize("broken", ["states", "weight", "bias"])
+def test_nan_scores_are_refused_with_their_number_and_the_first(memory_mb, broken):
+    states, (weight, bias), targets, seen = draw_case(1)
+    if broken == "states":
+        states[[2, 5], 0] = torch.nan
+        said = "NaN for 2 of 7 users, first for row 2;"
+    else:
+        (weight if broken == "weight" else bias)[9] = torch.nan
+        said = "NaN for 7 of 7 users, first for row 0;"
+    with pytest.raises(RunError, match=said):
+        full_ranks(states, ItemTable(weight, bias), targets, *jagged(seen), memory_mb=memory_mb)
+
+
+def test_the_first_user_with_nan_is_named_where_names_are_given():
+    states, table, targets, seen = draw_case(1)
+    states[3] = torch.nan
+    with pytest.raises(RunError, match="1 of 7 users, first for user 'dora'"):
+        names = np.array(["ann", "bob", "cem", "dora", "eve", "fay", "gil"], dtype=object)
+        full_ranks(states, table, targets, *jagged(seen), user_ids=names)
+
+
+def test_infinite_scores_are_ranked_and_their_difference_is_refused():
+    states = torch.tensor([[1e38, 0.0], [1e38, 1e38]])
+    weight = torch.tensor([[0.0, 0.0], [1e38, -1e38], [1.0, 1.0]])
+    ranks = full_ranks(states[:1], ItemTable(weight, None), np.array([2]), *jagged([[]]))
+    assert ranks.unfiltered.tolist() == [2]
+    with pytest.raises(RunError, match="1 of 2 users, first for row 1"):
+        full_ranks(states, ItemTable(weight, None), np.array([2, 2]), *jagged([[], []]))
+
+
+def test_nan_in_the_padding_row_does_no_harm():
+    weight = torch.tensor([[torch.nan], [1.0], [0.0]])
+    assert full_ranks(torch.ones(1, 1), ItemTable(weight, None), np.array([2]), *jagged([[]])).unfiltered.tolist() == [
+        2
+    ]
+
+
+@pytest.mark.parametrize("memory_mb", [0, -1, float("nan")])
+def test_memory_that_is_not_positive_is_refused(memory_mb):
+    states, table, targets, seen = draw_case(0)
+    with pytest.raises(UserError, match="give a positive number, such as 256"):
+        full_ranks(states, table, targets, *jagged(seen), memory_mb=memory_mb)
+
+
+@given(N=st.integers(0, 10**6), V=st.integers(1, 10**9), memory_mb=st.floats(1e-5, 1e5))
+def test_a_block_fits_into_the_memory(N, V, memory_mb):
+    rows, width = block_shape(N, V, 4, memory_mb)
+    assert rows >= 1 and 1 <= width <= V and 4 * rows * width <= max(4, memory_mb * 2**20)
+
+
+@given(num=st.integers(0, 500), size=st.integers(1, 600))
+def test_spans_cover_everything_once_in_pieces_of_about_one_size(num, size):
+    pieces = list(spans(num, size))
+    assert [place for piece in pieces for place in range(piece.start, piece.stop)] == list(range(num))
+    lengths = [piece.stop - piece.start for piece in pieces]
+    assert not lengths or (max(lengths) <= size and max(lengths) - min(lengths) <= 1)

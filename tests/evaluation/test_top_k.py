@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recbft.errors import RunError, UserError
+from recbft.evaluation.top_k import top_k
+from recbft.models.contract import ItemTable
+
+
+def jagged(lists):
+    offsets = np.concatenate([[0], np.cumsum([len(one) for one in lists])]).astype(np.int64)
+    return np.array([item for one in lists for item in one], dtype=np.int64), offsets
+
+
+def best_by_hand(scores, k, excluded):
+    """Sort every item by score, best first, and by index; scores (N, V + 1)."""
+    rows = zip(scores, excluded, strict=True)
+    return [
+        sorted((item for item in range(1, len(row)) if item not in out), key=lambda item, row=row: (-row[item], item))[
+            :k
+        ]
+        for row, out in rows
+    ]
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    N=st.integers(1, 12),
+    V=st.integers(3, 40),
+    high=st.integers(0, 4),
+    memory_mb=st.sampled_from([256, 1e-6, 1e-5, 1e-4, 1e-3]),
+    data=st.data(),
+)
+def test_the_best_are_those_of_a_full_sort_with_ties_by_the_smaller_index(seed, N, V, high, memory_mb, data):
+    rng = np.random.default_rng(seed)
+    states = torch.tensor(rng.integers(-high, high + 1, (N, 2)), dtype=torch.float32)
+    table = ItemTable(
+        torch.tensor(rng.integers(-high, high + 1, (V + 1, 2)), dtype=torch.float32),
+        torch.tensor(rng.integers(-high, high + 1, V + 1), dtype=torch.float32),
+    )
+    excluded = [rng.integers(1, V + 1, rng.integers(0, V)).tolist() for _ in range(N)]
+    k = data.draw(st.integers(1, min(V - len(set(out)) for out in excluded)))
+    items, offsets = jagged(excluded)
+    best = top_k(states, table, k, exclude_items=items, exclude_offsets=offsets, memory_mb=memory_mb)
+    scores = (states @ table.weight.T + table.bias).tolist()
+    assert best.items.tolist() == best_by_hand(scores, k, excluded)
+    assert best.scores.tolist() == [
+        [row[item] for item in chosen] for row, chosen in zip(scores, best.items, strict=True)
+    ]
+
+
+def test_all_items_can_be_asked_for_and_padding_is_not_among_them():
+    weight = torch.tensor([[9.0], [1.0], [3.0], [2.0]])
+    best = top_k(torch.ones(2, 1), ItemTable(weight, None), 3)
+    assert best.items.tolist() == [[2, 3, 1]] * 2 and best.scores.tolist() == [[3, 2, 1]] * 2
+    assert best.items.dtype == np.int64 and best.scores.dtype == np.float32
+
+
+def test_constant_scores_give_the_first_items():
+    best = top_k(torch.zeros(3, 2), ItemTable(torch.zeros(1001, 2), None), 4, exclude_items=np.array([2]),
+                 exclude_offsets=np.array([0, 1, 1, 1]))  # fmt: skip
+    assert best.items.tolist() == [[1, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3, 4]]
+
+
+def test_more_items_than_there_are_is_refused_with_the_numbers():
+    table = ItemTable(torch.zeros(6, 1), None)
+    with pytest.raises(UserError, match=r"k is 6, but only 5 of 5 items are left for row 0; lower k or exclude fewer"):
+        top_k(torch.zeros(2, 1), table, 6)
+    seen, offsets = jagged([[1], [1, 2, 2, 3]])
+    names = np.array([11, 12])
+    with pytest.raises(UserError, match="k is 3, but only 2 of 5 items are left for user 12;"):
+        top_k(torch.zeros(2, 1), table, 3, exclude_items=seen, exclude_offsets=offsets, user_ids=names)
+    with pytest.raises(UserError, match="k is 0; ask for at least 1 item"):
+        top_k(torch.zeros(2, 1), table, 0)
+
+
+def test_nan_scores_are_refused():
+    states = torch.zeros(3, 1)
+    states[1] = torch.nan
+    with pytest.raises(RunError, match="NaN for 1 of 3 users, first for row 1"):
+        top_k(states, ItemTable(torch.ones(6, 1), None), 2)
+
+
+def test_no_user_gives_empty_lists():
+    best = top_k(torch.zeros(0, 1), ItemTable(torch.ones(6, 1), None), 2)
+    assert best.items.shape == best.scores.shape == (0, 2)
