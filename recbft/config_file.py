@@ -1,0 +1,172 @@
+"""Configuration as text: YAML files and ``key=value`` settings, put in their sections.
+
+YAML is read with the scalar rules of version 1.2, so that ``1e-3`` is a number and ``off`` and ``no`` are words; a key
+given twice is refused. A setting is written with its section (``core.lam_max=10``) or, since names differ between
+sections, bare (``epochs=50``); a file may be nested or flat in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recbft.config import field_types
+from recbft.errors import UserError, did_you_mean
+
+# What RecBole calls some of our keys: the message about an unknown key then names ours.
+RECBOLE_NAMES = {
+    "MAX_ITEM_LIST_LENGTH": "max_length",
+    "USER_ID_FIELD": "user",
+    "ITEM_ID_FIELD": "item",
+    "TIME_FIELD": "time",
+    "field_separator": "separator",
+    "rm_dup_inter": "deduplicate",
+    "data_path": "data_root",
+    "train_batch_size": "batch_size",
+    "stopping_step": "patience",
+    "eval_step": "eval_every",
+    "clip_grad_norm": "clip_norm",
+    "topk": "ks",
+    "reproducibility": "deterministic",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the YAML 1.2 core scalars and unique keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key_node, yaml.ScalarNode) and key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} appears twice", key_node.start_mark)
+            if isinstance(key_node, yaml.ScalarNode):
+                keys.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+        return int(self.construct_scalar(node))
+
+
+_FLOAT = r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_SCALARS = {
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "tag:yaml.org,2002:int": (r"[-+]?\d+", list("-+0123456789")),
+    "tag:yaml.org,2002:float": (_FLOAT, list("-+0123456789.")),
+}
+_Loader.yaml_implicit_resolvers = {}
+for _tag, (_pattern, _first) in _SCALARS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole_number)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper with lists on one line, and quotes around text that YAML 1.2 would read as a number."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if re.fullmatch(_FLOAT, text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+for _kind in (list, tuple):
+    _Dumper.add_representer(
+        _kind, lambda dumper, parts: dumper.represent_sequence("tag:yaml.org,2002:seq", parts, flow_style=True)
+    )
+
+
+def read_yaml(path: Path | str) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give the path of a YAML file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; give the path of a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+    tree = _parse(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: holds {type(tree).__name__}, not keys and values; write lines such as 'epochs: 50'")
+    return tree
+
+
+def to_yaml(tree: Mapping[str, Any]) -> str:
+    """YAML text of ``tree``, keys in their order; ``read_yaml`` and any YAML 1.1 reader give the same values back."""
+    return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Key and value of ``key=value``; the value is a YAML scalar or list.
+
+    >>> parse_setting("learning_rate=1e-3"), parse_setting("ks=[5, 10]"), parse_setting("jacobian=off")
+    (('learning_rate', 0.001), ('ks', [5, 10]), ('jacobian', 'off'))
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"setting {text!r} is not key=value; write for example epochs=50")
+    return key.strip(), _parse(value, f"setting {text!r}")
+
+
+def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sections: Mapping[str, type]) -> None:
+    """Put ``value`` into the nested ``tree`` where ``key`` belongs: a top name, a section, section.name or a bare name.
+
+    Args:
+        tree: changed in place; section -> {name: value}.
+        top: keys that belong to no section.
+        sections: section name -> config class, whose fields are its names.
+    """
+    section, dot, name = key.partition(".")
+    if dot:
+        if section not in sections:
+            raise UserError(f"unknown section {section!r} in key {key!r}; {did_you_mean(section, sections)}")
+        if name not in field_types(sections[section]):
+            raise UserError(f"unknown key {key!r}; {_nearest(name, top, {section: sections[section]})}")
+        _section(tree, section)[name] = value
+    elif key in top:
+        tree[key] = value
+    elif key in sections:
+        if value is not None and not isinstance(value, Mapping):
+            raise UserError(f"{key} is {value!r}; it is a section: give keys and values")
+        for inner, inner_value in (value or {}).items():
+            place(tree, f"{key}.{inner}", inner_value, top, sections)
+    else:
+        owners = [owner for owner, cls in sections.items() if key in field_types(cls)]
+        if not owners:
+            raise UserError(f"unknown key {key!r}; {_nearest(key, top, sections)}")
+        if len(owners) > 1:
+            raise UserError(f"key {key!r} is in {' and '.join(owners)}; write {owners[0]}.{key} or {owners[1]}.{key}")
+        _section(tree, owners[0])[key] = value
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    section: dict[str, Any] = tree.setdefault(name, {})
+    return section
+
+
+def _nearest(name: str, top: Collection[str], sections: Mapping[str, type]) -> str:
+    names = {*top, *(field for cls in sections.values() for field in field_types(cls))}
+    if RECBOLE_NAMES.get(name) in names:
+        return f"recbft calls it {RECBOLE_NAMES[name]!r}"
+    return did_you_mean(name, names)
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{source}{line}: {error.problem or 'is not YAML'}; mend the YAML") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: {' '.join(str(error).split())}; mend the YAML") from None
+    except RecursionError:
+        raise UserError(f"{source}: nested too deeply; mend the YAML") from None

@@ -1,0 +1,128 @@
+"""Everything that decides a run, as one value: saved beside its results and enough to repeat it.
+
+    defaults  <  arm preset (backbone)  <  YAML file  <  key=value settings  <  what the command or call names itself
+
+Sections: data, backbone (the model's own), core (precision, in arms that track it), training, evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recbft.config import check_choice, check_range, convert, from_dict, to_dict
+from recbft.config_file import parse_setting, place, read_yaml, to_yaml
+from recbft.datasets.config import DataConfig
+from recbft.errors import UserError
+from recbft.evaluation.config import EvaluationConfig
+from recbft.models import MODELS
+from recbft.models.precision_config import CoreConfig
+from recbft.training.config import TrainingConfig
+
+DEFAULT_MODEL = "sasrec"
+DEFAULT_ARM = "bft"  # where the model has it, else the model's first arm
+
+_TOP = ("model", "arm", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run; ``core`` is None in arms without a precision channel."""
+
+    model: str
+    arm: str
+    seed: int
+    data: DataConfig
+    backbone: Any  # the model's own config class
+    core: CoreConfig | None
+    training: TrainingConfig
+    evaluation: EvaluationConfig
+
+    def __post_init__(self) -> None:
+        metric, _, k = self.training.valid_metric.partition("@")
+        if MODELS[self.model].trainable and k and int(k) not in self.evaluation.ks:
+            raise UserError(
+                f"training.valid_metric is '{metric}@{k}', but evaluation.ks is {list(self.evaluation.ks)}; "
+                f"add {k} to ks, or choose another metric"
+            )
+
+    def to_yaml(self) -> str:
+        """The text of ``config.yaml``, which ``load_run_config`` reads back to an equal value."""
+        return to_yaml(to_dict(self))
+
+
+def load_run_config(file: Path | str | None = None, settings: Iterable[str] = (), **named: Any) -> RunConfig:
+    """The run that a YAML file, ``key=value`` settings and named values describe, later ones first.
+
+    Args:
+        file: nested (sections) or flat; None starts from the defaults.
+        settings: texts such as ``"epochs=50"`` or ``"core.lam_max=10"``.
+        named: any key by its bare name, or a section as a mapping; None means not given.
+
+    Raises:
+        UserError: a key is unknown, a value wrong, or a setting would have no effect in this model and arm.
+    """
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    if file is not None:
+        layers.append((f"{file}: ", read_yaml(file)))
+    layers += [("", dict([parse_setting(text)])) for text in settings]
+    layers.append(("", {key: value for key, value in named.items() if value is not None}))
+
+    model = DEFAULT_MODEL
+    for source, layer in layers:
+        with _naming(source):
+            model = convert(layer.get("model", model), str, "model")
+    check_choice("model", model, MODELS)
+
+    tree: dict[str, Any] = {}
+    sections = sections_of(model)
+    for source, layer in layers:
+        for key, value in layer.items():
+            with _naming(source):
+                place(tree, str(key), value, _TOP, sections)
+    return _assemble(model, tree)
+
+
+def sections_of(model: str) -> dict[str, type]:
+    """Section name -> config class, for one model."""
+    return {
+        "data": DataConfig,
+        "backbone": MODELS[model].config,
+        "core": CoreConfig,
+        "training": TrainingConfig,
+        "evaluation": EvaluationConfig,
+    }
+
+
+def _assemble(model: str, tree: Mapping[str, Any]) -> RunConfig:
+    spec = MODELS[model]
+    arm = convert(tree.get("arm", DEFAULT_ARM if DEFAULT_ARM in spec.arms else next(iter(spec.arms))), str, "arm")
+    check_choice(f"arm of {model}", arm, spec.arms)
+    seed = convert(tree.get("seed", 0), int, "seed")
+    check_range("seed", seed, at_least=0, below=2**32)
+    core = tree.get("core", {})
+    if core and arm not in spec.precision_arms:
+        use = f" or take arm {' or '.join(spec.precision_arms)}" if spec.precision_arms else ""
+        raise UserError(f"core.{next(iter(core))} has no effect in arm {arm!r} of {model}; leave it out{use}")
+    return RunConfig(
+        model=model,
+        arm=arm,
+        seed=seed,
+        data=from_dict(DataConfig, tree.get("data", {}), "data"),
+        backbone=from_dict(spec.config, {**spec.arms[arm], **tree.get("backbone", {})}, "backbone"),
+        core=from_dict(CoreConfig, core, "core") if arm in spec.precision_arms else None,
+        training=from_dict(TrainingConfig, tree.get("training", {}), "training"),
+        evaluation=from_dict(EvaluationConfig, tree.get("evaluation", {}), "evaluation"),
+    )
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Put ``source`` before the message of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{source}{error}") from None

@@ -1,0 +1,1 @@
+"""Training: the loop, what it keeps of a run, and where it picks up again."""

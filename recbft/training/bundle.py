@@ -1,0 +1,76 @@
+"""What a run folder holds for serving: the vocabulary beside the best weights, so that no data set is needed.
+
+checkpoint/vocabulary.parquet    item_id, training_count; a row per item, index order
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+
+from recbft.datasets import Dataset
+from recbft.datasets.vocabulary import Vocabulary
+from recbft.errors import UserError
+from recbft.files import write_parquet
+from recbft.models import MODELS
+from recbft.run_config import RunConfig, load_run_config
+from recbft.training import checkpoint
+from recbft.training.checkpoint import vocabulary_hash
+from recbft.training.run_folder import RunFolder
+
+VOCABULARY_FILE = "vocabulary.parquet"
+
+
+def write_vocabulary(folder: Path, dataset: Dataset) -> None:
+    """Write the vocabulary and training counts, unless they stand there already."""
+    path = folder / VOCABULARY_FILE
+    if not path.is_file():
+        write_parquet(path, pd.DataFrame({"item_id": dataset.item_ids, "training_count": dataset.training_counts[1:]}))
+
+
+def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn.Module]:
+    """A trained model with its best weights, in evaluation mode, and what it takes to use it.
+
+    Raises:
+        UserError: no run, no best weights yet, or a file is damaged or belongs to another run.
+    """
+    run = RunFolder.open(path)
+    config = load_run_config(run.config_file)
+    state = checkpoint.load_state(run.checkpoint)
+    ids, counts = _read_vocabulary(run.checkpoint / VOCABULARY_FILE)
+    if vocabulary_hash(ids) != state.vocabulary_hash:
+        raise UserError(
+            f"{run.checkpoint / VOCABULARY_FILE} is not the vocabulary that {run.path} was trained with; "
+            "restore the file, or train again into a new folder"
+        )
+    weights = checkpoint.load_best(run.checkpoint)
+    model = MODELS[config.model].build(config.backbone, config.core, counts, seed=config.seed)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise UserError(
+            f"{run.config_file} describes another model than the weights in {run.checkpoint}; restore the file, or "
+            "train again into a new folder"
+        ) from None
+    model.eval()
+    return run, config, Vocabulary(ids), model
+
+
+def _read_vocabulary(path: Path) -> tuple[Any, torch.Tensor]:
+    try:
+        table = pq.read_table(path)
+        ids, counts = table["item_id"], table["training_count"].to_numpy().astype(np.int64)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; restore it from a copy, or train again into a new folder") from None
+    except (pa.ArrowInvalid, OSError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}); restore it, or train again into a new folder") from None
+    numeric = pa.types.is_integer(ids.type)
+    raw = ids.to_numpy().astype(np.int64) if numeric else np.array(ids.to_pylist(), dtype=object)
+    return raw, torch.from_numpy(np.concatenate([[0], counts]))

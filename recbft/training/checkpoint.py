@@ -1,0 +1,259 @@
+"""The state of a run after an epoch, kept so that a kill at any moment leaves the old state or the new one.
+
+    checkpoint/epoch-00012-1f0c9a3e.safetensors   parameters, buffers, optimiser tensors, random state
+    checkpoint/best-00009-77d0ab12.safetensors    parameters and buffers of the best epoch, by their own names
+    checkpoint/state.json                         everything else, and the size and SHA-256 of the files that belong
+
+``state.json`` is the one point where a state becomes the current one. A tensor file is named for its content, so
+writing never touches the file in use; only after ``state.json`` names the new files are the superseded ones removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recbft.errors import UserError
+from recbft.files import plain, write_atomic
+from recbft.training.tensor_tree import flatten, restore
+from recbft.version import recbft_version
+
+STATE_FILE = "state.json"
+FORMAT = 1
+_START_AFRESH = "the checkpoint is damaged: restore the file from a copy, or train again into a new folder"
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Where a run stands; plain values only."""
+
+    epoch: int  # epochs completed
+    step: int  # optimiser steps taken
+    seed: int
+    dataset: str  # its name, for messages
+    content_hash: str
+    vocabulary_hash: str
+    config_hash: str
+    best_metric: float | None = None  # of the validation metric that stops the run early
+    best_epoch: int | None = None
+    bad_epochs: int = 0  # validations since the best one
+    sampler: dict[str, Any] = field(default_factory=dict)
+    recbft_version: str = field(default_factory=recbft_version)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What ``load`` gives back: the arguments of ``save``."""
+
+    state: TrainState
+    model_state: dict[str, Tensor]
+    optimizer_state: dict[str, Any]
+    rng_state: Any
+
+
+def save(
+    folder: str | Path,
+    *,
+    model_state: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Any],
+    rng_state: Any,
+    state: TrainState,
+    best_model_state: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Make this the state that ``load`` finds.
+
+    Args:
+        folder: made if it is missing; its parent must exist.
+        model_state, optimizer_state: the ``state_dict()`` of the model and of the optimiser.
+        rng_state: random state as a tensor, or tensors in mappings and sequences.
+        state: the rest.
+        best_model_state: the model's ``state_dict()`` if this epoch is the best so far; None keeps the one saved last.
+
+    Raises:
+        RunError: the disk is full; the state saved last is untouched.
+    """
+    folder = Path(folder)
+    folder.mkdir(exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    trees = {
+        "optimizer": flatten(optimizer_state, "optimizer", tensors),
+        "rng": flatten(rng_state, "rng", tensors),
+    }
+    tensors |= {f"model.{name}": tensor for name, tensor in model_state.items()}
+    best = _recorded_best(folder)
+    if best_model_state is not None:
+        best = _write_tensors(folder, f"best-{state.epoch:05d}", best_model_state)
+    content = {
+        "format": FORMAT,
+        "state": asdict(state),
+        "tensors": _write_tensors(folder, f"epoch-{state.epoch:05d}", tensors),
+        "best": best,
+        "trees": trees,
+    }
+    text = json.dumps({"sha256": _digest(content), **content}, indent=1, default=plain, allow_nan=False)
+    write_atomic(folder / STATE_FILE, text.encode())
+    _remove_unnamed(folder, content)
+
+
+def exists(folder: str | Path) -> bool:
+    """Whether there is a state to load."""
+    return (Path(folder) / STATE_FILE).is_file()
+
+
+def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Loaded:
+    """The state saved last, checked against its sizes and hashes.
+
+    Raises:
+        UserError: there is none, or a file is missing, truncated or changed.
+    """
+    content = _read_state(Path(folder))
+    tensors = _read_tensors(Path(folder), content["tensors"], device)
+    return Loaded(
+        state=TrainState(**content["state"]),
+        model_state={name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")},
+        optimizer_state=restore(content["trees"]["optimizer"], tensors),
+        rng_state=restore(content["trees"]["rng"], tensors),
+    )
+
+
+def load_state(folder: str | Path) -> TrainState:
+    """The plain part of the state saved last.
+
+    Raises:
+        UserError: there is none, or its file is damaged.
+    """
+    return TrainState(**_read_state(Path(folder))["state"])
+
+
+def load_best(folder: str | Path, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Parameters and buffers of the best epoch.
+
+    Raises:
+        UserError: there is none, or a file is missing, truncated or changed.
+    """
+    folder = Path(folder)
+    content = _read_state(folder)
+    if content["best"] is None:
+        raise UserError(f"{folder} holds no best weights: training stopped before its first validation; resume it")
+    return _read_tensors(folder, content["best"], device)
+
+
+def check_dataset(
+    state: TrainState, *, dataset: str, content_hash: str, vocabulary_hash: str, folder: str | Path
+) -> None:
+    """Refuse to go on training with data other than the checkpoint's.
+
+    Raises:
+        UserError: the vocabulary or the content differs.
+    """
+    check_vocabulary(state, dataset=dataset, vocabulary_hash=vocabulary_hash, folder=folder)
+    if state.content_hash != content_hash:
+        raise UserError(
+            f"{folder} is a checkpoint of data set {state.dataset!r} with content {state.content_hash[:12]}, but "
+            f"{dataset!r} as loaded has {content_hash[:12]}; load the data it was trained on, prepared the same way"
+        )
+
+
+def check_vocabulary(state: TrainState, *, dataset: str, vocabulary_hash: str, folder: str | Path) -> None:
+    """Refuse to use weights with items other than the checkpoint's.
+
+    Raises:
+        UserError: the vocabulary differs.
+    """
+    if state.vocabulary_hash != vocabulary_hash:
+        other = "a changed vocabulary of" if state.dataset == dataset else "another data set,"
+        raise UserError(
+            f"{folder} is a checkpoint of data set {state.dataset!r} (item vocabulary {state.vocabulary_hash[:12]}), "
+            f"and this is {other} {dataset!r} ({vocabulary_hash[:12]}); load the data it was trained on"
+        )
+
+
+def vocabulary_hash(item_ids: NDArray[Any]) -> str:
+    """SHA-256 of the raw item ids in order, (V,), by their text."""
+    digest = hashlib.sha256(b"recbft vocabulary 1")
+    for raw in np.asarray(item_ids).tolist():
+        text = str(raw).encode()
+        digest.update(len(text).to_bytes(4, "little") + text)
+    return digest.hexdigest()
+
+
+def _write_tensors(folder: Path, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write a tensor file named for its content; return what ``state.json`` keeps of it."""
+    data = safetensors.torch.save(_apart(tensors))
+    digest = hashlib.sha256(data).hexdigest()
+    name = f"{prefix}-{digest[:8]}.safetensors"
+    write_atomic(folder / name, data)
+    return {"file": name, "bytes": len(data), "sha256": digest}
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, those that share memory (tied weights) copied, since the format refuses them."""
+    apart: dict[str, Tensor] = {}
+    owned = set()
+    for name, tensor in tensors.items():
+        here = tensor.detach().cpu().contiguous()
+        memory = here.untyped_storage().data_ptr()
+        apart[name] = here.clone() if memory in owned else here
+        owned.add(memory)
+    return apart
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE_FILE
+    try:
+        content = json.loads(path.read_bytes())
+        digest = content.pop("sha256")
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no checkpoint: {STATE_FILE} is missing; train into a new folder") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is truncated or is not a checkpoint's state; {_START_AFRESH}") from None
+    if content.get("format") != FORMAT:
+        raise UserError(
+            f"{path} has format {content.get('format')!r}, and this recbft reads {FORMAT}; use the recbft that wrote it"
+        )
+    known = {one.name for one in fields(TrainState)}
+    if digest != _digest(content) or set(content["state"]) != known:
+        raise UserError(f"{path} was changed after it was written; {_START_AFRESH}")
+    return dict(content)
+
+
+def _read_tensors(folder: Path, record: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
+    path = folder / record["file"]
+    if not path.is_file():
+        raise UserError(f"{path} is missing; {_START_AFRESH}")
+    data = path.read_bytes()
+    if len(data) != record["bytes"]:
+        raise UserError(f"{path} has {len(data)} bytes where {record['bytes']} were written; {_START_AFRESH}")
+    if hashlib.sha256(data).hexdigest() != record["sha256"]:
+        raise UserError(f"{path} was changed after it was written (its SHA-256 differs); {_START_AFRESH}")
+    return {name: tensor.to(device) for name, tensor in safetensors.torch.load(data).items()}
+
+
+def _recorded_best(folder: Path) -> dict[str, Any] | None:
+    if not exists(folder):
+        return None
+    best: dict[str, Any] | None = _read_state(folder)["best"]
+    return best
+
+
+def _remove_unnamed(folder: Path, content: Mapping[str, Any]) -> None:
+    """Remove superseded tensor files, and what a killed process left half-written."""
+    named = {content["tensors"]["file"], content["best"] and content["best"]["file"]}
+    for path in [*folder.glob("*.safetensors"), *folder.glob(".*.tmp")]:
+        if path.name not in named:
+            path.unlink(missing_ok=True)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=plain, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

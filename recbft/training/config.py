@@ -1,0 +1,47 @@
+"""How a model is trained."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from recbft.config import check_range
+from recbft.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Adam on the full cross-entropy, stopped early on a validation metric."""
+
+    epochs: int = 200
+    batch_size: int = 256  # histories per step
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0  # not applied to the precision parameters
+    precision_lr_multiplier: float = 100.0  # learning rate of the precision and recency parameters, relative
+    warmup_steps: int = 50  # optimiser steps over which precision and recency are ramped in; 0 means at once
+    clip_norm: float | None = None  # largest gradient norm; None leaves gradients alone
+    patience: int = 20  # validations without improvement before training stops
+    valid_metric: str = "ndcg@10"
+    eval_every: int = 1  # epochs between validations
+    deterministic: bool = False  # refuse operations without a deterministic algorithm
+    threads: int | None = None  # CPU threads; None leaves PyTorch's choice
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        check_range("epochs", self.epochs, at_least=1)
+        check_range("batch_size", self.batch_size, at_least=1)
+        check_range("learning_rate", self.learning_rate, above=0)
+        check_range("weight_decay", self.weight_decay, at_least=0)
+        check_range("precision_lr_multiplier", self.precision_lr_multiplier, above=0)
+        check_range("warmup_steps", self.warmup_steps, at_least=0)
+        check_range("clip_norm", self.clip_norm, above=0)
+        check_range("patience", self.patience, at_least=1)
+        check_range("eval_every", self.eval_every, at_least=1)
+        check_range("threads", self.threads, at_least=1)
+        if not re.fullmatch(r"(hr|ndcg|mrr)@[1-9]\d*|mrr", self.valid_metric):
+            raise UserError(
+                f"valid_metric is {self.valid_metric!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'"
+            )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UserError(f"device is {self.device!r}; give auto, cpu, cuda or cuda:N")

@@ -1,0 +1,109 @@
+"""The training loop: forward, loss, backward, clip, step, log, validate, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recbft.datasets.batches import TrainingBatches
+from recbft.errors import RunError
+from recbft.models.contract import TrainableModel
+from recbft.training.checkpoint import TrainState
+from recbft.training.config import TrainingConfig
+from recbft.training.optimiser import warmup_ramp
+from recbft.training.progress import Progress
+
+Row = dict[str, Any]
+
+
+def fit(
+    model: TrainableModel,
+    optimizer: torch.optim.Optimizer,
+    batches: TrainingBatches,
+    config: TrainingConfig,
+    state: TrainState,
+    *,
+    validate: Callable[[], dict[str, float]],
+    keep: Callable[[Row, bool], None],
+    progress: Progress,
+) -> None:
+    """Train until the last epoch or until validation has stopped improving, going on from ``state``.
+
+    Args:
+        state: brought up to date after every epoch, before ``keep`` is called.
+        validate: metrics of the model as it is, by name.
+        keep: saves the epoch's row, and the weights as the best ones where the second argument is True.
+
+    Raises:
+        RunError: the loss is not finite; the optimiser step is not taken.
+    """
+    progress.start(config.epochs, state.epoch + 1)
+    try:
+        while state.epoch < config.epochs and state.bad_epochs < config.patience:
+            row = _train_epoch(model, optimizer, batches, config, state, progress)
+            improved = False
+            if state.epoch % config.eval_every == 0 or state.epoch == config.epochs:
+                metrics = validate()
+                improved = _judge(state, metrics[config.valid_metric])
+                row |= {f"valid_{name}": value for name, value in metrics.items()}
+            keep(row, improved)
+            progress.epoch(row)
+    finally:
+        progress.stop()
+
+
+def _train_epoch(
+    model: TrainableModel,
+    optimizer: torch.optim.Optimizer,
+    batches: TrainingBatches,
+    config: TrainingConfig,
+    state: TrainState,
+    progress: Progress,
+) -> Row:
+    """One pass over the users; the row of ``history.csv`` it earns."""
+    began, tokens, total = time.perf_counter(), 0, 0.0
+    device = next(model.parameters()).device
+    model.train()
+    model.refresh()
+    for done, batch in enumerate(batches.epoch(state.epoch), start=1):
+        batch = batch.to(device)
+        model.set_ramp(warmup_ramp(state.step, config.warmup_steps))
+        optimizer.zero_grad(set_to_none=True)
+        loss = model.loss(batch)
+        value = loss.item()
+        if not torch.isfinite(loss):
+            raise RunError(
+                f"the loss is {value} at step {state.step + 1} (epoch {state.epoch + 1}); the step was not taken: "
+                f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
+            )
+        loss.backward()
+        if config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        optimizer.step()
+        state.step += 1
+        assert batch.target is not None
+        learned = int((batch.target > 0).sum())
+        tokens, total = tokens + learned, total + value * learned
+        progress.batch(done, batches.num_batches, total / tokens, tokens)
+    state.epoch += 1
+    seconds = time.perf_counter() - began
+    return {
+        "epoch": state.epoch,
+        "loss": total / tokens,
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(tokens / seconds),
+    }
+
+
+def _judge(state: TrainState, metric: float) -> bool:
+    """Whether this is the best validation so far; counts those since the best."""
+    improved = state.best_metric is None or metric > state.best_metric
+    if improved:
+        state.best_metric, state.best_epoch, state.bad_epochs = metric, state.epoch, 0
+    else:
+        state.bad_epochs += 1
+    return improved

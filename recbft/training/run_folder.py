@@ -1,0 +1,210 @@
+"""The folder of one run: made whole, filled file by file, and finished when ``metrics.json`` stands in it.
+
+    config.yaml       what to do: enough to repeat the run
+    protocol.json     how its numbers are made
+    environment.json  the versions and the machine's kind
+    history.csv       a line per epoch
+    checkpoint/       the state after the last epoch, and the best weights
+    per_user.parquet  a rank per user
+    metrics.json      written last
+
+Order within an epoch: first the line of ``history.csv``, then the checkpoint. A run killed between the two resumes from
+the checkpoint and drops the line.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import torch
+
+from recbft.config_file import read_yaml
+from recbft.errors import UserError
+from recbft.files import json_text, new_folder, write_atomic, write_json, write_parquet
+from recbft.training import checkpoint
+from recbft.version import recbft_version
+
+Row = dict[str, "int | float | str | None"]
+
+
+class RunFolder:
+    """A run's folder that exists; ``create`` makes one, ``open`` finds one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.yaml"
+        self.protocol_file = path / "protocol.json"
+        self.environment_file = path / "environment.json"
+        self.history_file = path / "history.csv"
+        self.per_user_file = path / "per_user.parquet"
+        self.metrics_file = path / "metrics.json"
+        self.checkpoint = path / "checkpoint"
+
+    @classmethod
+    def create(
+        cls, path: str | Path, *, config: str, protocol: Mapping[str, Any], environment: Mapping[str, Any]
+    ) -> RunFolder:
+        """Make the folder with its first three files, all at once.
+
+        Args:
+            path: does not exist, or is an empty folder; missing parents are made.
+            config: the text of ``config.yaml``.
+            protocol, environment: what ``protocol`` and ``environment`` return.
+
+        Raises:
+            UserError: the folder is taken; the message says by what.
+            RunError: the disk is full; nothing is left.
+        """
+        path = Path(path)
+        cls.refuse_taken(path)
+        with new_folder(path) as made:
+            new = cls(made)
+            new.config_file.write_text(config, encoding="utf-8")
+            new.protocol_file.write_text(json_text(protocol), encoding="utf-8")
+            new.environment_file.write_text(json_text(environment), encoding="utf-8")
+            new.checkpoint.mkdir()
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """The run in an existing folder.
+
+        Raises:
+            UserError: there is no such folder, or no run in it.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"there is no run folder {path}; give the folder that `recbft train` printed")
+        run = cls(path)
+        if not run.config_file.is_file():
+            raise UserError(f"{path} is not a run folder: {run.config_file.name} is missing; give the folder of a run")
+        return run
+
+    @classmethod
+    def refuse_taken(cls, path: str | Path) -> None:
+        """Check that a run can be made here, before any work is done for it.
+
+        Raises:
+            UserError: something stands here already.
+        """
+        path = Path(path)
+        if not os.path.lexists(path):
+            return
+        if not path.is_dir():
+            raise UserError(f"{path} is a file; name another folder for the run")
+        run = cls(path)
+        if run.is_finished:
+            raise UserError(f"{path} holds a finished run; name another folder, or remove this one to run again")
+        if run.config_file.exists():
+            epoch = checkpoint.load_state(run.checkpoint).epoch if run.has_checkpoint else 0
+            raise UserError(
+                f"{path} holds a run that stopped after epoch {epoch}; "
+                f"go on with `recbft train --resume {path}`, or name another folder"
+            )
+        if any(path.iterdir()):
+            raise UserError(f"{path} is a folder with other files in it; name another folder for the run")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.metrics_file.is_file()
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether an epoch has been completed; an unfinished run without one starts from the beginning when resumed."""
+        return checkpoint.exists(self.checkpoint)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of ``config.yaml``; UserError if it cannot be read."""
+        return dict(read_yaml(self.config_file))
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """The content of ``protocol.json``; UserError if it cannot be read."""
+        return _read_json(self.protocol_file)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The content of ``metrics.json``; UserError if the run is not finished or the file cannot be read."""
+        if not self.is_finished:
+            raise UserError(f"{self.path} is not finished; go on with `recbft train --resume {self.path}`")
+        return _read_json(self.metrics_file)
+
+    def finish(self, metrics: Mapping[str, Any], per_user: pd.DataFrame | pa.Table) -> None:
+        """Write the ranks, then the metrics, whose file marks the run as finished."""
+        write_parquet(self.per_user_file, per_user)
+        write_json(self.metrics_file, metrics)
+
+    def write_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rewrite ``history.csv``: one row per epoch, columns in the order in which rows bring them."""
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        # An epoch's line needs no wait for the disk: it can be lost only together with the checkpoint after it.
+        write_atomic(self.history_file, text.getvalue().encode(), durable=False)
+
+    def read_history(self, *, up_to_epoch: int | None = None) -> list[Row]:
+        """The rows of ``history.csv``, those after an epoch left out; none before the first epoch's end."""
+        if not self.history_file.is_file():
+            return []
+        with open(self.history_file, encoding="utf-8", newline="") as file:
+            try:
+                lines = csv.DictReader(file, strict=True)
+                rows = [{name: _number(text) for name, text in line.items()} for line in lines]
+                return [row for row in rows if up_to_epoch is None or int(row["epoch"] or 0) <= up_to_epoch]
+            except (csv.Error, KeyError, TypeError, ValueError):
+                raise UserError(f"{self.history_file} is damaged; remove it to go on without its rows") from None
+
+
+def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Versions and kind of machine, nothing that tells whose it is."""
+    kind = torch.device(device).type
+    return {
+        "recbft": recbft_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "pandas": pd.__version__,
+        "pyarrow": pa.__version__,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; the run folder is incomplete: train again into a new one") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); restore it, or train into a new folder") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} does not hold keys and values; restore it, or train into a new folder")
+    return content
+
+
+def _number(text: str | None) -> int | float | str | None:
+    """A cell of ``history.csv`` as what was written; an empty one is None."""
+    if not text:
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,308 @@
+"""One run from its config to its finished folder: load, build, train, keep, evaluate; and on again after a stop.
+
+A run's results depend on its config and data alone (and, in the last digits, on the number of threads): data order,
+initial weights and dropout come from its seed, and the caller's random state is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from recbft.config import to_dict
+from recbft.datasets import Dataset, leave_one_out
+from recbft.datasets.batches import TrainingBatches
+from recbft.errors import RunError, UserError
+from recbft.evaluation.evaluate import Evaluation, Part, evaluate
+from recbft.evaluation.protocol import config_hash, protocol
+from recbft.models import MODELS
+from recbft.models.contract import TrainableModel
+from recbft.run_config import RunConfig, load_run_config
+from recbft.training import checkpoint
+from recbft.training.bundle import write_vocabulary
+from recbft.training.checkpoint import TrainState, vocabulary_hash
+from recbft.training.config import TrainingConfig
+from recbft.training.loop import Row, fit
+from recbft.training.optimiser import make_optimizer
+from recbft.training.progress import Progress, Silent
+from recbft.training.run_folder import RunFolder, environment
+
+
+def run_name(config: RunConfig, dataset_name: str) -> str:
+    """The folder a run gets inside ``--out``."""
+    return f"{config.model}-{config.arm}-{dataset_name}-seed{config.seed}"
+
+
+def train(
+    config: RunConfig, out: str | Path, *, dataset: Dataset | None = None, progress: Progress | None = None
+) -> RunFolder:
+    """Train a new run and leave its folder.
+
+    Args:
+        config: everything that decides the run.
+        out: the run's own folder; must not hold anything.
+        dataset: data that is loaded already; otherwise ``config.data`` says which.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        UserError: the folder is taken, or data and config do not fit.
+        RunError: training failed or was interrupted; the message says how to go on.
+    """
+    RunFolder.refuse_taken(out)
+    dataset = config.data.load() if dataset is None else dataset
+    with _settings(config.training, config.seed) as device:
+        model = build_model(config, dataset).to(device)
+        batches = _batches(config, dataset) if MODELS[config.model].trainable else None
+        run = RunFolder.create(
+            out, config=config.to_yaml(), protocol=run_protocol(config, dataset, model), environment=environment(device)
+        )
+        write_vocabulary(run.checkpoint, dataset)
+        state = _new_state(config, dataset)
+        return _Session(run, config, dataset, model, batches, state, progress or Silent()).finish()
+
+
+def resume(
+    path: str | Path,
+    *,
+    data_root: str | Path | None = None,
+    dataset: Dataset | None = None,
+    progress: Progress | None = None,
+) -> RunFolder:
+    """Go on with a run that was stopped, exactly as if it had not been; a finished run is returned as it is."""
+    run = RunFolder.open(path)
+    if run.is_finished:
+        return run
+    config = load_run_config(run.config_file, data_root=None if data_root is None else str(data_root))
+    dataset = config.data.load() if dataset is None else dataset
+    with _settings(config.training, config.seed) as device:
+        state = _new_state(config, dataset)
+        if run.has_checkpoint:
+            _check(checkpoint.load_state(run.checkpoint), state, run)
+        model = build_model(config, dataset).to(device)
+        batches = _batches(config, dataset) if MODELS[config.model].trainable else None
+        write_vocabulary(run.checkpoint, dataset)
+        session = _Session(run, config, dataset, model, batches, state, progress or Silent())
+        if run.has_checkpoint:
+            session.restore()
+        return session.finish()
+
+
+def build_model(config: RunConfig, dataset: Dataset) -> nn.Module:
+    """The untrained model of a run."""
+    counts = torch.from_numpy(np.asarray(dataset.training_counts))
+    return MODELS[config.model].build(config.backbone, config.core, counts, seed=config.seed)
+
+
+def run_protocol(config: RunConfig, dataset: Dataset, model: Any) -> dict[str, Any]:
+    """What ``protocol.json`` holds: how the run's test metrics are made."""
+    return protocol(
+        dataset,
+        part="test",
+        filter_seen=config.evaluation.filter_seen,
+        max_length=model.max_length,
+        seed=config.seed,
+        config=to_dict(config),
+    )
+
+
+class _Session:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        config: RunConfig,
+        dataset: Dataset,
+        model: nn.Module,
+        batches: TrainingBatches | None,
+        state: TrainState,
+        progress: Progress,
+    ) -> None:
+        self.run, self.config, self.dataset, self.model = run, config, dataset, model
+        self.batches, self.state, self.progress = batches, state, progress
+        self.optimizer = make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None
+        self.rows: list[Row] = []
+        self.began = time.perf_counter()
+
+    def restore(self) -> None:
+        """Take up the state saved last."""
+        loaded = checkpoint.load(self.run.checkpoint)
+        self.state = loaded.state
+        self.model.load_state_dict(loaded.model_state)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(loaded.optimizer_state)
+        _set_rng_state(loaded.rng_state)
+        self.rows = self.run.read_history(up_to_epoch=self.state.epoch)
+
+    def finish(self) -> RunFolder:
+        """Train to the end, evaluate the best weights, write the results."""
+        try:
+            if self.batches is None:
+                self._save(best=True)
+            else:
+                if not self.run.has_checkpoint:
+                    self._save(best=False)  # from here on a killed run can be resumed
+                assert self.optimizer is not None and isinstance(self.model, TrainableModel)
+                fit(
+                    self.model,
+                    self.optimizer,
+                    self.batches,
+                    self.config.training,
+                    self.state,
+                    validate=self._validate,
+                    keep=self._keep,
+                    progress=self.progress,
+                )
+            self._report()
+        except KeyboardInterrupt:
+            saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
+            raise RunError(
+                f"interrupted; the state after epoch {saved} is saved, "
+                f"go on with: recbft train --resume {self.run.path}"
+            ) from None
+        return self.run
+
+    def _validate(self) -> dict[str, float]:
+        return self._evaluate("validation").headline
+
+    def _evaluate(self, part: Part) -> Evaluation:
+        if isinstance(self.model, TrainableModel):
+            self.model.refresh()
+        settings = self.config.evaluation
+        return evaluate(
+            self.model,  # type: ignore[arg-type]
+            self.dataset,
+            part,
+            filter_seen=settings.filter_seen,
+            ks=settings.ks,
+            memory_mb=settings.memory_mb,
+        )
+
+    def _keep(self, row: Row, best: bool) -> None:
+        self.rows.append(row)
+        self.run.write_history(self.rows)
+        self._save(best=best)
+
+    def _save(self, *, best: bool) -> None:
+        self.state.sampler = {"order": "numpy PCG64 of [seed, epoch]", "next_epoch": self.state.epoch}
+        weights = self.model.state_dict()
+        checkpoint.save(
+            self.run.checkpoint,
+            model_state=weights,
+            optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
+            rng_state=_rng_state(),
+            state=self.state,
+            best_model_state=weights if best else None,
+        )
+
+    def _report(self) -> None:
+        """Evaluate the best weights on validation and test, and close the run."""
+        self.model.load_state_dict(checkpoint.load_best(self.run.checkpoint))
+        validation, test = self._evaluate("validation"), self._evaluate("test")
+        metrics = {
+            "filter_seen": self.config.evaluation.filter_seen,
+            "test": test.metrics,
+            "validation": validation.metrics,
+            "best_epoch": self.state.best_epoch,
+            "epochs": self.state.epoch,
+            "steps": self.state.step,
+            "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
+        }
+        self.run.finish(metrics, test.per_user)
+
+
+def _batches(config: RunConfig, dataset: Dataset) -> TrainingBatches:
+    split = leave_one_out(dataset)
+    batches = TrainingBatches(
+        dataset.items,
+        split.training_start,
+        split.training_stop,
+        max_length=config.backbone.max_length,
+        batch_size=config.training.batch_size,
+        seed=config.seed,
+        times=dataset.times,
+    )
+    if batches.num_batches == 0:
+        raise UserError(
+            f"data set {dataset.name!r} has nothing to learn from: no user has 4 events "
+            "(two to train, one to validate, one to test)"
+        )
+    return batches
+
+
+def _new_state(config: RunConfig, dataset: Dataset) -> TrainState:
+    return TrainState(
+        epoch=0,
+        step=0,
+        seed=config.seed,
+        dataset=dataset.name,
+        content_hash=dataset.content_hash,
+        vocabulary_hash=vocabulary_hash(dataset.item_ids),
+        config_hash=config_hash(to_dict(config)),
+    )
+
+
+def _check(saved: TrainState, now: TrainState, run: RunFolder) -> None:
+    """Refuse to resume with other data or another config."""
+    checkpoint.check_dataset(
+        saved,
+        dataset=now.dataset,
+        content_hash=now.content_hash,
+        vocabulary_hash=now.vocabulary_hash,
+        folder=run.checkpoint,
+    )
+    if saved.config_hash != now.config_hash:
+        raise UserError(
+            f"{run.config_file} was changed since {run.checkpoint} was saved; put it back, or train a new run with it"
+        )
+
+
+@contextlib.contextmanager
+def _settings(config: TrainingConfig, seed: int) -> Iterator[torch.device]:
+    """Device, threads, determinism and random state of a run; all put back afterwards."""
+    device = _device(config.device)
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            if config.threads is not None:
+                torch.set_num_threads(config.threads)
+            if config.deterministic:
+                torch.use_deterministic_algorithms(True)
+            torch.manual_seed(seed)
+            yield device
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device is {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto"
+        )
+    return device
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

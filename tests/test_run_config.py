@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from recbft.config import field_types
+from recbft.errors import UserError
+from recbft.models import MODELS
+from recbft.run_config import load_run_config, sections_of
+
+ARMS = [(model, arm) for model, spec in MODELS.items() for arm in spec.arms]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        (tmp_path / "run.yaml").write_text(text)
+        return tmp_path / "run.yaml"
+
+    return write
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_leaf_names_differ_between_sections_so_that_a_bare_key_is_enough(model):
+    sections = {name: set(field_types(cls)) for name, cls in sections_of(model).items()}
+    for (a, names_a), (b, names_b) in itertools.combinations(sections.items(), 2):
+        assert not names_a & names_b, (a, b)
+        assert not names_a & {"model", "arm", "seed", *sections}
+
+
+@pytest.mark.parametrize(("model", "arm"), ARMS)
+def test_the_saved_text_reads_back_to_an_equal_config(model, arm, write):
+    config = load_run_config(model=model, arm=arm, seed=3, epochs=7, k_core=5, ks=[1, 10], data_root="/somewhere")
+    again = load_run_config(write(config.to_yaml()))
+    assert again == config
+    assert "/somewhere" not in config.to_yaml()
+
+
+@pytest.mark.parametrize(("model", "arm"), ARMS)
+def test_only_precision_arms_have_a_core(model, arm):
+    assert (load_run_config(model=model, arm=arm).core is not None) == (arm in MODELS[model].precision_arms)
+
+
+def test_nothing_given_is_sasrec_with_precision_tracking():
+    config = load_run_config()
+    assert (config.model, config.arm, config.seed, config.data.dataset) == ("sasrec", "bft", 0, None)
+    assert config.training.epochs == 200
+
+
+def test_a_model_without_that_arm_takes_its_own():
+    assert load_run_config(model="pop").arm == "published"
+
+
+def test_later_layers_win(write):
+    file = write("epochs: 1\nbatch_size: 1\nseed: 1\nhidden_size: 32\n")
+    config = load_run_config(file, ["epochs=2", "training.batch_size=2", "seed=2"], epochs=3, seed=None)
+    assert (config.training.epochs, config.training.batch_size, config.seed) == (3, 2, 2)
+    assert config.backbone.hidden_size == 32
+
+
+def test_a_nested_and_a_flat_file_say_the_same(write):
+    flat = load_run_config(write("model: sasrec\nepochs: 5\nlam_max: 10\njacobian: off\ndropout: 1e-1\n"))
+    nested = load_run_config(
+        write(
+            "model: sasrec\ntraining: {epochs: 5}\ncore: {lam_max: 10.0, jacobian: 'off'}\nbackbone: {dropout: 0.1}\n"
+        )
+    )
+    assert flat == nested and flat.core is not None and flat.core.jacobian == "off"
+
+
+def test_an_arm_sets_its_defaults_below_the_users_values():
+    assert load_run_config(arm="matched").backbone.recency_decay is False
+    assert load_run_config(arm="matched", recency_decay=True).backbone.recency_decay is True
+
+
+def test_arms_differ_in_nothing_but_their_presets():
+    matched, bft = load_run_config(arm="matched"), load_run_config(arm="bft")
+    preset = {name: getattr(bft.backbone, name) for name in MODELS["sasrec"].arms["matched"]}
+    assert (
+        dataclasses.replace(matched, arm="bft", core=bft.core, backbone=dataclasses.replace(matched.backbone, **preset))
+        == bft
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": "sasrek"}, "model is 'sasrek'; did you mean 'sasrec'?"),
+        ({"model": 3}, "model is 3; give text"),
+        ({"arm": "btf"}, "arm of sasrec is 'btf'; did you mean 'bft'?"),
+        ({"arm": "zzz"}, "arm of sasrec is 'zzz'; choose one of bft, matched, published"),
+        ({"seed": -1}, "seed is -1; give a whole number >= 0 and < 4294967296"),
+        ({"seed": 1.5}, "seed is 1.5; give a whole number"),
+        ({"dropout": 1.5}, "backbone.dropout is 1.5; give a number >= 0 and < 1"),
+        ({"max_length": 0}, "backbone.max_length is 0; give a whole number >= 1"),
+        ({"hidden_size": 30, "n_heads": 4}, "backbone.n_heads is 4, which does not divide hidden_size 30"),
+        ({"epochs": 0}, "training.epochs is 0; give a whole number >= 1"),
+        ({"epochs": "many"}, "training.epochs is 'many'; give a whole number"),
+        ({"valid_metric": "NDCG@10"}, "training.valid_metric is 'NDCG@10'; give hr@K, ndcg@K, mrr@K or mrr"),
+        ({"valid_metric": "hr@7"}, "training.valid_metric is 'hr@7', but evaluation.ks is [5, 10, 20]; add 7 to ks"),
+        ({"device": "gpu"}, "training.device is 'gpu'; give auto, cpu, cuda or cuda:N"),
+        ({"ks": []}, "evaluation.ks is empty; give at least one cut-off"),
+        ({"ks": [0]}, "evaluation.ks is 0; give a whole number >= 1"),
+        ({"ks": [5, 5]}, "evaluation.ks is [5, 5]; give each cut-off once"),
+        ({"k_core": -1}, "data.k_core is -1; give a whole number >= 0"),
+        ({"deduplicate": "latest"}, "data.deduplicate is 'latest'; give one of first, last or null"),
+        ({"estimator": "remml"}, "core.estimator is 'remml'; did you mean 'reml'?"),
+        ({"arm": "matched", "lam_max": 3}, "core.lam_max has no effect in arm 'matched' of sasrec; leave it out"),
+        ({"model": "pop", "hidden_size": 3}, "unknown key 'hidden_size'"),
+        ({"hiden_size": 3}, "unknown key 'hiden_size'; did you mean 'hidden_size'?"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(given, message):
+    with pytest.raises(UserError) as error:
+        load_run_config(**given)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_key_that_a_file_has_wrong_is_refused_by_the_files_name(write):
+    with pytest.raises(UserError, match=r"run\.yaml: unknown key 'epocs'; did you mean 'epochs'\?"):
+        load_run_config(write("epocs: 3\n"))
+
+
+def test_a_run_may_leave_the_data_set_open_and_then_it_is_found_or_replaced_aloud(monkeypatch):
+    config = load_run_config()
+    assert config.data.dataset is None
+    monkeypatch.setattr("recbft.datasets.config.default_dataset", lambda: ("ml-100k", None))
+    assert config.data.resolved().dataset == "ml-100k"
+    monkeypatch.setattr("recbft.datasets.config.default_dataset", lambda: ("synthetic", "using 'synthetic' instead"))
+    with pytest.warns(UserWarning, match="using 'synthetic' instead"):
+        assert config.data.resolved().dataset == "synthetic"
+
+
+def test_a_named_data_set_is_never_replaced(monkeypatch):
+    monkeypatch.setattr("recbft.datasets.config.default_dataset", lambda: ("synthetic", "using 'synthetic' instead"))
+    assert load_run_config(dataset="ml-100k").data.resolved().dataset == "ml-100k"

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from recbft.errors import RunError, UserError
+from recbft.training import checkpoint
+from recbft.training.run_folder import RunFolder, environment
+
+CONFIG = "model: sasrec\ntraining:\n  epochs: 3\n"
+
+
+def create(path):
+    return RunFolder.create(path, config=CONFIG, protocol={"seed": 0}, environment=environment())
+
+
+def save_checkpoint(run, epoch):
+    state = checkpoint.TrainState(
+        epoch=epoch, step=1, seed=0, dataset="d", content_hash="c", vocabulary_hash="v", config_hash="f"
+    )
+    checkpoint.save(
+        run.checkpoint,
+        model_state={"w": torch.ones(2)},
+        optimizer_state={},
+        rng_state=torch.get_rng_state(),
+        state=state,
+    )
+
+
+def test_a_new_run_holds_its_config_protocol_and_environment(tmp_path):
+    run = create(tmp_path / "runs" / "a")
+    assert sorted(os.listdir(run.path)) == ["checkpoint", "config.yaml", "environment.json", "protocol.json"]
+    assert run.config == {"model": "sasrec", "training": {"epochs": 3}} and run.protocol == {"seed": 0}
+    assert not run.is_finished and not run.has_checkpoint
+    assert os.listdir(tmp_path / "runs") == ["a"]
+    assert RunFolder.open(tmp_path / "runs" / "a").config_file == run.config_file
+
+
+def test_a_run_is_finished_when_its_metrics_stand(tmp_path):
+    run = create(tmp_path / "a")
+    with pytest.raises(UserError, match=r"a is not finished; go on with `recbft train --resume .*a`"):
+        _ = run.metrics
+    run.finish({"test": {"hr@10": 0.5}}, pd.DataFrame({"user": ["u"], "rank_unfiltered": [3]}))
+    assert run.is_finished and run.metrics == {"test": {"hr@10": 0.5}}
+    assert pd.read_parquet(run.per_user_file)["rank_unfiltered"].tolist() == [3]
+
+
+def test_a_taken_folder_is_refused_with_what_stands_there_and_what_to_do(tmp_path):
+    with pytest.raises(UserError, match=r"a holds a run that stopped after epoch 0; go on with `recbft train --resume"):
+        create(tmp_path / "a")
+        create(tmp_path / "a")
+    save_checkpoint(RunFolder.open(tmp_path / "a"), 12)
+    with pytest.raises(
+        UserError, match=r"a holds a run that stopped after epoch 12; go on with `recbft train --resume .*a`"
+    ):
+        create(tmp_path / "a")
+    RunFolder.open(tmp_path / "a").finish({}, pd.DataFrame({"user": ["u"]}))
+    with pytest.raises(
+        UserError, match=r"a holds a finished run; name another folder, or remove this one to run again"
+    ):
+        create(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match=r"b is a folder with other files in it; name another folder"):
+        create(tmp_path / "b")
+    with pytest.raises(UserError, match=r"thesis.tex is a file; name another folder for the run"):
+        create(tmp_path / "b" / "thesis.tex")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"] and os.listdir(tmp_path / "b") == ["thesis.tex"]
+
+
+def test_an_empty_folder_may_become_the_run(tmp_path):
+    (tmp_path / "a").mkdir()
+    assert create(tmp_path / "a").config_file.is_file()
+
+
+def test_a_run_that_cannot_be_written_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError):
+        RunFolder.create(tmp_path / "a", config=CONFIG, protocol={"x": float("nan")}, environment={})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="the system has no /dev/full")
+def test_a_full_disk_while_metrics_are_written_leaves_the_run_unfinished(tmp_path, monkeypatch):
+    run = create(tmp_path / "a")
+
+    def fsync(number):
+        os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(RunError, match=r"no space left while writing .*per_user.parquet"):
+        run.finish({}, pd.DataFrame({"user": ["u"]}))
+    assert not run.is_finished and not run.per_user_file.exists()
+    assert not list(run.path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, "there is no run folder .*a; give the folder that `recbft train` printed"),
+        (lambda path: path.mkdir(), "a is not a run folder: config.yaml is missing"),
+    ],
+)
+def test_what_is_not_a_run_folder_is_refused(tmp_path, make, said):
+    make(tmp_path / "a")
+    with pytest.raises(UserError, match=said):
+        RunFolder.open(tmp_path / "a")
+
+
+@pytest.mark.parametrize("content", ["a: [", "- 1", "a: 1\na: 2"])
+def test_a_corrupt_config_is_refused_by_name(tmp_path, content):
+    run = create(tmp_path / "a")
+    run.config_file.write_text(content)
+    with pytest.raises(UserError, match=r"config\.yaml"):
+        _ = RunFolder.open(tmp_path / "a").config
+
+
+@pytest.mark.parametrize(("content", "said"), [("{", "is damaged"), ("[]", "does not hold keys and values")])
+def test_a_corrupt_metrics_file_is_refused_by_name(tmp_path, content, said):
+    run = create(tmp_path / "a")
+    run.metrics_file.write_text(content)
+    with pytest.raises(UserError, match=rf"metrics\.json {said}"):
+        _ = run.metrics
+    run.protocol_file.unlink()
+    with pytest.raises(UserError, match=r"protocol\.json is missing; the run folder is incomplete"):
+        _ = run.protocol
+
+
+def test_history_comes_back_exactly_and_can_be_cut_at_an_epoch(tmp_path):
+    run = create(tmp_path / "a")
+    assert run.read_history() == []
+    rows = [
+        {"epoch": 1, "loss": 0.1 + 0.2, "seconds": 1e-05, "ndcg@10": None},
+        {"epoch": 2, "loss": 5.0, "seconds": 2.0, "ndcg@10": 1 / 3, "note": "best, so far"},
+    ]
+    run.write_history(rows)
+    assert run.history_file.read_text().splitlines()[0] == "epoch,loss,seconds,ndcg@10,note"
+    assert run.read_history() == [{**rows[0], "note": None}, rows[1]]
+    assert run.read_history(up_to_epoch=1) == [{**rows[0], "note": None}]
+    assert [type(value) for value in run.read_history()[1].values()] == [int, float, float, float, str]
+
+
+def test_damaged_history_is_refused_by_name(tmp_path):
+    run = create(tmp_path / "a")
+    run.history_file.write_text("epoch,loss\nthree,0.5\n")
+    with pytest.raises(UserError, match=r"history\.csv is damaged; remove it to go on without its rows"):
+        run.read_history(up_to_epoch=3)
+
+
+def test_an_environment_tells_versions_and_not_whose_machine_it_is():
+    made = environment()
+    assert made["torch"] == torch.__version__ and made["device"] == "cpu" and made["threads"] >= 1
+    text = json.dumps(made)
+    for private in (platform.node(), str(Path.home()), os.getcwd()):
+        assert len(private) < 3 or private not in text
+    assert getpass.getuser() not in made.values()
