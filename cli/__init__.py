@@ -1,0 +1,1 @@
+"""The command ``recbft``; installed as the package ``recbft_cli``."""

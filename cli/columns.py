@@ -1,0 +1,39 @@
+"""Options that say how to read a file of events."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+DataRoot = Annotated[
+    str | None, typer.Option("--data-root", metavar="DIR", help="Folder with data sets.", envvar="RECBFT_DATA_ROOT")
+]
+User = Annotated[str | None, typer.Option("--user", metavar="COLUMN", help="Column with user ids.")]
+Item = Annotated[str | None, typer.Option("--item", metavar="COLUMN", help="Column with item ids.")]
+Time = Annotated[
+    str | None, typer.Option("--time", metavar="COLUMN", help="Column to order by; otherwise the row order counts.")
+]
+Separator = Annotated[
+    str | None, typer.Option("--separator", metavar="TEXT", help="Between the fields of a text file, such as '::'.")
+]
+Columns = Annotated[
+    str | None, typer.Option("--columns", metavar="A,B,...", help="All column names of a text file without a header.")
+]
+KCore = Annotated[int | None, typer.Option("--k-core", help="Keep users and items with at least this many events.")]
+MinUserEvents = Annotated[int | None, typer.Option("--min-user-events", help="As --k-core, for users only.")]
+MinItemEvents = Annotated[int | None, typer.Option("--min-item-events", help="As --k-core, for items only.")]
+Deduplicate = Annotated[
+    str | None, typer.Option("--deduplicate", metavar="first|last", help="Of repeated user-item pairs keep one.")
+]
+Where = Annotated[str | None, typer.Option("--where", metavar="FILTER", help="Keep rows such as 'rating>=4'.")]
+
+
+def from_shell(**options: Any) -> dict[str, Any]:
+    """The options that were given, those a shell can only pass as text taken apart."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if "columns" in given:
+        given["columns"] = [column.strip() for column in given["columns"].split(",")]
+    if "separator" in given:
+        given["separator"] = given["separator"].replace("\\t", "\t")
+    return given

@@ -1,0 +1,159 @@
+"""``recbft data``: which data sets there are, what they look like, and the files recbft reads fastest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from recbft_cli.columns import (
+    Columns,
+    DataRoot,
+    Deduplicate,
+    Item,
+    KCore,
+    MinItemEvents,
+    MinUserEvents,
+    Separator,
+    Time,
+    User,
+    Where,
+    from_shell,
+)
+from recbft_cli.tables import table
+
+if TYPE_CHECKING:
+    from recbft.datasets.dataset import Dataset
+
+app = typer.Typer(
+    help="List, show, prepare and generate data sets.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+)
+
+
+@app.command("list", epilog="Example: recbft data list --data-root DIR")
+def list_datasets(data_root: DataRoot = None) -> None:
+    """List the data sets that recbft knows by name."""
+    from recbft.datasets import cards
+
+    rows: list[list[object]] = []
+    for name in cards.card_names():
+        card = cards.card(name)
+        found = "yes" if cards.is_available(card, data_root) else "no"
+        rows.append([name, found, card.expected.users, card.expected.items, card.expected.events, card.title])
+    rows.append([cards.SYNTHETIC, "yes", None, None, None, "generated from a seed"])
+    typer.echo(table(["name", "found", "users", "items", "events", "title"], rows))
+    if any(row[1] == "no" for row in rows):
+        typer.echo("\nrecbft data show NAME says where to get one that is not found.")
+
+
+@app.command("show", epilog="Example: recbft data show amazon-beauty --data-root DIR")
+def show(
+    source: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", help="A name of `recbft data list`, or a file.")],
+    data_root: DataRoot = None,
+    user: User = None,
+    item: Item = None,
+    time: Time = None,
+    separator: Separator = None,
+    columns: Columns = None,
+    k_core: KCore = None,
+    min_user_events: MinUserEvents = None,
+    min_item_events: MinItemEvents = None,
+    deduplicate: Deduplicate = None,
+    where: Where = None,
+) -> None:
+    """Print counts, history lengths, density and ties of a data set."""
+    from recbft.datasets import cards
+
+    if source in cards.card_names():
+        card = cards.card(source)
+        typer.echo(f"{card.title}\nsource   {card.source}\nlicence  {card.licence}\n")
+    _print_statistics(_load(locals()))
+
+
+@app.command(
+    "prepare", epilog="Example: recbft data prepare ratings.csv --time timestamp --k-core 5 --out ratings.parquet"
+)
+def prepare(
+    source: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", help="A name of `recbft data list`, or a file.")],
+    out: Annotated[Path, typer.Option(metavar="FILE.parquet", help="The file to write.")],
+    data_root: DataRoot = None,
+    user: User = None,
+    item: Item = None,
+    time: Time = None,
+    separator: Separator = None,
+    columns: Columns = None,
+    k_core: KCore = None,
+    min_user_events: MinUserEvents = None,
+    min_item_events: MinItemEvents = None,
+    deduplicate: Deduplicate = None,
+    where: Where = None,
+) -> None:
+    """Filter and order events once, and write them as one canonical Parquet file."""
+    dataset = _load(locals())
+    dataset.save(out)
+    _print_statistics(dataset)
+    typer.echo(f"\nwritten to {out}; train on it with: recbft train -d {out}")
+
+
+@app.command("synth", epilog="Example: recbft data synth --out synthetic --seed 1")
+def synth(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal data.")] = 0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as num_users=500; repeat for more.")
+    ] = None,
+) -> None:
+    """Generate a data set in which some items and users are unreliable, and write down which."""
+    from recbft.config import from_dict
+    from recbft.config_file import parse_setting
+    from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic
+
+    config = from_dict(SyntheticConfig, {**dict(map(parse_setting, settings or ())), "seed": seed})
+    synthetic = generate(config)
+    out.mkdir(parents=True, exist_ok=True)
+    files = save_synthetic(synthetic, out / "synthetic.parquet")
+    typer.echo("written: " + ", ".join(map(str, files)))
+
+
+def _load(options: dict[str, Any]) -> Dataset:
+    """The data set that a command's options name."""
+    from recbft.config import field_types, from_dict
+    from recbft.datasets.config import DataConfig
+
+    given = from_shell(**{name: options.get(name) for name in field_types(DataConfig)})
+    return from_dict(DataConfig, {**given, "dataset": options["source"]}).load()
+
+
+def _print_statistics(dataset: Dataset) -> None:
+    from recbft.datasets.statistics import describe
+
+    figures = describe(dataset)
+    lengths = "  ".join(f"{name} {value:g}" for name, value in figures.length_quantiles.items())
+    rows = [
+        ["name", figures.name],
+        ["users", f"{figures.num_users:,}"],
+        ["items", f"{figures.num_items:,}"],
+        ["events", f"{figures.num_events:,}"],
+        ["history length", f"mean {figures.mean_length:.2f}  {lengths}"],
+        ["density", f"{figures.density:.4%}"],
+        ["neighbours with equal times", _share(figures.tied_neighbours)],
+        ["users whose last two are tied", _share(figures.tied_last_two)],
+        ["test items unseen in training", _share(figures.unseen_targets)],
+        ["repeated events", _share(figures.repeated_events)],
+        ["content hash", figures.content_hash],
+        ["target hash", figures.target_hash],
+    ]
+    width = max(len(row[0]) for row in rows)
+    typer.echo("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    dropped = dataset.preparation.get("dropped", {})
+    for name, number in dropped.items():
+        if number:
+            typer.echo(f"dropped: {name.replace('_', ' ')}: {number:,}")
+
+
+def _share(value: float | None) -> str:
+    return "no times" if value is None else f"{value:.2%}"

@@ -1,0 +1,60 @@
+"""``recbft evaluate``: rank the held-out items again with a trained model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recbft.errors import UserError
+from recbft_cli.columns import DataRoot
+
+EXAMPLES = "Example: recbft evaluate runs/sasrec-bft-ml-100k-seed0 --both"
+
+
+class Part(str, Enum):
+    """Which held-out item is ranked."""
+
+    test = "test"
+    validation = "validation"
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    part: Annotated[Part, typer.Option(help="Which held-out item is ranked.")] = Part.test,
+    filter_seen: Annotated[
+        bool, typer.Option("--filter-seen", help="Leave out of the ranking what the user has seen.")
+    ] = False,
+    both: Annotated[bool, typer.Option("--both", help="Print both settings.")] = False,
+    dataset: Annotated[
+        str | None, typer.Option("-d", "--dataset", help="Other data with the same items; that of the run if left out.")
+    ] = None,
+    data_root: DataRoot = None,
+) -> None:
+    """Rank every user's held-out item among all items with a trained model."""
+    if filter_seen and both:
+        raise UserError("--filter-seen has no effect with --both, which prints both settings; give one of them")
+
+    from recbft.api import Recommender
+    from recbft.config import to_dict
+    from recbft.evaluation.protocol import format_metrics, protocol
+    from recbft.training.run_folder import RunFolder
+
+    recommender = Recommender.load(run)
+    config = recommender.config
+    data = replace(config.data, data_root=data_root, dataset=dataset or config.data.dataset).load()
+    evaluation = recommender.evaluate(data, part.value)
+    filter_seen = filter_seen or config.evaluation.filter_seen
+    setting = "filtered" if filter_seen else "unfiltered"
+    made = protocol(
+        data,
+        part=evaluation.part,
+        filter_seen=filter_seen,
+        max_length=RunFolder.open(run).protocol["max_length"],
+        seed=config.seed,
+        config=to_dict(config),
+    )
+    typer.echo(format_metrics(evaluation.metrics if both else {setting: evaluation.metrics[setting]}, made))

@@ -1,0 +1,131 @@
+"""The command line: its commands, and how each of them ends.
+
+Exit code 0: done. 2: the user can mend it (wrong usage, wrong data). 1: a run that failed. Errors are one line on
+stderr; ``--debug`` shows the traceback as well. Nothing heavy is imported before a command needs it, so that help comes
+at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from recbft.errors import RunError, UserError
+from recbft_cli import data, evaluate, models, recommend, train
+
+
+class _InOrder(TyperGroup):
+    """Commands in the order in which a user meets them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return ["train", "evaluate", "recommend", "data", "models"]
+
+
+app = typer.Typer(
+    name="recbft",
+    cls=_InOrder,
+    help="Sequential recommendation with models that know how sure they are.",
+    epilog="Start with: recbft train -m sasrec -d ml-100k",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command("recommend", epilog=recommend.EXAMPLES)(recommend.recommend)
+app.add_typer(data.app, name="data")
+app.command("models", epilog=models.EXAMPLES)(models.models)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from recbft.version import recbft_version
+
+        typer.echo(f"recbft {recbft_version()}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _global_options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given  # taken anywhere on the line, before or after the command
+    given = [argument for argument in given if argument != "--debug"]
+    warnings.showwarning = _show_warning
+    try:
+        code = app(given, prog_name="recbft", standalone_mode=False)
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        message, code = _ending(error)
+        if message:
+            print(f"error: {message}", file=sys.stderr)
+        return code
+    if code == 130:  # typer's answer to Ctrl-C
+        print("error: interrupted", file=sys.stderr)
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _ending(error: BaseException) -> tuple[str, int]:
+    """The line and the exit code for an exception."""
+    if isinstance(error, UserError):
+        return _one_line(error), 2
+    if isinstance(error, RunError):
+        return _one_line(error), 1
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return "interrupted", 1
+    if hasattr(error, "format_message"):  # wrong usage, found by typer: its classes moved between versions
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+            return "", 2
+        return f"{_sentence(error.format_message())}{_help_hint(error)}", 2
+    if isinstance(error, BrokenPipeError):
+        # The reader has gone; keep Python from complaining again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return "", 1
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or _one_line(error)}", 1
+    if isinstance(error, MemoryError):
+        return "out of memory; lower training.batch_size or evaluation.memory_mb", 1
+    return f"{type(error).__name__}: {_one_line(error)} (a defect of recbft; add --debug to see where)", 1
+
+
+def _show_warning(message: Warning | str, *_where: object, **_how: object) -> None:
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _sentence(message: str) -> str:
+    message = " ".join(message.split()).rstrip(".").replace(". Did you", "; did you")
+    return message[:1].lower() + message[1:]
+
+
+def _help_hint(error: BaseException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"; see {context.command_path} --help" if context is not None else ""
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Training as it is seen from a terminal: a bar that moves, or plain lines where nothing can move."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+
+def progress_for(metric: str, stream: TextIO | None = None, *, quiet: bool = False) -> Any:
+    """A listener to training (``recbft.training.progress.Progress``) that suits ``stream`` (stderr).
+
+    Args:
+        metric: the validation metric to show, such as "ndcg@10".
+    """
+    stream = sys.stderr if stream is None else stream
+    if quiet:
+        from recbft.training.progress import Silent
+
+        return Silent()
+    return MovingBar(stream, metric) if stream.isatty() else Lines(stream, metric)
+
+
+class Lines:
+    """One line per epoch."""
+
+    def __init__(self, stream: TextIO, metric: str) -> None:
+        self._stream, self._metric = stream, metric
+        self._total = 0
+        self._done = 0  # epochs since start, so that a resumed run's estimate counts only its own
+        self._since = 0.0
+
+    def start(self, total_epochs: int, first_epoch: int) -> None:
+        self._total, self._done, self._since = total_epochs, 0, time.monotonic()
+        if first_epoch > 1:
+            self.note(f"continuing at epoch {first_epoch}")
+
+    def batch(self, done: int, total: int, loss: float, tokens: int) -> None:
+        pass
+
+    def epoch(self, row: Mapping[str, object]) -> None:
+        self._done += 1
+        left = self._total - int(str(row["epoch"]))
+        per_epoch = (time.monotonic() - self._since) / self._done
+        self._print(f"{_epoch_text(row, self._total, self._metric)}  at most {_duration(left * per_epoch)} left")
+
+    def note(self, message: str) -> None:
+        self._print(message)
+
+    def stop(self) -> None:
+        pass
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+class MovingBar:
+    """A bar over the epochs with loss, validation metric, tokens per second and remaining time."""
+
+    def __init__(self, stream: TextIO, metric: str) -> None:
+        from rich.console import Console
+
+        self._console = Console(file=stream, highlight=False)
+        self._metric = metric
+        self._bar: Bar | None = None
+        self._task: Any = None
+        self._epoch = 0
+        self._total = 0
+        self._valid = ""
+        self._epoch_start = 0.0
+
+    def start(self, total_epochs: int, first_epoch: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._epoch, self._total = first_epoch - 1, total_epochs
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            BarColumn(),
+            TextColumn("{task.fields[status]}"),
+            TextColumn("at most"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            speed_estimate_period=120,
+        )
+        self._task = self._bar.add_task(
+            "", total=total_epochs, completed=first_epoch - 1, epoch=first_epoch, epochs=total_epochs, status=""
+        )
+        self._epoch_start = time.monotonic()
+        self._bar.start()
+
+    def batch(self, done: int, total: int, loss: float, tokens: int) -> None:
+        speed = tokens / max(time.monotonic() - self._epoch_start, 1e-9)
+        status = f"loss {loss:.4f}{self._valid}  {speed:,.0f} tokens/s"
+        self._update(completed=self._epoch + done / total, status=status)
+
+    def epoch(self, row: Mapping[str, object]) -> None:
+        self._epoch = int(str(row["epoch"]))
+        self._valid = _valid_text(row, self._metric) or self._valid
+        self._update(completed=self._epoch, epoch=min(self._epoch + 1, self._total))
+        self._epoch_start = time.monotonic()
+
+    def note(self, message: str) -> None:
+        self._console.print(message, markup=False)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _update(self, **fields: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, **fields)
+
+
+def _epoch_text(row: Mapping[str, object], total: int, metric: str) -> str:
+    text = f"epoch {row['epoch']}/{total}  loss {row['loss']:.4f}{_valid_text(row, metric)}"
+    speed = row.get("tokens_per_second")
+    return f"{text}  {speed:,.0f} tokens/s" if isinstance(speed, (int, float)) else text
+
+
+def _valid_text(row: Mapping[str, object], metric: str) -> str:
+    """The validation metric; nothing in an epoch without validation."""
+    value = row.get(f"valid_{metric}")
+    return f"  valid {metric} {value:.4f}" if isinstance(value, float) else ""
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

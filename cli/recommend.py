@@ -1,0 +1,64 @@
+"""``recbft recommend``: the next items for histories of raw ids, of known users or new ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from recbft.errors import UserError
+from recbft_cli.columns import Columns, Item, Separator, Time, User, from_shell
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+EXAMPLES = "Example: recbft recommend runs/sasrec-bft-ml-100k-seed0 --histories histories.csv -k 20 --out recs.parquet"
+
+
+def recommend(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    histories: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Events of the users, in any form that recbft reads; no minimum length."),
+    ],
+    k: Annotated[int, typer.Option("-k", help="Items per user.")] = 10,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A .parquet or .csv file; printed if left out.")
+    ] = None,
+    keep_seen: Annotated[bool, typer.Option("--keep-seen", help="Allow items of the history in the list.")] = False,
+    user: User = None,
+    item: Item = None,
+    time: Time = None,
+    separator: Separator = None,
+    columns: Columns = None,
+) -> None:
+    """Recommend items for each history; columns user, item, score, rank, and the precision behind the list."""
+    if out is not None and out.suffix.lower() not in (".parquet", ".csv"):
+        raise UserError(f"{out}: the ending {out.suffix!r} is not known; let the name end in .parquet or .csv")
+
+    from recbft.api import Recommender
+    from recbft.datasets.histories import read_histories
+
+    recommender = Recommender.load(run)
+    how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
+    lists = recommender.recommend(read_histories(histories, **how), k, filter_seen=not keep_seen)
+    _write(lists, out)
+    if unknown := lists.attrs["unknown_events"]:
+        typer.echo(f"skipped events with items that the model does not know: {unknown:,}", err=True)
+    if users := lists.attrs["skipped_users"]:
+        typer.echo(f"skipped users without a known item: {len(users):,}, such as {users[0]}", err=True)
+
+
+def _write(lists: pd.DataFrame, out: Path | None) -> None:
+    from recbft.files import write_atomic, write_parquet
+
+    if out is None:
+        lists.to_csv(sys.stdout, index=False)
+    elif out.suffix.lower() == ".csv":
+        write_atomic(out, lists.to_csv(index=False).encode())
+    else:
+        write_parquet(out, lists)
+    if out is not None:
+        typer.echo(f"{len(lists):,} recommendations written to {out}")

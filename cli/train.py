@@ -1,0 +1,106 @@
+"""``recbft train``: train a model, or continue a run."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from recbft.errors import UserError
+from recbft_cli.columns import DataRoot
+from recbft_cli.progress import progress_for
+
+if TYPE_CHECKING:
+    from recbft.run_config import RunConfig
+    from recbft.training.run_folder import RunFolder
+
+EXAMPLES = """Examples:
+
+recbft train -m sasrec -d amazon-beauty --arm bft --data-root DIR --set epochs=50
+
+recbft train --config configs/quickstart.yaml
+
+recbft train --resume runs/sasrec-bft-ml-100k-seed0
+"""
+
+
+def train(
+    model: Annotated[
+        str | None, typer.Option("-m", "--model", help="One of `recbft models`; sasrec if left out.")
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option("-d", "--dataset", help="A name of `recbft data list`, or a file; ml-100k if left out."),
+    ] = None,
+    arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Decides initial weights and the order of the data; 0 if left out.")
+    ] = None,
+    data_root: DataRoot = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder that gets the run's folder.")] = Path("runs"),
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the config; repeat for more.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML with settings; options and --set win.")
+    ] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Use deterministic algorithms only.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run folder that exists.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, only the result.")] = False,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run exactly.")] = None,
+) -> None:
+    """Train a model and evaluate it; everything about the run goes to a folder of its own."""
+    given = {
+        "--model": model, "--dataset": dataset, "--arm": arm, "--seed": seed, "--set": settings, "--config": config,
+        "--deterministic": deterministic or None, "--overwrite": overwrite or None,
+    }  # fmt: skip
+    named = [option for option, value in given.items() if value not in (None, [])]
+    if resume is not None and named:
+        raise UserError(f"{named[0]} has no effect with --resume, which continues {resume} as it was; leave it out")
+
+    run = _resume(resume, data_root, quiet) if resume is not None else None
+    if run is None:
+        from recbft.run_config import load_run_config
+
+        run_config = load_run_config(
+            config,
+            settings or (),
+            model=model,
+            dataset=dataset,
+            arm=arm,
+            seed=seed,
+            data_root=data_root,
+            deterministic=deterministic or None,
+        )
+        run = _train(run_config, out, overwrite, quiet)
+    from recbft_cli.results import print_results
+
+    print_results(run)
+
+
+def _train(config: RunConfig, out: Path, overwrite: bool, quiet: bool) -> RunFolder:
+    """Train into the folder that ``out`` holds for this run."""
+    from recbft.training.run_folder import RunFolder
+    from recbft.training.session import run_name, train
+
+    config = replace(config, data=config.data.resolved())
+    dataset = config.data.load()
+    path = out / run_name(config, dataset.name)
+    if overwrite and (path / "config.yaml").is_file():
+        shutil.rmtree(path)
+    RunFolder.refuse_taken(path)
+    if not quiet:
+        typer.echo(f"training into {path}", err=True)
+    return train(config, path, dataset=dataset, progress=progress_for(config.training.valid_metric, quiet=quiet))
+
+
+def _resume(path: Path, data_root: str | None, quiet: bool) -> RunFolder:
+    from recbft.run_config import load_run_config
+    from recbft.training.run_folder import RunFolder
+    from recbft.training.session import resume
+
+    metric = load_run_config(RunFolder.open(path).config_file).training.valid_metric
+    return resume(path, data_root=data_root, progress=progress_for(metric, quiet=quiet))

@@ -1,0 +1,134 @@
+"""Lists for histories of raw ids, of users seen in training or not, with the precision behind each list.
+
+Shapes: S histories, k items per list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+
+from recbft.datasets.batches import history_batches
+from recbft.datasets.vocabulary import Vocabulary
+from recbft.errors import UserError
+from recbft.evaluation.evaluate import evaluation_mode
+from recbft.evaluation.top_k import top_k
+from recbft.models.contract import SequenceModel
+
+Histories = Mapping[Any, Sequence[Any]] | Sequence[Sequence[Any]] | pd.DataFrame
+HISTORIES_AT_ONCE = 4096
+
+
+class _Encoded(NamedTuple):
+    users: list[Any]  # (S,) those with an item the model knows
+    items: NDArray[np.int64]  # known items side by side
+    offsets: NDArray[np.int64]  # (S + 1,)
+    unknown_events: int
+    skipped_users: list[Any]
+
+
+def recommend(
+    model: SequenceModel,
+    vocabulary: Vocabulary,
+    histories: Histories,
+    k: int,
+    *,
+    filter_seen: bool = True,
+    memory_mb: float = 256.0,
+) -> pd.DataFrame:
+    """``Recommender.recommend``; see there.
+
+    Raises:
+        UserError: no history, none with a known item, or fewer than k items left for a user.
+    """
+    encoded = _encode(histories, vocabulary)
+    parts = []
+    with torch.inference_mode(), evaluation_mode(model):
+        for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):
+            parts.append(_lists(model, vocabulary, encoded, first, k, filter_seen, memory_mb))
+    table = pd.concat(parts, ignore_index=True)
+    table.attrs = {"unknown_events": encoded.unknown_events, "skipped_users": encoded.skipped_users}
+    return table
+
+
+def _lists(
+    model: SequenceModel,
+    vocabulary: Vocabulary,
+    encoded: _Encoded,
+    first: int,
+    k: int,
+    filter_seen: bool,
+    memory_mb: float,
+) -> pd.DataFrame:
+    """The lists of up to ``HISTORIES_AT_ONCE`` histories from number ``first`` on."""
+    users = encoded.users[first : first + HISTORIES_AT_ONCE]
+    offsets = encoded.offsets[first : first + len(users) + 1]
+    states, precisions = [], []
+    for batch in history_batches(encoded.items, offsets[:-1], offsets[1:], max_length=model.max_length):
+        state, precision = model.user_states(batch)
+        states.append(state)
+        precisions.append(torch.full_like(state[:, 0], float("nan")) if precision is None else precision)
+    best = top_k(
+        torch.cat(states),
+        model.item_table(),
+        k,
+        exclude_items=encoded.items[offsets[0] : offsets[-1]] if filter_seen else None,
+        exclude_offsets=offsets - offsets[0] if filter_seen else None,
+        memory_mb=memory_mb,
+        user_ids=np.array(users, dtype=object),
+    )
+    table: pd.DataFrame = pd.DataFrame(
+        {
+            "user": pd.Series(users).repeat(k).to_numpy(),
+            "item": vocabulary.decode(best.items.reshape(-1)),
+            "score": best.scores.reshape(-1),
+            "rank": np.tile(np.arange(1, k + 1), len(users)),
+            "precision": np.repeat(torch.cat(precisions).double().numpy(), k),
+        }
+    )
+    return table
+
+
+def _encode(histories: Histories, vocabulary: Vocabulary) -> _Encoded:
+    """Raw histories as item indices, unknown items left out and counted."""
+    users, lengths, raw = _flatten(histories)
+    if not users:
+        raise UserError("there is no history to recommend for; give at least one user with items")
+    items = vocabulary.encode(raw)
+    owner = np.repeat(np.arange(len(users)), lengths)
+    known = items > 0
+    kept = np.bincount(owner[known], minlength=len(users))
+    if not kept.any():
+        raise UserError(
+            f"none of the {len(raw):,} items in the histories is in the model's vocabulary "
+            f"(such as {raw[0] if len(raw) else 'none'!r}); check that the ids are those of the training data"
+        )
+    return _Encoded(
+        users=[user for user, count in zip(users, kept, strict=True) if count],
+        items=items[known],
+        offsets=np.concatenate([[0], np.cumsum(kept[kept > 0])]).astype(np.int64),
+        unknown_events=int((~known).sum()),
+        skipped_users=[user for user, count in zip(users, kept, strict=True) if not count],
+    )
+
+
+def _flatten(histories: Histories) -> tuple[list[Any], list[int], list[Any]]:
+    """Users, the length of each history, and all items side by side."""
+    if isinstance(histories, pd.DataFrame):
+        for column in ("user_id", "item_id"):
+            if column not in histories.columns:
+                raise UserError(
+                    f"the histories have no column {column!r}, only {', '.join(map(str, histories.columns))}; rename it"
+                )
+        grouped = histories.groupby("user_id", sort=False, observed=True)["item_id"]
+        histories = {user: items.tolist() for user, items in grouped}
+    if isinstance(histories, Mapping):
+        users, lists = list(histories), [list(items) for items in histories.values()]
+    else:
+        users, lists = list(range(len(histories))), [list(items) for items in histories]
+    return users, [len(items) for items in lists], [item for items in lists for item in items]

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+
+from recbft.datasets.dataset import Dataset
+from recbft.errors import RunError, UserError
+from recbft_cli import main as main_module
+from recbft_cli.main import main
+
+
+@pytest.fixture
+def events(tmp_path):
+    rows = [f"u{user},i{(user * step) % 7},{step}" for user in range(1, 9) for step in range(1, 7)]
+    path = tmp_path / "events.csv"
+    path.write_text("user,item,when\n" + "\n".join(rows) + "\n")
+    return path
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("command", ["", "train", "evaluate", "recommend", "data", "data prepare", "models"])
+def test_help_ends_well_and_shows_an_example(capsys, command):
+    code, out, err = run(capsys, *command.split(), "--help")
+    assert code == 0 and "Usage: recbft" in out and not err
+    assert "recbft" in out.split("Usage", 1)[1].split("\n", 1)[1]
+
+
+def test_help_lists_the_commands_in_the_order_of_use(capsys):
+    _, out, _ = run(capsys, "--help")
+    assert re.findall(r"^\W*(train|evaluate|recommend|data|models)  ", out, re.MULTILINE) == [
+        "train",
+        "evaluate",
+        "recommend",
+        "data",
+        "models",
+    ]
+
+
+def test_help_needs_neither_torch_nor_pandas():
+    code = (
+        "import sys; from recbft_cli.main import main; main(['train', '--help']); "
+        "sys.exit(bool({'torch', 'pandas', 'numpy', 'pyarrow'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_version_is_printed(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and out.startswith("recbft ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tran"], "no such command 'tran'; did you mean 'train'?; see recbft --help"),
+        (["train", "--sed", "3"], "no such option: --sed"),
+        (["train", "--seed", "x"], "invalid value for '--seed'"),
+        (["train", "--out"], "'--out' requires an argument"),
+        (["evaluate"], "missing argument 'RUN'; see recbft evaluate --help"),
+        (["train", "--resume", "runs/x", "--seed", "0"], "--seed has no effect with --resume"),
+        (["train", "-m", "sasrek"], "model is 'sasrek'; did you mean 'sasrec'?"),
+        (["train", "--arm", "btf"], "arm of sasrec is 'btf'; did you mean 'bft'?"),
+        (["train", "-d", "ml-100k", "--set", "epocs=3"], "unknown key 'epocs'; did you mean 'epochs'?"),
+        (["train", "-d", "ml-100k", "--set", "epochs"], "setting 'epochs' is not key=value"),
+        (["train", "-d", "ml-100k", "--set", "dropout=1.5"], "backbone.dropout is 1.5; give a number >= 0 and < 1"),
+        (["train", "--config", "no.yaml"], "no.yaml: no such file; give the path of a YAML file"),
+        (["train", "-d", "ml-2m"], "unknown data set 'ml-2m'; did you mean 'ml-1m'?"),
+        (["train", "-d", "no.csv"], "no.csv: no such file; check the path"),
+        (["evaluate", "no-run"], "there is no run folder no-run"),
+        (["evaluate", "no-run", "--both", "--filter-seen"], "--filter-seen has no effect with --both"),
+        (["recommend", "no-run", "--histories", "x.csv"], "there is no run folder no-run"),
+        (["recommend", "no-run", "--histories", "x.csv", "--out", "x.json"], "let the name end in .parquet or .csv"),
+        (["data", "show", "ml-2m"], "unknown data set 'ml-2m'"),
+        (["data", "list", "--data-root", "no-folder"], "no-folder: the data root is not a folder"),
+        (["data", "synth", "--out", "x", "--set", "num_user=3"], "unknown key 'num_user'; did you mean 'num_users'?"),
+        (["models", "sasrek"], "model is 'sasrek'; did you mean 'sasrec'?"),
+        (["models", "--arm", "bft"], "--arm needs a model"),
+    ],
+)
+def test_bad_usage_is_one_line_on_stderr_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("two\nlines; mend it"), 2, "error: two lines; mend it"),
+        (RunError("step 3 failed; resume it"), 1, "error: step 3 failed; resume it"),
+        (KeyboardInterrupt(), 1, "error: interrupted"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "error: /x: Permission denied"),
+        (MemoryError(), 1, "error: out of memory; lower training.batch_size or evaluation.memory_mb"),
+        (KeyError("k"), 1, "error: KeyError: 'k' (a defect of recbft; add --debug to see where)"),
+    ],
+)
+def test_each_kind_of_failure_has_its_line_and_code(capsys, monkeypatch, error, code, line):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(main_module, "app", fail)
+    assert run(capsys, "models") == (code, "", line + "\n")
+
+
+def test_ctrl_c_inside_a_command_is_a_failed_run(capsys, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("recbft.datasets.cards.card_names", interrupt)
+    assert run(capsys, "data", "list") == (1, "", "error: interrupted\n")
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "models", "sasrek"], ["models", "sasrek", "--debug"]])
+def test_debug_shows_the_traceback_before_the_line(capsys, arguments):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("error: model is 'sasrek'")
+
+
+def test_warnings_are_one_line_each(capsys, events):
+    events.write_text(events.read_text().replace("user,item,when", "user_id,item_id,timestamp").replace(",6\n", ",0\n"))
+    code, _, err = run(capsys, "data", "show", events)
+    assert code == 0 and err.startswith("warning: ") and err.count("\n") == 1
+
+
+def test_data_prepare_writes_what_data_show_and_dataset_load_read(capsys, events, tmp_path):
+    out = tmp_path / "prepared.parquet"
+    how = ["--user", "user", "--item", "item", "--time", "when"]
+    code, printed, err = run(capsys, "data", "prepare", events, *how, "--out", out)
+    assert code == 0 and err == "" and f"written to {out}" in printed
+    assert pq.read_schema(out).names == ["user_id", "item_id", "timestamp"]
+    direct = Dataset.load(events, user="user", item="item", time="when")
+    assert Dataset.load(out).content_hash == direct.content_hash
+    _, shown, _ = run(capsys, "data", "show", out)
+    assert direct.content_hash in shown
+
+
+def test_data_prepare_leaves_no_file_when_the_data_is_bad(capsys, events, tmp_path):
+    code, _, err = run(capsys, "data", "prepare", events, "--user", "who", "--out", tmp_path / "p.parquet")
+    assert code == 2 and "no column 'who'" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["events.csv"]
+
+
+def test_a_file_without_header_is_read_with_columns_and_separator(capsys, tmp_path):
+    path = tmp_path / "ratings.dat"
+    path.write_text("".join(f"{user}::{item}::5\n" for user in range(4) for item in range(4)))
+    how = ["--separator", "::", "--columns", "user_id,item_id,rating"]
+    code, out, err = run(capsys, "data", "show", path, *how)
+    assert (code, err) == (0, "") and "4" in out
+
+
+def test_data_list_shows_every_name_and_whether_it_was_found(capsys):
+    code, out, _ = run(capsys, "data", "list")
+    assert code == 0
+    assert all(name in out for name in ("ml-100k", "ml-1m", "amazon-beauty", "synthetic"))
+
+
+def test_data_synth_writes_events_and_truth(capsys, tmp_path):
+    out = tmp_path / "new" / "folder"
+    small = ["--set", "num_users=40", "--set", "num_items=60", "--set", "mean_length=6"]
+    code, printed, _ = run(capsys, "data", "synth", "--out", out, "--seed", 1, *small)
+    assert code == 0 and sorted(path.name for path in out.iterdir()) == [
+        "synthetic.parquet",
+        "synthetic.truth-items.parquet",
+        "synthetic.truth-users.parquet",
+    ]
+    assert str(out) in printed
+
+
+def test_models_lists_models_and_arms(capsys):
+    code, out, _ = run(capsys, "models")
+    assert code == 0 and all(word in out for word in ("sasrec", "published", "matched", "bft", "pop"))
+
+
+def test_models_prints_settings_that_train_accepts_as_a_file(capsys, tmp_path):
+    from recbft.run_config import load_run_config
+
+    _, out, _ = run(capsys, "models", "sasrec", "--arm", "matched")
+    (tmp_path / "run.yaml").write_text(out)
+    assert load_run_config(tmp_path / "run.yaml") == load_run_config(model="sasrec", arm="matched")

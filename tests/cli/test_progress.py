@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import io
+
+from recbft_cli.progress import Lines, MovingBar, progress_for
+
+ROW = {"epoch": 3, "loss": 6.25, "tokens_per_second": 51234.5, "valid_hr@10": 0.1, "valid_ndcg@10": 0.0512}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def drive(progress):
+    progress.start(total_epochs=4, first_epoch=3)
+    progress.note("a [word] to the user")
+    progress.batch(done=1, total=2, loss=6.5, tokens=100)
+    progress.epoch(ROW)
+    progress.batch(done=2, total=2, loss=6.0, tokens=200)
+    progress.epoch({"epoch": 4, "loss": 6.0, "tokens_per_second": 5.0})
+    progress.stop()
+
+
+def test_a_log_gets_one_plain_line_per_epoch():
+    stream = io.StringIO()
+    drive(progress_for("ndcg@10", stream))
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["continuing at epoch 3", "a [word] to the user"]
+    assert lines[2].startswith("epoch 3/4  loss 6.2500  valid ndcg@10 0.0512  51,234 tokens/s  at most 0:00:0")
+    assert lines[3] == "epoch 4/4  loss 6.0000  5 tokens/s  at most 0:00:00 left"
+    assert len(lines) == 4 and "\x1b" not in stream.getvalue()
+
+
+def test_a_terminal_gets_a_bar_with_loss_metric_and_speed(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    drive(progress_for("ndcg@10", stream))
+    seen = stream.getvalue()
+    assert "a [word] to the user" in seen and "ndcg@10 0.0512" in seen and "tokens/s" in seen and "epoch 4/4" in seen
+
+
+def test_stopping_twice_or_before_the_start_is_harmless():
+    for progress in (Lines(io.StringIO(), "mrr"), MovingBar(io.StringIO(), "mrr")):
+        progress.stop()
+        progress.start(2, 1)
+        progress.stop()
+        progress.stop()
+
+
+def test_quiet_says_nothing():
+    stream = io.StringIO()
+    drive(progress_for("ndcg@10", stream, quiet=True))
+    assert stream.getvalue() == ""

@@ -1,0 +1,205 @@
+"""The commands on a run: train, evaluate, recommend, stop and go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recbft.config_file import read_yaml
+from recbft.datasets.synth import SyntheticConfig, generate
+from recbft_cli.main import main
+from recbft_cli.progress import Lines
+
+SMALL = ["epochs=3", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu"]
+SETTINGS = [word for setting in SMALL for word in ("--set", setting)]
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "tiny.parquet"
+    config = SyntheticConfig(num_users=120, num_items=80, mean_length=8.0, seed=3)
+    generate(config).events.to_parquet(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(events, tmp_path_factory):
+    """A finished run and what training printed; tests that change it work on a copy."""
+    out = tmp_path_factory.mktemp("runs")
+    assert main(["train", "-d", str(events), "--set", "time=timestamp", "--out", str(out), "-q", *SETTINGS]) == 0
+    return out / "sasrec-bft-tiny-seed0"
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def train(capsys, events, out, *more):
+    return run(capsys, "train", "-d", events, "--set", "time=timestamp", "--out", out, *SETTINGS, *more)
+
+
+def test_training_prints_the_table_the_protocol_and_the_folder(capsys, events, tmp_path):
+    code, out, err = train(capsys, events, tmp_path)
+    folder = tmp_path / "sasrec-bft-tiny-seed0"
+    assert code == 0
+    lines = out.splitlines()
+    assert "NDCG@10" in lines[0] and lines[1].startswith("all items") and lines[2].startswith("seen masked")
+    assert "content" in out and "ties against" in out and lines[-1] == f"run folder: {folder}"
+    assert [line.split()[:2] for line in err.splitlines()[1:]] == [["epoch", f"{n}/3"] for n in (1, 2, 3)]
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_run_folder_holds_what_a_reader_needs(finished, events):
+    names = {path.name for path in finished.iterdir()}
+    assert names == {
+        "config.yaml",
+        "protocol.json",
+        "environment.json",
+        "history.csv",
+        "per_user.parquet",
+        "metrics.json",
+        "checkpoint",
+    }
+    config = read_yaml(finished / "config.yaml")
+    assert config["training"]["epochs"] == 3 and config["data"]["dataset"] == str(events)
+    assert len(pd.read_csv(finished / "history.csv")) == 3
+
+
+def test_equal_seeds_give_equal_runs(capsys, events, finished, tmp_path):
+    assert train(capsys, events, tmp_path, "--seed", "0")[0] == 0
+    again = pd.read_parquet(tmp_path / finished.name / "per_user.parquet")
+    pd.testing.assert_frame_equal(again, pd.read_parquet(finished / "per_user.parquet"))
+
+
+@pytest.mark.parametrize("arm", ["published", "matched"])
+def test_the_other_arms_train_too(capsys, events, tmp_path, arm):
+    assert train(capsys, events, tmp_path, "--arm", arm, "-q")[0] == 0
+    assert (tmp_path / f"sasrec-{arm}-tiny-seed0" / "metrics.json").is_file()
+
+
+def test_popularity_is_evaluated_like_a_model(capsys, events, tmp_path):
+    code, out, _ = run(capsys, "train", "-m", "pop", "-d", events, "--out", tmp_path, "-q")
+    assert code == 0 and "all items" in out
+
+
+def test_evaluate_repeats_the_numbers_of_the_run(capsys, finished):
+    metrics = json.loads((finished / "metrics.json").read_text())["test"]
+    code, out, err = run(capsys, "evaluate", finished)
+    assert (code, err) == (0, "")
+    assert f"{metrics['unfiltered']['ndcg@10']:.4f}" in out.splitlines()[1] and "seen masked  " not in out
+    _, out, _ = run(capsys, "evaluate", finished, "--filter-seen")
+    assert out.splitlines()[1].startswith("seen masked") and f"{metrics['filtered']['mrr']:.4f}" in out.splitlines()[1]
+    assert "filter_seen true" in out
+    _, out, _ = run(capsys, "evaluate", finished, "--both")
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["all", "seen"]
+
+
+def test_evaluate_refuses_another_vocabulary(capsys, finished, tmp_path):
+    other = tmp_path / "other.csv"
+    other.write_text("user_id,item_id,timestamp\n" + "".join(f"u{u},i{i},{i}\n" for u in range(3) for i in range(4)))
+    code, out, err = run(capsys, "evaluate", finished, "-d", other)
+    assert code == 2 and out == "" and "another data set" in err
+
+
+@pytest.fixture
+def histories(events, tmp_path):
+    path = tmp_path / "histories.csv"
+    known = pd.read_parquet(events)["item_id"].iloc[:3].tolist()
+    rows = [("ann", known[0]), ("bob x", known[1]), ("ann", known[2]), ("bob x", "unheard"), ("eve", "unheard")]
+    path.write_text("user_id,item_id\n" + "".join(f"{user},{item}\n" for user, item in rows))
+    return path
+
+
+def test_recommend_writes_lists_for_users_never_seen(capsys, finished, histories, tmp_path):
+    code, out, err = run(
+        capsys, "recommend", finished, "--histories", histories, "-k", "4", "--out", tmp_path / "recs.parquet"
+    )
+    assert code == 0 and "8 recommendations written to" in out
+    assert "skipped events with items that the model does not know: 2" in err
+    assert "skipped users without a known item: 1, such as eve" in err
+    lists = pd.read_parquet(tmp_path / "recs.parquet")
+    assert list(lists.columns) == ["user", "item", "score", "rank", "precision"]
+    assert lists["user"].tolist() == ["ann"] * 4 + ["bob x"] * 4 and lists["rank"].tolist() == [1, 2, 3, 4] * 2
+    assert (lists["precision"] > 0).all()
+    for _, own in lists.groupby("user"):
+        assert (np.diff(own["score"]) <= 0).all() and own["item"].is_unique
+
+
+def test_recommend_without_a_file_prints_csv(capsys, finished, histories, tmp_path):
+    _, out, _ = run(capsys, "recommend", finished, "--histories", histories, "-k", "2")
+    assert out.splitlines()[0] == "user,item,score,rank,precision" and len(out.splitlines()) == 5
+    run(capsys, "recommend", finished, "--histories", histories, "-k", "2", "--out", tmp_path / "recs.csv")
+    assert (tmp_path / "recs.csv").read_text() == out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["-k", "0"], "k is 0"),
+        (["-k", "5000"], "k is 5000"),
+        (["--user", "who"], "no column 'who'"),
+        (["--out", "no-folder/recs.parquet"], "no-folder"),
+    ],
+)
+def test_recommend_refuses_what_it_cannot_do(capsys, monkeypatch, finished, histories, tmp_path, more, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "recommend", finished, "--histories", histories, *more)
+    assert code == 2 and out == "" and message in err and err.splitlines()[-1].startswith("error: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["histories.csv"]
+
+
+def test_a_finished_run_is_replaced_only_when_asked(capsys, events, tmp_path):
+    assert train(capsys, events, tmp_path, "-q")[0] == 0
+    code, _, err = train(capsys, events, tmp_path, "-q")
+    assert code == 2 and "holds a finished run" in err
+    assert train(capsys, events, tmp_path, "-q", "--overwrite", "--set", "epochs=1")[0] == 0
+    folder = tmp_path / "sasrec-bft-tiny-seed0"
+    assert len(pd.read_csv(folder / "history.csv")) == 1
+
+
+def test_overwrite_leaves_a_folder_that_is_no_run(capsys, events, tmp_path):
+    taken = tmp_path / "sasrec-bft-tiny-seed0" / "thesis.txt"
+    taken.parent.mkdir()
+    taken.write_text("mine")
+    code, _, err = train(capsys, events, tmp_path, "--overwrite")
+    assert code == 2 and "other files" in err and taken.read_text() == "mine"
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on_and_the_rest_is_the_same(capsys, events, finished, tmp_path, monkeypatch):
+    def interrupt(self, row):
+        if row["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / finished.name
+    with monkeypatch.context() as patch:
+        patch.setattr(Lines, "epoch", interrupt)
+        code, _, err = train(capsys, events, tmp_path)
+    assert code == 1
+    assert err.splitlines()[-1].endswith(
+        f"the state after epoch 2 is saved, go on with: recbft train --resume {folder}"
+    )
+    assert run(capsys, "evaluate", folder)[0] in (0, 2)
+    code, out, err = run(capsys, "train", "--resume", folder)
+    assert code == 0 and "continuing at epoch 3" in err and f"run folder: {folder}" in out
+    pd.testing.assert_frame_equal(
+        pd.read_parquet(folder / "per_user.parquet"), pd.read_parquet(finished / "per_user.parquet")
+    )
+
+
+def test_resuming_a_finished_run_prints_its_results(capsys, finished):
+    code, out, _ = run(capsys, "train", "--resume", finished)
+    assert code == 0 and out.splitlines()[-1] == f"run folder: {finished}"
+
+
+def test_the_data_root_is_where_names_are_looked_for_and_is_not_saved(capsys, events, tmp_path):
+    root = events.parent
+    how = ["--data-root", root, "--set", "time=timestamp", "--out", tmp_path, "-q", *SETTINGS]
+    code, _, err = run(capsys, "train", "-d", "tiny", *how)
+    assert (code, err) == (0, "")
+    assert str(root) not in Path(tmp_path / "sasrec-bft-tiny-seed0" / "config.yaml").read_text()
