@@ -2,7 +2,10 @@
 
     reml         Var(e) = (S + nu s0) / (n + nu)        the residual variance shrunk to a prior of nu observations   (1)
     reml_naive   Var(e) = S / (n - 1)                   without the prior; infinite precision at n = 1               (2)
-    projected    Var(W e)_i = sum_k W_ik^2 Var(e)_k     carried through a linear map                                 (3)
+    sandwich     Var(e) = sum_j a^2 (v_j - m)^2 / s1^2, m = e / s1     weights of any kind                           (3)
+    projected    Var(W e)_i = sum_k W_ik^2 Var(e)_k     carried through a linear map                                 (4)
+
+with s1 = sum a; (3) is formed from the expanded square (w2 - 2 m w1 + m^2 sum a^2) / s1^2, s1^2 floored.
 
 The observation precision is min(1 / Var(e), cap), and 0 where nothing was read (n = 0), so that such a position keeps
 its belief. With (1) it never exceeds (1 + nu) / (nu s0) at n = 1: 2 K for nu = 1 and s0 = 1 / K.
@@ -15,6 +18,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from recbft.core.statistics import SiluMoments
 
 _EPSILON = {torch.float64: 1e-12}
 
@@ -52,8 +57,34 @@ def reml_naive_precision(residual_variance: Tensor, effective_sample_size: Tenso
     return torch.where(alone, torch.full_like(precision, cap), precision.clamp(max=cap)) * (size > 0)
 
 
+def sandwich_precision(moments: SiluMoments, *, cap: float = 100.0, centre: str = "root") -> Tensor:
+    """Equation (3): valid for weights that are negative or do not sum to one.
+
+    Args:
+        moments: sums over the weights, as ``silu_moments`` returns them.
+        cap: the largest precision returned.
+        centre: ``root`` takes m = e / s1, the root of the estimating equation; ``innovation`` takes the paper's m = e,
+            which is the same where s1 = 1 and else moves with a shift of the values.
+
+    Returns:
+        Observation precision per coordinate, (B, H, T, K), in [0, cap]; 0 where nothing was read.
+
+    Raises:
+        ValueError: an unknown ``centre``.
+    """
+    if centre not in ("root", "innovation"):
+        raise ValueError(f"centre is {centre!r}; choose root or innovation")
+    squares = moments.square_sum[..., None]
+    total = moments.weight_sum[..., None]
+    denominator = torch.maximum(total.square(), 1e-6 * squares + 1e-12)
+    m = moments.mean * (total / denominator) if centre == "root" else moments.mean
+    spread = (moments.square_second - 2 * m * moments.square_mean + m.square() * squares).clamp(min=0)
+    # The cap is put on the variance, so that a vanishing spread has no infinite gradient.
+    return (spread / denominator).clamp(min=1 / cap).reciprocal() * (squares > 0)
+
+
 def projected_precision(precision: Tensor, weight: Tensor, *, cap: float = 100.0) -> Tensor:
-    """Equation (3): the precision of ``W e`` from that of ``e``.
+    """Equation (4): the precision of ``W e`` from that of ``e``.
 
     Args:
         precision: (..., D_in), >= 0; a position whose precisions are all 0 (nothing was read) stays at 0.

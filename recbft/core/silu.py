@@ -1,0 +1,61 @@
+"""Pointwise SiLU attention (HSTU): the innovation, and the sums that a sandwich variance needs.
+
+    s_tj = q_t . k_j / sqrt(K) + bias_tj + log_precision_j + lag_tj * log_decay                  (1)
+    a_tj = SiLU(s_tj) / N over the keys j that t may read, N a constant length                   (2)
+    e = sum a v    s1 = sum a    s2 = sum a^2    w1 = sum a^2 v    w2 = sum a^2 v^2               (3)
+
+The weights are not normalised and may be negative. Nothing of shape (T, T, K) is ever built.
+
+Source: Zhai et al., Actions Speak Louder than Words (arXiv 2402.17152); Precision Tracked Transformer
+(arXiv 2605.18832), section 5.1 and appendix D.
+Shapes: B rows, H heads, T tokens, K head width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recbft.core.belief import SequenceContext
+from recbft.core.statistics import SiluMoments
+from recbft.kernels import silu_moments as paths
+
+
+def silu_moments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    length: int,
+    bias: Tensor | None = None,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    impl: str = "auto",
+) -> SiluMoments:
+    """The sums of (3).
+
+    Args:
+        q, k, v: queries, keys and values, (B, H, T, K).
+        context: which token may read which.
+        length: N of (2), > 0.
+        bias: added to the scores, broadcastable to (B, H, T, T).
+        log_precision: log of each key's scalar precision, (B, T).
+        log_decay: log of the recency decay, a scalar, <= 0, multiplied by the lag in positions.
+        impl: ``auto`` takes the fastest path that serves the call; ``reference`` and ``cpu`` force one.
+
+    Raises:
+        ValueError: unknown ``impl``, or the forced path cannot serve the call; ``length`` is not positive.
+    """
+    if length <= 0:
+        raise ValueError(f"length is {length}; give the constant that divides the weights, > 0")
+    total = bias
+    if log_precision is not None:
+        key = log_precision[:, None, None, :]
+        total = key if total is None else total + key
+    if log_decay is not None:
+        pair = (context.lag.to(q.dtype) * log_decay)[:, None]
+        total = pair if total is None else total + pair
+    if total is not None:  # two or three dimensions stand for all rows, or for all rows and heads
+        total = total.reshape((1,) * (4 - total.dim()) + total.shape)
+    sums: SiluMoments = paths.choose(impl, q)(q, k, v, context, length=length, bias=total)
+    return sums

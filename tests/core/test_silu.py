@@ -1,0 +1,127 @@
+"""SiLU moments and the sandwich precision against dense sums written out token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recbft.core import SequenceContext, SiluMoments, sandwich_precision, silu_moments
+from recbft.kernels.silu_moments import PATHS
+
+IMPLS = sorted(PATHS)
+
+
+def context_of(*segments, causal=True):
+    segment = torch.tensor(segments)
+    position = torch.zeros_like(segment)
+    for row in range(segment.shape[0]):
+        for t in range(segment.shape[1]):
+            position[row, t] = (segment[row, :t] == segment[row, t]).sum()
+    return SequenceContext(segment, position, causal=causal)
+
+
+CONTEXT = context_of([0, 0, 0, 1, 1, -1], [2, 2, 2, 2, 2, 2])
+
+
+def inputs_of(seed, B=2, H=2, T=6, K=3):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    q, k, v = normal(B, H, T, K), normal(B, H, T, K), normal(B, H, T, K)
+    return q, k, v, normal(H, T, T), normal(B, T), torch.tensor(-0.1, dtype=torch.float64)
+
+
+def dense_sums(q, k, v, context, bias, log_precision, log_decay, length):
+    B, H, T, K = q.shape
+    sums = SiluMoments(*(torch.zeros(B, H, T, *tail, dtype=q.dtype) for tail in ((K,), (), (), (K,), (K,))))
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                for j in range(T):
+                    if not context.allowed[b, t, j]:
+                        continue
+                    s = (
+                        float(q[b, h, t] @ k[b, h, j]) / math.sqrt(K)
+                        + float(bias[h, t, j])
+                        + float(log_precision[b, j])
+                    )
+                    s += float(log_decay) * int(context.position[b, t] - context.position[b, j])
+                    a = s / (1 + math.exp(-s)) / length
+                    terms = (a * v[b, h, j], a, a * a, a * a * v[b, h, j], a * a * v[b, h, j] ** 2)
+                    for total, term in zip(sums, terms, strict=True):
+                        total[b, h, t] += term
+    return sums
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_equal_the_definition(impl, seed):
+    q, k, v, bias, log_precision, log_decay = inputs_of(seed)
+    found = silu_moments(
+        q, k, v, CONTEXT, length=50, bias=bias, log_precision=log_precision, log_decay=log_decay, impl=impl
+    )
+    expected = dense_sums(q, k, v, CONTEXT, bias, log_precision, log_decay, 50)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_each_path_passes_gradcheck(impl):
+    inputs = [x.requires_grad_() for x in inputs_of(0)]
+
+    def run(q, k, v, bias, log_precision, log_decay):
+        return silu_moments(
+            q, k, v, CONTEXT, length=5, bias=bias, log_precision=log_precision, log_decay=log_decay, impl=impl
+        )
+
+    assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
+
+
+def test_a_token_that_may_read_nothing_gets_zeros():
+    q, k, v, *_ = inputs_of(1)
+    for total in silu_moments(q, k, v, CONTEXT, length=50):
+        assert (total[0, :, 5] == 0).all()
+
+
+@pytest.mark.parametrize("centre", ["root", "innovation"])
+def test_sandwich_is_the_weighted_spread_around_its_centre(centre):
+    q, k, v, *_ = inputs_of(2)
+    moments = silu_moments(q, k, v, CONTEXT, length=2)
+    precision = sandwich_precision(moments, cap=1e9, centre=centre)
+    b, h, t = 1, 0, 4
+    s = (q[b, h, t] @ k[b, h, : t + 1].T) / math.sqrt(3)
+    a = torch.nn.functional.silu(s) / 2
+    m = (a @ v[b, h, : t + 1]) / (a.sum() if centre == "root" else 1)
+    variance = (a.square()[:, None] * (v[b, h, : t + 1] - m).square()).sum(0) / a.sum().square()
+    torch.testing.assert_close(precision[b, h, t], 1 / variance, rtol=1e-9, atol=0)
+
+
+def test_sandwich_about_the_root_does_not_move_with_a_shift_of_the_values():
+    q, k, v, *_ = inputs_of(3)
+    plain = sandwich_precision(silu_moments(q, k, v, CONTEXT, length=2), cap=1e6)
+    shifted = sandwich_precision(silu_moments(q, k, v + 5, CONTEXT, length=2), cap=1e6)
+    torch.testing.assert_close(plain[1, :, 1:], shifted[1, :, 1:], rtol=1e-6, atol=1e-6)
+
+
+def test_sandwich_is_bounded_where_weights_cancel_and_zero_where_nothing_is_read():
+    one, zero = torch.ones(1, 1, 1, 1).double(), torch.zeros(1, 1, 1).double()
+    cancelled = SiluMoments(one, zero, zero + 0.5, one * 0, one)
+    assert 0 < sandwich_precision(cancelled).item() < 1e-3
+    nothing = SiluMoments(one * 0, zero, zero, one * 0, one * 0)
+    assert sandwich_precision(nothing).item() == 0
+    alone = SiluMoments(one, zero + 0.5, zero + 0.25, one * 0.5, one)
+    assert sandwich_precision(alone).item() == 100
+
+
+def test_wrong_arguments_are_refused_with_the_choices():
+    q, k, v, *_ = inputs_of(0)
+    with pytest.raises(ValueError, match="length is 0; give the constant"):
+        silu_moments(q, k, v, CONTEXT, length=0)
+    with pytest.raises(ValueError, match="unknown impl 'gpu'; choose one of auto, cpu, reference"):
+        silu_moments(q, k, v, CONTEXT, length=1, impl="gpu")
+    with pytest.raises(ValueError, match="centre is 'mean'; choose root or innovation"):
+        sandwich_precision(silu_moments(q, k, v, CONTEXT, length=1), centre="mean")
