@@ -5,7 +5,7 @@ Shapes: S histories, k items per list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,10 +125,18 @@ def _flatten(histories: Histories) -> tuple[list[Any], list[int], list[Any]]:
                 raise UserError(
                     f"the histories have no column {column!r}, only {', '.join(map(str, histories.columns))}; rename it"
                 )
+        if (blank := histories["user_id"].isna().to_numpy()).any():
+            raise UserError(
+                f"row {int(blank.argmax()) + 1} of the histories has a blank user_id; fill it in or leave it out"
+            )
         grouped = histories.groupby("user_id", sort=False, observed=True)["item_id"]
         histories = {user: items.tolist() for user, items in grouped}
     if isinstance(histories, Mapping):
-        users, lists = list(histories), [list(items) for items in histories.values()]
+        users, sequences = list(histories), list(histories.values())
     else:
-        users, lists = list(range(len(histories))), [list(items) for items in histories]
+        users, sequences = list(range(len(histories))), list(histories)
+    for user, items in zip(users, sequences, strict=True):
+        if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+            raise UserError(f"the history of user {user!r} is {items!r}; give a list of item ids, such as [{items!r}]")
+    lists = [list(items) for items in sequences]
     return users, [len(items) for items in lists], [item for items in lists for item in items]

@@ -57,6 +57,15 @@ class SequenceContext:
         return (self.position[:, :, None] - self.position[:, None, :]).abs()
 
     @cached_property
+    def first(self) -> Tensor:
+        """(B, T) integers, the column of the earliest token of each token's segment; its own column for padding."""
+        same = self.segment[:, :, None] == self.segment[:, None, :]
+        latest = self.position.amax() + 1
+        earliest = torch.where(same, self.position[:, None, :], latest).argmin(dim=-1)
+        own = torch.arange(self.segment.shape[1], device=self.segment.device)
+        return torch.where(self.valid, earliest, own)
+
+    @cached_property
     def _masks(self) -> dict[torch.dtype, Tensor]:
         return {}
 

@@ -68,7 +68,7 @@ def softmax_mean(
     dropout: float = 0.0,
 ) -> Tensor:
     """Equation (3) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``."""
-    path = paths.choose_mean(q, dropout=dropout)
+    path = paths.choose_mean(q)
     mean: Tensor = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout)
     return mean
 

@@ -105,9 +105,10 @@ class LayerPrecision(nn.Module):
         """Equation (2): the incoming precision a layer works with, (B, T, D)."""
         if self.log_kappa is None:
             return precision
+        # The mean as it stood before this batch: what a token gets must not depend on its batch mates.
+        scale = self.log_kappa.exp() * self.first_precision / self.mean_precision.clone()
         if self.training:
             self._remember(self.mean_precision, _mean_over_tokens(precision.detach(), context).mean())
-        scale = self.log_kappa.exp() * self.first_precision / self.mean_precision
         return (scale * precision).clamp(LAM_MIN, self.core.lam_max)
 
     def needs_slope(self) -> bool:
@@ -121,10 +122,11 @@ class LayerPrecision(nn.Module):
         jacobian: Tensor | float = 0.0
         if slope is not None:
             jacobian = self._jacobian(slope.detach() if self.core.jacobian_detach else slope, w1, w2)
-            if self.training:
-                self._remember(self.mean_jacobian, _mean_over_tokens(jacobian.detach(), context))
+        mean = self.mean_jacobian.clone()  # as it stood before this batch
+        if self.training and isinstance(jacobian, Tensor):
+            self._remember(self.mean_jacobian, _mean_over_tokens(jacobian.detach(), context))
         if self.mode == "running_mean":
-            jacobian = self.mean_jacobian.clone() if self.training else self.mean_jacobian
+            jacobian = mean
         noise = 0.0 if self.noise_logits is None else process_noise(self.noise_logits, self.core.q_max)
         if self.training:
             self.updates += 1

@@ -46,7 +46,7 @@ class SASRecConfig:
     inner_size: int | None = None  # None means 4 hidden_size, or hidden_size in the original layer
     max_length: int = 50  # events of a history that are read, the last ones
     dropout: float = 0.5
-    attention_dropout: float = 0.0
+    attention_dropout: float | None = None  # None means 0, or dropout in the original layer
     embedding_scale: float | None = None  # None means sqrt(hidden_size)
     initializer_range: float = 0.02  # standard deviation of the initial weights
     norm_eps: float = 1e-8
@@ -54,6 +54,13 @@ class SASRecConfig:
     output_projection: bool = False
     activation: Literal["gelu", "relu"] = "gelu"
     layer: Literal["pre_norm", "original"] = "pre_norm"
+
+    @property
+    def attention_dropout_rate(self) -> float:
+        """Probability of dropping an attention weight."""
+        if self.attention_dropout is None:
+            return self.dropout if self.layer == "original" else 0.0
+        return self.attention_dropout
 
     @property
     def ffn_size(self) -> int:
@@ -177,7 +184,7 @@ def _block(config: SASRecConfig, core: CoreConfig | None) -> Block:
     mixer = SoftmaxAttention(
         D,
         config.n_heads,
-        dropout=config.attention_dropout,
+        dropout=config.attention_dropout_rate,
         output_projection=config.output_projection,
         recency_decay=RECENCY_START if config.recency_decay else None,
         estimator=None if core is None else core.estimator,

@@ -51,7 +51,8 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             "restore the file, or train again into a new folder"
         )
     weights = checkpoint.load_best(run.checkpoint)
-    model = MODELS[config.model].build(config.backbone, config.core, counts, seed=config.seed)
+    with torch.random.fork_rng(devices=[]):  # making modules draws random numbers, which are the caller's
+        model = MODELS[config.model].build(config.backbone, config.core, counts, seed=config.seed)
     try:
         model.load_state_dict(weights)
     except RuntimeError:

@@ -52,6 +52,11 @@ def fit(
                 row |= {f"valid_{name}": value for name, value in metrics.items()}
             keep(row, improved)
             progress.epoch(row)
+        if state.epoch < config.epochs:
+            progress.note(
+                f"stopped after epoch {state.epoch}: {config.valid_metric} has not risen for {state.bad_epochs} "
+                f"validations, the best was epoch {state.best_epoch}"
+            )
     finally:
         progress.stop()
 

@@ -104,7 +104,7 @@ class RunFolder:
             raise UserError(f"{path} is a file; name another folder for the run")
         run = cls(path)
         if run.is_finished:
-            raise UserError(f"{path} holds a finished run; name another folder, or remove this one to run again")
+            raise UserError(f"{path} holds a finished run; name another folder, or replace it with --overwrite")
         if run.config_file.exists():
             epoch = checkpoint.load_state(run.checkpoint).epoch if run.has_checkpoint else 0
             raise UserError(
@@ -140,6 +140,11 @@ class RunFolder:
         if not self.is_finished:
             raise UserError(f"{self.path} is not finished; go on with `recbft train --resume {self.path}`")
         return _read_json(self.metrics_file)
+
+    def remove_leftovers(self) -> None:
+        """Remove the hidden files that a killed process left half-written."""
+        for path in self.path.glob(".*.tmp"):
+            path.unlink()
 
     def finish(self, metrics: Mapping[str, Any], per_user: pd.DataFrame | pa.Table) -> None:
         """Write the ranks, then the metrics, whose file marks the run as finished."""

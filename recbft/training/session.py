@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from recbft.evaluation.protocol import config_hash, protocol
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig, load_run_config
-from recbft.training import checkpoint
+from recbft.training import checkpoint, tensorboard
 from recbft.training.bundle import write_vocabulary
 from recbft.training.checkpoint import TrainState, vocabulary_hash
 from recbft.training.config import TrainingConfig
@@ -58,8 +59,14 @@ def train(
         RunError: training failed or was interrupted; the message says how to go on.
     """
     RunFolder.refuse_taken(out)
-    dataset = config.data.load() if dataset is None else dataset
-    with _settings(config.training, config.seed) as device:
+    if config.training.tensorboard:
+        tensorboard.check_available()
+    if dataset is None:
+        config = replace(config, data=config.data.resolved())
+        dataset = config.data.load()
+    elif config.data.dataset is None:
+        config = replace(config, data=replace(config.data, dataset=dataset.name))
+    with _settings(config.training) as device:
         model = build_model(config, dataset).to(device)
         batches = _batches(config, dataset) if MODELS[config.model].trainable else None
         run = RunFolder.create(
@@ -81,12 +88,18 @@ def resume(
     run = RunFolder.open(path)
     if run.is_finished:
         return run
+    run.remove_leftovers()
     config = load_run_config(run.config_file, data_root=None if data_root is None else str(data_root))
     dataset = config.data.load() if dataset is None else dataset
-    with _settings(config.training, config.seed) as device:
+    with _settings(config.training) as device:
         state = _new_state(config, dataset)
         if run.has_checkpoint:
             _check(checkpoint.load_state(run.checkpoint), state, run)
+        elif run.protocol["content_hash"] != state.content_hash:
+            raise UserError(
+                f"{run.path} was begun with content {run.protocol['content_hash'][:12]}, but {dataset.name!r} as "
+                f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
+            )
         model = build_model(config, dataset).to(device)
         batches = _batches(config, dataset) if MODELS[config.model].trainable else None
         write_vocabulary(run.checkpoint, dataset)
@@ -99,7 +112,10 @@ def resume(
 def build_model(config: RunConfig, dataset: Dataset) -> nn.Module:
     """The untrained model of a run."""
     counts = torch.from_numpy(np.asarray(dataset.training_counts))
-    return MODELS[config.model].build(config.backbone, config.core, counts, seed=config.seed)
+    model = MODELS[config.model].build(config.backbone, config.core, counts, seed=config.seed)
+    # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.
+    torch.manual_seed(config.seed)
+    return model
 
 
 def run_protocol(config: RunConfig, dataset: Dataset, model: Any) -> dict[str, Any]:
@@ -128,7 +144,10 @@ class _Session:
         progress: Progress,
     ) -> None:
         self.run, self.config, self.dataset, self.model = run, config, dataset, model
-        self.batches, self.state, self.progress = batches, state, progress
+        self.batches, self.state = batches, state
+        self.progress = progress
+        if config.training.tensorboard:
+            self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
         self.optimizer = make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None
         self.rows: list[Row] = []
         self.began = time.perf_counter()
@@ -267,21 +286,21 @@ def _check(saved: TrainState, now: TrainState, run: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def _settings(config: TrainingConfig, seed: int) -> Iterator[torch.device]:
+def _settings(config: TrainingConfig) -> Iterator[torch.device]:
     """Device, threads, determinism and random state of a run; all put back afterwards."""
     device = _device(config.device)
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
             if config.deterministic:
                 torch.use_deterministic_algorithms(True)
-            torch.manual_seed(seed)
             yield device
         finally:
             torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(deterministic)
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def _device(name: str) -> torch.device:

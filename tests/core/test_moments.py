@@ -186,7 +186,7 @@ def test_an_unknown_or_unable_path_is_refused_with_the_reason():
     q, k, v, *_ = random_inputs(1, 1, 2, 2, seed=0, bias=False)
     with pytest.raises(ValueError, match="unknown impl 'gpu'; choose one of auto, cpu, reference"):
         softmax_moments(q, k, v, context, impl="gpu")
-    with pytest.raises(ValueError, match="attention dropout is served by the reference"):
+    with pytest.raises(ValueError, match="moments with attention dropout are served by the reference"):
         softmax_moments(q, k, v, context, impl="cpu", dropout=0.1)
     with pytest.raises(ValueError, match=r"log_decay has shape \(2,\); give a scalar"):
         softmax_moments(q, k, v, context, log_decay=torch.zeros(2))

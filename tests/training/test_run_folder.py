@@ -62,9 +62,7 @@ def test_a_taken_folder_is_refused_with_what_stands_there_and_what_to_do(tmp_pat
     ):
         create(tmp_path / "a")
     RunFolder.open(tmp_path / "a").finish({}, pd.DataFrame({"user": ["u"]}))
-    with pytest.raises(
-        UserError, match=r"a holds a finished run; name another folder, or remove this one to run again"
-    ):
+    with pytest.raises(UserError, match=r"a holds a finished run; name another folder, or replace it with --overwrite"):
         create(tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.tex").write_text("")

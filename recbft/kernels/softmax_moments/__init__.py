@@ -25,9 +25,9 @@ def choose(impl: str, q: Tensor, *, dropout: float) -> Callable[..., Any]:
     return PATHS[impl]
 
 
-def choose_mean(q: Tensor, *, dropout: float) -> Callable[..., Any]:
-    """The path for the mean alone."""
-    return reference.softmax_mean if _declined(q, dropout) else cpu.softmax_mean
+def choose_mean(q: Tensor) -> Callable[..., Any]:
+    """The path for the mean alone, with or without dropout."""
+    return reference.softmax_mean if _declined(q, 0.0) else cpu.softmax_mean
 
 
 def _declined(q: Tensor, dropout: float) -> bool:

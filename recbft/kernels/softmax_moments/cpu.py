@@ -1,7 +1,7 @@
 """Softmax moments with an analytic backward: one pass over the weights in each direction, nothing kept but them.
 
-With u = v - mu for any constant mu, so that sum_j a u = e - mu, and G = g_e - 2 g_S (e - mu), the gradient of the
-weights and what follows from it are
+With u = v - mu, mu the value of the first token of the history (any constant gives the same S), so that
+sum_j a u = e - mu, and G = g_e - 2 g_S (e - mu), the gradient of the weights and what follows from it are
 
     dA = G u' + g_S (u^2)' - 2 g_n n^2 a        dl = a * (dA - sum_j a dA)                     (1)
     dq = dl k / sqrt(K)    dk = dl' q / sqrt(K)    dv = a' G + 2 u * (a' g_S)                  (2)
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
+from recbft.kernels.dropout import scaled_mask
 
 
 def decline(q: Tensor, *, dropout: float) -> str | None:
@@ -31,7 +32,7 @@ def decline(q: Tensor, *, dropout: float) -> str | None:
     if q.device.type != "cpu":
         return f"cpu path declined: needs CPU tensors, got {q.device.type}"
     if dropout > 0:
-        return "cpu path declined: attention dropout is served by the reference"
+        return "cpu path declined: moments with attention dropout are served by the reference"
     return None
 
 
@@ -47,7 +48,8 @@ def softmax_moments(
 ) -> Moments:
     """The same as the reference."""
     key_bias, pair_bias = _biases(q, context, log_precision, log_decay)
-    return Moments(*_SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), True))
+    first = context.first[:, None, :, None].expand_as(v)
+    return Moments(*_SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), first, 0.0))
 
 
 def softmax_mean(
@@ -62,7 +64,7 @@ def softmax_mean(
 ) -> Tensor:
     """The mean alone, by the same arithmetic."""
     key_bias, pair_bias = _biases(q, context, log_precision, log_decay)
-    mean: Tensor = _SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), False)
+    mean: Tensor = _SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), None, dropout)
     return mean
 
 
@@ -88,7 +90,8 @@ class _SoftmaxMoments(torch.autograd.Function):
         key_bias: Tensor | None,
         pair_bias: Tensor | None,
         mask: Tensor,
-        with_moments: bool,
+        first: Tensor | None,
+        dropout: float,
     ) -> Any:
         K = q.shape[-1]
         bias = mask if pair_bias is None else mask + pair_bias  # (B, T, T)
@@ -99,18 +102,22 @@ class _SoftmaxMoments(torch.autograd.Function):
         empty = mask.amax(dim=-1) == float("-inf")  # (B, T): no key allowed, the row is NaN so far
         if bool(empty.any()):
             weights.masked_fill_(empty[:, None, :, None], 0.0)
+        ctx.with_moments = first is not None
+        if first is None:
+            drop = scaled_mask(weights, dropout) if dropout > 0 else None
+            kept = weights if drop is None else weights * drop
+            ctx.save_for_backward(q, k, v, weights, kept, *([] if drop is None else [drop]))
+            return torch.matmul(kept, v)
         mean = torch.matmul(weights, v)
-        ctx.with_moments = with_moments
-        if not with_moments:
-            ctx.save_for_backward(q, k, v, weights)
-            return mean
         # No clamp: a weight row sums to one, so its squares sum to at least 1 / T unless the row is empty.
         size = torch.linalg.vector_norm(weights, dim=-1).square_().reciprocal_()
         if bool(empty.any()):
             size.masked_fill_(empty[:, None, :], 0.0)
-        centre = v.mean(dim=-2, keepdim=True)
+        centre = v.gather(2, first)
         centred = v - centre
-        offset = (mean - centre).masked_fill_(empty[:, None, :, None], 0.0)
+        offset = mean - centre
+        if bool(empty.any()):
+            offset.masked_fill_(empty[:, None, :, None], 0.0)
         residual = torch.matmul(weights, centred.square()).addcmul_(offset, offset, value=-1).clamp_(min=0)
         ctx.save_for_backward(q, k, v, weights, centred, offset, size)
         return mean, residual, size
@@ -129,12 +136,15 @@ class _SoftmaxMoments(torch.autograd.Function):
             d_v = torch.matmul(weights.transpose(-2, -1), grad_residual).mul_(centred).mul_(2)
             d_v += torch.matmul(weights.transpose(-2, -1), grad_value)
         else:
+            kept, *drop = moments
             d_weights = torch.matmul(grad_mean, v.transpose(-2, -1))
-            d_v = torch.matmul(weights.transpose(-2, -1), grad_mean)
+            for factor in drop:
+                d_weights *= factor
+            d_v = torch.matmul(kept.transpose(-2, -1), grad_mean)
         d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)  # (1)
         scale = 1 / math.sqrt(q.shape[-1])
         d_q = torch.matmul(d_logits, k).mul_(scale)
         d_k = torch.matmul(d_logits.transpose(-2, -1), q).mul_(scale)
         d_key = d_logits.sum(dim=(1, 2)) if ctx.needs_input_grad[3] else None  # (3)
         d_pair = d_logits.sum(dim=1) if ctx.needs_input_grad[4] else None
-        return d_q, d_k, d_v, d_key, d_pair, None, None
+        return d_q, d_k, d_v, d_key, d_pair, None, None, None

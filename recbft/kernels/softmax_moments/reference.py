@@ -45,7 +45,7 @@ def softmax_moments(
     concentration = weights.square().sum(dim=-1)
     empty = concentration == 0
     size = torch.where(empty, 0.0, 1 / torch.where(empty, 1.0, concentration))  # (4)
-    centred = v - v.mean(dim=-2, keepdim=True).detach()
+    centred = centre_on_first(v, context)
     residual = (weights @ centred.square() - (weights @ centred).square()).clamp(min=0)  # (5)
     return Moments(mean, residual, size)
 
@@ -63,3 +63,9 @@ def softmax_mean(
     """Equation (3)."""
     weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
     return F.dropout(weights, dropout) @ v
+
+
+def centre_on_first(v: Tensor, context: SequenceContext) -> Tensor:
+    """Values less the value of the first token of their history: a centre that no other history or later item moves."""
+    first = context.first[:, None, :, None].expand_as(v)
+    return v - v.detach().gather(2, first)

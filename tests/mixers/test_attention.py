@@ -1,0 +1,122 @@
+"""Softmax attention against dense statistics written out here, and what each setting of it does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recbft.core import SequenceContext
+from recbft.mixers import SoftmaxAttention
+
+D, H, T = 6, 2, 7
+K = D // H
+
+
+def context(T=T):
+    return SequenceContext(torch.zeros(1, T, dtype=torch.int64), torch.arange(T)[None])
+
+
+def drawn(seed=0, T=T):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, T, D, generator=generator, dtype=torch.float64)
+    return x, torch.rand(1, T, D, generator=generator, dtype=torch.float64) * 5 + 0.1
+
+
+def make(seed=0, **settings):
+    torch.manual_seed(seed)
+    return SoftmaxAttention(D, H, **settings).double().eval()
+
+
+def dense(mixer, x, precision, ramp):
+    """Weights (H, T, T) and values (H, T, K) of one history, entry by entry."""
+    q, k, v = (torch.stack(part(x[0]).split(K, dim=-1)) for part in (mixer.query, mixer.key, mixer.value))
+    log_decay = math.log(torch.sigmoid(mixer.decay_logit).item()) if mixer.decay_logit is not None else 0.0
+    weights = torch.zeros(H, T, T, dtype=torch.float64)
+    for h in range(H):
+        for t in range(T):
+            logits = [
+                (q[h, t] @ k[h, j] / math.sqrt(K)).item()
+                + ramp * math.log(precision[0, j].mean().item())
+                + ramp * (t - j) * log_decay
+                for j in range(t + 1)
+            ]
+            weights[h, t, : t + 1] = torch.softmax(torch.tensor(logits, dtype=torch.float64), dim=0)
+    return weights, v
+
+
+@pytest.mark.parametrize("ramp", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_observation_is_the_dense_weighted_statistic(seed, ramp):
+    mixer = make(seed, estimator="reml", recency_decay=0.8)
+    x, precision = drawn(seed)
+    innovation, found = mixer(x, precision, context(), ramp=ramp)
+    weights, v = dense(mixer, x, precision, ramp)
+    mean = weights @ v
+    variance = torch.einsum("htj,hjtk->htk", weights, (v[:, :, None] - mean[:, None]).square())
+    size = 1 / weights.square().sum(-1, keepdim=True)
+    expected = (size + 1) / (variance + 1 / K)
+    torch.testing.assert_close(innovation[0], torch.cat(list(mean), dim=-1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[0], torch.cat(list(expected), dim=-1), rtol=1e-8, atol=1e-10)
+
+
+def test_a_projected_precision_adds_variances_through_the_squared_weights():
+    plain, projected = make(estimator="reml"), make(estimator="reml", output_projection=True)
+    projected.load_state_dict(plain.state_dict(), strict=False)
+    x, precision = drawn()
+    innovation, found = plain(x, precision, context())
+    through, carried = projected(x, precision, context())
+    torch.testing.assert_close(through, projected.out(innovation))
+    torch.testing.assert_close(1 / carried, (1 / found) @ projected.out.weight.square().T, rtol=1e-8, atol=1e-10)
+
+
+def test_dropping_weights_changes_the_innovation_and_not_its_precision():
+    mixer = make(estimator="reml", dropout=0.5)
+    x, precision = drawn()
+    still, certain = mixer(x, precision, context())
+    mixer.train()
+    torch.manual_seed(3)
+    shaken, as_certain = mixer(x, precision, context())
+    assert not torch.allclose(still, shaken)
+    torch.testing.assert_close(certain, as_certain, rtol=1e-10, atol=1e-12)
+
+
+def test_the_first_token_meets_the_largest_reml_precision():
+    mixer = make(estimator="reml", prior_dof=1.0)
+    _, found = mixer(*drawn(), context())
+    torch.testing.assert_close(found[0, 0], torch.full((D,), 2.0 * K, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert (found <= 2 * K + T / (1 / K)).all()
+    naive = make(estimator="reml_naive", cap=30.0)(*drawn(), context()).precision
+    assert (naive[0, 0] == 30).all() and (naive <= 30).all()
+
+
+def test_an_imprecise_key_is_hardly_read_and_the_ramp_lets_precision_in():
+    mixer = make()
+    x, precision = drawn()
+    other, doubted = x.clone(), precision.clone()
+    other[:, 2] = drawn(1)[0][:, 2]
+    doubted[:, 2] = 1e-6
+
+    def effect(precision):
+        one, two = (mixer(value, precision, context()).innovation[0, 3:] for value in (x, other))
+        return (one - two).norm().item()
+
+    assert effect(doubted) < 1e-4 * effect(precision)
+    assert torch.equal(mixer(x, doubted, context(), ramp=0.0).innovation, mixer(x, None, context()).innovation)
+
+
+def test_keys_and_values_can_be_read_from_elsewhere():
+    mixer = make()
+    x, _ = drawn(0)
+    source, _ = drawn(1)
+    found = mixer(x, None, context(), source=source).innovation
+    q, k, v = mixer.query(x), mixer.key(source), mixer.value(source)
+    q, k, v = (part.view(1, T, H, K).transpose(1, 2) for part in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(found, expected.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
+
+
+def test_the_recency_decay_starts_where_it_is_asked_to():
+    assert torch.sigmoid(make(recency_decay=0.99).decay_logit).item() == pytest.approx(0.99)
+    assert make().decay_logit is None

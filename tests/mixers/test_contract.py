@@ -1,0 +1,139 @@
+"""What every mixer owes the rest of the house, over the registry: shape, causality, isolation, gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from recbft.core import SequenceContext
+from recbft.datasets.batches import pack_histories
+from recbft.mixers import MIXERS
+
+D, H = 8, 2
+
+# Each mixer with each setting of its own; a new mixer adds its lines here.
+SETTINGS = {
+    "attention": [
+        {},
+        {"estimator": "reml"},
+        {"estimator": "reml_naive"},
+        {"estimator": "reml", "recency_decay": 0.9, "output_projection": True},
+        {"recency_decay": 0.9, "dropout": 0.5},
+        {"estimator": "reml", "dropout": 0.5},
+    ],
+}
+CASES = [(name, settings) for name, all_settings in SETTINGS.items() for settings in all_settings]
+over_mixers = pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda value: str(value))
+
+
+def test_every_mixer_is_held_to_the_contract():
+    assert set(SETTINGS) == set(MIXERS)
+
+
+def make(name, settings, *, training=False):
+    torch.manual_seed(0)
+    mixer = MIXERS[name](D, H, **settings).double().train(training)
+    mixer.dropout = mixer.dropout if training else 0.0
+    return mixer
+
+
+def packed(lengths):
+    stop = np.cumsum(lengths)
+    items = np.arange(1, stop[-1] + 1)
+    batch = pack_histories(items, stop - np.array(lengths), stop)
+    return batch, SequenceContext(batch.segment, batch.position)
+
+
+def inputs(batch, seed=0):
+    """Input and precision per item number, so that a token brings the same values wherever it is packed."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(100, D, generator=generator, dtype=torch.float64)
+    precision = torch.rand(100, D, generator=generator, dtype=torch.float64) * 9 + 0.1
+    return x[batch.items], precision[batch.items]
+
+
+def observe(mixer, batch, context, x, precision, ramp=0.7):
+    """Innovation and precision of every real token, by item number."""
+    innovation, found = mixer(x, precision, context, ramp=ramp)
+    real = batch.segment >= 0
+    order = batch.items[real].argsort()
+    return innovation[real][order], None if found is None else found[real][order]
+
+
+@over_mixers
+def test_an_observation_has_the_shape_of_the_input_and_a_precision_where_one_is_estimated(name, settings):
+    batch, context = packed([5, 3, 1, 4])
+    innovation, precision = make(name, settings)(*inputs(batch), context)
+    assert innovation.shape == (*batch.items.shape, D) and innovation.dtype == torch.float64
+    assert (precision is None) == ("estimator" not in settings)
+    if precision is not None:
+        assert precision.shape == innovation.shape
+        real = batch.segment >= 0
+        assert (precision[real] > 0).all() and (precision <= 100).all()
+        assert not precision[~real].any(), "padding reads nothing"
+
+
+@over_mixers
+@pytest.mark.parametrize("training", [False, True])
+def test_a_later_token_changes_nothing_before_it(name, settings, training):
+    mixer = make(name, settings, training=training)
+    batch, context = packed([6, 4, 2])
+    x, precision = inputs(batch)
+    changed_x, changed_precision = x.clone(), precision.clone()
+    late = (batch.segment == 0) & (batch.position >= 3)
+    changed_x[late], changed_precision[late] = 50.0, 0.01
+    torch.manual_seed(1)
+    one = observe(mixer, batch, context, x, precision)
+    torch.manual_seed(1)
+    two = observe(mixer, batch, context, changed_x, changed_precision)
+    for before, after in zip(one, two, strict=True):
+        if before is not None:
+            # The mean that centres the values of a row is over all its tokens: it moves residuals by rounding alone.
+            torch.testing.assert_close(before[:3], after[:3], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(before[6:], after[6:], rtol=1e-10, atol=1e-12)
+            assert not torch.allclose(before[3:6], after[3:6])
+
+
+@over_mixers
+def test_a_history_is_observed_alike_alone_packed_and_padded(name, settings):
+    mixer = make(name, settings)
+    lengths = [6, 4, 2, 1, 5]
+    batch, context = packed(lengths)
+    whole = observe(mixer, batch, context, *inputs(batch))
+    first = 0
+    for length in lengths:
+        alone, context = packed([length])
+        alone = alone._replace(items=alone.items + first)
+        for part, one in zip(observe(mixer, alone, context, *inputs(alone)), whole, strict=True):
+            if one is not None:
+                torch.testing.assert_close(part, one[first : first + length], rtol=1e-12, atol=1e-12)
+        first += length
+
+
+@over_mixers
+def test_every_parameter_gets_a_finite_gradient_and_a_history_none_from_another(name, settings):
+    mixer = make(name, settings, training=True)
+    batch, context = packed([6, 4, 2])
+    x, precision = (value.requires_grad_() for value in inputs(batch))
+    innovation, found = mixer(x, precision, context, ramp=0.7)
+    mine = batch.segment == 1
+    total = innovation[mine].square().sum() + (0 if found is None else found[mine].log().sum())
+    total.backward()
+    for parameter_name, parameter in mixer.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), parameter_name
+        # the softmax does not see a constant added to all of a query's logits
+        assert parameter.grad.any() or parameter_name == "key.bias", parameter_name
+    for gradient in (x.grad, precision.grad):
+        assert torch.isfinite(gradient).all() and gradient[mine].any() and not gradient[~mine].any()
+
+
+@over_mixers
+def test_weights_survive_a_state_dict(name, settings):
+    mixer = make(name, settings)
+    torch.manual_seed(9)
+    other = MIXERS[name](D, H, **settings).double().eval()
+    other.load_state_dict(mixer.state_dict())
+    batch, context = packed([3, 2])
+    for one, two in zip(mixer(*inputs(batch), context), other(*inputs(batch), context), strict=True):
+        assert (one is None and two is None) or torch.equal(one, two)

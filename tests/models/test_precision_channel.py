@@ -1,0 +1,171 @@
+"""Where precision starts, what bounds it, what is remembered of it, and what it does to the scores."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from recbft.core import kalman_update
+
+# Starting values -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5])
+def test_equal_seeds_give_the_weights_that_arms_share_equal_values(lab, seed):
+    torch.manual_seed(99)  # the global state must not matter
+    matched = lab.build("matched", seed=seed).state_dict()
+    for variant in ("bft", "bft table", "bft per layer", "bft uniform"):
+        torch.manual_seed(seed)
+        tracked = lab.build(variant, seed=seed).state_dict()
+        assert set(matched) <= set(tracked)
+        for name, value in matched.items():
+            assert torch.equal(tracked[name], value), f"{variant}: {name}"
+    other = lab.build("matched", seed=seed + 1).state_dict()
+    assert not torch.equal(other["item_embedding.weight"], matched["item_embedding.weight"])
+
+
+def test_equal_seeds_give_equal_models_altogether(lab):
+    one, two = (lab.build("bft", seed=3).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("gain", [0.5, 0.8, 0.9])
+@pytest.mark.parametrize("initial", ["hybrid", "count"])
+def test_an_item_of_full_count_starts_with_about_the_asked_gain(lab, gain, initial):
+    model = lab.build("bft", core={"initial_gain": gain, "initial": initial}, hidden_size=64).eval()
+    model.set_ramp(1.0)
+    batch = lab.packed([[lab.V], [1]])  # the item of full count, and one never seen
+    _, observed, found = lab.watched(model, batch)
+    own = batch.segment == 0
+    torch.testing.assert_close(observed[own], torch.full((1, 64), 64.0))
+    assert found[own].mean().item() == pytest.approx(gain, abs=0.015)
+    assert found[~own].mean().item() > 0.98, "next to nothing is known of an item never seen"
+
+
+def test_left_alone_the_second_layer_starts_with_a_lower_gain_and_a_scale_per_layer_mends_it(lab):
+    gains = {}
+    for variant in ("bft", "bft per layer"):
+        model = lab.build(variant, hidden_size=64).train()
+        model.set_ramp(1.0)
+        model.encode(lab.packed(lab.draw_histories(0, 50)))
+        gains[variant] = (
+            lab.watched(model.eval(), lab.packed([[lab.V, lab.V - 1, lab.V - 2, lab.V - 3]]), layer=1)[2].mean().item()
+        )
+    assert gains["bft"] < 0.6 and 0.8 < gains["bft per layer"] < 0.98
+
+
+@pytest.mark.parametrize(
+    ("initial", "expected"),
+    [
+        ("uniform", lambda q, scale: torch.ones_like(q)),
+        ("table", lambda q, scale: torch.full_like(q, 1 + math.log(2))),
+        ("count", lambda q, scale: scale * q + math.log(2)),
+        ("hybrid", lambda q, scale: scale * q + math.log(2)),
+    ],
+)
+def test_initial_precision_starts_as_its_formula_says(lab, initial, expected):
+    model = lab.build("bft", core={"initial": initial}).eval()
+    items = torch.arange(1, lab.V + 1)[None]
+    found = model.item_precision(items, model.item_embedding(items))[0, :, 0]
+    quantiles = torch.tensor([0.0, *np.linspace(0, 1, lab.V - 1)], dtype=torch.float32)
+    torch.testing.assert_close(found, expected(quantiles, 2 * (lab.D / 2) / 9), rtol=1e-5, atol=1e-6)
+
+
+# The precision channel --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_precision_stays_within_its_bounds_whatever_is_learned(lab, variant, training):
+    found = []
+    for seed, size in ((0, 1.0), (1, 30.0)):
+        model = lab.shaken(lab.build(variant), seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if model.is_precision_parameter(name):
+                    parameter.mul_(size)
+        found.clear()
+        for block in model.blocks:
+            block.register_forward_hook(lambda module, args, output: found.append(output.precision))
+        for _, precision in lab.beliefs(model, lab.draw_histories(seed), training=training):
+            assert torch.isfinite(precision).all()
+        for precision in found:
+            assert precision.min() >= 1e-3 and precision.max() <= (model.core.lam_max if model.core else 1)
+
+
+def test_running_means_are_updated_in_training_and_in_training_alone(lab, variant):
+    model = lab.shaken(lab.build(variant))
+    histories = lab.draw_histories(0)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    lab.beliefs(model, histories, training=False)
+    assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
+    lab.beliefs(model, histories, training=True, remember=True)
+    changed = {name.split(".")[-1] for name, value in model.named_buffers() if not torch.equal(before[name], value)}
+    expected = set()
+    if model.core is not None:
+        expected = {"updates"}
+        expected |= {"mean_jacobian"} if model.core.jacobian != "off" else set()
+        expected |= {"mean_precision"} if model.core.prior_scale == "per_layer" else set()
+    assert changed == expected
+
+
+def test_the_running_jacobian_is_the_mean_over_real_tokens_only(lab):
+    model = lab.shaken(lab.build("bft exact"))
+    histories = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 1, 2, 3]]  # rows with padding between them
+    block = model.blocks[0]
+    means = []
+    for parts in ([histories], [[history] for history in histories]):
+        total, count = 0.0, 0
+        for part in parts:
+            block.precision.updates.zero_()  # the first batch sets the mean
+            lab.beliefs(model, part, training=True, remember=True)
+            size = sum(len(history) for history in part)
+            total, count = total + block.precision.mean_jacobian.clone() * size, count + size
+        means.append(total / count)
+    torch.testing.assert_close(*means, rtol=1e-10, atol=1e-12)
+
+
+def test_a_low_rank_jacobian_of_full_rank_is_the_exact_one(lab):
+    exact = lab.shaken(lab.build("bft exact"))
+    full = lab.shaken(
+        lab.build("bft", core={"jacobian": "low_rank", "jacobian_in_evaluation": "low_rank", "jacobian_rank": lab.D})
+    )
+    histories = lab.draw_histories(2)
+    for training in (False, True):
+        for one, two in zip(
+            *(lab.beliefs(model, histories, training=training) for model in (exact, full)), strict=True
+        ):
+            lab.assert_same(one, two)
+
+
+def test_a_lower_rank_changes_scores_little_but_not_nothing(lab):
+    exact, low = lab.shaken(lab.build("bft exact")), lab.shaken(lab.build("bft low rank in evaluation"))
+    one, two = (lab.beliefs(model, [[1, 2, 3, 4]])[0][0] for model in (exact, low))
+    assert 1e-9 < (one - two).abs().max() < 0.2 * one.abs().max()
+
+
+def test_the_ramp_changes_scores_continuously_from_the_plain_layer_on(lab):
+    model = lab.shaken(lab.build("bft"))
+    scores = []
+    for ramp in (0.0, 1e-6, 0.5, 1.0):
+        model.set_ramp(ramp)
+        scores.append(lab.beliefs(model, [[1, 2, 3, 4, 5]])[0][0])
+    assert torch.allclose(scores[0], scores[1], atol=1e-3) and not torch.equal(scores[0], scores[1])
+    assert not torch.allclose(scores[0], scores[3], atol=1e-2)
+    assert not torch.allclose(scores[2], scores[3], atol=1e-3)
+
+
+def test_the_update_is_the_core_s(lab):
+    model = lab.shaken(lab.build("bft"))
+    batch = lab.packed([[1, 2, 3, 4]])
+    block, seen = model.blocks[0], {}
+    block.register_forward_hook(lambda module, args, output: seen.update(belief=args[0]))
+    block.norm_ffn.register_forward_hook(lambda module, args, output: seen.update(after=args[0]))
+    block.mixer.register_forward_hook(lambda module, args, output: seen.update(observation=output))
+    with torch.no_grad():
+        model.eval().encode(batch)
+        after, gain = kalman_update(seen["belief"], *seen["observation"], ramp=1.0)
+    torch.testing.assert_close(seen["after"], after.mean)
+    assert ((gain > 0) & (gain < 1)).all()

@@ -1,0 +1,255 @@
+"""What a notebook user does: fit, evaluate, recommend, save, load."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import recbft
+from recbft import Dataset, Recommender
+from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.errors import UserError
+
+SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 2, "device": "cpu", "warmup_steps": 4}
+ARMS = ["published", "matched", "bft"]
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
+
+
+@pytest.fixture(scope="module")
+def fitted(dataset):
+    """One trained recommender per arm; nobody changes them."""
+    return {arm: Recommender("sasrec", arm=arm, **SMALL).fit(dataset) for arm in ARMS}
+
+
+def histories_of(dataset, back=1):
+    """Raw test histories: all but the last events."""
+    return {
+        user: dataset.decode(dataset.items[start : stop - back]).tolist()
+        for user, start, stop in zip(dataset.user_ids.tolist(), dataset.offsets[:-1], dataset.offsets[1:], strict=True)
+    }
+
+
+def test_the_package_offers_the_two_names_of_its_notebook_interface():
+    assert {"Dataset", "Recommender"} <= set(recbft.__all__)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_saved_recommender_gives_identical_lists_and_metrics_when_loaded(fitted, dataset, tmp_path, arm):
+    one = fitted[arm]
+    one.save(tmp_path / "kept")
+    two = Recommender.load(tmp_path / "kept")
+    histories = histories_of(dataset)
+    for filter_seen in (True, False):
+        lists = [recommender.recommend(histories, 5, filter_seen=filter_seen) for recommender in (one, two)]
+        pd.testing.assert_frame_equal(*lists, check_exact=True)
+    for part in ("validation", "test"):
+        pd.testing.assert_frame_equal(one.evaluate(dataset, part).per_user, two.evaluate(dataset, part).per_user)
+    assert one.config == two.config
+    assert os.listdir(tmp_path) == ["kept"]
+    with pytest.raises(UserError, match="kept holds a finished run; name another folder"):
+        one.save(tmp_path / "kept")
+
+
+def test_a_saved_recommender_outlives_the_one_that_saved_it(dataset, tmp_path):
+    recommender = Recommender("sasrec", arm="matched", **SMALL).fit(dataset)
+    place = recommender.run.path
+    recommender.save(tmp_path / "kept")
+    del recommender
+    assert not place.exists(), "a folder nobody asked for is gone with its recommender"
+    assert len(Recommender.load(tmp_path / "kept").recommend([[1, 2, 3]], 3)) == 3
+
+
+def test_a_run_folder_that_was_asked_for_stays(dataset, tmp_path):
+    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=tmp_path / "run")
+    assert recommender.run.path == tmp_path / "run"
+    expected = recommender.recommend(histories_of(dataset), 3)
+    del recommender
+    pd.testing.assert_frame_equal(Recommender.load(tmp_path / "run").recommend(histories_of(dataset), 3), expected)
+
+
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_evaluate_gives_what_the_run_recorded(fitted, dataset, part):
+    for recommender in fitted.values():
+        evaluation = recommender.evaluate(dataset, part)
+        assert evaluation.metrics == recommender.run.metrics[part]
+        if part == "test":
+            recorded = pd.read_parquet(recommender.run.per_user_file)
+            assert recorded["rank_filtered"].tolist() == evaluation.per_user["rank_filtered"].tolist()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(("part", "back"), [("validation", 2), ("test", 1)])
+def test_recommending_scores_like_evaluating(fitted, dataset, arm, part, back):
+    table = fitted[arm].recommend(histories_of(dataset, back), dataset.num_items, filter_seen=False)
+    evaluation = fitted[arm].evaluate(dataset, part)
+    for number, row in evaluation.per_user.iterrows():
+        own = table[table["user"] == row["user"]]
+        assert sorted(own["item"]) == sorted(dataset.item_ids)
+        assert (own["score"].diff().dropna() <= 0).all() and own["rank"].tolist() == list(range(1, len(own) + 1))
+        score = own.loc[own["item"] == row["target"], "score"].item()
+        assert (own["score"] >= score).sum() == row["rank_unfiltered"]
+        if evaluation.precision is not None:
+            assert own["precision"].tolist() == pytest.approx([evaluation.precision[number]] * len(own), rel=1e-6)
+
+
+def test_only_the_arm_that_tracks_precision_reports_it(fitted, dataset):
+    histories = histories_of(dataset)
+    for arm, recommender in fitted.items():
+        precision = recommender.recommend(histories, 2)["precision"]
+        if arm == "bft":
+            assert np.isfinite(precision).all() and (precision > 0).all() and precision.nunique() > 10
+        else:
+            assert precision.isna().all()
+
+
+def test_users_never_seen_in_training_get_lists(fitted, dataset):
+    items = dataset.item_ids[:6].tolist()
+    table = fitted["bft"].recommend({"someone new": items, "and another": items[::-1], "no one": ["?"]}, k=4)
+    assert table["user"].tolist() == ["someone new"] * 4 + ["and another"] * 4
+    assert not set(table["item"]) & set(items) and np.isfinite(table["score"]).all()
+    one, two = (table[table["user"] == user]["score"].tolist() for user in ("someone new", "and another"))
+    assert one != two, "the order of a history matters"
+    assert table.attrs == {"unknown_events": 1, "skipped_users": ["no one"]}
+
+
+def test_the_same_history_gets_the_same_list_whoever_has_it_and_whatever_is_beside_it(fitted, dataset):
+    history = dataset.item_ids[3:9].tolist()
+    for recommender in fitted.values():
+        alone = recommender.recommend([history], 5)
+        beside = recommender.recommend({**histories_of(dataset), "new": history}, 5)
+        beside = beside[beside["user"] == "new"]
+        assert beside["item"].tolist() == alone["item"].tolist()
+        np.testing.assert_allclose(beside["score"], alone["score"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", [int, str])
+def test_ids_keep_the_type_of_the_training_data(form):
+    rng = np.random.default_rng(0)
+    rows = [(form(user), form(item)) for user in range(100, 120) for item in rng.permutation(15)[:6]]
+    frame = pd.DataFrame(rows, columns=["who", "what"])
+    data = Dataset.from_frame(frame, user="who", item="what")
+    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(data)
+    table = recommender.recommend({form(1): [form(3), form(4)]}, 3)
+    assert all(type(item) is form for item in table["item"].tolist())
+    assert table["user"].tolist() == [form(1)] * 3
+    other = str if form is int else int
+    same = recommender.recommend({form(1): [other(3), other(4)]}, 3)
+    assert same["item"].tolist() == table["item"].tolist(), "the number 3 and the text 3 are one id"
+
+
+def test_popularity_recommends_the_most_frequent_items(dataset):
+    recommender = Recommender("pop").fit(dataset)
+    table = recommender.recommend([[dataset.item_ids[0]]], 5, filter_seen=False)
+    counts = dataset.training_counts[1:]
+    assert table["score"].tolist() == sorted(counts, reverse=True)[:5]
+    assert counts[dataset.encode(table["item"].to_numpy()) - 1].tolist() == table["score"].tolist()
+
+
+def test_another_vocabulary_is_refused(fitted):
+    other = synthetic_dataset(SyntheticConfig(num_users=50, num_items=70, mean_length=7, seed=2))
+    with pytest.raises(
+        UserError, match=r"is a checkpoint of data set 'synthetic' .* a changed vocabulary of 'synthetic'"
+    ):
+        fitted["bft"].evaluate(other)
+
+
+def test_new_events_over_the_same_vocabulary_can_be_evaluated(fitted, dataset):
+    users = np.repeat(dataset.user_ids, np.diff(dataset.offsets))
+    frame = pd.DataFrame({"user_id": users, "item_id": dataset.decode(dataset.items)})
+    longer = Dataset.from_frame(pd.concat([frame, frame.tail(2)], ignore_index=True), name="later")
+    evaluation = fitted["bft"].evaluate(longer)
+    assert len(evaluation.per_user) == dataset.num_users
+
+
+def test_a_recommender_that_is_not_trained_says_so():
+    recommender = Recommender("sasrec")
+    for use in (
+        lambda: recommender.recommend([[1]]),
+        lambda: recommender.evaluate(),
+        lambda: recommender.save("nowhere"),
+    ):
+        with pytest.raises(
+            UserError, match=r"this recommender is not trained; call fit\(dataset\), or Recommender.load"
+        ):
+            use()
+    assert not os.path.exists("nowhere")
+
+
+def test_k_beyond_the_vocabulary_is_refused(fitted, dataset):
+    with pytest.raises(UserError, match=rf"k is 1000, but only \d+ of {dataset.num_items} items are left for user 0"):
+        fitted["bft"].recommend([[1, 2]], 1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sasrce",), r"model is 'sasrce'; did you mean 'sasrec'\?"),
+        (("sasrec", {"arm": "btf"}), r"arm of sasrec is 'btf'; did you mean 'bft'\?"),
+        (("sasrec", {"epoch": 5}), r"epoch.*did you mean.*epochs"),
+        (("sasrec", {"epochs": 0}), r"epochs is 0; give a whole number >= 1"),
+        (("sasrec", {"arm": "matched", "core": {"lam_max": 1.0}}), r"core.lam_max has no effect in arm 'matched'"),
+    ],
+)
+def test_a_wrong_name_or_value_is_refused_before_anything_is_trained(arguments, message):
+    model, settings = arguments[0], arguments[1] if len(arguments) > 1 else {}
+    with pytest.raises(UserError, match=message):
+        Recommender(model, **settings)
+
+
+def test_loading_what_is_no_finished_run_is_refused(fitted, tmp_path):
+    with pytest.raises(UserError, match=r"there is no run folder .*nowhere; give the folder"):
+        Recommender.load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"is not a run folder: config\.yaml is missing"):
+        Recommender.load(tmp_path)
+    fitted["bft"].save(tmp_path / "kept")
+    (best,) = (tmp_path / "kept" / "checkpoint").glob("best-*")
+    data = best.read_bytes()
+    best.write_bytes(data[:-1])
+    with pytest.raises(UserError, match=r"best-\d+-\w+.safetensors has \d+ bytes where \d+ were written"):
+        Recommender.load(tmp_path / "kept")
+    best.write_bytes(data)
+    (tmp_path / "kept" / "checkpoint" / "vocabulary.parquet").unlink()
+    with pytest.raises(UserError, match=r"vocabulary\.parquet is missing"):
+        Recommender.load(tmp_path / "kept")
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    path = tmp_path / "kept" / "config.yaml"
+    path.write_text(path.read_text().replace("hidden_size: 8", "hidden_size: 16"))
+    with pytest.raises(UserError, match=r"config.yaml describes another model than the weights in .*checkpoint"):
+        Recommender.load(tmp_path / "kept")
+
+
+def test_a_vocabulary_of_another_run_is_refused(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    path = tmp_path / "kept" / "checkpoint" / "vocabulary.parquet"
+    table = pd.read_parquet(path)
+    table.iloc[::-1].to_parquet(path)
+    with pytest.raises(UserError, match=r"vocabulary.parquet is not the vocabulary that .*kept was trained with"):
+        Recommender.load(tmp_path / "kept")
+
+
+def test_the_caller_s_random_state_is_left_alone(dataset, tmp_path):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+    recommender.recommend([[1, 2]], 3)
+    recommender.evaluate(dataset)
+    recommender.save(tmp_path / "kept")
+    Recommender.load(tmp_path / "kept")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_second_fit_starts_afresh(dataset):
+    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+    one = recommender.recommend(histories_of(dataset), 3)
+    pd.testing.assert_frame_equal(recommender.fit(dataset).recommend(histories_of(dataset), 3), one, check_exact=True)

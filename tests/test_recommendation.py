@@ -1,0 +1,173 @@
+"""Lists for histories of raw ids, on a model whose scores can be read off."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from recbft.datasets.vocabulary import Vocabulary
+from recbft.errors import UserError
+from recbft.models.contract import ItemTable, UserStates
+from recbft.recommendation import recommend
+
+LETTERS = Vocabulary(np.array(list("abcdef"), dtype=object))
+NUMBERS = Vocabulary(np.array([10, 20, 30, 40, 50, 60]))
+
+
+class Echo(nn.Module):
+    """Scores item i by i, and 100 more if it is the last one read; as precise as the number of events read."""
+
+    def __init__(self, *, max_length=50, precise=True):
+        super().__init__()
+        self.max_length, self.precise = max_length, precise
+
+    def user_states(self, batch):
+        assert not self.training and torch.is_inference_mode_enabled()
+        last = batch.items.flatten()[batch.last]
+        state = torch.cat([100.0 * torch.eye(7)[last], torch.ones(len(last), 1)], dim=1)
+        length = torch.bincount(batch.segment[batch.segment >= 0])
+        return UserStates(state, length.float() if self.precise else None)
+
+    def item_table(self):
+        return ItemTable(torch.cat([torch.eye(7), torch.arange(7.0)[:, None]], dim=1), None)
+
+
+def lists(table):
+    return {user: part["item"].tolist() for user, part in table.groupby("user", sort=False)}
+
+
+def test_a_list_holds_the_best_items_with_scores_and_ranks():
+    table = recommend(Echo(), LETTERS, {"ann": ["c", "b"], "bob": ["f"]}, 3, filter_seen=False)
+    assert list(table.columns) == ["user", "item", "score", "rank", "precision"]
+    assert table["user"].tolist() == ["ann"] * 3 + ["bob"] * 3
+    assert table["item"].tolist() == ["b", "f", "e", "f", "e", "d"]
+    assert table["score"].tolist() == [102, 6, 5, 106, 5, 4]
+    assert table["rank"].tolist() == [1, 2, 3] * 2
+    assert table["precision"].tolist() == [2, 2, 2, 1, 1, 1]
+    assert table.attrs == {"unknown_events": 0, "skipped_users": []}
+
+
+def test_seen_items_are_left_out_unless_they_are_asked_for():
+    histories = {"ann": ["f", "d", "f"], "bob": ["a"]}
+    assert lists(recommend(Echo(), LETTERS, histories, 3)) == {"ann": ["e", "c", "b"], "bob": ["f", "e", "d"]}
+
+
+def test_items_beyond_what_the_model_reads_count_as_seen_too():
+    table = recommend(Echo(max_length=1), LETTERS, {"ann": ["f", "e", "a"]}, 2)
+    assert table["item"].tolist() == ["d", "c"] and table["precision"].tolist() == [1, 1]
+
+
+def test_unknown_items_are_skipped_and_counted():
+    histories = {"ann": ["x", "c", "y"], "bob": ["z"], "cem": [], "dee": ["b"]}
+    table = recommend(Echo(), LETTERS, histories, 1, filter_seen=False)
+    assert lists(table) == {"ann": ["c"], "dee": ["b"]}
+    assert table["precision"].tolist() == [1, 1]
+    assert table.attrs == {"unknown_events": 3, "skipped_users": ["bob", "cem"]}
+
+
+def test_a_blank_item_is_unknown():
+    table = recommend(Echo(), LETTERS, [["a", None, float("nan"), "b"]], 1, filter_seen=False)
+    assert table["item"].tolist() == ["b"] and table.attrs["unknown_events"] == 2
+
+
+def test_histories_come_as_a_mapping_a_sequence_or_a_frame():
+    expected = [["c", "a"], ["b"]]
+    frame = pd.DataFrame({"user_id": ["v", "u", "v"], "other": 0, "item_id": ["c", "b", "a"]})
+    same = [
+        recommend(Echo(), LETTERS, {"v": expected[0], "u": expected[1]}, 2),
+        recommend(Echo(), LETTERS, expected, 2),
+        recommend(Echo(), LETTERS, tuple(map(tuple, expected)), 2),
+        recommend(Echo(), LETTERS, {"v": np.array(expected[0]), "u": pd.Series(expected[1])}, 2),
+        recommend(Echo(), LETTERS, frame, 2),
+    ]
+    for table in same:
+        assert table["item"].tolist() == same[0]["item"].tolist()
+        assert table["score"].tolist() == same[0]["score"].tolist()
+    assert same[0]["user"].tolist() == same[4]["user"].tolist() == ["v", "v", "u", "u"]
+    assert same[1]["user"].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("history", [[10, 30], ["10", "30"], [10.0, 30.0], np.array([10, 30]), pd.Series([10, 30])])
+def test_whole_number_ids_are_found_in_any_form(history):
+    table = recommend(Echo(), NUMBERS, {7: history}, 2)
+    assert table["item"].tolist() == [60, 50] and table["item"].dtype == np.int64
+    assert table["user"].tolist() == [7, 7] and table.attrs["unknown_events"] == 0
+
+
+def test_text_ids_and_users_of_any_script_come_back_as_they_were():
+    vocabulary = Vocabulary(np.array(["crème brûlée", "茶", "007", " x ", "a", "b"], dtype=object))
+    table = recommend(Echo(), vocabulary, {"Zoë Ω": ["茶", "7"]}, 2, filter_seen=False)
+    assert table["item"].tolist() == ["茶", "b"] and table["user"].tolist() == ["Zoë Ω"] * 2
+    assert table.attrs["unknown_events"] == 1, "the number 7 is not the text 007"
+
+
+def test_users_without_a_precision_get_nan():
+    table = recommend(Echo(precise=False), LETTERS, {"ann": ["a"]}, 2)
+    assert table["precision"].isna().all() and table["precision"].dtype == np.float64
+
+
+def test_asking_for_more_than_is_left_names_the_user_and_what_to_do():
+    with pytest.raises(
+        UserError, match="k is 5, but only 4 of 6 items are left for user 'bob'; lower k or exclude fewer"
+    ):
+        recommend(Echo(), LETTERS, {"ann": ["a"], "bob": ["a", "b", "a"]}, 5)
+    with pytest.raises(UserError, match="k is 7, but only 6 of 6 items"):
+        recommend(Echo(), LETTERS, {"ann": ["a"]}, 7, filter_seen=False)
+    with pytest.raises(UserError, match="k is 0; ask for at least 1 item"):
+        recommend(Echo(), LETTERS, {"ann": ["a"]}, 0)
+    assert len(recommend(Echo(), LETTERS, {"ann": ["a"]}, 6, filter_seen=False)) == 6
+
+
+def test_histories_with_nothing_to_go_by_are_refused():
+    for nothing in ({}, [], pd.DataFrame({"user_id": [], "item_id": []})):
+        with pytest.raises(UserError, match="there is no history to recommend for; give at least one user with items"):
+            recommend(Echo(), LETTERS, nothing, 1)
+    with pytest.raises(
+        UserError, match=r"none of the 2 items .* is in the model's vocabulary .such as 'x'.; check that"
+    ):
+        recommend(Echo(), LETTERS, [["x"], ["y"], []], 1)
+    with pytest.raises(UserError, match="none of the 0 items"):
+        recommend(Echo(), LETTERS, [[]], 1)
+
+
+@pytest.mark.parametrize("missing", ["user_id", "item_id"])
+def test_a_frame_without_a_column_is_refused_by_its_name(missing):
+    frame = pd.DataFrame({"user_id": ["u"], "item_id": ["a"]}).rename(columns={missing: "other"})
+    with pytest.raises(UserError, match=rf"no column '{missing}', only .*other.*; rename it"):
+        recommend(Echo(), LETTERS, frame, 1)
+
+
+def test_a_row_without_a_user_is_not_dropped_in_silence():
+    frame = pd.DataFrame({"user_id": ["u", None], "item_id": ["a", "b"]})
+    with pytest.raises(UserError, match="blank"):
+        recommend(Echo(), LETTERS, frame, 1)
+
+
+def test_a_text_in_place_of_a_history_is_refused():
+    with pytest.raises(UserError, match="bad"):
+        recommend(Echo(), LETTERS, {"ann": "bad"}, 1)
+
+
+@pytest.mark.parametrize("memory_mb", [256.0, 1e-4])
+def test_many_users_get_the_lists_they_would_get_alone(memory_mb, monkeypatch):
+    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", 3)
+    rng = np.random.default_rng(0)
+    histories = {f"u{n}": rng.choice(list("abcdefxy"), rng.integers(1, 5)).tolist() for n in range(20)}
+    histories["sure"] = ["a"]
+    together = recommend(Echo(), LETTERS, histories, 2, memory_mb=memory_mb)
+    for user, items in histories.items():
+        own = together[together["user"] == user]
+        if user in together.attrs["skipped_users"]:
+            assert own.empty and not set(items) & set("abcdef")
+            continue
+        alone = recommend(Echo(), LETTERS, {user: items}, 2)
+        assert own[["item", "score", "rank", "precision"]].values.tolist() == alone.iloc[:, 1:].values.tolist()
+
+
+def test_the_model_s_mode_is_left_as_it_was():
+    model = Echo().train()
+    recommend(model, LETTERS, [["a"]], 1)
+    assert model.training

@@ -1,0 +1,221 @@
+"""The loop itself, on real models, with the keeping and the validating done by the test."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from recbft.datasets.batches import TrainingBatches
+from recbft.errors import RunError
+from recbft.models import CoreConfig, SASRec, SASRecConfig
+from recbft.training.checkpoint import TrainState
+from recbft.training.config import TrainingConfig
+from recbft.training.loop import fit
+from recbft.training.optimiser import make_optimizer
+from recbft.training.progress import Silent
+
+V = 15
+
+
+def new_state():
+    return TrainState(epoch=0, step=0, seed=0, dataset="d", content_hash="c", vocabulary_hash="v", config_hash="f")
+
+
+def batches(num_users=12, batch_size=4, seed=0):
+    items = np.random.default_rng(seed).integers(1, V + 1, num_users * 6)
+    start = np.arange(num_users) * 6
+    return TrainingBatches(items, start, start + 6, max_length=5, batch_size=batch_size, seed=seed)
+
+
+def build(core=True, **settings):
+    config = SASRecConfig(hidden_size=8, max_length=5, dropout=0.2, **settings)
+    return SASRec(config, CoreConfig() if core else None, torch.arange(V + 1))
+
+
+class Recorder(Silent):
+    def __init__(self):
+        self.calls, self.rows, self.batches = [], [], []
+
+    def start(self, total_epochs, first_epoch):
+        self.calls.append(("start", total_epochs, first_epoch))
+
+    def batch(self, done, total, loss, tokens):
+        self.batches.append((done, total, loss, tokens))
+
+    def epoch(self, row):
+        self.calls.append(("epoch", row["epoch"]))
+        self.rows.append(row)
+
+    def stop(self):
+        self.calls.append(("stop",))
+
+
+def train(model, metrics=None, *, state=None, optimizer=None, progress=None, data=None, **settings):
+    """Fit with a given sequence of validation metrics; returns what was kept."""
+    config = TrainingConfig(**{"epochs": 3, "learning_rate": 1e-2, **settings})
+    state = new_state() if state is None else state
+    values = iter(metrics if metrics is not None else np.linspace(0.1, 0.9, 1000))
+    kept = []
+    fit(
+        model,
+        make_optimizer(model, config) if optimizer is None else optimizer,
+        batches() if data is None else data,
+        config,
+        state,
+        validate=lambda: {"ndcg@10": next(values), "mrr": 0.5},
+        keep=lambda row, best: kept.append((row, best)),
+        progress=Silent() if progress is None else progress,
+    )
+    return state, kept
+
+
+# A loss that is not finite ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("core", [True, False])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_it(core, poison):
+    model = build(core)
+    with torch.no_grad():
+        model.item_embedding.weight[3] = poison
+    state, progress = new_state(), Recorder()
+    state.epoch, state.step = 4, 20
+    optimizer = make_optimizer(model, TrainingConfig())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        RunError, match=r"the loss is nan at step 21 \(epoch 5\); the step was not taken: lower learning_rate"
+    ):
+        train(model, state=state, epochs=9, learning_rate=1e-3, optimizer=optimizer, progress=progress)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0, equal_nan=True, msg=name)
+    assert not optimizer.state and (state.epoch, state.step) == (4, 20)
+    assert progress.calls == [("start", 9, 5), ("stop",)]
+
+
+def test_a_loss_that_blows_up_on_the_way_stops_the_run_at_that_step():
+    state = new_state()
+    with pytest.raises(RunError, match=r"the loss is (nan|inf) at step (\d+) \(epoch 1\).*\(1e\+38\) or set clip_norm"):
+        train(build(False, recency_decay=False), state=state, learning_rate=1e38)
+    assert state.epoch == 0 and state.step >= 1
+
+
+# Epochs, early stopping, validation -------------------------------------------------------------------
+
+
+def test_training_ends_after_the_last_epoch_and_the_best_epochs_are_kept_as_such():
+    state, kept = train(build(), [0.2, 0.1, 0.3, 0.3, 0.25], epochs=5)
+    assert [row["epoch"] for row, _ in kept] == [1, 2, 3, 4, 5]
+    assert [best for _, best in kept] == [True, False, True, False, False]
+    assert (state.best_metric, state.best_epoch, state.bad_epochs) == (0.3, 3, 2)
+    assert state.epoch == 5 and state.step == 5 * 3
+
+
+def test_training_stops_when_validation_has_not_improved_for_as_long_as_the_patience():
+    state, kept = train(build(), [0.1, 0.5, 0.4, 0.5, 0.3, 0.9], epochs=50, patience=3)
+    assert len(kept) == 5 and state.best_epoch == 2 and state.bad_epochs == 3
+
+
+def test_a_first_validation_of_zero_is_an_improvement_on_none():
+    state, kept = train(build(), [0.0, 0.0], epochs=50, patience=1)
+    assert [best for _, best in kept] == [True, False] and state.best_epoch == 1
+
+
+def test_a_run_that_has_stopped_early_does_not_go_on_when_asked_again():
+    state, _ = train(build(), [0.5, 0.4], epochs=50, patience=1)
+    assert train(build(), state=state, epochs=50, patience=1)[1] == []
+
+
+def test_validation_comes_every_so_many_epochs_and_after_the_last():
+    _, kept = train(build(), epochs=5, eval_every=2)
+    assert ["valid_ndcg@10" in row for row, _ in kept] == [False, True, False, True, True]
+    assert [best for _, best in kept] == [False, True, False, True, True]
+
+
+def test_patience_counts_validations_rather_than_epochs():
+    _, kept = train(build(), [0.5, 0.4, 0.3], epochs=50, eval_every=3, patience=2)
+    assert len(kept) == 9
+
+
+def test_the_metric_that_judges_is_the_configured_one():
+    state, _ = train(build(), [0.1, 0.2, 0.3], valid_metric="mrr")
+    assert state.best_metric == 0.5 and state.best_epoch == 1
+
+
+# The row, the progress, the warm-up --------------------------------------------------------------------
+
+
+def test_the_row_s_loss_is_the_mean_over_all_training_positions():
+    model = build(core=False, recency_decay=False)
+    reference = copy.deepcopy(model)
+    model.dropout.p = reference.dropout.p = 0.0
+    for block in (*model.blocks, *reference.blocks):
+        block.dropout.p = 0.0
+    _, ((row, _),) = train(model, epochs=1, learning_rate=1e-12, data=batches(batch_size=5))
+    (whole,) = batches(batch_size=12).epoch(0)
+    assert row["loss"] == pytest.approx(reference.loss(whole).item(), rel=1e-5)
+    assert row["seconds"] > 0 and row["tokens_per_second"] > 0
+
+
+def test_progress_hears_of_every_batch_and_epoch_in_order():
+    progress = Recorder()
+    _, kept = train(build(), epochs=2, progress=progress, data=batches(num_users=10, batch_size=4))
+    assert progress.calls == [("start", 2, 1), ("epoch", 1), ("epoch", 2), ("stop",)]
+    assert [call[:2] for call in progress.batches] == [(1, 3), (2, 3), (3, 3)] * 2
+    assert [call[3] for call in progress.batches] == [20, 40, 50] * 2
+    assert progress.batches[2][2] == progress.rows[0]["loss"] and progress.rows == [row for row, _ in kept]
+
+
+def test_precision_is_ramped_in_over_the_warm_up_steps():
+    model, ramps = build(), []
+
+    class Watch(Silent):
+        def batch(self, done, total, loss, tokens):
+            ramps.append(float(model.ramp))
+
+    train(model, epochs=3, warmup_steps=4, progress=Watch())  # 3 steps per epoch
+    assert ramps == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
+    ramps.clear()
+    train(model, epochs=1, warmup_steps=0, progress=Watch())
+    assert ramps == [1.0] * 3
+
+
+def test_precision_parameters_move_further_than_the_backbone_at_their_higher_rate():
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    train(model, epochs=1, learning_rate=1e-4, warmup_steps=0)
+    moved = {name: (p.detach() - before[name]).abs().max().item() for name, p in model.named_parameters()}
+    assert moved["item_precision.range"] > 20 * moved["item_embedding.weight"] > 0
+
+
+def test_a_gradient_is_clipped_to_the_asked_norm():
+    # A clipped plain-SGD step shows the norm; Adam would hide it.
+    model = build(core=False, recency_decay=False)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    train(model, epochs=1, clip_norm=1e-3, optimizer=optimizer, data=batches(num_users=4))
+    change = torch.cat([(p.detach() - before[name]).flatten() for name, p in model.named_parameters()])
+    assert change.norm().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_equal_seeds_give_equal_weights_and_other_dropout_others(seed):
+    results = []
+    for global_seed in (seed, seed, seed + 1):
+        model = build()
+        torch.manual_seed(global_seed)
+        train(model)
+        results.append(model.state_dict())
+    one, two, three = results
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["item_embedding.weight"], three["item_embedding.weight"])
+
+
+def test_progress_is_stopped_when_something_fails():
+    progress = Recorder()
+    progress.batch = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        train(build(), progress=progress)
+    assert progress.calls == [("start", 3, 1), ("stop",)]

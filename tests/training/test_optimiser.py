@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recbft.models import CoreConfig, SASRec, SASRecConfig
+from recbft.training.config import TrainingConfig
+from recbft.training.optimiser import make_optimizer, warmup_ramp
+
+
+def build(core, **settings):
+    counts = torch.tensor([0, 3, 1, 2, 5])
+    return SASRec(SASRecConfig(hidden_size=8, max_length=5, **settings), core, counts)
+
+
+def names_of(model, group):
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name_of[id(parameter)] for parameter in group["params"]}
+
+
+@pytest.mark.parametrize(
+    ("core", "expected"),
+    [
+        (
+            CoreConfig(prior_scale="per_layer"),
+            {
+                "blocks.0.mixer.decay_logit",
+                "blocks.1.mixer.decay_logit",
+                "blocks.0.precision.noise_logits",
+                "blocks.1.precision.noise_logits",
+                "blocks.0.precision.log_kappa",
+                "blocks.1.precision.log_kappa",
+                "item_precision.range",
+                *(f"item_precision.read.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")),
+            },
+        ),
+        (
+            CoreConfig(initial="table", process_noise=False),
+            {"blocks.0.mixer.decay_logit", "blocks.1.mixer.decay_logit", "item_precision.table"},
+        ),
+    ],
+)
+def test_the_precision_parameters_are_a_group_of_their_own_at_a_higher_rate_without_weight_decay(core, expected):
+    model = build(core)
+    config = TrainingConfig(learning_rate=1e-3, weight_decay=0.1, precision_lr_multiplier=50.0)
+    backbone, precision = make_optimizer(model, config).param_groups
+    assert names_of(model, precision) == expected
+    assert names_of(model, backbone) | expected == {name for name, _ in model.named_parameters()}
+    assert (backbone["lr"], backbone["weight_decay"]) == (1e-3, 0.1)
+    assert (precision["lr"], precision["weight_decay"]) == (pytest.approx(0.05), 0.0)
+    assert backbone["betas"] == precision["betas"] == (0.9, 0.999)
+
+
+def test_recency_decay_alone_is_learned_at_the_precision_rate_too():
+    _, group = make_optimizer(build(None), TrainingConfig()).param_groups
+    assert group["lr"] == pytest.approx(0.1) and len(group["params"]) == 2
+
+
+def test_a_plain_model_has_one_group():
+    (group,) = make_optimizer(build(None, recency_decay=False), TrainingConfig(learning_rate=0.5)).param_groups
+    assert group["lr"] == 0.5
+
+
+def test_weight_decay_pulls_at_the_backbone_and_not_at_precision():
+    model = build(CoreConfig())
+    optimizer = make_optimizer(model, TrainingConfig(weight_decay=1.0, learning_rate=0.01))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        moved = not torch.equal(parameter, before[name])
+        assert moved == (not model.is_precision_parameter(name) and bool(before[name].any())), name
+
+
+def test_the_warm_up_is_linear_from_nothing_to_all():
+    assert [warmup_ramp(step, 4) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert warmup_ramp(0, 0) == 1.0
