@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.arms import Arm, check_distinct, parse_arms
+from benchmarks.command import parse_seeds, recorded
+from recbft.errors import UserError
+
+
+def test_an_arm_is_a_name_with_recency_and_settings_of_its_own():
+    arms = parse_arms("matched, matched+recency, bft[lam_max=10,ks=[5,10]]")
+    assert arms == [
+        Arm("matched", "matched"),
+        Arm("matched+recency", "matched", ("recency_decay=true",)),
+        Arm("bft[lam_max=10,ks=[5,10]]", "bft", ("lam_max=10", "ks=[5,10]")),
+    ]
+    assert [arm.folder for arm in arms] == ["matched", "matched+recency", "bft_lam_max=10_ks=_5_10"]
+
+
+def test_an_arms_own_settings_win_over_common_ones():
+    config = parse_arms("matched+recency[n_layers=3]")[0].config(["n_layers=1", "epochs=4"], dataset="synthetic")
+    assert (config.arm, config.backbone.recency_decay, config.backbone.n_layers) == ("matched", True, 3)
+    assert config.training.epochs == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("matched,,bft", r"arm '' cannot be read; write NAME, NAME\+recency or NAME\[key=value,...\]"),
+        ("bft[lam_max=10", r"arm 'bft\[lam_max=10' cannot be read"),
+        ("bft+decay", r"arm 'bft\+decay' cannot be read"),
+        ("bft,matched,bft", r"arm 'bft' is named twice; name each once"),
+    ],
+)
+def test_a_list_that_is_not_of_arms_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_arms(text)
+
+
+def test_two_names_for_one_configuration_are_refused():
+    arms = parse_arms("matched,bft,bft+recency")
+    configs = [arm.config(dataset="synthetic") for arm in arms]
+    with pytest.raises(UserError, match=r"arms bft and bft\+recency are the same configuration; leave one out"):
+        check_distinct(arms, configs)
+
+
+def test_an_unknown_arm_is_named_with_the_nearest():
+    with pytest.raises(UserError, match="'matchde'; did you mean 'matched'"):
+        parse_arms("matchde")[0].config(dataset="synthetic")
+
+
+def test_seeds_are_numbers_and_ranges():
+    assert parse_seeds("0-2,7, 5") == [0, 1, 2, 7, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0-", r"--seeds has '0-'; give numbers and ranges"),
+        ("3-1", r"empty range '3-1'"),
+        ("0-3,2", r"names a seed twice"),
+    ],
+)
+def test_seeds_that_cannot_be_meant_are_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_seeds(text)
+
+
+def test_a_recorded_command_has_no_places_of_the_machine():
+    given = ["--dataset", "ml-1m", "--data-root", "/home/x/data", "--out=/tmp/y", "--set", "epochs=2", "--json", "z"]
+    assert recorded("train_speed", given) == (
+        "python -m benchmarks.train_speed --dataset ml-1m --data-root DIR --out OUT --set epochs=2 --json FILE"
+    )
