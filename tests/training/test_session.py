@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
