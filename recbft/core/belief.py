@@ -52,6 +52,12 @@ class SequenceContext:
         return allowed
 
     @cached_property
+    def blind(self) -> Tensor | None:
+        """(B, T) bool, True for tokens that may read nothing; None where there are none."""
+        blind = ~self.allowed.any(dim=-1)
+        return blind if bool(blind.any()) else None
+
+    @cached_property
     def lag(self) -> Tensor:
         """(B, T, T) integers, the distance in positions between token t and token j."""
         return (self.position[:, :, None] - self.position[:, None, :]).abs()

@@ -46,13 +46,13 @@ def reml_precision(
     """
     size = effective_sample_size[..., None]
     observed = (size + prior_dof) * (size > 0)
-    return (observed / (residual_variance + (prior_dof * prior_scale + _epsilon(residual_variance)))).clamp(max=cap)
+    return (observed / (residual_variance + (prior_dof * prior_scale + epsilon_of(residual_variance)))).clamp(max=cap)
 
 
 def reml_naive_precision(residual_variance: Tensor, effective_sample_size: Tensor, *, cap: float = 100.0) -> Tensor:
     """Equation (2), for study: the cap where n = 1 or the residuals vanish. Shapes as above."""
     size = effective_sample_size[..., None]
-    precision = (size - 1).clamp(min=0) / (residual_variance + _epsilon(residual_variance))
+    precision = (size - 1).clamp(min=0) / (residual_variance + epsilon_of(residual_variance))
     alone = size - 1 <= 1e-6
     return torch.where(alone, torch.full_like(precision, cap), precision.clamp(max=cap)) * (size > 0)
 
@@ -93,11 +93,12 @@ def projected_precision(precision: Tensor, weight: Tensor, *, cap: float = 100.0
     Returns:
         (..., D_out), in [0, cap].
     """
-    epsilon = _epsilon(precision)
+    epsilon = epsilon_of(precision)
     variance = torch.nn.functional.linear(1 / (precision + epsilon), weight.square())
     read = precision.amax(dim=-1, keepdim=True) > 0
     return (1 / (variance + epsilon)).clamp(max=cap) * read
 
 
-def _epsilon(like: Tensor) -> float:
+def epsilon_of(like: Tensor) -> float:
+    """What keeps a denominator of this type above 0."""
     return _EPSILON.get(like.dtype, 1e-8)

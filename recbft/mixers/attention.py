@@ -22,11 +22,11 @@ from recbft.core import (
     SequenceContext,
     projected_precision,
     reml_naive_precision,
-    reml_precision,
     scalar_log_precision,
     softmax_mean,
     softmax_moments,
 )
+from recbft.kernels.filter_step import reml_precision
 from recbft.mixers.observation import Observation
 
 Estimator = Literal["reml", "reml_naive"]

@@ -18,9 +18,9 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.core import Belief, SequenceContext, kalman_update
+from recbft.core import Belief, SequenceContext
 from recbft.kernels.dropout import Dropout
-from recbft.kernels.gelu import gelu_with_slope
+from recbft.kernels.filter_step import kalman_update
 from recbft.mixers import SoftmaxAttention
 from recbft.models.precision_channel import LayerPrecision
 
@@ -66,12 +66,11 @@ class Block(nn.Module):
         lam = self.precision.prior(belief.precision, context)
         observation = self.mixer(self.norm_mixer(belief.mean), lam, context, ramp=ramp)
         innovation = self.dropout(observation.innovation)
-        updated, _ = kalman_update(Belief(belief.mean, lam), innovation, observation.precision, ramp=ramp)
+        updated = kalman_update(Belief(belief.mean, lam), innovation, observation.precision, ramp=ramp)
         a = self.inner(self.norm_ffn(updated.mean))
-        hidden, slope = gelu_with_slope(a) if self.precision.needs_slope() else (F.gelu(a), None)
+        hidden, jacobian = self.precision.activate(a, self.inner.weight, self.outer.weight, context)
         mean = updated.mean + self.dropout(self.outer(hidden))
-        lam = self.precision.predict(updated.precision, slope, self.inner.weight, self.outer.weight, context)
-        return Belief(mean, lam)
+        return Belief(mean, self.precision.predict(updated.precision, jacobian))
 
     def _plain(self, mean: Tensor, context: SequenceContext, ramp: float) -> Tensor:
         x = self.norm_mixer(mean)

@@ -23,14 +23,15 @@ from recbft.core import (
     count_quantiles,
     initial_scale,
     jacobian_factors,
-    low_rank_jacobian,
-    predict_precision,
     process_noise,
 )
+from recbft.kernels.filter_step import predict_precision
+from recbft.kernels.gelu import gelu_with_slope, slope_product
 from recbft.models.precision_config import CoreConfig, JacobianMode
 
 LAM_MIN = 1e-3
 MOMENTUM = 0.99
+SAMPLED_ROWS = 4  # where only the mean Jacobian is wanted, every fourth row of a batch is enough
 Q_LOGIT_START = -9.0
 
 
@@ -78,9 +79,9 @@ class LayerPrecision(nn.Module):
     mean_jacobian: Tensor
     updates: Tensor
 
-    def __init__(self, core: CoreConfig, *, hidden_size: int, head_width: int) -> None:
+    def __init__(self, core: CoreConfig, *, hidden_size: int, head_width: int, is_last: bool = False) -> None:
         super().__init__()
-        self.core = core
+        self.core, self.is_last = core, is_last
         self.first_precision = initial_scale(
             core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
         )
@@ -94,7 +95,10 @@ class LayerPrecision(nn.Module):
     @property
     def mode(self) -> JacobianMode:
         """How the Jacobian is had at present."""
-        return self.core.jacobian if self.training else self.core.jacobian_in_evaluation
+        if not self.training:
+            return self.core.jacobian_in_evaluation
+        # What the last layer predicts is reported, but no score depends on it: in training its mean will do.
+        return "running_mean" if self.is_last and self.core.jacobian != "off" else self.core.jacobian
 
     def refresh(self, w1: Tensor, w2: Tensor) -> None:
         """Take the factors of C = W2 * W1' from the present weights; constants for autograd."""
@@ -108,37 +112,51 @@ class LayerPrecision(nn.Module):
         # The mean as it stood before this batch: what a token gets must not depend on its batch mates.
         scale = self.log_kappa.exp() * self.first_precision / self.mean_precision.clone()
         if self.training:
-            self._remember(self.mean_precision, _mean_over_tokens(precision.detach(), context).mean())
+            self._remember(self.mean_precision, _mean_over_tokens(precision.detach(), context.valid).mean())
         return (scale * precision).clamp(LAM_MIN, self.core.lam_max)
 
-    def needs_slope(self) -> bool:
-        """Whether the feed-forward slope must be computed for this pass."""
-        return self.mode in ("exact", "low_rank") or (self.mode == "running_mean" and self.training)
-
-    def predict(
-        self, precision: Tensor, slope: Tensor | None, w1: Tensor, w2: Tensor, context: SequenceContext
-    ) -> Tensor:
-        """Equation (3): precision after the feed-forward network; slope (B, T, F) where ``needs_slope``."""
-        jacobian: Tensor | float = 0.0
-        if slope is not None:
-            jacobian = self._jacobian(slope.detach() if self.core.jacobian_detach else slope, w1, w2)
-        mean = self.mean_jacobian.clone()  # as it stood before this batch
-        if self.training and isinstance(jacobian, Tensor):
-            self._remember(self.mean_jacobian, _mean_over_tokens(jacobian.detach(), context))
+    def activate(self, a: Tensor, w1: Tensor, w2: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
+        """GELU of the pre-activation, (B, T, F), and the network's Jacobian: (B, T, D), or (D,) or scalar for all."""
+        if self.mode == "off":
+            return F.gelu(a), a.new_zeros(())
         if self.mode == "running_mean":
-            jacobian = mean
-        noise = 0.0 if self.noise_logits is None else process_noise(self.noise_logits, self.core.q_max)
+            mean = self.mean_jacobian.clone()  # as it stood before this batch
+            if self.training:
+                sample = a.detach()[::SAMPLED_ROWS]
+                jacobian = self._jacobian(slope_product(sample, self._factors(w1, w2)[1]), w1, w2)
+                self._remember(self.mean_jacobian, _mean_over_tokens(jacobian, context.valid[::SAMPLED_ROWS]))
+            return F.gelu(a), mean
+        if self.core.jacobian_detach:
+            hidden, reduced = F.gelu(a), slope_product(a, self._factors(w1, w2)[1])
+        else:
+            hidden, reduced = gelu_with_slope(a, self._factors(w1, w2)[1])
+        jacobian = self._jacobian(reduced, w1, w2)
+        if self.training:
+            self._remember(self.mean_jacobian, _mean_over_tokens(jacobian.detach(), context.valid))
+        return hidden, jacobian
+
+    def predict(self, precision: Tensor, jacobian: Tensor) -> Tensor:
+        """Equation (3): precision after the feed-forward network; the Jacobian as ``activate`` gave it."""
+        noise = precision.new_zeros(())
+        if self.noise_logits is not None:
+            noise = process_noise(self.noise_logits, self.core.q_max)
         if self.training:
             self.updates += 1
-        return predict_precision(precision, jacobian, noise, cap=self.core.lam_max).clamp(min=LAM_MIN)
+        return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=self.core.lam_max)
 
-    def _jacobian(self, slope: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        if self.mode == "exact":
-            return F.linear(slope, (w2 * w1.T).detach())
+    def _jacobian(self, reduced: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """J from phi'(a) times the right factor."""
+        left, _ = self._factors(w1, w2)
+        return reduced if left is None else reduced @ left.T
+
+    def _factors(self, w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Left (D, r) and right (F, r) factor of C; without a left one, the right is all of C, (F, D)."""
+        if self.mode == "exact" or (self.mode == "running_mean" and self.core.jacobian == "exact"):
+            return None, (w2.T * w1).detach()
         if self.factors is None:
             self.refresh(w1, w2)
         assert self.factors is not None
-        return low_rank_jacobian(slope, *self.factors)
+        return self.factors
 
     def _remember(self, mean: Tensor, value: Tensor) -> None:
         """Running mean, started by the first batch."""
@@ -146,6 +164,6 @@ class LayerPrecision(nn.Module):
         mean.lerp_(value, weight)
 
 
-def _mean_over_tokens(values: Tensor, context: SequenceContext) -> Tensor:  # (B, T, D) -> (D,)
-    keep = context.valid.to(values.dtype)
-    return torch.einsum("btd,bt->d", values, keep) / keep.sum().clamp(min=1)
+def _mean_over_tokens(values: Tensor, valid: Tensor) -> Tensor:  # (B, T, D), (B, T) -> (D,)
+    keep = valid.flatten().to(values.dtype)
+    return (keep @ values.reshape(-1, values.shape[-1])).div_(keep.sum().clamp_(min=1))

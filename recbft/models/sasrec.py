@@ -108,7 +108,9 @@ class SASRec(TrainableModel):
         self.item_embedding = nn.Embedding(training_counts.numel(), D)
         self.position_embedding = nn.Embedding(config.max_length, D)
         self.dropout = Dropout(config.dropout)
-        self.blocks = nn.ModuleList(_block(config, core) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(
+            _block(config, core, is_last=layer == config.n_layers - 1) for layer in range(config.n_layers)
+        )
         self.norm = nn.LayerNorm(D, eps=config.norm_eps)
         self.item_precision: ItemPrecision | None = None
         if core is not None:
@@ -179,7 +181,7 @@ class SASRec(TrainableModel):
             nn.init.zeros_(last.weight)  # softplus starts at ln 2
 
 
-def _block(config: SASRecConfig, core: CoreConfig | None) -> Block:
+def _block(config: SASRecConfig, core: CoreConfig | None, *, is_last: bool) -> Block:
     D = config.hidden_size
     mixer = SoftmaxAttention(
         D,
@@ -192,7 +194,9 @@ def _block(config: SASRecConfig, core: CoreConfig | None) -> Block:
         prior_variance=None if core is None else core.prior_variance,
         cap=100.0 if core is None else core.lam_max,
     )
-    precision = None if core is None else LayerPrecision(core, hidden_size=D, head_width=D // config.n_heads)
+    precision = None
+    if core is not None:
+        precision = LayerPrecision(core, hidden_size=D, head_width=D // config.n_heads, is_last=is_last)
     return Block(
         mixer,
         precision,

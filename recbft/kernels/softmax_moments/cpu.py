@@ -48,8 +48,10 @@ def softmax_moments(
 ) -> Moments:
     """The same as the reference."""
     key_bias, pair_bias = _biases(q, context, log_precision, log_decay)
-    first = context.first[:, None, :, None].expand_as(v)
-    return Moments(*_SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), first, 0.0))
+    first = context.first + torch.arange(v.shape[0])[:, None] * v.shape[2]  # (B, T) row of v's tokens, batch by batch
+    return Moments(
+        *_SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), context.blind, first, 0.0)
+    )
 
 
 def softmax_mean(
@@ -64,7 +66,9 @@ def softmax_mean(
 ) -> Tensor:
     """The mean alone, by the same arithmetic."""
     key_bias, pair_bias = _biases(q, context, log_precision, log_decay)
-    mean: Tensor = _SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), None, dropout)
+    mean: Tensor = _SoftmaxMoments.apply(
+        q, k, v, key_bias, pair_bias, context.mask(q.dtype), context.blind, None, dropout
+    )
     return mean
 
 
@@ -90,18 +94,21 @@ class _SoftmaxMoments(torch.autograd.Function):
         key_bias: Tensor | None,
         pair_bias: Tensor | None,
         mask: Tensor,
+        blind: Tensor | None,
         first: Tensor | None,
         dropout: float,
     ) -> Any:
-        K = q.shape[-1]
+        B, H, T, K = q.shape
+        # The products below would each copy a transposed view.
+        values = v
+        q, k, v = (q * (1 / math.sqrt(K))).contiguous(), k.contiguous(), v.contiguous()
         bias = mask if pair_bias is None else mask + pair_bias  # (B, T, T)
         if key_bias is not None:
             bias = bias + key_bias[:, None, :]
-        logits = torch.matmul(q * (1 / math.sqrt(K)), k.transpose(-2, -1)).add_(bias[:, None])
+        logits = torch.matmul(q, k.transpose(-2, -1)).add_(bias[:, None])
         weights = torch.softmax(logits, dim=-1, out=logits)
-        empty = mask.amax(dim=-1) == float("-inf")  # (B, T): no key allowed, the row is NaN so far
-        if bool(empty.any()):
-            weights.masked_fill_(empty[:, None, :, None], 0.0)
+        if blind is not None:  # a row without a key is NaN so far
+            weights.masked_fill_(blind[:, None, :, None], 0.0)
         ctx.with_moments = first is not None
         if first is None:
             drop = scaled_mask(weights, dropout) if dropout > 0 else None
@@ -111,13 +118,14 @@ class _SoftmaxMoments(torch.autograd.Function):
         mean = torch.matmul(weights, v)
         # No clamp: a weight row sums to one, so its squares sum to at least 1 / T unless the row is empty.
         size = torch.linalg.vector_norm(weights, dim=-1).square_().reciprocal_()
-        if bool(empty.any()):
-            size.masked_fill_(empty[:, None, :], 0.0)
-        centre = v.gather(2, first)
-        centred = v - centre
+        if blind is not None:
+            size.masked_fill_(blind[:, None, :], 0.0)
+        tokens = values.transpose(1, 2).reshape(B * T, H * K)
+        centre = tokens.index_select(0, first.view(-1)).view(B, T, H, K).transpose(1, 2)
+        centred = torch.sub(v, centre, out=torch.empty_like(v))
         offset = mean - centre
-        if bool(empty.any()):
-            offset.masked_fill_(empty[:, None, :, None], 0.0)
+        if blind is not None:
+            offset.masked_fill_(blind[:, None, :, None], 0.0)
         residual = torch.matmul(weights, centred.square()).addcmul_(offset, offset, value=-1).clamp_(min=0)
         ctx.save_for_backward(q, k, v, weights, centred, offset, size)
         return mean, residual, size
@@ -144,7 +152,7 @@ class _SoftmaxMoments(torch.autograd.Function):
         d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)  # (1)
         scale = 1 / math.sqrt(q.shape[-1])
         d_q = torch.matmul(d_logits, k).mul_(scale)
-        d_k = torch.matmul(d_logits.transpose(-2, -1), q).mul_(scale)
+        d_k = torch.matmul(d_logits.transpose(-2, -1), q)  # q is kept scaled
         d_key = d_logits.sum(dim=(1, 2)) if ctx.needs_input_grad[3] else None  # (3)
         d_pair = d_logits.sum(dim=1) if ctx.needs_input_grad[4] else None
-        return d_q, d_k, d_v, d_key, d_pair, None, None, None
+        return d_q, d_k, d_v, d_key, d_pair, None, None, None, None

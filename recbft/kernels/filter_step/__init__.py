@@ -1,0 +1,40 @@
+"""REML, Kalman update and prediction with analytic backwards: a third of the passes that autograd makes.
+
+The functions and their meaning are those of ``recbft.core``, which is the reference; on other devices than the CPU it
+is also what runs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recbft import core
+from recbft.core import Belief
+from recbft.kernels.filter_step import cpu
+
+
+def reml_precision(
+    residual_variance: Tensor, effective_sample_size: Tensor, *, prior_scale: float, prior_dof: float, cap: float
+) -> Tensor:
+    """``core.reml_precision``."""
+    if residual_variance.device.type != "cpu":
+        return core.reml_precision(
+            residual_variance, effective_sample_size, prior_scale=prior_scale, prior_dof=prior_dof, cap=cap
+        )
+    return cpu.reml_precision(
+        residual_variance, effective_sample_size, prior_scale=prior_scale, prior_dof=prior_dof, cap=cap
+    )
+
+
+def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float) -> Belief:
+    """The belief of ``core.kalman_update``."""
+    if innovation.device.type != "cpu":
+        return core.kalman_update(belief, innovation, observation_precision, ramp=ramp)[0]
+    return cpu.kalman_update(belief, innovation, observation_precision, ramp=ramp)
+
+
+def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
+    """``core.predict_precision`` kept at ``low`` or above."""
+    if precision.device.type != "cpu":
+        return core.predict_precision(precision, jacobian, process_noise, cap=cap).clamp(min=low)
+    return cpu.predict_precision(precision, jacobian, process_noise, low=low, cap=cap)

@@ -1,0 +1,113 @@
+"""The steps of the filter with backwards written out.
+
+    r = min(m / (S + c), cap),  m = n + nu where n > 0, else 0,  c = nu s0 + epsilon
+        g_S = -g r^2 / m    g_n = sum_k g r / m                both 0 where the cap holds           (1)
+    lam' = lam + r    k = r / lam'    h' = h + (1 - w (1 - k)) e
+        with p = w g_h e / lam':   g_lam = g_lam' - p k    g_r = g_lam + p    g_e = g_h gain       (2)
+    s = max((1 + J)^2, floor)    d = s + Q lam'    lam'' = lam' / d, clamped
+        with p = g / d^2, 0 where clamped:
+        g_lam' = p s    g_J = -2 p lam' (1 + J), 0 where floored    g_Q = -sum p lam'^2            (3)
+
+Shapes: B rows, H heads, T tokens, K head width, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recbft.core.belief import Belief
+from recbft.core.observation import epsilon_of
+
+FLOOR = 0.01  # the least (1 + J)^2, as in core.predict_precision
+
+
+def reml_precision(
+    residual_variance: Tensor, effective_sample_size: Tensor, *, prior_scale: float, prior_dof: float, cap: float
+) -> Tensor:
+    """Equation (1); S (B, H, T, K), n (B, H, T)."""
+    constant = prior_dof * prior_scale + epsilon_of(residual_variance)
+    precision: Tensor = _Reml.apply(residual_variance, effective_sample_size, prior_dof, constant, cap)
+    return precision
+
+
+def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float) -> Belief:
+    """Equation (2); all (B, T, D)."""
+    return Belief(*_Update.apply(belief.mean, belief.precision, innovation, observation_precision, ramp))
+
+
+def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
+    """Equation (3); precision (B, T, D), J broadcastable to it, Q (D,) or scalar."""
+    predicted: Tensor = _Predict.apply(precision, jacobian, process_noise, low, cap)
+    return predicted
+
+
+class _Reml(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, S: Tensor, n: Tensor, nu: float, constant: float, cap: float) -> Tensor:
+        m = ((n + nu) * (n > 0))[..., None]
+        r = torch.add(S, constant)
+        torch.div(m, r, out=r).clamp_(max=cap)
+        ctx.save_for_backward(r, m)
+        ctx.cap = cap
+        return r
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        r, m = ctx.saved_tensors
+        flow = (g * r).mul_(r < ctx.cap)
+        inverse = torch.where(m > 0, 1 / m, 0.0)
+        d_n = flow.sum(dim=-1).mul_(inverse[..., 0])
+        return flow.mul_(r).mul_(-inverse), d_n, None, None, None
+
+
+class _Update(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, lam: Tensor, e: Tensor, r: Tensor, ramp: float) -> tuple[Tensor, Tensor]:
+        after = lam + r
+        share = r / after
+        gain = share if ramp == 1.0 else 1 - ramp * (1 - share)
+        ctx.save_for_backward(after, share, gain, e)
+        ctx.ramp = ramp
+        return torch.addcmul(h, gain, e), after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_h: Tensor, g_after: Tensor) -> Any:
+        after, share, gain, e = ctx.saved_tensors
+        p = (g_h * e).div_(after)
+        if ctx.ramp != 1.0:
+            p *= ctx.ramp
+        g_lam = torch.addcmul(g_after, p, share, value=-1)
+        return g_h, g_lam, g_h * gain, p.add_(g_lam), None
+
+
+class _Predict(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lam: Tensor, J: Tensor, Q: Tensor, low: float, cap: float) -> Tensor:
+        slope = (1 + J).square_().clamp_(min=FLOOR)
+        divisor = torch.addcmul(slope, Q, lam) if slope.shape == lam.shape else slope + Q * lam
+        predicted = (lam / divisor).clamp_(low, cap)
+        ctx.save_for_backward(lam, J, divisor, predicted)
+        ctx.bounds, ctx.noise_shape = (low, cap), Q.shape
+        return predicted
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        lam, J, divisor, predicted = ctx.saved_tensors
+        low, cap = ctx.bounds
+        p = (g / divisor).div_(divisor).mul_((predicted > low) & (predicted < cap))
+        stretch = 1 + J
+        slope = stretch.square().clamp_(min=FLOOR)
+        g_lam = p * slope
+        p *= lam
+        g_Q = (p * lam).neg_().sum_to_size(ctx.noise_shape) if ctx.needs_input_grad[2] else None
+        g_J = None
+        if ctx.needs_input_grad[1]:
+            g_J = p.mul_(-2).mul_(stretch).mul_(slope > FLOOR).sum_to_size(J.shape)
+        return g_lam, g_J, g_Q, None, None
