@@ -126,8 +126,9 @@ class _SoftmaxMoments(torch.autograd.Function):
         offset = mean - centre
         if blind is not None:
             offset.masked_fill_(blind[:, None, :, None], 0.0)
-        residual = torch.matmul(weights, centred.square()).addcmul_(offset, offset, value=-1).clamp_(min=0)
-        ctx.save_for_backward(q, k, v, weights, centred, offset, size)
+        squares = centred.square()
+        residual = torch.matmul(weights, squares).addcmul_(offset, offset, value=-1).clamp_(min=0)
+        ctx.save_for_backward(q, k, v, weights, centred, squares, offset, size)
         return mean, residual, size
 
     @staticmethod
@@ -135,14 +136,16 @@ class _SoftmaxMoments(torch.autograd.Function):
     def backward(ctx: Any, grad_mean: Tensor, *grad_moments: Tensor) -> Any:
         q, k, v, weights, *moments = ctx.saved_tensors
         if ctx.with_moments:
-            centred, offset, size = moments
+            centred, squares, offset, size = moments
             grad_residual, grad_size = grad_moments
             grad_value = torch.addcmul(grad_mean, grad_residual, offset, value=-2)  # G
-            d_weights = torch.matmul(grad_value, centred.transpose(-2, -1))
-            d_weights += torch.matmul(grad_residual, centred.square().transpose(-2, -1))
+            g, g_residual, u, squares, a = (
+                x.reshape(-1, *x.shape[2:]) for x in (grad_value, grad_residual, centred, squares, weights)
+            )
+            d_weights = torch.bmm(g, u.transpose(1, 2)).baddbmm_(g_residual, squares.transpose(1, 2)).view_as(weights)
             d_weights.addcmul_(weights, (grad_size * size.square())[..., None], value=-2)
-            d_v = torch.matmul(weights.transpose(-2, -1), grad_residual).mul_(centred).mul_(2)
-            d_v += torch.matmul(weights.transpose(-2, -1), grad_value)
+            d_v = torch.bmm(a.transpose(1, 2), g).addcmul_(torch.bmm(a.transpose(1, 2), g_residual), u, value=2)
+            d_v = d_v.view_as(v)
         else:
             kept, *drop = moments
             d_weights = torch.matmul(grad_mean, v.transpose(-2, -1))
