@@ -23,10 +23,10 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.arms import Arm, check_distinct, parse_arms
 from benchmarks.command import finish, parse_seeds, parser, recorded
-from benchmarks.paired import PairedDifference, paired_difference
 from benchmarks.runs import Job, plan, train_all, unfinished
 from benchmarks.tables import markdown_table, text_table
 from recbft.errors import RunError, UserError
+from recbft.evaluation.paired import SeedComparison, compare_seeds
 from recbft.files import write_atomic, write_json
 from recbft.models import MODELS
 from recbft.run_config import RunConfig
@@ -143,7 +143,7 @@ def _comparisons(arms: Sequence[Arm], values: Values) -> dict[str, Any]:
         baseline: {
             label: {
                 setting: {
-                    metric: asdict(paired_difference(values[label][setting][metric], values[baseline][setting][metric]))
+                    metric: asdict(compare_seeds(values[baseline][setting][metric], values[label][setting][metric]))
                     for metric in METRICS
                 }
                 for setting in SETTINGS
@@ -200,7 +200,7 @@ def _arm_cells(arms: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def _comparison_cells(against: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     head = ["arm", "metric", "items", "difference", "relative", "95 % interval", "p", "wins"]
     rows = [
-        [label, metric.upper(), SETTINGS[setting], *_difference_cells(PairedDifference(**of_setting[metric]))]
+        [label, metric.upper(), SETTINGS[setting], *_difference_cells(SeedComparison(**of_setting[metric]))]
         for label, settings in against.items()
         for setting, of_setting in settings.items()
         for metric in METRICS
@@ -208,13 +208,13 @@ def _comparison_cells(against: dict[str, Any]) -> tuple[list[str], list[list[str
     return head, rows
 
 
-def _difference_cells(d: PairedDifference) -> list[str]:
+def _difference_cells(d: SeedComparison) -> list[str]:
     return [
         f"{d.difference:+.4f}",
         "" if d.relative is None else f"{100 * d.relative:+.1f} %",
-        f"{d.low:+.4f} to {d.high:+.4f}",
-        f"{d.p:.3f}" if d.p >= 0.001 else "< 0.001",
-        f"{d.wins} of {d.num_pairs}",
+        f"{d.interval[0]:+.4f} to {d.interval[1]:+.4f}",
+        f"{d.p_t:.3f}" if d.p_t >= 0.001 else "< 0.001",
+        f"{d.wins} of {d.num_seeds}",
     ]
 
 

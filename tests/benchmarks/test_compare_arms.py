@@ -37,7 +37,7 @@ def test_arms_over_seeds_end_in_a_table_and_finished_runs_are_used_again(small, 
     folders = [out / f"matched-seed{seed}" / "metrics.json" for seed in (0, 1)]
     assert values == [json.loads(f.read_text())["test"]["unfiltered"]["ndcg@10"] for f in folders]
     found = result["comparisons"]["matched"]["bft[lam_max=10]"]["filtered"]["hr@10"]
-    assert found["num_pairs"] == 2 and found["low"] <= found["difference"] <= found["high"]
+    assert found["num_seeds"] == 2 and found["interval"][0] <= found["difference"] <= found["interval"][1]
     assert "[4/4]" in told and "Difference from matched" in printed
     markdown = (out / "compare_arms.md").read_text()
     assert "| bft[lam_max=10] | NDCG@10 | seen masked |" in markdown and "Seeds 0, 1;" in markdown

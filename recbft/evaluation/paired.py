@@ -1,0 +1,212 @@
+"""Is one arm better than another? Paired comparisons over seeds, and, a different claim, over users.
+
+Over seeds, with d_s the difference of the two arms trained with seed s, n of them, mean m and standard deviation sd:
+
+    t = m / (sd / sqrt(n)),  n - 1 degrees of freedom, two-sided                                  (1)
+    interval m +- t_{0.975, n-1} sd / sqrt(n)                                                     (2)
+    sign-flip p = share of the 2^n sign patterns with |mean(+-d)| >= |m|                          (3)
+    Cohen's d = m / sd                                                                            (4)
+    smallest effect: the m that (1) at level 0.05 finds with probability 0.8, given sd and n      (5)
+
+(1) asks whether the arms' means over seeds differ if differences are normal; (3) needs only that under no effect a
+difference is as likely as its negative. Both treat the users as given. Over users the roles change: seeds are averaged
+away first, and the question is whether other users would have shown the difference too.
+
+Source: Student (1908); Fisher, The Design of Experiments (1935), section 21, for (3); Holm (1979); Fisher (1925) for
+the pooled p; Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import integrate, optimize, special, stats
+
+from recbft.errors import UserError
+
+EXACT_SEEDS = 20  # up to 2^20 sign patterns are enumerated; more seeds are sampled
+PATTERNS_AT_ONCE = 2**14
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedComparison:
+    """One metric of one arm against a baseline, paired by seed."""
+
+    num_seeds: int
+    mean_baseline: float
+    sd_baseline: float
+    mean_other: float
+    sd_other: float
+    difference: float  # other - baseline
+    relative: float | None  # difference / mean_baseline; 0 where both are 0, None where only the baseline is
+    interval: tuple[float, float]  # (2), 95 %
+    p_t: float  # (1)
+    p_sign_flip: float  # (3)
+    wins: int  # seeds in which the other arm is strictly better
+    cohen_d: float | None  # (4); 0 for equal arms, None where all differences are the same and not 0
+    smallest_effect: float  # (5), in the metric's own unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserComparison:
+    """One metric of one arm against a baseline over users, seeds averaged away."""
+
+    num_users: int
+    difference: float  # other - baseline, mean over users
+    interval: tuple[float, float]  # bootstrap percentiles, 95 %
+    p_sign_flip: float  # sampled sign patterns of the users' differences
+
+
+def compare_seeds(baseline: ArrayLike, other: ArrayLike, *, samples: int = 100_000, seed: int = 0) -> SeedComparison:
+    """Compare two arms whose values stand in the same order of seeds.
+
+    Args:
+        baseline, other: one value per seed, (n,), n >= 2.
+        samples, seed: for the sign patterns where there are more than ``EXACT_SEEDS`` seeds.
+
+    Returns:
+        The comparison; identical arms have difference 0 and p 1, never NaN.
+
+    Raises:
+        UserError: fewer than two seeds, or unequal numbers of them.
+    """
+    a, b = _pair(baseline, other, "seeds")
+    d, n = b - a, a.size
+    mean, sd = float(d.mean()), _spread(d)
+    quantile = float(stats.t.ppf(0.975, n - 1))
+    half = quantile * sd / math.sqrt(n)
+    return SeedComparison(
+        num_seeds=n,
+        mean_baseline=float(a.mean()),
+        sd_baseline=float(a.std(ddof=1)),
+        mean_other=float(b.mean()),
+        sd_other=float(b.std(ddof=1)),
+        difference=mean,
+        relative=_ratio(mean, float(a.mean())),
+        interval=(mean - half, mean + half),
+        p_t=_t_test(mean, sd, n),
+        p_sign_flip=sign_flip_p(d, samples=samples, seed=seed),
+        wins=int((d > 0).sum()),
+        cohen_d=_ratio(mean, sd),
+        smallest_effect=_smallest_standard_effect(n) * sd,
+    )
+
+
+def compare_users(baseline: ArrayLike, other: ArrayLike, *, samples: int = 10_000, seed: int = 0) -> UserComparison:
+    """Compare two arms user by user.
+
+    Args:
+        baseline, other: one value per user in the same order, averaged over seeds, (N,), N >= 2.
+        samples: resamples of the users for the interval, and sign patterns for the p.
+        seed: of both.
+
+    Raises:
+        UserError: fewer than two users, or unequal numbers of them.
+    """
+    a, b = _pair(baseline, other, "users")
+    d = b - a
+    rng = np.random.default_rng(seed)
+    at_once = max(1, 4_000_000 // d.size)
+    means = [
+        rng.multinomial(d.size, np.full(d.size, 1 / d.size), size=min(at_once, samples - first)) @ d / d.size
+        for first in range(0, samples, at_once)
+    ]
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    return UserComparison(
+        num_users=d.size,
+        difference=float(d.mean()),
+        interval=(float(low), float(high)),
+        p_sign_flip=sign_flip_p(d, samples=samples, seed=seed),
+    )
+
+
+def sign_flip_p(differences: ArrayLike, *, samples: int = 100_000, seed: int = 0) -> float:
+    """Equation (3): exact up to ``EXACT_SEEDS`` differences, else (1 + hits) / (1 + samples) over random patterns."""
+    d = np.asarray(differences, dtype=np.float64)
+    observed = abs(d.sum()) * (1 - 1e-12)  # equal sums must count, whatever order they were added in
+    if d.size > EXACT_SEEDS:
+        rng = np.random.default_rng(seed)
+        at_once = max(1, 4_000_000 // d.size)
+        hits = 0
+        for first in range(0, samples, at_once):
+            signs = rng.integers(0, 2, (min(at_once, samples - first), d.size), dtype=np.int8) * 2 - 1
+            hits += int((np.abs(signs @ d) >= observed).sum())
+        return (1 + hits) / (1 + samples)
+    patterns, matching = 2**d.size, 0
+    for first in range(0, patterns, PATTERNS_AT_ONCE):
+        numbers = np.arange(first, min(first + PATTERNS_AT_ONCE, patterns))
+        signs = ((numbers[:, None] >> np.arange(d.size)) & 1) * 2 - 1
+        matching += int((np.abs(signs @ d) >= observed).sum())
+    return float(matching / patterns)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjustment of a family of p-values, in their own order: rejecting at 0.05 keeps the family's level."""
+    order = np.argsort(p_values, kind="stable")
+    adjusted, largest = [0.0] * len(order), 0.0
+    for place, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - place) * float(p_values[index])))
+        adjusted[index] = largest
+    return adjusted
+
+
+def fisher(p_values: Sequence[float]) -> float:
+    """Fisher's pooled p of k independent comparisons: chi-square of -2 sum log p with 2 k degrees of freedom."""
+    if not len(p_values):
+        raise UserError("there is no p-value to pool; compare at least one data set")
+    smallest = np.finfo(np.float64).tiny
+    return float(stats.chi2.sf(-2 * np.log(np.maximum(p_values, smallest)).sum(), 2 * len(p_values)))
+
+
+def _pair(baseline: ArrayLike, other: ArrayLike, what: str) -> tuple[FloatArray, FloatArray]:
+    a, b = np.asarray(baseline, dtype=np.float64), np.asarray(other, dtype=np.float64)
+    if a.shape != b.shape or a.ndim != 1:
+        raise UserError(f"the arms have {a.size} and {b.size} {what}; compare them over the {what} they share")
+    if a.size < 2:
+        raise UserError(f"a paired comparison needs at least 2 {what}, and there are {a.size}; add {what}")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise UserError(f"a value of the {what} is not finite; leave out the broken run")
+    return a, b
+
+
+def _spread(d: FloatArray) -> float:
+    """Standard deviation, exactly 0 where all differences are equal up to rounding."""
+    sd = float(d.std(ddof=1))
+    return 0.0 if sd <= 1e-14 * float(np.abs(d).max(initial=0.0)) else sd
+
+
+def _t_test(mean: float, sd: float, n: int) -> float:
+    """Two-sided p of (1); 1 for equal arms, 0 where all differences are the same and not 0."""
+    if sd == 0:
+        return 1.0 if mean == 0 else 0.0
+    return float(2 * stats.t.sf(abs(mean) / (sd / math.sqrt(n)), n - 1))
+
+
+@lru_cache
+def _smallest_standard_effect(n: int, *, level: float = 0.05, power: float = 0.8) -> float:
+    """Equation (5) for sd = 1; the chance of |t| beyond its critical value, averaged over the estimated deviation."""
+    critical, degrees = float(stats.t.ppf(1 - level / 2, n - 1)), n - 1
+
+    def lacking(effect: float) -> float:
+        shift = effect * math.sqrt(n)
+
+        def beyond(chi: float) -> float:
+            edge = critical * chi / math.sqrt(degrees)
+            tails = special.ndtr(shift - edge) + special.ndtr(-shift - edge)
+            return float(stats.chi.pdf(chi, degrees) * tails)
+
+        return float(integrate.quad(beyond, 0, math.sqrt(degrees) + 12)[0]) - power
+
+    return float(optimize.brentq(lacking, 0.0, 100.0, xtol=1e-9))
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    if denominator:
+        return numerator / denominator
+    return 0.0 if numerator == 0 else None

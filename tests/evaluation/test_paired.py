@@ -1,0 +1,126 @@
+"""Paired comparisons against scipy, full enumeration, and simulations in which nothing is different."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from recbft.errors import UserError
+from recbft.evaluation.paired import compare_seeds, compare_users, fisher, holm, sign_flip_p
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("n", [2, 5, 20, 30])
+def test_the_t_test_and_its_interval_are_scipys(n, seed):
+    rng = np.random.default_rng(seed)
+    a, b = rng.normal(0.1, 0.01, n), rng.normal(0.102, 0.01, n)
+    found, expected = compare_seeds(a, b), stats.ttest_rel(b, a)
+    assert found.p_t == pytest.approx(expected.pvalue)
+    low, high = expected.confidence_interval(0.95)
+    assert found.interval == pytest.approx((low, high))
+    assert found.difference == pytest.approx((b - a).mean())
+    assert found.relative == pytest.approx((b - a).mean() / a.mean())
+    assert found.wins == sum(b > a)
+    assert found.cohen_d == pytest.approx((b - a).mean() / (b - a).std(ddof=1))
+
+
+@given(st.lists(st.integers(-5, 5), min_size=2, max_size=9))
+def test_sign_flip_equals_full_enumeration(values):
+    observed = abs(sum(values))
+    patterns = list(itertools.product([-1, 1], repeat=len(values)))
+    hits = sum(abs(sum(s * v for s, v in zip(signs, values, strict=True))) >= observed for signs in patterns)
+    assert sign_flip_p(values) == hits / len(patterns)
+
+
+def test_sign_flip_equals_scipys_for_twelve_seeds():
+    d = np.random.default_rng(1).normal(0.3, 1, 12)
+    expected = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert sign_flip_p(d) == pytest.approx(expected.pvalue)
+
+
+def test_sampled_sign_flips_come_close_to_the_normal_limit():
+    d = np.random.default_rng(2).normal(0.2, 1, 200)
+    z = d.sum() / math.sqrt((d**2).sum())
+    assert sign_flip_p(d, samples=20_000) == pytest.approx(2 * stats.norm.sf(abs(z)), abs=0.01)
+
+
+def test_identical_arms_differ_by_nothing_with_p_one():
+    values = [0.1, 0.2, 0.15]
+    found = compare_seeds(values, values)
+    assert (found.difference, found.relative, found.p_t, found.p_sign_flip, found.wins) == (0, 0, 1, 1, 0)
+    assert found.interval == (0, 0) and found.cohen_d == 0 and found.smallest_effect == 0
+    users = compare_users(values, values, samples=100)
+    assert (users.difference, users.interval, users.p_sign_flip) == (0, (0, 0), 1)
+
+
+def test_a_constant_difference_is_certain_to_the_t_test_and_not_to_the_signs():
+    found = compare_seeds([0.1, 0.2, 0.3], [0.2, 0.3, 0.4])
+    assert found.p_t == 0 and found.cohen_d is None
+    assert found.p_sign_flip == 2 / 8
+
+
+def test_zero_metrics_give_no_nan():
+    assert compare_seeds([0, 0], [0, 0]).relative == 0
+    assert compare_seeds([0, 0], [0.1, 0.2]).relative is None
+
+
+def test_wrong_inputs_are_refused():
+    with pytest.raises(UserError, match="needs at least 2 seeds, and there are 1; add seeds"):
+        compare_seeds([0.1], [0.2])
+    with pytest.raises(UserError, match="the arms have 2 and 3 seeds; compare them over the seeds they share"):
+        compare_seeds([0.1, 0.2], [0.1, 0.2, 0.3])
+    with pytest.raises(UserError, match="a value of the seeds is not finite"):
+        compare_seeds([0.1, np.nan], [0.1, 0.2])
+    with pytest.raises(UserError, match="at least 2 users"):
+        compare_users([], [])
+
+
+@pytest.mark.parametrize("n", [3, 10, 20])
+def test_the_smallest_effect_is_found_four_times_in_five(n):
+    effect = compare_seeds(np.zeros(n), np.random.default_rng(0).normal(0, 1, n)).smallest_effect
+    sd = np.random.default_rng(0).normal(0, 1, n).std(ddof=1)
+    draws = np.random.default_rng(5).normal(effect / sd, 1, (20_000, n))
+    t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(n))
+    assert (np.abs(t) > stats.t.ppf(0.975, n - 1)).mean() == pytest.approx(0.8, abs=0.015)
+
+
+@pytest.mark.parametrize("level", [0.05, 0.2])
+def test_where_nothing_differs_p_is_uniform(level):
+    rng = np.random.default_rng(3)
+    comparisons = [compare_seeds(rng.normal(size=10), rng.normal(size=10)) for _ in range(1000)]
+    spread = 3 * math.sqrt(level * (1 - level) / 1000)
+    for p in ([c.p_t for c in comparisons], [c.p_sign_flip for c in comparisons]):
+        assert np.mean(np.array(p) <= level) == pytest.approx(level, abs=spread)
+
+
+def test_user_intervals_cover_the_truth():
+    rng = np.random.default_rng(4)
+    covered = 0
+    for seed in range(200):
+        d = rng.exponential(1.0, 150)
+        low, high = compare_users(np.zeros(150), d, samples=500, seed=seed).interval
+        covered += low <= 1 <= high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_holm_is_worked_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(1e-6, 1), min_size=1, max_size=8))
+def test_fisher_is_scipys(values):
+    assert fisher(values) == pytest.approx(stats.combine_pvalues(values).pvalue, rel=1e-9)
+
+
+def test_fisher_takes_a_p_of_zero_and_refuses_none():
+    assert fisher([0.0, 1.0]) < 1e-200
+    with pytest.raises(UserError, match="no p-value to pool"):
+        fisher([])
