@@ -13,12 +13,11 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from recbft.datasets.batches import history_batches
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluation_mode
 from recbft.evaluation.top_k import top_k
-from recbft.models.contract import SequenceModel
+from recbft.models.contract import SequenceModel, read_histories
 
 Histories = Mapping[Any, Sequence[Any]] | Sequence[Sequence[Any]] | pd.DataFrame
 HISTORIES_AT_ONCE = 4096
@@ -28,6 +27,7 @@ class _Encoded(NamedTuple):
     users: list[Any]  # (S,) those with an item the model knows
     items: NDArray[np.int64]  # known items side by side
     offsets: NDArray[np.int64]  # (S + 1,)
+    times: NDArray[np.int64] | None  # of the items, for models that read times
     unknown_events: int
     skipped_users: list[Any]
 
@@ -43,10 +43,19 @@ def recommend(
 ) -> pd.DataFrame:
     """``Recommender.recommend``; see there.
 
+    A model that reads event times takes a data frame whose third column ``timestamp`` holds whole numbers in the unit
+    of the training data.
+
     Raises:
-        UserError: no history, none with a known item, or fewer than k items left for a user.
+        UserError: no history, none with a known item, fewer than k items left for a user, no times for a model that
+            reads them, or a model that was trained with the target's time, which nobody knows here.
     """
-    encoded = _encode(histories, vocabulary)
+    if getattr(model, "shows_target_time", False):
+        raise UserError(
+            "this model was trained with show_target_time: true, but the time of the next event is not known when "
+            "recommending; train with show_target_time: false"
+        )
+    encoded = _encode(histories, vocabulary, with_times=getattr(model, "reads_times", False))
     parts = []
     with torch.inference_mode(), evaluation_mode(model):
         for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):
@@ -69,7 +78,9 @@ def _lists(
     users = encoded.users[first : first + HISTORIES_AT_ONCE]
     offsets = encoded.offsets[first : first + len(users) + 1]
     states, precisions = [], []
-    for batch in history_batches(encoded.items, offsets[:-1], offsets[1:], max_length=model.max_length):
+    for batch in read_histories(
+        model, encoded.items, offsets[:-1], offsets[1:], times=encoded.times, source="the list of histories"
+    ):
         state, precision = model.user_states(batch)
         states.append(state)
         precisions.append(torch.full_like(state[:, 0], float("nan")) if precision is None else precision)
@@ -94,9 +105,10 @@ def _lists(
     return table
 
 
-def _encode(histories: Histories, vocabulary: Vocabulary) -> _Encoded:
+def _encode(histories: Histories, vocabulary: Vocabulary, *, with_times: bool) -> _Encoded:
     """Raw histories as item indices, unknown items left out and counted."""
     users, lengths, raw = _flatten(histories)
+    times = _times(histories) if with_times and isinstance(histories, pd.DataFrame) else None
     if not users:
         raise UserError("there is no history to recommend for; give at least one user with items")
     items = vocabulary.encode(raw)
@@ -112,6 +124,7 @@ def _encode(histories: Histories, vocabulary: Vocabulary) -> _Encoded:
         users=[user for user, count in zip(users, kept, strict=True) if count],
         items=items[known],
         offsets=np.concatenate([[0], np.cumsum(kept[kept > 0])]).astype(np.int64),
+        times=None if times is None else times[known],
         unknown_events=int((~known).sum()),
         skipped_users=[user for user, count in zip(users, kept, strict=True) if not count],
     )
@@ -140,3 +153,16 @@ def _flatten(histories: Histories) -> tuple[list[Any], list[int], list[Any]]:
             raise UserError(f"the history of user {user!r} is {items!r}; give a list of item ids, such as [{items!r}]")
     lists = [list(items) for items in sequences]
     return users, [len(items) for items in lists], [item for items in lists for item in items]
+
+
+def _times(histories: pd.DataFrame) -> NDArray[np.int64] | None:
+    """The times of all events in the order of ``_flatten``; None without a column of them."""
+    if "timestamp" not in histories.columns:
+        return None
+    if not pd.api.types.is_integer_dtype(histories["timestamp"]) or histories["timestamp"].isna().any():
+        raise UserError(
+            f"column 'timestamp' of the histories has type {histories['timestamp'].dtype}; give whole numbers in the "
+            "unit of the training data, without blanks"
+        )
+    grouped = histories.groupby("user_id", sort=False, observed=True)["timestamp"]
+    return np.concatenate([times.to_numpy(dtype=np.int64) for _, times in grouped])

@@ -30,12 +30,14 @@ class SequenceContext:
         position: (B, T) integers, the place in the history; distinct within a segment.
         time: (B, T) integers or None, real event times.
         causal: a token sees itself and earlier positions only; False lets it see its whole segment.
+        query_time: (B, T) integers or None, the time a token reads at where that is not its own.
     """
 
     segment: Tensor
     position: Tensor
     time: Tensor | None = None
     causal: bool = True
+    query_time: Tensor | None = None
 
     @cached_property
     def valid(self) -> Tensor:
@@ -61,6 +63,14 @@ class SequenceContext:
     def lag(self) -> Tensor:
         """(B, T, T) integers, the distance in positions between token t and token j."""
         return (self.position[:, :, None] - self.position[:, None, :]).abs()
+
+    @cached_property
+    def log_elapsed(self) -> Tensor:
+        """(B, T, T) floats >= 0, the log of the time between token t and token j, of 1 where it is less."""
+        if self.time is None:
+            raise ValueError("the context has no times; give it the time of every token")
+        query = self.time if self.query_time is None else self.query_time
+        return (query[:, :, None] - self.time[:, None, :]).abs().clamp_(min=1).float().log_()
 
     @cached_property
     def first(self) -> Tensor:

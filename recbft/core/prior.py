@@ -2,16 +2,28 @@
 
     tau_base = rank quantile of the item's training count, mid-ranks for ties                     (1)
     scale    = lam_obs (1 - K0) / K0,  lam_obs = (1 + nu) / (nu s0)                               (2)
+    tau_i    = (c_i + nu0) / (c + nu0),  c the mean count                                         (3)
+    nu0      = argmax sum_i log NB(c_i; nu0, c)                                                   (4)
 
-(2) makes an item of full count meet the largest REML precision with gain K0.
+(2) makes an item of full count meet the largest REML precision with gain K0. (3) is empirical Bayes: with counts
+c_i ~ Poisson(theta_i) and rates theta_i ~ Gamma(shape nu0, mean c), it is E[theta_i | c_i] / c. With the rates
+integrated out a count is negative binomial, mean c and variance c + c^2 / nu0, and (4) maximises that likelihood; for
+every nu0 it is largest at the mean of the sample, so nothing else is fitted.
 
-Source: Precision Tracked Transformer (arXiv 2605.18832), section 3.3.
+Source: Precision Tracked Transformer (arXiv 2605.18832), section 3.3 and table 1; Gamma-Poisson: Robbins (1956), Efron,
+Large-Scale Inference (2010), chapter 1.
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
+
+# Between these nu0 changes no precision that could be seen: below, an unseen item has next to none; above, all are 1.
+_PSEUDO_COUNT_BOUNDS = (1e-4, 1e8)
 
 
 def count_quantiles(counts: Tensor) -> Tensor:
@@ -47,3 +59,46 @@ def initial_scale(
     variance = 1 / head_width if prior_variance is None else prior_variance
     largest = (1 + prior_dof) / (prior_dof * variance)
     return largest * (1 - gain) / gain
+
+
+def empirical_bayes_precision(counts: Tensor, pseudo_count: float) -> Tensor:
+    """Equation (3): 1 on average over the items; counts of any shape, the mean over all of them.
+
+    Args:
+        counts: training counts, (V,), >= 0.
+        pseudo_count: nu0, > 0; infinity gives every item precision 1.
+
+    Returns:
+        Precision of each item, (V,), > 0, float64.
+    """
+    counts = counts.double()
+    if math.isinf(pseudo_count) or counts.numel() == 0:
+        return torch.ones_like(counts)
+    return (counts + pseudo_count) / (counts.mean() + pseudo_count)
+
+
+def fit_pseudo_count(counts: Tensor) -> float:
+    """Equation (4): the worth of the prior, in events, that makes the counts most likely; the same on every call.
+
+    Args:
+        counts: training counts, (V,), >= 0.
+
+    Returns:
+        nu0 > 0; infinity where the counts vary no more than Poisson counts of one rate do (all equal, one item, none).
+    """
+    from scipy import optimize, special  # half a second to import, and only this initial precision asks for it
+
+    c = counts.double().numpy()
+    if c.size == 0 or c.var() <= c.mean():
+        return math.inf
+    values, times = np.unique(c, return_counts=True)
+    mean = c.mean()
+
+    def loss(log_nu: float) -> float:
+        nu = math.exp(log_nu)
+        each = special.gammaln(values + nu) - special.gammaln(nu)
+        each = each - nu * math.log1p(mean / nu) + values * (math.log(mean) - math.log(mean + nu))
+        return float(-(times * each).sum())
+
+    bounds = tuple(math.log(bound) for bound in _PSEUDO_COUNT_BOUNDS)
+    return math.exp(optimize.minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-10}).x)

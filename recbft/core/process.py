@@ -5,10 +5,14 @@
     C ~ U R',   J ~ U (R' phi'(a))                           rank r, from the SVD of C           (3)
     lam'' = min(1 / (max((1 + J)^2, floor) / lam' + Q), cap)                                     (4)
     Q = softplus(q) * Q_max                                  process noise per coordinate        (5)
+    discount  lam'' = delta lam',  0 < delta < 1             each layer forgets the same share   (6)
+    decay     lam'' = exp(-c) lam',  c any real number       the same, free to forget or gain    (7)
 
-The norm before the network is treated as precision-preserving.
+(6) and (7) stand in for (4): one learned number per layer, blind to what the network does. The norm before the network
+is treated as precision-preserving.
 
-Source: Precision Tracked Transformer (arXiv 2605.18832), section 3.2.
+Source: Precision Tracked Transformer (arXiv 2605.18832), section 3.2 and table 1; discount factors: West and Harrison,
+Bayesian Forecasting and Dynamic Models (1997), section 6.3.
 Shapes: D model width, F feed-forward width, r rank.
 """
 
@@ -83,3 +87,13 @@ def predict_precision(
     """
     slope = torch.as_tensor(1 + jacobian, dtype=precision.dtype, device=precision.device).square().clamp(min=floor)
     return (precision / (slope + process_noise * precision)).clamp(max=cap)
+
+
+def discount_precision(precision: Tensor, discount: float | Tensor, *, cap: float = 100.0) -> Tensor:
+    """Equation (6): ``discount`` is delta, in (0, 1), a scalar; precision > 0 of any shape."""
+    return (discount * precision).clamp(max=cap)
+
+
+def decay_precision(precision: Tensor, rate: Tensor, *, cap: float = 100.0) -> Tensor:
+    """Equation (7): ``rate`` is c, a scalar; 0 changes nothing, below 0 precision grows up to the cap."""
+    return (torch.exp(-rate) * precision).clamp(max=cap)

@@ -16,7 +16,7 @@ class Moments(NamedTuple):
 
 
 class SiluMoments(NamedTuple):
-    """Sums over unnormalised SiLU weights a; zeros where a token may read nothing."""
+    """Sums over weights a of any kind, SiLU's above all; zeros where a token may read nothing."""
 
     mean: Tensor  # (B, H, T, K)  sum a v, the innovation
     weight_sum: Tensor  # (B, H, T)  sum a

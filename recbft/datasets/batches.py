@@ -10,7 +10,7 @@ Shapes: S histories, B rows, T tokens per row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ class Batch(NamedTuple):
     time: Tensor | None  # (B, T) the data's own unit, 0 padding; None when the data has no real times
     target: Tensor | None  # (B, T) the next item where there is one to learn, 0 elsewhere; None in evaluation
     last: Tensor  # (S,) flat index (row * T + column) of each history's last token
+    next_time: Tensor | None = None  # (B, T) time of the event after each token, for models that are shown it
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
@@ -39,43 +40,63 @@ class Batch(NamedTuple):
             time=None if self.time is None else self.time.to(device),
             target=None if self.target is None else self.target.to(device),
             last=self.last.to(device),
+            next_time=None if self.next_time is None else self.next_time.to(device),
         )
 
 
 def pack_histories(
-    items: IntArray, start: IntArray, stop: IntArray, *, times: IntArray | None = None, with_targets: bool = False
+    items: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    *,
+    times: IntArray | None = None,
+    with_targets: bool = False,
+    with_next_times: bool = False,
+    append: int | None = None,
 ) -> Batch:
     """Pack ``items[start:stop]`` of each history into rows; with targets, event t+1 is the target of token t.
 
     Args:
         items: all events, (E,), item indices >= 1.
-        start, stop: bounds of each history, (S,), stop > start.
+        start, stop: bounds of each history, (S,), stop > start, or stop >= start with ``append``.
         times: time per event, (E,), or None.
         with_targets: the history's target at its last token is ``items[stop]``, which the caller warrants to exist.
+        with_next_times: every token gets the time of the event after it, with the same warrant for ``times[stop]``.
+        append: an item put after each history's last event, such as a mask, at the time of that event.
 
     Returns:
         The batch, rows as wide as the longest history.
     """
-    lengths = stop - start
+    lengths = stop - start + (append is not None)
     assert lengths.size > 0 and lengths.min() > 0, "every packed history holds at least one event"
+    assert append is None or not (with_targets or with_next_times), "what is appended has no event after it"
     row, column, num_rows, width = _place(lengths)
     segment = np.repeat(np.arange(lengths.size), lengths)
     position = np.arange(segment.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     event = np.repeat(start, lengths) + position
     cell = np.repeat(row * width + column, lengths) + position
+    appended = None
+    if append is not None:
+        appended = np.cumsum(lengths) - 1
+        event[appended] = np.maximum(event[appended] - 1, 0)  # whatever stands there is replaced; its time is kept
 
     def fill(values: IntArray, empty: int) -> Tensor:
         grid = np.full(num_rows * width, empty, dtype=np.int64)
         grid[cell] = values
         return torch.from_numpy(grid.reshape(num_rows, width))
 
+    read = items[event]
+    if appended is not None:
+        read[appended] = append
+    assert times is not None or not with_next_times
     return Batch(
-        items=fill(items[event], 0),
+        items=fill(read, 0),
         segment=fill(segment, -1),
         position=fill(position, 0),
         time=None if times is None else fill(times[event], 0),
         target=fill(items[event + 1], 0) if with_targets else None,
         last=torch.from_numpy(row * width + column + lengths - 1),
+        next_time=fill(times[event + 1], 0) if times is not None and with_next_times else None,
     )
 
 
@@ -87,12 +108,44 @@ def history_batches(
     max_length: int,
     times: IntArray | None = None,
     histories_per_batch: int = 1024,
+    with_next_times: bool = False,
+    append: int | None = None,
 ) -> Iterator[Batch]:
-    """Batches of histories in the given order, each cut to its last ``max_length`` events: for evaluation."""
-    start = np.maximum(start, stop - max_length)
+    """Batches of histories in the given order, for evaluation.
+
+    Each is cut to its last ``max_length`` tokens, of which ``append``, where there is one, is the last.
+    """
+    start = np.maximum(start, stop - max_length + (append is not None))
     for first in range(0, start.size, histories_per_batch):
         chosen = slice(first, first + histories_per_batch)
-        yield pack_histories(items, start[chosen], stop[chosen], times=times)
+        yield pack_histories(
+            items, start[chosen], stop[chosen], times=times, with_next_times=with_next_times, append=append
+        )
+
+
+class EpochBatches(Protocol):
+    """What the training loop asks of its batches."""
+
+    batch_size: int  # histories per batch
+
+    @property
+    def num_histories(self) -> int:
+        """Histories per epoch."""
+        ...
+
+    @property
+    def num_batches(self) -> int:
+        """Optimiser steps per epoch."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens read per epoch."""
+        ...
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """The batches of one epoch, in an order of its own; they depend on the epoch's number alone."""
+        ...
 
 
 class TrainingBatches:
@@ -112,17 +165,24 @@ class TrainingBatches:
         batch_size: int,
         seed: int,
         times: IntArray | None = None,
+        with_next_times: bool = False,
     ) -> None:
         trainable = stop - start >= 2
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
+        self.with_next_times = with_next_times
         # Inputs end one event before the last training event, which is the last target.
         self.stop = stop[trainable] - 1
         self.start = np.maximum(start[trainable], self.stop - max_length)
 
     @property
+    def num_histories(self) -> int:
+        """Histories per epoch."""
+        return self.start.size
+
+    @property
     def num_batches(self) -> int:
         """Optimiser steps per epoch."""
-        return -(-self.start.size // self.batch_size)
+        return -(-self.num_histories // self.batch_size)
 
     @property
     def num_tokens(self) -> int:
@@ -131,10 +191,99 @@ class TrainingBatches:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.start.size)
-        for first in range(0, order.size, self.batch_size):
-            chosen = order[first : first + self.batch_size]
-            yield pack_histories(self.items, self.start[chosen], self.stop[chosen], times=self.times, with_targets=True)
+        for chosen in _chosen(self.seed, epoch, self.start.size, self.batch_size):
+            yield pack_histories(
+                self.items,
+                self.start[chosen],
+                self.stop[chosen],
+                times=self.times,
+                with_targets=True,
+                with_next_times=self.with_next_times,
+            )
+
+
+class ClozeBatches:
+    """The batches of one epoch of the Cloze objective: masked items to be found from both sides.
+
+    Every user with two or more training events is read once an epoch, its last ``max_length`` of them. With
+    probability ``last_item_probability`` the history is cut after a random event and that event alone is masked, which
+    is what prediction asks; otherwise each event is masked with ``mask_probability``, and at least one. What is masked
+    depends on (mask_seed, epoch) and the histories, not on their order, which is drawn from (seed, epoch) as in
+    ``TrainingBatches``.
+
+    Args:
+        mask: the item index that stands for a masked item.
+    """
+
+    def __init__(
+        self,
+        items: IntArray,
+        start: IntArray,
+        stop: IntArray,
+        *,
+        max_length: int,
+        batch_size: int,
+        seed: int,
+        mask: int,
+        mask_probability: float = 0.2,
+        last_item_probability: float = 0.5,
+        mask_seed: int = 0,
+        times: IntArray | None = None,
+    ) -> None:
+        trainable = stop - start >= 2
+        self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
+        self.stop = stop[trainable]
+        self.start = np.maximum(start[trainable], self.stop - max_length)
+        self.mask, self.mask_seed = mask, mask_seed
+        self.mask_probability, self.last_item_probability = mask_probability, last_item_probability
+
+    @property
+    def num_histories(self) -> int:
+        """Histories per epoch."""
+        return self.start.size
+
+    @property
+    def num_batches(self) -> int:
+        """Optimiser steps per epoch."""
+        return -(-self.num_histories // self.batch_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens read per epoch at most, masked ones among them; histories that are cut have fewer."""
+        return int((self.stop - self.start).sum())
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """The batches of one epoch, in that epoch's order."""
+        masked, ends = self._draw(epoch)
+        hidden = np.where(masked, self.mask, self.items)
+        targets = np.where(masked, self.items, 0)
+        for chosen in _chosen(self.seed, epoch, self.start.size, self.batch_size):
+            start, stop = self.start[chosen], ends[chosen]
+            batch = pack_histories(hidden, start, stop, times=self.times)
+            yield batch._replace(target=pack_histories(targets, start, stop).items)
+
+    def _draw(self, epoch: int) -> tuple[NDArray[np.bool_], IntArray]:
+        """The events that are masked in this epoch, (E,) True, and where each history ends in it, (S,)."""
+        rng = np.random.default_rng([self.mask_seed, epoch])
+        lengths = self.stop - self.start
+        first = np.cumsum(lengths) - lengths  # of each history among the tokens that are read
+        draw = rng.random(int(lengths.sum()))
+        least = np.repeat(np.minimum.reduceat(draw, first), lengths) if lengths.size else draw
+        chosen = (draw < self.mask_probability) | (draw == least)
+        only_last = rng.random(lengths.size) < self.last_item_probability
+        kept = np.where(only_last, rng.integers(2, lengths + 1), lengths)  # an item is seen before the last one
+        chosen[np.repeat(only_last, lengths)] = False
+        chosen[(first + kept - 1)[only_last]] = True
+        masked = np.zeros(self.items.size, dtype=np.bool_)
+        masked[np.repeat(self.start - first, lengths) + np.arange(chosen.size)] = chosen
+        return masked, self.start + kept
+
+
+def _chosen(seed: int, epoch: int, count: int, batch_size: int) -> Iterator[IntArray]:
+    """The histories of each batch of an epoch."""
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    for first in range(0, order.size, batch_size):
+        yield order[first : first + batch_size]
 
 
 def _place(lengths: IntArray) -> tuple[IntArray, IntArray, int, int]:

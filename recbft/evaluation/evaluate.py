@@ -19,13 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recbft.datasets.batches import history_batches
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View, leave_one_out
 from recbft.errors import UserError
 from recbft.evaluation.metrics import KS, metrics_from_ranks
 from recbft.evaluation.ranks import Ranks, full_ranks
-from recbft.models.contract import ItemTable, SequenceModel
+from recbft.models.contract import ItemTable, SequenceModel, read_histories
 
 IntArray = NDArray[np.int64]
 Part = Literal["validation", "test"]
@@ -150,12 +149,13 @@ def _states(
 ) -> tuple[torch.Tensor, list[NDArray[np.floating]]]:
     """States, (n, D), and precisions (a list of parts, empty where there are none) of some users."""
     states, precisions = [], []
-    for batch in history_batches(
+    for batch in read_histories(
+        model,
         dataset.items,
         view.start[users],
         view.stop[users],
-        max_length=model.max_length,
         times=dataset.times,
+        source=f"data set {dataset.name!r}",
         histories_per_batch=histories_per_batch,
     ):
         state, precision = model.user_states(batch.to(table.weight.device))

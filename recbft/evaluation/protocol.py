@@ -30,6 +30,7 @@ def protocol(
     max_length: int,
     seed: int,
     config: Mapping[str, Any],
+    target_time: str = "no times are read",
 ) -> dict[str, Any]:
     """All that a reader needs to make a number again, ready for JSON.
 
@@ -38,6 +39,7 @@ def protocol(
         filter_seen: whether the headline masks what the user has seen.
         max_length: events of a history that the model reads.
         config: the run's configuration as a plain mapping.
+        target_time: whether the model is shown the time of the target.
     """
     return {
         "dataset": dataset.name,
@@ -53,6 +55,7 @@ def protocol(
         "ties": TIES,
         "filter_seen": filter_seen,
         "max_length": max_length,
+        "target_time": target_time,
         "seed": seed,
         "recbft_version": recbft_version(),
         "config": dict(config),

@@ -2,7 +2,8 @@
 
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.observation import Observation
+from recbft.mixers.pointwise import PointwiseAttention
 
-MIXERS = {"attention": SoftmaxAttention}
+MIXERS = {"attention": SoftmaxAttention, "pointwise": PointwiseAttention}
 
-__all__ = ["MIXERS", "Observation", "SoftmaxAttention"]
+__all__ = ["MIXERS", "Observation", "PointwiseAttention", "SoftmaxAttention"]

@@ -4,7 +4,10 @@
     e, S, n   softmax moments with bias  w log lbar_j + w lag_tj log rho                          (1)
     lobs      by the estimator, per head; through the squared weights of W_out where there is one (2)
 
-Source: Precision Tracked Transformer (arXiv 2605.18832), sections 2.3 and 3.1.
+The estimators that need more than S and n, and weights per coordinate (``kriging: per_dimension``), take the weights
+written out (``core.weights``); the others take the fast path.
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), sections 2.3, 3.1 and 4.1.
 Shapes: B rows, T tokens, D model width, H heads, K head width.
 """
 
@@ -18,18 +21,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.core import (
-    Moments,
     SequenceContext,
+    check_estimator,
+    delta_precision,
+    design_effect_precision,
+    effective_sample_size,
+    key_variance,
+    per_dimension_weights,
     projected_precision,
+    propagated_variance,
     reml_naive_precision,
+    residual_variance,
+    sandwich_precision,
     scalar_log_precision,
     softmax_mean,
     softmax_moments,
+    softmax_weights,
+    weight_sums,
 )
+from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import reml_precision
 from recbft.mixers.observation import Observation
 
-Estimator = Literal["reml", "reml_naive"]
+Estimator = Literal["reml", "reml_naive", "sandwich", "delta", "design_effect"]
 
 
 class SoftmaxAttention(nn.Module):
@@ -43,7 +57,14 @@ class SoftmaxAttention(nn.Module):
         recency_decay: start of the learned rho in (0, 1), or None for no decay.
         estimator: how the observation precision is estimated, or None for the plain layer.
         prior_dof, prior_variance, cap: nu, s0 and lam_max of the estimator; s0 defaults to 1 / K.
+        kriging: ``scalar`` weighs a key by its mean precision, ``per_dimension`` each coordinate by its own (short rows
+            only: ``core.MAX_TOKENS``).
+
+    Raises:
+        UserError: the estimator is not defined for softmax weights.
     """
+
+    weights = "softmax"  # which estimators are defined: core.ESTIMATORS
 
     def __init__(
         self,
@@ -57,9 +78,12 @@ class SoftmaxAttention(nn.Module):
         prior_dof: float = 1.0,
         prior_variance: float | None = None,
         cap: float = 100.0,
+        kriging: Literal["scalar", "per_dimension"] = "scalar",
     ) -> None:
         super().__init__()
-        self.n_heads, self.dropout, self.estimator = n_heads, dropout, estimator
+        if estimator is not None:
+            check_estimator(estimator, self.weights)
+        self.n_heads, self.dropout, self.estimator, self.kriging = n_heads, dropout, estimator, kriging
         self.prior_dof, self.cap = prior_dof, cap
         self.prior_variance = n_heads / hidden_size if prior_variance is None else prior_variance
         self.query = nn.Linear(hidden_size, hidden_size)
@@ -90,30 +114,74 @@ class SoftmaxAttention(nn.Module):
         """
         source = x if source is None else source
         q, k, v = self._heads(self.query(x)), self._heads(self.key(source)), self._heads(self.value(source))
-        log_precision = None if precision is None else ramp * scalar_log_precision(precision)
         log_decay = None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit)
+        if self.kriging == "per_dimension" or self.estimator not in (None, "reml", "reml_naive"):
+            return self._observe_written_out(q, k, v, precision, context, ramp, log_decay)
+        log_precision = None if precision is None else ramp * scalar_log_precision(precision)
         dropout = self.dropout if self.training else 0.0
         if self.estimator is None:
             mean = softmax_mean(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout)
             return Observation(self._join(mean), None)
         moments = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout)
-        return self._observe(moments)
+        found = self._by_residuals(moments.residual_variance, moments.effective_sample_size)
+        return self._observation(moments.mean, found)
 
-    def _observe(self, moments: Moments) -> Observation:
+    def _by_residuals(self, S: Tensor, n: Tensor) -> Tensor:
         if self.estimator == "reml":
-            precision = reml_precision(
-                moments.residual_variance,
-                moments.effective_sample_size,
-                prior_scale=self.prior_variance,
-                prior_dof=self.prior_dof,
-                cap=self.cap,
-            )
+            return reml_precision(S, n, prior_scale=self.prior_variance, prior_dof=self.prior_dof, cap=self.cap)
+        return reml_naive_precision(S, n, cap=self.cap)
+
+    def _observe_written_out(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        ramp: float,
+        log_decay: Tensor | None,
+    ) -> Observation:
+        """The same from weights that are kept: (B, H, T, T), or (B, D, T, T) per dimension."""
+        shape = v.shape
+        if precision is None:
+            weights, trust = softmax_weights(q, k, context, log_decay=log_decay), torch.ones_like(v[:, 0, :, 0])
+        elif self.kriging == "scalar":
+            log_precision, trust = ramp * scalar_log_precision(precision), precision.mean(dim=-1)  # (B, T)
+            weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
         else:
-            precision = reml_naive_precision(moments.residual_variance, moments.effective_sample_size, cap=self.cap)
+            log_precision, trust = ramp * precision.log(), precision.mT  # (B, D, T)
+            weights = per_dimension_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
+            v = v.mT.flatten(1, 2)[..., None]  # (B, H, T, K) -> (B, D, T, 1): every coordinate a head of width 1
+        dropout = self.dropout if self.training else 0.0
+        kept = weights * self._kept_pairs(q, dropout, num_heads=weights.shape[1]) if dropout else weights
+        mean = _head_by_head(kept @ v, shape)
+        if self.estimator is None:
+            return Observation(self._join(mean), None)
+        return self._observation(mean, _head_by_head(self._estimate(weights, v, trust, context).expand_as(v), shape))
+
+    def _estimate(self, weights: Tensor, v: Tensor, trust: Tensor, context: SequenceContext) -> Tensor:
+        """Observation precision by the estimator, (B, H, T, K) or (B, H, T, 1); ``trust`` is what delta propagates."""
+        if self.estimator == "sandwich":
+            return sandwich_precision(weight_sums(weights, v, context), cap=self.cap)
+        if self.estimator == "delta":
+            return delta_precision(propagated_variance(weights, trust), cap=self.cap)
+        n = effective_sample_size(weights)
+        if self.estimator == "design_effect":
+            spread = key_variance(v, context)
+            s0, nu = self.prior_variance, self.prior_dof
+            return design_effect_precision(spread, n, prior_scale=s0, prior_dof=nu, cap=self.cap)
+        return self._by_residuals(residual_variance(weights, v, context), n)
+
+    def _kept_pairs(self, q: Tensor, dropout: float, *, num_heads: int) -> Tensor:
+        """Dropout of the weights, (B, num_heads, T, T): drawn per head, also where each coordinate has weights."""
+        B, H, T, _ = q.shape
+        return drop(q.new_ones(B, H, T, T), dropout).repeat_interleave(num_heads // H, dim=1)
+
+    def _observation(self, mean: Tensor, precision: Tensor) -> Observation:
         joined = precision.transpose(1, 2).flatten(2)
         if self.out is not None:
             joined = projected_precision(joined, self.out.weight, cap=self.cap)
-        return Observation(self._join(moments.mean), joined)
+        return Observation(self._join(mean), joined)
 
     def _heads(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, H, T, K)
         B, T, D = x.shape
@@ -122,3 +190,9 @@ class SoftmaxAttention(nn.Module):
     def _join(self, mean: Tensor) -> Tensor:  # (B, H, T, K) -> (B, T, D)
         joined = mean.transpose(1, 2).flatten(2)
         return joined if self.out is None else self.out(joined)
+
+
+def _head_by_head(x: Tensor, shape: torch.Size) -> Tensor:
+    """(B, D, T, 1) back to (B, H, T, K); what is in that shape already stays."""
+    B, H, T, K = shape
+    return x if x.shape == shape else x.view(B, H, K, T).mT

@@ -6,19 +6,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from recbft.datasets.batches import EpochBatches, TrainingBatches
+from recbft.models.backbone import Backbone, BackboneConfig
+from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
+from recbft.models.hstu import HSTUConfig, hstu
 from recbft.models.popularity import Popularity, PopularityConfig
 from recbft.models.precision_config import CoreConfig
-from recbft.models.sasrec import SASRec, SASRecConfig
+from recbft.models.sasrec import SASRecConfig, sasrec
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """How a model is configured and made.
 
-    ``build(config, core, training_counts, seed=...)`` returns the module; ``arms`` holds each arm's own defaults of the
-    backbone's keys; only ``precision_arms`` take a ``core`` section.
+    ``build(config, core, training_counts, seed=...)`` returns the module; ``batches(config, items, start, stop,
+    num_items=..., batch_size=..., seed=..., times=...)`` what it is trained on; ``arms`` holds each arm's own defaults
+    of the backbone's keys; only ``precision_arms`` take a ``core`` section, whose defaults of this model are ``core``.
     """
 
     summary: str
@@ -28,6 +35,22 @@ class ModelSpec:
     precision_arms: tuple[str, ...] = ()
     trainable: bool = True
     arm_summaries: Mapping[str, str] = field(default_factory=dict)
+    batches: Callable[..., EpochBatches] | None = None
+    core: Mapping[str, Any] = field(default_factory=dict)
+
+
+def next_item_batches(
+    config: BackboneConfig,
+    items: NDArray[np.int64],
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    *,
+    num_items: int,
+    **order: Any,
+) -> TrainingBatches:
+    """The batches of models that predict the next item at every position; ``order``: batch_size, seed and times."""
+    shown = getattr(config, "show_target_time", False)
+    return TrainingBatches(items, start, stop, max_length=config.max_length, with_next_times=shown, **order)
 
 
 def _popularity(config: PopularityConfig, core: None, training_counts: Tensor, *, seed: int = 0) -> nn.Module:
@@ -38,7 +61,8 @@ MODELS: dict[str, ModelSpec] = {
     "sasrec": ModelSpec(
         summary="causal self-attention over the user's items (Kang and McAuley, 2018), full cross-entropy",
         config=SASRecConfig,
-        build=SASRec,
+        build=sasrec,
+        batches=next_item_batches,
         arms={
             "published": {"layer": "original", "activation": "relu", "recency_decay": False},
             "matched": {"recency_decay": False},
@@ -51,6 +75,41 @@ MODELS: dict[str, ModelSpec] = {
             "bft": "precision tracked through attention, residual and feed-forward network",
         },
     ),
+    "bert4rec": ModelSpec(
+        summary="bidirectional self-attention that finds masked items (Sun et al., 2019)",
+        config=BERT4RecConfig,
+        build=bert4rec,
+        batches=cloze_batches,
+        arms={
+            "published": {"layer": "post_norm", "head": "gelu", "output_projection": True, "recency_decay": False},
+            "matched": {"recency_decay": False},
+            "bft": {},
+        },
+        precision_arms=("bft",),
+        arm_summaries={
+            "published": "BERT's post-norm layer with output map, GELU head with item biases",
+            "matched": "the pre-norm layer of bft with the precision channel off",
+            "bft": "precision tracked; the mask is a key that is not trusted",
+        },
+    ),
+    "hstu": ModelSpec(
+        summary="gated pointwise SiLU attention with relative position bias (Zhai et al., 2024)",
+        config=HSTUConfig,
+        build=hstu,
+        batches=next_item_batches,
+        arms={
+            "published": {"feed_forward": False, "output_projection": True, "recency_decay": False},
+            "matched": {"recency_decay": False},
+            "bft": {},
+        },
+        precision_arms=("bft",),
+        core={"estimator": "sandwich"},
+        arm_summaries={
+            "published": "the authors' layer: output map, no feed-forward network",
+            "matched": "the layer of bft, with its feed-forward network, with the precision channel off",
+            "bft": "precision tracked by the sandwich estimator, for weights that do not sum to one",
+        },
+    ),
     "pop": ModelSpec(
         summary="items by training count: the reference every model must beat",
         config=PopularityConfig,
@@ -60,4 +119,19 @@ MODELS: dict[str, ModelSpec] = {
     ),
 }
 
-__all__ = ["MODELS", "CoreConfig", "ModelSpec", "Popularity", "PopularityConfig", "SASRec", "SASRecConfig"]
+__all__ = [
+    "MODELS",
+    "BERT4RecConfig",
+    "Backbone",
+    "BackboneConfig",
+    "CoreConfig",
+    "HSTUConfig",
+    "ModelSpec",
+    "Popularity",
+    "PopularityConfig",
+    "SASRecConfig",
+    "bert4rec",
+    "hstu",
+    "next_item_batches",
+    "sasrec",
+]

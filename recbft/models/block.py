@@ -5,9 +5,12 @@
     h''= h' + W2 phi(W1 Norm(h') + b1) + b2                  predict lam''
 
 ``layer: original`` is the block of the SASRec authors: queries from the normalised stream over raw keys and values, and
-both residual connections start from the normalised stream.
+both residual connections start from the normalised stream. ``post_norm`` is BERT's: h' = Norm(h + e) with e observed
+from h itself, h'' = Norm(h' + FFN(h')). Without a feed-forward network (canonical HSTU) a plain pre-norm layer ends
+at h'.
 
-Source: Precision Tracked Transformer (arXiv 2605.18832), equations 1 to 4; SASRec (arXiv 1808.09781), section 3.
+Source: Precision Tracked Transformer (arXiv 2605.18832), equations 1 to 4; SASRec (arXiv 1808.09781), section 3;
+BERT4Rec (arXiv 1904.06690), section 3; HSTU (arXiv 2402.17152), section 3.
 Shapes: B rows, T tokens, D model width, F feed-forward width.
 """
 
@@ -20,9 +23,11 @@ from torch import Tensor, nn
 
 from recbft.core import Belief, SequenceContext
 from recbft.kernels.dropout import Dropout
-from recbft.kernels.filter_step import kalman_update
-from recbft.mixers import SoftmaxAttention
+from recbft.mixers import Observation
 from recbft.models.precision_channel import LayerPrecision
+from recbft.models.update import KalmanUpdate, check_update
+
+Layer = Literal["pre_norm", "post_norm", "original"]
 
 
 class Block(nn.Module):
@@ -31,55 +36,82 @@ class Block(nn.Module):
     Args:
         mixer: what moves information along T.
         precision: the layer's precision channel, or None for the plain residual layer.
-        hidden_size, inner_size: D and F.
+        update: the rule of a layer with a precision channel; Kalman's unless given.
+        hidden_size, inner_size: D and F; ``inner_size`` None leaves the network out of a plain pre-norm layer.
         dropout: on the innovation and on the feed-forward output; also inside the network when ``layer`` is original.
+        innovation_dropout: on the innovation, where it is another.
         activation: of the feed-forward network; a precision channel needs gelu.
-        layer: ``pre_norm`` or ``original``.
+        layer: ``pre_norm``, ``post_norm`` or ``original``.
     """
 
     def __init__(
         self,
-        mixer: SoftmaxAttention,
+        mixer: nn.Module,
         precision: LayerPrecision | None,
         *,
         hidden_size: int,
-        inner_size: int,
+        inner_size: int | None,
         dropout: float,
         norm_eps: float,
+        innovation_dropout: float | None = None,
         activation: Literal["gelu", "relu"] = "gelu",
-        layer: Literal["pre_norm", "original"] = "pre_norm",
+        layer: Layer = "pre_norm",
+        update: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        assert precision is None or (activation == "gelu" and layer == "pre_norm")
+        assert precision is None or (activation == "gelu" and layer == "pre_norm" and inner_size is not None)
+        assert inner_size is not None or layer == "pre_norm"
         self.mixer, self.precision = mixer, precision
+        if precision is not None:
+            self.update = KalmanUpdate() if update is None else update
+            check_update(self.update, mixer)
         self.norm_mixer = nn.LayerNorm(hidden_size, eps=norm_eps)
-        self.norm_ffn = nn.LayerNorm(hidden_size, eps=norm_eps)
-        self.inner = nn.Linear(hidden_size, inner_size)
-        self.outer = nn.Linear(inner_size, hidden_size)
+        self.has_ffn = inner_size is not None
+        if inner_size is not None:
+            self.norm_ffn = nn.LayerNorm(hidden_size, eps=norm_eps)
+            self.inner = nn.Linear(hidden_size, inner_size)
+            self.outer = nn.Linear(inner_size, hidden_size)
         self.dropout = Dropout(dropout)
-        self.activation, self.original = activation, layer == "original"
+        self.innovation_dropout = self.dropout if innovation_dropout is None else Dropout(innovation_dropout)
+        self.activation, self.layer = activation, layer
 
     def forward(self, belief: Belief, context: SequenceContext, ramp: float) -> Belief:
         """One layer's step; without a precision channel the incoming precision is passed on untouched."""
         if self.precision is None:
             return Belief(self._plain(belief.mean, context, ramp), belief.precision)
         lam = self.precision.prior(belief.precision, context)
-        observation = self.mixer(self.norm_mixer(belief.mean), lam, context, ramp=ramp)
-        innovation = self.dropout(observation.innovation)
-        updated = kalman_update(Belief(belief.mean, lam), innovation, observation.precision, ramp=ramp)
+        x = self.norm_mixer(belief.mean)
+        innovation, precision = self.mixer(x, lam, context, ramp=ramp)
+        observation = Observation(self.innovation_dropout(innovation), precision)
+        updated = self.update(Belief(belief.mean, lam), observation, x, ramp)
         a = self.inner(self.norm_ffn(updated.mean))
         hidden, jacobian = self.precision.activate(a, self.inner.weight, self.outer.weight, context)
         mean = updated.mean + self.dropout(self.outer(hidden))
         return Belief(mean, self.precision.predict(updated.precision, jacobian))
 
     def _plain(self, mean: Tensor, context: SequenceContext, ramp: float) -> Tensor:
+        if self.layer == "original":
+            return self._original(mean, context, ramp)
+        if self.layer == "post_norm":
+            return self._post_norm(mean, context, ramp)
+        observed: Tensor = self.mixer(self.norm_mixer(mean), None, context, ramp=ramp).innovation
+        after: Tensor = mean + self.innovation_dropout(observed)
+        if self.has_ffn:
+            after = after + self.dropout(self.outer(self._hidden(self.norm_ffn(after))))
+        return after
+
+    def _post_norm(self, mean: Tensor, context: SequenceContext, ramp: float) -> Tensor:
+        mean = self.norm_mixer(mean + self.dropout(self.mixer(mean, None, context, ramp=ramp).innovation))
+        after: Tensor = self.norm_ffn(mean + self.dropout(self.outer(self._hidden(mean))))
+        return after
+
+    def _original(self, mean: Tensor, context: SequenceContext, ramp: float) -> Tensor:
         x = self.norm_mixer(mean)
-        source, stay = (mean, x) if self.original else (x, mean)
-        observation = self.mixer(x, None, context, ramp=ramp, source=source)
-        mean = stay + self.dropout(observation.innovation)
+        mean = x + self.dropout(self.mixer(x, None, context, ramp=ramp, source=mean).innovation)
         x = self.norm_ffn(mean)
-        hidden = F.gelu(self.inner(x)) if self.activation == "gelu" else F.relu(self.inner(x))
-        if self.original:
-            hidden = self.dropout(hidden)
-        step: Tensor = self.dropout(self.outer(hidden))
-        return (x if self.original else mean) + step
+        after: Tensor = x + self.dropout(self.outer(self.dropout(self._hidden(x))))
+        return after
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        a = self.inner(x)
+        return F.gelu(a) if self.activation == "gelu" else F.relu(a)

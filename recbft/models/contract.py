@@ -8,11 +8,17 @@ Shapes: S histories, V items, D state width (a model's own).
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recbft.datasets.batches import Batch
+from recbft.datasets.batches import Batch, history_batches
+from recbft.errors import UserError
+
+IntArray = NDArray[np.int64]
 
 
 class UserStates(NamedTuple):
@@ -30,9 +36,14 @@ class ItemTable(NamedTuple):
 
 
 class SequenceModel(Protocol):
-    """A model that can be evaluated and can recommend."""
+    """A model that can be evaluated and can recommend.
 
-    max_length: int  # events of a history that it reads, the last ones
+    What it reads of a history is its last ``max_length`` events, unless it says more by these attributes, which it may
+    leave out: ``append`` (an item index put after the last event, such as a mask, one of the ``max_length`` tokens),
+    ``reads_times`` (it needs the time of every event) and ``shows_target_time`` (and that of the event after each).
+    """
+
+    max_length: int  # tokens of a history that it reads, the last ones
 
     def user_states(self, batch: Batch) -> UserStates:
         """One state per history of the batch, in the batch's order."""
@@ -43,10 +54,50 @@ class SequenceModel(Protocol):
         ...
 
 
+def read_histories(
+    model: SequenceModel,
+    items: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    *,
+    times: IntArray | None = None,
+    source: str,
+    histories_per_batch: int = 1024,
+) -> Iterator[Batch]:
+    """What the model reads of each history ``items[start:stop]``, in batches.
+
+    Args:
+        times: time per event, or None; a model that is shown target times also reads ``times[stop]``.
+        source: what the histories are, for messages.
+
+    Raises:
+        UserError: the model reads times and there are none.
+    """
+    reads_times = getattr(model, "reads_times", False)
+    if reads_times and times is None:
+        raise UserError(
+            f"the model reads event times (backbone.time_bias is true), but {source} has no real times; "
+            "give data with a time column, or train with time_bias: false"
+        )
+    return history_batches(
+        items,
+        start,
+        stop,
+        max_length=model.max_length,
+        times=times,
+        histories_per_batch=histories_per_batch,
+        with_next_times=getattr(model, "shows_target_time", False),
+        append=getattr(model, "append", None),
+    )
+
+
 class TrainableModel(nn.Module, abc.ABC):
     """A ``SequenceModel`` that the training loop can train."""
 
     max_length: int
+    append: int | None = None
+    reads_times: bool = False
+    shows_target_time: bool = False
 
     @abc.abstractmethod
     def user_states(self, batch: Batch) -> UserStates:

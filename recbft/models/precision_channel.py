@@ -3,6 +3,7 @@
     tau_i = tau_range * tau_base_i + softplus(MLP(emb_i))        initial: hybrid                 (1)
     lam  <- kappa * lam0 * lam / mu                              prior_scale: per_layer          (2)
     lam'' by ``core.predict_precision`` with J from the feed-forward slope                       (3)
+    lam'' = delta lam'  or  exp(-c) lam'                         propagation: discount, decay    (4)
 
 mu and the mean Jacobian are running means over real training positions (momentum 0.99), updated in training only.
 
@@ -21,6 +22,10 @@ from torch import Tensor, nn
 from recbft.core import (
     SequenceContext,
     count_quantiles,
+    decay_precision,
+    discount_precision,
+    empirical_bayes_precision,
+    fit_pseudo_count,
     initial_scale,
     jacobian_factors,
     process_noise,
@@ -33,13 +38,14 @@ LAM_MIN = 1e-3
 MOMENTUM = 0.99
 SAMPLED_ROWS = 4  # where only the mean Jacobian is wanted, every fourth row of a batch is enough
 Q_LOGIT_START = -9.0
+DISCOUNT_START = 0.99
 
 
 class ItemPrecision(nn.Module):
     """Precision of an item before the first layer, (1) and its alternatives.
 
     Args:
-        core: which of ``hybrid | count | table | uniform``.
+        core: which of ``hybrid | count | table | uniform | empirical_bayes``.
         training_counts: (V + 1,), index 0 is padding.
         hidden_size, head_width: D and K.
     """
@@ -49,7 +55,9 @@ class ItemPrecision(nn.Module):
     def __init__(self, core: CoreConfig, training_counts: Tensor, *, hidden_size: int, head_width: int) -> None:
         super().__init__()
         self.mode, self.lam_max = core.initial, core.lam_max
-        self.register_buffer("base", count_quantiles(training_counts).float())
+        quantiles = core.initial != "empirical_bayes"
+        base = count_quantiles(training_counts) if quantiles else _empirical_bayes(training_counts)
+        self.register_buffer("base", base.float())
         if core.initial in ("hybrid", "count"):
             start = initial_scale(
                 core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
@@ -66,6 +74,8 @@ class ItemPrecision(nn.Module):
             return torch.ones_like(embedded[..., :1])
         if self.mode == "table":
             tau = 1 + F.softplus(self.table[items])[..., None]
+        elif self.mode == "empirical_bayes":
+            tau = self.base[items][..., None]
         else:
             tau = (self.range * self.base[items])[..., None]
             tau = tau + (F.softplus(self.read(embedded)) if self.mode == "hybrid" else math.log(2))
@@ -73,7 +83,7 @@ class ItemPrecision(nn.Module):
 
 
 class LayerPrecision(nn.Module):
-    """What one layer learns and remembers about precision: (2) before the update, (3) after it."""
+    """What one layer learns and remembers about precision: (2) before the update, (3) or (4) after it."""
 
     mean_precision: Tensor
     mean_jacobian: Tensor
@@ -85,7 +95,12 @@ class LayerPrecision(nn.Module):
         self.first_precision = initial_scale(
             core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
         )
-        self.noise_logits = nn.Parameter(torch.full((hidden_size,), Q_LOGIT_START)) if core.process_noise else None
+        with_noise = core.process_noise and core.propagation == "jacobian"
+        self.noise_logits = nn.Parameter(torch.full((hidden_size,), Q_LOGIT_START)) if with_noise else None
+        if core.propagation == "discount":
+            self.discount_logit = nn.Parameter(torch.tensor(math.log(DISCOUNT_START / (1 - DISCOUNT_START))))
+        if core.propagation == "decay":
+            self.decay_rate = nn.Parameter(torch.zeros(()))
         self.log_kappa = nn.Parameter(torch.zeros(())) if core.prior_scale == "per_layer" else None
         self.register_buffer("mean_precision", torch.ones(()))
         self.register_buffer("mean_jacobian", torch.zeros(hidden_size))
@@ -95,6 +110,8 @@ class LayerPrecision(nn.Module):
     @property
     def mode(self) -> JacobianMode:
         """How the Jacobian is had at present."""
+        if self.core.propagation != "jacobian":
+            return "off"
         if not self.training:
             return self.core.jacobian_in_evaluation
         # What the last layer predicts is reported, but no score depends on it: in training its mean will do.
@@ -102,6 +119,8 @@ class LayerPrecision(nn.Module):
 
     def refresh(self, w1: Tensor, w2: Tensor) -> None:
         """Take the factors of C = W2 * W1' from the present weights; constants for autograd."""
+        if self.core.propagation != "jacobian":
+            return
         if "low_rank" in (self.core.jacobian, self.core.jacobian_in_evaluation) or self.core.jacobian == "running_mean":
             self.factors = jacobian_factors(w1.detach(), w2.detach(), self.core.jacobian_rank)
 
@@ -136,12 +155,17 @@ class LayerPrecision(nn.Module):
         return hidden, jacobian
 
     def predict(self, precision: Tensor, jacobian: Tensor) -> Tensor:
-        """Equation (3): precision after the feed-forward network; the Jacobian as ``activate`` gave it."""
+        """Equation (3) or (4): precision after the feed-forward network; the Jacobian as ``activate`` gave it."""
+        if self.training:
+            self.updates += 1
+        if self.core.propagation == "discount":
+            discount = torch.sigmoid(self.discount_logit)
+            return discount_precision(precision, discount, cap=self.core.lam_max).clamp(min=LAM_MIN)
+        if self.core.propagation == "decay":
+            return decay_precision(precision, self.decay_rate, cap=self.core.lam_max).clamp(min=LAM_MIN)
         noise = precision.new_zeros(())
         if self.noise_logits is not None:
             noise = process_noise(self.noise_logits, self.core.q_max)
-        if self.training:
-            self.updates += 1
         return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=self.core.lam_max)
 
     def _jacobian(self, reduced: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -162,6 +186,14 @@ class LayerPrecision(nn.Module):
         """Running mean, started by the first batch."""
         weight = 1.0 if int(self.updates) == 0 else 1 - MOMENTUM
         mean.lerp_(value, weight)
+
+
+def _empirical_bayes(training_counts: Tensor) -> Tensor:
+    """Precision per table row; padding, which is no item, gets that of an item never seen."""
+    items = training_counts[1:]
+    pseudo_count = fit_pseudo_count(items)
+    unseen = 1.0 if math.isinf(pseudo_count) else pseudo_count / (float(items.double().mean()) + pseudo_count)
+    return torch.cat([torch.tensor([unseen], dtype=torch.float64), empirical_bayes_precision(items, pseudo_count)])
 
 
 def _mean_over_tokens(values: Tensor, valid: Tensor) -> Tensor:  # (B, T, D), (B, T) -> (D,)

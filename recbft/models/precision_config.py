@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from recbft.config import check_range
+from recbft.core import MAX_TOKENS, check_estimator
+from recbft.errors import UserError
 
 JacobianMode = Literal["exact", "low_rank", "running_mean", "off"]
 
@@ -15,13 +17,19 @@ class CoreConfig:
     """Observe, update and predict: what is estimated and how.
 
     Args:
-        estimator: observation precision from the attention residuals.
+        estimator: observation precision from the attention weights and residuals.
         prior_dof: nu, the observations the estimator's prior is worth.
         prior_variance: s0, the variance it expects; None means 1 / head width.
+        sandwich_centre: m of the sandwich estimator; ``innovation`` is the paper's.
+        kriging: whether attention weighs a key by its mean precision, or each coordinate of it by its own.
+        update: the gain, from precision or one of those it is compared with.
+        fixed_gain: the gain of update ``fixed``.
+        gate: whether update ``gate`` learns a gain per head or per coordinate.
         initial: precision of an item before the first layer.
-        initial_gain: K0, the gain an item of full count starts with.
+        initial_gain: K0, the gain an item of full count starts with, and every gain of update ``gate``.
         prior_scale: ``per_layer`` rescales each layer's incoming precision so that its gain starts at about K0.
         lam_max: the largest precision anywhere.
+        propagation: how precision leaves a layer; ``discount`` and ``decay`` learn one factor per layer instead.
         jacobian: the feed-forward slope in training.
         jacobian_in_evaluation: the same in evaluation; ``running_mean`` costs nothing per token.
         jacobian_rank: rank of ``low_rank``.
@@ -30,13 +38,19 @@ class CoreConfig:
         q_max: scale of the process noise.
     """
 
-    estimator: Literal["reml", "reml_naive"] = "reml"
+    estimator: Literal["reml", "reml_naive", "sandwich", "delta", "design_effect"] = "reml"
     prior_dof: float = 1.0
     prior_variance: float | None = None
-    initial: Literal["hybrid", "count", "table", "uniform"] = "hybrid"
+    sandwich_centre: Literal["root", "innovation"] = "root"
+    kriging: Literal["scalar", "per_dimension"] = "scalar"
+    update: Literal["kalman", "residual", "gate", "fixed"] = "kalman"
+    fixed_gain: float = 0.9
+    gate: Literal["elementwise", "headwise"] = "elementwise"
+    initial: Literal["hybrid", "count", "table", "uniform", "empirical_bayes"] = "hybrid"
     initial_gain: float = 0.9
     prior_scale: Literal["off", "per_layer"] = "off"
     lam_max: float = 100.0
+    propagation: Literal["jacobian", "discount", "decay"] = "jacobian"
     jacobian: JacobianMode = "low_rank"
     jacobian_in_evaluation: JacobianMode = "running_mean"
     jacobian_rank: int = 16
@@ -45,9 +59,51 @@ class CoreConfig:
     q_max: float = 1.0
 
     def __post_init__(self) -> None:
+        for key, value, dependent in _ONLY_WITH:
+            if getattr(self, key) != value:
+                self._refuse_idle(dependent, f"with {key} {getattr(self, key)!r}; leave it out or take {key} {value}")
+        check_range("fixed_gain", self.fixed_gain, above=0, at_most=1)
         check_range("prior_dof", self.prior_dof, above=0)
         check_range("prior_variance", self.prior_variance, above=0)
         check_range("initial_gain", self.initial_gain, above=0, below=1)
         check_range("lam_max", self.lam_max, above=0)
         check_range("jacobian_rank", self.jacobian_rank, at_least=1)
         check_range("q_max", self.q_max, above=0)
+
+    def _refuse_idle(self, names: tuple[str, ...], why: str) -> None:
+        """Refuse settings that were changed and would have no effect."""
+        for field in fields(self):
+            if field.name in names and getattr(self, field.name) != field.default:
+                raise UserError(f"{field.name} has no effect {why}")
+
+
+def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
+    """Refuse what is not defined, has no effect or would not fit with a mixer's kind of weights.
+
+    Args:
+        weights: a key of ``core.ESTIMATORS``.
+        max_length: the longest row of tokens.
+    """
+    check_estimator(core.estimator, weights)
+    if weights == "softmax" and core.sandwich_centre != "root":
+        raise UserError("core.sandwich_centre has no effect with softmax weights, which sum to one; leave it out")
+    if core.kriging == "per_dimension" and weights != "softmax":
+        raise UserError(f"core.kriging per_dimension is not defined for {weights} weights; take scalar")
+    if core.kriging == "per_dimension" and max_length > MAX_TOKENS:
+        raise UserError(
+            f"core.kriging per_dimension keeps a weight per pair of tokens and coordinate, so max_length is at most "
+            f"{MAX_TOKENS}, got {max_length}; lower it or take kriging scalar"
+        )
+
+
+# (key, value, what only counts where the key has that value)
+_ONLY_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("estimator", "sandwich", ("sandwich_centre",)),
+    ("update", "fixed", ("fixed_gain",)),
+    ("update", "gate", ("gate",)),
+    (
+        "propagation",
+        "jacobian",
+        ("jacobian", "jacobian_in_evaluation", "jacobian_rank", "jacobian_detach", "process_noise", "q_max"),
+    ),
+)

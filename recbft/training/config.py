@@ -15,6 +15,7 @@ class TrainingConfig:
 
     epochs: int = 200
     batch_size: int = 256  # histories per step
+    batch_targets: int | None = None  # in place of batch_size: as many histories as hold about so many targets
     learning_rate: float = 1e-3
     weight_decay: float = 0.0  # not applied to the precision parameters
     precision_lr_multiplier: float = 100.0  # learning rate of the precision and recency parameters, relative
@@ -31,6 +32,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check_range("epochs", self.epochs, at_least=1)
         check_range("batch_size", self.batch_size, at_least=1)
+        check_range("batch_targets", self.batch_targets, at_least=1)
         check_range("learning_rate", self.learning_rate, above=0)
         check_range("weight_decay", self.weight_decay, at_least=0)
         check_range("precision_lr_multiplier", self.precision_lr_multiplier, above=0)

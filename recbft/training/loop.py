@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recbft.datasets.batches import TrainingBatches
+from recbft.datasets.batches import EpochBatches
 from recbft.errors import RunError
 from recbft.models.contract import TrainableModel
 from recbft.training.checkpoint import TrainState
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 def fit(
     model: TrainableModel,
     optimizer: torch.optim.Optimizer,
-    batches: TrainingBatches,
+    batches: EpochBatches,
     config: TrainingConfig,
     state: TrainState,
     *,
@@ -64,7 +64,7 @@ def fit(
 def _train_epoch(
     model: TrainableModel,
     optimizer: torch.optim.Optimizer,
-    batches: TrainingBatches,
+    batches: EpochBatches,
     config: TrainingConfig,
     state: TrainState,
     progress: Progress,

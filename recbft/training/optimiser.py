@@ -13,6 +13,11 @@ from recbft.training.config import TrainingConfig
 
 def make_optimizer(model: TrainableModel, config: TrainingConfig) -> torch.optim.Adam:
     """The optimiser of a model that tells its precision parameters by ``is_precision_parameter(name)``."""
+    return torch.optim.Adam(parameter_groups(model, config), lr=config.learning_rate, fused=True)
+
+
+def parameter_groups(model: TrainableModel, config: TrainingConfig) -> list[dict[str, Any]]:
+    """The parameters with the rate and weight decay of each group, for any optimiser of torch."""
     backbone: list[Tensor] = []
     precision: list[Tensor] = []
     for name, parameter in model.named_parameters():
@@ -21,7 +26,7 @@ def make_optimizer(model: TrainableModel, config: TrainingConfig) -> torch.optim
     if precision:
         rate = config.learning_rate * config.precision_lr_multiplier
         groups.append({"params": precision, "lr": rate, "weight_decay": 0.0})
-    return torch.optim.Adam(groups, lr=config.learning_rate, fused=True)
+    return groups
 
 
 def warmup_ramp(step: int, warmup_steps: int) -> float:

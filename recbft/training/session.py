@@ -19,7 +19,7 @@ from torch import nn
 
 from recbft.config import to_dict
 from recbft.datasets import Dataset, leave_one_out
-from recbft.datasets.batches import TrainingBatches
+from recbft.datasets.batches import EpochBatches
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import Evaluation, Part, evaluate
 from recbft.evaluation.protocol import config_hash, protocol
@@ -68,7 +68,7 @@ def train(
         config = replace(config, data=replace(config.data, dataset=dataset.name))
     with _settings(config.training) as device:
         model = build_model(config, dataset).to(device)
-        batches = _batches(config, dataset) if MODELS[config.model].trainable else None
+        batches = _batches(config, dataset)
         run = RunFolder.create(
             out, config=config.to_yaml(), protocol=run_protocol(config, dataset, model), environment=environment(device)
         )
@@ -101,7 +101,7 @@ def resume(
                 f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
             )
         model = build_model(config, dataset).to(device)
-        batches = _batches(config, dataset) if MODELS[config.model].trainable else None
+        batches = _batches(config, dataset)
         write_vocabulary(run.checkpoint, dataset)
         session = _Session(run, config, dataset, model, batches, state, progress or Silent())
         if run.has_checkpoint:
@@ -127,7 +127,14 @@ def run_protocol(config: RunConfig, dataset: Dataset, model: Any) -> dict[str, A
         max_length=model.max_length,
         seed=config.seed,
         config=to_dict(config),
+        target_time=_target_time(model),
     )
+
+
+def _target_time(model: Any) -> str:
+    if not getattr(model, "reads_times", False):
+        return "no times are read"
+    return "shown" if model.shows_target_time else "not shown"
 
 
 class _Session:
@@ -139,7 +146,7 @@ class _Session:
         config: RunConfig,
         dataset: Dataset,
         model: nn.Module,
-        batches: TrainingBatches | None,
+        batches: EpochBatches | None,
         state: TrainState,
         progress: Progress,
     ) -> None:
@@ -239,13 +246,23 @@ class _Session:
         self.run.finish(metrics, test.per_user)
 
 
-def _batches(config: RunConfig, dataset: Dataset) -> TrainingBatches:
+def _batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None:
+    """What the model is trained on; None where it is not trained."""
+    make = MODELS[config.model].batches
+    if make is None:
+        return None
+    if getattr(config.backbone, "time_bias", False) and dataset.times is None:
+        raise UserError(
+            f"backbone.time_bias is true, but data set {dataset.name!r} has no real times; "
+            "set time_bias: false, or give data with a time column"
+        )
     split = leave_one_out(dataset)
-    batches = TrainingBatches(
+    batches = make(
+        config.backbone,
         dataset.items,
         split.training_start,
         split.training_stop,
-        max_length=config.backbone.max_length,
+        num_items=dataset.num_items,
         batch_size=config.training.batch_size,
         seed=config.seed,
         times=dataset.times,
@@ -255,6 +272,8 @@ def _batches(config: RunConfig, dataset: Dataset) -> TrainingBatches:
             f"data set {dataset.name!r} has nothing to learn from: no user has 4 events "
             "(two to train, one to validate, one to test)"
         )
+    if config.training.batch_targets is not None:
+        batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_tokens))
     return batches
 
 

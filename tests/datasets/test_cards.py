@@ -27,10 +27,12 @@ def bundled(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("raise AssertionError('recbole was imported')")
     rows = ["1\t9\t3\t881250949", "1\t8\t3\t881250948", "2\t9\t1\t5", "1\t7\t5\t881250947", "2\t8\t1\t5", "2\t7\t1\t5"]
     (folder / "dataset_example" / "ml-100k" / "ml-100k.inter").write_text(INTER + "\n".join(rows) + "\n")
+    monkeypatch.delitem(sys.modules, "recbole", raising=False)  # another test may have imported the real one
     monkeypatch.syspath_prepend(str(folder.parent))
 
 
 def without_recbole(monkeypatch):
+    monkeypatch.delitem(sys.modules, "recbole", raising=False)
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "meta_path", [])
 

@@ -61,6 +61,53 @@ def test_the_observation_is_the_dense_weighted_statistic(seed, ramp):
     torch.testing.assert_close(found[0], torch.cat(list(expected), dim=-1), rtol=1e-8, atol=1e-10)
 
 
+def precision_by_hand(estimator, a, v, trust):
+    """What an estimator makes of the weights of one query, the values of one coordinate and the trust in each key."""
+    mean, size = a @ v, 1 / a.square().sum()
+    if estimator == "reml":
+        return (size + 1) / (a @ (v - mean).square() + 1 / K)
+    if estimator == "reml_naive":
+        return (size - 1) / (a @ (v - mean).square()) if len(a) > 1 else torch.tensor(100.0).double()
+    if estimator == "sandwich":
+        return 1 / (a.square() @ (v - mean).square())
+    if estimator == "delta":
+        return 1 / (a.square() @ (1 / trust))
+    return size / (v.var(correction=0) + 1 / K)
+
+
+@pytest.mark.parametrize("kriging", ["scalar", "per_dimension"])
+@pytest.mark.parametrize("estimator", ["reml", "reml_naive", "sandwich", "delta", "design_effect"])
+@pytest.mark.parametrize("ramp", [0.4, 1.0])
+def test_every_estimator_reads_the_weights_it_is_meant_to(estimator, kriging, ramp):
+    mixer = make(3, estimator=estimator, kriging=kriging, recency_decay=0.8)
+    x, precision = drawn(3)
+    innovation, found = mixer(x, precision, context(), ramp=ramp)
+    for d in range(D):
+        # The precision that this coordinate's weights know of, the same on all coordinates.
+        known = precision[..., d : d + 1] if kriging == "per_dimension" else precision.mean(-1, keepdim=True)
+        weights, v = dense(mixer, x, known, ramp)
+        h, c = divmod(d, K)
+        for t in range(T):
+            a, values = weights[h, t, : t + 1], v[h, : t + 1, c]
+            expected = precision_by_hand(estimator, a, values, known[0, : t + 1, 0]).clamp(max=100)
+            torch.testing.assert_close(innovation[0, t, d], a @ values, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(found[0, t, d], expected, rtol=1e-8, atol=1e-10)
+
+
+def test_delta_without_an_incoming_precision_trusts_every_key_alike():
+    mixer = make(estimator="delta")
+    x, precision = drawn()
+    for one, two in zip(mixer(x, None, context()), mixer(x, torch.ones_like(precision), context()), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_an_estimator_that_is_unknown_to_softmax_weights_is_refused_with_those_that_are():
+    with pytest.raises(
+        ValueError, match="'evidence' is not defined for softmax weights; choose reml, reml_naive, sandw"
+    ):
+        make(estimator="evidence")
+
+
 def test_a_projected_precision_adds_variances_through_the_squared_weights():
     plain, projected = make(estimator="reml"), make(estimator="reml", output_projection=True)
     projected.load_state_dict(plain.state_dict(), strict=False)

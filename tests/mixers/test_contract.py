@@ -21,6 +21,18 @@ SETTINGS = {
         {"estimator": "reml", "recency_decay": 0.9, "output_projection": True},
         {"recency_decay": 0.9, "dropout": 0.5},
         {"estimator": "reml", "dropout": 0.5},
+        {"estimator": "sandwich", "recency_decay": 0.9},
+        {"estimator": "delta", "output_projection": True},
+        {"estimator": "design_effect", "dropout": 0.5},
+        {"estimator": "reml", "kriging": "per_dimension", "recency_decay": 0.9},
+        {"estimator": "delta", "kriging": "per_dimension", "dropout": 0.5},
+    ],
+    "pointwise": [
+        {},
+        {"estimator": "sandwich"},
+        {"estimator": "sandwich", "recency_decay": 0.9, "output_projection": True, "length": 6},
+        {"output_projection": True, "dropout": 0.5},
+        {"estimator": "sandwich", "centre": "innovation", "time_bias": True, "length": 3},
     ],
 }
 CASES = [(name, settings) for name, all_settings in SETTINGS.items() for settings in all_settings]
@@ -42,7 +54,8 @@ def packed(lengths):
     stop = np.cumsum(lengths)
     items = np.arange(1, stop[-1] + 1)
     batch = pack_histories(items, stop - np.array(lengths), stop)
-    return batch, SequenceContext(batch.segment, batch.position)
+    time = 40 * batch.position + batch.position**3
+    return batch, SequenceContext(batch.segment, batch.position, time)
 
 
 def inputs(batch, seed=0):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recbft.datasets.batches import pack_histories
-from recbft.models import MODELS, CoreConfig, SASRec, SASRecConfig
+from recbft.models import MODELS, CoreConfig
 
 V, D, T = 12, 8, 10
 
@@ -35,6 +35,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bft without recency": ("bft", {"recency_decay": False}, {}),
     "bft with output": ("bft", {"output_projection": True}, {}),
     "bft without noise": ("bft", {}, {"process_noise": False}),
+    "bft sandwich": ("bft", {}, {"estimator": "sandwich"}),
+    "bft delta": ("bft", {}, {"estimator": "delta"}),
+    "bft design effect": ("bft", {}, {"estimator": "design_effect"}),
+    "bft per dimension": ("bft", {}, {"kriging": "per_dimension"}),
+    "bft discount": ("bft", {}, {"propagation": "discount"}),
+    "bft decay": ("bft", {}, {"propagation": "decay"}),
+    "bft residual": ("bft", {}, {"update": "residual"}),
+    "bft fixed": ("bft", {}, {"update": "fixed", "fixed_gain": 0.6}),
+    "bft gate": ("bft", {}, {"update": "gate"}),
+    "bft empirical bayes": ("bft", {}, {"initial": "empirical_bayes"}),
     "bft three layers": ("bft", {"n_layers": 3, "n_heads": 1}, {"lam_max": 10.0}),
 }
 
@@ -49,7 +59,7 @@ def build(variant="bft", *, seed=0, counts=None, core=None, **backbone):
     spec = MODELS["sasrec"]
     settings = {"hidden_size": D, "max_length": T, "dropout": 0.0, **spec.arms[arm], **settings, **backbone}
     chosen = CoreConfig(**{**core_settings, **(core or {})}) if arm in spec.precision_arms else None
-    return SASRec(SASRecConfig(**settings), chosen, counts_of() if counts is None else counts, seed=seed)
+    return spec.build(spec.config(**settings), chosen, counts_of() if counts is None else counts, seed=seed)
 
 
 def shaken(model, seed=0):

@@ -17,7 +17,7 @@ from recbft.core import kalman_update
 def test_equal_seeds_give_the_weights_that_arms_share_equal_values(lab, seed):
     torch.manual_seed(99)  # the global state must not matter
     matched = lab.build("matched", seed=seed).state_dict()
-    for variant in ("bft", "bft table", "bft per layer", "bft uniform"):
+    for variant in ("bft", "bft table", "bft per layer", "bft uniform", "bft gate", "bft discount"):
         torch.manual_seed(seed)
         tracked = lab.build(variant, seed=seed).state_dict()
         assert set(matched) <= set(tracked)
@@ -106,7 +106,8 @@ def test_running_means_are_updated_in_training_and_in_training_alone(lab, varian
     expected = set()
     if model.core is not None:
         expected = {"updates"}
-        expected |= {"mean_jacobian"} if model.core.jacobian != "off" else set()
+        with_jacobian = model.core.propagation == "jacobian" and model.core.jacobian != "off"
+        expected |= {"mean_jacobian"} if with_jacobian else set()
         expected |= {"mean_precision"} if model.core.prior_scale == "per_layer" else set()
     assert changed == expected
 

@@ -88,7 +88,8 @@ def test_every_parameter_that_can_learn_gets_a_finite_gradient(lab, variant, ram
     model.set_ramp(ramp)
     model.loss(lab.packed_for_training(lab.draw_histories(0, 12, shortest=2))).backward()
     # What the last layer predicts of precision goes into no score, only beside the recommendations.
-    idle = {f"blocks.{len(model.blocks) - 1}.precision.noise_logits"}
+    last = f"blocks.{len(model.blocks) - 1}.precision"
+    idle = {f"{last}.{name}" for name in ("noise_logits", "discount_logit", "decay_rate")}
     for name, parameter in model.named_parameters():
         if name in idle:
             continue

@@ -10,7 +10,7 @@ import torch
 
 from recbft.datasets.batches import TrainingBatches
 from recbft.errors import RunError
-from recbft.models import CoreConfig, SASRec, SASRecConfig
+from recbft.models import CoreConfig, SASRecConfig, sasrec
 from recbft.training.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
 from recbft.training.loop import fit
@@ -32,7 +32,7 @@ def batches(num_users=12, batch_size=4, seed=0):
 
 def build(core=True, **settings):
     config = SASRecConfig(hidden_size=8, max_length=5, dropout=0.2, **settings)
-    return SASRec(config, CoreConfig() if core else None, torch.arange(V + 1))
+    return sasrec(config, CoreConfig() if core else None, torch.arange(V + 1))
 
 
 class Recorder(Silent):

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recbft.models import CoreConfig, SASRec, SASRecConfig
+from recbft.models import CoreConfig, SASRecConfig, sasrec
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import make_optimizer, warmup_ramp
 
 
 def build(core, **settings):
     counts = torch.tensor([0, 3, 1, 2, 5])
-    return SASRec(SASRecConfig(hidden_size=8, max_length=5, **settings), core, counts)
+    return sasrec(SASRecConfig(hidden_size=8, max_length=5, **settings), core, counts)
 
 
 def names_of(model, group):

@@ -24,6 +24,11 @@ def softmax_weights(
         logits = logits + log_precision[:, None, None, :]
     if log_decay is not None:
         logits = logits + (context.lag * log_decay)[:, None]
+    return normalised(logits, context)
+
+
+def normalised(logits: Tensor, context: SequenceContext) -> Tensor:
+    """Equation (2) alone: (B, H, T, T) logits to weights over the keys that each token may read."""
     empty = ~context.allowed.any(dim=-1)[:, None, :, None]  # (B, 1, T, 1)
     logits = logits.masked_fill(~context.allowed[:, None], float("-inf")).masked_fill(empty, 0.0)
     return torch.softmax(logits, dim=-1).masked_fill(empty, 0.0)

@@ -1,0 +1,168 @@
+"""Pointwise SiLU attention as a mixer (HSTU): gated, biased by position and, where asked for, by elapsed time.
+
+    u, v, q, k = SiLU(W x + b), each split into H heads of width K where heads are needed             (1)
+    s_tj = q_t . k_j / sqrt(K) + p[t - j] + g[bucket(t, j)] + w log lbar_j + w lag_tj log rho         (2)
+    a_tj = SiLU(s_tj) / N over the keys that t may read;  e_t = sum_j a_tj v_j                        (3)
+    innovation = W_out (Norm(e_t) * u_t), or Norm(e_t) * u_t without an output map                    (4)
+    bucket(t, j) = floor(ln(max(|time_t - time_j|, 1)) / 0.301)                                       (5)
+
+p and g are learned per layer and shared by the heads. The observation precision is the sandwich estimate of e_t; the
+norm and the gate of (4) are taken as precision-preserving, an output map carries it through its squared weights.
+
+Source: Zhai et al., Actions Speak Louder than Words (arXiv 2402.17152), section 3; Precision Tracked Transformer
+(arXiv 2605.18832), section 5.1 and appendix D.
+Shapes: B rows, T tokens, D model width, H heads, K head width, N the configured longest history.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from recbft.core import (
+    SequenceContext,
+    check_estimator,
+    projected_precision,
+    sandwich_precision,
+    scalar_log_precision,
+    silu_moments,
+)
+from recbft.kernels.dropout import dropout as drop
+from recbft.mixers.observation import Observation
+
+BUCKET_WIDTH = 0.301  # as in the authors' code
+NUM_BUCKETS = 128
+BIAS_STD = 0.02
+
+
+class PointwiseAttention(nn.Module):
+    """Gated pointwise attention over a packed batch of histories.
+
+    Args:
+        hidden_size: D.
+        n_heads: H, divides D.
+        length: N of (3), and the number of distances that (2) tells apart; the longest history a token can stand in.
+        dropout: of the gated innovation, before the output map.
+        output_projection: whether there is an output map.
+        norm_eps: of the norm in (4).
+        time_bias: learn g of (2); the context must have times.
+        recency_decay: start of the learned rho in (0, 1), or None for no decay.
+        estimator: how the observation precision is estimated (``sandwich``), or None for the plain layer.
+        cap: lam_max of the estimator.
+        centre: m of the estimator, as ``core.sandwich_precision`` explains it.
+
+    Raises:
+        UserError: the estimator is not defined for weights that need not sum to one.
+    """
+
+    weights = "silu"  # which estimators are defined: core.ESTIMATORS
+
+    def __init__(
+        self,
+        hidden_size: int,
+        n_heads: int,
+        *,
+        length: int = 50,
+        dropout: float = 0.0,
+        output_projection: bool = False,
+        norm_eps: float = 1e-6,
+        time_bias: bool = False,
+        recency_decay: float | None = None,
+        estimator: str | None = None,
+        cap: float = 100.0,
+        centre: str = "root",
+    ) -> None:
+        super().__init__()
+        if estimator is not None:
+            check_estimator(estimator, self.weights)
+        self.n_heads, self.length, self.dropout, self.estimator = n_heads, length, dropout, estimator
+        self.cap, self.centre = cap, centre
+        self.gate = nn.Linear(hidden_size, hidden_size)
+        self.value = nn.Linear(hidden_size, hidden_size)
+        self.query = nn.Linear(hidden_size, hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size)
+        self.norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.out = nn.Linear(hidden_size, hidden_size) if output_projection else None
+        # Tables of one column, so that they are initialised as weights are.
+        self.position_table = nn.Parameter(torch.empty(length, 1).normal_(std=BIAS_STD))
+        self.time_table = nn.Parameter(torch.empty(NUM_BUCKETS, 1).normal_(std=BIAS_STD)) if time_bias else None
+        self.decay_logit: nn.Parameter | None = None
+        if recency_decay is not None:
+            self.decay_logit = nn.Parameter(torch.tensor(math.log(recency_decay / (1 - recency_decay))))
+
+    def forward(
+        self, x: Tensor, precision: Tensor | None, context: SequenceContext, *, ramp: float = 1.0
+    ) -> Observation:
+        """Observe every position.
+
+        Args:
+            x: normalised input, (B, T, D).
+            precision: incoming precision, (B, T, D), or None for equal trust in every key.
+            context: which token may read which; positions below ``length``.
+            ramp: w, the warm-up of the precision and recency biases, in [0, 1].
+        """
+        gate = F.silu(self.gate(x))
+        q, k, v = (self._heads(F.silu(part(x))) for part in (self.query, self.key, self.value))
+        moments = silu_moments(
+            q,
+            k,
+            v,
+            context,
+            length=self.length,
+            bias=self._bias(context),
+            log_precision=None if precision is None else ramp * scalar_log_precision(precision),
+            log_decay=None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit),
+        )
+        innovation = self.norm(_joined(moments.mean)) * gate
+        if self.out is not None:
+            innovation = self.out(drop(innovation, self.dropout if self.training else 0.0))
+        if self.estimator is None:
+            return Observation(innovation, None)
+        found = _joined(sandwich_precision(moments, cap=self.cap, centre=self.centre))
+        return Observation(
+            innovation, found if self.out is None else projected_precision(found, self.out.weight, cap=self.cap)
+        )
+
+    def _bias(self, context: SequenceContext) -> Tensor:
+        """p + g of (2), (B, 1, T, T)."""
+        bias = look_up(self.position_table, context.lag)
+        if self.time_table is not None:
+            bucket = (context.log_elapsed / BUCKET_WIDTH).long().clamp_(max=NUM_BUCKETS - 1)  # (5)
+            bias = bias + look_up(self.time_table, bucket)
+        return bias[:, None]
+
+    def _heads(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, H, T, K)
+        B, T, D = x.shape
+        return x.view(B, T, self.n_heads, D // self.n_heads).transpose(1, 2)
+
+
+def _joined(heads: Tensor) -> Tensor:  # (B, H, T, K) -> (B, T, D)
+    return heads.transpose(1, 2).flatten(2)
+
+
+def look_up(table: Tensor, index: Tensor) -> Tensor:
+    """Rows of a table of one column, (N, 1), at an index of any shape; an index out of range gives row N - 1 or 0."""
+    looked_up: Tensor = _LookUp.apply(table, index.clamp(0, table.shape[0] - 1))
+    return looked_up
+
+
+class _LookUp(torch.autograd.Function):
+    """Indexing whose gradient is one sum per row: autograd's own sorts or locks over every pair of tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = table.shape[0]
+        return table[:, 0].take(index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (index,) = ctx.saved_tensors
+        table = grad.new_zeros(ctx.rows).index_add_(0, index.flatten(), grad.flatten())
+        return table[:, None], None

@@ -1,0 +1,285 @@
+"""What SASRec, BERT4Rec and HSTU share: embed items and positions, stack blocks, score the vocabulary.
+
+    h_0 = s emb(item) + pos(position), normalised where the backbone has a norm there                 (1)
+    h_L by L blocks;   state = read_out(h_L);   score(i) = state . emb_i + bias_i                     (2)
+
+A backbone is put together from parts: its blocks, a read-out, whether it looks both ways, whether a token (a mask) is
+appended at prediction. Positions count from the oldest event that is read, or back from the latest.
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), section 5.
+Shapes: B rows, T tokens, D model width, V items, S histories, N training positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from recbft.config import check_range
+from recbft.core import Belief, SequenceContext
+from recbft.datasets.batches import Batch
+from recbft.errors import UserError
+from recbft.kernels.dropout import Dropout
+from recbft.mixers import SoftmaxAttention
+from recbft.models.block import Block, Layer
+from recbft.models.contract import ItemTable, TrainableModel, UserStates
+from recbft.models.losses import ItemLoss, LossName, Negatives, check_loss
+from recbft.models.precision_channel import ItemPrecision, LayerPrecision
+from recbft.models.precision_config import CoreConfig, check_core
+from recbft.models.update import make_update
+
+RECENCY_START = 0.99
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """The keys that every backbone has (the ``backbone`` section of a config)."""
+
+    hidden_size: int = 64
+    n_layers: int = 2
+    n_heads: int = 2
+    inner_size: int | None = None  # of the feed-forward network; None means 4 hidden_size
+    max_length: int = 50  # tokens of a history that are read, the last ones
+    dropout: float = 0.5
+    embedding_scale: float | None = None  # None means the backbone's own
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+    norm_eps: float = 1e-8
+    recency_decay: bool = True  # a learned decay of attention with the lag
+    output_projection: bool = False  # a linear map after the heads are joined
+    loss: LossName = "ce"
+    num_negatives: int | None = None  # None means 512 for sampled_softmax, 1 for bce, 256 for gbce
+    negatives: Negatives | None = None  # of sampled_softmax; None means uniform
+    gbce_t: float | None = None  # calibration of gbce in [0, 1]; None means 0.75
+
+
+def check_backbone(config: BackboneConfig) -> None:
+    """Refuse values out of range, and settings that have no effect."""
+    for name in ("hidden_size", "n_layers", "n_heads", "inner_size", "max_length"):
+        check_range(name, getattr(config, name), at_least=1)
+    check_range("dropout", config.dropout, at_least=0, below=1)
+    check_range("embedding_scale", config.embedding_scale, above=0)
+    check_range("initializer_range", config.initializer_range, above=0)
+    check_range("norm_eps", config.norm_eps, above=0)
+    if config.hidden_size % config.n_heads:
+        divisors = [str(n) for n in range(1, config.hidden_size + 1) if config.hidden_size % n == 0]
+        raise UserError(
+            f"n_heads is {config.n_heads}, which does not divide hidden_size {config.hidden_size}; "
+            f"choose one of {', '.join(divisors)}"
+        )
+    check_loss(config)
+
+
+class Backbone(TrainableModel):
+    """A model over item histories; ``core`` None leaves the precision channel out.
+
+    Args:
+        config: the keys that backbones share.
+        core: the precision channel, or None.
+        training_counts: (V + 1,) counts of each item in training, index 0 padding.
+        blocks: the layers.
+        embedding_scale: s of (1).
+        seed: equal seeds give equal weights to the parameters that two arms share.
+        read_out: from the last layer's mean to the state; a LayerNorm unless given.
+        norm_embedding: normalise (1), before dropout.
+        item_bias: learn the bias of (2).
+        both_ways: tokens see their whole history, and a mask stands at the end when predicting: the item V + 1 of
+            count 0, the last of ``max_length`` tokens.
+        positions: counted from the ``oldest`` token that is read, or back from the ``latest``.
+        reads_times, shows_target_time: what the blocks want to know of times.
+    """
+
+    ramp: Tensor
+
+    def __init__(
+        self,
+        config: BackboneConfig,
+        core: CoreConfig | None,
+        training_counts: Tensor,
+        blocks: Sequence[Block],
+        *,
+        embedding_scale: float,
+        seed: int = 0,
+        read_out: nn.Module | None = None,
+        norm_embedding: bool = False,
+        item_bias: bool = False,
+        both_ways: bool = False,
+        positions: Literal["oldest", "latest"] = "oldest",
+        reads_times: bool = False,
+        shows_target_time: bool = False,
+    ) -> None:
+        super().__init__()
+        D = config.hidden_size
+        self.config, self.core, self.max_length = config, core, config.max_length
+        self.embedding_scale, self.both_ways, self.positions = embedding_scale, both_ways, positions
+        self.reads_times, self.shows_target_time = reads_times, shows_target_time
+        self.num_items = training_counts.numel() - 1
+        token_counts = training_counts
+        if both_ways:
+            self.append = self.num_items + 1
+            token_counts = torch.cat([training_counts, training_counts.new_zeros(1)])
+        self.item_embedding = nn.Embedding(token_counts.numel(), D)
+        self.position_embedding = nn.Embedding(config.max_length, D)
+        self.norm_embedding = nn.LayerNorm(D, eps=config.norm_eps) if norm_embedding else None
+        self.dropout = Dropout(config.dropout)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(D, eps=config.norm_eps) if read_out is None else read_out
+        self.item_bias = nn.Parameter(torch.zeros(self.num_items + 1)) if item_bias else None
+        self.item_precision: ItemPrecision | None = None
+        if core is not None:
+            self.item_precision = ItemPrecision(core, token_counts, hidden_size=D, head_width=D // config.n_heads)
+        # The warm-up w of the precision and recency biases, as of the last optimiser step: evaluation uses it.
+        self.register_buffer("ramp", torch.zeros(()))
+        self.item_loss = ItemLoss(config, training_counts)
+        self._initialise(seed)
+
+    def encode(self, batch: Batch) -> Belief:
+        """The belief about every token after the last layer, mean read out; precision is ones without ``core``."""
+        embedded = self.item_embedding(batch.items)  # (B, T, D)
+        mean = self.embedding_scale * embedded + self.position_embedding(self._positions(batch))
+        if self.norm_embedding is not None:
+            mean = self.norm_embedding(mean)
+        mean = self.dropout(mean)
+        precision = torch.ones_like(mean[..., :1])
+        if self.item_precision is not None:
+            precision = self.item_precision(batch.items, embedded)
+        belief, ramp = Belief(mean, precision.expand_as(mean)), float(self.ramp)
+        context = self._context(batch)
+        for block in self.blocks:
+            belief = block(belief, context, ramp)
+        return Belief(self.norm(belief.mean), belief.precision)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss over the positions that have a target, by ``config.loss``."""
+        assert batch.target is not None
+        mean = self.encode(batch).mean.flatten(0, 1)
+        learn = batch.target.flatten().nonzero().squeeze(1)  # (N,)
+        weight, bias = self.item_table()
+        target = batch.target.flatten()[learn] - 1
+        return self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], target)
+
+    def user_states(self, batch: Batch) -> UserStates:
+        """State and mean posterior precision at each history's last token."""
+        belief = self.encode(batch)
+        state = belief.mean.flatten(0, 1)[batch.last]
+        if self.core is None:
+            return UserStates(state, None)
+        return UserStates(state, belief.precision.flatten(0, 1)[batch.last].mean(dim=-1))
+
+    def item_table(self) -> ItemTable:
+        """The tied item embeddings, and the item biases where there are any."""
+        return ItemTable(self.item_embedding.weight[: self.num_items + 1], self.item_bias)
+
+    def set_ramp(self, ramp: float) -> None:
+        """Set the warm-up w in [0, 1], before an optimiser step."""
+        self.ramp.fill_(ramp)
+
+    def refresh(self) -> None:
+        """Bring what is kept from the weights up to date: at the start of an epoch and before evaluation."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            if block.precision is not None:
+                block.precision.refresh(block.inner.weight, block.outer.weight)
+
+    def is_precision_parameter(self, name: str) -> bool:
+        """Whether a parameter belongs to the optimiser's precision group."""
+        return "precision" in name.split(".") or "item_precision" in name or "decay_logit" in name
+
+    def _positions(self, batch: Batch) -> Tensor:
+        """(B, T) rows of the position embedding."""
+        if self.positions == "oldest":
+            return batch.position
+        latest = batch.position.flatten()[batch.last]  # (S,)
+        return torch.where(batch.segment >= 0, latest[batch.segment.clamp(min=0)] - batch.position, 0)
+
+    def _context(self, batch: Batch) -> SequenceContext:
+        return SequenceContext(
+            batch.segment,
+            batch.position,
+            batch.time,
+            causal=not self.both_ways,
+            query_time=batch.next_time if self.shows_target_time else None,
+        )
+
+    def _initialise(self, seed: int) -> None:
+        """Normal weights, zero biases; one generator for what arms share, another for the precision channel."""
+        shared, own = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
+        for name, parameter in self.named_parameters():
+            if "update" in name.split("."):  # starts where its rule says, and draws nothing that arms share
+                continue
+            generator = own if self.is_precision_parameter(name) else shared
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        if self.item_precision is not None and self.item_precision.mode == "hybrid":
+            last = self.item_precision.read[2]
+            assert isinstance(last, nn.Linear)
+            nn.init.zeros_(last.weight)  # softplus starts at ln 2
+
+
+def make_blocks(
+    config: BackboneConfig,
+    core: CoreConfig | None,
+    make_mixer: Callable[[], nn.Module],
+    *,
+    inner_size: int | None,
+    innovation_dropout: float | None = None,
+    activation: Literal["gelu", "relu"] = "gelu",
+    layer: Layer = "pre_norm",
+) -> list[Block]:
+    """The layers of a backbone around its mixers, each with a precision channel where ``core`` is given."""
+    D = config.hidden_size
+    blocks = []
+    for number in range(config.n_layers):
+        precision, update = None, None
+        if core is not None:
+            is_last = number == config.n_layers - 1
+            precision = LayerPrecision(core, hidden_size=D, head_width=D // config.n_heads, is_last=is_last)
+            update = make_update(core, hidden_size=D, n_heads=config.n_heads)
+        blocks.append(
+            Block(
+                make_mixer(),
+                precision,
+                hidden_size=D,
+                inner_size=inner_size,
+                dropout=config.dropout,
+                innovation_dropout=innovation_dropout,
+                norm_eps=config.norm_eps,
+                activation=activation,
+                layer=layer,
+                update=update,
+            )
+        )
+    return blocks
+
+
+def softmax_attention(config: BackboneConfig, core: CoreConfig | None, *, dropout: float) -> SoftmaxAttention:
+    """The mixer of SASRec and BERT4Rec; ``dropout`` is of the attention weights."""
+    estimation: dict[str, Any] = {}
+    if core is not None:
+        check_core(core, "softmax", config.max_length)
+        estimation = {
+            "estimator": core.estimator,
+            "prior_dof": core.prior_dof,
+            "prior_variance": core.prior_variance,
+            "cap": core.lam_max,
+            "kriging": core.kriging,
+        }
+    return SoftmaxAttention(
+        config.hidden_size,
+        config.n_heads,
+        dropout=dropout,
+        output_projection=config.output_projection,
+        recency_decay=RECENCY_START if config.recency_decay else None,
+        **estimation,
+    )
+
+
+def root_of_width(config: BackboneConfig) -> float:
+    """The embedding scale of SASRec and HSTU: sqrt(D), unless asked otherwise."""
+    return math.sqrt(config.hidden_size) if config.embedding_scale is None else config.embedding_scale

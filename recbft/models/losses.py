@@ -1,0 +1,184 @@
+"""Losses over the item vocabulary: the full cross-entropy, and losses that look at drawn negatives only.
+
+With l_i = x . w_i + b_i the score of item i and y the target of a position,
+
+    ce               -l_y + log sum_i exp l_i                                                          (1)
+    sampled_softmax  -l_y + log(exp l_y + sum_j exp(l_j - log E_j)),  j over the negatives except y     (2)
+    gbce             -(beta log s(l_y) + sum_j log(1 - s(l_j))) / (k + 1),  s the logistic function     (3)
+                     beta = alpha (t (1 - 1/alpha) + 1/alpha),  alpha = k / (V - 1)
+    bce              (3) with beta = 1
+
+In (2) the m negatives are shared by all positions of a batch and E_j is how often item j is expected among them: m / V
+for ``uniform``, m times the item's share of the training events for ``in_batch`` (negatives drawn from the batch's own
+targets). So the sum in (2) has that of (1) as its expectation; negatives may repeat. In (3) each position draws k
+negatives of its own, uniformly from all items but its target. All draws come from PyTorch's default generator.
+
+Source: Bengio and Senecal (2008) for (2); Kang and McAuley, SASRec (arXiv 1808.09781) for bce; Petrov and Macdonald,
+gSASRec (arXiv 2308.07192) for (3).
+Shapes: N positions, V items, D width, m shared negatives, k negatives per position.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recbft.config import check_range
+from recbft.errors import UserError
+from recbft.kernels.cross_entropy import full_cross_entropy
+
+LossName = Literal["ce", "sampled_softmax", "bce", "gbce"]
+Negatives = Literal["uniform", "in_batch"]
+
+NUM_NEGATIVES: dict[str, int] = {"sampled_softmax": 512, "bce": 1, "gbce": 256}  # where none is given
+GBCE_T = 0.75
+BLOCK_ELEMENTS = 4_000_000  # of gathered item vectors at a time
+
+
+class LossSettings(Protocol):
+    """The keys of a config that choose a loss; None means the loss's own default."""
+
+    @property
+    def loss(self) -> LossName: ...
+    @property
+    def negatives(self) -> Negatives | None: ...
+    @property
+    def num_negatives(self) -> int | None: ...
+    @property
+    def gbce_t(self) -> float | None: ...
+
+
+def check_loss(settings: LossSettings) -> None:
+    """Refuse values out of range and settings without effect.
+
+    Raises:
+        UserError: see above.
+    """
+    check_range("num_negatives", settings.num_negatives, at_least=1)
+    check_range("gbce_t", settings.gbce_t, at_least=0, at_most=1)
+    served = {"num_negatives": tuple(NUM_NEGATIVES), "negatives": ("sampled_softmax",), "gbce_t": ("gbce",)}
+    for key, losses in served.items():
+        if getattr(settings, key) is not None and settings.loss not in losses:
+            raise UserError(
+                f"{key} has no effect with loss {settings.loss!r}; leave it out or choose loss {' or '.join(losses)}"
+            )
+
+
+class ItemLoss:
+    """The configured loss as a function of states and item vectors.
+
+    Args:
+        training_counts: events per item index, (V + 1,), index 0 padding; only ``in_batch`` reads them.
+
+    Raises:
+        UserError: the loss needs negatives and there is one item only.
+    """
+
+    def __init__(self, settings: LossSettings, training_counts: Tensor) -> None:
+        self.name, self.in_batch = settings.loss, settings.negatives == "in_batch"
+        self.num_items = training_counts.numel() - 1
+        if self.name != "ce" and self.num_items < 2:
+            raise UserError(f"loss {self.name!r} needs items to draw from, but there is only one; take loss 'ce'")
+        self.num_negatives = settings.num_negatives or NUM_NEGATIVES.get(self.name, 0)
+        self.gbce_t = GBCE_T if settings.gbce_t is None else settings.gbce_t
+        counts = training_counts[1:].double().clamp(min=1)
+        self.log_share = (counts / counts.sum()).log()  # (V,)
+
+    def __call__(self, states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+        """The mean over positions.
+
+        Args:
+            states: (N, D).
+            weight, bias: item vectors (V, D) and item biases (V,) or None.
+            target: row of ``weight`` that each position should find, (N,).
+        """
+        if bias is not None:  # an item bias is one more coordinate, which every state has at 1
+            states = torch.cat([states, torch.ones_like(states[:, :1])], dim=1)
+            weight = torch.cat([weight, bias[:, None]], dim=1)
+        if self.name == "ce":
+            return full_cross_entropy(states, weight, target)
+        if self.name == "sampled_softmax":
+            return sampled_softmax(states, weight, target, *self._shared_negatives(target, states.dtype))
+        beta = 1.0
+        if self.name == "gbce":
+            beta = gbce_beta(self.num_negatives, self.num_items, self.gbce_t)
+        # Uniform over all items but the target: whatever is not below it moves up by one.
+        drawn = torch.randint(self.num_items - 1, (target.numel(), self.num_negatives), device=target.device)
+        drawn += drawn >= target[:, None]
+        return binary_cross_entropy(states, weight, target, drawn, beta=beta)
+
+    def _shared_negatives(self, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Negatives of (2), (m,), and log E of each."""
+        m = self.num_negatives
+        if not self.in_batch:
+            drawn = torch.randint(self.num_items, (m,), device=target.device)
+            return drawn, drawn.new_full((m,), math.log(m / self.num_items), dtype=dtype)
+        few = m >= target.numel()
+        drawn = target if few else target[torch.randint(target.numel(), (m,), device=target.device)]
+        share = self.log_share.to(device=target.device, dtype=dtype)
+        return drawn, share[drawn] + math.log(drawn.numel())
+
+
+def sampled_softmax(states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, log_expected: Tensor) -> Tensor:
+    """Equation (2).
+
+    Args:
+        states, weight, target: as in ``ItemLoss``.
+        negatives: rows of ``weight``, (m,), shared by all positions; those that are a position's target do not count.
+        log_expected: log E_j of each, (m,).
+    """
+    positive = (states * weight[target]).sum(dim=1)  # (N,)
+    scores = states @ weight[negatives].T - log_expected
+    scores = scores.masked_fill(negatives == target[:, None], float("-inf"))
+    return F.cross_entropy(torch.cat([positive[:, None], scores], dim=1), torch.zeros_like(target))
+
+
+def binary_cross_entropy(
+    states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, *, beta: float = 1.0
+) -> Tensor:
+    """Equation (3), ``negatives`` (N, k) for each position its own."""
+    positive = (states * weight[target]).sum(dim=1)
+    scores = gathered_scores(states, weight, negatives)
+    total = -beta * F.logsigmoid(positive).sum() - F.logsigmoid(-scores).sum()
+    return total / (negatives.numel() + target.numel())
+
+
+def gbce_beta(num_negatives: int, num_items: int, t: float) -> float:
+    """beta of (3): 1 at t = 0 (plain bce), the sampling rate at t = 1 (calibrated as the full softmax)."""
+    alpha = min(1.0, num_negatives / (num_items - 1))
+    return alpha * (t * (1 - 1 / alpha) + 1 / alpha)
+
+
+def gathered_scores(states: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+    """``states[n] . weight[index[n, j]]`` as (N, k), the (N, k, D) gathered vectors only ever a block at a time."""
+    scores: Tensor = _GatheredScores.apply(states, weight, index)
+    return scores
+
+
+class _GatheredScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weight, index)
+        parts = [torch.bmm(weight[index[rows]], states[rows, :, None])[..., 0] for rows in _blocks(states, index)]
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        states, weight, index = ctx.saved_tensors
+        d_states, d_weight = torch.empty_like(states), torch.zeros_like(weight)
+        for rows in _blocks(states, index):
+            torch.bmm(grad[rows, None, :], weight[index[rows]], out=d_states[rows, None, :])
+            pairs = grad[rows, :, None] * states[rows, None, :]
+            d_weight.index_add_(0, index[rows].flatten(), pairs.flatten(0, 1))
+        return d_states, d_weight, None
+
+
+def _blocks(states: Tensor, index: Tensor) -> list[slice]:
+    rows = max(1, BLOCK_ELEMENTS // (index.shape[1] * states.shape[1]))
+    return [slice(first, first + rows) for first in range(0, states.shape[0], rows)]

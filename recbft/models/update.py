@@ -1,0 +1,90 @@
+"""Update rules: what share of the innovation a position takes up, and what its precision becomes.
+
+    kalman     gain = r / (lam + r)             needs the mixer's observation precision r            (1)
+    residual   gain = 1                         the plain residual connection                        (2)
+    gate       gain = sigmoid(W x + b)          learned per head or per coordinate: gated attention  (3)
+    fixed      gain = constant                                                                       (4)
+
+All start from the plain residual connection at ramp 0 and add r to the precision where the mixer gives one. In (3) W
+starts at 0 and b where the gain is K0, so that the rules can be compared from one starting point.
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), equation 3 and section 4.2; Qiu et al. (arXiv 2505.06708).
+Shapes: B rows, T tokens, D model width, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from recbft.core import ESTIMATORS, Belief, gain_update, gate
+from recbft.errors import UserError
+from recbft.kernels.filter_step import kalman_update
+from recbft.mixers import MIXERS, Observation
+from recbft.models.precision_config import CoreConfig
+
+
+class KalmanUpdate(nn.Module):
+    """Equation (1)."""
+
+    def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Belief:
+        """Belief before, what the mixer saw (innovation after dropout), the normalised belief it read, the warm-up."""
+        assert observation.precision is not None  # check_update refuses a mixer without
+        return kalman_update(belief, observation.innovation, observation.precision, ramp=ramp)
+
+
+class FixedUpdate(nn.Module):
+    """Equations (4) and, with gain 1, (2)."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Belief:
+        """As ``KalmanUpdate``."""
+        return gain_update(belief, observation.innovation, self.gain, observation.precision, ramp=ramp)
+
+
+class GateUpdate(nn.Module):
+    """Equation (3).
+
+    Args:
+        hidden_size: D.
+        num_gains: rows of W: H for a gain per head, D for one per coordinate.
+        initial_gain: K0, the gain at the start.
+    """
+
+    def __init__(self, hidden_size: int, num_gains: int, *, initial_gain: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_gains, hidden_size))
+        self.offset = nn.Parameter(torch.full((num_gains,), math.log(initial_gain / (1 - initial_gain))))
+
+    def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Belief:
+        """As ``KalmanUpdate``."""
+        gain = gate(x, self.weight, self.offset)
+        return gain_update(belief, observation.innovation, gain, observation.precision, ramp=ramp)
+
+
+def make_update(core: CoreConfig, *, hidden_size: int, n_heads: int) -> nn.Module:
+    """The update rule that ``core.update`` names."""
+    if core.update == "gate":
+        num_gains = n_heads if core.gate == "headwise" else hidden_size
+        return GateUpdate(hidden_size, num_gains, initial_gain=core.initial_gain)
+    if core.update == "kalman":
+        return KalmanUpdate()
+    return FixedUpdate(core.fixed_gain if core.update == "fixed" else 1.0)
+
+
+def check_update(update: nn.Module, mixer: nn.Module) -> None:
+    """Refuse the Kalman update over a mixer that does not say how precise its innovation is."""
+    if not isinstance(update, KalmanUpdate) or getattr(mixer, "estimator", None) is not None:
+        return
+    weights = {name: getattr(kind, "weights", "") for name, kind in MIXERS.items()}
+    giving = [f"{name} (estimator {', '.join(ESTIMATORS[w])})" for name, w in weights.items() if w in ESTIMATORS]
+    name = next((name for name, kind in MIXERS.items() if isinstance(mixer, kind)), type(mixer).__name__)
+    raise UserError(
+        f"update 'kalman' needs an observation precision, and mixer {name!r} gives none as it is set up; choose update "
+        f"residual, gate or fixed, or a mixer with an estimator: {'; '.join(giving)}"
+    )

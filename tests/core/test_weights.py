@@ -1,0 +1,210 @@
+"""Statistics of written-out weights, and the estimators on them, against sums spelled out entry by entry."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recbft.core import (
+    MAX_TOKENS,
+    SequenceContext,
+    delta_precision,
+    design_effect_precision,
+    effective_sample_size,
+    key_variance,
+    per_dimension_weights,
+    propagated_variance,
+    reml_precision,
+    residual_variance,
+    sandwich_precision,
+    softmax_moments,
+    softmax_weights,
+    weight_sums,
+)
+
+B, H, T, K = 2, 2, 6, 3
+D = H * K
+SEGMENT = torch.tensor([[0, 0, 0, 1, 1, -1], [2, 2, 2, 2, 2, 2]])
+POSITION = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+
+
+def context_of(causal=True):
+    return SequenceContext(SEGMENT, POSITION, causal=causal)
+
+
+def drawn(seed):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, H, T, K, generator=g, dtype=torch.float64) for _ in range(3))
+    precision = 0.2 + 4 * torch.rand(B, T, D, generator=g, dtype=torch.float64)
+    return q, k, v, precision, torch.tensor(-0.1, dtype=torch.float64)
+
+
+def keys_of(b, t, causal):
+    return [
+        j
+        for j in range(T)
+        if SEGMENT[b, t] >= 0 and SEGMENT[b, j] == SEGMENT[b, t] and (not causal or POSITION[b, j] <= POSITION[b, t])
+    ]
+
+
+def by_hand(q, k, v, precision, log_decay, *, causal, per_dimension):
+    """Every token's and coordinate's weights and values: {(b, h, t, c): (weights, values, trust in each key)}."""
+    found = {}
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                keys = keys_of(b, t, causal)
+                for c in range(K):
+                    trust = [
+                        precision[b, j, h * K + c].item() if per_dimension else precision[b, j].mean().item()
+                        for j in keys
+                    ]
+                    logits = [
+                        (q[b, h, t] @ k[b, h, j]).item() / math.sqrt(K)
+                        + math.log(p)
+                        + log_decay.item() * abs(int(POSITION[b, t] - POSITION[b, j]))
+                        for j, p in zip(keys, trust, strict=True)
+                    ]
+                    total = sum(math.exp(x) for x in logits)
+                    found[b, h, t, c] = (
+                        [math.exp(x) / total for x in logits],
+                        [v[b, h, j, c].item() for j in keys],
+                        trust,
+                    )
+    return found
+
+
+def weights_and_values(q, k, v, precision, log_decay, context, per_dimension):
+    """As the mixer has them: (B, H, T, T) with (B, H, T, K), or (B, D, T, T) with (B, D, T, 1); and the trust."""
+    if per_dimension:
+        weights = per_dimension_weights(q, k, context, log_precision=precision.log(), log_decay=log_decay)
+        return weights, v.mT.reshape(B, D, T, 1), precision.mT
+    trust = precision.mean(-1)
+    return softmax_weights(q, k, context, log_precision=trust.log(), log_decay=log_decay), v, trust
+
+
+ESTIMATORS = {
+    "reml": (
+        lambda a, v, p, c: reml_precision(
+            residual_variance(a, v, c), effective_sample_size(a), prior_scale=0.3, prior_dof=2.0, cap=1e6
+        ),
+        lambda a, v, p: (n(a) + 2) / (spread(a, v) + 0.6),
+    ),
+    "sandwich": (
+        lambda a, v, p, c: sandwich_precision(weight_sums(a, v, c), cap=50.0),
+        lambda a, v, p: 1 / max(1 / 50, sum(w * w * (x - mean(a, v)) ** 2 for w, x in zip(a, v, strict=True))),
+    ),
+    "delta": (
+        lambda a, v, p, c: delta_precision(propagated_variance(a, p), cap=1e6),
+        lambda a, v, p: 1 / sum(w * w / x for w, x in zip(a, p, strict=True)),
+    ),
+    "design_effect": (
+        lambda a, v, p, c: design_effect_precision(
+            key_variance(v, c), effective_sample_size(a), prior_scale=0.3, prior_dof=2.0, cap=1e6
+        ),
+        lambda a, v, p: n(a) / (spread([1 / len(v)] * len(v), v) + 0.6),
+    ),
+}
+
+
+def mean(a, v):
+    return sum(w * x for w, x in zip(a, v, strict=True))
+
+
+def spread(a, v):
+    return sum(w * (x - mean(a, v)) ** 2 for w, x in zip(a, v, strict=True))
+
+
+def n(a):
+    return 1 / sum(w * w for w in a)
+
+
+@pytest.mark.parametrize("per_dimension", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+@pytest.mark.parametrize("seed", range(2))
+def test_an_estimator_is_its_formula_entry_by_entry(estimator, causal, per_dimension, seed):
+    inputs, context = drawn(seed), context_of(causal)
+    weights, values, trust = weights_and_values(*inputs, context, per_dimension)
+    estimate, formula = ESTIMATORS[estimator]
+    found = estimate(weights, values, trust, context).expand_as(values).reshape(B, H, -1, T, values.shape[-1])
+    found = found.transpose(2, 3).reshape(B, H, T, K)
+    innovation = (weights @ values).reshape(B, H, -1, T, values.shape[-1]).transpose(2, 3).reshape(B, H, T, K)
+    for (b, h, t, c), (a, v, p) in by_hand(*inputs, causal=causal, per_dimension=per_dimension).items():
+        if not a:
+            assert found[b, h, t, c] == 0 and innovation[b, h, t, c] == 0, "nothing read, nothing known"
+            continue
+        assert innovation[b, h, t, c].item() == pytest.approx(mean(a, v), rel=1e-10, abs=1e-12)
+        assert found[b, h, t, c].item() == pytest.approx(formula(a, v, p), rel=1e-8)
+
+
+@pytest.mark.parametrize("per_dimension", [False, True])
+@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+def test_an_estimator_passes_gradcheck_down_to_queries_keys_values_and_precision(estimator, per_dimension):
+    context, estimate = context_of(), ESTIMATORS[estimator][0]
+
+    def run(q, k, v, precision, log_decay):
+        weights, values, trust = weights_and_values(q, k, v, precision, log_decay, context, per_dimension)
+        # A lone key has no spread: the clamp at 0 has a corner there.
+        return estimate(weights, values, trust, context)[:, :, [2, 4]]
+
+    assert torch.autograd.gradcheck(run, [x.requires_grad_() for x in drawn(0)], atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_written_out_weights_have_the_moments_of_the_fast_path(causal):
+    q, k, v, precision, log_decay = drawn(4)
+    context, log_precision = context_of(causal), precision.mean(-1).log()
+    fast = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay)
+    a = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
+    for one, two in zip((a @ v, residual_variance(a, v, context), effective_sample_size(a)), fast, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+def test_equal_precision_on_all_coordinates_gives_the_scalar_weights():
+    q, k, _, precision, log_decay = drawn(5)
+    alike = precision.mean(-1, keepdim=True).expand_as(precision)
+    each = per_dimension_weights(q, k, context_of(), log_precision=alike.log(), log_decay=log_decay)
+    one = softmax_weights(q, k, context_of(), log_precision=alike[..., 0].log(), log_decay=log_decay)
+    torch.testing.assert_close(each, one.repeat_interleave(K, dim=1))
+
+
+def test_delta_of_equally_precise_keys_is_their_precision_times_the_effective_sample_size():
+    q, k, *_ = drawn(6)
+    a = softmax_weights(q, k, context_of())
+    found = delta_precision(propagated_variance(a, torch.full((B, T), 3.0).double()), cap=1e6)[..., 0]
+    torch.testing.assert_close(found, 3 * effective_sample_size(a))
+
+
+def test_the_sandwich_of_equal_weights_is_the_variance_of_a_mean_without_its_correction():
+    v = drawn(7)[2]
+    allowed = context_of().allowed[:, None].double().expand(B, H, T, T)
+    equal = allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
+    found = sandwich_precision(weight_sums(equal, v, context_of()), cap=1e9)
+    expected = v[1].var(dim=1, correction=0) / T  # the last token reads all
+    torch.testing.assert_close(found[1, :, -1], 1 / expected)
+
+
+def test_design_effect_for_one_key_is_the_prior_alone_and_sandwich_the_cap():
+    q, k, v, *_ = drawn(8)
+    a, context = softmax_weights(q, k, context_of()), context_of()
+    one = design_effect_precision(key_variance(v, context), effective_sample_size(a), prior_scale=1 / K)
+    torch.testing.assert_close(one[:, :, 0], torch.full((B, H, K), float(K)).double(), rtol=1e-9, atol=0)
+    assert (sandwich_precision(weight_sums(a, v, context), cap=40.0)[:, :, 0] == 40).all()
+
+
+def test_a_shift_of_the_values_moves_no_estimate():
+    q, k, v, precision, _ = drawn(9)
+    a, context = softmax_weights(q, k, context_of()), context_of()
+    for estimate, _ in ESTIMATORS.values():
+        one, two = (estimate(a, values, precision.mean(-1), context) for values in (v, v + 1e4))
+        torch.testing.assert_close(one, two, rtol=1e-7, atol=1e-9)
+
+
+def test_rows_too_long_for_weights_per_dimension_are_refused():
+    long = torch.zeros(1, 1, MAX_TOKENS + 1, 2)
+    context = SequenceContext(torch.zeros(1, MAX_TOKENS + 1).long(), torch.arange(MAX_TOKENS + 1)[None])
+    with pytest.raises(ValueError, match=r"per-dimension weights of 65 tokens .* at most 64 tokens are taken"):
+        per_dimension_weights(long, long, context, log_precision=torch.zeros(1, MAX_TOKENS + 1, 2))

@@ -1,0 +1,92 @@
+"""Cloze batches: what is masked, how often, and on what it depends; and what is appended at prediction."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from recbft.datasets.batches import ClozeBatches, history_batches, pack_histories
+
+MASK = 100
+
+
+def cloze(seed=0, num_users=200, **settings):
+    rng = np.random.default_rng(9)
+    lengths = rng.integers(1, 13, num_users)
+    stop = np.cumsum(lengths)
+    items = rng.integers(1, MASK, stop[-1])
+    settings = {"max_length": 8, "batch_size": 64, "mask": MASK, **settings}
+    return items, stop - lengths, stop, ClozeBatches(items, stop - lengths, stop, seed=seed, **settings)
+
+
+def read(batches, epoch):
+    """Each history of an epoch as (items read, targets), in order of the batches."""
+    found = []
+    for batch in batches.epoch(epoch):
+        for number in range(len(batch.last)):
+            own = batch.segment == number
+            order = batch.position[own].argsort()
+            found.append((tuple(batch.items[own][order].tolist()), tuple(batch.target[own][order].tolist())))
+    return found
+
+
+@pytest.mark.parametrize("epoch", range(3))
+def test_every_history_of_two_events_or_more_is_read_once_with_something_masked(epoch):
+    items, start, stop, batches = cloze()
+    found = read(batches, epoch)
+    assert len(found) == (stop - start >= 2).sum() and batches.num_batches == -(-len(found) // 64)
+    windows = {tuple(items[max(a, b - 8) : b].tolist()) for a, b in zip(start, stop, strict=True)}
+    for tokens, targets in found:
+        assert any(targets)
+        assert all((token == MASK) == (target > 0) for token, target in zip(tokens, targets, strict=True))
+        whole = tuple(target or token for token, target in zip(tokens, targets, strict=True))
+        assert any(window[: len(whole)] == whole for window in windows)
+
+
+def test_the_last_item_case_masks_the_end_of_a_history_cut_at_random():
+    found = read(cloze(last_item_probability=1.0)[-1], 0)
+    assert all(targets[-1] > 0 and not any(targets[:-1]) and len(targets) >= 2 for _, targets in found)
+    lengths = [{len(tokens) for tokens, _ in read(cloze(last_item_probability=p)[-1], 0)} for p in (0.0, 1.0)]
+    assert max(map(max, lengths)) == 8 and 2 in lengths[1]
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.4])
+def test_tokens_are_masked_as_often_as_asked(probability):
+    batches = cloze(num_users=3000, mask_probability=probability, last_item_probability=0.0)[-1]
+    long = [targets for tokens, targets in read(batches, 0) if len(tokens) == 8]
+    rate = np.mean([target > 0 for targets in long for target in targets])
+    # at least one is masked: where none would be, which happens with (1 - p)^8, one is
+    assert rate == pytest.approx(probability + (1 - probability) ** 8 / 8, abs=0.01)
+
+
+def test_masks_follow_the_mask_seed_and_the_epoch_and_not_the_order():
+    one, other = (read(cloze(seed)[-1], 0) for seed in (0, 1))
+    assert one != other and sorted(one) == sorted(other)
+    assert read(cloze()[-1], 3) == read(cloze()[-1], 3)
+    assert sorted(one) != sorted(read(cloze()[-1], 1))
+    assert sorted(one) != sorted(read(cloze(mask_seed=1)[-1], 0))
+    assert sorted(one) == sorted(read(cloze(batch_size=7)[-1], 0))
+
+
+def test_an_appended_item_ends_every_history_at_the_time_of_its_last_event():
+    items, times = np.arange(1, 8), np.arange(7) * 10
+    batch = pack_histories(items, np.array([0, 3]), np.array([3, 7]), times=times, append=MASK)
+    for number, (tokens, stamps) in enumerate([([1, 2, 3, MASK], [0, 10, 20, 20]), ([4, 5, 6, 7, MASK], None)]):
+        own = batch.segment == number
+        order = batch.position[own].argsort()
+        assert batch.items[own][order].tolist() == tokens
+        assert stamps is None or batch.time[own][order].tolist() == stamps
+    assert (batch.items.flatten()[batch.last] == MASK).all()
+
+
+def test_what_is_appended_is_one_of_the_tokens_that_are_read():
+    (batch,) = history_batches(np.arange(1, 8), np.array([0]), np.array([7]), max_length=4, append=MASK)
+    assert batch.items.tolist() == [[5, 6, 7, MASK]] and batch.position.tolist() == [[0, 1, 2, 3]]
+
+
+def test_the_time_of_the_next_event_is_given_where_asked_for():
+    items, times = np.arange(1, 8), np.arange(7) ** 2
+    (batch,) = history_batches(items, np.array([0]), np.array([5]), max_length=3, times=times, with_next_times=True)
+    assert batch.time.tolist() == [[4, 9, 16]] and batch.next_time.tolist() == [[9, 16, 25]]
+    assert torch.equal(batch.to("cpu").next_time, batch.next_time)

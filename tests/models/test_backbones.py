@@ -1,0 +1,313 @@
+"""Every backbone in every arm: whose past decides a score, what can be learned, what is saved and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from recbft.datasets.batches import pack_histories
+from recbft.errors import UserError
+from recbft.models import MODELS, CoreConfig
+from recbft.run_config import load_run_config
+from recbft.training.config import TrainingConfig
+from recbft.training.optimiser import make_optimizer
+
+V, D, T = 12, 8, 10
+
+# name: model, arm, backbone settings, core settings
+CASES = {
+    f"{model} {arm}{' ' if extra else ''}{' '.join(extra)}": (model, arm, extra, core)
+    for model, arm, extra, core in (
+        *((model, arm, {}, {}) for model in ("sasrec", "bert4rec", "hstu") for arm in ("published", "matched", "bft")),
+        ("bert4rec", "matched", {"recency_decay": True}, {}),
+        ("bert4rec", "bft", {"output_projection": True}, {"prior_scale": "per_layer"}),
+        ("bert4rec", "bft", {"positions": "oldest"}, {"initial": "table"}),
+        ("bert4rec", "bft", {"head": "gelu"}, {}),
+        ("hstu", "published", {"time_bias": True}, {}),
+        ("hstu", "bft", {"time_bias": True, "show_target_time": True}, {}),
+        ("hstu", "bft", {"output_projection": True}, {"prior_scale": "per_layer"}),
+        ("hstu", "bft", {"n_heads": 1, "n_layers": 3}, {"sandwich_centre": "innovation"}),
+    )
+}
+LOSSES = [
+    {"loss": "ce"},
+    {"loss": "sampled_softmax"},
+    {"loss": "sampled_softmax", "negatives": "in_batch", "num_negatives": 5},
+    {"loss": "bce"},
+    {"loss": "gbce", "num_negatives": 4},
+]
+over_cases = pytest.mark.parametrize("case", list(CASES))
+over_modes = pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+
+
+def build(case, *, seed=0, num_items=V, **more):
+    model, arm, extra, core = CASES[case]
+    spec = MODELS[model]
+    settings = {"hidden_size": D, "max_length": T, "dropout": 0.0, **spec.arms[arm], **extra, **more}
+    chosen = CoreConfig(**{**spec.core, **core}) if arm in spec.precision_arms else None
+    return spec.build(spec.config(**settings), chosen, torch.tensor([0, *range(num_items)]), seed=seed)
+
+
+def packed(histories, model=None, *, targets=False):
+    """A batch with the times of events, which follow from a history's own items, and what the model appends."""
+    lengths = np.array([len(history) for history in histories])
+    items = np.array([item for history in histories for item in [*history, 1]], dtype=np.int64)
+    times = np.concatenate([np.cumsum([100 + 37 * item**2 for item in [*history, 1]]) for history in histories])
+    stop = np.cumsum(lengths + 1) - 1
+    shown = model is not None and model.shows_target_time
+    append = None if model is None or targets else model.append
+    return pack_histories(
+        items, stop - lengths, stop - targets, times=times, with_next_times=shown, with_targets=targets, append=append
+    )
+
+
+def shaken(model, seed=0):
+    """The model in float64 with weights far from their start, warmed up: nothing in it is idle."""
+    generator = torch.Generator().manual_seed(seed)
+    model = model.double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.3)
+            if name.endswith("noise_logits"):
+                parameter.add_(8.0)
+    model.set_ramp(1.0)
+    model.refresh()
+    with torch.no_grad():
+        model.train().encode(packed([[1, 2, 3], [4, 5]], model))
+    return model
+
+
+def beliefs(model, histories, *, training=False, append=True):
+    """Mean and precision at every token of each history, from one packed batch."""
+    model = copy.deepcopy(model).train(training)
+    batch = packed(histories, model if append else None)
+    with torch.no_grad():
+        belief = model.encode(batch)
+    found = []
+    for number in range(len(histories)):
+        own = batch.segment == number
+        order = batch.position[own].argsort()
+        found.append((belief.mean[own][order], belief.precision[own][order]))
+    return found
+
+
+def draw_histories(seed, count=6, *, shortest=1):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, V + 1, rng.integers(shortest, T)).tolist() for _ in range(count)]
+
+
+def training_batch(model, histories):
+    """What the model is trained on, of these histories in one batch."""
+    (spec,) = (spec for spec in MODELS.values() if spec.config is type(model.config))
+    items = np.array([item for history in histories for item in history], dtype=np.int64)
+    stop = np.cumsum([len(history) for history in histories])
+    start = stop - [len(history) for history in histories]
+    batches = spec.batches(
+        model.config, items, start, stop, num_items=V, batch_size=99, seed=0, times=np.cumsum(1000 * items)
+    )
+    (batch,) = batches.epoch(0)
+    return batch
+
+
+def same(one, two):
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+# Whose past decides ---------------------------------------------------------------------------------
+
+
+@over_cases
+@over_modes
+def test_beliefs_of_a_user_do_not_change_with_packing_batch_mates_or_padding(case, training):
+    model = shaken(build(case))
+    mine = [3, 7, 1, 7, 12]
+    (alone,) = beliefs(model, [mine], training=training)
+    for seed in range(3):
+        others = draw_histories(seed)
+        place = seed * 3 % len(others)
+        same(alone, beliefs(model, [*others[:place], mine, *others[place:]], training=training)[place])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("bert4rec")])
+@over_modes
+def test_beliefs_of_a_causal_model_do_not_change_with_later_items(case, training):
+    model = shaken(build(case))
+    past = [3, 7, 1, 7, 12]
+    (now,) = beliefs(model, [past], training=training)
+    (later,) = beliefs(model, [[*past, 1, 2, 9]], training=training)
+    # Where the time of the next event is shown, the next item's time is: item 1 stands for both.
+    same(now, [values[: len(past)] for values in later])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("bert4rec")])
+def test_bert4rec_reads_both_sides_but_never_what_is_masked(case):
+    model = shaken(build(case)).eval()
+    mask = model.append
+    one, two = (beliefs(model, [[3, mask, item, 5]], append=False)[0][0] for item in (7, 8))
+    assert not torch.allclose(one[1], two[1], rtol=1e-3) and not torch.allclose(one[0], two[0], rtol=1e-3)
+    batch = training_batch(model, draw_histories(0, shortest=2))
+    masked = batch.target > 0
+    assert (batch.items[masked] == mask).all() and (batch.items[~masked] != mask).all()
+
+
+@over_cases
+def test_user_states_are_the_beliefs_at_each_last_token_in_order(case):
+    model = shaken(build(case)).eval()
+    histories = draw_histories(4)
+    with torch.no_grad():
+        state, precision = model.user_states(packed(histories, model))
+    for number, (mean, lam) in enumerate(beliefs(model, histories)):
+        torch.testing.assert_close(state[number], mean[-1])
+        assert precision is None or torch.allclose(precision[number], lam[-1].mean())
+    assert (precision is None) == (" bft" not in case)
+
+
+@over_cases
+def test_the_gradient_of_one_user_s_loss_reaches_no_event_of_another(case):
+    model, embedded = shaken(build(case)).train(), []
+
+    def watch(module, args, output):
+        output.retain_grad()
+        embedded.append(output)
+
+    model.item_embedding.register_forward_hook(watch)
+    batch = training_batch(model, [[1, 2, 3, 4, 5], [6, 7, 8, 1, 2], [9, 10, 11, 12]])
+    mine = batch.segment == 1
+    model.loss(batch._replace(target=batch.target * mine)).backward()
+    assert embedded[0].grad[mine].any() and not embedded[0].grad[~mine].any()
+
+
+# Gradients, fitting, saving ---------------------------------------------------------------------------
+
+
+@over_cases
+@pytest.mark.parametrize("ramp", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: " ".join(map(str, loss.values())))
+def test_every_parameter_that_can_learn_gets_a_finite_gradient(case, ramp, dtype, loss):
+    model = build(case, **loss).to(dtype).train()
+    model.set_ramp(ramp)
+    model.loss(training_batch(model, draw_histories(0, 12, shortest=2))).backward()
+    idle = {f"blocks.{len(model.blocks) - 1}.precision.noise_logits"}
+    for name, parameter in model.named_parameters():
+        if name not in idle:
+            assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+
+
+@over_cases
+def test_a_state_dict_carries_everything_that_scores_depend_on(case):
+    model = shaken(build(case))
+    other = build(case, seed=9).double()
+    other.load_state_dict(model.state_dict())
+    for one, two in zip(*(beliefs(m, draw_histories(3)) for m in (model, other)), strict=True):
+        assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_equal_seeds_give_matched_and_bft_equal_weights(model):
+    weights = [dict(build(f"{model} {arm}", seed=3).named_parameters()) for arm in ("matched", "bft")]
+    shared = set(weights[0]) & set(weights[1])
+    assert shared == set(weights[0])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in shared)
+
+
+@pytest.mark.parametrize("model", ["bert4rec", "hstu"])
+@pytest.mark.parametrize("seed", range(2))
+def test_before_the_warm_up_a_precision_layer_is_the_plain_layer_bit_for_bit(model, seed):
+    tracked, plain = shaken(build(f"{model} bft"), seed), build(f"{model} matched", recency_decay=True).double()
+    missing, unexpected = plain.load_state_dict(tracked.state_dict(), strict=False)
+    assert not missing and all("precision" in name for name in unexpected)
+    for each in (tracked, plain):
+        each.set_ramp(0.0)
+    for one, two in zip(*(beliefs(m, draw_histories(seed)) for m in (tracked, plain)), strict=True):
+        assert torch.equal(one[0], two[0])
+
+
+@pytest.mark.parametrize("case", list(CASES)[:9])
+def test_eight_sequences_are_learned_by_heart(case):
+    rng = np.random.default_rng(0)
+    histories = [[first, *rng.permutation(np.arange(1, V + 1))[:6].tolist()] for first in range(1, 9)]
+    model = build(case, hidden_size=32, **({"last_item_probability": 1.0} if "bert" in case else {})).train()
+    optimizer = make_optimizer(model, TrainingConfig(learning_rate=1e-2, precision_lr_multiplier=10.0))
+    losses = []
+    for step in range(250):
+        model.set_ramp(min(1.0, step / 50))
+        optimizer.zero_grad()
+        loss = model.loss(training_batch(model, histories))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.02 < losses[0]
+
+
+def test_dropout_is_at_work_in_training_and_only_there():
+    for case in ("bert4rec published", "bert4rec bft", "hstu published", "hstu bft"):
+        model = shaken(build(case, dropout=0.2))
+        (one,), (two,) = (beliefs(model, [[1, 2, 3, 4]], training=True) for _ in range(2))
+        assert not torch.allclose(one[0], two[0])
+        (one,), (two,) = (beliefs(model, [[1, 2, 3, 4]]) for _ in range(2))
+        assert torch.equal(one[0], two[0])
+
+
+def test_the_mask_starts_with_the_precision_of_an_item_never_seen():
+    model = build("bert4rec bft")
+    lam = model.item_precision(torch.tensor([[1, model.append, V]]), torch.zeros(1, 3, D))[0, :, 0]
+    assert lam[0] == lam[1] < lam[2]  # item 1 has count 0
+
+
+def test_long_wide_and_deep_backbones_work():
+    for case in ("sasrec bft", "bert4rec bft", "hstu bft"):
+        model = build(case, max_length=200, hidden_size=512, n_layers=8, n_heads=8).train()
+        model.set_ramp(1.0)
+        loss = model.loss(training_batch(model, [np.random.default_rng(0).integers(1, V + 1, 200).tolist()]))
+        loss.backward()
+        assert torch.isfinite(loss)
+
+
+# Configs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("bert4rec", {"mask_probability": 0.0}, "mask_probability is 0.0; give a number > 0 and < 1"),
+        ("bert4rec", {"max_length": 1}, "max_length is 1; give a whole number >= 2"),
+        ("bert4rec", {"last_item_probability": 1.5}, "last_item_probability is 1.5; give a number >= 0 and <= 1"),
+        ("hstu", {"show_target_time": True}, "show_target_time has no effect without time_bias"),
+        ("hstu", {"feed_forward": False, "inner_size": 8}, "inner_size has no effect with feed_forward false"),
+        ("sasrec", {"num_negatives": 5}, "num_negatives has no effect with loss 'ce'; leave it out or choose loss"),
+        ("sasrec", {"loss": "bce", "negatives": "in_batch"}, "negatives has no effect with loss 'bce'"),
+        ("hstu", {"loss": "bce", "gbce_t": 0.5}, "gbce_t has no effect with loss 'bce'"),
+        ("hstu", {"loss": "bpr"}, "loss is 'bpr'"),
+        ("bert4rec", {"n_heads": 3}, "n_heads is 3, which does not divide hidden_size 64"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named_with_what_to_give(model, settings, message):
+    with pytest.raises(UserError, match=message):
+        load_run_config(model=model, arm="matched", **settings)
+
+
+def test_hstu_says_that_it_caps_dropout_and_saves_what_is_used():
+    with pytest.warns(UserWarning, match=r"dropout is 0.5, but HSTU takes at most 0.2; 0.2 is used"):
+        config = load_run_config(model="hstu", arm="bft", dropout=0.5)
+    assert config.backbone.dropout == 0.2
+
+
+@pytest.mark.parametrize(
+    ("model", "backbone", "core", "message"),
+    [
+        ("hstu", {}, {"estimator": "reml"}, "estimator 'reml' is not defined for silu weights.*choose sandwich"),
+        ("hstu", {"feed_forward": False}, {}, "arm 'bft' needs feed_forward true and activation gelu, got false"),
+        ("bert4rec", {"layer": "post_norm"}, {}, "arm 'bft' needs layer pre_norm, got post_norm"),
+        ("sasrec", {"loss": "bce"}, {}, "loss 'bce' needs items to draw from, but there is only one"),
+    ],
+)
+def test_what_a_model_cannot_be_built_with_is_refused(model, backbone, core, message):
+    config = load_run_config(model=model, arm="bft", backbone=backbone, core=core)
+    counts = torch.tensor([0, 3]) if "loss" in backbone else torch.arange(5)
+    with pytest.raises(UserError, match=message):
+        MODELS[model].build(config.backbone, config.core, counts)

@@ -1,0 +1,144 @@
+"""Losses over the item vocabulary against dense oracles, and the draws they make."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from recbft.models.losses import ItemLoss, binary_cross_entropy, gathered_scores, gbce_beta, sampled_softmax
+
+N, V, D = 7, 11, 5
+
+
+def problem(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    states, weight = (
+        torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True) for size in ((N, D), (V, D))
+    )
+    bias = torch.randn(V, generator=generator, dtype=torch.float64, requires_grad=True)
+    return states, weight, bias, torch.randint(V, (N,), generator=generator)
+
+
+def loss_of(name, counts=None, **settings):
+    settings = {"negatives": None, "num_negatives": None, "gbce_t": None, **settings}
+    return ItemLoss(SimpleNamespace(loss=name, **settings), torch.arange(V + 1) if counts is None else counts)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_ce_is_the_full_cross_entropy_in_value_and_gradients(with_bias):
+    states, weight, bias, target = problem()
+    inputs = [states, weight, *([bias] if with_bias else [])]
+    found = loss_of("ce")(states, weight, bias if with_bias else None, target)
+    expected = F.cross_entropy(states @ weight.T + (bias if with_bias else 0), target)
+    torch.testing.assert_close(found, expected)
+    for one, two in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_sampled_softmax_over_every_item_once_is_the_full_softmax():
+    states, weight, _, target = problem()
+    found = sampled_softmax(states, weight, target, torch.arange(V), torch.zeros(V, dtype=torch.float64))
+    torch.testing.assert_close(found, F.cross_entropy(states @ weight.T, target))
+
+
+@pytest.mark.parametrize("negatives", [None, "in_batch"])
+def test_the_drawn_sum_of_sampled_softmax_is_unbiased(negatives):
+    """exp(loss + score of the target) estimates the sum of the full softmax: equation (2) of the module."""
+    states, weight, _, _ = problem()
+    states, weight = states.detach()[:1], weight.detach()
+    counts = torch.tensor([0, 5, 1, 3, 2, 4, 1, 1, 6, 2, 3, 2])
+    # The batch's targets are spread as the training events are, so that E of in_batch is right.
+    target = torch.repeat_interleave(torch.arange(V), counts[1:])
+    loss = loss_of("sampled_softmax", counts, negatives=negatives, num_negatives=20)
+    torch.manual_seed(0)
+    total = 0.0
+    for _ in range(3000):
+        drawn, log_expected = loss._shared_negatives(target, torch.float64)
+        scores = (states @ weight[drawn].T - log_expected)[0]
+        total += float(scores[drawn != 4].exp().sum())
+    exact = (states @ weight.T)[0].exp()
+    assert total / 3000 == pytest.approx(float(exact.sum() - exact[4]), rel=0.03)
+
+
+def test_sampled_softmax_does_not_count_the_target_among_its_negatives():
+    states, weight, _, target = problem()
+    hits = sampled_softmax(states[:1], weight, target[:1], target[:1].repeat(3), torch.zeros(3, dtype=torch.float64))
+    assert hits == 0 and torch.isfinite(torch.autograd.grad(hits, states)[0]).all()
+
+
+def test_in_batch_takes_all_targets_where_there_are_fewer_than_asked_for():
+    target = problem()[-1]
+    drawn, log_expected = loss_of("sampled_softmax", negatives="in_batch")._shared_negatives(target, torch.float64)
+    assert torch.equal(drawn, target)
+    share = torch.arange(1, V + 1, dtype=torch.float64) / (V * (V + 1) / 2)
+    torch.testing.assert_close(log_expected, (N * share[target]).log())
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.3])
+def test_binary_cross_entropy_is_its_definition_in_value_and_gradients(beta):
+    states, weight, _, target = problem()
+    negatives = torch.randint(V, (N, 4), generator=torch.Generator().manual_seed(1))
+    scores = states @ weight.T
+    positive = torch.sigmoid(scores[torch.arange(N), target]) ** beta
+    negative = 1 - torch.sigmoid(scores.gather(1, negatives))
+    expected = -(positive.log() + negative.log().sum(1)).mean() / 5
+    found = binary_cross_entropy(states, weight, target, negatives, beta=beta)
+    torch.testing.assert_close(found, expected)
+    for one, two in zip(
+        torch.autograd.grad(found, (states, weight)), torch.autograd.grad(expected, (states, weight)), strict=True
+    ):
+        torch.testing.assert_close(one, two)
+
+
+def test_gathered_scores_do_not_depend_on_the_blocks_they_are_made_in(monkeypatch):
+    states, weight, _, _ = problem()
+    index = torch.randint(V, (N, 3), generator=torch.Generator().manual_seed(2))
+    expected = (states @ weight.T).gather(1, index)
+    gradients = torch.autograd.grad(expected.square().sum(), (states, weight))
+    for block in (1, 31, 10_000):
+        monkeypatch.setattr("recbft.models.losses.BLOCK_ELEMENTS", block)
+        found = gathered_scores(states, weight, index)
+        torch.testing.assert_close(found, expected)
+        for one, two in zip(torch.autograd.grad(found.square().sum(), (states, weight)), gradients, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_beta_of_gbce_runs_from_bce_to_the_sampling_rate():
+    assert gbce_beta(10, 101, 0.0) == pytest.approx(1.0)
+    assert gbce_beta(10, 101, 1.0) == pytest.approx(0.1)
+    assert gbce_beta(10, 101, 0.75) == pytest.approx(0.1 * (0.75 * (1 - 10) + 10))
+    assert gbce_beta(500, 101, 0.75) == 1.0  # more negatives than items: nothing to calibrate
+
+
+@pytest.mark.parametrize("name", ["bce", "gbce"])
+def test_binary_losses_draw_every_item_but_the_target(name, monkeypatch):
+    states, weight, _, _ = problem()
+    target, seen = torch.tensor([0, 4, V - 1, 4, 0, 1, 2]), []
+
+    def record(states, weight, target, negatives, **settings):
+        seen.append(negatives)
+        return binary_cross_entropy(states, weight, target, negatives, **settings)
+
+    monkeypatch.setattr("recbft.models.losses.binary_cross_entropy", record)
+    torch.manual_seed(0)
+    for _ in range(200):
+        loss_of(name, num_negatives=3)(states, weight, None, target)
+    drawn = torch.stack(seen)  # (200, N, 3)
+    assert not (drawn == target[:, None]).any()
+    for position in range(N):
+        counts = torch.bincount(drawn[:, position].flatten(), minlength=V)
+        assert (counts > 0).sum() == V - 1 and counts.max() < 2 * 600 / (V - 1)
+
+
+def test_draws_come_from_the_default_generator():
+    states, weight, _, target = problem()
+    for name in ("sampled_softmax", "bce", "gbce"):
+        values = []
+        for seed in (5, 5, 6):
+            torch.manual_seed(seed)
+            values.append(loss_of(name, num_negatives=3)(states, weight, None, target).item())
+        assert values[0] == values[1] != values[2] and math.isfinite(values[0])
