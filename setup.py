@@ -7,5 +7,9 @@ RENAMED = {"recbft_cli": "cli", "recbft_cards": "data", "recbft_configs": "confi
 setup(
     packages=[*find_packages(include=["recbft", "recbft.*"]), *RENAMED],
     package_dir=RENAMED,
-    package_data={"recbft": ["py.typed"], "recbft_cards": ["*.yaml"], "recbft_configs": ["**/*.yaml"]},
+    package_data={
+        "recbft": ["py.typed", "recbole/defaults/*.yaml"],
+        "recbft_cards": ["*.yaml"],
+        "recbft_configs": ["**/*.yaml"],
+    },
 )

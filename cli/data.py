@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
     add_completion=False,
 )
+
+
+class Target(str, Enum):
+    """What a prepared data set is written for."""
+
+    parquet = "parquet"
+    recbole = "recbole"
 
 
 @app.command("list", epilog="Example: recbft data list --data-root DIR")
@@ -79,7 +87,10 @@ def show(
 )
 def prepare(
     source: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", help="A name of `recbft data list`, or a file.")],
-    out: Annotated[Path, typer.Option(metavar="FILE.parquet", help="The file to write.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="The file, or with --to recbole the folder, to write.")],
+    to: Annotated[
+        Target, typer.Option(help="Canonical Parquet, or RecBole's atomic file with a config.")
+    ] = Target.parquet,
     data_root: DataRoot = None,
     user: User = None,
     item: Item = None,
@@ -92,8 +103,13 @@ def prepare(
     deduplicate: Deduplicate = None,
     where: Where = None,
 ) -> None:
-    """Filter and order events once, and write them as one canonical Parquet file."""
+    """Filter and order events once, and write them as one canonical Parquet file, or for RecBole."""
     dataset = _load(locals())
+    if to is Target.recbole:
+        config = _export(dataset, out)
+        _print_statistics(dataset)
+        typer.echo(f"\nwritten to {out}; train on it with: recbft train --config {config}")
+        return
     dataset.save(out)
     _print_statistics(dataset)
     typer.echo(f"\nwritten to {out}; train on it with: recbft train -d {out}")
@@ -117,6 +133,20 @@ def synth(
     out.mkdir(parents=True, exist_ok=True)
     files = save_synthetic(synthetic, out / "synthetic.parquet")
     typer.echo("written: " + ", ".join(map(str, files)))
+
+
+def _export(dataset: Dataset, folder: Path) -> Path:
+    """Write the atomic file and, beside its folder, the config that names it."""
+    from recbft.datasets.atomic import save_atomic
+    from recbft.files import write_atomic
+    from recbft.recbole_yaml import ready_to_run, recbole_name
+
+    name = recbole_name(dataset.name)
+    save_atomic(dataset, folder, name)
+    config = folder.resolve() / f"{name}.yaml"
+    title = f"{dataset.name}: {dataset.num_users:,} users, {dataset.num_items:,} items, {dataset.num_events:,} events"
+    write_atomic(config, ready_to_run(title, config, name, has_times=dataset.times is not None).encode())
+    return config
 
 
 def _load(options: dict[str, Any]) -> Dataset:

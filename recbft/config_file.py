@@ -16,21 +16,16 @@ import yaml
 
 from recbft.config import field_types
 from recbft.errors import UserError, did_you_mean
+from recbft.recbole_yaml import RENAMED
 
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
 RECBOLE_NAMES = {
-    "MAX_ITEM_LIST_LENGTH": "max_length",
-    "USER_ID_FIELD": "user",
-    "ITEM_ID_FIELD": "item",
-    "TIME_FIELD": "time",
+    **RENAMED,
     "field_separator": "separator",
-    "rm_dup_inter": "deduplicate",
     "data_path": "data_root",
     "train_batch_size": "batch_size",
     "stopping_step": "patience",
-    "eval_step": "eval_every",
     "clip_grad_norm": "clip_norm",
-    "topk": "ks",
     "reproducibility": "deterministic",
 }
 

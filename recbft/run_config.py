@@ -7,19 +7,21 @@ Sections: data, backbone (the model's own), core (precision, in arms that track 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recbft.config import check_choice, check_range, convert, from_dict, to_dict
+from recbft.config import check_choice, check_range, convert, field_types, from_dict, to_dict
 from recbft.config_file import parse_setting, place, read_yaml, to_yaml
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.config import EvaluationConfig
 from recbft.models import MODELS
 from recbft.models.precision_config import CoreConfig
+from recbft.recbole_yaml import from_recbole, is_recbole
 from recbft.training.config import TrainingConfig
 
 DEFAULT_MODEL = "sasrec"
@@ -58,7 +60,7 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     """The run that a YAML file, ``key=value`` settings and named values describe, later ones first.
 
     Args:
-        file: nested (sections) or flat; None starts from the defaults.
+        file: nested (sections) or flat, or a RecBole config; None starts from the defaults.
         settings: texts such as ``"epochs=50"`` or ``"core.lam_max=10"``.
         named: any key by its bare name, or a section as a mapping; None means not given.
 
@@ -67,7 +69,7 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     """
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if file is not None:
-        layers.append((f"{file}: ", read_yaml(file)))
+        layers.append((f"{file}: ", _read(file)))
     layers += [("", dict([parse_setting(text)])) for text in settings]
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
 
@@ -97,6 +99,20 @@ def sections_of(model: str) -> dict[str, type]:
     }
 
 
+def _read(file: Path | str) -> Mapping[str, Any]:
+    """The keys of a file; a RecBole config is translated, and a warning names what has no meaning here."""
+    tree = read_yaml(file)
+    ours = {*_TOP, *(name for model in MODELS for name in sections_of(model))}
+    ours |= {key for model in MODELS for section in sections_of(model).values() for key in field_types(section)}
+    if not is_recbole(tree, ours):
+        return tree
+    with _naming(f"{file}: "):
+        translated, ignored = from_recbole(tree, ours)
+    if ignored:
+        warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=3)
+    return translated
+
+
 def _assemble(model: str, tree: Mapping[str, Any]) -> RunConfig:
     spec = MODELS[model]
     arm = convert(tree.get("arm", DEFAULT_ARM if DEFAULT_ARM in spec.arms else next(iter(spec.arms))), str, "arm")
@@ -113,7 +129,7 @@ def _assemble(model: str, tree: Mapping[str, Any]) -> RunConfig:
         seed=seed,
         data=from_dict(DataConfig, tree.get("data", {}), "data"),
         backbone=from_dict(spec.config, {**spec.arms[arm], **tree.get("backbone", {})}, "backbone"),
-        core=from_dict(CoreConfig, core, "core") if arm in spec.precision_arms else None,
+        core=from_dict(CoreConfig, {**spec.core, **core}, "core") if arm in spec.precision_arms else None,
         training=from_dict(TrainingConfig, tree.get("training", {}), "training"),
         evaluation=from_dict(EvaluationConfig, tree.get("evaluation", {}), "evaluation"),
     )

@@ -1,0 +1,157 @@
+"""One of our models as a RecBole ``SequentialRecommender``.
+
+RecBole numbers the items (0 is padding, as here) and makes one row per event: a history and the event that follows it.
+A row trains what that event asks: next-item models its own target only, since each position before it ends a row of its
+own; BERT4Rec the Cloze of the history with its target. ``recbft train`` instead reads each history once an epoch and
+trains on all of its positions.
+
+Shapes: B rows, L the window, V items, D state width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from recbole.model.abstract_recommender import SequentialRecommender
+from torch import Tensor
+
+from recbft.errors import UserError
+from recbft.models import MODELS
+from recbft.models.contract import ItemTable, read_histories
+from recbft.recbole.settings import refuse_short_window, run_config, warn_about_unknown
+from recbft.run_config import RunConfig
+
+IntArray = NDArray[np.int64]
+
+
+class Adapter(SequentialRecommender):  # type: ignore[misc]
+    """The model called ``name`` in ``registry.ADAPTED``.
+
+    Args:
+        config: RecBole's Config.
+        dataset: the training part of RecBole's data.
+        run: describes the model in place of the config.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, config: Any, dataset: Any, run: RunConfig | None = None) -> None:
+        super().__init__(config, dataset)
+        if run is None:
+            run = run_config(self.name, config.final_config_dict)
+            recbole_knows = {key for keys in config.parameters.values() for key in keys}
+            warn_about_unknown(self.name, config.external_config_dict, recbole_knows | set(config.internal_config_dict))
+        refuse_short_window(self.max_seq_length, run.backbone.max_length)
+        self.run = run
+        self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding
+        counts = torch.from_numpy(training_counts(config, dataset))
+        self.recommender: Any = MODELS[run.model].build(run.backbone, run.core, counts, seed=run.seed)
+        self.time = config["TIME_FIELD"] if self.recommender.reads_times else None
+        self.time_list = f"{self.time}{config['LIST_SUFFIX']}"
+        if self.time is not None and (config["normalize_all"] or self.time in (config["normalize_field"] or ())):
+            raise UserError(f"time_bias reads {self.time!r}, but RecBole scales it to [0, 1]; set normalize_all: False")
+
+    def train(self, mode: bool = True) -> Adapter:
+        """Set the mode; entering either brings what is kept from the weights up to date."""
+        super().train(mode)
+        self.recommender.refresh()
+        return self
+
+    def forward(self, item_seq: Tensor, item_seq_len: Tensor) -> Tensor:
+        """The state after each history, (B, L) and (B,) -> (B, D)."""
+        return self._states({self.ITEM_SEQ: item_seq, self.ITEM_SEQ_LEN: item_seq_len})
+
+    def calculate_loss(self, interaction: Any) -> Tensor:
+        """Mean loss of the rows."""
+        items, times, start, stop = self._histories(interaction, interaction[self.POS_ITEM_ID])
+        make = MODELS[self.run.model].batches
+        assert make is not None
+        draw = int(torch.randint(2**31, ()))
+        batches = make(
+            self.run.backbone,
+            items,
+            start,
+            stop + 1,
+            num_items=self.n_items - 1,
+            batch_size=len(start),
+            seed=draw,
+            times=times,
+        )
+        [batch] = batches.epoch(draw)
+        if self.recommender.append is None:  # a next-item model: the last target is the row's own
+            assert batch.target is not None
+            own = torch.zeros_like(batch.target).flatten()
+            own[batch.last] = batch.target.flatten()[batch.last]
+            batch = batch._replace(target=own.view_as(batch.target))
+        loss: Tensor = self.recommender.loss(batch.to(self.device))
+        return loss
+
+    def predict(self, interaction: Any) -> Tensor:
+        """The score of each row's item, (B,)."""
+        table: ItemTable = self.recommender.item_table()
+        item = interaction[self.ITEM_ID]
+        score = (self._states(interaction) * table.weight[item]).sum(-1)
+        return score if table.bias is None else score + table.bias[item]
+
+    def full_sort_predict(self, interaction: Any) -> Tensor:
+        """The scores of all items, padding's among them, (B, V + 1)."""
+        table: ItemTable = self.recommender.item_table()
+        scores = self._states(interaction) @ table.weight.T
+        return scores if table.bias is None else scores + table.bias
+
+    def _states(self, interaction: Any) -> Tensor:
+        items, times, start, stop = self._histories(interaction)
+        [batch] = read_histories(
+            self.recommender, items, start, stop, times=times, source="RecBole's row", histories_per_batch=len(start)
+        )
+        state: Tensor = self.recommender.user_states(batch.to(self.device)).state
+        return state
+
+    def _histories(
+        self, interaction: Any, target: Tensor | None = None
+    ) -> tuple[IntArray, IntArray | None, IntArray, IntArray]:
+        """Items, times, start and stop of the rows side by side; each row's own event stands at ``stop``.
+
+        In RecBole's padded rows a history begins at the left.
+        """
+        length = interaction[self.ITEM_SEQ_LEN].cpu().numpy()
+        stop = np.cumsum(length + 1) - 1
+        items = _joined(interaction[self.ITEM_SEQ], length, target)
+        times = None
+        if self.time is not None:
+            times = _joined(interaction[self.time_list].long(), length, interaction[self.time].long())
+        return items, times, stop - length, stop
+
+
+def training_counts(config: Any, dataset: Any) -> IntArray:
+    """Events per item in RecBole's training rows, (V + 1,); index 0 holds 0.
+
+    Every row's target is one event. A user's first event is no target, but stands alone in the history of the second.
+    Pre-split files (``benchmark_filename``) hold whole histories instead: there, each user's longest row is counted.
+    """
+    rows, size = dataset.inter_feat, dataset.num(config["ITEM_ID_FIELD"])
+    target = rows[config["ITEM_ID_FIELD"]].numpy()
+    history = rows[config["ITEM_ID_FIELD"] + config["LIST_SUFFIX"]].numpy()
+    length = rows[config["ITEM_LIST_LENGTH_FIELD"]].numpy()
+    if config["benchmark_filename"] is not None and config["USER_ID_FIELD"] in rows:
+        user = rows[config["USER_ID_FIELD"]].numpy()
+        order = np.lexsort((length, user))
+        longest = order[np.append(user[order][1:] != user[order][:-1], True)]
+        events = [target[longest], history[longest].ravel()]
+    else:
+        events = [target, history[length == 1, 0]]
+    counts = np.bincount(np.concatenate(events), minlength=size)
+    counts[0] = 0
+    return counts.astype(np.int64)
+
+
+def _joined(history: Tensor, length: IntArray, own: Tensor | None) -> IntArray:
+    """Padded histories, (B, L), without the padding and each followed by its row's own event (0 where not given)."""
+    rows = np.pad(history.cpu().numpy(), ((0, 0), (0, 1)))
+    if own is not None:
+        rows[np.arange(len(rows)), length] = own.cpu().numpy()
+    joined: IntArray = rows[np.arange(rows.shape[1]) <= length[:, None]]
+    return joined

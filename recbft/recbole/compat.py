@@ -1,0 +1,411 @@
+"""What RecBole 1.2.1 needs on a newer Python, numpy, pandas or torch: every patch there is, and when it is applied.
+
+Each patch waits for the import of the module it changes, asks there whether it is needed (``needed``: a trial, not a
+version number), and is logged once. A RecBole that works as it is stays as it is. Nothing is switched on for the
+process: ``torch.load`` is replaced in RecBole's own two places, by a reader that refuses what no checkpoint of RecBole
+holds. Anomaly mode, which RecBole switches on by importing its models, is off inside our trainer only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib
+import importlib.util
+import io
+import logging
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+from recbft.errors import UserError
+from recbft.recbole import hooks
+
+RUNTIME = ("texttable", "colorlog", "colorama", "tensorboard", "tqdm", "scikit-learn", "psutil")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A change to one module of RecBole."""
+
+    module: str
+    reason: str
+    needed: Callable[[Any], bool]
+    apply: Callable[[Any], None]
+
+
+applied: list[Patch] = []  # in this process, in order
+
+
+def install() -> None:
+    """Have every patch considered when its module is imported."""
+    hooks.around_import("recbole.quick_start.quick_start", _without_ray)
+    for name in ("recbole.quick_start.quick_start", "recbole.config.configurator", "recbole.trainer.trainer"):
+        hooks.around_import(name, _missing_requirement_explained)
+    for patch in PATCHES:
+        hooks.after_import(patch.module, partial(_consider, patch))
+
+
+def require_recbole() -> None:
+    """Refuse to go on without RecBole.
+
+    Raises:
+        UserError: it is not installed; the message says how to install it on this Python.
+    """
+    if not _installed("recbole"):
+        raise UserError(f"RecBole is not installed; install it with: {install_command()}")
+
+
+def install_command() -> str:
+    """How to install RecBole on this Python: from 3.12 on, its pinned ray has no build, so pip must leave it out."""
+    if sys.version_info < (3, 12):
+        return "pip install recbole==1.2.1"
+    return f"pip install --no-deps recbole==1.2.1 && pip install {' '.join(RUNTIME)}"
+
+
+def _consider(patch: Patch, module: ModuleType) -> None:
+    if patch.needed(module):
+        patch.apply(module)
+        applied.append(patch)
+        log.info("%s patched: %s", patch.module, patch.reason)
+
+
+@contextlib.contextmanager
+def _missing_requirement_explained() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("recbole", "recbft") or "pip install" in str(error):
+            raise
+        command = f"pip install {' '.join(RUNTIME)}"
+        message = f"RecBole needs {error.name!r}, which is not installed; install what it needs with: {command}"
+        raise ModuleNotFoundError(message, name=error.name) from error
+
+
+@contextlib.contextmanager
+def _without_ray() -> Iterator[None]:
+    """ray is imported to report to a ray session; where it cannot be, there is no session to report to.
+
+    The ray that RecBole pins has no build for Python 3.12 and later, and elsewhere does not start beside a setuptools
+    of 2025 or later, which no longer has pkg_resources.
+    """
+    try:
+        importlib.import_module("ray.tune")
+        yield
+        return
+    except ImportError as error:
+        missing = error.name
+    for half_imported in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+        del sys.modules[half_imported]
+    stand_in = ModuleType("ray")
+    stand_in.tune = SimpleNamespace(report=lambda **metrics: None)  # type: ignore[attr-defined]
+    sys.modules["ray"] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules["ray"]
+    log.info("recbole.quick_start imported without ray (%s is missing): results go to no ray session", missing)
+
+
+# numpy 2 ----------------------------------------------------------------------------------------------
+
+
+def _asks_for_aliases_that_numpy_lacks(configurator: Any) -> bool:
+    import numpy as np
+
+    settings = getattr(configurator.Config, "compatibility_settings", None)
+    return settings is not None and any(
+        name.endswith("_") and not hasattr(np, name) for name in settings.__code__.co_names
+    )
+
+
+def _set_aliases_that_numpy_has_types_for(configurator: Any) -> None:
+    def compatibility_settings(self: Any) -> None:
+        import numpy as np
+
+        types = {
+            "bool": np.bool_, "int": np.int_, "float": np.float64, "complex": np.complex128, "object": np.object_,
+            "str": np.str_, "long": np.int_, "unicode": np.str_,
+        }  # fmt: skip
+        for name, kind in types.items():
+            if name not in vars(np):
+                setattr(np, name, kind)
+
+    configurator.Config.compatibility_settings = compatibility_settings
+
+
+# torch 2.6 --------------------------------------------------------------------------------------------
+
+
+def _checkpoints_are_refused(module: Any) -> bool:
+    """Whether torch.load turns down what RecBole's trainer saves: objects, in pickle protocol 4."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save({"config": SimpleNamespace()}, file, pickle_protocol=4)
+    file.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.load(file)
+        except pickle.UnpicklingError:
+            return True
+    return False
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    if isinstance(kind, enum.EnumMeta):
+        return kind[name]
+    raise pickle.UnpicklingError(f"the checkpoint asks for attribute {name!r} of {kind!r}; load only your own files")
+
+
+class _CheckpointUnpickler(pickle.Unpickler):
+    """Finds the classes that a checkpoint of RecBole is made of, and no other."""
+
+    names: ClassVar[dict[str, set[str]]] = {
+        "collections": {"OrderedDict", "defaultdict"},
+        "builtins": {"set", "frozenset", "slice", "complex", "range", "bytearray"},
+        "_codecs": {"encode"},
+        "torch": {"device", "Size", "dtype"},
+        "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter"},
+        "torch.storage": {"UntypedStorage", "TypedStorage"},
+        "numpy": {"dtype", "ndarray"},
+        "numpy.core.multiarray": {"scalar", "_reconstruct"},
+        "numpy._core.multiarray": {"scalar", "_reconstruct"},
+        "yaml.loader": {"FullLoader"},
+    }
+    packages = ("recbole.config", "recbole.model", "recbole.utils.enum_type", "recbft.recbole.models")
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11 pickles the member of an enumeration so
+            return _enum_member
+        if name in self.names.get(module, ()) or (module == "torch" and name.endswith("Storage")):
+            return super().find_class(module, name)
+        if module.startswith(self.packages) and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(
+            f"the checkpoint asks for {module}.{name}, which no checkpoint of RecBole needs; load only files that you "
+            "have made"
+        )
+
+
+def load_checkpoint(file: Any, **given: Any) -> Any:
+    """``torch.load`` for a checkpoint of RecBole's, which holds its Config: only the classes known from there are made.
+
+    Raises:
+        pickle.UnpicklingError: the file asks for anything else.
+    """
+    import torch
+
+    reader = SimpleNamespace(Unpickler=_CheckpointUnpickler, __name__=__name__)
+    return torch.load(file, **{**given, "pickle_module": reader, "weights_only": False})
+
+
+class _Changed:
+    """A module as one module of RecBole sees it: some of its names stand for others."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self._module = module
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _read_checkpoints_in_trainer(trainer: Any) -> None:
+    trainer.torch = _Changed(trainer.torch, load=load_checkpoint)
+
+
+def _read_checkpoints_in_quick_start(quick_start: Any) -> None:
+    def load_data_and_model(model_file: str) -> tuple[Any, ...]:
+        """The config, model, dataset and the three data loaders of a saved model."""
+        checkpoint = load_checkpoint(model_file)
+        config = checkpoint["config"]
+        quick_start.init_seed(config["seed"], config["reproducibility"])
+        quick_start.init_logger(config)
+        dataset = quick_start.create_dataset(config)
+        parts = quick_start.data_preparation(config, dataset)
+        quick_start.init_seed(config["seed"], config["reproducibility"])
+        model = quick_start.get_model(config["model"])(config, parts[0]._dataset).to(config["device"])
+        model.load_state_dict(checkpoint["state_dict"])
+        model.load_other_parameter(checkpoint.get("other_parameter"))
+        return config, model, dataset, *parts
+
+    quick_start.load_data_and_model = load_data_and_model
+    package = sys.modules.get("recbole.quick_start")
+    if hasattr(package, "load_data_and_model"):
+        package.load_data_and_model = load_data_and_model  # type: ignore[union-attr]
+
+
+# thop -------------------------------------------------------------------------------------------------
+
+
+def _thop_is_missing(quick_start: Any) -> bool:
+    return not _installed("thop")
+
+
+def _leave_flops_uncounted(quick_start: Any) -> None:
+    quick_start.get_flops = lambda *inputs, **options: "not counted (thop is not installed)"
+
+
+# pandas 3 ---------------------------------------------------------------------------------------------
+
+
+def _filling_a_column_leaves_the_frame(dataset: Any) -> bool:
+    import pandas as pd
+
+    frame = pd.DataFrame({"a": [float("nan")]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        frame["a"].fillna(0, inplace=True)
+    return bool(frame["a"].isna().any())
+
+
+def _fill_nan_by_assignment(dataset: Any) -> None:
+    import numpy as np
+
+    kinds = dataset.FeatureType
+
+    def fill_nan(self: Any) -> None:
+        """Missing tokens become 0, floats the mean, sequences empty."""
+        for name in self.feat_name_list:
+            feat = getattr(self, name)
+            for field in feat:
+                kind = self.field2type[field]
+                if kind in (kinds.TOKEN, kinds.FLOAT):
+                    feat[field] = feat[field].fillna(0 if kind == kinds.TOKEN else feat[field].mean())
+                else:
+                    empty = np.array([], dtype=np.int64 if kind == kinds.TOKEN_SEQ else np.float64)
+                    feat[field] = feat[field].apply(lambda x, empty=empty: empty if isinstance(x, float) else x)
+
+    def read_csv(*given: Any, **options: Any) -> Any:
+        """A table whose missing sequences are empty ones."""
+        table = pandas.read_csv(*given, **options)
+        sequences = [column for column in table if str(column).endswith("_seq")]
+        table[sequences] = table[sequences].fillna("")
+        return table
+
+    pandas = dataset.pd
+    dataset.pd = _Changed(pandas, read_csv=read_csv)
+    dataset.Dataset._fill_nan = fill_nan
+
+
+def _len_is_of_the_column(module: Any) -> bool:
+    import pandas as pd
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return not isinstance(pd.Series([[1, 2]]).agg(len), pd.Series)
+
+
+def _take_len_of_each_sequence_in_remap(dataset: Any) -> None:
+    import numpy as np
+    import pandas as pd
+
+    def remap(self: Any, remap_list: list[Any]) -> None:
+        """Number tokens by first appearance, from 1, and keep both directions of the numbering."""
+        if not remap_list:
+            return
+        tokens, bounds = self._concat_remaped_tokens(remap_list)
+        codes, known = pd.factorize(tokens)
+        names = np.array(["[PAD]", *known])
+        numbers = {token: number for number, token in enumerate(names)}
+        for (feat, field, kind), ids in zip(remap_list, np.split(codes + 1, bounds), strict=True):
+            self.field2id_token.setdefault(field, names)
+            self.field2token_id.setdefault(field, numbers)
+            each_has = np.cumsum(feat[field].map(len))[:-1] if kind == dataset.FeatureType.TOKEN_SEQ else None
+            feat[field] = ids if each_has is None else np.split(ids, each_has)
+
+    dataset.Dataset._remap = remap
+
+
+def _take_len_of_each_sequence_in_benchmark_files(sequential_dataset: Any) -> None:
+    presets = sequential_dataset.SequentialDataset._benchmark_presets
+
+    def benchmark_presets(self: Any) -> None:
+        presets(self)
+        self.inter_feat[self.item_list_length_field] = self.inter_feat[self.item_id_list_field].map(len)
+
+    sequential_dataset.SequentialDataset._benchmark_presets = benchmark_presets
+
+
+# hyperopt 0.2.7 ---------------------------------------------------------------------------------------
+
+
+def _search_draws_as_numpy_did(hyper_tuning: Any) -> bool:
+    search = getattr(hyper_tuning, "exhaustive_search", None)
+    return search is not None and "RandomState" in search.__code__.co_names and _installed("hyperopt")
+
+
+def _draw_as_hyperopt_does(hyper_tuning: Any) -> None:
+    np = hyper_tuning.np
+
+    def random_state(seed: int) -> Any:
+        """What this hyperopt draws from: it had a RandomState once, and has a Generator now."""
+        try:
+            importlib.import_module("hyperopt.pyll.stochastic").randint(2, rng=np.random.RandomState(seed))
+        except AttributeError:
+            return np.random.default_rng(seed)
+        return np.random.RandomState(seed)
+
+    hyper_tuning.np = _Changed(np, random=_Changed(np.random, RandomState=random_state))
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+PATCHES = (
+    Patch(
+        "recbole.config.configurator",
+        "numpy 2 has no np.float_, np.complex_ and np.unicode_",
+        _asks_for_aliases_that_numpy_lacks,
+        _set_aliases_that_numpy_has_types_for,
+    ),
+    Patch(
+        "recbole.trainer.trainer",
+        "torch.load refuses the checkpoints that RecBole's trainer writes",
+        _checkpoints_are_refused,
+        _read_checkpoints_in_trainer,
+    ),
+    Patch(
+        "recbole.quick_start.quick_start",
+        "torch.load refuses the checkpoints that RecBole's trainer writes",
+        _checkpoints_are_refused,
+        _read_checkpoints_in_quick_start,
+    ),
+    Patch("recbole.quick_start.quick_start", "thop is not installed", _thop_is_missing, _leave_flops_uncounted),
+    Patch(
+        "recbole.data.dataset.dataset",
+        "pandas 3 no longer fills a column of a frame in place: NaN would reach the model",
+        _filling_a_column_leaves_the_frame,
+        _fill_nan_by_assignment,
+    ),
+    Patch(
+        "recbole.data.dataset.dataset",
+        "pandas 3 takes len of a column of sequences, not of each sequence",
+        _len_is_of_the_column,
+        _take_len_of_each_sequence_in_remap,
+    ),
+    Patch(
+        "recbole.data.dataset.sequential_dataset",
+        "pandas 3 takes len of a column of sequences, not of each sequence",
+        _len_is_of_the_column,
+        _take_len_of_each_sequence_in_benchmark_files,
+    ),
+    Patch(
+        "recbole.trainer.hyper_tuning",
+        "hyperopt draws from a numpy Generator, and RecBole's exhaustive search gives it a RandomState",
+        _search_draws_as_numpy_did,
+        _draw_as_hyperopt_does,
+    ),
+)

@@ -1,0 +1,76 @@
+"""The models by the names RecBole knows them by, and how it finds them.
+
+RecBole looks for a model NAME in the module ``recbole.model.sequential_recommender.name``, for its defaults in its own
+folder, and for its trainer in ``recbole.trainer``. A finder answers for the first with an alias of
+``recbft.recbole.models``, which also sets the trainers; a hook on ``Config`` adds our defaults to the second.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from recbft.recbole import hooks
+
+DEFAULTS = Path(__file__).parent / "defaults"
+_PACKAGE = "recbole.model.sequential_recommender."
+
+
+class Adapted(NamedTuple):
+    """A model of ours under a name of RecBole's."""
+
+    model: str  # in recbft.models.MODELS
+    arm: str  # unless the config's ``arm`` says otherwise
+
+
+ADAPTED: dict[str, Adapted] = {
+    "SASRecBFT": Adapted("sasrec", "bft"),
+    "BERT4RecBFT": Adapted("bert4rec", "bft"),
+    "HSTUBFT": Adapted("hstu", "bft"),
+    "HSTU": Adapted("hstu", "published"),
+}
+
+
+def install() -> None:
+    """Make the models findable and their defaults readable."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+        hooks.after_import("recbole.config.configurator", _read_our_defaults)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.startswith(_PACKAGE) and name.removeprefix(_PACKAGE) in map(str.lower, ADAPTED):
+            return importlib.util.spec_from_loader(name, self)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """An ordinary module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Show the one class that the module is named for."""
+        models = importlib.import_module("recbft.recbole.models")
+        [name] = [known for known in ADAPTED if module.__name__ == _PACKAGE + known.lower()]
+        setattr(module, name, getattr(models, name))
+
+
+def _read_our_defaults(configurator: ModuleType) -> None:
+    """Let a Config read a model's defaults here, above RecBole's own files and below everything a user writes."""
+    config: Any = configurator.Config
+    read_own = config._load_internal_config_dict
+
+    def read(self: Any, model: str, model_class: type, dataset: str) -> None:
+        read_own(self, model, model_class, dataset)
+        if model in ADAPTED:
+            self._update_internal_config_dict(str(DEFAULTS / f"{model}.yaml"))
+
+    config._load_internal_config_dict = read

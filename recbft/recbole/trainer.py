@@ -1,0 +1,58 @@
+"""RecBole's trainer for our models, and its data set with one more check.
+
+The trainer adds what the precision channel needs: its own group in the optimiser, at a higher rate and without weight
+decay, and the warm-up, which depends on the step alone, so that a resumed training goes on with it. It trains with
+autograd's anomaly mode off, which importing RecBole's models switches on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from recbole.data.dataset import SequentialDataset
+from recbole.trainer import Trainer
+from torch import Tensor
+
+from recbft.errors import UserError
+from recbft.training.optimiser import parameter_groups, warmup_ramp
+
+
+class PrecisionTrainer(Trainer):  # type: ignore[misc]
+    """RecBole's ``Trainer`` with the precision group and the warm-up."""
+
+    def _build_optimizer(self, **given: Any) -> torch.optim.Optimizer:
+        groups = parameter_groups(self.model.recommender, self.model.run.training)
+        optimizer: torch.optim.Optimizer = super()._build_optimizer(params=groups, **given)
+        return optimizer
+
+    def _train_epoch(
+        self, train_data: Any, epoch_idx: int, loss_func: Any = None, show_progress: bool = False
+    ) -> float | tuple[float, ...]:
+        step = epoch_idx * len(train_data)
+
+        def loss_after_warmup(interaction: Any) -> Tensor:
+            nonlocal step
+            self.model.recommender.set_ramp(warmup_ramp(step, self.model.run.training.warmup_steps))
+            step += 1
+            loss: Tensor = (loss_func or self.model.calculate_loss)(interaction)
+            return loss
+
+        with torch.autograd.set_detect_anomaly(False):
+            total: float | tuple[float, ...] = super()._train_epoch(
+                train_data, epoch_idx, loss_after_warmup, show_progress
+            )
+        return total
+
+
+class TimedDataset(SequentialDataset):  # type: ignore[misc]
+    """RecBole's ``SequentialDataset``; a missing time column is named as what it is."""
+
+    def data_augmentation(self) -> None:
+        if self.time_field not in self.inter_feat:
+            read = ", ".join(self.inter_feat.columns)
+            raise UserError(
+                f"data set {self.dataset_name!r} has no time column {self.time_field!r} among those read ({read}), and "
+                "histories are ordered by time; name the column in TIME_FIELD and in load_col.inter"
+            )
+        super().data_augmentation()

@@ -1,0 +1,165 @@
+"""A run of ``recbft train`` as a RecBole model, and back.
+
+Both sides number the items, each in its own way; the raw ids say which number is which. A tensor has a row per item
+where one more item adds a row to it: those tensors are put in the other side's order, the rest is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recbft.config import to_dict
+from recbft.datasets import Dataset
+from recbft.errors import UserError
+from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.evaluation.protocol import config_hash
+from recbft.models import MODELS
+from recbft.recbole.adapter import Adapter
+from recbft.recbole.models import adapter_for
+from recbft.recbole.registry import ADAPTED
+from recbft.run_config import RunConfig, load_run_config
+from recbft.training import checkpoint
+from recbft.training.bundle import load_trained, write_vocabulary
+from recbft.training.checkpoint import TrainState, vocabulary_hash
+from recbft.training.run_folder import RunFolder, environment
+from recbft.training.session import build_model, run_protocol
+
+
+def recbole_settings(run: str | Path) -> dict[str, Any]:
+    """What a RecBole config must say for this run's model: give it as ``config_dict``, with what names the data."""
+    config = load_run_config(RunFolder.open(run).config_file)
+    known = [name for name, adapted in ADAPTED.items() if adapted.model == config.model]  # any: the arm is written
+    if not known:
+        raise UserError(f"{run} holds a {config.model!r} model, which RecBole has no name for here")
+    written = to_dict(config)
+    return {
+        "model": known[0],
+        "arm": config.arm,
+        "seed": config.seed,
+        "MAX_ITEM_LIST_LENGTH": config.backbone.max_length,
+        "backbone": written["backbone"],
+        **({"core": written["core"]} if config.core is not None else {}),
+        **{key: written["training"][key] for key in ("learning_rate", "weight_decay", "warmup_steps")},
+        "precision_lr_multiplier": config.training.precision_lr_multiplier,
+    }
+
+
+def from_run(run: str | Path, config: Any, dataset: Any) -> Adapter:
+    """The trained model of a run folder, its items in the order of RecBole's data set, in evaluation mode.
+
+    Args:
+        run: the folder.
+        config: RecBole's Config; what it says of the model is not used, the window must hold what the model reads.
+        dataset: RecBole's training data (``train_data._dataset``), made of the run's data.
+
+    Raises:
+        UserError: the folder holds no trained model, or the items are not the same.
+    """
+    _, run_config, vocabulary, model = load_trained(run)
+    adapter: Adapter = adapter_for(run_config.model)(config, dataset, run_config)
+    numbers = vocabulary.encode(adapter.item_tokens[1:].tolist())
+    _check_same_items(numbers, adapter.item_tokens[1:], model, str(run))
+    adapter.recommender.load_state_dict(_reordered(model.state_dict(), numbers, run_config))
+    adapter.to(config["device"]).eval()
+    return adapter
+
+
+def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
+    """Write a model that RecBole trained as a run folder, for ``recbft evaluate`` and ``recbft recommend``.
+
+    Args:
+        model: from ``load_data_and_model``, or one just trained.
+        data: the same data, loaded here; its test part is evaluated.
+        out: the run's own folder; must not hold anything.
+
+    Raises:
+        UserError: the items are not the same, or the folder is taken.
+    """
+    config = replace(model.run, data=replace(model.run.data, dataset=data.name))
+    place = {token: number for number, token in enumerate(model.item_tokens)}
+    numbers = np.array([place.get(str(raw), 0) for raw in data.item_ids], dtype=np.int64)
+    _check_same_items(numbers, data.item_ids, model.recommender, "the RecBole model")
+    with torch.random.fork_rng(devices=[]):
+        ours: Any = build_model(config, data)
+    weights = {name: tensor.cpu() for name, tensor in model.recommender.state_dict().items()}
+    ours.load_state_dict(_reordered(weights, numbers, config))
+    run = RunFolder.create(
+        out, config=config.to_yaml(), protocol=run_protocol(config, data, ours), environment=environment()
+    )
+    write_vocabulary(run.checkpoint, data)
+    checkpoint.save(
+        run.checkpoint,
+        model_state=ours.state_dict(),
+        optimizer_state={},
+        rng_state={"cpu": torch.get_rng_state()},
+        state=_state(config, data),
+        best_model_state=ours.state_dict(),
+    )
+    ours.eval()
+    ours.refresh()
+    parts: dict[str, Evaluation] = {
+        part: evaluate(ours, data, part, filter_seen=config.evaluation.filter_seen, ks=config.evaluation.ks)
+        for part in ("validation", "test")
+    }
+    metrics = {part: evaluation.metrics for part, evaluation in parts.items()}
+    run.finish(
+        {"filter_seen": config.evaluation.filter_seen, **metrics, "trained_by": "recbole"}, parts["test"].per_user
+    )
+    return run
+
+
+def _state(config: RunConfig, data: Dataset) -> TrainState:
+    return TrainState(
+        epoch=0,
+        step=0,
+        seed=config.seed,
+        dataset=data.name,
+        content_hash=data.content_hash,
+        vocabulary_hash=vocabulary_hash(data.item_ids),
+        config_hash=config_hash(to_dict(config)),
+    )
+
+
+def _check_same_items(numbers: NDArray[np.int64], ids: NDArray[Any], model: Any, other: str) -> None:
+    """Every id has a number on the other side, and every number there an id."""
+    num_items = len(model.item_table().weight) - 1
+    missing = np.flatnonzero(numbers == 0)
+    if missing.size or len(ids) != num_items:
+        example = f", such as {str(ids[missing[0]])!r}" if missing.size else ""
+        raise UserError(
+            f"{other} has {num_items:,} items and the data {len(ids):,}, of which {missing.size:,} are unknown to it"
+            f"{example}; use the data that the model was trained on (`recbft data prepare --to recbole` writes it)"
+        )
+
+
+def _reordered(weights: Mapping[str, Tensor], numbers: NDArray[np.int64], config: RunConfig) -> dict[str, Tensor]:
+    """The weights with row i + 1 of every item table taken from row ``numbers[i]``; padding and rows beyond stay."""
+    tables = _item_tables(config)
+    order = torch.from_numpy(np.concatenate([[0], numbers]))
+    moved = {}
+    for name, tensor in weights.items():
+        if name in tables:
+            beyond = torch.arange(len(order), len(tensor))
+            tensor = tensor[torch.cat([order, beyond])]
+        moved[name] = tensor
+    return moved
+
+
+def _item_tables(config: RunConfig) -> set[str]:
+    """The tensors with a row per item."""
+    shapes = []
+    with torch.random.fork_rng(devices=[]):
+        for num_items in (2, 3):
+            counts = torch.arange(num_items + 1)
+            model = MODELS[config.model].build(config.backbone, config.core, counts, seed=0)
+            shapes.append({name: tensor.shape for name, tensor in model.state_dict().items()})
+    fewer, more = shapes
+    return {name for name in fewer if fewer[name] != more[name]}

@@ -1,0 +1,323 @@
+"""Read a RecBole config as one of ours: keys with RecBole's meaning, those without one here named, the rest refused.
+
+    train_batch_size   rows of RecBole's augmented data, so targets, per step  ->  training.batch_targets
+    stopping_step      validations that may fail before one more ends it       ->  training.patience = stopping_step + 1
+    *_inter_num_interval, val_interval, rm_dup_inter                           ->  data.min_*_events, where, deduplicate
+    eval_args          only what is evaluated here: leave-one-out, ordered by time, full ranking
+
+A key left out has the default it has in recbft. Nothing here imports RecBole. ``ready_to_run`` goes the other
+way: the config beside an exported data set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from recbft.errors import UserError, did_you_mean
+
+# RecBole's name -> ours, the value being the same.
+MODEL_KEYS = {
+    "MAX_ITEM_LIST_LENGTH": "max_length",
+    "hidden_dropout_prob": "dropout",
+    "attn_dropout_prob": "attention_dropout",
+    "hidden_act": "activation",
+    "layer_norm_eps": "norm_eps",
+    "mask_ratio": "mask_probability",
+    "ft_ratio": "last_item_probability",
+}
+RENAMED = {
+    **MODEL_KEYS,
+    "USER_ID_FIELD": "user",
+    "ITEM_ID_FIELD": "item",
+    "TIME_FIELD": "time",
+    "rm_dup_inter": "deduplicate",
+    "topk": "ks",
+    "eval_step": "eval_every",
+}
+
+# RecBole's model -> ours and the arm that stands for it; a config may name another arm.
+MODELS = {
+    "SASRec": ("sasrec", "published"),
+    "SASRecBFT": ("sasrec", "bft"),
+    "BERT4Rec": ("bert4rec", "published"),
+    "BERT4RecBFT": ("bert4rec", "bft"),
+    "HSTU": ("hstu", "published"),
+    "HSTUBFT": ("hstu", "bft"),
+    "Pop": ("pop", None),
+}
+# What else RecBole 1.2.1 has, by what it reads.
+GENERAL = """
+    ADMMSLIM AsymKNN BPR CDAE ConvNCF DGCF DiffRec DMF EASE ENMF FISM GCMC ItemKNN LDiffRec LightGCN LINE MacridVAE
+    MultiDAE MultiVAE NAIS NCEPLRec NCL NeuMF NGCF NNCF RaCT Random RecVAE SGL SimpleX SLIMElastic SpectralCF
+""".split()  # noqa: SIM905  a table
+FEATURES = """
+    AFM AutoInt DCN DCNV2 DeepFM DSSM EulerNet FFM FiGNN FM FNN FwFM KD_DAGFM LR NFM PNN WideDeep xDeepFM DIN DIEN
+    CFKG CKE KGAT KGCN KGIN KGNNLS KTUP MCCLK MKR RippleNet lightgbm xgboost
+""".split()  # noqa: SIM905  a table
+SEQUENTIAL = """
+    Caser CORE FDSA FEARec FOSSIL FPMC GCSAN GRU4Rec GRU4RecCPR GRU4RecF GRU4RecKG HGN HRM KSR LightSANs NARM
+    NextItNet NPE RepeatNet S3Rec SASRecCPR SASRecF SHAN SINE SRGNN STAMP TransRec
+""".split()  # noqa: SIM905  a table
+
+CPU = ("gpu_id", "")
+METRICS = {"hit": "hr", "recall": "hr", "ndcg": "ndcg", "mrr": "mrr", "map": "mrr"}  # with one target per user
+
+IGNORED = frozenset(
+    """
+    gpu_id worker state reproducibility checkpoint_dir show_progress config_file save_dataset dataset_save_path
+    save_dataloaders dataloaders_save_path log_wandb wandb_project shuffle encoding nproc world_size local_rank
+    loss_decimal_place require_pow enable_amp enable_scaler transform valid_metric_bigger eval_batch_size
+    metric_decimal_place seq_separator RATING_FIELD LABEL_FIELD threshold NEG_PREFIX ITEM_LIST_LENGTH_FIELD LIST_SUFFIX
+    POSITION_FIELD seq_len HEAD_ENTITY_ID_FIELD TAIL_ENTITY_ID_FIELD RELATION_ID_FIELD ENTITY_ID_FIELD kg_reverse_r
+    entity_kg_num_interval relation_kg_num_interval unload_col unused_col additional_feat_suffix numerical_features
+    filter_inter_by_user_or_item alias_of_user_id alias_of_entity_id alias_of_relation_id preload_weight normalize_field
+    normalize_all discretization embedding_size kg_embedding_size reg_weight
+    """.split()  # noqa: SIM905  a table
+)
+_HANDLED = frozenset(
+    """
+    model dataset data_path use_gpu train_batch_size stopping_step clip_grad_norm learner loss_type metrics valid_metric
+    train_neg_sample_args neg_sampling training_neg_sample_num eval_args repeatable load_col user_inter_num_interval
+    item_inter_num_interval val_interval benchmark_filename alias_of_item_id field_separator
+    """.split()  # noqa: SIM905  a table
+)
+
+
+def is_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> bool:
+    """Whether a flat config speaks RecBole: a key that only RecBole has, or a model by RecBole's name."""
+    known = (set(RENAMED) | IGNORED | _HANDLED) - set(ours)
+    return any(key in known for key in tree) or tree.get("model") in {*MODELS, *GENERAL, *FEATURES, *SEQUENTIAL}
+
+
+def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """The keys of recbft that a RecBole config stands for, and the keys that have no meaning here.
+
+    Args:
+        tree: the config as read; keys of recbft may stand among RecBole's.
+        ours: every key and section name of recbft.
+
+    Raises:
+        UserError: a key is unknown, or asks for what recbft does not do.
+    """
+    known = set(RENAMED) | IGNORED | _HANDLED | set(ours)
+    for key in tree:
+        if key.partition(".")[0] not in known:
+            raise UserError(f"unknown key {key!r}; {did_you_mean(str(key), known)}")
+    refuse_other_losses(tree.get("loss_type", "CE"))
+    _refuse_sampled_negatives(tree)
+    _refuse_other_evaluation(tree)
+    _refuse_other_data(tree)
+    made = {key: value for key, value in tree.items() if key.partition(".")[0] in ours and key not in _HANDLED}
+    made |= {RENAMED[key]: value for key, value in tree.items() if key in RENAMED and value is not None}
+    asked = [key for key, value in tree.items() if value is not None and value is not False and (key, value) != CPU]
+    ignored = [key for key in asked if key in IGNORED and key not in ours]
+    ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
+    ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in METRICS]
+    return {**_model(tree), **_data(tree), **_training(tree), **made}, ignored
+
+
+def refuse_other_losses(loss_type: Any) -> None:
+    """Only CE has a meaning here: the targets of a batch, without negatives drawn by RecBole.
+
+    Raises:
+        UserError: the config asks for another.
+    """
+    if loss_type != "CE":
+        raise UserError(
+            f"loss_type is {loss_type!r}, which pairs targets with RecBole's sampled negatives; write loss_type: CE "
+            "(key loss chooses among ce, sampled_softmax, bce and gbce)"
+        )
+
+
+def _refuse_sampled_negatives(tree: Mapping[str, Any]) -> None:
+    for key in ("train_neg_sample_args", "neg_sampling", "training_neg_sample_num"):
+        if tree.get(key):
+            raise UserError(f"{key} is {tree[key]!r}, but loss_type CE takes no sampled negatives; write {key}: ~")
+
+
+def _refuse_other_evaluation(tree: Mapping[str, Any]) -> None:
+    if not tree.get("repeatable", True):
+        raise UserError(
+            "repeatable is False; RecBole's sequential models need True, and filter_seen: true masks what was seen"
+        )
+    given = tree.get("eval_args")
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise UserError(f"eval_args is {given!r}; give keys and values, such as order: TO")
+    split, mode = given.get("split", {"RS": None}), given.get("mode", "full")
+    if split != {"LS": "valid_and_test"}:
+        raise UserError(
+            f"eval_args.split is {split!r}; recbft splits by leave-one-out: write split: {{LS: valid_and_test}}"
+        )
+    if given.get("order", "RO") != "TO":
+        said = "left out, which RecBole reads as RO" if "order" not in given else repr(given["order"])
+        raise UserError(f"eval_args.order is {said}: a random order; histories are ordered by time: write order: TO")
+    if set(mode.values() if isinstance(mode, Mapping) else [mode]) != {"full"}:
+        raise UserError(f"eval_args.mode is {mode!r}; recbft ranks among all items: write mode: full")
+
+
+def _refuse_other_data(tree: Mapping[str, Any]) -> None:
+    for key in ("benchmark_filename", "alias_of_item_id"):
+        if tree.get(key) is not None:
+            raise UserError(
+                f"{key} names data that are split already; recbft splits itself: give the whole .inter file"
+            )
+    time = tree.get("TIME_FIELD", tree.get("time", "timestamp"))
+    if time is None:
+        raise UserError("TIME_FIELD is empty; histories are ordered by time: name the time column")
+    load = (tree.get("load_col") or {}).get("inter", "*")
+    if load != "*" and time not in load:
+        raise UserError(
+            f"load_col.inter is {list(load)} without the time column {time!r}, by which histories are ordered; add it"
+        )
+
+
+def _model(tree: Mapping[str, Any]) -> dict[str, Any]:
+    name = tree.get("model")
+    if name is None:
+        return {}
+    if name in MODELS:
+        model, arm = MODELS[name]
+        return {"model": model, **({"arm": arm} if arm is not None else {})}
+    kind = {**dict.fromkeys(GENERAL, "reads no order of events"), **dict.fromkeys(FEATURES, "reads features or graphs")}
+    if name in kind:
+        raise UserError(
+            f"model {name!r} {kind[name]}; recbft has sequential models and Pop: choose one of {', '.join(MODELS)}"
+        )
+    if name in SEQUENTIAL:
+        raise UserError(f"model {name!r} of RecBole is not in recbft; choose one of {', '.join(MODELS)}")
+    return {"model": name}
+
+
+def _data(tree: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    name = tree.get("dataset")
+    if name is not None:
+        folder = Path(str(tree.get("data_path", "dataset/"))).expanduser() / str(name)
+        file = folder / f"{name}.inter"
+        # RecBole reads ml-100k from its own copy, wherever data_path points.
+        if name != "ml-100k" and (file.is_file() or "data_path" in tree):
+            made = {"dataset": str(file), "user": "user_id", "item": "item_id", "time": "timestamp"}
+        else:
+            made = {"dataset": name}
+    if tree.get("field_separator", "\t") != "\t":
+        raise UserError(f"field_separator is {tree['field_separator']!r}; atomic files are read with tabs: write '\\t'")
+    for side in ("user", "item"):
+        interval = tree.get(f"{side}_inter_num_interval")
+        if interval is not None:
+            made[f"min_{side}_events"] = _minimum(f"{side}_inter_num_interval", str(interval))
+    conditions = [_condition(field, str(interval)) for field, interval in (tree.get("val_interval") or {}).items()]
+    if any(conditions):
+        made["where"] = " and ".join(filter(None, conditions))
+    return made
+
+
+def _training(tree: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    if str(tree.get("learner", "adam")).lower() != "adam":
+        raise UserError(f"learner is {tree['learner']!r}; recbft trains with adam: write learner: adam")
+    if tree.get("train_batch_size") is not None:
+        made["batch_targets"] = tree["train_batch_size"]
+    if tree.get("stopping_step") is not None:
+        steps = tree["stopping_step"]
+        made["patience"] = steps + 1 if isinstance(steps, int) and not isinstance(steps, bool) else steps
+    clip = tree.get("clip_grad_norm")
+    if clip is not None:
+        if not isinstance(clip, Mapping) or not {"max_norm"} <= set(clip) <= {"max_norm", "norm_type"}:
+            raise UserError(f"clip_grad_norm is {clip!r}; write clip_grad_norm: {{max_norm: 5}}")
+        if clip.get("norm_type", 2) != 2:
+            raise UserError(f"clip_grad_norm.norm_type is {clip['norm_type']!r}; gradients are clipped by their 2-norm")
+        made["clip_norm"] = clip["max_norm"]
+    if tree.get("use_gpu") is False or CPU in tree.items():
+        made["device"] = "cpu"
+    if tree.get("valid_metric") is not None:
+        metric, _, k = str(tree["valid_metric"]).partition("@")
+        if metric.lower() not in METRICS and metric.lower() not in METRICS.values():
+            raise UserError(f"valid_metric is {tree['valid_metric']!r}; {did_you_mean(metric, ['Hit', 'NDCG', 'MRR'])}")
+        made["valid_metric"] = METRICS.get(metric.lower(), metric.lower()) + (f"@{k}" if k else "")
+        if k.isdecimal() and tree.get("topk") is None and tree.get("ks") is None and int(k) not in (5, 10, 20):
+            made["ks"] = sorted({5, 10, 20, int(k)})
+    return made
+
+
+_INTERVAL = re.compile(r"\s*([\[(])\s*(-?[\d.]+|-inf)\s*,\s*(-?[\d.]+|inf)\s*([\])])\s*")
+
+
+def _bounds(key: str, text: str) -> tuple[str, str, str, str]:
+    match = _INTERVAL.fullmatch(text)
+    if match is None:
+        raise UserError(f"{key} is {text!r}; write one interval, such as '[5,inf)'")
+    left, low, high, right = match.groups()
+    return left, low, high, right
+
+
+def _minimum(key: str, text: str) -> int:
+    left, low, high, _ = _bounds(key, text)
+    if high != "inf":
+        raise UserError(f"{key} is {text!r}; recbft knows no upper bound: write '{left}{low},inf)'")
+    if low == "-inf":
+        return 0
+    whole = math.ceil(float(low))
+    return max(0, whole + 1 if left == "(" and whole == float(low) else whole)
+
+
+def _condition(field: str, text: str) -> str:
+    left, low, high, right = _bounds(f"val_interval.{field}", text)
+    lower = f"{field}>{'=' if left == '[' else ''}{low}" if low != "-inf" else ""
+    upper = f"{field}<{'=' if right == ']' else ''}{high}" if high != "inf" else ""
+    return " and ".join(filter(None, (lower, upper)))
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+READY = """\
+# {title}
+# Written by `recbft data prepare --to recbole`. Ready for either of
+#   recbft train --config {file}
+#   python -c "import recbft.recbole; from recbole.quick_start import run_recbole; \\
+#     run_recbole(config_file_list=['{file}'])"
+model: SASRecBFT                # BERT4RecBFT, HSTUBFT, HSTU, or any sequential model of RecBole
+dataset: {name}
+data_path: {folder}
+# {time}
+USER_ID_FIELD: user_id
+ITEM_ID_FIELD: item_id
+TIME_FIELD: timestamp
+load_col:
+  inter: [user_id, item_id, timestamp]
+normalize_all: False
+MAX_ITEM_LIST_LENGTH: 50
+loss_type: CE
+train_neg_sample_args: ~        # CE takes no sampled negatives; RecBole's default would draw some
+eval_args:                      # leave-one-out, full ranking; RecBole needs all four
+  split: {{LS: valid_and_test}}
+  order: TO
+  group_by: user
+  mode: full
+repeatable: True
+metrics: [Hit, NDCG, MRR]
+topk: [5, 10, 20]
+valid_metric: NDCG@10
+metric_decimal_place: 6
+"""
+
+
+def recbole_name(name: str) -> str:
+    """The name for an exported data set: under the name ml-100k RecBole reads its own copy, wherever the file lies."""
+    return "ml-100k-sorted" if name == "ml-100k" else re.sub(r"[^\w.-]+", "-", name)
+
+
+def ready_to_run(title: str, file: Path, name: str, *, has_times: bool) -> str:
+    """The text of a config for the data set ``name`` in the folder of ``file``."""
+    time = "Real times; rows are sorted by them, since RecBole rounds them to single precision."
+    if not has_times:
+        time = "The data have no real times: timestamp is the number of the event in its history."
+    return READY.format(title=title, file=file, name=name, folder=json.dumps(str(file.parent)), time=time)

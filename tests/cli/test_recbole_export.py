@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from recbft.config_file import read_yaml
+from recbft.datasets.synth import SyntheticConfig, generate
+from recbft_cli.main import main
+
+
+@pytest.fixture
+def events(tmp_path):
+    path = tmp_path / "tiny shop.parquet"
+    generate(SyntheticConfig(num_users=80, num_items=64, mean_length=8.0)).events.to_parquet(path)
+    return path
+
+
+def test_prepare_for_recbole_writes_a_config_that_train_takes_as_it_is(events, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out: here"
+    assert main(["data", "prepare", str(events), "--time", "timestamp", "--to", "recbole", "--out", str(out)]) == 0
+    config = out / "tiny-shop.yaml"
+    assert f"recbft train --config {config}" in capsys.readouterr().out
+    assert read_yaml(config)["data_path"] == str(out) and "Real times" in config.read_text()
+    few = ["--set", "epochs=1", "--set", "hidden_size=8", "--out", str(tmp_path / "runs"), "-q"]
+    monkeypatch.chdir(tmp_path / "out: here")
+    assert main(["train", "--config", str(config), *few]) == 0
+    assert (tmp_path / "runs" / "sasrec-bft-tiny-shop-seed0" / "metrics.json").is_file()
+
+
+def test_ml_100k_gets_another_name_since_recbole_has_its_own_copy(tmp_path, capsys):
+    pytest.importorskip("recbole")
+    assert main(["data", "prepare", "ml-100k", "--to", "recbole", "--out", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["ml-100k-sorted.inter", "ml-100k-sorted.yaml"]
+
+
+def test_data_without_times_say_so_in_the_config(events, tmp_path):
+    assert main(["data", "prepare", str(events), "--to", "recbole", "--out", str(tmp_path / "out")]) == 0
+    assert "no real times" in (tmp_path / "out" / "tiny-shop.yaml").read_text()

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recbft.datasets import Dataset
+from recbft.datasets.atomic import save_atomic
+from recbft.errors import UserError
+
+FRAME = pd.DataFrame({"user": ["b", "a", "b", "a", "a", "b"], "item": list("xyzxzy"), "at": [9, 2, 9, 2, 1, 3]})
+
+
+def rows(path):
+    return [line.split("\t") for line in path.read_text().splitlines()]
+
+
+def histories(dataset):
+    return {
+        str(user): [str(item) for item in dataset.decode(dataset.items[start:stop])]
+        for user, start, stop in zip(dataset.user_ids, dataset.offsets, dataset.offsets[1:], strict=False)
+    }
+
+
+def test_rows_are_sorted_by_time_and_ties_keep_their_order(tmp_path):
+    path = save_atomic(Dataset.from_frame(FRAME, user="user", item="item", time="at"), tmp_path, "shop")
+    header, *events = rows(path)
+    assert path == tmp_path / "shop" / "shop.inter"
+    assert header == ["user_id:token", "item_id:token", "timestamp:float"]
+    assert events == [
+        ["a", "z", "1"],
+        ["a", "y", "2"],
+        ["a", "x", "2"],
+        ["b", "y", "3"],
+        ["b", "x", "9"],
+        ["b", "z", "9"],
+    ]
+
+
+def test_without_times_an_event_has_its_number(tmp_path):
+    dataset = Dataset.from_frame(FRAME, user="user", item="item")
+    _, *events = rows(save_atomic(dataset, tmp_path, "shop"))
+    assert [row[2] for row in events] == ["0", "0", "1", "1", "2", "2"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 2**40)), min_size=1, max_size=40))
+def test_the_file_gives_the_same_histories_back_after_rounding_to_single_precision(tmp_path_factory, events):
+    frame = pd.DataFrame(events, columns=["user_id", "item_id", "time"])
+    frame = pd.concat([frame, pd.DataFrame({"user_id": [9] * 3, "item_id": [1, 2, 3], "time": [5, 5, 5]})])
+    dataset = Dataset.from_frame(frame, time="time")
+    path = save_atomic(dataset, tmp_path_factory.mktemp("atomic"), "some")
+    again = Dataset.load(path, time="timestamp")
+    assert histories(again) == histories(dataset)
+    table = pd.read_csv(path, sep="\t", dtype=str)
+    rounded = table["timestamp:float"].astype(np.float64).astype(np.float32)
+    order = np.argsort(rounded.to_numpy(), kind="stable")
+    assert np.array_equal(order, np.arange(len(order)))
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("NA", "item id 'NA' is read as a missing value by RecBole; rename it"),
+        ("a\tb", "holds a tab, a line break or a quote"),
+        ('6"', "holds a tab"),
+    ],
+)
+def test_an_id_that_recbole_would_not_read_back_is_refused(tmp_path, item, message):
+    frame = pd.DataFrame({"user_id": [1, 1, 1], "item_id": ["x", item, "y"]})
+    with pytest.raises(UserError, match=message):
+        save_atomic(Dataset.from_frame(frame), tmp_path, "some")
+    assert not list(tmp_path.rglob("*.inter"))

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from recbft.errors import UserError
+from tests.recbole.conftest import NAMES
+
+
+def training_counts(config, dataset):
+    from recbft.recbole.adapter import training_counts  # imports RecBole: not while tests are collected
+
+    return training_counts(config, dataset)
+
+
+def rows_of(loader):
+    return next(iter(loader))[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_run_recbole_trains_and_tests_each_model(name, settings):
+    from recbole.quick_start import run_recbole
+
+    result = run_recbole(model=name, dataset="tiny", config_dict=settings)
+    assert set(result["test_result"]) == {"hit@10", "ndcg@10", "mrr@10"}
+    assert all(0 <= value <= 1 for value in result["test_result"].values())
+
+
+@pytest.mark.parametrize("arm", ["published", "matched", "bft"])
+def test_the_arm_is_a_key_of_the_config(arm, built):
+    _, parts, model = built(arm=arm)
+    assert model.run.arm == arm and (model.recommender.core is not None) == (arm == "bft")
+    assert torch.isfinite(model.calculate_loss(rows_of(parts[2])))
+
+
+def test_recboles_names_and_ours_say_what_the_model_is(built):
+    changes = {"hidden_dropout_prob": 0.1, "attn_dropout_prob": 0.2, "layer_norm_eps": 1e-5, "inner_size": 24}
+    backbone = built(**changes, lam_max=7.0, initializer_range=0.01)[2].run
+    assert (backbone.backbone.dropout, backbone.backbone.attention_dropout) == (0.1, 0.2)
+    assert (backbone.backbone.norm_eps, backbone.backbone.inner_size) == (1e-5, 24)
+    assert (backbone.backbone.max_length, backbone.backbone.initializer_range) == (12, 0.01)
+    assert backbone.core.lam_max == 7.0
+
+
+def test_item_numbers_are_recboles_and_counts_are_of_the_training_events(built, dataset):
+    config, parts, model = built()
+    counts = training_counts(config, parts[0]._dataset)
+    ours = dataset.training_counts[1:]
+    assert counts[0] == 0 and counts.sum() == ours.sum()
+    number = parts[0]._dataset.field2token_id["item_id"]
+    assert [counts[number[str(raw)]] for raw in dataset.item_ids] == ours.tolist()
+    assert model.recommender.item_table().weight.shape[0] == parts[0]._dataset.item_num == dataset.num_items + 1
+
+
+def test_a_row_trains_the_cross_entropy_of_its_own_target(built):
+    _, parts, model = built(hidden_dropout_prob=0.0, arm="matched")
+    rows = rows_of(parts[2])
+    state = model.forward(rows["item_id_list"], rows["item_length"])
+    scores = state @ model.recommender.item_table().weight[1:].T
+    expected = F.cross_entropy(scores, rows["item_id"] - 1)
+    torch.testing.assert_close(model.calculate_loss(rows), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_depend_on_the_users_own_row_and_not_on_padding(name, built):
+    _, parts, model = built(name)
+    model.eval()
+    rows = rows_of(parts[2])
+    with torch.no_grad():
+        scores = model.full_sort_predict(rows)
+        alone = model.full_sort_predict(rows[5:6])
+        wider = {key: rows[key][5:6] for key in ("item_id_list", "item_length")}
+        wider["item_id_list"] = F.pad(wider["item_id_list"], (0, 4))
+        padded = model.full_sort_predict(wider)
+        single = model.predict(rows)
+    torch.testing.assert_close(alone, scores[5:6])
+    torch.testing.assert_close(padded, scores[5:6])
+    torch.testing.assert_close(single, scores.gather(1, rows["item_id"][:, None]).squeeze(1))
+
+
+def test_full_sort_gives_a_new_tensor_each_time(built):
+    _, parts, model = built()
+    model.eval()
+    rows = rows_of(parts[2])
+    with torch.no_grad():
+        first = model.full_sort_predict(rows)
+        kept = first.clone()
+        first.fill_(0)
+        assert torch.equal(model.full_sort_predict(rows), kept)
+
+
+def test_the_trainer_has_a_precision_group_and_warms_up(built):
+    from recbole.utils import get_trainer
+
+    config, parts, model = built(warmup_steps=50, weight_decay=0.01, precision_lr_multiplier=10)
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    backbone, precision = trainer.optimizer.param_groups
+    assert (backbone["lr"], backbone["weight_decay"]) == (1e-3, 0.01)
+    assert (precision["lr"], precision["weight_decay"]) == (1e-2, 0.0)
+    trainer._train_epoch(parts[0], 2)
+    assert float(model.recommender.ramp) == pytest.approx(min(1, (3 * len(parts[0]) - 1) / 50))
+    trainer.tensorboard.close()
+
+
+def test_training_runs_without_anomaly_mode_and_leaves_it_as_it_was(built):
+    from recbole.utils import get_trainer
+
+    config, parts, model = built()
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    seen = []
+    torch.autograd.set_detect_anomaly(True)
+
+    def loss(rows):
+        seen.append(torch.is_anomaly_enabled())
+        return model.calculate_loss(rows)
+
+    trainer._train_epoch(parts[0], 0, loss)
+    assert set(seen) == {False} and torch.is_anomaly_enabled()
+    trainer.tensorboard.close()
+
+
+def test_evaluation_reads_factors_of_the_present_weights(built):
+    _, parts, model = built(jacobian_in_evaluation="low_rank")
+    rows = rows_of(parts[2])
+    model.eval()
+    with torch.no_grad():
+        before = model.recommender.user_states(model_batch(model, rows)).precision
+        for block in model.recommender.blocks:
+            block.inner.weight.mul_(30)
+        stale = model.recommender.user_states(model_batch(model, rows)).precision
+        fresh = model.eval().recommender.user_states(model_batch(model, rows)).precision
+    assert not torch.allclose(before, fresh) and not torch.allclose(stale, fresh)
+
+
+def model_batch(model, rows):
+    from recbft.models.contract import read_histories
+
+    items, times, start, stop = model._histories(rows)
+    [batch] = read_histories(model.recommender, items, start, stop, times=times, source="test")
+    return batch
+
+
+def test_a_saved_model_is_loaded_with_equal_scores(settings):
+    from recbole.quick_start import load_data_and_model, run_recbole
+
+    result = run_recbole(model="SASRecBFT", dataset="tiny", config_dict=dict(settings))
+    import glob
+
+    [file] = glob.glob(f"{settings['checkpoint_dir']}/*.pth")
+    config, model, _, _, _, test_data = load_data_and_model(file)
+    from recbole.utils import get_trainer
+
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    assert trainer.evaluate(test_data, load_best_model=False) == result["test_result"]
+    trainer.tensorboard.close()
+
+
+def test_a_training_resumed_from_a_checkpoint_goes_on_with_the_warm_up(built):
+    from recbole.utils import get_trainer
+
+    config, parts, model = built(epochs=2, warmup_steps=1000)
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer.fit(parts[0], parts[1], verbose=False)
+    ramp = float(model.recommender.ramp)
+    again = get_trainer(config["MODEL_TYPE"], config["model"])(config, built()[2])
+    again.resume_checkpoint(trainer.saved_model_file)
+    assert 0 < float(again.model.recommender.ramp) <= ramp
+    assert float(again.model.recommender.ramp) == pytest.approx((again.start_epoch * len(parts[0]) - 1) / 1000)
+    for each in (trainer, again):
+        each.tensorboard.close()
+
+
+def test_recboles_objective_for_tuning_takes_our_models(settings):
+    from recbole.quick_start import objective_function
+
+    result = objective_function({**settings, "model": "HSTUBFT", "dataset": "tiny"})
+    assert result["model"] == "HSTUBFT" and 0 <= result["best_valid_score"] <= 1
+
+
+def test_recboles_tuner_takes_our_models(settings, at_home):
+    pytest.importorskip("hyperopt")
+    from recbole.quick_start import objective_function
+    from recbole.trainer import HyperTuning
+
+    config = at_home / "fixed.yaml"
+    config.write_text("\n".join(f"{key}: {value}" for key, value in {**settings, "dataset": "tiny"}.items()))
+    with open(config, "a") as file:
+        file.write("\nmodel: SASRecBFT\n")
+    tuning = HyperTuning(
+        objective_function, algo="exhaustive", params_dict={"choice": {"lam_max": [10, 100]}}, early_stop=5,
+        fixed_config_file_list=[str(config)],
+    )  # fmt: skip
+    tuning.run()
+    assert len(tuning.params2result) == 2 and tuning.best_params["lam_max"] in (10, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_type": "BPR", "train_neg_sample_args": {"sample_num": 1}}, "loss_type is 'BPR'"),
+        ({"arm": "btf"}, "arm of sasrec is 'btf'; did you mean 'bft'?"),
+        ({"arm": "matched", "lam_max": 3}, "core.lam_max has no effect in arm 'matched'"),
+        ({"hidden_size": 9}, "n_heads is 2, which does not divide hidden_size 9"),
+        ({"estimator": "rmel"}, "core.estimator is 'rmel'; did you mean 'reml'?"),
+        ({"estimator": "sandwhich"}, "did you mean 'sandwich'?"),
+        ({"TIME_FIELD": "when"}, "has no time column 'when' among those read (user_id, item_id, timestamp)"),
+        ({"load_col": {"inter": ["user_id", "item_id"]}}, "has no time column 'timestamp' among those read"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(changes, message, built):
+    with pytest.raises(UserError) as error:
+        built(**changes)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_estimator_that_is_not_defined_for_hstu_is_refused(built):
+    with pytest.raises(UserError, match="estimator"):
+        built("HSTUBFT", estimator="reml")
+
+
+def test_a_time_bias_reads_real_times_and_refuses_scaled_ones(built):
+    _, parts, model = built("HSTU", time_bias=True)
+    assert torch.isfinite(model.calculate_loss(rows_of(parts[2])))
+    with pytest.raises(UserError, match=r"RecBole scales it to \[0, 1\]; set normalize_all: False"):
+        built("HSTU", time_bias=True, normalize_all=True)
+
+
+def test_a_key_that_nobody_knows_is_warned_about(built, caplog):
+    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
+        built(estimatr="reml")
+    assert "unknown key 'estimatr' has no effect; did you mean 'estimator'?" in caplog.text
+
+
+def test_equal_seeds_give_equal_models(built):
+    first, second = (built()[2].recommender.state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_counts_of_split_files_are_those_of_whole_histories(prepared, at_home):
+    data = at_home / "split"
+    data.mkdir()
+    header = "user_id:token\titem_id_list:token_seq\titem_id:token\n"
+    parts = {"train": ["1\ta b c\td", "2\tb a\tc"], "valid": ["1\ta b c d\te"], "test": ["1\ta b c d e\tf"]}
+    for part, rows in parts.items():
+        (data / f"split.{part}.inter").write_text(header + "\n".join(rows) + "\n")
+    config, (train, _, _) = prepared(
+        dataset="split", data_path=str(at_home), benchmark_filename=["train", "valid", "test"],
+        alias_of_item_id=["item_id_list"], load_col={"inter": ["user_id", "item_id_list", "item_id"]}, topk=[2],
+        valid_metric="NDCG@2",
+    )  # fmt: skip
+    counts = training_counts(config, train._dataset)
+    number = train._dataset.field2token_id["item_id"]
+    assert {token: counts[number[token]] for token in "abcdef"} == {"a": 2, "b": 2, "c": 2, "d": 1, "e": 0, "f": 0}
+    assert np.array_equal(train._dataset.inter_feat["item_length"].numpy(), [3, 2])

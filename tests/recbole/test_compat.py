@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from recbft.recbole import compat
+
+
+def test_a_patch_that_is_not_needed_is_not_applied():
+    def fail(module):
+        raise AssertionError
+
+    before = list(compat.applied)
+    compat._consider(compat.Patch("recbole.config", "never", lambda module: False, fail), sys)
+    assert compat.applied == before
+
+
+def test_every_patch_was_considered_once_and_logged_when_applied(caplog):
+    assert len(set(map(id, compat.applied))) == len(compat.applied) <= len(compat.PATCHES)
+    with caplog.at_level("INFO", "recbft.recbole.compat"):
+        compat._consider(compat.Patch("some.module", "a reason", lambda module: True, lambda module: None), sys)
+    compat.applied.pop()
+    assert caplog.messages == ["some.module patched: a reason"]
+
+
+def test_recbole_of_other_ways_needs_no_alias():
+    class Config:
+        def compatibility_settings(self):
+            return np.float64
+
+    assert not compat._asks_for_aliases_that_numpy_lacks(SimpleNamespace(Config=Config))
+    assert not compat._asks_for_aliases_that_numpy_lacks(SimpleNamespace(Config=object))
+
+
+def test_no_stand_in_is_left_in_the_modules():
+    ray = sys.modules.get("ray")
+    assert ray is None or hasattr(ray, "__file__")
+
+
+def test_torch_load_of_the_process_is_torchs_own():
+    assert torch.load.__module__ == "torch.serialization"
+    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+class Shell:
+    """What a harmful file does: it calls a function while it is read."""
+
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+class Attribute:
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
+@pytest.mark.parametrize("payload", [Shell(), Attribute(), SimpleNamespace(), os.path.join, pickle.Unpickler])
+def test_a_checkpoint_that_asks_for_anything_else_is_refused(payload):
+    file = io.BytesIO()
+    torch.save({"config": payload}, file, pickle_protocol=4)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="the checkpoint asks for"):
+        compat.load_checkpoint(file)
+
+
+def test_a_checkpoint_of_recboles_own_models_is_read(settings):
+    import glob
+
+    from recbole.quick_start import load_data_and_model, run_recbole
+
+    changes = {"train_neg_sample_args": None, "load_col": {"inter": ["user_id", "item_id", "timestamp"]}}
+    result = run_recbole(model="GRU4Rec", dataset="tiny", config_dict={**settings, **changes})
+    [file] = glob.glob(f"{settings['checkpoint_dir']}/*.pth")
+    config, model, *_ = load_data_and_model(file)
+    assert config["model"] == "GRU4Rec" and type(model).__name__ == "GRU4Rec" and result["test_result"]
+
+
+def test_missing_values_are_filled_and_sequences_counted(prepared, at_home):
+    data = at_home / "gaps"
+    data.mkdir()
+    rows = [f"{user}\t{item}\t{10 * user + item}" for user in range(1, 6) for item in range(1, 6)]
+    (data / "gaps.inter").write_text("user_id:token\titem_id:token\ttimestamp:float\n" + "\n".join(rows) + "\n")
+    items = ["1\tred big\t1.5\tx", "2\tblue\t\t", "3\t\t4.5\ty"]
+    header = "item_id:token\tcolours:token_seq\tprice:float\tkind:token\n"
+    (data / "gaps.item").write_text(header + "\n".join(items) + "\n")
+    loaded = {"inter": ["user_id", "item_id", "timestamp"], "item": ["item_id", "colours", "price", "kind"]}
+    _, (train, _, _) = prepared(
+        dataset="gaps", data_path=str(at_home), load_col=loaded, filter_inter_by_user_or_item=False
+    )
+    feature = train._dataset.get_item_feature()
+    number = train._dataset.field2token_id["item_id"]
+    price = {item: feature["price"][number[item]].item() for item in "12345"}
+    assert price == {"1": 1.5, "2": 3.0, "3": 4.5, "4": 3.0, "5": 3.0}
+    lengths = [(feature["colours"][number[item]] > 0).sum().item() for item in "12345"]
+    assert lengths == [2, 1, 0, 0, 0]
+    assert feature["kind"][number["2"]] == 0 and feature["price"].isfinite().all()
+
+
+def test_trials_of_pandas_agree_with_its_version():
+    newer = int(pd.__version__.split(".")[0]) >= 3
+    assert compat._filling_a_column_leaves_the_frame(None) == newer == compat._len_is_of_the_column(None)
+
+
+def test_a_requirement_that_is_missing_is_named_with_the_command():
+    explained = pytest.raises(
+        ModuleNotFoundError, match="RecBole needs 'texttable', which is not installed; install what"
+    )
+    with explained, compat._missing_requirement_explained():
+        raise ModuleNotFoundError("No module named 'texttable'", name="texttable")

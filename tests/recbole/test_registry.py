@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from recbft.errors import UserError
+from recbft.models import MODELS
+from recbft.recbole import compat, registry
+from tests.recbole.conftest import NAMES
+
+
+def in_a_new_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_registering_imports_neither_torch_nor_recbole():
+    code = "import recbft.recbole, sys; print([n for n in ('torch', 'recbole', 'pandas') if n in sys.modules])"
+    assert in_a_new_process(code) == "[]"
+
+
+def test_it_does_not_matter_whether_recbole_is_imported_first():
+    code = (
+        "import recbole.config.configurator as c, recbole.utils as u; import recbft.recbole; "
+        "print(u.get_model('HSTUBFT').__name__, c.Config._load_internal_config_dict.__module__)"
+    )
+    assert in_a_new_process(code) == "HSTUBFT recbft.recbole.registry"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recbole_finds_each_model_its_trainer_and_its_defaults_by_name(name):
+    from recbole.config import Config
+    from recbole.utils import get_model, get_trainer
+
+    from recbft.recbole import models
+    from recbft.recbole.trainer import PrecisionTrainer
+
+    config = Config(model=name, dataset="ml-100k")
+    assert get_model(name) is getattr(models, name) is config.model_class
+    assert get_trainer(config["MODEL_TYPE"], name) is PrecisionTrainer
+    assert config["arm"] == registry.ADAPTED[name].arm
+    assert config["train_neg_sample_args"]["distribution"] == "none"
+
+
+def test_every_name_stands_for_a_model_and_an_arm_that_exist():
+    for adapted in registry.ADAPTED.values():
+        assert adapted.arm in MODELS[adapted.model].arms
+
+
+def test_a_config_says_more_than_our_defaults():
+    from recbole.config import Config
+
+    config = Config(model="SASRecBFT", dataset="ml-100k", config_dict={"n_layers": 3})
+    assert config["n_layers"] == 3 and config["hidden_size"] == 64
+
+
+def test_without_recbole_the_message_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(compat.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as error:
+        recbft_recbole().from_run("run", None, None)
+    assert str(error.value) == f"RecBole is not installed; install it with: {compat.install_command()}"
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("version", "command"), [((3, 11), "pip install recbole"), ((3, 12), "pip install --no-deps")])
+def test_the_command_to_install_suits_the_python(monkeypatch, version, command):
+    monkeypatch.setattr(compat.sys, "version_info", version)
+    assert compat.install_command().startswith(command)
+
+
+def test_a_name_that_the_package_has_not_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"'recbft\.recbole' has no attribute 'from_rum'"):
+        recbft_recbole().from_rum  # noqa: B018
+
+
+def recbft_recbole():
+    import recbft.recbole
+
+    return recbft.recbole

@@ -1,0 +1,157 @@
+"""A run and its RecBole model agree: scores to 1e-5, and the metrics of the two evaluators."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import recbft.recbole
+from recbft.api import Recommender
+from recbft.datasets import Dataset, cards, leave_one_out
+from recbft.datasets.atomic import save_atomic
+from recbft.errors import UserError
+from recbft.models.contract import read_histories
+from recbft.run_config import load_run_config
+from recbft.training.bundle import load_trained
+from recbft.training.session import train
+
+MODEL_ARMS = [
+    ("sasrec", "bft"),
+    ("sasrec", "published"),
+    ("bert4rec", "bft"),
+    ("bert4rec", "published"),
+    ("hstu", "bft"),
+]
+METRICS = {"hit@10": "hr@10", "ndcg@10": "ndcg@10", "mrr@10": "mrr@10"}
+FEW = {"hidden_size": 8, "n_layers": 2, "max_length": 12, "epochs": 2, "batch_size": 32, "device": "cpu"}
+
+
+def trained(dataset, out, model="sasrec", arm="bft", **changes):
+    return train(load_run_config(model=model, arm=arm, **{**FEW, **changes}), out, dataset=dataset)
+
+
+def in_recbole(run, prepared, **data):
+    config, parts = prepared(**recbft.recbole.recbole_settings(run.path) | data)
+    return config, parts, recbft.recbole.from_run(run.path, config, parts[0]._dataset)
+
+
+def recbole_metrics(config, model, loader):
+    from recbole.utils import get_trainer
+
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer.tensorboard.close()
+    return trainer.evaluate(loader, load_best_model=False)
+
+
+def our_scores(run, dataset):
+    """Scores of every item for every test user by raw ids."""
+    *_, model = load_trained(run.path)
+    view = leave_one_out(dataset).test
+    [batch] = read_histories(
+        model, dataset.items, view.start, view.stop, times=dataset.times, source="t", histories_per_batch=10**6
+    )
+    table = model.item_table()
+    with torch.no_grad():
+        scores = model.user_states(batch).state @ table.weight.T
+        return (scores if table.bias is None else scores + table.bias)[:, 1:].numpy()
+
+
+def their_scores(model, loader, dataset):
+    """The same, in the same order of users and items."""
+    rows = [interaction for interaction, *_ in loader]
+    with torch.no_grad():
+        scores = np.concatenate([model.full_sort_predict(part).numpy() for part in rows])
+    users = loader._dataset.field2id_token["user_id"][np.concatenate([part["user_id"].numpy() for part in rows])]
+    place = {user: row for row, user in enumerate(users)}
+    number = loader._dataset.field2token_id["item_id"]
+    return scores[[place[str(u)] for u in dataset.user_ids]][:, [number[str(i)] for i in dataset.item_ids]]
+
+
+def check_parity(run, dataset, config, parts, model):
+    difference = np.abs(our_scores(run, dataset) - their_scores(model, parts[2], dataset))
+    assert difference.max() <= 1e-5
+    for part, loader in (("validation", parts[1]), ("test", parts[2])):
+        ours, theirs = run.metrics[part]["unfiltered"], recbole_metrics(config, model, loader)
+        assert {name: theirs[name] for name in METRICS} == pytest.approx(
+            {name: ours[key] for name, key in METRICS.items()}, abs=2e-8
+        )
+
+
+@pytest.mark.parametrize(("model", "arm"), MODEL_ARMS)
+def test_a_run_has_equal_scores_and_metrics_in_recbole(model, arm, dataset, prepared, at_home):
+    run = trained(dataset, at_home / "run", model, arm)
+    check_parity(run, dataset, *in_recbole(run, prepared, dataset="tiny"))
+
+
+def test_a_run_with_a_time_bias_has_equal_metrics_in_recbole(dataset, prepared, at_home):
+    # RecBole holds times in single precision: the bias is a function of their logarithm, so scores differ little.
+    run = trained(dataset, at_home / "run", "hstu", "bft", time_bias=True)
+    config, parts, model = in_recbole(run, prepared, dataset="tiny")
+    ours, theirs = run.metrics["test"]["unfiltered"], recbole_metrics(config, model, parts[2])
+    assert theirs["ndcg@10"] == pytest.approx(ours["ndcg@10"], abs=0.05)
+
+
+@pytest.mark.slow
+def test_parity_holds_on_ml_100k(prepared, at_home):
+    dataset = Dataset.load("ml-100k")
+    save_atomic(dataset, at_home, "ml-100k-sorted")
+    run = trained(dataset, at_home / "run", max_length=50, hidden_size=16)
+    found = in_recbole(run, prepared, dataset="ml-100k-sorted", data_path=str(at_home))
+    check_parity(run, dataset, *found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get(cards.DATA_ROOT_VARIABLE), reason="no data root is set")
+def test_parity_holds_on_instruments(prepared, at_home):
+    if not cards.is_available(cards.card("amazon-instruments")):
+        pytest.skip("amazon-instruments is not at hand")
+    dataset = Dataset.load("amazon-instruments")
+    save_atomic(dataset, at_home, "instruments")
+    run = trained(dataset, at_home / "run", max_length=50, hidden_size=16)
+    check_parity(run, dataset, *in_recbole(run, prepared, dataset="instruments", data_path=str(at_home)))
+
+
+@pytest.mark.parametrize("name", ["SASRecBFT", "BERT4RecBFT", "HSTUBFT"])
+def test_a_model_that_recbole_trained_becomes_a_run(name, built, dataset, at_home):
+    from recbole.utils import get_trainer
+
+    config, parts, model = built(name)
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer.fit(parts[0], parts[1], saved=False, verbose=False)
+    trainer.tensorboard.close()
+    run = recbft.recbole.to_run(model.eval(), dataset, at_home / "exported")
+    check_parity(run, dataset, config, parts, model)
+    listed = Recommender.load(run.path).recommend([[str(dataset.item_ids[0])]], k=3)
+    assert len(listed) > 0
+
+
+def test_there_and_back_again_changes_no_weight(dataset, prepared, at_home):
+    run = trained(dataset, at_home / "run", "bert4rec", "published")
+    _, _, model = in_recbole(run, prepared, dataset="tiny")
+    back = recbft.recbole.to_run(model, dataset, at_home / "back")
+    first, second = (load_trained(each.path)[-1].state_dict() for each in (run, back))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert back.metrics["test"] == run.metrics["test"]
+
+
+def test_other_items_are_refused(dataset, prepared, at_home):
+    other = replace(dataset, item_ids=np.array([f"other {i}" for i in dataset.item_ids], dtype=object))
+    run = trained(other, at_home / "run")
+    with pytest.raises(UserError, match=r"items and the data .* are unknown to it, such as '.*'; use the data"):
+        in_recbole(run, prepared, dataset="tiny")
+
+
+def test_a_window_shorter_than_the_runs_is_refused(dataset, prepared, at_home):
+    run = trained(dataset, at_home / "run")
+    with pytest.raises(UserError, match="MAX_ITEM_LIST_LENGTH is 5, but the run reads 12 events; set it to 12 or more"):
+        in_recbole(run, prepared, dataset="tiny", MAX_ITEM_LIST_LENGTH=5)
+
+
+def test_a_model_without_a_name_in_recbole_is_refused(dataset, at_home):
+    run = train(load_run_config(model="pop", device="cpu"), at_home / "run", dataset=dataset)
+    with pytest.raises(UserError, match="holds a 'pop' model, which RecBole has no name for"):
+        recbft.recbole.recbole_settings(run.path)

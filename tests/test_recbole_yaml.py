@@ -1,0 +1,175 @@
+"""A RecBole config read by ``recbft train --config``; RecBole itself is not needed."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from recbft.errors import UserError
+from recbft.run_config import load_run_config
+from recbft.training.session import train
+
+EVALUATION = "eval_args: {split: {LS: valid_and_test}, order: TO, mode: full, group_by: user}\nrepeatable: True\n"
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text, **named):
+        (tmp_path / "run.yaml").write_text(text)
+        return load_run_config(tmp_path / "run.yaml", **named)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("line", "section", "key", "value"),
+    [
+        ("MAX_ITEM_LIST_LENGTH: 30", "backbone", "max_length", 30),
+        ("hidden_dropout_prob: 0.3", "backbone", "dropout", 0.3),
+        ("attn_dropout_prob: 0.1", "backbone", "attention_dropout", 0.1),
+        ("layer_norm_eps: 1e-12", "backbone", "norm_eps", 1e-12),
+        ("train_batch_size: 2048\nn_layers: 3", "backbone", "n_layers", 3),
+        ("train_batch_size: 2048\ninner_size: 100", "backbone", "inner_size", 100),
+        ("train_batch_size: 2048", "training", "batch_targets", 2048),
+        ("stopping_step: 10", "training", "patience", 11),
+        ("eval_step: 2", "training", "eval_every", 2),
+        ("clip_grad_norm: {max_norm: 5, norm_type: 2}", "training", "clip_norm", 5.0),
+        ("clip_grad_norm: ~", "training", "clip_norm", None),
+        ("eval_step: 1\nvalid_metric: MRR@10", "training", "valid_metric", "mrr@10"),
+        ("eval_step: 1\nvalid_metric: Recall@20", "training", "valid_metric", "hr@20"),
+        ("eval_step: 1\nvalid_metric: MAP@10", "training", "valid_metric", "mrr@10"),
+        ("use_gpu: False", "training", "device", "cpu"),
+        ("gpu_id: ''", "training", "device", "cpu"),
+        ("stopping_step: 10\nlearning_rate: 0.01", "training", "learning_rate", 0.01),
+        ("topk: 10", "evaluation", "ks", (10,)),
+        ("topk: [10, 50]", "evaluation", "ks", (10, 50)),
+        ("eval_step: 1\nvalid_metric: NDCG@7", "evaluation", "ks", (5, 7, 10, 20)),
+        ("USER_ID_FIELD: uid", "data", "user", "uid"),
+        ("ITEM_ID_FIELD: iid", "data", "item", "iid"),
+        ("TIME_FIELD: when", "data", "time", "when"),
+        ("rm_dup_inter: last", "data", "deduplicate", "last"),
+        ("user_inter_num_interval: '[5,inf)'", "data", "min_user_events", 5),
+        ("item_inter_num_interval: '(5,inf)'", "data", "min_item_events", 6),
+        ("val_interval: {rating: '[4,inf)'}", "data", "where", "rating>=4"),
+        ("val_interval: {rating: '(3.5,5]'}", "data", "where", "rating>3.5 and rating<=5"),
+        ("val_interval: {rating: '[4,inf)', year: '(-inf,2000)'}", "data", "where", "rating>=4 and year<2000"),
+        ("model: BERT4Rec\nmask_ratio: 0.3", "backbone", "mask_probability", 0.3),
+        ("model: BERT4Rec\nft_ratio: 0.25", "backbone", "last_item_probability", 0.25),
+    ],
+)
+def test_a_key_is_honoured_with_recboles_meaning(read, line, section, key, value):
+    assert getattr(getattr(read(line), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "arm"),
+    [
+        ("SASRec", "sasrec", "published"),
+        ("SASRecBFT", "sasrec", "bft"),
+        ("BERT4Rec", "bert4rec", "published"),
+        ("BERT4RecBFT", "bert4rec", "bft"),
+        ("HSTU", "hstu", "published"),
+        ("HSTUBFT", "hstu", "bft"),
+        ("Pop", "pop", "published"),
+    ],
+)
+def test_recboles_names_of_models_are_known(read, name, model, arm):
+    config = read(f"model: {name}")
+    assert (config.model, config.arm) == (model, arm)
+
+
+def test_our_own_keys_may_stand_among_recboles_and_options_win(read):
+    config = read("model: SASRecBFT\nstopping_step: 3\nlam_max: 7\ncore.q_max: 2\nseed: 2020\narm: bft\n", epochs=9)
+    assert (config.core.lam_max, config.core.q_max, config.seed, config.training.epochs) == (7.0, 2.0, 2020, 9)
+    assert read("model: SASRec\narm: matched").arm == "matched"
+
+
+def test_recboles_own_defaults_written_out_are_read_as_they_are(read):
+    text = (
+        "model: SASRec\nn_layers: 2\nn_heads: 2\nhidden_size: 64\ninner_size: 256\nhidden_dropout_prob: 0.5\n"
+        "attn_dropout_prob: 0.5\nhidden_act: 'gelu'\nlayer_norm_eps: 1e-12\ninitializer_range: 0.02\nloss_type: 'CE'\n"
+        "epochs: 300\ntrain_batch_size: 2048\nlearner: adam\nlearning_rate: 0.001\ntrain_neg_sample_args: ~\n"
+        "weight_decay: 0.0\ndataset: ml-100k\nload_col:\n    inter: [user_id, item_id, rating, timestamp]\n"
+        + EVALUATION
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = read(text)
+    assert (config.data.dataset, config.training.epochs, config.backbone.activation) == ("ml-100k", 300, "gelu")
+
+
+def test_keys_without_meaning_are_named_once(read):
+    with pytest.warns(UserWarning) as caught:
+        read(
+            "eval_batch_size: 4096\nworker: 4\nnormalize_all: False\nload_col: {inter: '*', item: [item_id]}\n"
+            "metrics: [Hit, GAUC]\n"
+        )
+    [warning] = caught
+    assert str(warning.message).endswith(
+        "run.yaml: without meaning in recbft and ignored: eval_batch_size, worker, load_col.item, metrics: GAUC"
+    )
+
+
+def test_an_atomic_file_is_found_where_recbole_looks_and_ordered_by_time(read, tmp_path):
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "shop.inter").write_text("user_id:token\titem_id:token\ttimestamp:float\n")
+    data = read(f"dataset: shop\ndata_path: {tmp_path}").data
+    assert data.dataset == str(tmp_path / "shop" / "shop.inter")
+    assert (data.user, data.item, data.time) == ("user_id", "item_id", "timestamp")
+    assert read(f"dataset: shop\ndata_path: {tmp_path}\nTIME_FIELD: when").data.time == "when"
+
+
+def test_ml_100k_is_the_bundled_one_wherever_data_path_points(read, tmp_path):
+    assert read(f"dataset: ml-100k\ndata_path: {tmp_path}").data.dataset == "ml-100k"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loss_type: BPR", "RecBole's sampled negatives; write loss_type: CE"),
+        ("train_neg_sample_args: {sample_num: 1}", "takes no sampled negatives; write train_neg_sample_args: ~"),
+        ("model: LightGCN", "model 'LightGCN' reads no order of events; recbft has sequential models"),
+        ("model: DeepFM", "model 'DeepFM' reads features or graphs"),
+        ("model: GRU4Rec", "model 'GRU4Rec' of RecBole is not in recbft; choose one of SASRec, SASRecBFT"),
+        ("MAX_ITEM_LIST_LENGHT: 50\nstopping_step: 3", "LENGHT'; did you mean 'MAX_ITEM_LIST_LENGTH'?"),
+        ("stoping_step: 3\neval_step: 1", "unknown key 'stoping_step'; did you mean 'stopping_step'?"),
+        ("load_col: {inter: [user_id, item_id]}", "without the time column 'timestamp'"),
+        ("TIME_FIELD: ~", "TIME_FIELD is empty; histories are ordered by time: name the time column"),
+        ("eval_args: {split: {RS: [8, 1, 1]}, order: TO}", "by leave-one-out: write split: {LS: valid_and_test}"),
+        ("eval_args: {split: {LS: valid_and_test}}", "left out, which RecBole reads as RO: a random order"),
+        ("eval_args: {split: {LS: valid_and_test}, order: TO, mode: uni100}", "among all items: write mode: full"),
+        ("eval_args: full", "eval_args is 'full'; give keys and values"),
+        ("repeatable: False", "RecBole's sequential models need True, and filter_seen: true masks what was seen"),
+        ("benchmark_filename: [train, test]", "recbft splits itself: give the whole .inter file"),
+        ("learner: sgd", "learner is 'sgd'; recbft trains with adam"),
+        ("user_inter_num_interval: '[5,10]'", "recbft knows no upper bound: write '[5,inf)'"),
+        ("item_inter_num_interval: five", "item_inter_num_interval is 'five'; write one interval, such as '[5,inf)'"),
+        ("val_interval: {rating: '[0,1];[4,5]'}", "val_interval.rating is '[0,1];[4,5]'; write one interval"),
+        ("clip_grad_norm: 5", "clip_grad_norm is 5; write clip_grad_norm: {max_norm: 5}"),
+        ("eval_step: 1\nvalid_metric: AUC", "valid_metric is 'AUC'"),
+        ("field_separator: ','", "field_separator is ','; atomic files are read with tabs"),
+        ("stopping_step: many", "training.patience is 'many'"),
+    ],
+)  # fmt: skip
+def test_what_recbft_does_not_do_is_refused_in_one_line_with_the_file(read, text, message):
+    with pytest.raises(UserError) as error:
+        read(text)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert "run.yaml: " in str(error.value) or message.startswith("training.")
+
+
+def test_a_file_of_our_own_is_left_alone(read):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read("model: sasrec\nepochs: 5\nhidden_size: 32\n").training.batch_targets is None
+
+
+def test_a_batch_holds_about_as_many_targets_as_recboles_would(read, tmp_path):
+    from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+
+    dataset = synthetic_dataset(SyntheticConfig(num_users=100, num_items=80, mean_length=10.0))
+    targets = int((dataset.lengths - 3).sum())
+    config = read(f"train_batch_size: {targets // 10}\nepochs: 1\nhidden_size: 8\n", device="cpu")
+    run = train(config, tmp_path / "run", dataset=dataset)
+    assert run.metrics["steps"] in (10, 11)
