@@ -26,8 +26,8 @@ from benchmarks.command import check_folder_of, finish, parser, recorded
 from benchmarks.parity import check_parity
 from benchmarks.tables import text_table
 from recbft.config import to_dict
-from recbft.datasets import Dataset, leave_one_out
-from recbft.datasets.batches import Batch, TrainingBatches
+from recbft.datasets import Dataset
+from recbft.datasets.batches import Batch, EpochBatches
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
 from recbft.files import write_json
@@ -38,7 +38,7 @@ from recbft.training.checkpoint import TrainState
 from recbft.training.loop import fit
 from recbft.training.optimiser import make_optimizer
 from recbft.training.progress import Silent
-from recbft.training.session import build_model
+from recbft.training.session import build_model, training_batches
 
 NAME = "train_speed"
 WARM_UP_STEPS = 3
@@ -53,7 +53,7 @@ class Contestant:
     config: RunConfig
     model: TrainableModel
     optimizer: torch.optim.Optimizer
-    batches: TrainingBatches
+    batches: EpochBatches
     device: torch.device
     state: TrainState
     random_state: torch.Tensor  # its own, so that it trains as it would alone
@@ -78,18 +78,8 @@ class _Steps:
 
 def make_contestant(arm: Arm, config: RunConfig, dataset: Dataset) -> Contestant:
     """An untrained model and its batches."""
-    split = leave_one_out(dataset)
-    batches = TrainingBatches(
-        dataset.items,
-        split.training_start,
-        split.training_stop,
-        max_length=config.backbone.max_length,
-        batch_size=config.training.batch_size,
-        seed=config.seed,
-        times=dataset.times,
-    )
-    if batches.num_batches == 0:
-        raise UserError(f"data set {dataset.name!r} has nothing to learn from: no user has 4 events")
+    batches = training_batches(config, dataset)
+    assert batches is not None  # checked with the options
     device = machine.device_of(config)
     torch.manual_seed(config.seed)
     model = build_model(config, dataset).to(device)

@@ -68,7 +68,7 @@ def train(
         config = replace(config, data=replace(config.data, dataset=dataset.name))
     with _settings(config.training) as device:
         model = build_model(config, dataset).to(device)
-        batches = _batches(config, dataset)
+        batches = training_batches(config, dataset)
         run = RunFolder.create(
             out, config=config.to_yaml(), protocol=run_protocol(config, dataset, model), environment=environment(device)
         )
@@ -101,7 +101,7 @@ def resume(
                 f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
             )
         model = build_model(config, dataset).to(device)
-        batches = _batches(config, dataset)
+        batches = training_batches(config, dataset)
         write_vocabulary(run.checkpoint, dataset)
         session = _Session(run, config, dataset, model, batches, state, progress or Silent())
         if run.has_checkpoint:
@@ -116,6 +116,37 @@ def build_model(config: RunConfig, dataset: Dataset) -> nn.Module:
     # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.
     torch.manual_seed(config.seed)
     return model
+
+
+def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None:
+    """What the model is trained on; None where it is not trained."""
+    make = MODELS[config.model].batches
+    if make is None:
+        return None
+    if getattr(config.backbone, "time_bias", False) and dataset.times is None:
+        raise UserError(
+            f"backbone.time_bias is true, but data set {dataset.name!r} has no real times; "
+            "set time_bias: false, or give data with a time column"
+        )
+    split = leave_one_out(dataset)
+    batches = make(
+        config.backbone,
+        dataset.items,
+        split.training_start,
+        split.training_stop,
+        num_items=dataset.num_items,
+        batch_size=config.training.batch_size,
+        seed=config.seed,
+        times=dataset.times,
+    )
+    if batches.num_batches == 0:
+        raise UserError(
+            f"data set {dataset.name!r} has nothing to learn from: no user has 4 events "
+            "(two to train, one to validate, one to test)"
+        )
+    if config.training.batch_targets is not None:
+        batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_tokens))
+    return batches
 
 
 def run_protocol(config: RunConfig, dataset: Dataset, model: Any) -> dict[str, Any]:
@@ -244,37 +275,6 @@ class _Session:
             "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
         }
         self.run.finish(metrics, test.per_user)
-
-
-def _batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None:
-    """What the model is trained on; None where it is not trained."""
-    make = MODELS[config.model].batches
-    if make is None:
-        return None
-    if getattr(config.backbone, "time_bias", False) and dataset.times is None:
-        raise UserError(
-            f"backbone.time_bias is true, but data set {dataset.name!r} has no real times; "
-            "set time_bias: false, or give data with a time column"
-        )
-    split = leave_one_out(dataset)
-    batches = make(
-        config.backbone,
-        dataset.items,
-        split.training_start,
-        split.training_stop,
-        num_items=dataset.num_items,
-        batch_size=config.training.batch_size,
-        seed=config.seed,
-        times=dataset.times,
-    )
-    if batches.num_batches == 0:
-        raise UserError(
-            f"data set {dataset.name!r} has nothing to learn from: no user has 4 events "
-            "(two to train, one to validate, one to test)"
-        )
-    if config.training.batch_targets is not None:
-        batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_tokens))
-    return batches
 
 
 def _new_state(config: RunConfig, dataset: Dataset) -> TrainState:
