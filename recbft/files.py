@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import secrets
@@ -97,15 +96,6 @@ def new_folder(path: str | Path) -> Iterator[Path]:
             os.replace(temporary, path)  # the system refuses to replace a folder that holds anything
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def sha256_file(path: str | Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def plain(value: object) -> Any:

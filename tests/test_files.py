@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,7 +10,7 @@ import pandas as pd
 import pytest
 
 from recbft.errors import RunError, UserError
-from recbft.files import json_text, new_folder, sha256_file, write_atomic, write_json, write_parquet
+from recbft.files import json_text, new_folder, write_atomic, write_json, write_parquet
 
 
 def fill_the_disk(file):
@@ -105,12 +104,6 @@ def test_parquet_gives_the_table_back(tmp_path):
     write_parquet(tmp_path / "a.parquet", frame)
     back = pd.read_parquet(tmp_path / "a.parquet")
     assert back.columns.tolist() == ["user", "rank"] and back["rank"].tolist() == [1, 3]
-
-
-def test_a_hash_is_that_of_the_content(tmp_path):
-    content = os.urandom(3_000_000)
-    (tmp_path / "a").write_bytes(content)
-    assert sha256_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()
 
 
 def test_a_new_folder_appears_whole(tmp_path):
