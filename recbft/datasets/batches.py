@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 IntArray = NDArray[np.int64]
+HISTORIES_PER_BATCH = 256  # read at once in evaluation; more take more memory and no less time
 
 
 class Batch(NamedTuple):
@@ -107,7 +108,7 @@ def history_batches(
     *,
     max_length: int,
     times: IntArray | None = None,
-    histories_per_batch: int = 1024,
+    histories_per_batch: int = HISTORIES_PER_BATCH,
     with_next_times: bool = False,
     append: int | None = None,
 ) -> Iterator[Batch]:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View, leave_one_out
 from recbft.errors import UserError
@@ -64,7 +65,7 @@ def evaluate(
     filter_seen: bool = False,
     ks: Sequence[int] = KS,
     memory_mb: float = 256.0,
-    histories_per_batch: int = 1024,
+    histories_per_batch: int = HISTORIES_PER_BATCH,
 ) -> Evaluation:
     """Rank all users of a part and average.
 
@@ -100,7 +101,12 @@ def evaluate(
 
 
 def rank_view(
-    model: SequenceModel, dataset: Dataset, view: View, *, memory_mb: float = 256.0, histories_per_batch: int = 1024
+    model: SequenceModel,
+    dataset: Dataset,
+    view: View,
+    *,
+    memory_mb: float = 256.0,
+    histories_per_batch: int = HISTORIES_PER_BATCH,
 ) -> tuple[Ranks, NDArray[np.floating] | None]:
     """Ranks and posterior precision of the users of a view, (N,) each, with the model in evaluation mode."""
     with torch.inference_mode(), evaluation_mode(model):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recbft.datasets.batches import Batch, history_batches
+from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch, history_batches
 from recbft.errors import UserError
 
 IntArray = NDArray[np.int64]
@@ -62,7 +62,7 @@ def read_histories(
     *,
     times: IntArray | None = None,
     source: str,
-    histories_per_batch: int = 1024,
+    histories_per_batch: int = HISTORIES_PER_BATCH,
 ) -> Iterator[Batch]:
     """What the model reads of each history ``items[start:stop]``, in batches.
 

@@ -20,7 +20,6 @@ from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
-from recbft.evaluation.protocol import config_hash
 from recbft.models import MODELS
 from recbft.recbole.adapter import Adapter
 from recbft.recbole.models import adapter_for
@@ -28,9 +27,8 @@ from recbft.recbole.registry import ADAPTED
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import checkpoint
 from recbft.training.bundle import load_trained, write_vocabulary
-from recbft.training.checkpoint import TrainState, vocabulary_hash
 from recbft.training.run_folder import RunFolder, environment
-from recbft.training.session import build_model, run_protocol
+from recbft.training.session import build_model, new_state, run_protocol
 
 
 def recbole_settings(run: str | Path) -> dict[str, Any]:
@@ -100,7 +98,7 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         model_state=ours.state_dict(),
         optimizer_state={},
         rng_state={"cpu": torch.get_rng_state()},
-        state=_state(config, data),
+        state=new_state(config, data),
         best_model_state=ours.state_dict(),
     )
     ours.eval()
@@ -114,18 +112,6 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         {"filter_seen": config.evaluation.filter_seen, **metrics, "trained_by": "recbole"}, parts["test"].per_user
     )
     return run
-
-
-def _state(config: RunConfig, data: Dataset) -> TrainState:
-    return TrainState(
-        epoch=0,
-        step=0,
-        seed=config.seed,
-        dataset=data.name,
-        content_hash=data.content_hash,
-        vocabulary_hash=vocabulary_hash(data.item_ids),
-        config_hash=config_hash(to_dict(config)),
-    )
 
 
 def _check_same_items(numbers: NDArray[np.int64], ids: NDArray[Any], model: Any, other: str) -> None:

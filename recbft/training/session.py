@@ -73,7 +73,7 @@ def train(
             out, config=config.to_yaml(), protocol=run_protocol(config, dataset, model), environment=environment(device)
         )
         write_vocabulary(run.checkpoint, dataset)
-        state = _new_state(config, dataset)
+        state = new_state(config, dataset)
         return _Session(run, config, dataset, model, batches, state, progress or Silent()).finish()
 
 
@@ -92,7 +92,7 @@ def resume(
     config = load_run_config(run.config_file, data_root=None if data_root is None else str(data_root))
     dataset = config.data.load() if dataset is None else dataset
     with _settings(config.training) as device:
-        state = _new_state(config, dataset)
+        state = new_state(config, dataset)
         if run.has_checkpoint:
             _check(checkpoint.load_state(run.checkpoint), state, run)
         elif run.protocol["content_hash"] != state.content_hash:
@@ -277,7 +277,8 @@ class _Session:
         self.run.finish(metrics, test.per_user)
 
 
-def _new_state(config: RunConfig, dataset: Dataset) -> TrainState:
+def new_state(config: RunConfig, dataset: Dataset) -> TrainState:
+    """Where a run of this config on this data begins."""
     return TrainState(
         epoch=0,
         step=0,
