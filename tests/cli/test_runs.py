@@ -138,6 +138,16 @@ def test_recommend_without_a_file_prints_csv(capsys, finished, histories, tmp_pa
     assert (tmp_path / "recs.csv").read_text() == out
 
 
+def test_a_model_that_reads_times_recommends_for_timed_histories(capsys, events, tmp_path):
+    code, _, _ = train(capsys, events, tmp_path, "-q", "-m", "hstu", "--set", "time_bias=true")
+    folder, histories = tmp_path / "hstu-bft-tiny-seed0", tmp_path / "histories.parquet"
+    pd.read_parquet(events).iloc[:40].to_parquet(histories)
+    code, out, err = run(capsys, "recommend", folder, "--histories", histories, "-k", "2")
+    assert code == 2 and "reads event times" in err and out == ""
+    code, out, _ = run(capsys, "recommend", folder, "--histories", histories, "--time", "timestamp", "-k", "2")
+    assert code == 0 and out.splitlines()[0] == "user,item,score,rank,precision"
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -9,13 +9,17 @@ from recbft.errors import UserError
 
 def test_histories_keep_row_order_short_users_and_repeats(tmp_path):
     (tmp_path / "h.csv").write_text("user_id,item_id\nbob,tea\nann,milk\nbob,tea\nbob,egg\n")
-    assert read_histories(tmp_path / "h.csv") == {"bob": ["tea", "tea", "egg"], "ann": ["milk"]}
+    frame = read_histories(tmp_path / "h.csv")
+    assert frame.columns.tolist() == ["user_id", "item_id"]
+    assert frame.to_numpy().tolist() == [["bob", "tea"], ["ann", "milk"], ["bob", "tea"], ["bob", "egg"]]
 
 
-def test_a_time_column_sorts_stably(tmp_path):
+def test_a_time_column_sorts_stably_and_is_kept(tmp_path):
     frame = pd.DataFrame({"u": [1, 2, 1, 1], "i": [9, 8, 7, 6], "t": [5, 1, 5, 2]})
     frame.to_parquet(tmp_path / "h.parquet")
-    assert read_histories(tmp_path / "h.parquet", user="u", item="i", time="t") == {1: [6, 9, 7], 2: [8]}
+    read = read_histories(tmp_path / "h.parquet", user="u", item="i", time="t")
+    assert read["timestamp"].dtype == "int64"
+    assert read.to_numpy().tolist() == [[2, 8, 1], [1, 6, 2], [1, 9, 5], [1, 7, 5]]
 
 
 def test_a_missing_column_is_refused_by_name(tmp_path):

@@ -96,22 +96,24 @@ def test_a_run_with_a_time_bias_has_equal_metrics_in_recbole(dataset, prepared, 
 
 
 @pytest.mark.slow
-def test_parity_holds_on_ml_100k(prepared, at_home):
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_parity_holds_on_ml_100k(model, prepared, at_home):
     dataset = Dataset.load("ml-100k")
     save_atomic(dataset, at_home, "ml-100k-sorted")
-    run = trained(dataset, at_home / "run", max_length=50, hidden_size=16)
+    run = trained(dataset, at_home / "run", model, max_length=50, hidden_size=16)
     found = in_recbole(run, prepared, dataset="ml-100k-sorted", data_path=str(at_home))
     check_parity(run, dataset, *found)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
 @pytest.mark.skipif(not os.environ.get(cards.DATA_ROOT_VARIABLE), reason="no data root is set")
-def test_parity_holds_on_instruments(prepared, at_home):
+def test_parity_holds_on_instruments(model, prepared, at_home):
     if not cards.is_available(cards.card("amazon-instruments")):
         pytest.skip("amazon-instruments is not at hand")
     dataset = Dataset.load("amazon-instruments")
     save_atomic(dataset, at_home, "instruments")
-    run = trained(dataset, at_home / "run", max_length=50, hidden_size=16)
+    run = trained(dataset, at_home / "run", model, max_length=50, hidden_size=16)
     check_parity(run, dataset, *in_recbole(run, prepared, dataset="instruments", data_path=str(at_home)))
 
 
