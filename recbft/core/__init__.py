@@ -23,7 +23,7 @@ from recbft.core.process import (
     predict_precision,
     process_noise,
 )
-from recbft.core.silu import silu_moments
+from recbft.core.silu import silu_moments, silu_weights
 from recbft.core.statistics import Moments, SiluMoments
 from recbft.core.update import gain_update, gate, kalman_update
 from recbft.core.weights import (
@@ -73,6 +73,7 @@ __all__ = [
     "sandwich_precision",
     "scalar_log_precision",
     "silu_moments",
+    "silu_weights",
     "softmax_mean",
     "softmax_moments",
     "softmax_weights",

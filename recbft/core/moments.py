@@ -1,6 +1,6 @@
 """Attention as kriging: the weighted mean of the values, and the statistics that say how far to trust it.
 
-    l_tj = q_t . k_j / sqrt(K) + log_precision_j + lag_tj * log_decay                   (1)
+    l_tj = q_t . k_j / sqrt(K) + log_precision_j + lag_tj * log_decay + bias_tj         (1)
     a_tj = softmax_j(l_tj) over the keys j that t may read                              (2)
     e_t  = sum_j a_tj v_j                       weighted mean: the innovation           (3)
     n_t  = 1 / sum_j a_tj^2                     Kish effective sample size              (4)
@@ -32,6 +32,7 @@ def softmax_moments(
     log_precision: Tensor | None = None,
     log_decay: Tensor | None = None,
     dropout: float = 0.0,
+    bias: Tensor | None = None,
     impl: str = "auto",
 ) -> Moments:
     """Mean, residual variance and effective sample size of softmax attention.
@@ -40,8 +41,9 @@ def softmax_moments(
         q, k, v: queries, keys and values, (B, H, T, K).
         context: which token may read which.
         log_precision: log of each key's scalar precision, (B, T); a reliability bias on the logits.
-        log_decay: log of the recency decay, a scalar, <= 0, multiplied by the lag in positions.
+        log_decay: log of the recency decay, a scalar or (B, 1), <= 0, multiplied by the lag in positions.
         dropout: probability of dropping a weight of (3); (4) and (5) always use the undropped weights.
+        bias: any other bias of (1), finite, (B or 1, H or 1, T, T).
         impl: ``auto`` takes the fastest path that serves the call; ``reference`` and ``cpu`` force one.
 
     Returns:
@@ -50,10 +52,12 @@ def softmax_moments(
     Raises:
         ValueError: unknown ``impl``, or the forced path cannot serve the call (the message says why).
     """
-    if log_decay is not None and log_decay.numel() != 1:
-        raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; give a scalar tensor")
+    if log_decay is not None and log_decay.numel() != 1 and log_decay.shape != (q.shape[0], 1):
+        raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; give a scalar tensor, or (B, 1) per row")
     path = paths.choose(impl, q, dropout=dropout)
-    moments: Moments = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout)
+    moments: Moments = path(
+        q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias
+    )
     return moments
 
 
@@ -66,10 +70,11 @@ def softmax_mean(
     log_precision: Tensor | None = None,
     log_decay: Tensor | None = None,
     dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Equation (3) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``."""
     path = paths.choose_mean(q)
-    mean: Tensor = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout)
+    mean: Tensor = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias)
     return mean
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import silu_moments as paths
+from recbft.kernels.silu_moments import reference
 
 
 def silu_moments(
@@ -48,6 +49,30 @@ def silu_moments(
     """
     if length <= 0:
         raise ValueError(f"length is {length}; give the constant that divides the weights, > 0")
+    total = _total_bias(q, context, bias, log_precision, log_decay)
+    sums: SiluMoments = paths.choose(impl, q)(q, k, v, context, length=length, bias=total)
+    return sums
+
+
+def silu_weights(
+    q: Tensor,
+    k: Tensor,
+    context: SequenceContext,
+    *,
+    length: int,
+    bias: Tensor | None = None,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
+) -> Tensor:
+    """The weights of (2) written out, (B, H, T, T), 0 where a token may not read; arguments as above."""
+    total = _total_bias(q, context, bias, log_precision, log_decay)
+    return reference.silu_weights(q, k, context, length=length, bias=total)
+
+
+def _total_bias(
+    q: Tensor, context: SequenceContext, bias: Tensor | None, log_precision: Tensor | None, log_decay: Tensor | None
+) -> Tensor | None:
+    """The sum of the biases on the scores, (B or 1, H or 1, T or 1, T)."""
     total = bias
     if log_precision is not None:
         key = log_precision[:, None, None, :]
@@ -57,5 +82,4 @@ def silu_moments(
         total = pair if total is None else total + pair
     if total is not None:  # two or three dimensions stand for all rows, or for all rows and heads
         total = total.reshape((1,) * (4 - total.dim()) + total.shape)
-    sums: SiluMoments = paths.choose(impl, q)(q, k, v, context, length=length, bias=total)
-    return sums
+    return total

@@ -1,7 +1,7 @@
 """Softmax weights written out, and what the estimators beyond REML ask of them.
 
-    l_tj  = q_t . k_j / sqrt(K) + log_precision_j + lag_tj * log_decay       a_tj  = softmax_j(l_tj)         (1)
-    l_tjk = the same with log_precision_jk                                   a_tjk = softmax_j(l_tjk)        (2)
+    l_tj  = q_t . k_j / sqrt(K) + log_precision_j + lag_tj log_decay + bias_tj   a_tj  = softmax_j(l_tj)     (1)
+    l_tjk = the same with log_precision_jk                                       a_tjk = softmax_j(l_tjk)    (2)
     n_t = 1 / sum_j a^2                          Kish effective sample size                                  (3)
     S_t = sum_j a (v_j - e_t)^2                  weighted residual variance                                  (4)
     P_t = sum_j a^2 / lam_j                      variance of a linear map of keys with precision lam_j       (5)
@@ -37,6 +37,7 @@ def softmax_weights(
     *,
     log_precision: Tensor | None = None,
     log_decay: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Equation (1): (B, H, T, T); a token that may read nothing has weights 0.
 
@@ -45,18 +46,26 @@ def softmax_weights(
         context: which token may read which.
         log_precision: log of each key's scalar precision, (B, T).
         log_decay: log of the recency decay, a scalar, <= 0.
+        bias: any other bias, finite, (B or 1, H or 1, T, T).
     """
-    return reference.softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
+    return reference.softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
 
 
 def per_dimension_weights(
-    q: Tensor, k: Tensor, context: SequenceContext, *, log_precision: Tensor, log_decay: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor,
+    log_decay: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Equation (2): (B, D, T, T), a head of width 1 for every coordinate.
 
     Args:
         q, k: queries and keys, (B, H, T, K).
         log_precision: log of each key's precision, (B, T, D).
+        bias: any other bias, finite, (B or 1, H or 1, T, T).
 
     Raises:
         ValueError: T exceeds ``MAX_TOKENS``.
@@ -69,7 +78,9 @@ def per_dimension_weights(
         )
     logits = q @ k.transpose(-2, -1) / math.sqrt(K)
     if log_decay is not None:
-        logits = logits + (context.lag * log_decay)[:, None]
+        logits = logits + (context.lag * log_decay[..., None])[:, None]
+    if bias is not None:
+        logits = logits + bias
     # (B, H, T, T) -> (B, D, T, T)
     return reference.normalised(logits.repeat_interleave(K, dim=1) + log_precision.mT[:, :, None, :], context)
 

@@ -102,6 +102,7 @@ class SoftmaxAttention(nn.Module):
         *,
         ramp: float = 1.0,
         source: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Observation:
         """Observe every position.
 
@@ -111,20 +112,92 @@ class SoftmaxAttention(nn.Module):
             context: which token may read which.
             ramp: w, the warm-up of the precision and recency biases, in [0, 1].
             source: what keys and values are read from, (B, T, D); ``x`` unless given.
+            bias: a further bias of the logits, finite, (B or 1, H or 1, T, T).
         """
+        return self.observe(*self.project(x, source), precision, context, ramp=ramp, bias=bias)
+
+    def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a normalised input, (B, T, D) -> (B, H, T, K) each; ``source`` as in ``forward``."""
         source = x if source is None else source
-        q, k, v = self._heads(self.query(x)), self._heads(self.key(source)), self._heads(self.value(source))
-        log_decay = None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit)
-        if self.kriging == "per_dimension" or self.estimator not in (None, "reml", "reml_naive"):
-            return self._observe_written_out(q, k, v, precision, context, ramp, log_decay)
+        return self._heads(self.query(x)), self._heads(self.key(source)), self._heads(self.value(source))
+
+    def observe(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        bias: Tensor | None = None,
+        estimate: bool = True,
+    ) -> Observation:
+        """``forward`` from what ``project`` returns; without ``estimate`` the innovation alone."""
+        estimator = self.estimator if estimate else None
+        log_decay = self._log_decay(ramp)
+        if self.kriging == "per_dimension" or estimator not in (None, "reml", "reml_naive"):
+            return self._observe_written_out(q, k, v, precision, context, ramp, log_decay, bias, estimator)
         log_precision = None if precision is None else ramp * scalar_log_precision(precision)
         dropout = self.dropout if self.training else 0.0
-        if self.estimator is None:
-            mean = softmax_mean(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout)
+        if estimator is None:
+            mean = softmax_mean(
+                q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias
+            )
             return Observation(self._join(mean), None)
-        moments = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout)
+        moments = softmax_moments(
+            q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias
+        )
         found = self._by_residuals(moments.residual_variance, moments.effective_sample_size)
         return self._observation(moments.mean, found)
+
+    def attention(
+        self,
+        x: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        source: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The weights behind ``forward``, before dropout: (B, H, T, T), or (B, D, T, T) per dimension."""
+        q, k = self._heads(self.query(x)), self._heads(self.key(x if source is None else source))
+        return self.weigh(q, k, precision, context, ramp=ramp, bias=bias)
+
+    def weigh(
+        self,
+        q: Tensor,
+        k: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """``attention`` from the q and k that ``project`` returns."""
+        return self._weights(q, k, precision, context, ramp, self._log_decay(ramp), bias)
+
+    def _log_decay(self, ramp: float) -> Tensor | None:
+        return None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit)
+
+    def _weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        ramp: float,
+        log_decay: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        if precision is None:
+            return softmax_weights(q, k, context, log_decay=log_decay, bias=bias)
+        if self.kriging == "scalar":
+            log_precision = ramp * scalar_log_precision(precision)
+            return softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
+        log_precision = ramp * precision.log()
+        return per_dimension_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
 
     def _by_residuals(self, S: Tensor, n: Tensor) -> Tensor:
         if self.estimator == "reml":
@@ -140,22 +213,23 @@ class SoftmaxAttention(nn.Module):
         context: SequenceContext,
         ramp: float,
         log_decay: Tensor | None,
+        bias: Tensor | None,
+        estimator: str | None,
     ) -> Observation:
-        """The same from weights that are kept: (B, H, T, T), or (B, D, T, T) per dimension."""
+        """The same from weights that are kept."""
         shape = v.shape
+        weights = self._weights(q, k, precision, context, ramp, log_decay, bias)
         if precision is None:
-            weights, trust = softmax_weights(q, k, context, log_decay=log_decay), torch.ones_like(v[:, 0, :, 0])
+            trust = torch.ones_like(v[:, 0, :, 0])
         elif self.kriging == "scalar":
-            log_precision, trust = ramp * scalar_log_precision(precision), precision.mean(dim=-1)  # (B, T)
-            weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
+            trust = precision.mean(dim=-1)  # (B, T)
         else:
-            log_precision, trust = ramp * precision.log(), precision.mT  # (B, D, T)
-            weights = per_dimension_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
+            trust = precision.mT
             v = v.mT.flatten(1, 2)[..., None]  # (B, H, T, K) -> (B, D, T, 1): every coordinate a head of width 1
         dropout = self.dropout if self.training else 0.0
         kept = weights * self._kept_pairs(q, dropout, num_heads=weights.shape[1]) if dropout else weights
         mean = _head_by_head(kept @ v, shape)
-        if self.estimator is None:
+        if estimator is None:
             return Observation(self._join(mean), None)
         return self._observation(mean, _head_by_head(self._estimate(weights, v, trust, context).expand_as(v), shape))
 

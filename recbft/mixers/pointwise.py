@@ -31,6 +31,7 @@ from recbft.core import (
     sandwich_precision,
     scalar_log_precision,
     silu_moments,
+    silu_weights,
 )
 from recbft.kernels.dropout import dropout as drop
 from recbft.mixers.observation import Observation
@@ -108,15 +109,9 @@ class PointwiseAttention(nn.Module):
         """
         gate = F.silu(self.gate(x))
         q, k, v = (self._heads(F.silu(part(x))) for part in (self.query, self.key, self.value))
+        bias, log_precision, log_decay = self._biases(precision, context, ramp)
         moments = silu_moments(
-            q,
-            k,
-            v,
-            context,
-            length=self.length,
-            bias=self._bias(context),
-            log_precision=None if precision is None else ramp * scalar_log_precision(precision),
-            log_decay=None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit),
+            q, k, v, context, length=self.length, bias=bias, log_precision=log_precision, log_decay=log_decay
         )
         innovation = self.norm(_joined(moments.mean)) * gate
         if self.out is not None:
@@ -127,6 +122,22 @@ class PointwiseAttention(nn.Module):
         return Observation(
             innovation, found if self.out is None else projected_precision(found, self.out.weight, cap=self.cap)
         )
+
+    def attention(self, x: Tensor, precision: Tensor | None, context: SequenceContext, *, ramp: float = 1.0) -> Tensor:
+        """The weights behind ``forward``, (B, H, T, T); of any sign, and they need not sum to one."""
+        q, k = (self._heads(F.silu(part(x))) for part in (self.query, self.key))
+        bias, log_precision, log_decay = self._biases(precision, context, ramp)
+        return silu_weights(
+            q, k, context, length=self.length, bias=bias, log_precision=log_precision, log_decay=log_decay
+        )
+
+    def _biases(
+        self, precision: Tensor | None, context: SequenceContext, ramp: float
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What (2) adds to the products: the learned biases, the log precision of keys, the log recency decay."""
+        log_precision = None if precision is None else ramp * scalar_log_precision(precision)
+        log_decay = None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit)
+        return self._bias(context), log_precision, log_decay
 
     def _bias(self, context: SequenceContext) -> Tensor:
         """p + g of (2), (B, 1, T, T)."""

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from recbft.core import SequenceContext, SiluMoments, sandwich_precision, silu_moments
+from recbft.core import SequenceContext, SiluMoments, sandwich_precision, silu_moments, silu_weights
 from recbft.kernels.silu_moments import PATHS
 
 IMPLS = sorted(PATHS)
@@ -125,3 +125,12 @@ def test_wrong_arguments_are_refused_with_the_choices():
         silu_moments(q, k, v, CONTEXT, length=1, impl="gpu")
     with pytest.raises(ValueError, match="centre is 'mean'; choose root or innovation"):
         sandwich_precision(silu_moments(q, k, v, CONTEXT, length=1), centre="mean")
+
+
+def test_the_weights_written_out_are_those_of_the_sums():
+    q, k, v, bias, log_precision, log_decay = inputs_of(4)
+    how = {"length": 7, "bias": bias, "log_precision": log_precision, "log_decay": log_decay}
+    weights, sums = silu_weights(q, k, CONTEXT, **how), silu_moments(q, k, v, CONTEXT, **how)
+    assert weights.shape == (2, 2, 6, 6) and (weights[~CONTEXT.allowed[:, None].expand_as(weights)] == 0).all()
+    torch.testing.assert_close(weights @ v, sums.mean)
+    torch.testing.assert_close(weights.square().sum(dim=-1), sums.square_sum)

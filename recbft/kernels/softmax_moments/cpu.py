@@ -8,7 +8,8 @@ sum_j a u = e - mu, and G = g_e - 2 g_S (e - mu), the gradient of the weights an
     d key_bias_j = sum over heads and tokens of dl_tj                                          (3)
 
 When causal, lag_tj = position_t - position_j and softmax ignores what is constant along j: the recency decay is a key
-bias -position_j * log_decay like log precision. In both directions it is a bias per pair.
+bias -position_j * log_decay like log precision. In both directions it is a bias per pair, as is the bias
+that is given.
 
 Shapes: B rows, H heads, T tokens, K head width.
 """
@@ -45,9 +46,10 @@ def softmax_moments(
     log_precision: Tensor | None,
     log_decay: Tensor | None,
     dropout: float,
+    bias: Tensor | None = None,
 ) -> Moments:
     """The same as the reference."""
-    key_bias, pair_bias = _biases(q, context, log_precision, log_decay)
+    key_bias, pair_bias = _biases(q, context, log_precision, log_decay, bias)
     first = context.first + torch.arange(v.shape[0])[:, None] * v.shape[2]  # (B, T) row of v's tokens, batch by batch
     return Moments(
         *_SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), context.blind, first, 0.0)
@@ -63,9 +65,10 @@ def softmax_mean(
     log_precision: Tensor | None,
     log_decay: Tensor | None,
     dropout: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The mean alone, by the same arithmetic."""
-    key_bias, pair_bias = _biases(q, context, log_precision, log_decay)
+    key_bias, pair_bias = _biases(q, context, log_precision, log_decay, bias)
     mean: Tensor = _SoftmaxMoments.apply(
         q, k, v, key_bias, pair_bias, context.mask(q.dtype), context.blind, None, dropout
     )
@@ -73,15 +76,20 @@ def softmax_mean(
 
 
 def _biases(
-    q: Tensor, context: SequenceContext, log_precision: Tensor | None, log_decay: Tensor | None
+    q: Tensor,
+    context: SequenceContext,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The bias per key, (B, T), and per pair, (B, T, T)."""
+    """The bias per key, (B, T), and per pair, (B or 1, H or 1, T, T)."""
     if log_decay is None:
-        return log_precision, None
+        return log_precision, bias
     if not context.causal:
-        return log_precision, context.lag.to(q.dtype) * log_decay
+        decay = (context.lag.to(q.dtype) * log_decay[..., None])[:, None]
+        return log_precision, decay if bias is None else bias + decay
     decay = context.position.to(q.dtype) * -log_decay
-    return decay if log_precision is None else log_precision + decay, None
+    return decay if log_precision is None else log_precision + decay, bias
 
 
 class _SoftmaxMoments(torch.autograd.Function):
@@ -102,14 +110,15 @@ class _SoftmaxMoments(torch.autograd.Function):
         # The products below would each copy a transposed view.
         values = v
         q, k, v = (q * (1 / math.sqrt(K))).contiguous(), k.contiguous(), v.contiguous()
-        bias = mask if pair_bias is None else mask + pair_bias  # (B, T, T)
-        if key_bias is not None:
-            bias = bias + key_bias[:, None, :]
-        logits = torch.matmul(q, k.transpose(-2, -1)).add_(bias[:, None])
+        bias = mask[:, None]  # (B, 1, T, T), or per head
+        for part in (pair_bias, None if key_bias is None else key_bias[:, None, None, :]):
+            bias = bias if part is None else bias + part
+        logits = torch.matmul(q, k.transpose(-2, -1)).add_(bias)
         weights = torch.softmax(logits, dim=-1, out=logits)
         if blind is not None:  # a row without a key is NaN so far
             weights.masked_fill_(blind[:, None, :, None], 0.0)
         ctx.with_moments = first is not None
+        ctx.pair_shape = None if pair_bias is None else pair_bias.shape
         if first is None:
             drop = scaled_mask(weights, dropout) if dropout > 0 else None
             kept = weights if drop is None else weights * drop
@@ -157,5 +166,5 @@ class _SoftmaxMoments(torch.autograd.Function):
         d_q = torch.matmul(d_logits, k).mul_(scale)
         d_k = torch.matmul(d_logits.transpose(-2, -1), q)  # q is kept scaled
         d_key = d_logits.sum(dim=(1, 2)) if ctx.needs_input_grad[3] else None  # (3)
-        d_pair = d_logits.sum(dim=1) if ctx.needs_input_grad[4] else None
+        d_pair = d_logits.sum_to_size(ctx.pair_shape) if ctx.needs_input_grad[4] else None
         return d_q, d_k, d_v, d_key, d_pair, None, None, None, None

@@ -16,14 +16,22 @@ from recbft.core.statistics import Moments
 
 
 def softmax_weights(
-    q: Tensor, k: Tensor, context: SequenceContext, *, log_precision: Tensor | None, log_decay: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Equations (1) and (2); (B, H, T, T), zero rows where nothing may be read."""
     logits = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if log_precision is not None:
         logits = logits + log_precision[:, None, None, :]
     if log_decay is not None:
-        logits = logits + (context.lag * log_decay)[:, None]
+        logits = logits + (context.lag * log_decay[..., None])[:, None]
+    if bias is not None:
+        logits = logits + bias
     return normalised(logits, context)
 
 
@@ -43,9 +51,10 @@ def softmax_moments(
     log_precision: Tensor | None,
     log_decay: Tensor | None,
     dropout: float,
+    bias: Tensor | None = None,
 ) -> Moments:
     """Equations (3) to (5)."""
-    weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
+    weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
     mean = F.dropout(weights, dropout) @ v  # (3)
     concentration = weights.square().sum(dim=-1)
     empty = concentration == 0
@@ -64,9 +73,10 @@ def softmax_mean(
     log_precision: Tensor | None,
     log_decay: Tensor | None,
     dropout: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Equation (3)."""
-    weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
+    weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
     return F.dropout(weights, dropout) @ v
 
 
