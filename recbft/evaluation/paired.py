@@ -111,24 +111,42 @@ def compare_users(baseline: ArrayLike, other: ArrayLike, *, samples: int = 10_00
     """
     a, b = _pair(baseline, other, "users")
     d = b - a
-    rng = np.random.default_rng(seed)
-    at_once = max(1, 4_000_000 // d.size)
-    means = [
-        rng.multinomial(d.size, np.full(d.size, 1 / d.size), size=min(at_once, samples - first)) @ d / d.size
-        for first in range(0, samples, at_once)
-    ]
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return UserComparison(
         num_users=d.size,
         difference=float(d.mean()),
-        interval=(float(low), float(high)),
+        interval=bootstrap_interval(d, samples=samples, seed=seed),
         p_sign_flip=sign_flip_p(d, samples=samples, seed=seed),
     )
 
 
+def seed_interval(values: ArrayLike) -> tuple[float, float] | None:
+    """95 % t interval of one arm's mean over seeds, (2) with the values in place of differences; None for one seed."""
+    a = np.asarray(values, dtype=np.float64)
+    if a.size < 2:
+        return None
+    half = float(stats.t.ppf(0.975, a.size - 1)) * float(a.std(ddof=1)) / math.sqrt(a.size)
+    return float(a.mean()) - half, float(a.mean()) + half
+
+
+def bootstrap_interval(values: ArrayLike, *, samples: int = 10_000, seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of a mean over users: percentiles over ``samples`` resamples of the users."""
+    a = np.asarray(values, dtype=np.float64)
+    # Users of equal value are drawn together: the distribution is the same, and most differences are 0.
+    distinct, number = np.unique(a, return_counts=True)
+    rng = np.random.default_rng(seed)
+    at_once = max(1, 4_000_000 // distinct.size)
+    means = [
+        rng.multinomial(a.size, number / a.size, size=min(at_once, samples - first)) @ distinct / a.size
+        for first in range(0, samples, at_once)
+    ]
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    return float(low), float(high)
+
+
 def sign_flip_p(differences: ArrayLike, *, samples: int = 100_000, seed: int = 0) -> float:
-    """Equation (3): exact up to ``EXACT_SEEDS`` differences, else (1 + hits) / (1 + samples) over random patterns."""
+    """Equation (3): exact up to ``EXACT_SEEDS`` differences besides 0, else sampled: (1 + hits) / (1 + samples)."""
     d = np.asarray(differences, dtype=np.float64)
+    d = d[d != 0]  # whose sign changes nothing
     observed = abs(d.sum()) * (1 - 1e-12)  # equal sums must count, whatever order they were added in
     if d.size > EXACT_SEEDS:
         rng = np.random.default_rng(seed)

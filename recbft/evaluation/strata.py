@@ -1,32 +1,31 @@
-"""Where a metric comes from: users grouped by how often their target occurs in training, and by how active they are.
+"""Which users belong together: by how often their target occurs in training, how active they are, how long ago it was.
 
     edges of K quantiles from a population: the values at the shares 1/K ... (K-1)/K, ties together      (1)
     stratum of a value = number of edges below it                                                        (2)
 
 Item frequency takes its edges from the training counts of the distinct items, so that each stratum holds equal numbers
-of items as far as ties allow (Q0 rarest); user activity takes them from the users' own history lengths (Q0 shortest). A
-user belongs to the stratum of the target's count, or of the length of the history it is ranked from. Equal values are
-never split, so strata can be unequal, and one between two equal edges is empty: it is left out.
+of items as far as ties allow (Q0 rarest); user activity takes them from the users' own training lengths (Q0 shortest),
+recency from the users' own gaps between the target and the event before it (Q0 most recent). Equal values are never
+split, so strata can be unequal, and one between two equal edges is empty: it is left out.
 
 Shapes: N users, V items, K quantiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from recbft.errors import UserError
-from recbft.evaluation.metrics import metrics_from_ranks
-from recbft.evaluation.paired import SeedComparison, compare_seeds
 
 QUANTILES = 5
+IntArray = NDArray[np.int64]
+_DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +34,21 @@ class Strata:
 
     Args:
         axis: what it is by, such as "item frequency".
-        names: one per stratum, bounds included, such as "Q0 item frequency 5-7".
+        unit: what the bounds count, such as "training events of the target"; empty where names say it all.
+        names: one per stratum, such as "Q0".
+        bounds: smallest and largest value of each stratum, such as "5-7".
         member: stratum of each user, (N,), index into ``names``.
     """
 
     axis: str
+    unit: str
     names: tuple[str, ...]
-    member: NDArray[np.int64]
+    bounds: tuple[str, ...]
+    member: IntArray
 
-    def users(self, stratum: int) -> NDArray[np.int64]:
+    def users(self, stratum: int) -> IntArray:
         """Row numbers of the users in a stratum."""
         return np.flatnonzero(self.member == stratum)
-
-
-class StratumRow(NamedTuple):
-    """One stratum of an arm against a baseline."""
-
-    stratum: str
-    num_users: int
-    mean_target_count: float
-    comparison: SeedComparison
 
 
 class Confound(NamedTuple):
@@ -64,75 +58,65 @@ class Confound(NamedTuple):
     p: float
 
 
-def item_frequency(per_user: pd.DataFrame, training_counts: ArrayLike, *, quantiles: int = QUANTILES) -> Strata:
+def item_frequency(target_frequency: ArrayLike, item_counts: ArrayLike, *, quantiles: int = QUANTILES) -> Strata:
     """Users by the training count of their target.
 
     Args:
-        per_user: as ``evaluate`` makes it, or read from ``per_user.parquet``.
-        training_counts: of the distinct items, (V,), padding left out.
+        target_frequency: training events of each user's target, (N,).
+        item_counts: training events of the distinct items, (V,), padding left out.
     """
-    return _strata("item frequency", per_user["target_count"].to_numpy(), np.asarray(training_counts), quantiles)
+    unit = "training events of the target"
+    return _quantiles("item frequency", unit, _integers(target_frequency), _integers(item_counts), quantiles)
 
 
-def user_activity(per_user: pd.DataFrame, *, quantiles: int = QUANTILES) -> Strata:
-    """Users by the length of the history they are ranked from."""
-    lengths = per_user["history_length"].to_numpy()
-    return _strata("history length", lengths, lengths, quantiles)
+def user_activity(training_length: ArrayLike, *, quantiles: int = QUANTILES) -> Strata:
+    """Users by the number of their training events, (N,)."""
+    lengths = _integers(training_length)
+    return _quantiles("user activity", "training events of the user", lengths, lengths, quantiles)
 
 
-def first_time_items(per_user: pd.DataFrame) -> Strata:
+def first_time_items(target_frequency: ArrayLike) -> Strata:
     """Users whose target never occurs in training, and the others."""
-    seen = per_user["target_count"].to_numpy() > 0
-    return _compact("target in training", ["target never in training", "target in training"], seen.astype(np.int64))
+    counts = _integers(target_frequency)
+    seen = (counts > 0).astype(np.int64)
+    often = _range(1, max(1, int(counts.max(initial=0))))
+    unit = "training events of the target"
+    return _compact("first-time items", unit, ["target never in training", "target in training"], ["0", often], seen)
+
+
+def recency(gap: ArrayLike, *, seconds: bool, quantiles: int = QUANTILES) -> Strata:
+    """Users by the time between the target and the event before it.
+
+    Args:
+        gap: in the data's unit of time, (N,).
+        seconds: the unit is a second, so that bounds can be said in days or hours.
+    """
+    gaps = _integers(gap)
+    say = _duration if seconds else str
+    made = _quantiles("recency of the target", "time since the event before", gaps, gaps, quantiles)
+    # The bounds that occur: between two edges there may be years without a value.
+    bounds = [_range(*(say(int(end)) for end in _ends(gaps[made.users(n)]))) for n in range(len(made.names))]
+    return Strata(axis=made.axis, unit=made.unit, names=made.names, bounds=tuple(bounds), member=made.member)
 
 
 def grid(one: Strata, other: Strata) -> Strata:
     """Every pair of strata, those without users left out."""
-    names = [f"{a}, {b}" for a in one.names for b in other.names]
-    return _compact(f"{one.axis} by {other.axis}", names, one.member * len(other.names) + other.member)
+    names = [f"{a} x {b}" for a in one.names for b in other.names]
+    bounds = [f"{a} x {b}" for a in one.bounds for b in other.bounds]
+    axis, unit = f"{one.axis} x {other.axis}", f"{one.unit} x {other.unit}"
+    return _compact(axis, unit, names, bounds, one.member * len(other.names) + other.member)
 
 
-def compare_strata(
-    strata: Strata,
-    baseline: Mapping[int, pd.DataFrame],
-    other: Mapping[int, pd.DataFrame],
-    *,
-    metric: str = "ndcg@10",
-    filtered: bool = False,
-) -> list[StratumRow]:
-    """Two arms, paired by seed, stratum by stratum.
-
-    Args:
-        baseline, other: ``per_user`` tables by seed, all of the same users in the same order; seeds that both have are
-            used.
-        metric: a name that ``metrics_from_ranks`` knows, such as "hr@10" or "mrr".
-        filtered: rank among unseen items instead of all.
-
-    Raises:
-        UserError: the tables list different users or targets, or fewer than two seeds are shared.
-    """
-    seeds = sorted(set(baseline) & set(other))
-    tables = [arm[seed] for arm in (baseline, other) for seed in seeds]
-    _check_same_users(tables, strata)
-    rows = []
-    for stratum, name in enumerate(strata.names):
-        users = strata.users(stratum)
-        values = [[_metric(arm[seed], users, metric, filtered) for seed in seeds] for arm in (baseline, other)]
-        count = tables[0]["target_count"].to_numpy()[users].mean()
-        rows.append(StratumRow(name, users.size, float(count), compare_seeds(*values)))
-    return rows
-
-
-def confound(per_user: pd.DataFrame) -> Confound:
+def confound(training_length: ArrayLike, target_frequency: ArrayLike) -> Confound:
     """Whether active users have popular targets; r is 0 and p 1 where one of the two does not vary."""
-    lengths, counts = per_user["history_length"].to_numpy(), per_user["target_count"].to_numpy()
+    lengths, counts = _integers(training_length), _integers(target_frequency)
     if lengths.size < 3 or np.ptp(lengths) == 0 or np.ptp(counts) == 0:
         return Confound(0.0, 1.0)
     found = stats.pearsonr(lengths, counts)
     return Confound(float(found.statistic), float(found.pvalue))
 
 
-def _strata(axis: str, values: NDArray[Any], population: NDArray[Any], quantiles: int) -> Strata:
+def _quantiles(axis: str, unit: str, values: IntArray, population: IntArray, quantiles: int) -> Strata:
     if quantiles < 2:
         raise UserError(f"quantiles is {quantiles}; give 2 or more")
     if values.size == 0 or population.size == 0:
@@ -143,40 +127,42 @@ def _strata(axis: str, values: NDArray[Any], population: NDArray[Any], quantiles
     low = np.concatenate([[population.min()], edges + 1])
     high = np.concatenate([edges, [population.max()]])
     low[0], high[-1] = min(low[0], values.min()), max(high[-1], values.max())
-    names = [f"Q{q} {axis} {_bounds(int(low[q]), int(high[q]))}" for q in range(quantiles)]
-    return _compact(axis, names, member)
+    names = [f"Q{q}" for q in range(quantiles)]
+    return _compact(axis, unit, names, [_range(int(low[q]), int(high[q])) for q in range(quantiles)], member)
 
 
-def _bounds(low: int, high: int) -> str:
+def _compact(axis: str, unit: str, names: Sequence[str], bounds: Sequence[str], member: IntArray) -> Strata:
+    """The same partition without its empty strata."""
+    used, member = np.unique(member, return_inverse=True)
+    kept = [int(stratum) for stratum in used]
+    return Strata(
+        axis=axis,
+        unit=unit,
+        names=tuple(names[stratum] for stratum in kept),
+        bounds=tuple(bounds[stratum] for stratum in kept),
+        member=member.astype(np.int64),
+    )
+
+
+def _integers(values: ArrayLike) -> IntArray:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _ends(values: IntArray) -> tuple[int, int]:
+    return int(values.min()), int(values.max())
+
+
+def _range(low: int | str, high: int | str) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _compact(axis: str, names: Sequence[str], member: NDArray[np.int64]) -> Strata:
-    """The same partition without its empty strata."""
-    used, member = np.unique(member, return_inverse=True)
-    return Strata(axis=axis, names=tuple(names[int(q)] for q in used), member=member.astype(np.int64))
+def _duration(seconds: int) -> str:
+    """The largest unit that holds it once, to two digits.
 
-
-def _metric(per_user: pd.DataFrame, users: NDArray[np.int64], metric: str, filtered: bool) -> float:
-    ranks = per_user["rank_filtered" if filtered else "rank_unfiltered"].to_numpy()[users]
-    cutoff = metric.partition("@")[2]
-    found = metrics_from_ranks(ranks, (int(cutoff),) if cutoff.isdigit() else ())
-    if metric not in found:
-        raise UserError(f"unknown metric {metric!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'")
-    return found[metric]
-
-
-def _check_same_users(tables: Sequence[pd.DataFrame], strata: Strata) -> None:
-    if not tables:
-        raise UserError("the arms share no seed; compare runs of the same seeds")
-    first = tables[0]
-    for table in tables:
-        if len(table) != strata.member.size:
-            raise UserError(
-                f"a run has {len(table):,} users and the strata {strata.member.size:,}; use runs on the same data"
-            )
-        for column in ("user", "target"):
-            if not np.array_equal(table[column].to_numpy(), first[column].to_numpy()):
-                raise UserError(
-                    f"two runs list different values of {column!r}; compare runs on the same data and split"
-                )
+    >>> _duration(0), _duration(5400), _duration(86400 * 12)
+    ('0', '1.5 h', '12 d')
+    """
+    for name, size in _DURATIONS:
+        if seconds >= size:
+            return f"{seconds / size:.3g} {name}" if seconds < 100 * size else f"{seconds / size:.0f} {name}"
+    return "0"

@@ -1,0 +1,185 @@
+"""Where a metric comes from: every arm's level in every stratum, and each arm against a baseline there.
+
+    level of arm a in stratum g      mean over the users of g, then over seeds                              (1)
+    interval of a level              t interval over seeds; with one seed, bootstrap over the users of g     (2)
+    difference from the baseline     paired over seeds; with one seed, paired over the users of g            (3)
+    Holm                             over all tests of one table: its strata times its arms                  (4)
+
+A stratum is too small to say anything where it has fewer than ``MIN_USERS`` users, or where even the best arm puts
+fewer than ``MIN_HITS`` targets among the first k (mean over seeds; k = 10 for a metric without one): one user more or
+less would then move the metric by a fifth.
+
+Shapes: S seeds, N users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from recbft.errors import UserError
+from recbft.evaluation.metrics import hit_rate, values_from_ranks
+from recbft.evaluation.paired import (
+    SeedComparison,
+    UserComparison,
+    bootstrap_interval,
+    compare_seeds,
+    compare_users,
+    holm,
+    seed_interval,
+)
+from recbft.evaluation.strata import Strata
+
+MIN_USERS = 30
+MIN_HITS = 5
+SAMPLES = 2000  # resamples of the users of one stratum
+IntArray = NDArray[np.int64]
+Difference = SeedComparison | UserComparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One arm in one stratum; no interval where there is one seed and one user."""
+
+    mean: float  # (1)
+    interval: tuple[float, float] | None  # (2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StratumResult:
+    """One stratum: who is in it, how the arms do there, and how they differ from the baseline."""
+
+    name: str
+    bounds: str
+    num_users: int
+    num_targets: int  # distinct
+    mean_target_frequency: float  # training events
+    levels: dict[str, Level]
+    differences: dict[str, Difference]  # (3), of every arm but the baseline; none where nothing can be paired
+    holm_p: dict[str, float]  # (4), of the t-test over seeds or of the sign flips over users
+    too_small: str  # why, empty where the stratum is large enough
+
+
+def stratify(
+    strata: Strata,
+    ranks: Mapping[str, ArrayLike],
+    *,
+    baseline: str | None,
+    metric: str,
+    target: ArrayLike,
+    target_frequency: ArrayLike,
+) -> list[StratumResult]:
+    """Arms within each stratum.
+
+    Args:
+        ranks: of the targets by arm, (S, N), users in the order of ``strata``; seeds in one order for all arms.
+        baseline: the arm that the others are compared with; None for levels alone.
+        metric: a name such as "ndcg@10" or "mrr".
+        target: of each user, (N,); counted, not read.
+        target_frequency: training events of each target, (N,).
+
+    Raises:
+        UserError: an arm has other users or seeds than the strata or the baseline, or the metric is unknown.
+    """
+    arrays = {arm: _checked(arm, of_arm, strata) for arm, of_arm in ranks.items()}
+    if baseline is not None:
+        _check_seeds(arrays, baseline)
+    values = {arm: user_values(of_arm, metric) for arm, of_arm in arrays.items()}
+    hits = {arm: hit_rate(of_arm, _cutoff(metric) or 10).mean(axis=0) for arm, of_arm in arrays.items()}
+    targets, frequency = np.asarray(target), np.asarray(target_frequency)
+    rows = []
+    for stratum, name in enumerate(strata.names):
+        users = strata.users(stratum)
+        inside = {arm: of_arm[:, users] for arm, of_arm in values.items()}
+        others = [arm for arm in values if baseline is not None and arm != baseline]
+        differences = {arm: _difference(inside[str(baseline)], inside[arm]) for arm in others}
+        rows.append(
+            StratumResult(
+                name=name,
+                bounds=strata.bounds[stratum],
+                num_users=users.size,
+                num_targets=np.unique(targets[users]).size,
+                mean_target_frequency=float(frequency[users].mean()),
+                levels={arm: _level(of_arm) for arm, of_arm in inside.items()},
+                differences={arm: found for arm, found in differences.items() if found is not None},
+                holm_p={},
+                too_small=_too_small(users.size, max(float(of_arm[users].sum()) for of_arm in hits.values())),
+            )
+        )
+    return _adjusted(rows)
+
+
+def p_of(difference: Difference) -> float:
+    """The p that is adjusted and printed: the t-test's over seeds, the sign flips' over users."""
+    return difference.p_t if isinstance(difference, SeedComparison) else difference.p_sign_flip
+
+
+def user_values(ranks: ArrayLike, metric: str) -> NDArray[np.float64]:
+    """A metric of each rank, in the ranks' shape.
+
+    >>> user_values([[1, 3], [11, 2]], "hr@10").tolist()
+    [[1.0, 1.0], [0.0, 1.0]]
+    """
+    cutoff = _cutoff(metric)
+    found = values_from_ranks(np.asarray(ranks, dtype=np.int64), () if cutoff is None else (cutoff,))
+    if metric not in found:
+        raise UserError(f"unknown metric {metric!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'")
+    return found[metric]
+
+
+def _cutoff(metric: str) -> int | None:
+    cutoff = metric.partition("@")[2]
+    return int(cutoff) if cutoff.isdecimal() else None
+
+
+def _level(values: NDArray[np.float64]) -> Level:
+    """(1) and (2) of values (S, n)."""
+    per_seed = values.mean(axis=1)
+    interval = seed_interval(per_seed)
+    if interval is None and values.shape[1] > 1:
+        interval = bootstrap_interval(values[0], samples=SAMPLES)
+    return Level(mean=float(per_seed.mean()), interval=interval)
+
+
+def _difference(baseline: NDArray[np.float64], other: NDArray[np.float64]) -> Difference | None:
+    """(3); None for one user in one seed, where nothing varies."""
+    if baseline.shape[0] > 1:
+        return compare_seeds(baseline.mean(axis=1), other.mean(axis=1))
+    return compare_users(baseline[0], other[0], samples=SAMPLES) if baseline.shape[1] > 1 else None
+
+
+def _adjusted(rows: list[StratumResult]) -> list[StratumResult]:
+    """(4): the rows again with Holm's p of their differences."""
+    family = [(row, arm) for row in rows for arm in row.differences]
+    for (row, arm), p in zip(family, holm([p_of(row.differences[arm]) for row, arm in family]), strict=True):
+        row.holm_p[arm] = p
+    return rows
+
+
+def _too_small(num_users: int, hits: float) -> str:
+    if num_users < MIN_USERS:
+        return f"{num_users} users"
+    return f"{hits:.3g} hits" if hits < MIN_HITS else ""
+
+
+def _checked(arm: str, ranks: ArrayLike, strata: Strata) -> IntArray:
+    array = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
+    if array.shape[1] != strata.member.size:
+        raise UserError(
+            f"{arm} has {array.shape[1]:,} users and the strata {strata.member.size:,}; use runs on the same data"
+        )
+    return array
+
+
+def _check_seeds(ranks: Mapping[str, IntArray], baseline: str) -> None:
+    if baseline not in ranks:
+        raise UserError(f"the baseline {baseline!r} is not among the arms; choose one of {', '.join(ranks)}")
+    for arm, of_arm in ranks.items():
+        if of_arm.shape[0] != ranks[baseline].shape[0]:
+            raise UserError(
+                f"{arm} has {of_arm.shape[0]} seeds and {baseline} {ranks[baseline].shape[0]}; "
+                "compare them over the seeds they share"
+            )

@@ -1,0 +1,132 @@
+"""Arms within strata, on tables small enough to work by hand and beside scipy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from recbft.errors import UserError
+from recbft.evaluation.paired import SeedComparison, UserComparison, bootstrap_interval, holm, seed_interval
+from recbft.evaluation.strata import item_frequency, user_activity
+from recbft.evaluation.stratified import MIN_HITS, MIN_USERS, p_of, stratify, user_values
+
+
+def within(ranks, *, counts, metric="hr@10", baseline="plain", strata=None):
+    strata = item_frequency(counts, sorted(set(counts)), quantiles=2) if strata is None else strata
+    target = np.arange(len(counts))
+    return stratify(strata, ranks, baseline=baseline, metric=metric, target=target, target_frequency=counts)
+
+
+def random_ranks(rng, shape):
+    return rng.integers(1, 40, shape)
+
+
+def test_a_table_worked_by_hand():
+    ranks = {"plain": [[1, 20, 3, 20], [1, 20, 3, 20]], "bft": [[1, 1, 3, 20], [1, 1, 20, 3]]}
+    rare, popular = within(ranks, counts=[1, 1, 9, 9])
+    assert (rare.name, rare.bounds, rare.num_users, rare.num_targets, rare.mean_target_frequency) == (
+        "Q0",
+        "1",
+        2,
+        2,
+        1,
+    )
+    assert (rare.levels["plain"].mean, rare.levels["bft"].mean) == (0.5, 1.0)
+    assert rare.differences["bft"].difference == 0.5 and rare.differences["bft"].wins == 2
+    assert popular.differences["bft"].difference == 0 and popular.holm_p["bft"] == 1
+    assert "plain" not in rare.differences
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("metric", ["hr@10", "ndcg@5", "mrr"])
+def test_seeds_are_paired_by_scipys_test_in_each_stratum_and_holm_is_over_the_table(seed, metric):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 30, 80)
+    ranks = {arm: random_ranks(rng, (6, 80)) for arm in ("plain", "bft", "other")}
+    strata = item_frequency(counts, counts)
+    rows = within(ranks, counts=counts, metric=metric, strata=strata)
+    expected = []
+    for stratum, row in enumerate(rows):
+        inside = {
+            arm: user_values(of_arm[:, strata.member == stratum], metric).mean(1) for arm, of_arm in ranks.items()
+        }
+        for arm in ("bft", "other"):
+            test = stats.ttest_rel(inside[arm], inside["plain"])
+            assert p_of(row.differences[arm]) == pytest.approx(test.pvalue)
+            expected.append(test.pvalue)
+        interval = stats.t.interval(0.95, 5, inside["bft"].mean(), stats.sem(inside["bft"]))
+        assert row.levels["bft"].interval == pytest.approx(interval)
+    assert [row.holm_p[arm] for row in rows for arm in ("bft", "other")] == pytest.approx(holm(expected))
+
+
+def test_a_single_pair_of_runs_is_compared_over_users():
+    rng = np.random.default_rng(0)
+    counts = np.repeat([1, 9], 50)
+    ranks = {arm: random_ranks(rng, (1, 100)) for arm in ("plain", "bft")}
+    for stratum, row in enumerate(within(ranks, counts=counts)):
+        found = row.differences["bft"]
+        assert isinstance(found, UserComparison) and found.num_users == 50
+        inside = {arm: user_values(of_arm[0, counts == (1, 9)[stratum]], "hr@10") for arm, of_arm in ranks.items()}
+        assert found.difference == pytest.approx(inside["bft"].mean() - inside["plain"].mean())
+        assert row.levels["bft"].interval == bootstrap_interval(inside["bft"], samples=2000)
+
+
+def test_one_run_has_levels_with_intervals_and_no_test():
+    (row,) = within({"bft": np.arange(1, 51)}, counts=np.ones(50, int), baseline=None)
+    low, high = row.levels["bft"].interval
+    assert low < row.levels["bft"].mean == 0.2 < high and row.differences == {} and row.holm_p == {}
+
+
+def test_strata_too_small_say_so_and_why():
+    counts = np.array([1] * (MIN_USERS - 1) + [5] * 60)
+    hits = np.full(counts.size, 99)
+    hits[-MIN_HITS:] = (11, 10, 10, 10, 10)
+    few, rare = within({"plain": np.stack([hits, hits]), "bft": np.stack([hits, hits])}, counts=counts)
+    assert few.too_small == "29 users"
+    assert rare.too_small == "4 hits"
+    hits[-MIN_HITS:] = 10
+    assert within({"plain": np.stack([hits, hits])}, counts=counts, baseline=None)[1].too_small == ""
+
+
+def test_constant_metrics_and_single_users_give_no_nan():
+    ranks = {"plain": [[99, 99, 99]] * 3, "bft": [[99, 99, 99]] * 3}
+    for row in within(ranks, counts=[1, 9, 9]):
+        found = row.differences["bft"]
+        assert isinstance(found, SeedComparison)
+        assert (found.difference, found.relative, found.p_t, found.interval) == (0, 0, 1, (0, 0))
+        assert row.levels["bft"].interval == (0, 0) and row.holm_p["bft"] == 1
+    alone, pair = within({"plain": [[5, 99, 99]], "bft": [[1, 99, 1]]}, counts=[1, 9, 9])
+    assert alone.levels["bft"].interval is None and alone.differences == {} and alone.holm_p == {}
+    assert pair.differences["bft"].difference == 0.5
+
+
+def test_what_does_not_fit_together_is_refused():
+    with pytest.raises(UserError, match="bft has 3 users and the strata 2"):
+        within({"plain": [[1, 2]], "bft": [[1, 2, 3]]}, counts=[1, 9])
+    with pytest.raises(UserError, match="bft has 2 seeds and plain 1; compare them over the seeds they share"):
+        within({"plain": [[1, 2]], "bft": [[1, 2], [1, 2]]}, counts=[1, 9])
+    with pytest.raises(UserError, match="unknown metric 'auc@10'"):
+        within({"plain": [[1, 2]]}, counts=[1, 9], metric="auc@10")
+    with pytest.raises(UserError, match="the baseline 'published' is not among the arms"):
+        within({"plain": [[1, 2]]}, counts=[1, 9], baseline="published")
+
+
+def test_equal_arms_reject_at_the_level_in_strata_too():
+    rng = np.random.default_rng(7)
+    counts = np.repeat([1, 9], 60)
+    strata = user_activity(counts, quantiles=2)
+    found = [
+        p_of(row.differences["b"])
+        for _ in range(150)
+        for row in within(
+            {arm: random_ranks(rng, (5, 120)) for arm in "ab"}, counts=counts, baseline="a", strata=strata
+        )
+    ]
+    assert np.mean(np.array(found) < 0.05) == pytest.approx(0.05, abs=0.04)
+
+
+def test_a_seed_interval_is_students():
+    values = [0.1, 0.2, 0.25]
+    assert seed_interval(values) == pytest.approx(stats.t.interval(0.95, 2, np.mean(values), stats.sem(values)))
+    assert seed_interval([0.1]) is None
