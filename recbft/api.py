@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 from torch import nn
 
 from recbft.datasets import Dataset
+from recbft.datasets.synth import planted_reliability
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.evaluation.mechanism import mechanism
+from recbft.evaluation.uncertainty import uncertainty
 from recbft.files import new_folder
-from recbft.recommendation import Histories, recommend
+from recbft.recommendation import Histories, explain, recommend
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import session
 from recbft.training.bundle import load_trained
@@ -80,14 +85,8 @@ class Recommender:
 
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
         """Full-ranking metrics and ranks on a part of a data set with the vocabulary this model was trained with."""
-        model, _, run = self._fitted()
-        dataset = self.config.data.load() if dataset is None else dataset
-        check_vocabulary(
-            load_state(run.checkpoint),
-            dataset=dataset.name,
-            vocabulary_hash=vocabulary_hash(dataset.item_ids),
-            folder=run.checkpoint,
-        )
+        model, _, _ = self._fitted()
+        dataset = self._data(dataset)
         settings = self.config.evaluation
         return evaluate(
             model,  # type: ignore[arg-type]
@@ -121,6 +120,61 @@ class Recommender:
             memory_mb=self.config.evaluation.memory_mb,
         )
 
+    def explain(self, history: Sequence[Any] | pd.DataFrame, item: Any = None, k: int | None = None) -> pd.DataFrame:
+        """Which events of a history speak for an item, or for the best ones.
+
+        Args:
+            history: raw item ids, oldest first, or a data frame with columns ``user_id`` and ``item_id`` of one user.
+            item: the raw id of the item to explain; the k best items that are not in the history unless given.
+            k: how many of those, 3 unless given.
+
+        Returns:
+            A row per item and event that the model reads, by falling weight: item, score, position (place in the
+            history, from 1), event (its item), weight (share of the last layer's attention at the last token, the same
+            for every item; NaN for a model without attention), change (score with the event less score without it;
+            NaN for the only event of a history). ``attrs``: ``precision`` behind the scores (None without one),
+            ``own_weight`` of a token that is no event, such as a mask, and ``unknown_events``, which were skipped.
+        """
+        model, vocabulary, _ = self._fitted()
+        return explain(
+            model,  # type: ignore[arg-type]
+            vocabulary,
+            history,
+            item,
+            k,
+            memory_mb=self.config.evaluation.memory_mb,
+        )
+
+    def probe(
+        self,
+        dataset: Dataset | None = None,
+        part: Literal["validation", "test"] = "test",
+        *,
+        users: int | None = None,
+        samples: int = 1000,
+    ) -> dict[str, Any]:
+        """What the precision channel does, and whether it tells when the model is right; what ``recbft probe`` prints.
+
+        Args:
+            users: so many users, drawn from a fixed seed, instead of all.
+            samples: bootstrap resamples behind each interval.
+
+        Returns:
+            ``mechanism`` and ``uncertainty`` as those functions document it, and the ``protocol``; ready for JSON.
+        """
+        model, _, _ = self._fitted()
+        dataset = self._data(dataset)
+        if users is not None and not 1 <= users <= dataset.num_users:
+            raise UserError(f"users is {users}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
+        rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:users])
+        memory_mb = self.config.evaluation.memory_mb
+        planted = planted_reliability(dataset, str(self.config.data.dataset))
+        return {
+            "mechanism": mechanism(model, dataset, part, users=rows, planted=planted, memory_mb=memory_mb),  # type: ignore[arg-type]
+            "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),  # type: ignore[arg-type]
+            "protocol": {**session.run_protocol(self.config, dataset, model), "part": part, "filter_seen": False},
+        }
+
     def save(self, path: str | Path) -> None:
         """Copy the run's folder; ``Recommender.load`` and the command line read it back."""
         _, _, run = self._fitted()
@@ -142,6 +196,18 @@ class Recommender:
 
     def _open(self, path: Path) -> None:
         self.run, self.config, self._vocabulary, self._model = load_trained(path)
+
+    def _data(self, dataset: Dataset | None) -> Dataset:
+        """The data set, or the configured one; UserError if its vocabulary is not the model's."""
+        _, _, run = self._fitted()
+        dataset = self.config.data.load() if dataset is None else dataset
+        check_vocabulary(
+            load_state(run.checkpoint),
+            dataset=dataset.name,
+            vocabulary_hash=vocabulary_hash(dataset.item_ids),
+            folder=run.checkpoint,
+        )
+        return dataset
 
     def _fitted(self) -> tuple[nn.Module, Vocabulary, RunFolder]:
         if self._model is None or self._vocabulary is None or self.run is None:

@@ -1,6 +1,6 @@
-"""Lists for histories of raw ids, of users seen in training or not, with the precision behind each list.
+"""Lists for histories of raw ids, of users seen in training or not, with the precision behind each; and why an item.
 
-Shapes: S histories, k items per list.
+Shapes: S histories, k items per list, I items explained.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
+from recbft.evaluation import explain as explanations
 from recbft.evaluation.evaluate import evaluation_mode
 from recbft.evaluation.top_k import top_k
 from recbft.models.contract import SequenceModel, read_histories
 
 Histories = Mapping[Any, Sequence[Any]] | Sequence[Sequence[Any]] | pd.DataFrame
 HISTORIES_AT_ONCE = 4096
+EXPLAINED = 3
 
 
 class _Encoded(NamedTuple):
@@ -50,11 +52,7 @@ def recommend(
         UserError: no history, none with a known item, fewer than k items left for a user, no times for a model that
             reads them, or a model that was trained with the target's time, which nobody knows here.
     """
-    if getattr(model, "shows_target_time", False):
-        raise UserError(
-            "this model was trained with show_target_time: true, but the time of the next event is not known when "
-            "recommending; train with show_target_time: false"
-        )
+    _refuse_target_time(model)
     encoded = _encode(histories, vocabulary, with_times=getattr(model, "reads_times", False))
     parts = []
     with torch.inference_mode(), evaluation_mode(model):
@@ -63,6 +61,75 @@ def recommend(
     table = pd.concat(parts, ignore_index=True)
     table.attrs = {"unknown_events": encoded.unknown_events, "skipped_users": encoded.skipped_users}
     return table
+
+
+def explain(
+    model: SequenceModel,
+    vocabulary: Vocabulary,
+    history: Sequence[Any] | pd.DataFrame,
+    item: Any = None,
+    k: int | None = None,
+    *,
+    memory_mb: float = 256.0,
+) -> pd.DataFrame:
+    """``Recommender.explain``; see there.
+
+    Raises:
+        UserError: as ``recommend``; more than one history, an unknown item, or an item and a k.
+    """
+    if item is not None and k is not None:
+        raise UserError(f"k is {k}, which has no effect where an item is named; give one of them")
+    _refuse_target_time(model)
+    encoded = _encode(_one(history), vocabulary, with_times=getattr(model, "reads_times", False))
+    raw = history["item_id"].tolist() if isinstance(history, pd.DataFrame) else list(history)
+    places = np.flatnonzero(vocabulary.encode(raw) > 0)  # of the known events
+    items = [item]
+    if item is None:
+        with torch.inference_mode(), evaluation_mode(model):
+            best = _lists(model, vocabulary, encoded, 0, EXPLAINED if k is None else k, True, memory_mb)
+        items = best["item"].tolist()
+    wanted = vocabulary.encode(items)
+    if (wanted == 0).any():
+        raise UserError(f"item {item!r} is not in the model's vocabulary; name an item of the training data")
+    found = explanations.explain(model, encoded.items, wanted, times=encoded.times)
+    n, weight = len(found.events), found.weight
+    table: pd.DataFrame = pd.DataFrame(
+        {
+            "item": np.repeat(vocabulary.decode(wanted), n),
+            "score": np.repeat(found.score, n),
+            "position": np.tile(places[found.events] + 1, len(items)),
+            "event": np.tile(vocabulary.decode(encoded.items[found.events]), len(items)),
+            "weight": np.tile(np.full(n, np.nan) if weight is None else weight, len(items)),
+            "change": found.change.reshape(-1),
+        }
+    )
+    order = np.lexsort((-table["weight"].to_numpy(), np.repeat(np.arange(len(items)), n)))
+    table = table.iloc[order].reset_index(drop=True)
+    table.attrs = {
+        "precision": found.precision,
+        "own_weight": found.own_weight,
+        "unknown_events": encoded.unknown_events,
+    }
+    return table
+
+
+def _one(history: Sequence[Any] | pd.DataFrame) -> Histories:
+    """One history as ``_encode`` takes them."""
+    if not isinstance(history, pd.DataFrame):
+        if isinstance(history, (str, bytes, Mapping)) or not isinstance(history, Iterable):
+            raise UserError(f"the history is {history!r}; give one list of item ids, oldest first")
+        return [list(history)]
+    if "user_id" in history.columns and history["user_id"].nunique() > 1:
+        raise UserError(f"the data frame holds {history['user_id'].nunique()} users; give the events of one")
+    return history
+
+
+def _refuse_target_time(model: SequenceModel) -> None:
+    if getattr(model, "shows_target_time", False):
+        raise UserError(
+            "this model was trained with show_target_time: true, but the time of the next event is not known when "
+            "recommending; train with show_target_time: false"
+        )
 
 
 def _lists(

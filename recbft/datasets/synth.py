@@ -87,6 +87,13 @@ class Synthetic(NamedTuple):
     users: pd.DataFrame  # user_id, reliability, num_events, taste_share
 
 
+class PlantedReliability(NamedTuple):
+    """The truth behind generated data, for the items and users of a data set; NaN where it is not known."""
+
+    items: NDArray[np.float64]  # (V,)
+    users: NDArray[np.float64]  # (U,)
+
+
 def generate(config: SyntheticConfig) -> Synthetic:
     """Generate events and truth; the same config gives the same tables."""
     rng = np.random.default_rng(config.seed)
@@ -130,6 +137,33 @@ def save_synthetic(synthetic: Synthetic, path: str | Path) -> list[Path]:
     for place, table in zip(reversed(paths), (synthetic.users, synthetic.items, synthetic.events), strict=True):
         write_parquet(place, table)  # the events last: where they are, the truth is too
     return paths
+
+
+def planted_reliability(dataset: Dataset, source: str | Path) -> PlantedReliability | None:
+    """The truth behind a data set, or None where there is none or it is not at hand.
+
+    Args:
+        dataset: the data.
+        source: what it was loaded from: ``synthetic``, whose truth is generated anew and taken if the events are the
+            same, or a file of ``save_synthetic``, which has its truth beside it.
+    """
+    if str(source) == "synthetic":
+        config = SyntheticConfig()
+        if config.num_users != dataset.num_users:  # nobody is dropped; saves generating what cannot be the same
+            return None
+        made = generate(config)
+        if Dataset.from_frame(made.events, time="timestamp").content_hash != dataset.content_hash:
+            return None
+        items, users = made.items, made.users
+    else:
+        files = [Path(source).with_name(f"{Path(source).stem}.truth-{side}.parquet") for side in ("items", "users")]
+        if not all(file.is_file() for file in files):
+            return None
+        items, users = (pd.read_parquet(file) for file in files)
+    return PlantedReliability(
+        items=items.set_index("item_id")["reliability"].reindex(dataset.item_ids).to_numpy(np.float64),
+        users=users.set_index("user_id")["reliability"].reindex(dataset.user_ids).to_numpy(np.float64),
+    )
 
 
 class _World(NamedTuple):

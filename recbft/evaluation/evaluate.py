@@ -77,7 +77,7 @@ def evaluate(
         UserError: the part is unknown or there is no user.
         RunError: a score is NaN.
     """
-    view = _view(dataset, part)
+    view = view_of(dataset, part)
     ranks, precision = rank_view(model, dataset, view, memory_mb=memory_mb, histories_per_batch=histories_per_batch)
     return Evaluation(
         part=part,
@@ -126,6 +126,23 @@ def rank_view(
     return ranks, np.concatenate(precisions) if precisions else None
 
 
+def view_of(dataset: Dataset, part: str, users: IntArray | None = None) -> View:
+    """What is ranked from what in a part, for all users or for some rows of them.
+
+    Raises:
+        UserError: the part is unknown or there is no user.
+    """
+    if part not in ("validation", "test"):
+        raise UserError(f"unknown part {part!r}; choose validation or test")
+    split = leave_one_out(dataset)
+    view = split.validation if part == "validation" else split.test
+    if users is not None:
+        view = View(view.start[users], view.stop[users], view.target[users])
+    if len(view.target) == 0:
+        raise UserError(f"data set {dataset.name!r} has no user to evaluate; users need at least 3 events")
+    return view
+
+
 @contextmanager
 def evaluation_mode(model: SequenceModel) -> Iterator[None]:
     """Switch dropout and the like off, and afterwards back to what each part of the model had."""
@@ -138,16 +155,6 @@ def evaluation_mode(model: SequenceModel) -> Iterator[None]:
     finally:
         for module, was in zip(modules, training, strict=True):
             module.training = was
-
-
-def _view(dataset: Dataset, part: str) -> View:
-    if part not in ("validation", "test"):
-        raise UserError(f"unknown part {part!r}; choose validation or test")
-    split = leave_one_out(dataset)
-    view = split.validation if part == "validation" else split.test
-    if len(view.target) == 0:
-        raise UserError(f"data set {dataset.name!r} has no user to evaluate; users need at least 3 events")
-    return view
 
 
 def _states(

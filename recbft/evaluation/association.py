@@ -1,0 +1,59 @@
+"""Do two figures rise together? Spearman's rank correlation, and the same with a third figure held fixed.
+
+    rho    = Pearson correlation of the mid-ranks                                                           (1)
+    rho_z  = (rho_xy - rho_xz rho_yz) / sqrt((1 - rho_xz^2) (1 - rho_yz^2))                                 (2)
+    p      two-sided, of t = rho sqrt(d / (1 - rho^2)) with d = n - 2 degrees of freedom, n - 3 for (2)     (3)
+
+Values closer than 1e-9 of the largest are ties: means of equal numbers differ in their last digits.
+
+Source: Spearman (1904); Kendall and Gibbons, Rank Correlation Methods (1990), chapters 4 and 8.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+
+class Association(NamedTuple):
+    """A rank correlation; rho and p are None where there is none: a figure that does not vary, or too few values."""
+
+    rho: float | None
+    p: float | None
+    n: int
+
+
+def spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Association:
+    """Equation (1), or (2) with ``given`` held fixed; pairs with a NaN are left out.
+
+    >>> spearman([1, 2, 3, 4], [1, 4, 9, 16])
+    Association(rho=1.0, p=0.0, n=4)
+    """
+    columns = [_tied(np.asarray(values, dtype=np.float64)) for values in (x, y, given) if values is not None]
+    kept = ~np.any(np.isnan(columns), axis=0)
+    n = int(kept.sum())
+    freedom = n - len(columns)
+    if freedom < 1 or any(np.ptp(values[kept]) == 0 for values in columns):
+        return Association(None, None, n)
+    r = np.corrcoef([stats.rankdata(values[kept]) for values in columns])
+    rho = float(r[0, 1])
+    if given is not None:
+        spread = (1 - r[0, 2] ** 2) * (1 - r[1, 2] ** 2)
+        if spread < 1e-12:  # one of the two is the third
+            return Association(None, None, n)
+        rho = float((r[0, 1] - r[0, 2] * r[1, 2]) / math.sqrt(spread))
+    rho = max(-1.0, min(1.0, rho))
+    if 1 - abs(rho) < 1e-12:
+        return Association(math.copysign(1.0, rho), 0.0, n)
+    t = rho * math.sqrt(freedom / (1 - rho**2))
+    return Association(rho, float(2 * stats.t.sf(abs(t), freedom)), n)
+
+
+def _tied(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The values in units of their largest, rounded."""
+    largest = np.nanmax(np.abs(values), initial=0.0)
+    return np.round(values / largest, 9) if largest > 0 else values

@@ -1,0 +1,170 @@
+"""Does a confidence tell which users' lists hold the target? Ranked by it, ties counted exactly.
+
+    AUROC    P(c_hit > c_miss) + P(c_hit = c_miss) / 2 over pairs of a hit and a miss (Mann-Whitney)        (1)
+    risk     r(i) = share of misses among the i most confident of N users, coverage i / N                   (2)
+    AURC     (1 / N) sum_{i=1..N} r(i), the area under the risk-coverage curve                              (3)
+    excess   AURC less that of the best order there could be: all hits before all misses                    (4)
+
+Among users of equal confidence the order is left to chance and (2) is its expectation, so a group of n users with e
+misses after N_b users with E_b misses adds to the sum of (3)
+
+    sum_{i=1..n} (E_b + i e/n) / (N_b + i) = e + (E_b - N_b e/n) (H(N_b + n) - H(N_b)),  H(n) = 1 + ... + 1/n        (5)
+
+A confidence that is the same for everybody has AUROC 1/2, and its AURC is the share of misses. Where all lists hit, or
+none, there is nothing to tell apart and the AUROC is None. Intervals are bootstrap percentiles over users, 95 %; the
+confidences of one call share their resamples, so that their differences are paired.
+
+Source: Mann and Whitney (1947); Geifman and El-Yaniv, Selective Classification for Deep Neural Networks (2017);
+Geifman, Uziel and El-Yaniv, Bias-Reduced Uncertainty Estimation (2019), for (3) and (4).
+Shapes: N users, R resamples, M groups of users of equal confidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+CURVE_POINTS = 100
+CELLS = 1_000_000  # of resampled users held at a time
+
+
+class Ranking:
+    """Users from the most to the least confident, those of equal confidence together.
+
+    Args:
+        confidence: (N,), no NaN.
+        hit: (N,), True where the list holds the target.
+    """
+
+    def __init__(self, confidence: ArrayLike, hit: ArrayLike) -> None:
+        values = np.asarray(confidence, dtype=np.float64)
+        assert not np.isnan(values).any(), "a confidence is a number"
+        self.order = np.argsort(-values, kind="stable")
+        ordered = values[self.order]
+        self.first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))  # (M,)
+        self.hit = np.asarray(hit, dtype=bool)[self.order]
+        everybody = np.ones((1, values.size), np.int64)
+        self.area, self.risk_area = (float(found[0]) for found in self.areas(everybody))
+
+    @property
+    def num_distinct(self) -> int:
+        """M."""
+        return self.first.size
+
+    def areas(self, weights: IntArray) -> tuple[FloatArray, FloatArray]:
+        """AUROC (NaN where it is None) and AURC with user u counted ``weights[r, u]`` times: (R, N) -> (R,) twice."""
+        users, hits = self._groups(weights)
+        misses = users - hits
+        after = misses.sum(axis=1, keepdims=True) - misses.cumsum(axis=1)  # misses of lower confidence
+        pairs = hits.sum(axis=1) * misses.sum(axis=1)
+        won = (hits * (after + misses / 2)).sum(axis=1)
+        area = np.divide(won, pairs, out=np.full(len(won), np.nan), where=pairs > 0)  # (1)
+        up_to, missed = users.cumsum(axis=1), misses.cumsum(axis=1)
+        harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, up_to[:, -1].max() + 1))])
+        share = np.divide(misses, users, out=np.zeros_like(missed), where=users > 0)
+        before = missed - misses - (up_to - users) * share
+        steps = harmonic[up_to.astype(np.int64)] - harmonic[(up_to - users).astype(np.int64)]
+        return area, (misses + before * steps).sum(axis=1) / up_to[:, -1]  # (5), (3)
+
+    def curve(self) -> dict[str, list[float]]:
+        """Equation (2) at up to ``CURVE_POINTS`` even coverages, and at 1."""
+        users, hits = self._groups(np.ones((1, self.hit.size), np.int64))
+        N = self.hit.size
+        count = np.unique(np.ceil(np.linspace(0, N, min(N, CURVE_POINTS) + 1)[1:]))
+        misses = np.interp(count, np.append(0, users.cumsum()), np.append(0, (users - hits).cumsum()))
+        return {"coverage": (count / N).tolist(), "risk": (misses / count).tolist()}
+
+    def _groups(self, weights: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Users and hits of every group, (R, M)."""
+        ordered = weights[:, self.order].astype(np.float64)
+        return (
+            np.add.reduceat(ordered, self.first, axis=1),
+            np.add.reduceat(ordered * self.hit, self.first, axis=1),
+        )
+
+
+def compare_confidences(
+    confidences: Mapping[str, FloatArray],
+    hit: NDArray[np.bool_],
+    *,
+    reference: str | None = None,
+    samples: int = 1000,
+    seed: int = 0,
+) -> dict[str, dict[str, Any]]:
+    """Every confidence's AUROC, AURC and curve, with intervals.
+
+    Args:
+        confidences: (N,) by name, higher is surer.
+        hit: (N,).
+        reference: a name among them; every other one's entry says how far the reference's AUROC lies above its own.
+        samples, seed: of the bootstrap.
+
+    Returns:
+        By name: auroc, auroc_interval, aurc, aurc_interval, excess_aurc, num_distinct, verdict, curve, and (but for the
+        reference) reference_above: {auroc, interval}.
+    """
+    rankings = {name: Ranking(values, hit) for name, values in confidences.items()}
+    best = Ranking(hit, hit).risk_area
+    drawn: dict[str, list[tuple[FloatArray, FloatArray]]] = {name: [] for name in rankings}
+    for weights in resamples(hit.size, samples, seed):
+        for name, ranking in rankings.items():
+            drawn[name].append(ranking.areas(weights))
+    areas = {name: [np.concatenate(part) for part in zip(*parts, strict=True)] for name, parts in drawn.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, ranking in rankings.items():
+        auroc = None if np.isnan(ranking.area) else ranking.area
+        inside = interval(areas[name][0])
+        found[name] = {
+            "auroc": auroc,
+            "auroc_interval": inside,
+            "aurc": ranking.risk_area,
+            "aurc_interval": interval(areas[name][1]),
+            "excess_aurc": ranking.risk_area - best,
+            "num_distinct": ranking.num_distinct,
+            "verdict": verdict(auroc, inside, ranking.num_distinct),
+            "curve": ranking.curve(),
+        }
+        if reference is not None and name != reference:
+            above = None if auroc is None else rankings[reference].area - auroc
+            apart = interval(areas[reference][0] - areas[name][0])
+            found[name]["reference_above"] = {"auroc": above, "interval": apart}
+    return found
+
+
+def verdict(auroc: float | None, inside: list[float] | None, num_distinct: int) -> str:
+    """What an AUROC says, in words."""
+    if auroc is None:
+        return "all lists hit or all miss, so there is nothing to tell apart"
+    if num_distinct == 1:
+        return "the same for every user, so it tells nothing: AUROC 0.5"
+    if inside is None or inside[0] <= 0.5 <= inside[1]:
+        return "does not tell hits from misses: the interval holds 0.5"
+    if auroc > 0.5:
+        return "higher where the list holds the target"
+    return "lower where the list holds the target"
+
+
+def resamples(num_users: int, samples: int, seed: int) -> Iterator[IntArray]:
+    """How often each user is drawn in each bootstrap resample, some resamples at a time: (R, N)."""
+    rng = np.random.default_rng(seed)
+    at_once = max(1, CELLS // num_users)
+    for first in range(0, samples, at_once):
+        rows = min(at_once, samples - first)
+        drawn = rng.integers(0, num_users, (rows, num_users)) + num_users * np.arange(rows)[:, None]
+        yield np.bincount(drawn.ravel(), minlength=rows * num_users).reshape(rows, num_users)
+
+
+def bootstrap(statistic: Callable[[IntArray], FloatArray], num_users: int, *, samples: int, seed: int) -> FloatArray:
+    """A statistic of weights, (R, N) -> (R,), over all resamples."""
+    return np.concatenate([statistic(weights) for weights in resamples(num_users, samples, seed)])
+
+
+def interval(values: FloatArray) -> list[float] | None:
+    """The 2.5 and 97.5 % points; None where no resample has a value."""
+    values = values[~np.isnan(values)]
+    return np.quantile(values, [0.025, 0.975]).tolist() if values.size else None

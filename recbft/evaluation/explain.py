@@ -1,0 +1,107 @@
+"""Why this item? The events of a history by kriging weight, and what the score loses without each of them.
+
+    weight_j      mean of  a_tj / sum_i |a_ti|  over the last layer's heads (or coordinates), t the last token   (1)
+    change_j(i)   score(i | history) - score(i | history without event j)                                       (2)
+
+(1) is the share of the last layer's observation that comes from token j: with softmax weights it is the attention
+itself and sums to one over all tokens, a mask's own among them (``own_weight``); weights of both signs (HSTU) keep
+theirs, and their sizes sum to one. It is the same for every item, and it says what is read, not what that does: by the
+last layer a token has itself read others. (2) is exact and of the whole model: the history without that event is scored
+anew, cut to the model's length as any other, so that where a history is longer an older event moves up. A positive
+change is an event that speaks for the item. Events are left out one at a time, repeats too; the only event of a history
+has no change (NaN).
+
+Rolling weights up through the layers is left out: it takes every residual path for a half and knows no gain, no
+feed-forward network and no value.
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), section 2.3; leave-one-out: Cook (1977).
+Shapes: n events that the model reads, I items, D state width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recbft.evaluation.evaluate import evaluation_mode
+from recbft.evaluation.score_blocks import align
+from recbft.evaluation.trace import LayerTrace, trace
+from recbft.models.contract import SequenceModel, read_histories
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+class Explanation(NamedTuple):
+    """One history; only its last n events, which the model reads, are listed, oldest first."""
+
+    events: IntArray  # (n,) place in the history, from 0
+    weight: FloatArray | None  # (n,) equation (1); None where the model attends to nothing
+    own_weight: float  # (1) of a token that is no event, such as a mask; 0 without one
+    score: FloatArray  # (I,)
+    change: FloatArray  # (I, n) equation (2)
+    precision: float | None  # posterior precision behind all scores
+
+
+def explain(model: SequenceModel, history: IntArray, items: IntArray, *, times: IntArray | None = None) -> Explanation:
+    """Explain the scores of some items for one history.
+
+    Args:
+        history: item indices, oldest first, at least one.
+        items: item indices to explain, (I,).
+        times: time per event, for models that read times.
+
+    Raises:
+        UserError: the model reads times and there are none.
+    """
+    num_events = len(history)
+    read = min(num_events, model.max_length - (getattr(model, "append", None) is not None))
+    events = np.arange(num_events - read, num_events)
+    with torch.inference_mode(), evaluation_mode(model):
+        table = model.item_table()
+        device = table.weight.device
+        starts, stops = np.array([0]), np.array([num_events])
+        (batch,) = read_histories(model, history, starts, stops, times=times, source="the history")
+        states, layers = trace(model, batch.to(device))
+        weight, own_weight = _weight(layers, int(batch.last[0]), read)
+        change = np.full((len(items), read), np.nan)
+        full = _scores(states.state, model, items)  # (I, 1)
+        if num_events > 1:
+            kept = np.concatenate([np.delete(np.arange(num_events), event) for event in events])
+            stops = np.arange(1, read + 1) * (num_events - 1)
+            kept_times = None if times is None else times[kept]
+            starts = stops - (num_events - 1)
+            parts = read_histories(model, history[kept], starts, stops, times=kept_times, source="the history")
+            without = torch.cat([model.user_states(part.to(device)).state for part in parts])
+            change = full - _scores(without, model, items)
+        return Explanation(
+            events=events,
+            weight=weight,
+            own_weight=own_weight,
+            score=full[:, 0],
+            change=change,
+            precision=None if states.precision is None else float(states.precision[0]),
+        )
+
+
+def _scores(states: Tensor, model: SequenceModel, items: IntArray) -> FloatArray:
+    """Scores of the items by each state, (I, S)."""
+    states, candidates = align(states, model.item_table())
+    rows = torch.from_numpy(items - 1).to(states.device)
+    scores = candidates.weight[rows] @ states.T
+    if candidates.bias is not None:
+        scores = scores + candidates.bias[rows, None]
+    found: FloatArray = scores.double().cpu().numpy()
+    return found
+
+
+def _weight(layers: list[LayerTrace], last: int, num_events: int) -> tuple[FloatArray | None, float]:
+    """Equation (1) over the events, and over what is no event."""
+    if not layers or layers[-1].weights is None or layers[-1].shares is None:
+        return None, 0.0
+    shares = (layers[-1].shares * layers[-1].weights.sign())[0, :, last].double().mean(dim=0).cpu().numpy()  # (T,)
+    return shares[:num_events], float(shares[num_events:].sum())

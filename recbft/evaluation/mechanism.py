@@ -1,0 +1,204 @@
+"""What the precision channel does: every layer's figures by how often the item occurs in training, and the sink.
+
+All figures are the model's own in evaluation mode (``trace``), over every token of the histories that the targets of a
+part are ranked from. A token's figure is the mean over its D coordinates, or heads. By frequency: items stand in bins
+that hold equal numbers of items as far as ties allow (``strata.item_frequency``); a bin's value is the mean over its
+tokens. Correlations are Spearman's over items, each with the mean over its own tokens, so that a frequent item counts
+once. At each user's last token, which scores the items, the share of attention on the first token (``trace``, (3)) is
+held against the head's gain, over users, once more with the number of keys held fixed, since both change with it.
+
+``mechanism`` returns the part ``mechanism`` of ``probe.json``; None stands wherever a model has no such figure:
+
+    part, num_users, num_tokens, num_items      num_items: distinct items among the tokens
+    tracks_precision                            false: only what attention itself says is reported
+    cap                                         lam_max, the largest precision there is
+    bins            list of {name, counts, num_items, num_tokens}; rarest first, "mask" last where the model reads one
+    layers          list of {layer, quantities, jacobian_mode, process_noise: {mean, max}, recency_decay,
+                    saturated: {incoming, observation, outgoing, last_token}, first_position}
+      quantities    name -> {mean, bins (in the order of bins), rho, p, num_items, rho_reliability, p_reliability}
+                    names: gain, incoming_precision, observation_precision, effective_sample_size, outgoing_precision,
+                    jacobian (at the token), jacobian_used (what stood for it); rho with training count,
+                    rho_reliability with the planted reliability
+      saturated     shares of coordinates at cap; last_token: of the outgoing ones at users' last tokens
+      first_position  list of {head, share, uniform, gain, rho, p, rho_given_keys, p_given_keys, num_users}; over users
+                    with two keys or more; uniform: the mean of 1 / keys, what an even spread would give; rho: of share
+                    and gain
+    initial_precision  {mean, min, max, num_items, at_floor, at_cap, bins, rho, p, rho_reliability, p_reliability,
+                    levels: list of {reliability, num_items, mean}}: tau before the first layer, over the items seen in
+                    training; bins are means over items; at_floor, at_cap: shares of the items at either end of the
+                    range, where the clamp lets no gradient through
+    user_reliability  {rho, p, num_users, levels: list of {reliability, num_users, mean}}: posterior precision of users
+                    against the planted reliability
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), appendices I and N; sinks: Xiao et al. (arXiv 2309.17453).
+Shapes: B rows, T tokens, D model width, H heads, G as in ``trace``, S histories, V items.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.synth import PlantedReliability
+from recbft.evaluation.association import spearman
+from recbft.evaluation.evaluate import Part, evaluation_mode, view_of
+from recbft.evaluation.layer_sums import LayerSums, mean, plain, ratio
+from recbft.evaluation.strata import QUANTILES, Strata, item_frequency
+from recbft.evaluation.trace import trace
+from recbft.models.contract import SequenceModel, read_histories
+from recbft.models.precision_channel import LAM_MIN
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+COPIES = 6  # of a batch's (B, G, T, T) weights that may be alive at once
+
+
+def mechanism(
+    model: SequenceModel,
+    dataset: Dataset,
+    part: Part = "test",
+    *,
+    users: IntArray | None = None,
+    planted: PlantedReliability | None = None,
+    quantiles: int = QUANTILES,
+    memory_mb: float = 256.0,
+) -> dict[str, Any]:
+    """The figures above, ready for JSON.
+
+    Args:
+        users: row numbers of the users to read; all unless given.
+        planted: the truth behind generated data.
+        quantiles: bins of item frequency.
+        memory_mb: bound on the attention weights that are written out at a time.
+
+    Raises:
+        UserError: the part is unknown or there is no user.
+    """
+    view = view_of(dataset, part, users)
+    layers: list[LayerSums] = []
+    tokens = np.zeros(dataset.num_items + 2, np.int64)
+    posterior: list[Tensor] = []
+    with torch.inference_mode(), evaluation_mode(model):
+        device = model.item_table().weight.device
+        for batch in read_histories(
+            model,
+            dataset.items,
+            view.start,
+            view.stop,
+            times=dataset.times,
+            source=f"data set {dataset.name!r}",
+            histories_per_batch=_histories_per_batch(model, memory_mb),
+        ):
+            states, traces = trace(model, batch.to(device))
+            real = batch.segment >= 0
+            tokens += np.bincount(batch.items[real].numpy(), minlength=tokens.size)
+            layers = layers or [LayerSums(tokens.size) for _ in traces]
+            for layer, found in zip(layers, traces, strict=True):
+                layer.add(found, batch)
+            posterior += [] if states.precision is None else [states.precision.cpu()]
+        counts = np.asarray(dataset.training_counts)[1:]
+        bins = item_frequency(counts, counts, quantiles=quantiles)
+        reliability = None if planted is None else planted.items
+        return {
+            "part": part,
+            "num_users": int(view.target.size),
+            "num_tokens": int(tokens.sum()),
+            "num_items": int((tokens[1:-1] > 0).sum()),
+            "tracks_precision": bool(posterior),
+            "cap": _cap(model),
+            "bins": _bin_rows(bins, tokens),
+            "layers": [
+                {"layer": number, **layer.report(bins, tokens, counts, reliability)}
+                for number, layer in enumerate(layers, start=1)
+            ],
+            "initial_precision": _initial(model, counts, bins, reliability),
+            "user_reliability": _by_user(posterior, planted, users),
+        }
+
+
+def _bin_rows(bins: Strata, tokens: IntArray) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number, (name, counts) in enumerate(zip(bins.names, bins.bounds, strict=True)):
+        own = bins.users(number)  # the partition is one of items here
+        rows.append(
+            {"name": name, "counts": counts, "num_items": int(own.size), "num_tokens": int(tokens[1:-1][own].sum())}
+        )
+    if tokens[-1]:
+        rows.append({"name": "mask", "counts": "0", "num_items": 1, "num_tokens": int(tokens[-1])})
+    return rows
+
+
+def _initial(
+    model: SequenceModel, counts: IntArray, bins: Strata, reliability: FloatArray | None
+) -> dict[str, Any] | None:
+    """The precision of every item before the first layer."""
+    item_precision = getattr(model, "item_precision", None)
+    if item_precision is None:
+        return None
+    weight = model.item_table().weight
+    items = torch.arange(1, len(counts) + 1, device=weight.device)[None]
+    tau = item_precision(items, weight[items])[0, :, 0].double().cpu().numpy()
+    tau = np.where(counts > 0, tau, np.nan)  # an item never seen in training has learned nothing
+    found, seen = spearman(counts, tau), ~np.isnan(tau)
+    size = len(bins.names)
+    in_bin = np.bincount(bins.member[seen], minlength=size)
+    planted = None if reliability is None else spearman(reliability, tau)
+    return {
+        "mean": mean(tau[seen]),
+        "min": float(tau[seen].min()) if seen.any() else None,
+        "max": float(tau[seen].max()) if seen.any() else None,
+        "num_items": int(seen.sum()),
+        "at_floor": mean(tau[seen] <= LAM_MIN * (1 + 1e-6)),
+        "at_cap": mean(tau[seen] >= item_precision.lam_max * (1 - 1e-6)),
+        "bins": plain(ratio(np.bincount(bins.member[seen], weights=tau[seen], minlength=size), in_bin)),
+        "rho": found.rho,
+        "p": found.p,
+        "rho_reliability": None if planted is None else planted.rho,
+        "p_reliability": None if planted is None else planted.p,
+        "levels": None if reliability is None else _levels(reliability[seen], tau[seen], "num_items"),
+    }
+
+
+def _by_user(
+    posterior: list[Tensor], planted: PlantedReliability | None, users: IntArray | None
+) -> dict[str, Any] | None:
+    if not posterior or planted is None:
+        return None
+    reliability = planted.users if users is None else planted.users[users]
+    precision = torch.cat(posterior).double().numpy()
+    found = spearman(reliability, precision)
+    return {
+        "rho": found.rho,
+        "p": found.p,
+        "num_users": found.n,
+        "levels": _levels(reliability, precision, "num_users"),
+    }
+
+
+def _levels(reliability: FloatArray, values: FloatArray, count: str) -> list[dict[str, Any]]:
+    rows = []
+    for level in np.unique(reliability[~np.isnan(reliability)]):
+        own = values[reliability == level]
+        rows.append({"reliability": float(level), count: int(own.size), "mean": mean(own)})
+    return rows
+
+
+def _histories_per_batch(model: SequenceModel, memory_mb: float) -> int:
+    """As many histories as leave their attention weights within the memory."""
+    pairs = [1]
+    for block in getattr(model, "blocks", ()):
+        kept = block.mixer.query.out_features if getattr(block.mixer, "kriging", "") == "per_dimension" else 0
+        pairs.append(max(kept, getattr(block.mixer, "n_heads", 1)) * model.max_length**2)
+    size = model.item_table().weight.element_size()
+    return max(1, min(HISTORIES_PER_BATCH, int(memory_mb * 2**20) // (COPIES * size * max(pairs))))
+
+
+def _cap(model: SequenceModel) -> float | None:
+    core = getattr(model, "core", None)
+    return None if core is None else float(core.lam_max)

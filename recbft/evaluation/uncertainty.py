@@ -1,0 +1,190 @@
+"""Does the model know when it is right? Its posterior precision, and what costs nothing, held against the hits.
+
+Right means hit@10: the target's full rank among all items is 10 or better, ties against it. A user's confidence is
+
+    precision         mean over the coordinates of the posterior precision at the last token, where there is one
+    negative_entropy  of the softmax over the whole catalogue, in nats        history_length   events before the target
+    top_probability   the largest probability of that softmax                 top_10_probability   its ten largest
+
+and AUROC, risk-coverage curve and its area say whether it sorts hits from misses (``confidence``). Whether the
+probabilities themselves are true, before and after a temperature fitted on validation, is ``calibration``. The
+distribution is over all items, seen ones included, whatever ``filter_seen`` is.
+
+The precision has a ceiling, lam_max, and the last layer's often lies there: ``saturation`` says how much of it does.
+
+``uncertainty`` returns the part ``uncertainty`` of ``probe.json``:
+
+    part, num_users, num_items, k, hit_rate, intervals ("95 %, N bootstrap resamples of the users")
+    random_aurc, optimal_aurc      of a confidence that says nothing, and of one that puts all hits first
+    confidences     name -> {auroc, auroc_interval, aurc, aurc_interval, excess_aurc, num_distinct, verdict,
+                    curve: {coverage, risk}, reference_above: {auroc, interval}}; the reference is precision, and
+                    reference_above how far its AUROC lies above this one (absent from its own entry and without one)
+    saturation      {cap, coordinates, users, num_distinct}: shares of coordinates, and of users with every coordinate,
+                    at the cap; distinct precisions; None without precision
+    calibration     {temperature, at_bound, fitted_on, fitted_users, nll: {before, before_interval, after,
+                    after_interval, uniform}, before: {"hit@1", "hit@10"}, after: {"hit@1", "hit@10"}}, each hit@k as
+                    ``calibration.calibration`` returns it; uniform: ln V, that of equal probabilities
+
+Shapes: S histories, N users, D state width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import View
+from recbft.evaluation.calibration import Predicted, calibration, fit_temperature, predicted
+from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval
+from recbft.evaluation.evaluate import Part, evaluation_mode, view_of
+from recbft.evaluation.ranks import full_ranks
+from recbft.evaluation.trace import at_cap as saturated
+from recbft.evaluation.trace import trace
+from recbft.models.contract import SequenceModel, read_histories
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+K = 10  # the cut-off of the project's usual metric
+
+
+class _Read(NamedTuple):
+    states: Tensor  # (N, D)
+    precision: FloatArray | None  # (N,)
+    at_cap: FloatArray | None  # (N,) share of a user's coordinates at the cap
+
+
+def uncertainty(
+    model: SequenceModel,
+    dataset: Dataset,
+    part: Part = "test",
+    *,
+    users: IntArray | None = None,
+    samples: int = 1000,
+    seed: int = 0,
+    memory_mb: float = 256.0,
+) -> dict[str, Any]:
+    """The figures above, ready for JSON.
+
+    Args:
+        users: row numbers of the users to judge by, and to fit the temperature on; all unless given.
+        samples, seed: of the bootstrap over users.
+        memory_mb: bound on the scores held at a time; users by items are never held at once.
+
+    Raises:
+        UserError: the part is unknown or there is no user.
+        RunError: a score is NaN.
+    """
+    view = view_of(dataset, part, users)
+    with torch.inference_mode(), evaluation_mode(model):
+        table = model.item_table()
+        read = _read(model, dataset, view)
+        nothing_seen = np.zeros(len(view.target) + 1, np.int64)
+        rank = full_ranks(
+            read.states, table, view.target, nothing_seen[:0], nothing_seen, memory_mb=memory_mb,
+            user_ids=dataset.user_ids if users is None else dataset.user_ids[users],
+        ).unfiltered  # fmt: skip
+        fit_view = view_of(dataset, "validation", users)
+        fit = read if part == "validation" else _read(model, dataset, fit_view)
+        temperature = fit_temperature(fit.states, table, fit_view.target, memory_mb=memory_mb)
+        before, after = predicted(
+            read.states, table, view.target, temperatures=(1.0, temperature.value), ks=(1, K), memory_mb=memory_mb
+        )
+    hit = rank <= K
+    return {
+        "part": part,
+        "num_users": int(hit.size),
+        "num_items": dataset.num_items,
+        "k": K,
+        "hit_rate": float(hit.mean()),
+        "intervals": f"95 %, {samples} bootstrap resamples of the users",
+        "random_aurc": Ranking(np.zeros(hit.size), hit).risk_area,
+        "optimal_aurc": Ranking(hit, hit).risk_area,
+        "confidences": compare_confidences(
+            _confidences(read, before, view),
+            hit,
+            reference=None if read.precision is None else "precision",
+            samples=samples,
+            seed=seed,
+        ),
+        "saturation": _saturation(model, read),
+        "calibration": {
+            "temperature": temperature.value,
+            "at_bound": temperature.at_bound,
+            "fitted_on": "validation",
+            "fitted_users": int(fit_view.target.size),
+            "nll": {
+                **_nll("before", before, samples, seed),
+                **_nll("after", after, samples, seed),
+                "uniform": math.log(dataset.num_items),
+            },
+            "before": _calibrations(before, rank, samples, seed),
+            "after": _calibrations(after, rank, samples, seed),
+        },
+    }
+
+
+def _read(model: SequenceModel, dataset: Dataset, view: View) -> _Read:
+    """What the model knows of each user of a view."""
+    states, precision, at_cap = [], [], []
+    for batch in read_histories(
+        model,
+        dataset.items,
+        view.start,
+        view.stop,
+        times=dataset.times,
+        source=f"data set {dataset.name!r}",
+        histories_per_batch=HISTORIES_PER_BATCH,
+    ):
+        batch = batch.to(model.item_table().weight.device)
+        found, layers = trace(model, batch)
+        states.append(found.state)
+        if found.precision is not None:
+            precision.append(found.precision.double().cpu().numpy())
+        core = getattr(model, "core", None)
+        if core is not None and layers and layers[-1].outgoing is not None:
+            last = layers[-1].outgoing.flatten(0, 1)[batch.last]  # (S, D)
+            at_cap.append(saturated(last, core.lam_max).double().mean(dim=-1).cpu().numpy())
+    return _Read(
+        torch.cat(states),
+        np.concatenate(precision) if precision else None,
+        np.concatenate(at_cap) if at_cap else None,
+    )
+
+
+def _confidences(read: _Read, before: Predicted, view: View) -> dict[str, FloatArray]:
+    own = {} if read.precision is None else {"precision": read.precision}
+    return {
+        **own,
+        "negative_entropy": -before.entropy,
+        "history_length": (view.stop - view.start).astype(np.float64),
+        "top_probability": before.top[1],
+        f"top_{K}_probability": before.top[K],
+    }
+
+
+def _saturation(model: SequenceModel, read: _Read) -> dict[str, Any] | None:
+    if read.precision is None or read.at_cap is None:
+        return None
+    return {
+        "cap": float(model.core.lam_max),  # type: ignore[attr-defined]
+        "coordinates": float(read.at_cap.mean()),
+        "users": float((read.at_cap == 1).mean()),
+        "num_distinct": int(np.unique(read.precision).size),
+    }
+
+
+def _nll(when: str, found: Predicted, samples: int, seed: int) -> dict[str, Any]:
+    values = found.nll
+    means = bootstrap(lambda weights: weights @ values / values.size, values.size, samples=samples, seed=seed)
+    return {when: float(values.mean()), f"{when}_interval": interval(means)}
+
+
+def _calibrations(found: Predicted, rank: IntArray, samples: int, seed: int) -> dict[str, Any]:
+    return {f"hit@{k}": calibration(p, rank <= k, samples=samples, seed=seed) for k, p in found.top.items()}

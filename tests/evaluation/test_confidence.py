@@ -1,0 +1,146 @@
+"""AUROC, risk and coverage on tables worked by hand, against scikit-learn, and where there is nothing to rank."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+
+from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval, resamples, verdict
+
+users = st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=30)
+
+
+def columns(drawn):
+    return np.array([float(c) for c, _ in drawn]), np.array([h for _, h in drawn])
+
+
+def by_hand(confidence, hit):
+    """AURC in fractions, averaged over every order that users of equal confidence can stand in."""
+    total, orders = Fraction(0), 0
+    for order in permutations(range(len(hit))):
+        if all(confidence[a] >= confidence[b] for a, b in pairwise(order)):
+            missed, area = 0, Fraction(0)
+            for i, user in enumerate(order, start=1):
+                missed += not hit[user]
+                area += Fraction(missed, i)
+            total, orders = total + area / len(hit), orders + 1
+    return total / orders
+
+
+def test_a_table_without_ties_worked_by_hand():
+    # by falling confidence: hit, miss, hit, miss, so risks 0, 1/2, 1/3, 2/4; of 4 pairs of a hit and a miss 3 are won
+    ranking = Ranking([0.9, 0.2, 0.5, 0.7], [True, False, True, False])
+    assert ranking.area == Fraction(3, 4)
+    assert ranking.risk_area == pytest.approx(float(Fraction(0 + Fraction(1, 2) + Fraction(1, 3) + Fraction(2, 4), 4)))
+    assert ranking.curve() == {"coverage": [0.25, 0.5, 0.75, 1.0], "risk": pytest.approx([0, 1 / 2, 1 / 3, 1 / 2])}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ties_count_as_the_mean_over_all_their_orders(seed):
+    rng = np.random.default_rng(seed)
+    confidence, hit = rng.integers(0, 3, 6).astype(float), rng.random(6) < 0.5
+    assert Ranking(confidence, hit).risk_area == pytest.approx(float(by_hand(confidence, hit)), rel=1e-12)
+
+
+@given(users)
+def test_the_auroc_is_that_of_scikit_learn(drawn):
+    confidence, hit = columns(drawn)
+    area = Ranking(confidence, hit).area
+    if hit.all() or not hit.any():
+        assert np.isnan(area)
+    else:
+        assert area == pytest.approx(roc_auc_score(hit, confidence), abs=1e-12)
+
+
+@given(users, st.integers(0, 5))
+def test_counting_a_user_twice_is_having_the_user_twice(drawn, seed):
+    confidence, hit = columns(drawn)
+    weights = np.random.default_rng(seed).integers(0, 4, (1, len(hit)))
+    weights[0, 0] += 1
+    area, risk = Ranking(confidence, hit).areas(weights)
+    again = Ranking(np.repeat(confidence, weights[0]), np.repeat(hit, weights[0]))
+    np.testing.assert_allclose([area[0], risk[0]], [again.area, again.risk_area], rtol=1e-12)
+
+
+@given(users)
+def test_no_order_beats_hits_first_and_saying_nothing_costs_the_share_of_misses(drawn):
+    confidence, hit = columns(drawn)
+    best, nothing = Ranking(hit, hit).risk_area, Ranking(np.zeros(len(hit)), hit)
+    assert Ranking(confidence, hit).risk_area >= best - 1e-12
+    assert nothing.risk_area == pytest.approx(1 - hit.mean()) and nothing.num_distinct == 1
+
+
+@given(users)
+def test_only_the_order_of_the_confidences_counts_and_turning_it_round_mirrors_the_auroc(drawn):
+    confidence, hit = columns(drawn)
+    one, scaled, turned = (Ranking(c, hit) for c in (confidence, np.exp(confidence) * 7, -confidence))
+    assert (one.area, one.risk_area) == (scaled.area, scaled.risk_area) or np.isnan(one.area)
+    if not np.isnan(one.area):
+        assert turned.area == pytest.approx(1 - one.area)
+
+
+@pytest.mark.parametrize("hits", [[True] * 4, [False] * 4, [True], [False]])
+def test_all_right_and_all_wrong_have_no_auroc_and_say_so(hits):
+    hit = np.array(hits)
+    (found,) = compare_confidences({"c": np.arange(len(hit)) * 1.0}, hit, samples=20).values()
+    assert found["auroc"] is None and found["auroc_interval"] is None
+    assert found["verdict"] == "all lists hit or all miss, so there is nothing to tell apart"
+    assert found["aurc"] == found["aurc_interval"][0] == found["aurc_interval"][1] == 1 - hit.mean()
+    assert found["excess_aurc"] == 0
+
+
+def test_a_constant_confidence_has_auroc_one_half_and_says_so():
+    found = compare_confidences({"c": np.full(9, 3.0)}, np.arange(9) < 4, samples=50)["c"]
+    assert found["auroc"] == 0.5 and set(found["auroc_interval"]) == {0.5}
+    assert found["verdict"] == "the same for every user, so it tells nothing: AUROC 0.5"
+
+
+def test_verdicts_follow_the_interval():
+    assert verdict(0.6, [0.55, 0.65], 9) == "higher where the list holds the target"
+    assert verdict(0.4, [0.35, 0.45], 9) == "lower where the list holds the target"
+    assert verdict(0.6, [0.45, 0.65], 9) == "does not tell hits from misses: the interval holds 0.5"
+
+
+def test_the_reference_is_compared_on_the_same_resamples():
+    rng = np.random.default_rng(0)
+    hit = rng.random(400) < 0.3
+    good, bad = hit + rng.normal(size=400), rng.normal(size=400)
+    found = compare_confidences({"good": good, "same": good * 2, "bad": bad}, hit, reference="good", samples=200)
+    assert found["same"]["reference_above"] == {"auroc": 0.0, "interval": [0.0, 0.0]}
+    above = found["bad"]["reference_above"]
+    assert above["auroc"] == found["good"]["auroc"] - found["bad"]["auroc"]
+    assert 0 < above["interval"][0] < above["auroc"] < above["interval"][1]
+    assert "reference_above" not in found["good"]
+
+
+def test_bootstrap_intervals_cover_the_truth_about_as_often_as_they_say():
+    rng, covered = np.random.default_rng(1), 0
+    for trial in range(100):
+        hit = np.arange(80) < 30
+        low, high = compare_confidences({"c": rng.normal(size=80) + hit}, hit, samples=200, seed=trial)["c"][
+            "auroc_interval"
+        ]
+        covered += low <= 0.7602 <= high  # P(N(1, 1) > N(0, 1)) = Phi(1 / sqrt 2)
+    assert 88 <= covered <= 100
+
+
+def test_resamples_draw_as_many_users_as_there_are_and_depend_on_the_seed_alone(monkeypatch):
+    one = np.concatenate(list(resamples(7, 10, seed=3)))
+    assert one.shape == (10, 7) and (one.sum(axis=1) == 7).all()
+    assert not np.array_equal(one, np.concatenate(list(resamples(7, 10, seed=4))))
+    means = bootstrap(lambda weights: weights @ np.arange(7) / 7, 7, samples=500, seed=0)
+    assert means.mean() == pytest.approx(3, abs=0.15) and interval(means)[0] < 3 < interval(means)[1]
+
+
+def test_the_curve_of_many_users_has_a_hundred_points_and_ends_at_the_whole():
+    rng = np.random.default_rng(0)
+    hit = rng.random(1234) < 0.2
+    curve = Ranking(rng.random(1234), hit).curve()
+    assert len(curve["coverage"]) == 100 and curve["coverage"][-1] == 1
+    assert curve["risk"][-1] == pytest.approx(1 - hit.mean())

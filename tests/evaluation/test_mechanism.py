@@ -1,0 +1,258 @@
+"""The mechanism report against the equations written out, one history at a time, and on planted truth."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from recbft.datasets.split import leave_one_out
+from recbft.datasets.synth import PlantedReliability
+from recbft.errors import UserError
+from recbft.evaluation.mechanism import mechanism
+from recbft.files import json_text
+from recbft.models.popularity import Popularity
+
+BINS = 3
+
+
+def normalised(x, norm):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight + norm.bias
+
+
+def by_hand(model, history):
+    """What SASRec's bft does to one history, token by token and head by head, as SPEC sections 2 to 5 read."""
+    items = torch.tensor(history[-model.max_length :])
+    T, H, w = len(items), model.config.n_heads, float(model.ramp)
+    emb = model.item_embedding.weight[items]
+    D = emb.shape[1]
+    K = D // H
+    h = math.sqrt(D) * emb + model.position_embedding.weight[:T]
+    start = model.item_precision
+    tau = start.range * start.base[items] + torch.nn.functional.softplus(start.read(emb))[:, 0]
+    lam = tau.clamp(1e-3, 100)[:, None].expand(T, D)
+    layers = []
+    for block in model.blocks:
+        x, mixer = normalised(h, block.norm_mixer), block.mixer
+        rho = torch.sigmoid(mixer.decay_logit)
+        e, r = torch.zeros(T, D).double(), torch.zeros(T, D).double()
+        weights, size = torch.zeros(H, T, T).double(), torch.zeros(H, T).double()
+        for head in range(H):
+            own = slice(head * K, (head + 1) * K)
+            q, k, v = (part(x)[:, own] for part in (mixer.query, mixer.key, mixer.value))
+            for t in range(T):
+                logits = torch.stack([
+                    q[t] @ k[j] / math.sqrt(K) + w * lam[j].mean().log() + w * (t - j) * rho.log() for j in range(t + 1)
+                ])  # fmt: skip
+                a = logits.softmax(0)
+                e[t, own] = a @ v[: t + 1]
+                S = a @ (v[: t + 1] - e[t, own]).square()
+                n = 1 / a.square().sum()
+                r[t, own] = ((n + 1) / (S + 1 / K)).clamp(max=100)
+                weights[head, t, : t + 1], size[head, t] = a, n
+        gain = 1 - w * (1 - r / (lam + r))
+        incoming, h, lam = lam, h + gain * e, lam + r
+        a = block.inner(normalised(h, block.norm_ffn))
+        slope = 0.5 * (1 + torch.erf(a / math.sqrt(2))) + a * torch.exp(-a.square() / 2) / math.sqrt(2 * math.pi)
+        J = slope @ (block.outer.weight * block.inner.weight.T).T
+        h = h + block.outer(torch.nn.functional.gelu(a))
+        Q = torch.nn.functional.softplus(block.precision.noise_logits)
+        used = block.precision.mean_jacobian
+        lam = (1 / ((1 + used).square().clamp(min=0.01) / lam + Q)).clamp(1e-3, 100)
+        figures = {
+            "gain": gain, "incoming_precision": incoming, "observation_precision": r, "effective_sample_size": size.T,
+            "jacobian": J, "jacobian_used": used.expand(T, D), "outgoing_precision": lam,
+        }  # fmt: skip
+        heads = gain[-1].view(H, K).mean(-1)
+        layers.append((figures, weights[:, -1, 0], heads, (lam >= 100).double()))
+    return items.numpy(), layers
+
+
+@pytest.fixture(scope="module")
+def worked(lab):
+    """A tiny model, its report, and the same worked out by hand for every user."""
+    model = lab.make_model(lab.dataset)
+    view = leave_one_out(lab.dataset).test
+    with torch.no_grad():
+        users = [by_hand(model, lab.dataset.items[a:b]) for a, b in zip(view.start, view.stop, strict=True)]
+    return model, mechanism(model, lab.dataset, quantiles=BINS), users
+
+
+def test_every_mean_equals_the_equations_written_out(lab, worked):
+    _, report, users = worked
+    items = np.concatenate([own for own, _ in users])
+    counts = lab.dataset.training_counts
+    edges = np.quantile(counts[1:], [1 / 3, 2 / 3], method="inverted_cdf")
+    bins = [np.flatnonzero(np.searchsorted(edges, counts[items]) == q) for q in range(BINS)]
+    assert report["num_tokens"] == len(items) and report["num_items"] == len(set(items))
+    assert [row["num_tokens"] for row in report["bins"]] == [len(own) for own in bins if len(own)]
+    for number, layer in enumerate(report["layers"]):
+        assert layer["layer"] == number + 1
+        assert set(layer["quantities"]) == set(users[0][1][number][0])
+        for name, row in layer["quantities"].items():
+            values = np.concatenate([own[number][0][name].mean(-1).numpy() for _, own in users])
+            assert row["mean"] == pytest.approx(values.mean(), rel=1e-8)
+            assert row["bins"] == pytest.approx([values[own].mean() for own in bins if len(own)], rel=1e-8)
+            if name != "jacobian_used":
+                seen = np.unique(items)
+                expected = stats.spearmanr(counts[seen], [values[items == item].mean() for item in seen])
+                assert (row["rho"], row["p"]) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue))
+                assert row["num_items"] == len(seen) and row["rho_reliability"] is None
+
+
+def test_attention_on_the_first_token_equals_the_equations_written_out(worked):
+    _, report, users = worked
+    asked = [own for items, own in users if len(items) > 1]
+    keys = [len(items) for items, _ in users if len(items) > 1]
+    for number, layer in enumerate(report["layers"]):
+        for head, row in enumerate(layer["first_position"]):
+            share = [own[number][1][head].item() for own in asked]
+            gain = [own[number][2][head].item() for own in asked]
+            assert row["num_users"] == len(asked) and row["head"] == head + 1
+            assert row["share"] == pytest.approx(np.mean(share), rel=1e-8)
+            assert row["gain"] == pytest.approx(np.mean(gain), rel=1e-8)
+            assert row["uniform"] == pytest.approx(np.mean([1 / n for n in keys]))
+            assert row["rho"] == pytest.approx(stats.spearmanr(share, gain).statistic)
+            assert row["rho_given_keys"] is not None
+
+
+def test_the_saturated_shares_count_coordinates_at_the_cap(lab):
+    model = lab.make_model(lab.dataset, core={"lam_max": 2.0, "process_noise": False})
+    layers = mechanism(model, lab.dataset)["layers"]
+    found = [layer["saturated"] for layer in layers]
+    assert 0 < found[0]["outgoing"] <= 1 and found[1]["incoming"] == found[0]["outgoing"]
+    loose = mechanism(lab.make_model(lab.dataset, core={"lam_max": 1e9}), lab.dataset)["layers"]
+    assert all(share == 0 for layer in loose for share in layer["saturated"].values())
+
+
+def test_what_is_learned_of_the_layers_is_reported_as_it_stands(lab, worked):
+    model, report, _ = worked
+    for block, layer in zip(model.blocks, report["layers"], strict=True):
+        noise = torch.nn.functional.softplus(block.precision.noise_logits)
+        assert layer["process_noise"] == {"mean": pytest.approx(noise.mean().item()), "max": noise.max().item()}
+        assert layer["recency_decay"] == pytest.approx(torch.sigmoid(block.mixer.decay_logit).item())
+        assert layer["jacobian_mode"] == "running_mean"
+
+
+def test_the_initial_precision_is_over_items_seen_in_training(lab, worked):
+    model, report, _ = worked
+    counts = lab.dataset.training_counts[1:]
+    items = torch.arange(1, len(counts) + 1)[None]
+    with torch.no_grad():
+        tau = model.item_precision(items, model.item_embedding.weight[items])[0, :, 0].numpy()
+    initial = report["initial_precision"]
+    assert initial["num_items"] == (counts > 0).sum() and initial["max"] == tau[counts > 0].max()
+    assert initial["rho"] == pytest.approx(stats.spearmanr(counts[counts > 0], tau[counts > 0]).statistic)
+    assert (initial["at_floor"], initial["at_cap"]) == (0, 0)
+    assert initial["levels"] is None and report["user_reliability"] is None
+
+
+@pytest.mark.parametrize(("start", "ends"), [(-1e6, (1.0, 0.0)), (1e6, (0.0, 1.0))])
+def test_items_at_either_end_of_the_range_are_counted(lab, start, ends):
+    model = lab.make_model(lab.dataset)
+    with torch.no_grad():
+        model.item_precision.range.fill_(0.0)
+        model.item_precision.read[2].bias.fill_(start)
+    initial = mechanism(model, lab.dataset)["initial_precision"]
+    assert (initial["at_floor"], initial["at_cap"]) == ends and initial["rho"] is None
+
+
+def test_planted_truth_is_correlated_with_what_was_learned(lab, worked):
+    model, _, _ = worked
+    counts = lab.dataset.training_counts[1:]
+    items = torch.arange(1, len(counts) + 1)[None]
+    with torch.no_grad():
+        tau = model.item_precision(items, model.item_embedding.weight[items])[0, :, 0].numpy()
+    rank = np.argsort(np.argsort(tau))
+    truth = PlantedReliability(items=np.where(rank > 8, 1.0, 0.2), users=np.linspace(0.1, 1, lab.dataset.num_users))
+    found = mechanism(model, lab.dataset, planted=truth)
+    low, high = found["initial_precision"]["levels"]
+    assert (low["reliability"], high["reliability"]) == (0.2, 1.0) and low["mean"] < high["mean"]
+    assert low["num_items"] + high["num_items"] == found["initial_precision"]["num_items"]
+    assert found["initial_precision"]["rho_reliability"] > 0.7
+    assert found["layers"][0]["quantities"]["incoming_precision"]["rho_reliability"] > 0.7
+    assert found["user_reliability"]["num_users"] == lab.dataset.num_users
+    some = mechanism(model, lab.dataset, planted=truth, users=np.array([1, 4, 9, 11]))
+    assert some["user_reliability"]["num_users"] == some["num_users"] == 4
+
+
+@pytest.mark.parametrize("name", ["sasrec", "bert4rec", "hstu"])
+@pytest.mark.parametrize("arm", ["published", "matched"])
+def test_a_plain_arm_reports_what_attention_says_and_no_precision(lab, name, arm):
+    report = mechanism(lab.make_model(lab.dataset, name, arm), lab.dataset)
+    assert not report["tracks_precision"] and report["initial_precision"] is None and report["cap"] is None
+    for layer in report["layers"]:
+        assert set(layer["quantities"]) == {"effective_sample_size"}
+        assert layer["saturated"] is None and layer["process_noise"] is None
+        for row in layer["first_position"]:
+            assert 0 < row["share"] < 1 and row["gain"] is None and row["rho"] is None
+
+
+def test_the_mask_has_a_column_of_its_own_and_enters_no_correlation(lab):
+    report = mechanism(lab.make_model(lab.dataset, "bert4rec"), lab.dataset)
+    assert report["bins"][-1] == {"name": "mask", "counts": "0", "num_items": 1, "num_tokens": lab.dataset.num_users}
+    for layer in report["layers"]:
+        for row in layer["quantities"].values():
+            assert len(row["bins"]) == len(report["bins"]) and row["num_items"] == report["num_items"]
+    assert len(report["initial_precision"]["bins"]) == len(report["bins"]) - 1
+
+
+def test_a_model_without_layers_and_a_mixer_that_mixes_heads_are_served(lab):
+    report = mechanism(Popularity(lab.dataset.training_counts), lab.dataset)
+    assert report["layers"] == [] and not report["tracks_precision"]
+    mixed = mechanism(lab.make_model(lab.dataset, output_projection=True), lab.dataset)
+    for layer in mixed["layers"]:
+        gains = [row["gain"] for row in layer["first_position"]]
+        assert len(set(gains)) == 1  # no coordinate is one head's own
+
+
+@pytest.mark.parametrize(
+    "core", [{"kriging": "per_dimension"}, {"update": "residual"}, {"propagation": "decay"}], ids=str
+)
+def test_settings_without_a_part_leave_it_out(lab, core):
+    report = mechanism(lab.make_model(lab.dataset, core=core), lab.dataset)
+    names = set(report["layers"][0]["quantities"])
+    assert ("jacobian" in names) == ("propagation" not in core)
+    assert report["layers"][0]["first_position"][0]["num_users"] > 0
+
+
+def test_little_memory_and_batches_change_no_figure(lab, arm):
+    model = lab.make_model(lab.dataset, *arm)
+    one, two = (mechanism(model, lab.dataset, memory_mb=memory) for memory in (256, 0.001))
+    for a, b in zip(flat(one), flat(two), strict=True):
+        assert a == b or a == pytest.approx(b, rel=1e-9, abs=1e-12)
+
+
+def flat(value):
+    if isinstance(value, dict):
+        return [leaf for part in value.values() for leaf in flat(part)]
+    return [leaf for part in value for leaf in flat(part)] if isinstance(value, list) else [value]
+
+
+def test_the_report_is_plain_json_and_the_model_is_left_as_it_was(lab, arm):
+    model = lab.make_model(lab.dataset, *arm).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = mechanism(model, lab.dataset, "validation")
+    assert json.loads(json_text(report)) == report and report["part"] == "validation"
+    assert model.training and all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_one_user_of_one_event_has_no_correlation_but_means(lab):
+    dataset = lab.make_dataset(num_users=1, longest=3)
+    report = mechanism(lab.make_model(dataset), dataset, "validation")
+    gain = report["layers"][0]["quantities"]["gain"]
+    assert gain["rho"] is None and gain["mean"] > 0
+    assert report["layers"][0]["first_position"][0] == {
+        "head": 1, "share": None, "uniform": None, "gain": None, "rho": None, "p": None, "rho_given_keys": None,
+        "p_given_keys": None, "num_users": 0,
+    }  # fmt: skip
+
+
+def test_an_unknown_part_is_refused(lab):
+    with pytest.raises(UserError, match="unknown part 'train'; choose validation or test"):
+        mechanism(lab.make_model(lab.dataset), lab.dataset, "train")

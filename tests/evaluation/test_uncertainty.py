@@ -1,0 +1,141 @@
+"""The uncertainty report against the same figures made from full score tables."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import special, stats
+from sklearn.metrics import roc_auc_score
+
+from recbft.datasets.split import leave_one_out
+from recbft.evaluation.evaluate import evaluate
+from recbft.evaluation.uncertainty import uncertainty
+from recbft.files import json_text
+from recbft.models.contract import read_histories
+from recbft.models.popularity import Popularity
+
+
+@pytest.fixture(scope="module")
+def large(lab):
+    return lab.make_dataset(num_users=150, num_items=60, seed=3)
+
+
+def tables(model, dataset, part):
+    """Scores (N, V), precision (N,) or None, and 0-based targets."""
+    view = getattr(leave_one_out(dataset), part)
+    with torch.no_grad():
+        (batch,) = read_histories(model, dataset.items, view.start, view.stop, times=dataset.times, source="")
+        states, precision = model.user_states(batch)
+        weight, bias = model.item_table()
+        scores = states @ weight[1:].T + (0 if bias is None else bias[1:])
+    return scores.numpy(), None if precision is None else precision.numpy(), view.target - 1
+
+
+@pytest.mark.parametrize("part", ["test", "validation"])
+def test_every_figure_is_that_of_the_full_score_table(lab, large, arm, part):
+    model = lab.make_model(large, *arm)
+    found = uncertainty(model, large, part, samples=30, memory_mb=0.01)
+    scores, precision, target = tables(model, large, part)
+    hit = (scores >= scores[np.arange(150), target][:, None]).sum(axis=1) <= 10
+    assert found["hit_rate"] == hit.mean() == evaluate(model, large, part, ks=(10,)).metrics["unfiltered"]["hr@10"]
+    p = special.softmax(scores, axis=1)
+    view = getattr(leave_one_out(large), part)
+    confidences = {
+        "negative_entropy": -stats.entropy(p, axis=1), "history_length": view.stop - view.start,
+        "top_probability": p.max(axis=1), "top_10_probability": np.sort(p, axis=1)[:, -10:].sum(axis=1),
+    }  # fmt: skip
+    if precision is not None:
+        confidences["precision"] = precision
+    assert set(found["confidences"]) == set(confidences)
+    for name, values in confidences.items():
+        assert found["confidences"][name]["auroc"] == pytest.approx(roc_auc_score(hit, values), abs=1e-9), name
+    calibration = found["calibration"]
+    scale = 1 / calibration["temperature"]
+    for when, b in (("before", 1.0), ("after", scale)):
+        nll = -special.log_softmax(scores * b, axis=1)[np.arange(150), target].mean()
+        assert calibration["nll"][when] == pytest.approx(nll, rel=1e-9)
+        claimed = np.sort(special.softmax(scores * b, axis=1), axis=1)[:, -10:].sum(axis=1).mean()
+        assert calibration[when]["hit@10"]["mean_probability"] == pytest.approx(claimed, rel=1e-9)
+        assert calibration[when]["hit@10"]["hit_rate"] == hit.mean()
+    assert calibration["nll"]["uniform"] == math.log(60)
+
+
+def test_the_temperature_is_fitted_on_validation_whatever_is_judged(lab, large):
+    model = lab.make_model(large)
+    test, validation = (uncertainty(model, large, part, samples=5)["calibration"] for part in ("test", "validation"))
+    assert test["temperature"] == validation["temperature"] and test["fitted_on"] == "validation"
+    assert validation["nll"]["after"] <= validation["nll"]["before"]
+
+
+def test_the_temperature_fitted_is_where_the_likelihood_is_flat(large):
+    model = Popularity(large.training_counts)
+    model.append = None
+    test = uncertainty(model, large, samples=5)["calibration"]
+    scores, _, target = tables(model, large, "validation")
+    assert not test["at_bound"]
+    b, rows = 1 / test["temperature"], np.arange(150)
+    slope = (special.softmax(scores * b, axis=1) * scores).sum(axis=1) - scores[rows, target]
+    assert abs(slope.mean()) < 1e-5
+
+
+def test_a_posterior_that_is_all_at_the_cap_says_nothing_and_the_report_says_so(lab, large):
+    model = lab.make_model(large, core={"lam_max": 0.5, "process_noise": False})
+    found = uncertainty(model, large, samples=20)
+    assert found["saturation"] == {"cap": 0.5, "coordinates": 1.0, "users": 1.0, "num_distinct": 1}
+    assert found["confidences"]["precision"]["auroc"] == 0.5
+    assert found["confidences"]["precision"]["verdict"] == "the same for every user, so it tells nothing: AUROC 0.5"
+
+
+def test_saturation_counts_coordinates_and_whole_users(lab, large):
+    model = lab.make_model(large, core={"lam_max": 6.0, "process_noise": False})
+    found = uncertainty(model, large, samples=5)["saturation"]
+    with torch.no_grad():
+        view = leave_one_out(large).test
+        (batch,) = read_histories(model, large.items, view.start, view.stop, source="")
+        last = model.encode(batch).precision.flatten(0, 1)[batch.last]
+    assert 0 < found["coordinates"] == pytest.approx((last >= 6.0).double().mean().item())
+    assert found["users"] == (last >= 6.0).all(dim=1).double().mean().item()
+
+
+def test_arms_without_precision_have_the_baselines_and_no_saturation(lab, large):
+    found = uncertainty(lab.make_model(large, "hstu", "matched"), large, samples=5)
+    assert found["saturation"] is None and "precision" not in found["confidences"]
+    assert all("reference_above" not in row for row in found["confidences"].values())
+
+
+def test_popularity_knows_nothing_of_users(large):
+    found = uncertainty(Popularity(large.training_counts), large, samples=20)
+    for name in ("negative_entropy", "top_probability", "top_10_probability"):
+        assert found["confidences"][name]["auroc"] == 0.5 and found["confidences"][name]["num_distinct"] == 1
+    assert found["calibration"]["nll"]["after"] < found["calibration"]["nll"]["before"]
+
+
+def test_some_users_are_judged_as_they_would_be_alone(lab, large):
+    model = lab.make_model(large)
+    users = np.array([3, 7, 50, 99, 120])
+    found = uncertainty(model, large, users=users, samples=5)
+    scores, _, target = tables(model, large, "test")
+    p = special.softmax(scores, axis=1)
+    assert found["num_users"] == found["calibration"]["fitted_users"] == 5
+    assert found["calibration"]["nll"]["before"] == pytest.approx(-np.log(p[users, target[users]]).mean())
+
+
+def test_one_user_is_enough_for_a_report(lab, large):
+    found = uncertainty(lab.make_model(large), large, users=np.array([5]), samples=5)
+    assert found["confidences"]["precision"]["auroc"] is None
+    assert found["random_aurc"] == found["optimal_aurc"] == 1 - found["hit_rate"]
+    json_text(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_memory_changes_nothing_but_rounding_and_the_report_is_plain_json(lab, large, arm, dtype):
+    model = lab.make_model(large, *arm).to(dtype).train()
+    one, two = (uncertainty(model, large, samples=5, memory_mb=memory) for memory in (256, 0.01))
+    assert json.loads(json_text(one)) == one and model.training
+    assert one["calibration"]["temperature"] == pytest.approx(two["calibration"]["temperature"], rel=1e-3)
+    for name, row in one["confidences"].items():
+        assert row["auroc"] == pytest.approx(two["confidences"][name]["auroc"], abs=1e-3)
