@@ -1,0 +1,57 @@
+"""``recbft report``: the tables of a comparison, its plots, and one page that holds all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recbft.errors import UserError
+from recbft_cli.columns import DataRoot
+
+EXAMPLES = """Examples:
+
+recbft report comparisons/instruments
+
+recbft report comparisons/instruments --out paper --format latex,csv
+"""
+
+
+def report(
+    source: Annotated[Path, typer.Argument(metavar="COMPARISON_DIR", help="The folder that `recbft compare` wrote.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the files; COMPARISON_DIR/report if left out.")
+    ] = None,
+    formats: Annotated[
+        str, typer.Option("--format", metavar="A,B,...", help="Of html (with plots), md, latex, csv, svg (each plot).")
+    ] = "html,md,latex,csv",
+    data_root: DataRoot = None,
+) -> None:
+    """Print what a comparison found, and write tables, plots and one self-contained HTML page."""
+    from recbft.experiments.comparison import load_comparison
+    from recbft.reporting import plots
+    from recbft.reporting.report import WITH_PLOTS, check_formats, make_report, write_report
+    from recbft.reporting.tables import text
+
+    wanted = [word.strip() for word in formats.split(",") if word.strip()]
+    check_formats(wanted)
+    draw = any(form in WITH_PLOTS for form in wanted)
+    if draw:
+        try:
+            plots.check_available()
+        except UserError as error:
+            typer.echo(f"warning: {error}; what needs none is written without them", err=True)
+            draw = False
+    made = make_report(load_comparison(source), data_root=data_root, draw=draw)
+    for line in made.answer:
+        typer.echo(line)
+    for section in made.sections:
+        if section.tables and section.name in ("metrics", "strata", "mechanism", "uncertainty"):
+            for table in section.tables:
+                typer.echo(f"\n{text(table)}")
+        for line in section.words if section.name != "commands" else ():
+            typer.echo(f"\n{line}")
+    typer.echo()
+    for path in write_report(made, source / "report" if out is None else out, wanted):
+        typer.echo(f"written: {path}")

@@ -1,0 +1,71 @@
+"""The answer in one sentence: better, worse, the same, or not shown, and then what could have been shown.
+
+    shown            p < 0.05 of the paired t-test over seeds, Holm-adjusted over the arms where there are several
+    could be shown   the smallest difference that the t-test finds with 80 % power at these seeds' spread
+
+Percentages are of the baseline's mean; the difference and the ends of its interval are divided by the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recbft.evaluation.protocol import SETTINGS
+from recbft.reporting.findings import Finding
+from recbft.reporting.tables import p_text, percent
+
+LEVEL = 0.05
+
+
+def answers(found: Sequence[tuple[Finding, float]], dataset: str) -> list[str]:
+    """A sentence for each arm, of its headline finding and the p adjusted over the arms."""
+    return [answer(one, dataset, p=p, num_arms=len(found)) for one, p in found]
+
+
+def answer(found: Finding, dataset: str, *, p: float, num_arms: int = 1) -> str:
+    """What was found about one arm.
+
+    Args:
+        p: of the t-test, adjusted over ``num_arms`` arms.
+    """
+    if found.same_ranks:
+        return (
+            f"{found.arm} and {found.baseline} rank every target of {dataset} alike in every seed: "
+            "difference 0, p = 1, nothing to tell apart."
+        )
+    n = found.seeds.num_seeds
+    low, high = (_amount(found, end) for end in found.seeds.interval)
+    evidence = (
+        f"{_amount(found, found.seeds.difference)} {found.metric.upper()} ({SETTINGS[found.setting]}), "
+        f"95 % interval {low.removesuffix(' %')} to {high}, {n} seeds, p {_p(p)}"
+    )
+    if num_arms > 1:
+        alone = f"; {p_text(found.seeds.p_t)} by itself" if p_text(found.seeds.p_t) != p_text(p) else ""
+        evidence += f" (Holm over {num_arms} arms{alone})"
+    if p < LEVEL:
+        better = "better" if found.seeds.difference > 0 else "worse"
+        return f"{found.arm} is {better} than {found.baseline} on {dataset}: {evidence}. {_signs(found)}"
+    effect = _amount(found, found.seeds.smallest_effect).lstrip("+")
+    return (
+        f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}: {evidence}; "
+        f"with {n} seeds an effect of {effect} would have been found with 80 % power."
+    )
+
+
+def _signs(found: Finding) -> str:
+    """What the exact test adds, which does not lean on normal differences."""
+    n, p = found.seeds.num_seeds, found.seeds.p_sign_flip
+    wins = f"Better in {found.seeds.wins} of {n} seeds; exact sign-flip p {_p(p)}"
+    smallest = 2 / 2**n
+    if smallest >= LEVEL:
+        return f"{wins}, and {n} seeds cannot bring it below {smallest:.3g}: take more seeds before relying on this."
+    return f"{wins}." if p < LEVEL else f"{wins}: the exact test does not show it."
+
+
+def _amount(found: Finding, difference: float) -> str:
+    share = found.share(difference)
+    return f"{difference:+.4f}" if share is None else percent(share)
+
+
+def _p(p: float) -> str:
+    return p_text(p) if p < 0.001 else f"= {p_text(p)}"

@@ -1,0 +1,220 @@
+"""Plots as SVG that stands inside a page: its text and axes take the page's colour, its series the page's palette.
+
+matplotlib draws with stand-in colours; ``svg`` puts ``currentColor`` and ``var(--series-N)`` in their place, so that
+one drawing reads on light and dark ground. The palette is Okabe and Ito's, which the colour-blind can tell apart; the
+baseline is grey, and series differ in marker or line as well as in colour. Every figure is as wide as a phone.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recbft.errors import UserError
+from recbft.evaluation.stratified import StratumResult
+from recbft.reporting.findings import Finding
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#010203"  # stands in for the page's text colour
+PALETTE = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a7400", "#56b4e9")
+MARKERS = "osD^vP*"
+WIDTH = 5.0  # inches of 72 px: a phone's width less its margins
+INSTALL = "plots need matplotlib; install it with: pip install 'recbft[report]'"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "text.color": INK,
+    "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8.5, "axes.grid": True, "grid.color": INK,
+    "grid.alpha": 0.12, "axes.axisbelow": True, "lines.linewidth": 1.4, "hatch.linewidth": 0.6,
+}  # fmt: skip
+
+
+def check_available() -> None:
+    """UserError, with what to install, where matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError(INSTALL) from None
+
+
+def differences(found: Sequence[Finding], colours: Mapping[str, int]) -> str:
+    """Every arm's relative difference from the baseline with its interval, metric by metric."""
+    shown = [one for one in found if one.seeds.mean_baseline]
+    with _figure(0.6 + 0.3 * len(shown)) as (figure, axes):
+        ticks = []
+        for place, one in enumerate(reversed(shown)):
+            low, high = (100 * end / one.seeds.mean_baseline for end in one.seeds.interval)
+            colour = _series(colours[one.arm])
+            axes.plot([low, high], [place, place], color=colour, linewidth=2)
+            middle = 100 * one.seeds.difference / one.seeds.mean_baseline
+            axes.plot(middle, place, _marker(colours[one.arm]), color=colour)
+            ticks.append(f"{one.arm}, {one.metric.upper()}")
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set_yticks(range(len(shown)), ticks)
+        axes.set_ylim(-0.6, len(shown) - 0.4)
+        axes.set_xlabel(f"difference from {found[0].baseline}, % (95 % interval)")
+        return svg(figure, "Relative differences from the baseline with 95 % intervals")
+
+
+def seed_scatter(
+    baseline: str, values: Mapping[str, NDArray[np.float64]], metric: str, colours: Mapping[str, int]
+) -> str:
+    """A point per seed: the baseline's value against each arm's; above the diagonal the arm is better."""
+    with _figure(3.4) as (figure, axes):
+        others = [arm for arm in values if arm != baseline]
+        everything = np.concatenate(list(values.values()))
+        pad = 0.06 * float(np.ptp(everything)) or 0.01 * float(np.abs(everything).max()) or 0.01
+        ends = (float(everything.min()) - pad, float(everything.max()) + pad)
+        axes.plot(ends, ends, color=INK, linewidth=0.8)
+        for arm in others:
+            colour = _series(colours[arm])
+            axes.plot(values[baseline], values[arm], _marker(colours[arm]), color=colour, alpha=0.85, label=arm)
+        axes.set_xlim(ends)
+        axes.set_ylim(ends)
+        axes.set_xlabel(f"{metric.upper()} of {baseline}, one point per seed")
+        axes.set_ylabel(f"{metric.upper()} of {others[0] if len(others) == 1 else 'the arm'}")
+        _legend(axes, len(others))
+        return svg(figure, f"{metric.upper()} of each arm against {baseline}, seed by seed")
+
+
+def strata_bars(results: Sequence[StratumResult], unit: str, metric: str, colours: Mapping[str, int]) -> str:
+    """Every arm's level in every stratum with its interval; strata too small to say anything are pale."""
+    arms = [arm for arm in colours if arm in results[0].levels]
+    width = 0.8 / len(arms)
+    with _figure(2.7) as (figure, axes):
+        for number, arm in enumerate(arms):
+            for place, row in enumerate(results):
+                level = row.levels[arm]
+                at = place + (number - (len(arms) - 1) / 2) * width
+                alpha = 0.35 if row.too_small else 1.0
+                label = arm if place == 0 else None
+                axes.bar(at, level.mean, width * 0.92, color=_series(colours[arm]), alpha=alpha, label=label)
+                if level.interval is not None:
+                    low, high = max(0.0, level.interval[0]), level.interval[1]
+                    axes.plot([at, at], [low, high], color=INK, linewidth=0.8, alpha=max(alpha, 0.5))
+        axes.set_xticks(range(len(results)), [f"{row.name}\n{row.bounds}\n{row.num_users:,} users" for row in results])
+        axes.tick_params(axis="x", length=0, labelsize=7.5)
+        axes.grid(visible=False, axis="x")
+        axes.set_ylabel(metric.upper())
+        axes.set_xlabel(unit)
+        _legend(axes, len(arms))
+        return svg(figure, f"{metric.upper()} of each arm by {unit}")
+
+
+def training_curves(
+    curves: Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]], label: str, colours: Mapping[str, int]
+) -> str:
+    """A validation metric by epoch: one thin line per run, one colour per arm."""
+    with _figure(2.7) as (figure, axes):
+        for arm, runs in curves.items():
+            for number, (epochs, values) in enumerate(runs):
+                thin = max(1, len(epochs) // 100)
+                axes.plot(
+                    epochs[::thin], values[::thin], color=_series(colours[arm]), linewidth=0.9, alpha=0.8,
+                    linestyle=_dashes(colours[arm]), label=arm if number == 0 else None,
+                )  # fmt: skip
+        axes.set_xlabel("epoch")
+        axes.locator_params(axis="x", integer=True)
+        axes.set_ylabel(label)
+        _legend(axes, len(curves))
+        return svg(figure, f"{label} by epoch")
+
+
+def lines(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    title: str,
+    *,
+    diagonal: bool = False,
+    ticks: Sequence[str] | None = None,
+) -> str:
+    """Named curves in one field; ``ticks`` name the places of x from 0."""
+    with _figure(2.8) as (figure, axes):
+        if diagonal:
+            end = max(max(values) for pair in series.values() for values in pair)
+            axes.plot([0, end], [0, end], color=INK, linewidth=0.8)
+        for number, (name, (x, y)) in enumerate(series.items(), start=1):
+            marker = _marker(number) if ticks is not None or 2 < len(x) <= 15 else None
+            axes.plot(
+                x, y, color=_series(number), linestyle=_dashes(number), marker=marker, markersize=4, label=name
+            )  # fmt: skip
+        if ticks is not None:
+            axes.set_xticks(range(len(ticks)), ticks)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        _legend(axes, len(series))
+        return svg(figure, title)
+
+
+def svg(figure: Figure, title: str) -> str:
+    """The drawing as an SVG element of the page; ``title`` is what a screen reader says."""
+    import matplotlib as mpl
+
+    out = io.StringIO()
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": title}):
+        figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    drawn = out.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>", "", drawn, flags=re.DOTALL
+    )  # a style would be the page's
+    drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)  # two drawings in a page must not share ids; no group is referred to
+    # Letters are the page's; releases of matplotlib write "font" or "font-size" and "font-family".
+    drawn = re.sub(r"font: (?:\w+ )*([\d.]+px)[^;\"]*", r"font-size: \1", drawn)
+    drawn = re.sub(r"font-family: [^;\"]*;? ?", "", drawn)
+    drawn = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda places: re.sub(r"(\.\d\d)\d+", r"\1", places[0]), drawn)
+    drawn = drawn.replace(INK, "currentColor")
+    for number, colour in enumerate(PALETTE):
+        drawn = drawn.replace(colour, f"var(--series-{number}, {colour})")
+    drawn = re.sub(r">\s+<", "><", drawn)
+    size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', drawn)
+    assert size is not None, "matplotlib writes the size in points"
+    # Points as pixels: text then has the size that it was given.
+    drawn = drawn.replace(size[0], f'width="{float(size[1]):.0f}" height="{float(size[2]):.0f}"', 1)
+    named = f'<svg role="img" aria-label="{escape(title)}" style="stroke-linejoin: round; stroke-linecap: butt"'
+    return drawn.replace("<svg", named, 1)
+
+
+def standalone(drawn: str) -> str:
+    """A drawing of ``svg`` as a file of its own: black on whatever it is put on, the series in the printed palette."""
+    plain = re.sub(r"var\(--series-\d+, (#\w+)\)", r"\1", drawn).replace("currentColor", "#000000")
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{plain}\n'
+
+
+@contextmanager
+def _figure(height: float) -> Iterator[tuple[Figure, Axes]]:
+    """A figure of one field under the page's style, with no window and no global state left behind."""
+    check_available()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(WIDTH, height))
+        yield figure, figure.add_subplot()
+
+
+def _legend(axes: Axes, entries: int) -> None:
+    if entries > 1:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(entries, 3), borderaxespad=0.2)
+
+
+def _series(number: int) -> str:
+    return PALETTE[number % len(PALETTE)]
+
+
+def _marker(number: int) -> str:
+    return MARKERS[number % len(MARKERS)]
+
+
+def _dashes(number: int) -> str:
+    return ("-", "-", "--", "-.", ":")[number % 5]

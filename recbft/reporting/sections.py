@@ -1,0 +1,232 @@
+"""What the page says after the answer, section by section; each is tables, plots and plain words, in that order.
+
+A section without data is left out, and a line says which command would make it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recbft.errors import UserError
+from recbft.evaluation.protocol import SETTINGS, config_hash
+from recbft.evaluation.strata import QUANTILES
+from recbft.experiments.arms import leaves, settings_of
+from recbft.experiments.comparison import Arm, Comparison
+from recbft.experiments.lists import seeds_text
+from recbft.reporting import plots
+from recbft.reporting.findings import Finding, findings, headline_findings, level_table, seed_table, user_table
+from recbft.reporting.stratum_tables import Stratified, available, stratified
+from recbft.reporting.subject import headline, subject_of_comparison
+from recbft.reporting.tables import Cell, Column, Table
+from recbft.run_config import load_run_config
+
+MAX_ARMS_IN_BARS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A drawing and the words below it."""
+
+    name: str
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading and what stands under it; ``folded`` tables open on demand, ``commands`` are set as typed."""
+
+    name: str
+    title: str
+    words: Sequence[str] = ()
+    plots: Sequence[Plot] = ()
+    tables: Sequence[Table] = ()
+    folded: Sequence[Table] = ()
+    commands: Sequence[str] = ()
+    items: Mapping[str, str] = field(default_factory=dict)
+
+
+def colours_of(comparison: Comparison) -> dict[str, int]:
+    """A place in the palette for each arm, 0 for the baseline."""
+    others = [name for name in comparison.arms if name != comparison.baseline]
+    return {comparison.baseline: 0, **{name: number for number, name in enumerate(others, start=1)}}
+
+
+def metrics_section(comparison: Comparison, results: Mapping[str, Any], *, draw: bool) -> Section:
+    """Levels and differences."""
+    found = findings(comparison, results)
+    main = found.get(comparison.baseline, [])
+    tables = [level_table(comparison, results), *(seed_table(comparison, each) for each in found.values() if each)]
+    over_users = [table for each in found.values() if each and (table := user_table(comparison, each)) is not None]
+    drawn = _difference_plots(comparison, main) if draw and main else []
+    return Section(name="metrics", title="Metrics", plots=drawn, tables=tables, folded=over_users)
+
+
+def strata_section(comparison: Comparison, *, data_root: str | None, quantiles: int = QUANTILES, draw: bool) -> Section:
+    """Where the difference comes from."""
+    subject = subject_of_comparison(comparison, data_root=data_root)
+    names, left_out = available(subject)
+    first = headline(comparison.protocol)
+    # An external system may know the other setting only.
+    setting = next(s for s in (first, *SETTINGS) if comparison.baseline in subject.ranks[s])
+    made = stratified(subject, by=names, quantiles=quantiles, setting=setting)
+    # The grid has as many rows as all other tables together.
+    shown = [one for one in made if one.metric == made[0].metric and one.by != "grid"]
+    drawn = [_strata_plot(comparison, one) for one in shown if one.by != "first-time"] if draw else []
+    return Section(
+        name="strata",
+        title="Where it comes from: strata",
+        words=left_out,
+        plots=drawn,
+        tables=[one.table for one in shown],
+        folded=[one.table for one in made if one not in shown],
+    )
+
+
+def training_section(comparison: Comparison, *, draw: bool) -> Section:
+    """How training went."""
+    rows: list[list[Cell]] = []
+    for name, arm in comparison.arms.items():
+        epochs = [len(history) for history in arm.histories if history]
+        if epochs:
+            seconds = [sum(float(row.get("seconds") or 0) for row in history) for history in arm.histories if history]
+            rows.append([name, len(epochs), sum(epochs) / len(epochs), sum(seconds) / len(seconds)])
+    if not rows:
+        return Section(name="training", title="Training", words=["No run of this comparison has a history."])
+    table = Table(
+        name="training",
+        title="Epochs and time",
+        caption="Mean over seeds, early stopping included; seconds are of the machine that each run was made on.",
+        columns=[Column("arm"), Column("runs", "count"), Column("epochs", "number"), Column("seconds", "number")],
+        rows=rows,
+    )
+    return Section(name="training", title="Training", plots=_curves(comparison) if draw else [], tables=[table])
+
+
+def protocol_section(comparison: Comparison, results: Mapping[str, Any]) -> Section:
+    """Every field that decides a number."""
+    p = comparison.protocol
+    dataset = p.get("dataset", "Data of several names")
+    words = [
+        f"{dataset}: {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "
+        f"content {p['content_hash'][:12]}, targets {p['target_hash'][:12]}.",
+        f"Split: {p['split']}. Ranking: {p['ranking']}; headline {SETTINGS[headline(p)]}. Ties: {p['ties']}.",
+        f"Seeds {seeds_text(comparison.seeds)}, recbft {p['recbft_version']}.",
+    ]
+    shared = {key: _plain(value) for key, value in leaves(p).items()}
+    made = {key: value for key, value in results.get("made", {}).items() if key not in ("data", "command")}
+    shared |= {f"made.{key}": _plain(value) for key, value in leaves(made).items()}
+    configs = {name: leaves(arm.config) for name, arm in comparison.arms.items() if arm.config}
+    keys = list(dict.fromkeys(key for config in configs.values() for key in config if key != "seed"))
+    differing = [key for key in keys if len({str(config.get(key)) for config in configs.values()}) > 1]
+    table = Table(
+        name="arms",
+        title="What the arms differ in",
+        caption="Every setting that is not the same in all trained arms; a dash: the arm has no such setting.",
+        columns=[Column("setting"), *(Column(name) for name in configs)],
+        rows=[
+            *([key, *(_cell(config, key) for config in configs.values())] for key in differing),
+            ["hash of the config", *(config_hash(comparison.arms[name].config)[:12] for name in configs)],
+        ],
+    )
+    return Section(name="protocol", title="Protocol", words=words, tables=[table] if configs else [], items=shared)
+
+
+def commands_section(comparison: Comparison, results: Mapping[str, Any]) -> Section:
+    """What to type to have all of this again."""
+    made = results.get("made", {}).get("command")
+    trained = [
+        command for arm in comparison.arms.values() if arm.config and (command := _training_command(arm)) is not None
+    ]
+    return Section(
+        name="commands",
+        title="Commands",
+        words=["DIR is the folder with the data sets, OUT that of the comparison."],
+        commands=[*([made] if made else []), *trained, "recbft report OUT --data-root DIR"],
+    )
+
+
+def notes_section(notes: Sequence[str]) -> Section:
+    """What a reader must know."""
+    return Section(name="notes", title="Notes", words=notes or ["None."])
+
+
+def _difference_plots(comparison: Comparison, found: Sequence[Finding]) -> list[Plot]:
+    colours = colours_of(comparison)
+    setting = headline(comparison.protocol)
+    inside = [one for one in found if one.setting == setting] or list(found)
+    drawn = [
+        Plot(
+            name="differences",
+            svg=plots.differences(inside, colours),
+            caption=f"Difference from {comparison.baseline} in percent of its mean, 95 % t interval over seeds.",
+        )
+    ]
+    chosen = [one for one, _ in headline_findings(comparison, found)]
+    if chosen:
+        setting, metric = chosen[0].setting, chosen[0].metric
+        arms = [comparison.baseline, *(one.arm for one in chosen if one.setting == setting)]
+        values = {arm: comparison.values(arm, setting, metric) for arm in arms}
+        caption = "One point per seed; above the line the arm is better than the baseline of the same seed."
+        svg = plots.seed_scatter(comparison.baseline, values, metric, colours)
+        drawn.append(Plot(name="seeds", svg=svg, caption=caption))
+    return drawn
+
+
+def _strata_plot(comparison: Comparison, one: Stratified) -> Plot:
+    colours = {arm: n for arm, n in colours_of(comparison).items() if n < MAX_ARMS_IN_BARS}
+    caption = f"{one.metric.upper()} by {one.strata.axis}, 95 % interval over seeds; pale: too small to say anything."
+    if len(comparison.arms) > len(colours):
+        caption += f" The baseline and the first {len(colours) - 1} other arms."
+    svg = plots.strata_bars(one.results, one.strata.unit, one.metric, colours)
+    return Plot(name=f"strata-{one.by}", svg=svg, caption=caption)
+
+
+def _curves(comparison: Comparison) -> list[Plot]:
+    metric = next((str(arm.config["training"]["valid_metric"]) for arm in comparison.arms.values()
+                   if arm.config.get("training", {}).get("valid_metric")), "")  # fmt: skip
+    curves = {}
+    for name, arm in comparison.arms.items():
+        runs = [_curve(history, f"valid_{metric}") for history in arm.histories]
+        if any(epochs for epochs, _ in runs):
+            curves[name] = [run for run in runs if run[0]]
+    if not curves:
+        return []
+    label = f"validation {metric.upper()}"
+    svg = plots.training_curves(curves, label, colours_of(comparison))
+    return [Plot(name="training", svg=svg, caption=f"{label} by epoch, one line per run.")]
+
+
+def _curve(history: Sequence[Mapping[str, Any]], column: str) -> tuple[list[float], list[float]]:
+    rows = [row for row in history if isinstance(row.get(column), (int, float))]
+    return [float(row["epoch"]) for row in rows], [float(row[column]) for row in rows]
+
+
+def _training_command(arm: Arm) -> str | None:
+    """The command behind an arm's runs; None where its settings are not those of this version."""
+    sections = {key: value for key, value in arm.config.items() if value is not None}
+    try:
+        config = load_run_config(**sections)
+        settings = settings_of(config)
+    except UserError:
+        return None
+    words = ["recbft", "train", "-m", config.model, "-d", str(config.data.dataset), "--arm", config.arm]
+    words += [word for setting in settings for word in ("--set", setting)]
+    return f"{shlex.join(words)} --data-root DIR --seed SEED    # {arm.name}: SEED {seeds_text(arm.seeds)}"
+
+
+def _cell(config: Mapping[str, Any], key: str) -> str | None:
+    return _plain(config[key]) if key in config else None
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value))
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

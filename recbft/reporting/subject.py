@@ -1,0 +1,156 @@
+"""What strata are made of: the arms' ranks on one test set, who its users are, and the data set where it is at hand.
+
+A finished run gives one arm and no baseline, two runs an arm and its baseline, a comparison all of its arms. Counts of
+the items and times of the events are not in a run's folder: they come from the data set, which is loaded once more and
+must have the run's content hash.
+
+Shapes: S seeds, N users, V items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recbft.config import from_dict
+from recbft.datasets.config import DataConfig
+from recbft.datasets.dataset import Dataset
+from recbft.errors import UserError
+from recbft.evaluation.protocol import SETTINGS
+from recbft.experiments.comparison import Comparison
+from recbft.experiments.runs import COLUMNS, Run, check_same, label_runs, read_run
+
+IntArray = NDArray[np.int64]
+# The middle of the times of a data set in Unix seconds lies between the years 1980 and 2100.
+_UNIX_SECONDS = (315_532_800, 4_102_444_800)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """What only the data set knows."""
+
+    counts: IntArray  # (V,) training events of every item
+    gap: IntArray | None  # (N,) time between the target and the event before it; None without real times
+    seconds: bool  # the unit of ``gap`` is a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Arms on one test set; ``items`` is None where the data set is not at hand, and ``missing`` says why."""
+
+    dataset: str
+    setting: str  # the headline: "unfiltered" or "filtered"
+    ranks: Mapping[str, Mapping[str, IntArray]]  # setting -> arm -> (S, N)
+    baseline: str | None
+    num_seeds: int
+    target: NDArray[Any]  # (N,) raw ids
+    target_frequency: IntArray  # (N,)
+    training_length: IntArray  # (N,)
+    items: Items | None
+    missing: str
+
+
+def subject_of_runs(
+    path: str | Path, *, baseline: str | Path | None = None, data_root: str | Path | None = None
+) -> Subject:
+    """One finished run, alone or against another."""
+    run = read_run(path)
+    runs = [run] if baseline is None else [read_run(baseline), run]
+    check_same(runs)
+    names = [str(run.config["arm"])] if baseline is None else _names(runs)
+    users = run.per_user["user"].to_numpy()
+    items, missing = load_items(run.config, run.protocol["content_hash"], users, data_root)
+    return Subject(
+        dataset=run.protocol["dataset"],
+        setting=headline(run.protocol),
+        ranks={
+            setting: {
+                name: one.per_user[COLUMNS[setting]].to_numpy(np.int64)[None]
+                for name, one in zip(names, runs, strict=True)
+            }
+            for setting in SETTINGS
+        },
+        baseline=None if baseline is None else names[0],
+        num_seeds=1,
+        target=run.per_user[COLUMNS["target"]].to_numpy(),
+        target_frequency=run.per_user[COLUMNS["target_count"]].to_numpy(np.int64),
+        # The test is ranked from training and the validation event.
+        training_length=run.per_user[COLUMNS["history_length"]].to_numpy(np.int64) - 1,
+        items=items,
+        missing=missing,
+    )
+
+
+def subject_of_comparison(comparison: Comparison, *, data_root: str | Path | None = None) -> Subject:
+    """All arms of a comparison over the seeds they share; an arm joins the settings that it has ranks for."""
+    config = next((arm.config for arm in comparison.arms.values() if arm.config.get("data")), {})
+    content = comparison.protocol["content_hash"]
+    items, missing = load_items(config, content, comparison.users, data_root)
+    return Subject(
+        dataset=comparison.protocol["dataset"],
+        setting=headline(comparison.protocol),
+        ranks={
+            setting: {name: arm.ranks[setting] for name, arm in comparison.arms.items() if setting in arm.ranks}
+            for setting in SETTINGS
+        },
+        baseline=comparison.baseline,
+        num_seeds=len(comparison.seeds),
+        target=comparison.target,
+        target_frequency=comparison.target_frequency,
+        training_length=comparison.training_length,
+        items=items,
+        missing=missing,
+    )
+
+
+def headline(protocol: Mapping[str, Any]) -> str:
+    """The setting that a protocol puts first."""
+    return "filtered" if protocol.get("filter_seen") else "unfiltered"
+
+
+def load_items(
+    config: Mapping[str, Any], content_hash: str, users: NDArray[Any], data_root: str | Path | None
+) -> tuple[Items | None, str]:
+    """Counts and gaps of the data that a run was made on, or None and the reason in words."""
+    try:
+        data = from_dict(DataConfig, config.get("data", {}), "data")
+        dataset = _with_root(data, data_root).load()
+    except UserError as error:
+        return None, " ".join(str(error).split())
+    if dataset.content_hash != content_hash:
+        return None, (
+            f"{dataset.name} as loaded has content {dataset.content_hash[:12]}, the runs were made on "
+            f"{content_hash[:12]}"
+        )
+    if not np.array_equal(dataset.user_ids.astype(str), np.asarray(users).astype(str)):
+        return None, f"{dataset.name} as loaded lists other users than the runs"
+    return Items(counts=dataset.training_counts[1:], gap=_gap(dataset), seconds=_in_seconds(dataset)), ""
+
+
+def _with_root(data: DataConfig, data_root: str | Path | None) -> DataConfig:
+    return data if data_root is None else replace(data, data_root=str(data_root))
+
+
+def _gap(dataset: Dataset) -> IntArray | None:
+    if dataset.times is None:
+        return None
+    last = dataset.offsets[1:] - 1
+    return dataset.times[last] - dataset.times[last - 1]
+
+
+def _in_seconds(dataset: Dataset) -> bool:
+    if dataset.times is None:
+        return False
+    low, high = _UNIX_SECONDS
+    return bool(low <= np.median(dataset.times) <= high)
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Two runs by their arms, by their folders where the arms are the same."""
+    labels = [label for label, group in label_runs(runs).items() for _ in group]
+    return labels if len(set(labels)) == len(runs) else [str(run.path) for run in runs]

@@ -1,0 +1,123 @@
+"""``recbft report`` and ``recbft stratify`` on a comparison made by ``recbft compare``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from recbft.datasets.synth import SyntheticConfig, generate
+from recbft_cli.main import main
+
+SMALL = ["epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "time=timestamp"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("comparison")
+    config = SyntheticConfig(num_users=100, num_items=60, mean_length=7.0, seed=3)
+    generate(config).events.to_parquet(out / "tiny.parquet")
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    words = ["compare", "-d", out / "tiny.parquet", "--arms", "matched,bft", "--seeds", "0-1", "--out", out / "made"]
+    assert main([str(word) for word in [*words, *settings]]) == 0
+    return out / "made"
+
+
+@pytest.fixture
+def runs(folder):
+    return sorted((folder / "runs").glob("*-seed*"))
+
+
+def run(capsys, *arguments):
+    capsys.readouterr()
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def plain(out):
+    """Without the line breaks of captions."""
+    return " ".join(out.split())
+
+
+def test_report_prints_answer_and_tables_and_says_where_files_are(capsys, folder):
+    pytest.importorskip("matplotlib")
+    code, out, err = run(capsys, "report", folder)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert " on tiny: " in lines[0] and "NDCG@10 (all items)" in lines[0] and "2 seeds" in lines[0]
+    assert "Metrics of every arm" in lines and "NDCG@10 by item frequency" in lines
+    assert "recbft probe RUN makes this section" in out
+    written = [Path(line.removeprefix("written: ")) for line in lines if line.startswith("written: ")]
+    assert folder / "report" / "report.html" in written and all(path.is_file() for path in written)
+
+
+def test_report_writes_only_what_is_asked_for(capsys, folder, tmp_path):
+    code, _, _ = run(capsys, "report", folder, "--format", "md", "--out", tmp_path / "there")
+    assert code == 0 and [path.name for path in (tmp_path / "there").iterdir()] == ["report.md"]
+
+
+def test_without_matplotlib_tables_and_page_are_still_made(capsys, folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = run(capsys, "report", folder, "--format", "html,csv", "--out", tmp_path)
+    assert code == 0 and "Metrics of every arm" in out
+    assert err.count("\n") == 1 and "pip install 'recbft[report]'" in err
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" not in page and "<table>" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "no-folder"], "no-folder holds no comparison.json"),
+        (["report", "{folder}", "--format", "htlm"], "unknown format 'htlm'; did you mean 'html'?"),
+        (["report", "{folder}", "--format", ","], "no format is given"),
+        (["stratify", "no-folder"], "there is no folder no-folder"),
+        (["stratify", "{folder}", "--by", "item"], "unknown strata 'item'"),
+        (["stratify", "{folder}", "--by", ","], "--by is empty"),
+        (["stratify", "{folder}", "--quantiles", "1"], "quantiles is 1; give 2 or more"),
+        (["stratify", "{folder}", "--metric", "auc"], "unknown metric 'auc'"),
+        (["stratify", "{folder}", "--setting", "both"], "invalid value for '--setting'"),
+        (["stratify", "{folder}", "--baseline", "{folder}"], "--baseline has no effect on a comparison"),
+        (["stratify", "{folder}/runs"], "holds no comparison.json"),
+    ],
+)
+def test_bad_usage_is_one_line(capsys, folder, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *(argument.format(folder=folder) for argument in arguments))
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stratify_prints_each_partition_of_a_comparison(capsys, folder, tmp_path):
+    code, out, err = run(
+        capsys, "stratify", folder, "--metric", "hr@10", "--quantiles", "2", "--out", tmp_path / "strata"
+    )
+    assert (code, err) == (0, "")
+    titles = [line for line in out.splitlines() if line.startswith("HR@10 by ")]
+    assert titles == [
+        "HR@10 by item frequency", "HR@10 by user activity", "HR@10 by item frequency x user activity",
+        "HR@10 by first-time items", "HR@10 by recency of the target",
+    ]  # fmt: skip
+    assert plain(out).count("Confound check: Pearson r") == 3 and "Holm over the" in plain(out)
+    names = {path.name for path in (tmp_path / "strata").iterdir()}
+    assert {"tables.md", "tables.tex", "strata-grid-hr-10.csv"} <= names
+
+
+def test_stratify_takes_one_run_or_two(capsys, runs):
+    code, out, _ = run(capsys, "stratify", runs[0], "--by", "user-activity", "--metric", "mrr", "--setting", "filtered")
+    assert code == 0 and "MRR on tiny, seen masked" in plain(out) and "nothing is tested" in plain(out)
+    code, out, _ = run(capsys, "stratify", runs[0], "--baseline", runs[-1], "--by", "first-time", "--metric", "mrr")
+    assert code == 0 and "paired over users" in plain(out) and "it says nothing about other seeds" in plain(out)
+
+
+def test_stratify_says_what_it_lacks_when_the_data_set_is_gone(capsys, folder, tmp_path):
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    for path in copy.rglob("*"):
+        if path.name in ("config.yaml", "protocol.json"):
+            path.write_text(path.read_text().replace("tiny.parquet", "gone.parquet"))
+    code, out, err = run(capsys, "stratify", copy, "--metric", "hr@10", "--quantiles", "2")
+    assert code == 0 and "distinct targets only, since the data set is not at hand" in plain(out)
+    assert err.startswith("recency is left out: ") and "gone.parquet" in err and err.count("\n") == 1

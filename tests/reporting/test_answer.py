@@ -1,0 +1,87 @@
+"""The sentence says what the test says, and what could have been found where it says nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from recbft.evaluation.paired import compare_seeds
+from recbft.reporting.answer import answer, answers
+from recbft.reporting.findings import Finding
+
+
+def finding(baseline, other, *, same=False):
+    seeds = compare_seeds(baseline, other)
+    return Finding(
+        arm="bft", baseline="matched", metric="ndcg@10", setting="unfiltered", same_ranks=same, seeds=seeds, users=None,
+        holm_p=seeds.p_t,
+    )  # fmt: skip
+
+
+def say(baseline, other, **how):
+    found = finding(baseline, other, **how)
+    return answer(found, "ml-1m", p=found.seeds.p_t)
+
+
+BASE = np.linspace(0.05, 0.052, 10)
+
+
+def test_a_gain_is_said_with_its_size_interval_seeds_and_p():
+    rng = np.random.default_rng(0)
+    other = BASE + 0.001 + rng.normal(0, 0.0005, 10)
+    low, high = stats.ttest_rel(other, BASE).confidence_interval(0.95)
+    p = stats.ttest_rel(other, BASE).pvalue
+    said = say(BASE, other)
+    share = 100 / BASE.mean()
+    assert said.startswith(
+        f"bft is better than matched on ml-1m: {(other - BASE).mean() * share:+.1f} % NDCG@10 (all items), "
+        f"95 % interval {low * share:+.1f} to {high * share:+.1f} %, 10 seeds, p "
+    )
+    assert ("p < 0.001" if p < 0.001 else f"p = {p:.3f}") in said and "Better in" in said
+    assert "bft is worse than matched" in say(other, BASE)
+
+
+def test_no_difference_says_what_would_have_been_found():
+    rng = np.random.default_rng(1)
+    other = BASE + rng.normal(0, 0.002, 10)
+    found = finding(BASE, other)
+    effect = 100 * found.seeds.smallest_effect / BASE.mean()
+    said = say(BASE, other)
+    assert said.startswith("No difference between bft and matched could be shown on ml-1m:")
+    assert said.endswith(f"with 10 seeds an effect of {effect:.1f} % would have been found with 80 % power.")
+
+
+def test_few_seeds_are_not_oversold():
+    said = say([0.05, 0.051, 0.052], [0.0521, 0.053, 0.0541])
+    assert "bft is better" in said
+    assert "exact sign-flip p = 0.250, and 3 seeds cannot bring it below 0.25: take more seeds" in said
+
+
+def test_where_the_two_tests_disagree_it_is_said():
+    d = np.array([1, 1, 1, 1, 1, 1, -0.6, -0.5]) * 1e-3
+    found = finding(np.full(8, 0.05), 0.05 + d)
+    said = answer(found, "ml-1m", p=0.04)
+    assert "the exact test does not show it" in said
+
+
+def test_identical_arms_are_called_so():
+    assert say(BASE, BASE, same=True) == (
+        "bft and matched rank every target of ml-1m alike in every seed: difference 0, p = 1, nothing to tell apart."
+    )
+    equal = say(BASE, BASE)  # equal metrics from other ranks
+    assert "No difference" in equal and "0.0 % NDCG@10" in equal and "nan" not in equal
+
+
+def test_a_baseline_of_zero_is_compared_in_the_metrics_own_unit():
+    said = say([0.0, 0.0, 0.0], [0.01, 0.012, 0.011])
+    assert "+0.0110 NDCG@10" in said and "interval +0.0085 to +0.0135" in said and "%, 3 seeds" not in said
+
+
+@pytest.mark.parametrize("num_arms", [1, 3])
+def test_several_arms_are_adjusted_and_the_p_alone_is_said_too(num_arms):
+    rng = np.random.default_rng(2)
+    found = finding(BASE, BASE + 0.0005 + rng.normal(0, 0.0006, 10))
+    said = answers([(found, min(1.0, num_arms * found.seeds.p_t))] * num_arms, "ml-1m")
+    assert len(said) == num_arms
+    assert ("Holm over 3 arms" in said[0]) == (num_arms == 3)

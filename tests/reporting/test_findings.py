@@ -1,0 +1,53 @@
+"""Findings and their tables are the figures of the comparison, nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from recbft.evaluation.paired import compare_seeds, compare_users, holm
+from recbft.experiments.results import results_of
+from recbft.reporting.findings import findings, headline_findings, level_table, seed_table, user_table
+
+
+@pytest.fixture(scope="module")
+def results(comparison):
+    return results_of(comparison)
+
+
+def test_every_test_of_the_comparison_is_found(comparison, results):
+    found = findings(comparison, results)
+    assert list(found) == ["matched"] and len(found["matched"]) == 6
+    for one in found["matched"]:
+        pair = [comparison.values(arm, one.setting, one.metric) for arm in ("matched", "bft")]
+        assert one.seeds == compare_seeds(*pair)
+        users = [comparison.per_user(arm, one.setting, one.metric) for arm in ("matched", "bft")]
+        assert one.users == compare_users(*users)
+    assert [one.holm_p for one in found["matched"]] == holm([one.seeds.p_t for one in found["matched"]])
+
+
+def test_the_tables_show_them(comparison, results):
+    found = findings(comparison, results)["matched"]
+    seeds, users, levels = (
+        seed_table(comparison, found),
+        user_table(comparison, found),
+        level_table(comparison, results),
+    )
+    assert [row[0] for row in levels.rows] == ["matched", "bft"] * 2
+    mean, sd = levels.rows[1][3]
+    values = comparison.values("bft", "unfiltered", "ndcg@10")
+    assert (mean, sd) == (pytest.approx(values.mean()), pytest.approx(values.std(ddof=1)))
+    assert [row[3] for row in seeds.rows] == [one.seeds.difference for one in found]
+    assert "Holm p: over the 6 tests" in seeds.caption and "ties against the target" in seeds.caption
+    assert "Another claim than over seeds" in users.caption and len(users.rows) == 6
+
+
+def test_the_headline_is_one_metric_per_arm_adjusted_over_arms_alone(comparison, results):
+    ((one, p),) = headline_findings(comparison, findings(comparison, results)["matched"])
+    assert (one.arm, one.metric, one.setting) == ("bft", "ndcg@10", "unfiltered") and p == one.seeds.p_t
+
+
+def test_an_external_system_joins_with_the_setting_that_it_has(with_external):
+    found = findings(with_external, results_of(with_external, metrics=("ndcg@10",), over_users=False))["matched"]
+    ours, other = [one for one, _ in headline_findings(with_external, found)]
+    assert (ours.setting, other.arm, other.setting) == ("unfiltered", "<b>other</b>", "filtered")
+    assert user_table(with_external, found) is None

@@ -1,0 +1,173 @@
+"""The whole report of real runs: self-contained, escaped, the same bytes twice, honest about what is missing."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from recbft.errors import UserError
+from recbft.experiments.comparison import comparison_of, load_comparison
+from recbft.experiments.results import write_comparison
+from recbft.reporting.report import check_formats, document, make_report, write_report
+from recbft.reporting.tables import text
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def report(comparison):
+    return make_report(comparison)
+
+
+@pytest.fixture(scope="module")
+def page(report, tmp_path_factory):
+    (path,) = write_report(report, tmp_path_factory.mktemp("page"), ("html",))
+    return path
+
+
+class Reader(HTMLParser):
+    """Tags, what they refer to, and whether they close."""
+
+    VOID = ("meta", "link", "br", "use", "path")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.outside = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name.split(":")[-1] in ("src", "href", "data", "action", "poster", "srcset") and not value.startswith(
+                "#"
+            ):
+                self.outside.append(value)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag, tag
+
+
+def test_the_page_needs_nothing_but_itself(page):
+    content = page.read_text()
+    reader = Reader()
+    reader.feed(content)
+    assert reader.open == [] and reader.outside == ["data:,"]  # the empty icon
+    assert not {"script", "img", "iframe", "object"} & set(reader.tags)
+    assert not re.search(r"url\((?!#)|@import", content)
+    assert page.stat().st_size < 500_000
+
+
+def test_the_page_opens_with_the_answer_and_has_every_section(page, report):
+    content = page.read_text()
+    assert content.index(report.answer[0].split(":")[0]) < content.index("<main>")
+    names = [section.name for section in report.sections]
+    assert names == ["metrics", "strata", "mechanism", "uncertainty", "training", "protocol", "commands", "notes"]
+    assert all(f'id="{name}"' in content for name in names)
+    # differences, seeds, three of strata, two of mechanism, two of uncertainty, training
+    assert content.count("<svg") == 10
+
+
+def test_ids_are_unique_and_links_lead_somewhere(page):
+    content = page.read_text()
+    ids = re.findall(r'\bid="([^"]+)"', content)
+    assert len(set(ids)) == len(ids)
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', content)) <= set(ids)
+
+
+def test_two_reports_are_the_same_bytes(comparison, page, tmp_path):
+    (again,) = write_report(make_report(comparison), tmp_path, ("html",))
+    assert again.read_bytes() == page.read_bytes()
+
+
+def test_names_from_outside_are_escaped(with_external, tmp_path):
+    (path,) = write_report(make_report(with_external), tmp_path, ("html",))
+    content = path.read_text()
+    assert "<b>other" not in content and "&lt;b&gt;other&lt;/b&gt;" in content
+    assert "is external" in content
+
+
+def test_probes_become_two_sections(report):
+    mechanism, uncertainty = report.sections[2:4]
+    quantities = {row[2] for row in mechanism.tables[0].rows}
+    assert {"gain", "incoming precision", "initial precision"} <= quantities
+    assert "bft 0,1" in mechanism.tables[0].caption
+    assert {row[0] for row in uncertainty.tables[0].rows} == {"bft", "matched"}
+    assert any(line.startswith("Posterior precision of bft") for line in uncertainty.words)
+
+
+def test_without_probes_a_line_says_what_makes_them(copied):
+    for path in copied.glob("runs/*/probe.json"):
+        path.unlink()
+    report = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False)
+    for section in report.sections[2:4]:
+        assert not section.tables and "recbft probe RUN makes this section" in section.words[0]
+
+
+def test_a_damaged_probe_and_one_of_other_data_are_left_out_and_named(copied):
+    (copied / "runs" / "bft-seed0" / "probe.json").write_text("{")
+    other = copied / "runs" / "bft-seed1" / "probe.json"
+    other.write_text(re.sub(r'"content_hash": "\w+"', '"content_hash": "0"', other.read_text()))
+    report = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False)
+    notes = report.sections[-1].words
+    assert any(line.startswith("bft-seed0/probe.json is damaged") for line in notes)
+    assert any(line.startswith("bft-seed1/probe.json is of other data") for line in notes)
+    assert report.sections[2].words == ["No probed arm tracks precision, so there is nothing to show."]
+
+
+def test_a_saved_comparison_gives_its_own_figures_and_command(trained, comparison, tmp_path):
+    made = {"command": "recbft compare --out OUT RUN_DIR...", "commit": "abc"}
+    saved = write_comparison(comparison, tmp_path / "out", made=made, metrics=("hr@5",))
+    report = make_report(load_comparison(tmp_path / "out"), draw=False)
+    assert "HR@5" in report.answer[0]
+    (levels, _), commands = report.sections[0].tables, report.sections[6].commands
+    assert levels.rows[0][2][0] == saved["arms"]["matched"]["metrics"]["unfiltered"]["hr@5"]["mean"]
+    assert commands[0] == made["command"] and report.sections[5].items["made.commit"] == "abc"
+
+
+def test_training_commands_make_the_same_configuration(report, comparison):
+    from recbft.run_config import load_run_config
+
+    (command,) = [one for one in report.sections[6].commands if "--arm bft" in one]
+    settings = re.findall(r"--set (\S+)", command)
+    made = load_run_config(
+        None, settings, model="sasrec", arm="bft", dataset=comparison.arms["bft"].config["data"]["dataset"]
+    )
+    from recbft.config import to_dict
+
+    ours = {**to_dict(made), "seed": 0}
+    assert ours == {**comparison.arms["bft"].config, "seed": 0} and "SEED 0-2" in command
+
+
+def test_every_form_is_written(report, tmp_path):
+    written = write_report(report, tmp_path)
+    names = {path.relative_to(tmp_path).as_posix() for path in written}
+    assert {"report.html", "report.md", "latex/tables.tex", "csv/levels.csv", "svg/differences.svg"} <= names
+    assert len([name for name in names if name.startswith("csv/")]) == len(report.tables)
+    assert len({table.name for table in report.tables}) == len(report.tables)
+
+
+def test_the_document_has_answer_tables_protocol_and_commands(report):
+    made = document(report)
+    assert made.startswith(f"# {report.title}\n\n{report.answer[0]}\n")
+    assert "| arm | items |" in made and "- content_hash: " in made and "    recbft report OUT --data-root DIR" in made
+
+
+def test_nothing_says_nan(report):
+    for table in report.tables:
+        assert not re.search(r"\b(nan|inf)\b", text(table))
+
+
+def test_unknown_formats_are_refused():
+    with pytest.raises(UserError, match="unknown format 'htm'; did you mean 'html'"):
+        check_formats(["htm"])
+    with pytest.raises(UserError, match="no format is given; choose of html, md, latex, csv, svg"):
+        check_formats([])

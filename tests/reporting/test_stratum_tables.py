@@ -1,0 +1,163 @@
+"""Tables of strata: from a comparison, one run, two runs; with the data set at hand and without."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import leave_one_out
+from recbft.errors import UserError
+from recbft.evaluation.stratified import user_values
+from recbft.reporting.stratum_tables import STRATA, available, confound_line, make_strata, stratified
+from recbft.reporting.subject import Items, Subject, subject_of_comparison, subject_of_runs
+
+
+@pytest.fixture(scope="module")
+def subject(comparison):
+    return subject_of_comparison(comparison)
+
+
+def column(table, heading):
+    at = [c.heading for c in table.columns].index(heading)
+    return [row[at] for row in table.rows]
+
+
+def by_hand(**changes):
+    """Four users, two seeds, counts and gaps one can check."""
+    ranks = {"plain": np.array([[1, 20, 3, 20]] * 2), "bft": np.array([[1, 1, 3, 20], [1, 1, 20, 3]])}
+    subject = Subject(
+        dataset="hand", setting="unfiltered", ranks={"unfiltered": ranks, "filtered": {}}, baseline="plain",
+        num_seeds=2,
+        target=np.array(["a", "b", "c", "c"]), target_frequency=np.array([0, 1, 9, 9]),
+        training_length=np.array([3, 3, 8, 9]),
+        items=Items(counts=np.array([0, 1, 9, 4]), gap=np.array([0, 0, 86400, 864000]), seconds=True), missing="",
+    )  # fmt: skip
+    return replace(subject, **changes)
+
+
+def test_a_table_worked_by_hand():
+    (made,) = stratified(by_hand(), by=["item-frequency"], metrics=["hr@10"], quantiles=2, setting="unfiltered")
+    table = made.table
+    assert column(table, "stratum") == ["Q0", "Q1"] and column(table, "bounds") == ["0-1", "2-9"]
+    assert column(table, "users") == [2, 2] and column(table, "targets") == [2, 1]
+    assert column(table, "mean frequency") == [0.5, 9.0]
+    assert column(table, "plain") == [0.5, 0.5] and column(table, "bft") == [1.0, 0.5]
+    assert column(table, "difference") == [0.5, 0.0] and column(table, "relative") == [1.0, 0.0]
+    assert column(table, "p") == [0.0, 1.0] and column(table, "Holm p") == [0.0, 1.0]
+    assert column(table, "remark") == ["too small: 2 users", "too small: 2 users"]
+    assert "Edges of item frequency from the training counts of all 4 items" in table.caption
+    assert "Holm over the 2 tests of this table" in table.caption and "Confound check: Pearson r" in table.caption
+
+
+def test_every_partition_of_real_runs_holds_every_user_once(subject, comparison):
+    names, left_out = available(subject)
+    assert names == list(STRATA) and left_out == []
+    for made in stratified(subject, by=names, metrics=["ndcg@10"], quantiles=3, setting="unfiltered"):
+        assert sum(column(made.table, "users")) == comparison.users.size
+        total = np.dot(column(made.table, "users"), column(made.table, "bft")) / comparison.users.size
+        assert total == pytest.approx(user_values(comparison.arms["bft"].ranks["unfiltered"], "ndcg@10").mean())
+        assert not re.search(r"\bnan\b", str(made.table.texts()).lower())
+
+
+def test_the_grid_is_both_axes_at_once(subject):
+    one, other, both = (make_strata(subject, name, 3) for name in ("item-frequency", "user-activity", "grid"))
+    for name, users in ((name, both.users(n)) for n, name in enumerate(both.names)):
+        a, b = name.split(" x ")
+        assert {one.names[m] for m in one.member[users]} == {a}
+        assert {other.names[m] for m in other.member[users]} == {b}
+
+
+def test_counts_and_gaps_are_the_data_sets(subject, events):
+    dataset = Dataset.load(events, time="timestamp")
+    split = leave_one_out(dataset)
+    assert np.array_equal(subject.items.counts, dataset.training_counts[1:])
+    assert np.array_equal(subject.target_frequency, dataset.training_counts[split.test.target])
+    assert np.array_equal(subject.training_length, split.training_stop - split.training_start)
+    u = 17
+    times = dataset.times[dataset.offsets[u] : dataset.offsets[u + 1]]
+    assert subject.items.gap[u] == times[-1] - times[-2]
+
+
+def test_one_run_has_levels_and_no_test(trained):
+    subject = subject_of_runs(trained / "runs" / "bft-seed0")
+    (made,) = stratified(subject, by=["user-activity"], metrics=["hr@10"], quantiles=2, setting="filtered")
+    headings = [c.heading for c in made.table.columns]
+    assert headings[4:7] == ["HR@10", "95 % interval", "remark"] and "p" not in headings
+    assert "one run, so nothing is tested" in made.table.caption and "seen masked" in made.table.caption
+
+
+def test_two_runs_are_compared_over_users(trained):
+    runs = trained / "runs"
+    subject = subject_of_runs(runs / "bft-seed0", baseline=runs / "matched-seed0")
+    (made,) = stratified(subject, by=["first-time"], metrics=["mrr"], quantiles=2, setting="unfiltered")
+    assert "it says nothing about other seeds" in made.table.caption
+    assert {"matched", "bft", "difference"} <= {c.heading for c in made.table.columns}
+    again = subject_of_runs(runs / "bft-seed0", baseline=runs / "bft-seed1")
+    assert list(again.ranks["unfiltered"]) == [str(runs / "bft-seed1"), str(runs / "bft-seed0")]
+
+
+def test_without_the_data_set_edges_come_from_the_targets_and_the_table_says_so():
+    subject = by_hand(items=None, missing="the file is not here")
+    (made,) = stratified(subject, by=["item-frequency"], metrics=["hr@10"], quantiles=3, setting="unfiltered")
+    assert made.strata.bounds == ("0", "1", "2-9")
+    assert (
+        "from the 3 distinct targets only, since the data set is not at hand (the file is not here)"
+        in made.table.caption
+    )
+    names, left_out = available(subject)
+    assert "recency" not in names and left_out[0].startswith(
+        "recency is left out: the file is not here; name the folder"
+    )
+
+
+def test_other_data_under_the_same_name_is_not_taken(copied):
+    folder = copied / "runs" / "bft-seed0"
+    for name in ("config.yaml", "protocol.json"):
+        text = (folder / name).read_text()
+        text = text.replace("time: timestamp", "time: null").replace('"time": "timestamp"', '"time": null')
+        (folder / name).write_text(text)
+    subject = subject_of_runs(folder)
+    assert subject.items is None and "as loaded has content" in subject.missing
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "message"),
+    [
+        ({}, "item-frequencies", "unknown strata 'item-frequencies'; did you mean 'item-frequency'?"),
+        (
+            {"items": Items(counts=np.array([1]), gap=None, seconds=False)},
+            "recency",
+            "recency needs real times, and hand has none; leave",
+        ),
+        ({"items": None, "missing": "gone"}, "recency", "recency needs the data set: gone; name the folder with"),
+    ],
+)
+def test_what_the_data_does_not_have_is_refused(changes, name, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        stratified(by_hand(**changes), by=[name], quantiles=2, setting="unfiltered")
+
+
+def test_a_setting_without_ranks_and_an_unknown_metric_are_refused():
+    with pytest.raises(UserError, match="there are no ranks seen masked; choose the other --setting"):
+        stratified(by_hand(), by=["first-time"], quantiles=2, setting="filtered")
+    with pytest.raises(UserError, match="unknown metric 'auc@10'"):
+        stratified(by_hand(), by=["first-time"], metrics=["auc@10"], quantiles=2, setting="unfiltered")
+
+
+def test_several_arms_have_a_line_each(comparison):
+    three = subject_of_comparison(comparison)
+    ranks = {**three.ranks["unfiltered"], "copy": three.ranks["unfiltered"]["matched"]}
+    three = replace(three, ranks={"unfiltered": ranks, "filtered": {}})
+    (made,) = stratified(three, by=["user-activity"], metrics=["ndcg@10"], quantiles=2, setting="unfiltered")
+    assert column(made.table, "arm") == ["bft", "copy"] * len(made.results)
+    copies = [row for row in made.results if row.differences["copy"].p_t == 1 and row.holm_p["copy"] == 1]
+    assert len(copies) == len(made.results)
+
+
+def test_the_confound_is_said_in_words():
+    assert "Pearson r = +0.99" in confound_line(by_hand()) and "partly say the same" in confound_line(by_hand())
+    assert "does not vary" in confound_line(by_hand(training_length=np.full(4, 3)))

@@ -1,0 +1,90 @@
+"""One table in five forms."""
+
+from __future__ import annotations
+
+import csv
+import io
+from html.parser import HTMLParser
+
+import pytest
+
+from recbft.reporting.tables import Column, Table, comma_separated, html, latex, markdown, slug, text, write_tables
+
+TABLE = Table(
+    name="demo",
+    title="A & B",
+    caption="50 % of <all> users_",
+    columns=[
+        Column("arm"), Column("users", "count"), Column("mean", "spread"), Column("difference", "signed"),
+        Column("95 %", "interval"), Column("p", "p"), Column("targets", "count", detail=True),
+    ],
+    rows=[
+        ["a|b <x>", 1429, (0.05604, 0.00192), 0.00171234, (-0.00112, 0.0045), 0.03333, 7],
+        ["c_d", 2, (0.1, 0.0), None, None, 0.0000123, None],
+    ],
+)  # fmt: skip
+
+
+def test_a_terminal_gets_aligned_columns_without_details():
+    lines = text(TABLE).splitlines()
+    assert lines[2:5] == [
+        "arm      users             mean  difference                95 %        p",
+        "a|b <x>  1,429  0.0560 ± 0.0019     +0.0017  -0.0011 to +0.0045    0.033",
+        "c_d          2  0.1000 ± 0.0000           -                   -  < 0.001",
+    ]
+    assert lines[0] == "A & B" and lines[-1] == "50 % of <all> users_"
+
+
+def test_csv_keeps_all_digits_and_gives_pairs_two_columns():
+    header, first, second = csv.reader(io.StringIO(comma_separated(TABLE)))
+    assert header == ["arm", "users", "mean mean", "mean sd", "difference", "95 % low", "95 % high", "p", "targets"]
+    assert [float(cell) for cell in first[1:]] == [1429, 0.05604, 0.00192, 0.00171234, -0.00112, 0.0045, 0.03333, 7]
+    assert second == ["c_d", "2", "0.1", "0.0", "", "", "", "1.23e-05", ""]
+
+
+def test_markdown_escapes_the_bar():
+    lines = markdown(TABLE).splitlines()
+    assert lines[2].startswith("| arm | users |") and lines[3].startswith("| --- | ---: |")
+    assert lines[4].startswith(r"| a\|b <x> | 1,429 |") and lines[-1] == TABLE.caption
+
+
+def test_latex_is_booktabs_with_every_special_letter_escaped():
+    made = latex(TABLE)
+    assert r"\caption{A \& B. 50 \% of \textless{}all\textgreater{} users\_}" in made
+    assert r"a|b \textless{}x\textgreater{} & 1,429 & 0.0560 $\pm$ 0.0019" in made and r"c\_d & 2" in made
+    rules = [line for line in made.splitlines() if line.endswith("rule")]
+    assert rules == [r"\toprule", r"\midrule", r"\bottomrule"] and r"\begin{tabular}{lrrrrrr}" in made
+
+
+def test_html_escapes_and_scrolls_in_its_own_box():
+    made = html(TABLE)
+    assert "a|b &lt;x&gt;" in made and "<x>" not in made and '<div class="scroll"' in made
+    opened: list[str] = []
+
+    class Balanced(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            opened.append(tag)
+
+        def handle_endtag(self, tag):
+            assert opened.pop() == tag
+
+    Balanced().feed(made)
+    assert opened == []
+
+
+def test_zero_has_no_sign_and_no_number_is_not_a_number():
+    row = Table(
+        name="t", title="", caption="", columns=[Column("d", "signed"), Column("r", "percent")], rows=[[-1e-9, -0.0]]
+    )
+    assert row.texts() == [["0.0000", "0.0 %"]]
+    with pytest.raises(AssertionError, match="no number"):
+        Table(name="t", title="", caption="", columns=[Column("d", "signed")], rows=[[float("nan")]]).texts()
+    with pytest.raises(AssertionError, match="a row of t has other columns"):
+        Table(name="t", title="", caption="", columns=[Column("d")], rows=[["a", "b"]])
+
+
+def test_tables_are_written_as_files(tmp_path):
+    written = write_tables([TABLE], tmp_path / "new" / "folder", ("md", "latex", "csv"))
+    assert [path.name for path in written] == ["tables.md", "tables.tex", "demo.csv"]
+    assert all(path.stat().st_size for path in written)
+    assert slug("a/b[c=1]+d") == "a-b-c-1-d"
