@@ -1,4 +1,4 @@
-"""What the commands of this folder share: common options, lists on the command line, and how a command ends.
+"""What the commands of this folder share: common options, and how a command ends.
 
 Exit codes are those of ``recbft``: 0 done, 1 a failed run or check, 2 bad usage or bad data.
 """
@@ -6,17 +6,13 @@ Exit codes are those of ``recbft``: 0 done, 1 a failed run or check, 2 bad usage
 from __future__ import annotations
 
 import argparse
-import re
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recbft.errors import RunError, UserError
-
-# Options whose values are places on one machine, and the word that a recorded command has instead.
-_PLACES = {"--data-root": "DIR", "--out": "OUT", "--json": "FILE"}
+from recbft.experiments import provenance
 
 
 def parser(name: str, description: str, *, dataset: str | None = None) -> argparse.ArgumentParser:
@@ -33,52 +29,7 @@ def parser(name: str, description: str, *, dataset: str | None = None) -> argpar
 
 def recorded(name: str, arguments: Sequence[str]) -> str:
     """The command as it is written beside results: without the places it had on this machine."""
-    words: list[str] = []
-    for argument in arguments:
-        option, equals, _ = argument.partition("=")
-        if words and words[-1] in _PLACES:
-            words.append(_PLACES[words[-1]])
-        elif equals and option in _PLACES:
-            words += [option, _PLACES[option]]
-        else:
-            words.append(argument)
-    return f"python -m benchmarks.{name} {shlex.join(words)}".rstrip()
-
-
-def parse_seeds(text: str) -> list[int]:
-    """Seeds from ranges and numbers.
-
-    >>> parse_seeds("0-3,7")
-    [0, 1, 2, 3, 7]
-    """
-    seeds: list[int] = []
-    for part in split_list(text):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            raise UserError(f"--seeds has {part!r}; give numbers and ranges, such as 0-9 or 0,1,5-7")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise UserError(f"--seeds has the empty range {part!r}; give the smaller number first")
-        seeds += range(first, last + 1)
-    if len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds {text!r} names a seed twice; give each once")
-    return seeds
-
-
-def split_list(text: str) -> list[str]:
-    """Parts of a list at the commas outside brackets.
-
-    >>> split_list("matched, bft[lam_max=10,ks=[5,10]]")
-    ['matched', 'bft[lam_max=10,ks=[5,10]]']
-    """
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
+    return provenance.recorded(f"python -m benchmarks.{name}", arguments)
 
 
 def finish(main: Callable[[Sequence[str]], int]) -> None:

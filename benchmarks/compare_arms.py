@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.arms import Arm, check_distinct, parse_arms
-from benchmarks.command import finish, parse_seeds, parser, recorded
+from benchmarks.command import finish, parser, recorded
 from benchmarks.runs import Job, plan, train_all, unfinished
-from benchmarks.tables import markdown_table, text_table
 from recbft.errors import RunError, UserError
 from recbft.evaluation.paired import SeedComparison, compare_seeds
+from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
+from recbft.experiments.lists import parse_seeds
+from recbft.experiments.tables import markdown_table, text_table
 from recbft.files import write_atomic, write_json
 from recbft.models import MODELS
 from recbft.run_config import RunConfig
@@ -101,7 +102,7 @@ def _train(todo: Sequence[Job], jobs: Sequence[Job], workers: int) -> None:
         raise RunError(f"{len(failed)} of {len(jobs)} runs failed ({names}); mend the cause and give the command again")
 
 
-def _values(arms: Sequence[Arm], runs: dict[Job, RunFolder]) -> Values:
+def _values(arms: Sequence[ArmSpec], runs: dict[Job, RunFolder]) -> Values:
     return {
         arm.label: {
             setting: {
@@ -114,7 +115,7 @@ def _values(arms: Sequence[Arm], runs: dict[Job, RunFolder]) -> Values:
     }
 
 
-def _arms(arms: Sequence[Arm], runs: dict[Job, RunFolder], values: Values) -> dict[str, Any]:
+def _arms(arms: Sequence[ArmSpec], runs: dict[Job, RunFolder], values: Values) -> dict[str, Any]:
     """Mean and standard deviation per metric, and how long each arm trained."""
     made: dict[str, Any] = {}
     for arm in arms:
@@ -135,7 +136,7 @@ def _arms(arms: Sequence[Arm], runs: dict[Job, RunFolder], values: Values) -> di
     return made
 
 
-def _comparisons(arms: Sequence[Arm], values: Values) -> dict[str, Any]:
+def _comparisons(arms: Sequence[ArmSpec], values: Values) -> dict[str, Any]:
     """Every arm against each baseline that takes part (the first arm where none does)."""
     labels = [arm.label for arm in arms]
     baselines = [label for label in BASELINES if label in labels] or labels[:1]
@@ -222,7 +223,7 @@ def _mean_sd(of_metric: dict[str, Any]) -> str:
     return f"{of_metric['mean']:.4f} ± {of_metric['sd']:.4f}"
 
 
-def _config(arm: Arm, seed: int, options: Any) -> RunConfig:
+def _config(arm: ArmSpec, seed: int, options: Any) -> RunConfig:
     config = arm.config(
         options.settings,
         model=options.model,

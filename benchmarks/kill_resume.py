@@ -27,8 +27,8 @@ import torch
 
 from benchmarks import machine
 from benchmarks.command import check_folder_of, finish, parser, recorded
-from benchmarks.tables import text_table
 from recbft.errors import RunError, UserError
+from recbft.experiments.tables import text_table
 from recbft.files import write_json
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import checkpoint

@@ -27,11 +27,12 @@ import torch
 
 import recbft.recbole  # noqa: F401  RecBole on this Python
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, parser, recorded, split_list
-from benchmarks.tables import text_table
+from benchmarks.command import check_folder_of, finish, parser, recorded
 from recbft.datasets import Dataset
 from recbft.datasets.atomic import save_atomic
 from recbft.errors import RunError, UserError
+from recbft.experiments.lists import split_list
+from recbft.experiments.tables import text_table
 from recbft.files import write_json
 from recbft.recbole import compat
 from recbft.run_config import load_run_config

@@ -17,11 +17,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms import Arm
 from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
 from recbft.evaluation.protocol import config_hash
+from recbft.experiments.arms import ArmSpec
+from recbft.experiments.plan import first_difference
 from recbft.run_config import RunConfig
 from recbft.training.run_folder import RunFolder
 from recbft.training.session import resume, train
@@ -34,7 +35,7 @@ _IMPORTED_ONCE = ("recbft.training.session", "torch._dynamo", "scipy.stats")
 class Job:
     """One run to be had."""
 
-    arm: Arm
+    arm: ArmSpec
     config: RunConfig
     path: Path
 
@@ -44,7 +45,9 @@ class Job:
         return f"{self.arm.label} seed {self.config.seed}"
 
 
-def plan(arms: Sequence[Arm], seeds: Sequence[int], out: Path, configure: Callable[[Arm, int], RunConfig]) -> list[Job]:
+def plan(
+    arms: Sequence[ArmSpec], seeds: Sequence[int], out: Path, configure: Callable[[ArmSpec, int], RunConfig]
+) -> list[Job]:
     """All runs, seed by seed, so that a comparison broken off has whole pairs."""
     return [Job(arm, configure(arm, seed), out / f"{arm.folder}-seed{seed}") for seed in seeds for arm in arms]
 
@@ -72,19 +75,10 @@ def _is_done(job: Job, dataset: Dataset) -> bool:
     now = to_dict(job.config)
     if config_hash(there["config"]) != config_hash(now):
         raise UserError(
-            f"{job.path} holds a run with {_first_difference(there['config'], now)}; "
+            f"{job.path} holds a run with {first_difference(there['config'], now)}; "
             "give another --out, or remove that folder"
         )
     return run.is_finished
-
-
-def _first_difference(there: Any, now: Any, key: str = "") -> str:
-    """The first key in which two configs differ, with both values."""
-    if isinstance(there, dict) and isinstance(now, dict):
-        for name in [*now, *(name for name in there if name not in now)]:
-            if config_hash({"": there.get(name)}) != config_hash({"": now.get(name)}):
-                return _first_difference(there.get(name), now.get(name), f"{key}.{name}" if key else str(name))
-    return f"{key} {there!r}, and {now!r} is asked for"
 
 
 def train_all(jobs: Sequence[Job], workers: int, report: Callable[[Job, float], None]) -> list[Job]:

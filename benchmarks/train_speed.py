@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.arms import Arm, check_distinct, parse_arms
 from benchmarks.command import check_folder_of, finish, parser, recorded
 from benchmarks.parity import check_parity
-from benchmarks.tables import text_table
 from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.batches import Batch, EpochBatches
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
+from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
+from recbft.experiments.tables import text_table
 from recbft.files import write_json
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
@@ -49,7 +49,7 @@ FOREVER = 2**31
 class Contestant:
     """An arm in training, and the times it took."""
 
-    arm: Arm
+    arm: ArmSpec
     config: RunConfig
     model: TrainableModel
     optimizer: torch.optim.Optimizer
@@ -76,7 +76,7 @@ class _Steps:
         yield from itertools.islice(self.batches, self.num_batches)
 
 
-def make_contestant(arm: Arm, config: RunConfig, dataset: Dataset) -> Contestant:
+def make_contestant(arm: ArmSpec, config: RunConfig, dataset: Dataset) -> Contestant:
     """An untrained model and its batches."""
     batches = training_batches(config, dataset)
     assert batches is not None  # checked with the options
@@ -164,7 +164,13 @@ def evaluate_in_turn(contestants: Sequence[Contestant], dataset: Dataset, *, tim
 
 
 def measure(
-    arms: Sequence[Arm], configs: Sequence[RunConfig], dataset: Dataset, *, epochs: int, chunk_steps: int, times: int
+    arms: Sequence[ArmSpec],
+    configs: Sequence[RunConfig],
+    dataset: Dataset,
+    *,
+    epochs: int,
+    chunk_steps: int,
+    times: int,
 ) -> list[Contestant]:
     """Warm up on throw-away models, then train and evaluate."""
     for arm, config in zip(arms, configs, strict=True):
@@ -226,7 +232,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return text_table(head, rows)
 
 
-def profile(arm: Arm, config: RunConfig, dataset: Dataset, *, steps: int, rows: int = 25) -> str:
+def profile(arm: ArmSpec, config: RunConfig, dataset: Dataset, *, steps: int, rows: int = 25) -> str:
     """The operators that took most of some training steps, by their own time."""
     contestant = make_contestant(arm, config, dataset)
     batches = contestant.batches.epoch(0)
@@ -300,7 +306,7 @@ def _footnotes(results: dict[str, Any], parity: dict[str, float], memory: int, c
     return "\n".join(notes)
 
 
-def _config(arm: Arm, options: Any) -> RunConfig:
+def _config(arm: ArmSpec, options: Any) -> RunConfig:
     config = arm.config(
         options.settings,
         model=options.model,

@@ -18,14 +18,16 @@ import typer
 from typer.core import TyperGroup
 
 from recbft.errors import RunError, UserError
-from recbft_cli import data, evaluate, models, recommend, train
+from recbft_cli import compare, data, evaluate, models, probe, recommend, report, stratify, sweep, train, tune
+
+_ORDER = "train evaluate recommend compare report stratify probe sweep tune data models"
 
 
 class _InOrder(TyperGroup):
     """Commands in the order in which a user meets them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return ["train", "evaluate", "recommend", "data", "models"]
+        return _ORDER.split()
 
 
 app = typer.Typer(
@@ -41,6 +43,12 @@ app = typer.Typer(
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("recommend", epilog=recommend.EXAMPLES)(recommend.recommend)
+app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
+app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("stratify", epilog=stratify.EXAMPLES)(stratify.stratify)
+app.command("probe", epilog=probe.EXAMPLES)(probe.probe)
+app.command("sweep", epilog=sweep.EXAMPLES)(sweep.sweep)
+app.command("tune", epilog=tune.EXAMPLES)(tune.tune)
 app.add_typer(data.app, name="data")
 app.command("models", epilog=models.EXAMPLES)(models.models)
 
@@ -72,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = app(given, prog_name="recbft", standalone_mode=False)
+            # Commands that record themselves beside their results find the words they were given in the context.
+            code = app(given, prog_name="recbft", standalone_mode=False, obj=tuple(given))
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()

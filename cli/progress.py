@@ -46,7 +46,7 @@ class Lines:
         self._done += 1
         left = self._total - int(str(row["epoch"]))
         per_epoch = (time.monotonic() - self._since) / self._done
-        self._print(f"{_epoch_text(row, self._total, self._metric)}  at most {_duration(left * per_epoch)} left")
+        self._print(f"{_epoch_text(row, self._total, self._metric)}  at most {duration(left * per_epoch)} left")
 
     def note(self, message: str) -> None:
         self._print(message)
@@ -129,7 +129,12 @@ def _valid_text(row: Mapping[str, object], metric: str) -> str:
     return f"  valid {metric} {value:.4f}" if isinstance(value, float) else ""
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(3725)
+    '1:02:05'
+    """
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"

@@ -41,6 +41,9 @@ def train(
     ] = None,
     data_root: DataRoot = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder that gets the run's folder.")] = Path("runs"),
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The run's folder in --out, in place of MODEL-ARM-DATASET-SEED.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the config; repeat for more.")
     ] = None,
@@ -55,7 +58,7 @@ def train(
     """Train a model and evaluate it; everything about the run goes to a folder of its own."""
     given = {
         "--model": model, "--dataset": dataset, "--arm": arm, "--seed": seed, "--set": settings, "--config": config,
-        "--deterministic": deterministic or None, "--overwrite": overwrite or None,
+        "--deterministic": deterministic or None, "--overwrite": overwrite or None, "--name": name,
     }  # fmt: skip
     named = [option for option, value in given.items() if value not in (None, [])]
     if resume is not None and named:
@@ -75,20 +78,20 @@ def train(
             data_root=data_root,
             deterministic=deterministic or None,
         )
-        run = _train(run_config, out, overwrite, quiet)
+        run = _train(run_config, out, name, overwrite, quiet)
     from recbft_cli.results import print_results
 
     print_results(run)
 
 
-def _train(config: RunConfig, out: Path, overwrite: bool, quiet: bool) -> RunFolder:
+def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quiet: bool) -> RunFolder:
     """Train into the folder that ``out`` holds for this run."""
     from recbft.training.run_folder import RunFolder
     from recbft.training.session import run_name, train
 
     config = replace(config, data=config.data.resolved())
     dataset = config.data.load()
-    path = out / run_name(config, dataset.name)
+    path = out / (name or run_name(config, dataset.name))
     if overwrite and (path / "config.yaml").is_file():
         shutil.rmtree(path)
     RunFolder.refuse_taken(path)

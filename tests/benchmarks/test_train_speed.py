@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks import parity, train_speed
-from benchmarks.arms import parse_arms
 from benchmarks.train_speed import main, make_contestant, train_in_turn
 from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
+from recbft.experiments.arms import parse_arms
 from recbft.run_config import load_run_config
 from recbft.training.checkpoint import load
 from recbft.training.session import train

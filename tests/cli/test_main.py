@@ -12,6 +12,20 @@ from recbft.errors import RunError, UserError
 from recbft_cli import main as main_module
 from recbft_cli.main import main
 
+COMMANDS = [
+    "train",
+    "evaluate",
+    "recommend",
+    "compare",
+    "report",
+    "stratify",
+    "probe",
+    "sweep",
+    "tune",
+    "data",
+    "models",
+]
+
 
 @pytest.fixture
 def events(tmp_path):
@@ -27,7 +41,7 @@ def run(capsys, *arguments):
     return code, out, err
 
 
-@pytest.mark.parametrize("command", ["", "train", "evaluate", "recommend", "data", "data prepare", "models"])
+@pytest.mark.parametrize("command", [*COMMANDS, "", "data prepare"])
 def test_help_ends_well_and_shows_an_example(capsys, command):
     code, out, err = run(capsys, *command.split(), "--help")
     assert code == 0 and "Usage: recbft" in out and not err
@@ -36,13 +50,7 @@ def test_help_ends_well_and_shows_an_example(capsys, command):
 
 def test_help_lists_the_commands_in_the_order_of_use(capsys):
     _, out, _ = run(capsys, "--help")
-    assert re.findall(r"^\W*(train|evaluate|recommend|data|models)  ", out, re.MULTILINE) == [
-        "train",
-        "evaluate",
-        "recommend",
-        "data",
-        "models",
-    ]
+    assert re.findall(rf"^\W*({'|'.join(COMMANDS)})  ", out, re.MULTILINE) == COMMANDS
 
 
 def test_help_needs_neither_torch_nor_pandas():

@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.arms import Arm, check_distinct, parse_arms
-from benchmarks.command import parse_seeds, recorded
 from recbft.errors import UserError
+from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
+from recbft.experiments.lists import parse_seeds
 
 
 def test_an_arm_is_a_name_with_recency_and_settings_of_its_own():
     arms = parse_arms("matched, matched+recency, bft[lam_max=10,ks=[5,10]]")
     assert arms == [
-        Arm("matched", "matched"),
-        Arm("matched+recency", "matched", ("recency_decay=true",)),
-        Arm("bft[lam_max=10,ks=[5,10]]", "bft", ("lam_max=10", "ks=[5,10]")),
+        ArmSpec("matched", "matched"),
+        ArmSpec("matched+recency", "matched", ("recency_decay=true",)),
+        ArmSpec("bft[lam_max=10,ks=[5,10]]", "bft", ("lam_max=10", "ks=[5,10]")),
     ]
     assert [arm.folder for arm in arms] == ["matched", "matched+recency", "bft_lam_max=10_ks=_5_10"]
 
@@ -64,10 +64,3 @@ def test_seeds_are_numbers_and_ranges():
 def test_seeds_that_cannot_be_meant_are_refused(text, message):
     with pytest.raises(UserError, match=message):
         parse_seeds(text)
-
-
-def test_a_recorded_command_has_no_places_of_the_machine():
-    given = ["--dataset", "ml-1m", "--data-root", "/home/x/data", "--out=/tmp/y", "--set", "epochs=2", "--json", "z"]
-    assert recorded("train_speed", given) == (
-        "python -m benchmarks.train_speed --dataset ml-1m --data-root DIR --out OUT --set epochs=2 --json FILE"
-    )

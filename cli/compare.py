@@ -1,0 +1,260 @@
+"""``recbft compare``: train arms over seeds and compare them, compare runs that exist, or pool comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from recbft.errors import UserError
+from recbft_cli.columns import DataRoot
+
+if TYPE_CHECKING:
+    from recbft.datasets import Dataset
+    from recbft.experiments.arms import ArmSpec
+    from recbft.experiments.plan import Job
+    from recbft.run_config import RunConfig
+
+ARMS, SEEDS = "matched,matched+recency,bft", "0-9"
+EXAMPLES = """Examples:
+
+recbft compare -m sasrec -d amazon-instruments --arms matched,bft --seeds 0-19 --out comparisons/instruments
+
+recbft compare -m sasrec,bert4rec,hstu -d amazon-instruments --arms published,matched,bft --out comparisons/all
+
+recbft compare runs/sasrec-*-seed* --out comparisons/mine --external other=ranks.csv
+
+recbft compare comparisons/instruments comparisons/beauty --pool --out comparisons/both
+"""
+
+Model = Annotated[str | None, typer.Option("-m", "--model", help="One of `recbft models`; sasrec if left out.")]
+DatasetName = Annotated[
+    str | None, typer.Option("-d", "--dataset", help="A name of `recbft data list`, or a file; ml-100k if left out.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of every run; repeat for more.")
+]
+Config = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML with settings of every run.")]
+Jobs = Annotated[
+    int | None, typer.Option("-j", "--jobs", metavar="N", help="Runs trained at a time; the cores, at most 4.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the command of each run that is missing, and do nothing.")
+]
+
+
+def compare(
+    context: typer.Context,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN_DIR", help="Finished runs, in place of training.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for runs and results.")] = None,
+    models: Annotated[
+        str | None,
+        typer.Option("-m", "--model", help="One of `recbft models`, or several: DIR/MODEL each; sasrec if left out."),
+    ] = None,
+    dataset: DatasetName = None,
+    arms: Annotated[
+        str | None, typer.Option(help=f"NAME, NAME+recency, NAME\\[key=value,...]; {ARMS} if left out.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help=f"Such as 0-9 or 0,1,5-7; {SEEDS} if left out.")] = None,
+    jobs: Jobs = None,
+    settings: Settings = None,
+    config: Config = None,
+    data_root: DataRoot = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="ARM", help="What others are compared with; matched, else the first arm.")
+    ] = None,
+    metrics: Annotated[
+        str, typer.Option(help="What is tested; with the arms, the family of Holm's adjustment.")
+    ] = "hr@10,ndcg@10,mrr",
+    external: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help="Ranks of another system: columns user, rank (rank_filtered, seed)."),
+    ] = None,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out run folders that are broken.")] = False,
+    pool: Annotated[bool, typer.Option("--pool", help="Pool comparisons made on different data sets.")] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Compare arms, paired by seed and by user: is one better, and could it be chance?"""
+    training = {
+        "--model": models, "--dataset": dataset, "--arms": arms, "--seeds": seeds, "--jobs": jobs, "--set": settings,
+        "--config": config, "--dry-run": dry_run or None,
+    }  # fmt: skip
+    if runs and (unused := [option for option, value in training.items() if value not in (None, [])]):
+        raise UserError(f"{unused[0]} has no effect with run folders, which are compared as they are; leave it out")
+    if pool:
+        _pool(runs or [], out)
+        return
+    if out is None:
+        raise UserError("--out is missing; name the folder that gets the results")
+    asked = _Asked(
+        out=out,
+        command=recorded_command(context, runs or ()),
+        baseline=baseline,
+        external=_external(external or ()),
+        metrics=tuple(part.strip() for part in metrics.split(",")),
+        skip_broken=skip_broken,
+    )
+    if runs:
+        _compare_runs(runs, asked)
+        return
+    # All are planned, and what is wrong with one is said, before the first is trained.
+    plans = []
+    for model, its in _one_by_one(models, asked):
+        named = {"model": model, "dataset": dataset, "data_root": data_root}
+        plans.append((its, *_plan(arms or ARMS, seeds or SEEDS, its, config, settings or (), named)))
+    for its, planned, data in plans:
+        if dry_run:
+            print_commands(planned)
+        else:
+            _train_and_compare(planned, data, its, jobs if jobs is not None else default_jobs())
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a comparison is asked for, wherever its runs come from."""
+
+    out: Path
+    command: str
+    baseline: str | None
+    external: dict[str, Path]
+    metrics: tuple[str, ...]
+    skip_broken: bool
+
+
+def _one_by_one(models: str | None, asked: _Asked) -> list[tuple[str | None, _Asked]]:
+    """Each model with what is asked of it; several get a folder each within --out."""
+    from recbft.experiments.lists import split_list
+
+    names = split_list(models) if models is not None else []
+    if len(names) < 2:
+        return [(models, asked)]
+    if len(set(names)) < len(names):
+        raise UserError(f"--model {models!r} names a model twice; name each once")
+    if asked.external:
+        raise UserError("--external belongs to one comparison, but --model names several; compare them one at a time")
+    return [(name, replace(asked, out=asked.out / name)) for name in names]
+
+
+def recorded_command(context: typer.Context, places: Sequence[Path] = ()) -> str:
+    """The command line as it is kept beside results, without the folders it had on this machine."""
+    from recbft.experiments.provenance import recorded
+
+    given = [str(argument) for argument in context.obj or ()][1:]
+    run_dirs = {str(place) for place in places}
+    kept = [argument for argument in given if argument not in run_dirs]
+    for n, argument in enumerate(kept[1:], start=1):
+        if kept[n - 1] == "--external":
+            kept[n] = f"{argument.partition('=')[0]}=FILE"
+    return recorded(f"recbft {context.info_name}", [*kept, *(["RUN_DIR..."] if run_dirs else [])])
+
+
+def print_commands(jobs: Sequence[Any]) -> None:
+    """The commands of the runs that are not finished."""
+    from recbft.training.run_folder import RunFolder
+
+    for job in jobs:
+        if not RunFolder(job.path).is_finished:
+            typer.echo(job.command)
+
+
+def default_jobs() -> int:
+    """One per core, with room for other people on a large machine."""
+    from recbft.experiments.provenance import cores
+
+    return min(cores(), 4)
+
+
+def _plan(
+    arms: str, seeds: str, asked: _Asked, config: Path | None, settings: Sequence[str], named: dict[str, Any]
+) -> tuple[list[Job], Dataset]:
+    """The runs of all arms and seeds, checked, and their data."""
+    from recbft.experiments.arms import parse_arms
+    from recbft.experiments.experiment import prepare
+    from recbft.experiments.lists import parse_seeds
+
+    wanted, specs = parse_seeds(seeds), parse_arms(arms)
+    if len(wanted) < 2:
+        raise UserError(f"--seeds {seeds!r} names one seed; a comparison needs at least 2, such as 0-9")
+    names = [*(spec.label for spec in specs), *asked.external]
+    if len(names) < 2:
+        raise UserError(f"--arms {arms!r} names one arm; a comparison needs at least 2, such as matched,bft")
+    if len(set(names)) < len(names):
+        raise UserError(f"--external has the name of an arm among {', '.join(names)}; give it another")
+    if asked.baseline is not None and asked.baseline not in names:
+        raise UserError(f"--baseline {asked.baseline!r} is not an arm; choose one of {', '.join(names)}")
+
+    def configure(arm: ArmSpec, seed: int) -> RunConfig:
+        return arm.config(settings, file=config, seed=seed, **named)
+
+    return prepare(specs, wanted, asked.out, configure)
+
+
+def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int) -> None:
+    from recbft.experiments import provenance
+    from recbft.experiments.comparison import comparison_of
+    from recbft.experiments.experiment import conclude, train_missing
+    from recbft_cli.queue_view import view_for
+
+    config = planned[0].config
+    made = provenance.header(asked.command, data, device=provenance.device_of(config))
+    made["threads"] = config.training.threads
+    train_missing(planned, asked.out, workers=jobs, watch=view_for())
+    comparison = comparison_of(
+        [job.path for job in planned],
+        baseline=asked.baseline,
+        external=asked.external,
+        names={job.path: job.arm.label for job in planned},
+        skip_broken=asked.skip_broken,
+    )
+    made = provenance.close(made)
+    text = conclude(comparison, asked.out, made=made, external=asked.external, metrics=asked.metrics)
+    typer.echo(f"{text}\nwritten to {asked.out}: comparison.md, comparison.json, commands.txt, runs/")
+
+
+def _compare_runs(runs: Sequence[Path], asked: _Asked) -> None:
+    from recbft.experiments import provenance
+    from recbft.experiments.comparison import COMPARISON_FILE, comparison_of
+    from recbft.experiments.experiment import conclude
+
+    for path in runs:
+        if (path / COMPARISON_FILE).is_file():
+            raise UserError(f"{path} is a comparison, not a run; give its runs ({path}/runs/*), or pool with --pool")
+    comparison = comparison_of(runs, baseline=asked.baseline, external=asked.external, skip_broken=asked.skip_broken)
+    made = provenance.close(provenance.header(asked.command) | {"data": _data(comparison.protocol)})
+    text = conclude(comparison, asked.out, made=made, external=asked.external, metrics=asked.metrics)
+    typer.echo(f"{text}\nwritten to {asked.out}: comparison.md, comparison.json")
+
+
+def _data(protocol: dict[str, Any]) -> dict[str, Any]:
+    names = ("users", "items", "events", "content_hash", "target_hash")
+    return {"name": protocol.get("dataset", "data of several names"), **{name: protocol[name] for name in names}}
+
+
+def _pool(folders: Sequence[Path], out: Path | None) -> None:
+    from recbft.experiments.pooling import pool, pooled_document, read_results
+    from recbft.files import write_atomic, write_json
+
+    pooled = pool([read_results(folder) for folder in folders])
+    typer.echo(pooled_document(pooled, markdown=False), nl=False)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "pooled.json", pooled)
+        write_atomic(out / "pooled.md", pooled_document(pooled, markdown=True).encode())
+        typer.echo(f"\nwritten to {out}: pooled.md, pooled.json")
+
+
+def _external(texts: Sequence[str]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        if not (name and equals and file) or "/" in name:
+            raise UserError(f"--external {text!r} is not NAME=FILE; write for example recbole=ranks.csv")
+        if name in files:
+            raise UserError(f"--external names {name!r} twice; name each arm once")
+        files[name] = Path(file)
+    return files

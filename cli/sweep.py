@@ -1,0 +1,88 @@
+"""``recbft sweep``: one setting over several values, paired by seed with the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from recbft.errors import UserError
+from recbft_cli.columns import DataRoot
+from recbft_cli.compare import (
+    Config,
+    DatasetName,
+    DryRun,
+    Jobs,
+    Model,
+    Settings,
+    default_jobs,
+    print_commands,
+    recorded_command,
+)
+
+if TYPE_CHECKING:
+    from recbft.experiments.arms import ArmSpec
+    from recbft.run_config import RunConfig
+
+EXAMPLES = (
+    "Example: recbft sweep -m sasrec -d amazon-instruments --vary core.lam_max=10,20,50,100 --seeds 0-4 --out DIR"
+)
+
+
+def sweep(
+    context: typer.Context,
+    vary: Annotated[list[str], typer.Option(metavar="KEY=VALUE,VALUE,...", help="The setting and its values.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for runs and results.")],
+    model: Model = None,
+    dataset: DatasetName = None,
+    arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
+    seeds: Annotated[str, typer.Option(help="Such as 0-4 or 0,1,5-7.")] = "0-4",
+    jobs: Jobs = None,
+    settings: Settings = None,
+    config: Config = None,
+    data_root: DataRoot = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train one setting's values over seeds; validation chooses, the test is shown beside it."""
+    if len(vary) > 1:
+        raise UserError("--vary is given twice; vary one setting at a time, or search several with `recbft tune`")
+
+    from recbft.experiments import provenance
+    from recbft.experiments.comparison import comparison_of
+    from recbft.experiments.experiment import conclude, prepare, train_missing
+    from recbft.experiments.lists import parse_seeds
+    from recbft.experiments.sweep import plan_sweep, sweep_document, sweep_results
+    from recbft.files import write_atomic, write_json
+    from recbft.run_config import load_run_config
+    from recbft_cli.queue_view import view_for
+
+    wanted = parse_seeds(seeds)
+    if len(wanted) < 2:
+        raise UserError(f"--seeds {seeds!r} names one seed; paired differences need at least 2, such as 0-4")
+    named: dict[str, Any] = {"model": model, "dataset": dataset, "data_root": data_root}
+    arm = load_run_config(config, settings or (), arm=arm, **named).arm
+
+    def configure(spec: ArmSpec, seed: int) -> RunConfig:
+        return spec.config(settings or (), file=config, seed=seed, **named)
+
+    planned = plan_sweep(vary[0], arm, lambda spec: configure(spec, wanted[0]))
+    runs, data = prepare(planned.arms, wanted, out, configure)
+    if dry_run:
+        print_commands(runs)
+        return
+    made = provenance.header(recorded_command(context), data, device=provenance.device_of(runs[0].config))
+    made["threads"] = runs[0].config.training.threads
+    train_missing(runs, out, workers=jobs if jobs is not None else default_jobs(), watch=view_for())
+    comparison = comparison_of(
+        [job.path for job in runs], baseline=planned.arms[0].label, names={job.path: job.arm.label for job in runs}
+    )
+    made = provenance.close(made)
+    conclude(comparison, out, made=made)
+    result = {
+        "made": made, "seeds": wanted, "protocol": comparison.protocol, "notes": [], **sweep_results(planned, runs),
+    }  # fmt: skip
+    write_json(out / "sweep.json", result)
+    write_atomic(out / "sweep.md", sweep_document(result, markdown=True).encode())
+    typer.echo(sweep_document(result, markdown=False), nl=False)
+    typer.echo(f"\nwritten to {out}: sweep.md, sweep.json, comparison.md, comparison.json, commands.txt, runs/")

@@ -1,0 +1,81 @@
+"""``recbft tune``: search several settings at once with Optuna, by validation."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from recbft_cli.columns import DataRoot
+from recbft_cli.compare import Config, DatasetName, Jobs, Model, Settings, default_jobs
+
+if TYPE_CHECKING:
+    from recbft.experiments.arms import ArmSpec
+    from recbft.run_config import RunConfig
+
+EXAMPLES = """Example: recbft tune -d ml-100k --space training.learning_rate=log:1e-4..1e-2 --trials 20 --out DIR"""
+
+
+def tune(
+    space: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=VALUES", help="a,b,c or low..high or log:low..high; repeat for more settings."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the study and its runs.")],
+    model: Model = None,
+    dataset: DatasetName = None,
+    arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
+    seeds: Annotated[str, typer.Option(help="A trial's value is the mean over them.")] = "0-2",
+    trials: Annotated[int, typer.Option(min=1, help="In all, those of earlier commands included.")] = 20,
+    prune: Annotated[bool, typer.Option("--prune", help="Give up trials below the median after some seeds.")] = False,
+    jobs: Jobs = None,
+    settings: Settings = None,
+    config: Config = None,
+    data_root: DataRoot = None,
+) -> None:
+    """Search settings for the best validation metric; the test is not looked at."""
+    from recbft.experiments.lists import parse_seeds
+    from recbft.experiments.tuning import load_optuna, parse_space, search
+    from recbft.files import write_json
+    from recbft.run_config import load_run_config
+    from recbft_cli.queue_view import view_for
+
+    load_optuna()
+    named: dict[str, Any] = {"model": model, "dataset": dataset, "data_root": data_root}
+    base = load_run_config(config, settings or (), arm=arm, **named)
+
+    def configure(spec: ArmSpec, seed: int) -> RunConfig:
+        return spec.config(settings or (), file=config, seed=seed, **named)
+
+    result = search(
+        parse_space(space),
+        base.arm,
+        parse_seeds(seeds),
+        out,
+        configure,
+        trials=trials,
+        workers=jobs if jobs is not None else default_jobs(),
+        prune=prune,
+        watch=view_for(),
+    )
+    write_json(out / "tune.json", {"metric": base.training.valid_metric, "seeds": seeds, **result})
+    typer.echo(_text(result, base.training.valid_metric))
+    typer.echo(f"written to {out}: tune.json, study.db, runs/")
+
+
+def _text(result: dict[str, Any], metric: str) -> str:
+    from recbft_cli.tables import table
+
+    best = result["trials"][0]["settings"]
+    rows = [
+        [*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in trial["settings"].values()), trial["validation"]]
+        for trial in result["trials"][:10]
+    ]
+    options = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in best.items())
+    return (
+        f"{table([*best, f'valid {metric}'], rows)}\n\n"
+        f"{len(result['trials'])} trials, {result['pruned']} pruned, {result['failed']} failed. Best by validation: "
+        f"{options}\nThe test was not looked at: compare with these settings on seeds that the search has not used."
+    )

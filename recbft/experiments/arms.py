@@ -1,0 +1,115 @@
+"""Arms as they are named on the command line, and the configuration each stands for.
+
+NAME                    an arm of the model, such as matched
+NAME+recency            the same with the learned recency decay
+NAME[key=value,...]     the same with settings of its own; NAME+recency[...] too
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from recbft.config import to_dict
+from recbft.config_file import parse_setting
+from recbft.errors import UserError
+from recbft.experiments.lists import split_list
+from recbft.run_config import RunConfig, load_run_config
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """One side of a comparison: ``label`` is how it was asked for."""
+
+    label: str
+    name: str
+    settings: tuple[str, ...] = ()
+
+    def config(self, settings: Sequence[str] = (), *, file: Path | None = None, **named: Any) -> RunConfig:
+        """The run of this arm under a file and settings common to all arms.
+
+        The arm's own settings win over those, and named values over both.
+        """
+        try:
+            made = load_run_config(file, [*settings, *self.settings], arm=self.name, **named)
+        except UserError as error:
+            raise UserError(f"arm {self.label}: {error}") from None
+        return replace(made, data=made.data.resolved())
+
+    @property
+    def folder(self) -> str:
+        """The label in letters that any file system and shell takes."""
+        return re.sub(r"[^\w.+=-]+", "_", self.label).strip("_")
+
+
+def parse_arms(text: str) -> list[ArmSpec]:
+    """The arms of a comma-separated list.
+
+    Raises:
+        UserError: the text is not such a list, or names an arm twice.
+
+    >>> parse_arms("matched+recency, bft[lam_max=10,initial=count]")[1].settings
+    ('lam_max=10', 'initial=count')
+    """
+    arms = []
+    for part in split_list(text):
+        match = re.fullmatch(r"(\w+)(\+recency)?(?:\[(.*)\])?", part)
+        if match is None:
+            raise UserError(f"arm {part!r} cannot be read; write NAME, NAME+recency or NAME[key=value,...]")
+        own = split_list(match[3]) if match[3] else []
+        recency = ["recency_decay=true"] if match[2] else []
+        arms.append(ArmSpec(label=part, name=match[1], settings=(*recency, *own)))
+    for arm in arms:
+        if sum(arm.folder == other.folder for other in arms) > 1:
+            raise UserError(f"arm {arm.label!r} is named twice; name each once")
+    return arms
+
+
+def check_distinct(arms: Sequence[ArmSpec], configs: Sequence[RunConfig]) -> None:
+    """Refuse to train the same thing twice.
+
+    Raises:
+        UserError: two arms have equal configurations.
+    """
+    seen: dict[str, str] = {}
+    for arm, config in zip(arms, configs, strict=True):
+        key = repr(to_dict(config))
+        if key in seen:
+            raise UserError(f"arms {seen[key]} and {arm.label} are the same configuration; leave one out")
+        seen[key] = arm.label
+
+
+def settings_of(config: RunConfig) -> list[str]:
+    """The ``key=value`` settings that make this run from its model, arm, data set and seed alone."""
+    default = to_dict(load_run_config(model=config.model, arm=config.arm, seed=config.seed))
+    ours = leaves(to_dict(config))
+    known = leaves(default)
+    named = ("model", "arm", "seed", "data.dataset")
+    return [_setting(key, value) for key, value in ours.items() if key not in named and value != known.get(key)]
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by dotted key.
+
+    >>> leaves({"seed": 1, "training": {"epochs": 3}})
+    {'seed': 1, 'training.epochs': 3}
+    """
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _setting(key: str, value: Any) -> str:
+    """``key=value`` that ``parse_setting`` reads back, without quotes where it can do without."""
+    text = f"{key}={value}"
+    if isinstance(value, (str, int, float)) and parse_setting(text) == (key, value) and not isinstance(value, bool):
+        return text
+    return f"{key}={json.dumps(value)}"

@@ -1,0 +1,275 @@
+"""Arms over the same seeds and users, read from run folders and from files of other systems' ranks.
+
+Nothing here needs the data, the model or the machine a run was made on: all follows from ranks, one per user and seed.
+
+Shapes: S seeds, U users.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recbft.errors import UserError, did_you_mean
+from recbft.evaluation.metrics import values_from_ranks
+from recbft.evaluation.protocol import SETTINGS
+from recbft.experiments.arms import leaves
+from recbft.experiments.external import read_external
+from recbft.experiments.lists import seeds_text
+from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, check_same, label_runs, read_run
+
+COMPARISON_FILE = "comparison.json"
+BASELINE = "matched"  # where it takes part and no other is named
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """One side of a comparison, over the comparison's seeds."""
+
+    name: str
+    seeds: tuple[int, ...]
+    runs: tuple[Path | None, ...]  # None for external ranks
+    ranks: dict[str, IntArray]  # "unfiltered"/"filtered" -> (S, U) ranks of the test target; absent where not known
+    histories: tuple[list[dict[str, Any]], ...]  # rows of history.csv; none for external ranks
+    config: dict[str, Any]  # of its first run; empty for external ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Arms that can be compared: same data, split, vocabulary, ranking, version; same seeds and users."""
+
+    path: Path | None  # the folder it was read from
+    protocol: dict[str, Any]  # what all runs share
+    users: NDArray[Any]  # (U,) raw ids
+    training_length: IntArray  # (U,) training events
+    target_frequency: IntArray  # (U,) training events of the test target
+    target: NDArray[Any]  # (U,) raw ids of the test targets
+    arms: dict[str, Arm]
+    baseline: str
+    seeds: tuple[int, ...]  # common to all arms
+    notes: tuple[str, ...]  # what a reader must know: seeds and runs left out, arms that are external or identical
+
+    def values(self, arm: str, setting: str, metric: str) -> FloatArray:
+        """A metric per seed, (S,).
+
+        Raises:
+            UserError: an unknown arm, setting or metric, or one that this arm lacks.
+        """
+        values: FloatArray = self._values(arm, setting, metric).mean(axis=1)
+        return values
+
+    def per_user(self, arm: str, setting: str, metric: str) -> FloatArray:
+        """A metric per user, averaged over seeds, (U,)."""
+        values: FloatArray = self._values(arm, setting, metric).mean(axis=0)
+        return values
+
+    def settings(self, *arms: str) -> tuple[str, ...]:
+        """The settings ("unfiltered", "filtered") that all of these arms have ranks for."""
+        return tuple(setting for setting in SETTINGS if all(setting in self.arms[arm].ranks for arm in arms))
+
+    def _values(self, arm: str, setting: str, metric: str) -> FloatArray:
+        if arm not in self.arms:
+            raise UserError(f"unknown arm {arm!r}; {did_you_mean(arm, self.arms)}")
+        if setting not in self.arms[arm].ranks:
+            raise UserError(f"arm {arm} has no {setting} ranks; use {' or '.join(self.arms[arm].ranks)}")
+        cutoff = metric.partition("@")[2]
+        found = values_from_ranks(self.arms[arm].ranks[setting], (int(cutoff),) if cutoff.isdecimal() else ())
+        if metric not in found:
+            raise UserError(f"unknown metric {metric!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'")
+        return found[metric]
+
+
+def comparison_of(
+    run_dirs: Sequence[str | Path],
+    *,
+    baseline: str | None = None,
+    external: Mapping[str, str | Path] | None = None,
+    names: Mapping[Path, str] | None = None,
+    skip_broken: bool = False,
+) -> Comparison:
+    """The comparison that finished runs and files of ranks make.
+
+    Args:
+        baseline: an arm's name; "matched" where it takes part, else the first arm.
+        external: arm name -> file of ranks, see ``external``.
+        names: run folder -> arm name; found from the configurations where left out, see ``runs``.
+        skip_broken: leave out folders that cannot be read, and say so in the notes.
+
+    Raises:
+        UserError: a run is broken, runs cannot be compared, or fewer than two arms or common seeds are there.
+    """
+    runs, notes = _read(run_dirs, skip_broken)
+    if not runs:
+        raise UserError("there is no run to compare; give the folders of finished runs")
+    check_same(runs)
+    grouped = label_runs(runs) if names is None else _grouped(runs, names)
+    by_seed = {name: _by_seed(name, group) for name, group in grouped.items()}
+    users = runs[0].per_user[COLUMNS["user"]].to_numpy()
+    files = {name: read_external(Path(path), users, num_items=runs[0].protocol["items"])
+             for name, path in (external or {}).items()}  # fmt: skip
+    if clash := sorted(set(files) & set(grouped)):
+        raise UserError(f"external arm {clash[0]!r} has the name of a trained arm; give it another")
+    if len(grouped) + len(files) < 2:
+        raise UserError(f"there is one arm, {next(iter(grouped))}; a comparison needs at least 2")
+    have = {name: set(each) for name, each in by_seed.items()}
+    have |= {name: set(file.seeds) for name, file in files.items() if file.seeds is not None}
+    seeds, left_out = _common_seeds(have)
+    arms = {name: _trained_arm(name, each, seeds) for name, each in by_seed.items()}
+    for name, file in files.items():
+        rows = [0] * len(seeds) if file.seeds is None else [file.seeds.index(seed) for seed in seeds]
+        ranks = {setting: each[rows] for setting, each in file.ranks.items()}
+        arms[name] = Arm(name, seeds, (None,) * len(seeds), ranks, tuple([] for _ in seeds), {})
+        notes += _notes_on_file(name, file.seeds, file.others)
+    chosen = _baseline(baseline, arms)
+    per_user = runs[0].per_user
+    return Comparison(
+        path=None,
+        protocol=_shared_protocol(runs, arms, seeds),
+        users=users,
+        training_length=per_user[COLUMNS["history_length"]].to_numpy(np.int64) - 1,  # without the validation event
+        target_frequency=per_user[COLUMNS["target_count"]].to_numpy(np.int64),
+        target=per_user[COLUMNS["target"]].to_numpy(),
+        arms=arms,
+        baseline=chosen,
+        seeds=seeds,
+        notes=(*notes, *left_out, *_notes_on_settings(grouped), *_notes_on_identical(arms, chosen)),
+    )
+
+
+def load_comparison(path: str | Path) -> Comparison:
+    """The comparison in a folder written by ``recbft compare``.
+
+    Raises:
+        UserError: there is none, or a run it names has gone or is broken.
+    """
+    path = Path(path)
+    file = path / COMPARISON_FILE
+    if not file.is_file():
+        raise UserError(f"{path} holds no {COMPARISON_FILE}; make it with: recbft compare RUN_DIR... --out {path}")
+    try:
+        saved = json.loads(file.read_bytes())
+        names = {path / run: name for name, arm in saved["arms"].items() for run in arm["runs"].values()}
+        external = {name: path / arm["external"] for name, arm in saved["arms"].items() if arm["external"]}
+        baseline, order, notes = saved["baseline"], list(saved["arms"]), tuple(saved["notes"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{file} is damaged; make it again with: recbft compare RUN_DIR... --out {path}") from None
+    made = comparison_of(list(names), baseline=baseline, external=external, names=names)
+    return Comparison(**{**vars(made), "path": path, "arms": {name: made.arms[name] for name in order}, "notes": notes})
+
+
+def _read(run_dirs: Sequence[str | Path], skip_broken: bool) -> tuple[list[Run], list[str]]:
+    runs, notes = [], []
+    for path in run_dirs:
+        try:
+            runs.append(read_run(path))
+        except UserError as error:
+            if not skip_broken:
+                raise UserError(f"{error}; --skip-broken leaves such a run out") from None
+            notes.append(f"left out, broken: {error}")
+    return runs, notes
+
+
+def _grouped(runs: Sequence[Run], names: Mapping[Path, str]) -> dict[str, list[Run]]:
+    grouped: dict[str, list[Run]] = {}
+    for run in runs:
+        grouped.setdefault(names[run.path], []).append(run)
+    return grouped
+
+
+def _by_seed(name: str, runs: Sequence[Run]) -> dict[int, Run]:
+    found: dict[int, Run] = {}
+    for run in runs:
+        if run.seed in found:
+            raise UserError(
+                f"arm {name} has two runs of seed {run.seed}: {found[run.seed].path} and {run.path}; give one of them"
+            )
+        found[run.seed] = run
+    return found
+
+
+def _common_seeds(have: Mapping[str, set[int]]) -> tuple[tuple[int, ...], list[str]]:
+    common = set.intersection(*have.values())
+    if len(common) < 2:
+        each = "; ".join(f"{name} has {seeds_text(sorted(seeds)) or 'none'}" for name, seeds in have.items())
+        raise UserError(
+            f"the arms share {len(common)} seeds, and a comparison needs at least 2 ({each}); train more seeds"
+        )
+    extra = {name: sorted(seeds - common) for name, seeds in have.items()}
+    notes = [
+        f"seeds not common to all arms are left out: {name} {seeds_text(more)}" for name, more in extra.items() if more
+    ]
+    return tuple(sorted(common)), notes
+
+
+def _trained_arm(name: str, runs: Mapping[int, Run], seeds: tuple[int, ...]) -> Arm:
+    chosen = [runs[seed] for seed in seeds]
+    return Arm(
+        name=name,
+        seeds=seeds,
+        runs=tuple(run.path for run in chosen),
+        ranks={
+            setting: np.stack([run.per_user[COLUMNS[setting]].to_numpy(np.int64) for run in chosen])
+            for setting in SETTINGS
+        },
+        histories=tuple(run.history for run in chosen),
+        config=chosen[0].config,
+    )
+
+
+def _baseline(name: str | None, arms: Mapping[str, Arm]) -> str:
+    if name is not None and name not in arms:
+        raise UserError(f"baseline {name!r} is not an arm; {did_you_mean(name, arms)}")
+    return name or (BASELINE if BASELINE in arms else next(iter(arms)))
+
+
+def _shared_protocol(runs: Sequence[Run], arms: Mapping[str, Arm], seeds: tuple[int, ...]) -> dict[str, Any]:
+    """The entries that all runs have, and the settings that all configurations have."""
+    first = runs[0].protocol
+    shared = {key: value for key, value in first.items() if all(run.protocol.get(key) == value for run in runs)}
+    configs = [leaves(run.config) for run in runs]
+    same = {key: value for key, value in configs[0].items() if all(c.get(key, c) == value for c in configs)}
+    shared.setdefault("max_length", "of each arm")
+    return shared | {"seed": seeds_text(seeds), "config": same, "arms": list(arms)}
+
+
+def _notes_on_file(name: str, seeds: tuple[int, ...] | None, others: int) -> list[str]:
+    notes = [f"arm {name} is external: its ranks come from a file, under a protocol that its maker answers for"]
+    if seeds is None:
+        notes.append(
+            f"arm {name} has one set of ranks, used for every seed: its own variation over seeds is not in the tests"
+        )
+    if others:
+        notes.append(f"arm {name}: {others:,} users of its file are not in this comparison and are left out")
+    return notes
+
+
+def _notes_on_settings(grouped: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Settings of training and evaluation, which a reader expects to be equal, where arms differ."""
+    configs = {name: leaves(runs[0].config) for name, runs in grouped.items()}
+    keys = dict.fromkeys(
+        key for config in configs.values() for key in config if key.startswith(("training.", "evaluation."))
+    )
+    notes = []
+    for key in [*keys, "backbone.max_length", "backbone.show_target_time"]:
+        values = {name: config[key] for name, config in configs.items() if key in config}
+        if len(set(map(str, values.values()))) > 1:
+            kind = "the machine decides" if key in OF_MACHINE else "the arms differ in"
+            notes.append(f"{kind} {key}: " + ", ".join(f"{name} {value}" for name, value in values.items()))
+    return notes
+
+
+def _notes_on_identical(arms: Mapping[str, Arm], baseline: str) -> list[str]:
+    first = arms[baseline].ranks
+    return [
+        f"arm {name} has the same ranks as {baseline} for every user and seed: the difference is 0 and p is 1"
+        for name, arm in arms.items()
+        if name != baseline and all(s in first and np.array_equal(first[s], arm.ranks[s]) for s in arm.ranks)
+    ]

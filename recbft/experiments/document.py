@@ -1,0 +1,136 @@
+"""A comparison's figures for readers: what was done, the arms, and each arm's difference from each baseline."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from recbft.evaluation.protocol import SETTINGS
+from recbft.experiments import provenance
+from recbft.experiments.lists import seeds_text
+from recbft.experiments.tables import Row, markdown_table, text_table
+
+Table = Callable[[Row, Sequence[Row]], str]
+Result = Mapping[str, Any]
+
+
+def comparison_document(result: Result, *, markdown: bool) -> str:
+    """The text of ``comparison.md``, or the same for a terminal.
+
+    Args:
+        result: what ``write_comparison`` returns.
+    """
+    table: Table = markdown_table if markdown else text_table
+    parts = [head(result, markdown=markdown), table(*_arm_cells(result))]
+    for baseline, against in result["comparisons"].items():
+        tests = sum(len(metrics) for settings in against.values() for metrics in settings.values())
+        parts.append(
+            f"Difference from {baseline}, paired by seed: would training again show it? p by two-sided paired t-test, "
+            f"by sign flips, and by Holm over the {tests} t-tests of this table; the last column is the smallest "
+            "difference that so many seeds would have found four times in five."
+        )
+        parts.append(table(*_seed_cells(against)))
+        if any("over_users" in cell for _, _, _, cell in cells_of(against)):
+            parts.append(
+                f"Difference from {baseline} over users, seeds averaged away: another claim, that with these trained "
+                "models other users would show it too. Bootstrap interval and sign-flip p over users."
+            )
+            parts.append(table(*_user_cells(against)))
+    return "\n\n".join(parts) + "\n"
+
+
+def head(result: Result, *, markdown: bool) -> str:
+    """Command, date, device, versions, data, seeds, protocol and notes."""
+    p = result["protocol"]
+    lines = ("  \n" if markdown else "\n").join(provenance.lines(result["made"]))
+    said = (
+        f"Seeds {seeds_text(result['seeds'])}; test target of leave-one-out ranked among all {p['items']:,} items, "
+        f"ties against the target; early stopping on {_setting(p)}; mean and standard deviation over seeds."
+    )
+    notes = list(result["notes"])
+    if len(result.get("environments", ())) > 1:
+        notes.append(f"the runs come from {len(result['environments'])} different environments")
+    return "\n\n".join([lines, said, *(["\n".join(f"- note: {note}" for note in notes)] if notes else [])])
+
+
+def cells_of(against: Mapping[str, Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
+    """Arm, setting, metric and figures of every comparison with one baseline."""
+    return [
+        (arm, setting, metric, cell)
+        for arm, settings in against.items()
+        for setting, metrics in settings.items()
+        for metric, cell in metrics.items()
+    ]
+
+
+def difference_cells(d: Mapping[str, Any]) -> list[str]:
+    """Difference, relative change and 95 % interval."""
+    relative = d.get("relative")
+    return [
+        f"{d['difference']:+.4f}",
+        "" if relative is None else f"{100 * relative:+.1f} %",
+        f"{d['interval'][0]:+.4f} to {d['interval'][1]:+.4f}",
+    ]
+
+
+def p_text(p: float) -> str:
+    """A p-value to three digits."""
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def mean_sd(figures: Mapping[str, Any]) -> str:
+    """Mean and standard deviation over seeds."""
+    return f"{figures['mean']:.4f} ± {figures['sd']:.4f}"
+
+
+def _setting(protocol: Mapping[str, Any]) -> str:
+    metric = protocol["config"].get("training.valid_metric", "each arm's validation metric").upper()
+    setting = SETTINGS["filtered" if protocol["filter_seen"] else "unfiltered"]
+    within = protocol["config"].get("training.epochs")
+    return f"validation {metric} ({setting}){f' within {within} epochs' if within else ''}"
+
+
+def _arm_cells(result: Result) -> tuple[list[str], list[list[str]]]:
+    columns = [(setting, metric) for setting in SETTINGS for metric in result["metrics"]]
+    names = ["arm", *(f"{metric.upper()} {SETTINGS[setting]}" for setting, metric in columns), "epochs (best)", "s/run"]
+    rows = []
+    for arm, figures in result["arms"].items():
+        known = figures["metrics"]
+        cells = [mean_sd(known[setting][metric]) if setting in known else "" for setting, metric in columns]
+        trained = ["", ""]
+        if figures["epochs"]:
+            trained = [
+                f"{statistics.mean(figures['epochs']):.0f} ({_mean_of_known(figures['best_epochs'])})",
+                f"{statistics.mean(figures['training_seconds']):.1f}",
+            ]
+        rows.append([arm, *cells, *trained])
+    return names, rows
+
+
+def _mean_of_known(values: Sequence[int | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.mean(known):.0f}" if known else "-"
+
+
+def _seed_cells(against: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    names = ["arm", "metric", "items", "difference", "relative", "95 % interval", "p", "p flips", "p Holm", "wins"]
+    rows = []
+    for arm, setting, metric, cell in cells_of(against):
+        d = cell["over_seeds"]
+        wins = f"{d['wins']} of {d['num_seeds']}"
+        size = "" if d["cohen_d"] is None else f"{d['cohen_d']:+.2f}"
+        ps = [p_text(d[name]) for name in ("p_t", "p_sign_flip", "p_holm")]
+        rows.append([arm, metric.upper(), SETTINGS[setting], *difference_cells(d), *ps, wins, size,
+                     f"{d['smallest_effect']:.4f}"])  # fmt: skip
+    return [*names, "Cohen's d", "could show"], rows
+
+
+def _user_cells(against: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for arm, setting, metric, cell in cells_of(against):
+        if (d := cell.get("over_users")) is not None:
+            difference, _, interval = difference_cells(d)
+            users = f"{d['num_users']:,}"
+            rows.append([arm, metric.upper(), SETTINGS[setting], difference, interval, p_text(d["p_sign_flip"]), users])
+    return ["arm", "metric", "items", "difference", "95 % interval", "p", "users"], rows

@@ -1,0 +1,90 @@
+"""Train what an experiment lacks, and put its comparison into a folder.
+
+OUT/runs/ARM-seedN/     a folder per run
+OUT/queue/              locks and logs
+OUT/commands.txt        the command of each run
+OUT/comparison.json     every figure; OUT/comparison.md, the tables
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recbft.datasets import Dataset
+from recbft.errors import RunError, UserError
+from recbft.experiments.arms import ArmSpec
+from recbft.experiments.comparison import Comparison
+from recbft.experiments.document import comparison_document
+from recbft.experiments.plan import Job, plan, status, write_commands
+from recbft.experiments.queue import Watcher, train_all
+from recbft.experiments.results import METRICS, write_comparison
+from recbft.files import write_atomic
+from recbft.models import MODELS
+from recbft.run_config import RunConfig
+from recbft.training.run_folder import RunFolder
+
+_NAMED_AT_MOST = 5  # failed runs that a message names
+
+
+def prepare(
+    arms: Sequence[ArmSpec], seeds: Sequence[int], out: Path, configure: Callable[[ArmSpec, int], RunConfig]
+) -> tuple[list[Job], Dataset]:
+    """The runs of an experiment and its data, checked before anything is trained or written.
+
+    Raises:
+        UserError: an arm cannot be configured or is not trained, or a folder holds another run.
+    """
+    jobs = plan(arms, seeds, out / "runs", configure)
+    for job in jobs:
+        if not MODELS[job.config.model].trainable:
+            raise UserError(f"model {job.config.model!r} is not trained: its seeds are all alike; choose another")
+    dataset = jobs[0].config.data.load()
+    for job in jobs:
+        status(job, dataset)
+    return jobs, dataset
+
+
+def train_missing(jobs: Sequence[Job], out: Path, *, workers: int, watch: Watcher) -> None:
+    """Train what is not finished, several runs at a time, after writing down the command of each.
+
+    Raises:
+        UserError: ``workers`` is not positive.
+        RunError: runs failed, or the user broke it off; the message says how to go on.
+    """
+    if workers < 1:
+        raise UserError(f"--jobs is {workers}; give a whole number of at least 1")
+    out.mkdir(parents=True, exist_ok=True)
+    write_commands(jobs, out / "commands.txt")
+    train_or_say(jobs, out, workers=workers, watch=watch)
+
+
+def train_or_say(jobs: Sequence[Job], out: Path, *, workers: int, watch: Watcher) -> None:
+    """``train_all`` whose bad ends are one line each."""
+    try:
+        failed = train_all(jobs, out / "queue", workers, watch)
+    except KeyboardInterrupt:
+        done = sum(RunFolder(job.path).is_finished for job in jobs)
+        raise RunError(f"interrupted; {done} of {len(jobs)} runs are finished, the same command goes on") from None
+    if failed:
+        names = ", ".join(failure.job.name for failure in failed[:_NAMED_AT_MOST])
+        more = f" and {len(failed) - _NAMED_AT_MOST} more" if len(failed) > _NAMED_AT_MOST else ""
+        raise RunError(
+            f"{len(failed)} of {len(jobs)} runs failed ({names}{more}: {failed[0].reason}); what they said is in "
+            f"{out / 'queue'}; mend the cause and give the same command again"
+        )
+
+
+def conclude(
+    comparison: Comparison,
+    out: Path,
+    *,
+    made: Mapping[str, Any],
+    external: Mapping[str, Path] | None = None,
+    metrics: Sequence[str] = METRICS,
+) -> str:
+    """Write the comparison's two files and return the tables for a terminal."""
+    result = write_comparison(comparison, out, made=made, external=external, metrics=metrics)
+    write_atomic(out / "comparison.md", comparison_document(result, markdown=True).encode())
+    return comparison_document(result, markdown=False)

@@ -1,0 +1,105 @@
+"""Ranks that another system gave: a file that joins a comparison as one arm.
+
+    user             raw id, as text or number; every user of the comparison once (per seed)
+    rank             of the user's test target among all items, 1 is best; also read as rank_unfiltered
+    rank_filtered    the same with the user's seen items masked
+    seed             optional; without it the ranks stand for every seed
+
+Either kind of rank will do. So a ``per_user.parquet`` of ours is such a file too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from recbft.errors import UserError
+
+IntArray = NDArray[np.int64]
+_SETTINGS = {"rank": "unfiltered", "rank_unfiltered": "unfiltered", "rank_filtered": "filtered"}
+
+
+class ExternalRanks(NamedTuple):
+    """Ranks by setting in the order of the comparison's users."""
+
+    seeds: tuple[int, ...] | None  # None: one set of ranks for every seed
+    ranks: dict[str, IntArray]  # setting -> (S, U), S = 1 without seeds
+    others: int  # users of the file that the comparison does not have
+
+
+def read_external(path: Path, users: NDArray[Any], *, num_items: int) -> ExternalRanks:
+    """Read a CSV or Parquet file of ranks.
+
+    Args:
+        users: raw ids in the comparison's order, (U,).
+        num_items: the worst rank there can be.
+
+    Raises:
+        UserError: a column is missing, a user is missing or listed twice, or a rank is not one.
+    """
+    table = _read(path)
+    columns = {column: setting for column, setting in _SETTINGS.items() if column in table}
+    if "user" not in table or not columns:
+        raise UserError(f"{path} has columns {', '.join(table.columns)}; it needs 'user' and 'rank' or 'rank_filtered'")
+    if len(set(columns.values())) < len(columns):
+        raise UserError(f"{path} has both 'rank' and 'rank_unfiltered', which mean the same; keep one")
+    for column in columns:
+        _check_ranks(table[column], f"{path}: column {column!r}", num_items)
+    place = {str(user): n for n, user in enumerate(users)}
+    position = table["user"].astype(str).map(place)
+    known = table[position.notna()].assign(position=position.dropna().astype(int))
+    seeds: list[int | None] = [None]
+    if "seed" in table:
+        seeds = [*sorted(map(int, known["seed"].unique()))]
+    parts = [known if seed is None else known[known["seed"] == seed] for seed in seeds]
+    for seed, part in zip(seeds, parts, strict=True):
+        _check_users(part, place, path if seed is None else f"{path}, seed {seed}")
+    ordered = [part.sort_values("position") for part in parts]
+    return ExternalRanks(
+        seeds=None if "seed" not in table else tuple(seed for seed in seeds if seed is not None),
+        ranks={
+            setting: np.stack([part[column].to_numpy(np.int64) for part in ordered])
+            for column, setting in columns.items()
+        },
+        others=int(table["user"][position.isna()].nunique()),
+    )
+
+
+def _read(path: Path) -> pd.DataFrame:
+    try:
+        if path.suffix.lower() == ".parquet":
+            return pd.read_parquet(path)
+        if path.suffix.lower() == ".csv":
+            return pd.read_csv(path, dtype={"user": str}, keep_default_na=False, na_values={"rank": [""]})
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give a .csv or .parquet file with columns user and rank") from None
+    except (ValueError, OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); write it again") from None
+    raise UserError(f"{path}: the ending {path.suffix!r} is not known; give a .csv or .parquet file")
+
+
+def _check_ranks(column: pd.Series[Any], name: str, num_items: int) -> None:
+    values = pd.to_numeric(column, errors="coerce")
+    bad = values.isna() | (values < 1) | (values > num_items) | (values != values.round())
+    if bad.any():
+        worst = column[bad].iloc[0]
+        raise UserError(
+            f"{name} holds {worst!s} ({int(bad.sum()):,} such values); give whole ranks from 1 to {num_items:,}"
+        )
+
+
+def _check_users(part: pd.DataFrame, place: dict[str, int], name: object) -> None:
+    if twice := part["user"][part["position"].duplicated()].tolist():
+        raise UserError(f"{name} lists {len(twice):,} users twice, such as {twice[0]}; give one rank per user")
+    if len(part) < len(place):
+        there = set(part["position"])
+        example = next(user for user, position in place.items() if position not in there)
+        raise UserError(
+            f"{name} lacks {len(place) - len(part):,} of {len(place):,} users, such as {example}; "
+            "rank every user's test target"
+        )

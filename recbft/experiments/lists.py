@@ -1,0 +1,61 @@
+"""Lists as they are written on a command line."""
+
+from __future__ import annotations
+
+import re
+
+from recbft.errors import UserError
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds from ranges and numbers.
+
+    Raises:
+        UserError: a part is neither, a range is empty, or a seed is named twice.
+
+    >>> parse_seeds("0-3,7")
+    [0, 1, 2, 3, 7]
+    """
+    seeds: list[int] = []
+    for part in split_list(text):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise UserError(f"--seeds has {part!r}; give numbers and ranges, such as 0-9 or 0,1,5-7")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise UserError(f"--seeds has the empty range {part!r}; give the smaller number first")
+        seeds += range(first, last + 1)
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds {text!r} names a seed twice; give each once")
+    return seeds
+
+
+def seeds_text(seeds: list[int] | tuple[int, ...]) -> str:
+    """The shortest text that ``parse_seeds`` reads as these seeds, in ascending order.
+
+    >>> seeds_text([0, 1, 2, 3, 7, 9, 10])
+    '0-3,7,9,10'
+    """
+    runs: list[list[int]] = []
+    for seed in sorted(seeds):
+        if runs and seed == runs[-1][-1] + 1:
+            runs[-1].append(seed)
+        else:
+            runs.append([seed])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def split_list(text: str) -> list[str]:
+    """Parts of a list at the commas outside brackets.
+
+    >>> split_list("matched, bft[lam_max=10,ks=[5,10]]")
+    ['matched', 'bft[lam_max=10,ks=[5,10]]']
+    """
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]

@@ -1,0 +1,99 @@
+"""One answer from several data sets: Fisher's pooled p of the same comparison made on each.
+
+    X = -2 sum_k log p_k  ~  chi-square with 2 k degrees of freedom where nothing differs on any data set         (1)
+
+(1) asks whether there is a difference somewhere, whichever way: a gain here and a loss there add up to a small p too.
+So the number of data sets on which the arm is better stands beside it.
+
+Source: Fisher, Statistical Methods for Research Workers (1925), section 21.1.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recbft.errors import UserError
+from recbft.evaluation.paired import fisher
+from recbft.evaluation.protocol import SETTINGS
+from recbft.experiments.comparison import COMPARISON_FILE
+from recbft.experiments.document import cells_of, p_text
+from recbft.experiments.tables import markdown_table, text_table
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The figures in a folder written by ``recbft compare``."""
+    file = path / COMPARISON_FILE
+    if not file.is_file():
+        raise UserError(f"{path} holds no {COMPARISON_FILE}; --pool takes folders written by recbft compare")
+    try:
+        read: dict[str, Any] = json.loads(file.read_bytes())
+        _ = read["comparisons"], read["protocol"]["content_hash"], read["baseline"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{file} is damaged; make it again with recbft compare") from None
+    return read
+
+
+def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Pool comparisons made on different data sets.
+
+    Raises:
+        UserError: fewer than two, two on the same data, different baselines, or no comparison in common.
+    """
+    if len(results) < 2:
+        raise UserError("pooling needs at least 2 comparisons; give more folders")
+    hashes = [result["protocol"]["content_hash"] for result in results]
+    if len(set(hashes)) < len(hashes):
+        raise UserError("two comparisons are on the same data; pooled p-values must come from different data sets")
+    baselines = {result["baseline"] for result in results}
+    if len(baselines) > 1:
+        raise UserError(f"the comparisons have baselines {', '.join(sorted(baselines))}; give --baseline to each alike")
+    baseline = baselines.pop()
+    each = [{cell[:3]: cell[3] for cell in cells_of(result["comparisons"].get(baseline, {}))} for result in results]
+    shared = [key for key in each[0] if all(key in one for one in each)]
+    if not shared:
+        raise UserError("the comparisons have no arm and metric in common; compare the same arms on each data set")
+    return {
+        "baseline": baseline,
+        "data": [result["protocol"]["dataset"] for result in results],
+        "pooled": [_pooled(key, [one[key]["over_seeds"] for one in each]) for key in shared],
+    }
+
+
+def pooled_document(pooled: dict[str, Any], *, markdown: bool) -> str:
+    """The pooled figures as a table."""
+    table = markdown_table if markdown else text_table
+    names = ["arm", "metric", "items", *pooled["data"], "mean", "better on", "Fisher's p"]
+    rows = [
+        [
+            one["arm"], one["metric"].upper(), SETTINGS[one["setting"]],
+            *("" if r is None else f"{100 * r:+.1f} %" for r in one["relative"]),
+            "" if one["mean_relative"] is None else f"{100 * one['mean_relative']:+.1f} %",
+            f"{one['better_on']} of {len(pooled['data'])}", p_text(one["p_fisher"]),
+        ]
+        for one in pooled["pooled"]
+    ]  # fmt: skip
+    return (
+        f"Relative difference from {pooled['baseline']} per data set, and Fisher's pooled p of the paired t-tests over "
+        "seeds. A small p says that there is a difference somewhere; read its direction from the data sets.\n\n"
+        f"{table(names, rows)}\n"
+    )
+
+
+def _pooled(key: tuple[str, str, str], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    arm, setting, metric = key
+    relative = [one["relative"] for one in each]
+    known = [value for value in relative if value is not None]
+    return {
+        "arm": arm,
+        "setting": setting,
+        "metric": metric,
+        "relative": relative,
+        "mean_relative": statistics.mean(known) if known else None,
+        "better_on": sum(one["difference"] > 0 for one in each),
+        "p_fisher": fisher([one["p_t"] for one in each]),
+        "p_fisher_sign_flip": fisher([one["p_sign_flip"] for one in each]),
+    }

@@ -1,0 +1,168 @@
+"""What a comparison says, as numbers: every arm against each baseline, over seeds and over users.
+
+Over seeds asks: would training again show the difference? Over users, seeds averaged away, asks another question: would
+other users show it, with these trained models? The second is usually the easier one to answer with yes, and does not
+stand for the first.
+
+Holm's adjustment is over the family that the table itself declares: every arm, metric and setting that is tested
+against one baseline. Give fewer metrics to declare a smaller family.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recbft.evaluation.paired import compare_seeds, compare_users, holm
+from recbft.experiments.comparison import COMPARISON_FILE, Comparison
+from recbft.files import write_json
+from recbft.training.run_folder import RunFolder
+
+FORMAT = 1
+METRICS = ("hr@10", "ndcg@10", "mrr")
+SECOND_BASELINE = "matched+recency"  # what is left over it is what precision brought, see docs/protocol.md
+_USER_SAMPLES, _MANY_USERS = (10_000, 2_000), 10_000  # resamples up to so many users, and beyond
+
+Cells = dict[str, dict[str, dict[str, dict[str, Any]]]]  # arm -> setting -> metric -> figures
+
+
+def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over_users: bool = True) -> dict[str, Any]:
+    """Every figure of a comparison, ready for JSON.
+
+    Args:
+        metrics: names that ``values_from_ranks`` knows; with the arms and settings they are the family of tests.
+        over_users: compare over users too, which takes seconds per arm on large data.
+    """
+    baselines = [comparison.baseline]
+    if SECOND_BASELINE in comparison.arms and SECOND_BASELINE not in baselines:
+        baselines.append(SECOND_BASELINE)
+    notes = [*comparison.notes, *_constant(comparison, metrics), *_few(len(comparison.seeds))]
+    return {
+        "format": FORMAT,
+        "baseline": comparison.baseline,
+        "seeds": list(comparison.seeds),
+        "metrics": list(metrics),
+        "protocol": comparison.protocol,
+        "notes": list(dict.fromkeys(notes)),
+        "arms": {name: _arm(comparison, name, metrics) for name in comparison.arms},
+        "comparisons": {
+            # A pair of baselines is compared once.
+            baseline: _against(comparison, baseline, [a for a in comparison.arms if a not in baselines[: n + 1]],
+                               metrics, over_users)
+            for n, baseline in enumerate(baselines)
+            if any(a not in baselines[: n + 1] for a in comparison.arms)
+        },
+    }  # fmt: skip
+
+
+def write_comparison(
+    comparison: Comparison,
+    folder: Path,
+    *,
+    made: Mapping[str, Any],
+    external: Mapping[str, Path] | None = None,
+    metrics: Sequence[str] = METRICS,
+) -> dict[str, Any]:
+    """Write ``comparison.json``, which ``load_comparison`` reads, and return its content.
+
+    Args:
+        made: the header of ``provenance``.
+        external: the files behind external arms; copied to ``folder/external``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    result = results_of(comparison, metrics=metrics)
+    result = {"format": FORMAT, "made": dict(made), **result, "environments": _environments(comparison)}
+    for name, arm in comparison.arms.items():
+        runs = {str(seed): os.path.relpath(run, folder)
+                for seed, run in zip(arm.seeds, arm.runs, strict=True) if run is not None}  # fmt: skip
+        copied = None if not external or name not in external else _keep(external[name], folder / "external", name)
+        result["arms"][name] |= {"runs": runs, "external": copied}
+    write_json(folder / COMPARISON_FILE, result)
+    return result
+
+
+def _arm(comparison: Comparison, name: str, metrics: Sequence[str]) -> dict[str, Any]:
+    """Mean and standard deviation per metric, and how long the arm trained."""
+    arm = comparison.arms[name]
+    figures: dict[str, dict[str, Any]] = {}
+    for setting in comparison.settings(name):
+        figures[setting] = {}
+        for metric in metrics:
+            values = comparison.values(name, setting, metric)
+            figures[setting][metric] = {
+                "mean": float(values.mean()), "sd": float(values.std(ddof=1)), "values": values.tolist()
+            }  # fmt: skip
+    ran = [RunFolder(run).metrics for run in arm.runs if run is not None]
+    return {
+        "metrics": figures,
+        **{key: [one[key] for one in ran] for key in ("epochs", "training_seconds")},
+        "best_epochs": [one["best_epoch"] for one in ran],
+        "config": {**arm.config, "seed": "each of the seeds"} if arm.config else {},
+    }
+
+
+def _against(
+    comparison: Comparison, baseline: str, others: Sequence[str], metrics: Sequence[str], over_users: bool
+) -> Cells:
+    samples = _USER_SAMPLES[len(comparison.users) > _MANY_USERS]
+    found: Cells = {}
+    for name in others:
+        found[name] = {}
+        for setting in comparison.settings(baseline, name):
+            found[name][setting] = {}
+            for metric in metrics:
+                pair = [comparison.values(arm, setting, metric) for arm in (baseline, name)]
+                cell: dict[str, Any] = {"over_seeds": asdict(compare_seeds(*pair))}
+                if over_users:
+                    pair = [comparison.per_user(arm, setting, metric) for arm in (baseline, name)]
+                    cell["over_users"] = asdict(compare_users(*pair, samples=samples))
+                found[name][setting][metric] = cell
+    cells = [cell for settings in found.values() for each in settings.values() for cell in each.values()]
+    for cell, p in zip(cells, holm([cell["over_seeds"]["p_t"] for cell in cells]), strict=True):
+        cell["over_seeds"]["p_holm"] = p
+    return found
+
+
+def _constant(comparison: Comparison, metrics: Sequence[str]) -> list[str]:
+    """Metrics that are one value throughout, so that a comparison by them says nothing."""
+    return [
+        f"{metric.upper()} ({setting}) is {float(values[0]):g} for every arm and seed: it cannot tell the arms apart"
+        for setting in comparison.settings(*comparison.arms)
+        for metric in metrics
+        if np.ptp(values := np.concatenate([comparison.values(a, setting, metric) for a in comparison.arms])) == 0
+    ]
+
+
+def _few(seeds: int) -> list[str]:
+    """What so few seeds cannot show however large the difference."""
+    smallest = 2 / 2**seeds
+    if smallest <= 0.05:
+        return []
+    return [f"with {seeds} seeds no sign-flip p can be below {smallest:g}; 6 seeds are the fewest that can reach 0.05"]
+
+
+def _environments(comparison: Comparison) -> list[dict[str, Any]]:
+    """The environments that the runs were made in, each once."""
+    seen: list[dict[str, Any]] = []
+    for arm in comparison.arms.values():
+        for run in arm.runs:
+            file = None if run is None else RunFolder(run).environment_file
+            if file is not None and file.is_file() and (one := json.loads(file.read_bytes())) not in seen:
+                seen.append(one)
+    return seen
+
+
+def _keep(file: Path, folder: Path, name: str) -> str:
+    """Copy a file of ranks beside the comparison, so that the two stay together; its path from there."""
+    folder.mkdir(exist_ok=True)
+    kept = folder / f"{name}{file.suffix.lower()}"
+    if not (kept.exists() and kept.samefile(file)):
+        shutil.copyfile(file, kept)
+    return os.path.relpath(kept, folder.parent)

@@ -1,0 +1,177 @@
+"""Finished runs as a comparison reads them: their ranks, their protocol, and which arm each belongs to.
+
+Runs belong to one arm if they have one configuration but for the seed, the data's place and what a machine decides
+(threads, device, memory). An arm is called as the model calls it; where several share the name, the settings in which
+they differ are added in the form of ``arms``: ``matched+recency``, ``bft[core.lam_max=10]``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from recbft.config import to_dict
+from recbft.errors import UserError
+from recbft.evaluation.metrics import reciprocal_rank
+from recbft.evaluation.protocol import config_hash
+from recbft.experiments.arms import leaves
+from recbft.run_config import load_run_config
+from recbft.training.run_folder import RunFolder
+
+COLUMNS = {
+    "user": "user",
+    "history_length": "history_length",
+    "target": "target",
+    "target_count": "target_count",
+    "unfiltered": "rank_unfiltered",
+    "filtered": "rank_filtered",
+}
+_PROTOCOL = ("content_hash", "target_hash", "users", "items", "split", "part", "ranking", "ties", "filter_seen",
+             "recbft_version", "seed", "config")  # fmt: skip
+# Decided by the machine a run was made on, not by the arm.
+OF_MACHINE = ("training.threads", "training.device", "training.tensorboard", "evaluation.memory_mb")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One finished run."""
+
+    path: Path
+    seed: int
+    protocol: dict[str, Any]
+    metrics: dict[str, Any]
+    per_user: pd.DataFrame
+    history: list[dict[str, Any]]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's configuration."""
+        found: dict[str, Any] = self.protocol["config"]
+        return found
+
+    @property
+    def identity(self) -> str:
+        """Equal for runs of one arm."""
+        return config_hash(_identifying(self.config))
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run folder and check that its parts belong together.
+
+    Raises:
+        UserError: the run is not finished, a file is missing or damaged, or the ranks are not those of the metrics.
+    """
+    run = RunFolder.open(path)
+    metrics, protocol = run.metrics, run.protocol
+    if missing := [name for name in _PROTOCOL if name not in protocol]:
+        raise UserError(
+            f"{run.protocol_file} lacks {', '.join(missing)}; it was written by another version: train again"
+        )
+    per_user = _read_per_user(run)
+    if len(per_user) != protocol["users"]:
+        raise UserError(
+            f"{run.per_user_file} has {len(per_user):,} users and its protocol {protocol['users']:,}; "
+            "restore the file, or train again"
+        )
+    for setting in ("unfiltered", "filtered"):
+        found = float(reciprocal_rank(per_user[COLUMNS[setting]].to_numpy(np.int64)).mean())
+        said = metrics.get("test", {}).get(setting, {}).get("mrr")
+        if said is None or abs(found - said) > 1e-9:
+            raise UserError(
+                f"{run.per_user_file} gives MRR {found:.6f} ({setting}) and {run.metrics_file.name} says {said}; "
+                "they are not of one run: restore them, or train again"
+            )
+    return Run(run.path, protocol["seed"], protocol, metrics, per_user, list(run.read_history()))
+
+
+def check_same(runs: Sequence[Run]) -> None:
+    """Refuse runs whose numbers cannot be compared.
+
+    Raises:
+        UserError: naming the field in which two runs differ, and both values.
+    """
+    first = runs[0]
+    for run in runs[1:]:
+        for field in _PROTOCOL[:-2]:
+            here, there = first.protocol[field], run.protocol[field]
+            if here != there:
+                raise UserError(
+                    f"the runs differ in {field}: {_short(here)} in {first.path}, {_short(there)} in {run.path}; "
+                    "compare runs with the same data, split, vocabulary, ranking and version"
+                )
+        for column in ("user", "target"):
+            if not np.array_equal(_column(first, column), _column(run, column)):
+                raise UserError(
+                    f"{run.path / 'per_user.parquet'} lists other values of {column!r} than {first.path}; "
+                    "restore the file, or train again"
+                )
+
+
+def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs by arm, in the order in which the arms come."""
+    arms: dict[str, list[Run]] = {}
+    for run in runs:
+        arms.setdefault(run.identity, []).append(run)
+    groups = list(arms.values())
+    several_models = len({run.config["model"] for run in runs}) > 1
+    names = [_name(group[0], [other[0] for other in groups], several_models) for group in groups]
+    return dict(zip(names, groups, strict=True))
+
+
+def _name(run: Run, others: Sequence[Run], with_model: bool) -> str:
+    config = run.config
+    name = f"{config['model']}/{config['arm']}" if with_model else str(config["arm"])
+    alike = [leaves(_identifying(o.config)) for o in others if all(o.config[k] == config[k] for k in ("model", "arm"))]
+    ours = leaves(_identifying(config))
+    default = leaves(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
+    own = {key: value for key, value in ours.items()
+           if any(other.get(key) != value for other in alike) and default.get(key) != value}  # fmt: skip
+    if own.pop("backbone.recency_decay", None) is True:
+        name += "+recency"
+    settings = ",".join(
+        f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in own.items()
+    )
+    return f"{name}[{settings}]" if settings else name
+
+
+def _identifying(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: {name: v for name, v in value.items() if f"{key}.{name}" not in OF_MACHINE}
+        if isinstance(value, dict)
+        else value
+        for key, value in config.items()
+        if key not in ("seed", "data")
+    }
+
+
+def _read_per_user(run: RunFolder) -> pd.DataFrame:
+    path = run.per_user_file
+    try:
+        table = pd.read_parquet(path)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing, and a comparison needs every user's rank; restore it, or train again"
+        ) from None
+    except (pa.ArrowInvalid, OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}); restore it, or train again") from None
+    if missing := [column for column in COLUMNS.values() if column not in table]:
+        raise UserError(f"{path} lacks {', '.join(missing)}: it is of another version of recbft; train again")
+    return table
+
+
+def _column(run: Run, column: str) -> NDArray[Any]:
+    return run.per_user[column].to_numpy()
+
+
+def _short(value: object) -> str:
+    """A value for a message; of a hash the part that is printed elsewhere too."""
+    text = str(value)
+    return text[:12] if len(text) == 64 and " " not in text else text

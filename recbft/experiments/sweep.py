@@ -1,0 +1,142 @@
+"""One knob, several values: how much do the results hang on it?
+
+Every value is an arm over the same seeds, compared with the model's default by paired differences. A value is chosen by
+validation alone; the test column beside it is for reading, since choosing by it would make it a validation set.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from recbft.config import to_dict
+from recbft.config_file import parse_setting
+from recbft.errors import UserError
+from recbft.evaluation.paired import compare_seeds, holm
+from recbft.evaluation.protocol import SETTINGS
+from recbft.experiments.arms import ArmSpec, leaves
+from recbft.experiments.document import Table, difference_cells, head, mean_sd, p_text
+from recbft.experiments.lists import split_list
+from recbft.experiments.plan import Job
+from recbft.experiments.tables import markdown_table, text_table
+from recbft.run_config import RunConfig
+from recbft.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The arms of a sweep: the default and each other value."""
+
+    key: str  # with its section
+    default: Any
+    arms: tuple[ArmSpec, ...]  # the default first
+    values: dict[str, Any]  # arm label -> value of the knob
+
+
+def plan_sweep(vary: str, arm: str, configure: Callable[[ArmSpec], RunConfig]) -> Sweep:
+    """The arms that ``key=value,value,...`` asks for; a value that is the default is the default's arm.
+
+    Raises:
+        UserError: no such key, no value, or a value that the key cannot take.
+    """
+    key, equals, text = vary.partition("=")
+    texts = [part for part in split_list(text) if part]
+    if not equals or not texts:
+        raise UserError(f"--vary {vary!r} is not KEY=VALUE,VALUE,...; write for example core.lam_max=10,20,50")
+    base = ArmSpec(arm, arm)
+    default = leaves(to_dict(configure(base)))
+    arms, values, full = [base], {}, key
+    for text in texts:
+        spec = ArmSpec(f"{arm}[{key}={text}]", arm, (f"{key}={text}",))
+        made = leaves(to_dict(configure(spec)))
+        differing = [name for name, value in made.items() if value != default[name]]
+        full = differing[0] if differing else full
+        if not differing:
+            values[arm] = parse_setting(f"{key}={text}")[1]
+        elif made[full] in values.values():
+            raise UserError(f"--vary names {key}={text} twice; name each value once")
+        else:
+            arms.append(spec)
+            values[spec.label] = made[full]
+    if len(arms) == 1:
+        raise UserError(f"--vary {vary!r} names only the default; give at least one other value")
+    return Sweep(key=full, default=default[full], arms=tuple(arms), values={**values, arm: default[full]})
+
+
+def sweep_results(sweep: Sweep, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Validation and test per value, and their paired differences from the default."""
+    training, evaluation = jobs[0].config.training, jobs[0].config.evaluation
+    setting, metric = "filtered" if evaluation.filter_seen else "unfiltered", training.valid_metric
+    values: dict[str, dict[str, list[float]]] = {}
+    for arm in sweep.arms:
+        found = [RunFolder(job.path).metrics for job in jobs if job.arm == arm]
+        values[arm.label] = {part: [m[part][setting][metric] for m in found] for part in ("validation", "test")}
+    base = sweep.arms[0].label
+    rows = [_row(sweep.values[label], label == base, values[base], of_arm) for label, of_arm in values.items()]
+    for part in ("validation", "test"):
+        tested = [row[part]["difference"] for row in rows if not row["is_default"]]
+        for difference, p in zip(tested, holm([d["p_t"] for d in tested]), strict=True):
+            difference["p_holm"] = p
+    best = max(rows, key=lambda row: (row["validation"]["mean"], row["is_default"]))
+    return {
+        "key": sweep.key,
+        "default": sweep.default,
+        "metric": metric,
+        "setting": setting,
+        "rows": sorted(rows, key=lambda row: _order(row["value"])),
+        "chosen": best["value"],
+    }
+
+
+def sweep_document(result: Mapping[str, Any], *, markdown: bool) -> str:
+    """The table of a sweep, and which value validation chooses.
+
+    Args:
+        result: what ``sweep_results`` returns, with the header and notes of a comparison.
+    """
+    table: Table = markdown_table if markdown else text_table
+    metric = f"{result['metric'].upper()}, {SETTINGS[result['setting']]}"
+    cells = ["mean ± sd", "difference", "relative", "95 % interval", "p", "p Holm"]
+    names = [result["key"], *(f"{part} {cell}" for part in ("validation", "test") for cell in cells)]
+    rows = []
+    for row in result["rows"]:
+        label = f"{row['value']}{' (default)' if row['is_default'] else ''}"
+        rows.append([label, *(cell for part in ("validation", "test") for cell in _part_cells(row[part]))])
+    chosen = "the default, " if result["chosen"] == result["default"] else ""
+    return (
+        f"{head(result, markdown=markdown)}\n\n"
+        f"{metric}; differences from the default {result['default']} are paired by seed, p by paired t-test, "
+        f"Holm over the {len(rows) - 1} other values.\n\n"
+        f"{table(names, rows)}\n\n"
+        f"Chosen by validation: {chosen}{result['key']}={result['chosen']}. The test columns played no part in "
+        "the choice: report the chosen value on fresh seeds.\n"
+    )
+
+
+def _row(
+    value: Any, is_default: bool, base: Mapping[str, list[float]], of_arm: Mapping[str, list[float]]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"value": value, "is_default": is_default}
+    for part, values in of_arm.items():
+        row[part] = {
+            "mean": statistics.mean(values),
+            "sd": statistics.stdev(values),
+            "values": values,
+            "difference": None if is_default else asdict(compare_seeds(base[part], values)),
+        }
+    return row
+
+
+def _part_cells(part: Mapping[str, Any]) -> list[str]:
+    d = part["difference"]
+    if d is None:
+        return [mean_sd(part), "", "", "", "", ""]
+    return [mean_sd(part), *difference_cells(d), p_text(d["p_t"]), p_text(d["p_holm"])]
+
+
+def _order(value: Any) -> tuple[float, str]:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return (float(value) if number else math.inf, str(value))

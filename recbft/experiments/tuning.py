@@ -1,0 +1,200 @@
+"""Search settings with Optuna: each trial is an arm, its value the mean best validation over the seeds.
+
+    OUT/study.db            the study, in SQLite; the same command goes on with it
+    OUT/runs/trial-HASH-seedN/   runs, named for their settings, so that a trial broken off goes on where it was
+
+Test metrics are not looked at. Optuna is an extra, ``recbft[tune]``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recbft.config_file import parse_setting
+from recbft.errors import RunError, UserError
+from recbft.experiments.arms import ArmSpec
+from recbft.experiments.experiment import prepare, train_or_say
+from recbft.experiments.lists import split_list
+from recbft.experiments.queue import Watcher
+from recbft.run_config import RunConfig
+from recbft.training.run_folder import RunFolder
+
+_RANGE = re.compile(r"(log:)?([^.,][^,]*?)\.\.([^,]+)")
+_STUDY = "recbft"
+_AGAIN = "asked for again"  # numbers of trials that a killed command left open
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One setting's possible values: a list, or a range of numbers (whole ones if both bounds are)."""
+
+    key: str
+    choices: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+
+    def suggest(self, trial: Any) -> Any:
+        """A value of this trial."""
+        if self.choices:
+            return trial.suggest_categorical(self.key, list(self.choices))
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return trial.suggest_int(self.key, self.low, self.high, log=self.log)
+        return trial.suggest_float(self.key, self.low, self.high, log=self.log)
+
+
+def parse_space(texts: Sequence[str]) -> list[Dimension]:
+    """The dimensions that ``key=a,b,c``, ``key=low..high`` and ``key=log:low..high`` name.
+
+    >>> parse_space(["training.learning_rate=log:1e-4..1e-2"])[0]
+    Dimension(key='training.learning_rate', choices=(), low=0.0001, high=0.01, log=True)
+    """
+    space = [_dimension(text) for text in texts]
+    if len({dimension.key for dimension in space}) < len(space):
+        raise UserError("--space names a setting twice; name each once")
+    return space
+
+
+def search(
+    space: Sequence[Dimension],
+    arm: str,
+    seeds: Sequence[int],
+    out: Path,
+    configure: Callable[[ArmSpec, int], RunConfig],
+    *,
+    trials: int,
+    workers: int,
+    prune: bool,
+    watch: Watcher,
+) -> dict[str, Any]:
+    """Go on with the study in ``out`` until it has so many trials; the trials, best first.
+
+    Raises:
+        UserError: Optuna is missing, the study is of another search, or a setting cannot take a value.
+        RunError: interrupted, or every trial failed.
+    """
+    optuna = load_optuna()
+    out.mkdir(parents=True, exist_ok=True)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=4) if prune else optuna.pruners.NopPruner()
+    storage = f"sqlite:///{(out / 'study.db').resolve()}"
+    study = optuna.create_study(
+        storage=storage, study_name=_STUDY, direction="maximize", load_if_exists=True, pruner=pruner
+    )
+    _check_same(study, space, configure(ArmSpec(arm, arm), 0))
+    _take_up_broken_trials(study, optuna)
+    # A study that goes on must not draw the points again that it began with.
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+    while _number(study) < trials:
+        trial = study.ask()
+        settings = tuple(f"{dimension.key}={dimension.suggest(trial)}" for dimension in space)
+        spec = ArmSpec(f"trial-{hashlib.sha256(repr(settings).encode()).hexdigest()[:10]}", arm, settings)
+        watch.note(f"trial {_number(study) + 1} of {trials}: {' '.join(settings)}")
+        try:
+            value = _evaluate(trial, spec, seeds, out, configure, workers=workers, prune=prune, watch=watch)
+        except RunError as error:
+            if str(error).startswith("interrupted"):
+                raise RunError("interrupted; the same command goes on with this trial") from None
+            watch.note(f"this trial failed: {error}")
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            continue
+        state = optuna.trial.TrialState.COMPLETE if value is not None else optuna.trial.TrialState.PRUNED
+        study.tell(trial, value, state=state)
+    done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
+    if not done:
+        raise RunError(f"none of the trials came to its end; what they said is in {out / 'queue'}")
+    done.sort(key=lambda trial: -trial.value)
+    ended = [trial.state.name for trial in _counted(study)]
+    return {
+        "trials": [{"settings": trial.params, "validation": trial.value} for trial in done],
+        "pruned": ended.count("PRUNED"),
+        "failed": ended.count("FAIL"),
+    }
+
+
+def load_optuna() -> Any:
+    """Optuna, told to be quiet."""
+    try:
+        optuna: Any = importlib.import_module("optuna")
+    except ImportError:
+        raise UserError("tuning needs Optuna, which is not installed; pip install 'recbft[tune]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _dimension(text: str) -> Dimension:
+    key, equals, values = text.partition("=")
+    if not (key.strip() and equals and values.strip()):
+        raise UserError(f"--space {text!r} is not KEY=VALUES; write a,b,c or low..high or log:low..high")
+    found = _RANGE.fullmatch(values.strip())
+    if found is None:
+        return Dimension(key.strip(), choices=tuple(parse_setting(f"{key}={part}")[1] for part in split_list(values)))
+    low, high = (parse_setting(f"{key}={part}")[1] for part in found.group(2, 3))
+    numbers = all(isinstance(bound, (int, float)) and not isinstance(bound, bool) for bound in (low, high))
+    if not numbers or low >= high or (found[1] and low <= 0):
+        raise UserError(f"--space {text!r}: give numbers low..high with low < high, and low > 0 after log:")
+    return Dimension(key.strip(), low=low, high=high, log=bool(found[1]))
+
+
+def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig) -> None:
+    """A study is of one search: its model, data, fixed settings and space."""
+    now = {"space": [repr(dimension) for dimension in space], "config": base.to_yaml()}
+    for name, value in now.items():
+        if study.user_attrs.setdefault(name, value) != value:
+            raise UserError(
+                f"the study in --out has another {name}; give another --out, or the options it was begun with"
+            )
+        study.set_user_attr(name, value)
+
+
+def _take_up_broken_trials(study: Any, optuna: Any) -> None:
+    """A trial that a killed command left open is asked for again; its finished runs are used."""
+    for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+        study.enqueue_trial(trial.params)
+        study.set_user_attr(_AGAIN, [*study.user_attrs.get(_AGAIN, ()), trial.number])
+        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+
+
+def _number(study: Any) -> int:
+    """Trials that have ended, whichever way."""
+    return sum(trial.state.is_finished() for trial in _counted(study))
+
+
+def _counted(study: Any) -> list[Any]:
+    """The trials without those that were broken off and asked for again."""
+    again = study.user_attrs.get(_AGAIN, ())
+    return [trial for trial in study.trials if trial.number not in again]
+
+
+def _evaluate(
+    trial: Any,
+    spec: ArmSpec,
+    seeds: Sequence[int],
+    out: Path,
+    configure: Callable[[ArmSpec, int], RunConfig],
+    *,
+    workers: int,
+    prune: bool,
+    watch: Watcher,
+) -> float | None:
+    """The mean best validation over seeds; None if the trial is pruned after some of them."""
+    values: list[float] = []
+    at_once = workers if prune else len(seeds)
+    for first in range(0, len(seeds), at_once):
+        jobs, _ = prepare([spec], seeds[first : first + at_once], out, configure)
+        train_or_say(jobs, out, workers=workers, watch=watch)
+        for job in jobs:
+            metrics, config = RunFolder(job.path).metrics, job.config
+            setting = "filtered" if config.evaluation.filter_seen else "unfiltered"
+            values.append(metrics["validation"][setting][config.training.valid_metric])
+        if prune:
+            trial.report(statistics.mean(values), step=len(values))
+            if len(values) < len(seeds) and trial.should_prune():
+                return None
+    return statistics.mean(values)

@@ -1,0 +1,175 @@
+"""``recbft compare``: train and compare, compare what is there, pool; and what it says and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from recbft.datasets.synth import SyntheticConfig, generate
+from recbft.experiments.comparison import load_comparison
+from recbft_cli.main import main
+
+SMALL = ["time=timestamp", "epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu"]
+SETTINGS = [word for setting in SMALL for word in ("--set", setting)]
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "tiny.parquet"
+    generate(SyntheticConfig(num_users=60, num_items=60, mean_length=7.0, seed=3)).events.to_parquet(path)
+    return path
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def options(events, out, *more):
+    return ["-d", events, *SETTINGS, "--arms", "matched,bft[lam_max=10]", "--seeds", "0-1", "--out", out, *more]
+
+
+@pytest.fixture(scope="module")
+def made(events, tmp_path_factory):
+    """The folder of a finished comparison; tests that change it work on a copy."""
+    out = tmp_path_factory.mktemp("made") / "out"
+    assert main(["compare", *map(str, options(events, out, "--jobs", "2"))]) == 0
+    return out
+
+
+def test_the_folder_of_a_comparison_holds_what_a_reader_needs(made, events):
+    assert {path.name for path in made.iterdir()} == {
+        "comparison.json", "comparison.md", "commands.txt", "queue", "runs"
+    }  # fmt: skip
+    assert {path.name for path in (made / "runs").iterdir()} == {
+        "matched-seed0", "matched-seed1", "bft_lam_max=10-seed0", "bft_lam_max=10-seed1"
+    }  # fmt: skip
+    text = (made / "comparison.md").read_text()
+    assert text.startswith("`recbft compare -d tiny.parquet --set time=timestamp ")
+    assert "--out OUT" in text.splitlines()[0]
+    for part in ("1 threads per process, load average", "commit", "60 users, 59 items", "content", "Seeds 0,1;"):
+        assert part in text
+    for row in ("| bft[lam_max=10] | NDCG@10 | seen masked |", "Difference from matched over users"):
+        assert row in text
+    assert str(made.parent) not in text and str(events.parent) not in text
+    lines = (made / "commands.txt").read_text().splitlines()
+    assert len(lines) == 4 and all(line.startswith("recbft train -m sasrec -d ") for line in lines)
+    found = load_comparison(made)
+    saved = json.loads((made / "comparison.json").read_text())
+    for name in ("matched", "bft[lam_max=10]"):
+        figures = saved["arms"][name]["metrics"]["filtered"]["ndcg@10"]
+        assert figures["values"] == pytest.approx(found.values(name, "filtered", "ndcg@10").tolist(), rel=1e-12)
+        assert saved["arms"][name]["runs"]["0"] == f"runs/{name.replace('[', '_').replace(']', '')}-seed0"
+
+
+def test_the_same_command_trains_nothing_again(capsys, made, events):
+    before = {path: path.stat().st_mtime_ns for path in made.glob("runs/*/metrics.json")}
+    code, out, err = run(capsys, "compare", *options(events, made))
+    assert code == 0 and "4 of 4 runs are finished already" in err and "Difference from matched" in out
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    code, out, err = run(capsys, "compare", *options(events, made, "--dry-run"))
+    assert (code, out, err) == (0, "", "")
+    code, out, err = run(capsys, "compare", *options(events, made, "--set", "epochs=3"))
+    assert code == 2 and "matched-seed0 holds a run with training.epochs 2, and 3 is asked for" in err
+
+
+def test_a_dry_run_prints_the_commands_and_leaves_nothing(capsys, events, tmp_path):
+    code, out, err = run(capsys, "compare", *options(events, tmp_path / "out", "--dry-run", "--data-root", tmp_path))
+    assert code == 0 and err == "" and len(out.splitlines()) == 4 and list(tmp_path.iterdir()) == []
+    line = out.splitlines()[1]
+    assert "--arm bft --seed 0" in line and "--set core.lam_max=10.0" in line and "training.threads=1" in line
+    assert line.endswith(f"--data-root {tmp_path} --out {tmp_path}/out/runs --name bft_lam_max=10-seed0")
+
+
+def test_several_models_are_compared_each_in_a_folder_of_its_own(capsys, events, tmp_path):
+    common = ["-d", events, *SETTINGS, "--arms", "published,matched", "--seeds", "0-1", "--set", "epochs=1"]
+    code, out, _ = run(capsys, "compare", "-m", "sasrec,hstu", *common, "--out", tmp_path / "all", "--jobs", "2")
+    assert code == 0 and out.count("Difference from matched, paired by seed") == 2
+    for model in ("sasrec", "hstu"):
+        assert load_comparison(tmp_path / "all" / model).protocol["config"]["model"] == model
+    code, _, err = run(capsys, "compare", "-m", "sasrec,hstu,sasrec", *common, "--out", tmp_path / "other")
+    assert code == 2 and "names a model twice" in err and not (tmp_path / "other").exists()
+
+
+def test_runs_that_exist_and_another_systems_ranks_are_compared(capsys, made, tmp_path):
+    runs = sorted(made.glob("runs/*"))
+    per_user = pd.read_parquet(runs[0] / "per_user.parquet")
+    ranks = tmp_path / "ranks.csv"
+    per_user.rename(columns={"rank_unfiltered": "rank"})[["user", "rank", "rank_filtered"]].to_csv(ranks, index=False)
+    code, out, err = run(
+        capsys, "compare", *runs, "--out", tmp_path / "out", "--external", f"other={ranks}", "--baseline", "bft",
+        "--metrics", "ndcg@10,hr@5",
+    )  # fmt: skip
+    assert code == 0 and err == ""
+    first = out.splitlines()[0]
+    assert first == "`recbft compare --out OUT --external other=FILE --baseline bft --metrics ndcg@10,hr@5 RUN_DIR...`"
+    assert "Difference from bft, paired by seed" in out and "note: arm other is external" in out and "HR@5" in out
+    assert "MRR" not in out
+    ranks.unlink()
+    assert list(load_comparison(tmp_path / "out").arms) == ["bft", "matched", "other"]
+
+
+def test_a_broken_run_is_left_out_when_asked(capsys, made, tmp_path):
+    copied = Path(shutil.copytree(made, tmp_path / "copied"))
+    runs = sorted(copied.glob("runs/*"))
+    extra = copied / "runs" / "extra"
+    extra.mkdir()
+    code, _, err = run(capsys, "compare", *runs, extra, "--out", tmp_path / "out")
+    assert code == 2 and "extra is not a run folder" in err and "--skip-broken leaves such a run out" in err
+    code, out, _ = run(capsys, "compare", *runs, extra, "--out", tmp_path / "out", "--skip-broken")
+    assert code == 0 and "note: left out, broken: " in out
+
+
+def test_comparisons_of_different_data_are_pooled(capsys, made, tmp_path):
+    other = Path(shutil.copytree(made, tmp_path / "other"))
+    saved = json.loads((other / "comparison.json").read_text())
+    saved["protocol"] |= {"content_hash": "f" * 64, "dataset": "another"}
+    (other / "comparison.json").write_text(json.dumps(saved))
+    code, out, err = run(capsys, "compare", made, other, "--pool", "--out", tmp_path / "pooled")
+    assert code == 0 and err == "" and "Fisher's p" in out and "another" in out
+    assert {path.name for path in (tmp_path / "pooled").iterdir()} == {"pooled.md", "pooled.json"}
+    code, _, err = run(capsys, "compare", made, made, "--pool")
+    assert code == 2 and "two comparisons are on the same data" in err
+    code, _, err = run(capsys, "compare", made, "--out", tmp_path / "x")
+    assert code == 2 and "is a comparison, not a run; give its runs" in err and "--pool" in err
+
+
+def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path):
+    bad = ["-d", events, *SETTINGS, "--arms", "matched,bft[learning_rate=1e30]", "--seeds", "0-1", "--out", tmp_path]
+    code, out, err = run(capsys, "compare", *bad)
+    assert code == 1 and out == ""
+    assert "error: 2 of 4 runs failed (bft[learning_rate=1e30] seed 0, bft[learning_rate=1e30] seed 1: " in err
+    assert len(list(tmp_path.glob("runs/matched-*/metrics.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--out", "x", "--seeds", "3"], "--seeds '3' names one seed; a comparison needs at least 2, such as 0-9"),
+        (["--out", "x", "--arms", "bft"], "--arms 'bft' names one arm; a comparison needs at least 2"),
+        (["--out", "x", "--arms", "matched,btf"], "arm btf: arm of sasrec is 'btf'; did you mean 'bft'?"),
+        (["--out", "x", "--arms", "matched,bft[lam_maxx=3]"], "arm bft[lam_maxx=3]: unknown key 'lam_maxx'"),
+        (["--out", "x", "--set", "lam_max=3"], "core.lam_max has no effect in arm 'matched'"),
+        (["--out", "x", "--baseline", "pop"], "--baseline 'pop' is not an arm; choose one of matched, "),
+        (["--out", "x", "--external", "ranks.csv"], "--external 'ranks.csv' is not NAME=FILE"),
+        (["--out", "x", "--external", "bft=r.csv"], "--external has the name of an arm"),
+        (["--out", "x", "--jobs", "0"], "--jobs is 0; give a whole number of at least 1"),
+        (["-m", "pop", "--arms", "published,published[ks=5]", "--out", "x"], "model 'pop' is not trained"),
+        ([], "--out is missing; name the folder that gets the results"),
+        (["run", "--out", "x"], "there is no run folder run"),
+        (["run", "--out", "x", "--seeds", "0-3"], "--seeds has no effect with run folders"),
+        (["run", "--out", "x", "--dry-run"], "--dry-run has no effect with run folders"),
+        (["run", "--pool"], "run holds no comparison.json; --pool takes folders written by recbft compare"),
+    ],
+)
+def test_bad_usage_is_refused_before_anything_is_written(capsys, monkeypatch, tmp_path, events, more, message):
+    monkeypatch.chdir(tmp_path)
+    data = [] if "run" in more else ["-d", events, "--set", "time=timestamp"]
+    code, out, err = run(capsys, "compare", *more, *data)
+    assert code == 2 and out == "" and err.startswith("error: ") and message in err
+    assert list(tmp_path.iterdir()) == []

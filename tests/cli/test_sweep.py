@@ -1,0 +1,140 @@
+"""``recbft sweep`` and ``recbft tune``: validation chooses, and a search goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from recbft.datasets.synth import SyntheticConfig, generate
+from recbft.evaluation.paired import compare_seeds
+from recbft.experiments.comparison import load_comparison
+from recbft.training.run_folder import RunFolder
+from recbft_cli.main import main
+
+SMALL = ["time=timestamp", "epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu"]
+SETTINGS = [word for setting in SMALL for word in ("--set", setting)]
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "tiny.parquet"
+    generate(SyntheticConfig(num_users=60, num_items=60, mean_length=7.0, seed=3)).events.to_parquet(path)
+    return path
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_sweep_compares_each_value_with_the_default_and_chooses_by_validation(capsys, events, tmp_path):
+    out_dir = tmp_path / "out"
+    command = ["sweep", "-d", events, *SETTINGS, "--vary", "lam_max=0.5,100,5", "--seeds", "0-1", "--out", out_dir]
+    code, out, _ = run(capsys, *command)
+    assert code == 0
+    names = {path.name for path in (out_dir / "runs").iterdir()}
+    assert names == {f"{arm}-seed{s}" for arm in ("bft", "bft_lam_max=0.5", "bft_lam_max=5") for s in (0, 1)}
+    result = json.loads((out_dir / "sweep.json").read_text())
+    assert [(row["value"], row["is_default"]) for row in result["rows"]] == [(0.5, False), (5, False), (100, True)]
+    values = {
+        name: {part: [run.metrics[part]["unfiltered"]["ndcg@10"] for run in runs] for part in ("validation", "test")}
+        for name in ("bft", "bft_lam_max=0.5")
+        for runs in [[RunFolder(out_dir / "runs" / f"{name}-seed{seed}") for seed in (0, 1)]]
+    }
+    for part in ("validation", "test"):
+        d = result["rows"][0][part]["difference"]
+        expected = compare_seeds(values["bft"][part], values["bft_lam_max=0.5"][part])
+        assert d["difference"] == expected.difference and d["p_t"] == expected.p_t and d["p_holm"] >= d["p_t"]
+    best = max(result["rows"], key=lambda row: row["validation"]["mean"])
+    assert result["chosen"] == best["value"] and result["key"] == "core.lam_max"
+    assert f"core.lam_max={best['value']}. The test columns played no part" in out and "100.0 (default)" in out
+    assert "validation difference" in out and "test difference" in out
+    assert (out_dir / "sweep.md").read_text().startswith("`recbft sweep -d")
+    assert load_comparison(out_dir).baseline == "bft"
+    assert run(capsys, *command)[2].startswith("6 of 6 runs are finished already")
+    assert run(capsys, *command, "--dry-run")[:2] == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--vary", "lam_max"], "--vary 'lam_max' is not KEY=VALUE,VALUE,...; write for example core.lam_max=10,20,50"),
+        (["--vary", "lam_max="], "is not KEY=VALUE,VALUE"),
+        (["--vary", "lam_max=100"], "names only the default; give at least one other value"),
+        (["--vary", "lam_max=5,5.0"], "--vary names lam_max=5.0 twice; name each value once"),
+        (["--vary", "lam_maxx=5"], "unknown key 'lam_maxx'; did you mean 'lam_max'?"),
+        (["--vary", "lam_max=-5"], "lam_max is -5"),
+        (["--vary", "lam_max=5", "--vary", "epochs=3"], "--vary is given twice; vary one setting at a time, or search"),
+        (["--vary", "lam_max=5", "--seeds", "4"], "names one seed; paired differences need at least 2"),
+        (["--vary", "lam_max=5", "--arm", "matched"], "core.lam_max has no effect in arm 'matched'"),
+    ],
+)
+def test_a_sweep_that_cannot_be_meant_is_refused(capsys, monkeypatch, events, tmp_path, more, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "sweep", "-d", events, *SETTINGS, "--out", "x", *more)
+    assert code == 2 and out == "" and message in err and list(tmp_path.iterdir()) == []
+
+
+def tune(events, out, *more):
+    space = ["--space", "training.learning_rate=log:1e-4..1e-1", "--space", "core.initial=hybrid,count"]
+    return ["tune", "-d", events, *SETTINGS, *space, "--seeds", "0-1", "--out", out, *more]
+
+
+@pytest.mark.slow
+def test_a_search_goes_on_where_it_was_stopped_and_looks_at_validation_only(capsys, events, tmp_path):
+    optuna = pytest.importorskip("optuna")
+    code, out, err = run(capsys, *tune(events, tmp_path, "--trials", "2"))
+    assert code == 0 and "trial 1 of 2: training.learning_rate=" in err and "The test was not looked at" in out
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    study = optuna.load_study(study_name="recbft", storage=storage)
+    killed = study.ask()  # as a command leaves it that was killed
+    rate, initial = killed.suggest_float("training.learning_rate", 1e-4, 1e-1, log=True), "count"
+    killed.suggest_categorical("core.initial", ["hybrid", initial])
+    code, out, err = run(capsys, *tune(events, tmp_path, "--trials", "3"))
+    assert code == 0 and "trial 3 of 3" in err and f"learning_rate={rate}" in err
+    result = json.loads((tmp_path / "tune.json").read_text())
+    assert len(result["trials"]) == 3 and result["failed"] == 0
+    values = [trial["validation"] for trial in result["trials"]]
+    assert values == sorted(values, reverse=True)
+    means = set()
+    for name in {path.name.rpartition("-")[0] for path in tmp_path.glob("runs/trial-*")}:
+        found = [RunFolder(run).metrics["validation"] for run in tmp_path.glob(f"runs/{name}-*")]
+        means.add(sum(metrics["unfiltered"]["ndcg@10"] for metrics in found) / len(found))
+    assert sorted(means) == pytest.approx(sorted(values))
+    code, _, err = run(capsys, *tune(events, tmp_path, "--set", "epochs=3"))
+    assert code == 2 and "the study in --out has another config" in err
+
+
+@pytest.mark.slow
+def test_a_trial_below_the_median_is_given_up(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    rates = "training.learning_rate=0.01,1e-9"
+    command = ["tune", "-d", events, *SETTINGS, "--space", rates, "--seeds", "0-2", "--jobs", "1", "--out", tmp_path]
+    code, out, _ = run(capsys, *command, "--trials", "9", "--prune")
+    assert code == 0 and " pruned, 0 failed" in out
+    assert json.loads((tmp_path / "tune.json").read_text())["pruned"] > 0
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ("epochs", "--space 'epochs' is not KEY=VALUES; write a,b,c or low..high or log:low..high"),
+        ("dropout=0.5..0.1", "give numbers low..high with low < high"),
+        ("dropout=log:0..0.5", "low > 0 after log:"),
+        ("dropout=a..b", "give numbers low..high"),
+    ],
+)
+def test_a_space_that_cannot_be_meant_is_refused(capsys, events, tmp_path, space, message):
+    pytest.importorskip("optuna")
+    code, _, err = run(capsys, "tune", "-d", events, "--space", space, "--out", tmp_path / "x")
+    assert code == 2 and message in err and not (tmp_path / "x").exists()
+
+
+def test_without_optuna_one_line_says_how_to_get_it(capsys, monkeypatch, events, tmp_path):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    code, out, err = run(capsys, *tune(events, tmp_path / "x"))
+    assert (code, out) == (2, "")
+    assert err == "error: tuning needs Optuna, which is not installed; pip install 'recbft[tune]'\n"

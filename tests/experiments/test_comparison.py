@@ -1,0 +1,322 @@
+"""Comparisons read from run folders and files of ranks: what they hold, what they refuse, and what they note."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import leave_one_out
+from recbft.errors import UserError
+from recbft.experiments.comparison import comparison_of, load_comparison
+from recbft.experiments.results import results_of, write_comparison
+from recbft.files import write_json
+from recbft.training.run_folder import RunFolder
+from recbft.training.session import train
+from tests.experiments.conftest import jobs_of, runs_in
+
+
+def edit_json(path, **entries):
+    write_json(path, json.loads(path.read_bytes()) | entries)
+
+
+def ranks_file(path, run, *, seed=None, **columns):
+    """A file as another system would write it, with the ranks of one of our runs."""
+    table = pd.read_parquet(run / "per_user.parquet")
+    made = pd.DataFrame({"user": table["user"].astype(str), "rank": table["rank_unfiltered"]})
+    if seed is not None:
+        made["seed"] = seed
+    made = made.assign(**columns)
+    made.to_csv(path, index=False)
+    return path
+
+
+def test_a_comparison_holds_what_the_runs_and_the_data_say(events, trained):
+    found = comparison_of(runs_in(trained))
+    dataset = Dataset.load(events, time="timestamp")
+    split = leave_one_out(dataset)
+    assert list(found.arms) == ["bft", "matched"] and found.baseline == "matched" and found.seeds == (0, 1, 2)
+    assert found.path is None and found.notes == ()
+    assert found.users.tolist() == dataset.user_ids.tolist()
+    assert found.target.tolist() == dataset.decode(split.test.target).tolist()
+    assert found.training_length.tolist() == (split.training_stop - split.training_start).tolist()
+    assert found.target_frequency.tolist() == dataset.training_counts[split.test.target].tolist()
+    assert found.protocol["content_hash"] == dataset.content_hash and found.protocol["seed"] == "0-2"
+    for name, arm in found.arms.items():
+        assert arm.seeds == (0, 1, 2) and arm.runs == tuple(runs_in(trained, name))
+        assert [len(rows) for rows in arm.histories] == [2, 2, 2] and arm.config["arm"] == name
+        for setting in ("unfiltered", "filtered"):
+            assert arm.ranks[setting].shape == (3, len(found.users))
+            for metric in ("hr@10", "ndcg@5", "mrr@20", "mrr"):
+                said = [RunFolder(run).metrics["test"][setting][metric] for run in arm.runs]
+                np.testing.assert_allclose(found.values(name, setting, metric), said, rtol=1e-12)
+                assert found.per_user(name, setting, metric).shape == (len(found.users),)
+                assert found.per_user(name, setting, metric).mean() == pytest.approx(np.mean(said))
+
+
+def test_any_cut_off_can_be_asked_for_and_what_is_not_there_is_refused(trained):
+    found = comparison_of(runs_in(trained))
+    hits = found.arms["bft"].ranks["filtered"] <= 7
+    assert found.values("bft", "filtered", "hr@7").tolist() == hits.mean(1).tolist()
+    with pytest.raises(UserError, match="unknown arm 'btf'; did you mean 'bft'"):
+        found.values("btf", "filtered", "mrr")
+    with pytest.raises(UserError, match="unknown metric 'auc'; give hr@K"):
+        found.values("bft", "filtered", "auc")
+    with pytest.raises(UserError, match="baseline 'x' is not an arm"):
+        comparison_of(runs_in(trained), baseline="x")
+
+
+def test_arms_are_named_by_the_settings_in_which_they_differ(events, tmp_path):
+    for job in jobs_of(
+        events, tmp_path, "matched,matched+recency,bft[lam_max=10],bft[lam_max=50]", settings=["epochs=1"]
+    ):
+        train(job.config, job.path)
+    found = comparison_of(runs_in(tmp_path))
+    assert set(found.arms) == {"matched", "matched+recency", "bft[core.lam_max=10.0]", "bft[core.lam_max=50.0]"}
+    result = results_of(found, metrics=["ndcg@10"])
+    assert list(result["comparisons"]) == ["matched", "matched+recency"]
+    assert set(result["comparisons"]["matched+recency"]) == {"bft[core.lam_max=10.0]", "bft[core.lam_max=50.0]"}
+
+
+def test_what_is_written_is_read_back_also_from_another_place(trained, copied, tmp_path):
+    ranks = ranks_file(tmp_path / "other.csv", runs_in(copied, "bft")[0])
+    found = comparison_of(runs_in(copied), external={"other": ranks}, baseline="bft")
+    write_comparison(found, copied, made={}, external={"other": ranks})
+    ranks.unlink()
+    moved = tmp_path / "moved"
+    copied.rename(moved)
+    again = load_comparison(moved)
+    assert again.path == moved and again.baseline == "bft" and set(found.notes) < set(again.notes)
+    assert list(again.arms) == list(found.arms)
+    for name, arm in found.arms.items():
+        for setting, values in arm.ranks.items():
+            np.testing.assert_array_equal(again.arms[name].ranks[setting], values)
+    shutil.rmtree(moved / "runs" / "bft-seed1")
+    with pytest.raises(UserError, match=r"there is no run folder .*bft-seed1"):
+        load_comparison(moved)
+    with pytest.raises(UserError, match=r"holds no comparison.json; make it with: recbft compare RUN_DIR\.\.\. --out"):
+        load_comparison(tmp_path)
+    (tmp_path / "comparison.json").write_text("{")
+    with pytest.raises(UserError, match=r"comparison\.json is damaged; make it again"):
+        load_comparison(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "field", ["content_hash", "target_hash", "split", "ranking", "ties", "filter_seen", "recbft_version", "items"]
+)
+def test_runs_that_cannot_be_compared_are_refused_by_the_field(copied, field):
+    other = copied / "runs" / "matched-seed1"
+    edit_json(other / "protocol.json", **{field: "another"})
+    with pytest.raises(
+        UserError, match=rf"the runs differ in {field}: .* in .*, another in {other}; compare runs with"
+    ):
+        comparison_of(runs_in(copied))
+
+
+def test_other_targets_under_the_same_hash_are_refused(copied):
+    path = copied / "runs" / "matched-seed1" / "per_user.parquet"
+    table = pd.read_parquet(path)
+    table.loc[0, "target"] = table["target"][1]
+    table.to_parquet(path)
+    with pytest.raises(UserError, match="lists other values of 'target' than"):
+        comparison_of(runs_in(copied))
+
+
+def test_unequal_seeds_are_cut_to_the_common_ones_and_the_others_named(copied):
+    shutil.rmtree(copied / "runs" / "bft-seed1")
+    found = comparison_of(runs_in(copied))
+    assert found.seeds == (0, 2) and found.arms["matched"].ranks["filtered"].shape[0] == 2
+    assert found.notes == ("seeds not common to all arms are left out: matched 1",)
+    shutil.rmtree(copied / "runs" / "bft-seed2")
+    with pytest.raises(UserError, match=r"the arms share 1 seeds, .* needs at least 2 \(bft has 0; matched has 0-2\)"):
+        comparison_of(runs_in(copied))
+
+
+def test_one_arm_or_two_runs_of_one_seed_are_refused(copied):
+    with pytest.raises(UserError, match="there is one arm, bft; a comparison needs at least 2"):
+        comparison_of(runs_in(copied, "bft"))
+    shutil.copytree(copied / "runs" / "bft-seed0", copied / "runs" / "again-seed0")
+    with pytest.raises(UserError, match=r"arm bft has two runs of seed 0: .*again-seed0 and .*bft-seed0; give one"):
+        comparison_of(runs_in(copied))
+    with pytest.raises(UserError, match="there is no run to compare"):
+        comparison_of([])
+
+
+def delete(name):
+    return lambda run: (run / name).unlink()
+
+
+def overwrite(name, content):
+    return lambda run: (run / name).write_bytes(content)
+
+
+def shuffle_ranks(run):
+    table = pd.read_parquet(run / "per_user.parquet")
+    table["rank_filtered"] = table["rank_filtered"] + 1
+    table.to_parquet(run / "per_user.parquet")
+
+
+def drop_column(run):
+    pd.read_parquet(run / "per_user.parquet").drop(columns="target_count").to_parquet(run / "per_user.parquet")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (delete("per_user.parquet"), "per_user.parquet is missing, and a comparison needs every user's rank; restore"),
+        (overwrite("per_user.parquet", b"PAR1 no"), r"per_user\.parquet is damaged"),
+        (drop_column, r"per_user\.parquet lacks target_count: it is of another version of recbft; train again"),
+        (shuffle_ranks, r"gives MRR 0\.\d+ \(filtered\) and metrics.json says 0\.\d+; they are not of one run"),
+        (delete("metrics.json"), "is not finished; go on with `recbft train --resume"),
+        (overwrite("metrics.json", b"{"), r"metrics\.json is damaged"),
+        (delete("protocol.json"), r"protocol\.json is missing"),
+        (overwrite("protocol.json", b"{}"), r"protocol\.json lacks content_hash"),
+        (shutil.rmtree, "there is no run folder"),
+    ],
+)
+def test_a_broken_run_is_named_and_left_out_only_when_asked(copied, damage, message):
+    runs = runs_in(copied)
+    damage(copied / "runs" / "bft-seed1")
+    with pytest.raises(UserError, match=f"{message}.*; --skip-broken leaves such a run out$") as caught:
+        comparison_of(runs)
+    assert "bft-seed1" in str(caught.value)
+    found = comparison_of(runs, skip_broken=True)
+    assert found.seeds == (0, 2)
+    assert found.notes[0].startswith("left out, broken: ") and "bft-seed1" in found.notes[0]
+    assert found.notes[1] == "seeds not common to all arms are left out: matched 1"
+
+
+def test_identical_arms_differ_by_nothing_with_p_one_and_a_note(copied, tmp_path):
+    for seed in range(3):
+        run, twin = copied / "runs" / f"matched-seed{seed}", copied / "runs" / f"bft-seed{seed}"
+        for name in ("per_user.parquet", "metrics.json"):
+            shutil.copyfile(run / name, twin / name)
+    found = comparison_of(runs_in(copied))
+    assert found.notes == (
+        "arm bft has the same ranks as matched for every user and seed: the difference is 0 and p is 1",
+    )
+    result = write_comparison(found, tmp_path / "out", made={})  # JSON refuses NaN
+    for settings in result["comparisons"]["matched"]["bft"].values():
+        for cell in settings.values():
+            d = cell["over_seeds"]
+            assert (d["difference"], d["p_t"], d["p_sign_flip"], d["p_holm"], d["wins"]) == (0, 1, 1, 1, 0)
+            assert (cell["over_users"]["difference"], cell["over_users"]["p_sign_flip"]) == (0, 1)
+
+
+def test_a_constant_metric_is_noted_and_compared_without_nan(trained, tmp_path):
+    found = comparison_of(runs_in(trained))
+    vocabulary = found.protocol["items"]
+    result = write_comparison(found, tmp_path / "out", made={})
+    assert not any("cannot tell" in note for note in result["notes"])
+    result = results_of(found, metrics=[f"hr@{vocabulary}"], over_users=False)
+    assert f"HR@{vocabulary} (filtered) is 1 for every arm and seed: it cannot tell the arms apart" in result["notes"]
+    assert result["comparisons"]["matched"]["bft"]["filtered"][f"hr@{vocabulary}"]["over_seeds"]["p_t"] == 1
+
+
+def test_settings_of_training_that_differ_are_noted(events, tmp_path):
+    for job in jobs_of(events, tmp_path, "matched,bft[epochs=1]"):
+        train(job.config, job.path)
+    assert comparison_of(runs_in(tmp_path)).notes == ("the arms differ in training.epochs: bft 1, matched 2",)
+
+
+def test_runs_of_other_machines_belong_to_the_same_arm(copied):
+    path = copied / "runs" / "bft-seed1" / "protocol.json"
+    config = json.loads(path.read_bytes())["config"]
+    config["training"] |= {"threads": 8, "device": "cuda"}
+    config["data"]["dataset"] = "/elsewhere/tiny.parquet"
+    edit_json(path, config=config)
+    assert list(comparison_of(runs_in(copied)).arms) == ["bft", "matched"]
+
+
+# External ranks ------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_another_system_join_as_an_arm(trained, tmp_path):
+    run = runs_in(trained, "bft")[0]
+    file = ranks_file(tmp_path / "other.csv", run)
+    shuffled = pd.read_csv(file, dtype=str).sample(frac=1, random_state=0)
+    shuffled = pd.concat([shuffled, pd.DataFrame({"user": ["nobody"], "rank": ["3"]})])
+    shuffled.to_csv(file, index=False)
+    found = comparison_of(runs_in(trained), external={"other": file})
+    arm = found.arms["other"]
+    ours = pd.read_parquet(run / "per_user.parquet")["rank_unfiltered"].to_numpy()
+    assert (arm.ranks["unfiltered"] == ours).all() and arm.ranks["unfiltered"].shape[0] == 3
+    assert arm.runs == (None,) * 3 and arm.histories == ([], [], []) and "filtered" not in arm.ranks
+    assert found.settings("other", "bft") == ("unfiltered",)
+    with pytest.raises(UserError, match="arm other has no filtered ranks; use unfiltered"):
+        found.values("other", "filtered", "mrr")
+    assert list(results_of(found, over_users=False)["comparisons"]["matched"]["other"]) == ["unfiltered"]
+    assert [note.split(":")[0] for note in found.notes] == [
+        "arm other is external",
+        "arm other has one set of ranks, used for every seed",
+        "arm other",
+    ]
+    assert found.notes[2] == "arm other: 1 users of its file are not in this comparison and are left out"
+
+
+def test_external_ranks_with_seeds_are_paired_by_them(trained, tmp_path):
+    runs = runs_in(trained, "bft")
+    parts = [pd.read_parquet(run / "per_user.parquet").assign(seed=seed) for seed, run in enumerate(runs)]
+    file = tmp_path / "other.parquet"
+    pd.concat(parts[::-1])[["seed", "user", "rank_unfiltered", "rank_filtered"]].to_parquet(file)
+    found = comparison_of(runs_in(trained), external={"other": file})
+    for setting in ("unfiltered", "filtered"):
+        np.testing.assert_array_equal(found.arms["other"].ranks[setting], found.arms["bft"].ranks[setting])
+    pd.concat(parts[1:])[["seed", "user", "rank_filtered"]].to_parquet(file)
+    assert comparison_of(runs_in(trained), external={"other": file}).seeds == (1, 2)
+
+
+def replaced(column, value):
+    def change(table):
+        table[column] = table[column].astype(object)
+        table.loc[0, column] = value
+        return table
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.rename(columns={"rank": "score"}), r"has columns user, score; it needs 'user' and 'rank' or"),
+        (lambda t: t.assign(rank_unfiltered=t["rank"]), "has both 'rank' and 'rank_unfiltered'"),
+        (lambda t: t[1:], r"lacks 1 of \d+ users, such as .*; rank every user's test target"),
+        (lambda t: pd.concat([t, t[:1]]), "lists 1 users twice, such as"),
+        (replaced("rank", 0), r"column 'rank' holds 0 \(1 such values\); give whole ranks from 1 to"),
+        (replaced("rank", 1.5), r"column 'rank' holds 1\.5"),
+        (replaced("rank", "first"), "column 'rank' holds first"),
+        (replaced("rank", 10**6), "column 'rank' holds 1000000"),
+        (lambda t: t.assign(seed=[0, *[1] * (len(t) - 1)]), r"seed 0 lacks \d+ of"),
+    ],
+)
+def test_a_file_that_is_not_of_ranks_is_refused(trained, tmp_path, change, message):
+    file = ranks_file(tmp_path / "other.csv", runs_in(trained)[0])
+    change(pd.read_csv(file, dtype={"user": str})).to_csv(file, index=False)
+    with pytest.raises(UserError, match=message):
+        comparison_of(runs_in(trained), external={"other": file})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.csv", None, "no such file; give a .csv or .parquet file with columns user and rank"),
+        ("other.txt", b"", r"the ending '\.txt' is not known"),
+        ("other.csv", b"", "cannot be read"),
+        ("other.parquet", b"PAR1", "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(trained, tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        comparison_of(runs_in(trained), external={"other": tmp_path / name})
+
+
+def test_an_external_arm_may_not_take_a_trained_arms_name(trained, tmp_path):
+    file = ranks_file(tmp_path / "other.csv", runs_in(trained)[0])
+    with pytest.raises(UserError, match="external arm 'bft' has the name of a trained arm"):
+        comparison_of(runs_in(trained), external={"bft": file})

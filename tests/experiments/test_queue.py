@@ -1,0 +1,220 @@
+"""Many runs from a queue of files: used again, gone on with, shared, and not undone by kills or failures."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+
+import pandas as pd
+import pytest
+
+from recbft.errors import RunError, UserError
+from recbft.experiments import locks, queue
+from recbft.experiments.arms import settings_of
+from recbft.experiments.experiment import prepare, train_missing
+from recbft.experiments.plan import status
+from recbft.experiments.queue import train_all
+from recbft.run_config import load_run_config
+from recbft.training.run_folder import RunFolder
+from recbft_cli.main import main
+from tests.experiments.conftest import RECBFT, ROOT, SMALL, Watch, jobs_of, runs_in
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+LONG = ("epochs=40", "patience=1000")
+SHORT = ("epochs=3",)
+
+
+def ranks(path):
+    return pd.read_parquet(path / "per_user.parquet")
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_the_queue_trains_what_is_missing_and_the_numbers_are_those_of_training_alone(events, trained, tmp_path):
+    jobs, watch = jobs_of(events, tmp_path), Watch()
+    before = dict(os.environ)
+    assert train_all(jobs, tmp_path / "queue", 2, watch) == []
+    assert dict(os.environ) == before
+    assert watch.said[0] == "0 of 4" and sorted(watch.said[1:-1]) == [f"finished {p.name}" for p in runs_in(tmp_path)]
+    assert {path.name for path in (tmp_path / "queue").iterdir()} == {"mutex"}, "no lock and no log is left"
+    for path in runs_in(tmp_path):
+        pd.testing.assert_frame_equal(ranks(path), ranks(trained / "runs" / path.name))
+    again = Watch()
+    assert train_all(jobs, tmp_path / "queue", 2, again) == [] and again.said == ["4 of 4", "stop"]
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(events, tmp_path):
+    jobs = jobs_of(events, tmp_path, "matched,bft[learning_rate=1e30]")
+    watch = Watch()
+    with pytest.raises(RunError) as caught:
+        train_missing(jobs, tmp_path, workers=2, watch=watch)
+    message = str(caught.value)
+    assert message.startswith("2 of 4 runs failed (bft[learning_rate=1e30] seed 0, bft[learning_rate=1e30] seed 1: the")
+    assert "the loss is" in message and message.endswith("mend the cause and give the same command again")
+    assert [status(job, job.config.data.load()) for job in jobs] == ["finished", "unfinished"] * 2
+    assert "the loss is" in (tmp_path / "queue" / "bft_learning_rate=1e30-seed0.log").read_text()
+    assert len((tmp_path / "commands.txt").read_text().splitlines()) == 4
+
+
+def test_no_workers_are_refused(events, tmp_path):
+    with pytest.raises(UserError, match="--jobs is 0; give a whole number of at least 1"):
+        train_missing(jobs_of(events, tmp_path), tmp_path, workers=0, watch=Watch())
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_started_again_and_its_run_is_the_same(events, tmp_path):
+    jobs = jobs_of(events, tmp_path / "a", "bft", (0,), LONG)
+    whole = jobs_of(events, tmp_path / "b", "bft", (0,), LONG)
+    folder, watch, failed = tmp_path / "a" / "queue", Watch(), []
+    thread = threading.Thread(target=lambda: failed.extend(train_all(jobs, folder, 1, watch)))
+    thread.start()
+    wait_for(lambda: len(queue._history(jobs[0])) >= 2)
+    os.kill(locks.holder(folder, jobs[0].path.name).pid, signal.SIGKILL)
+    thread.join(120)
+    assert failed == [] and "bft seed 0: ended by signal 9; going on with it" in watch.said
+    assert train_all(whole, tmp_path / "b" / "queue", 1, Watch()) == []
+    pd.testing.assert_frame_equal(ranks(jobs[0].path), ranks(whole[0].path))
+
+
+@pytest.mark.slow
+def test_a_worker_killed_again_and_again_without_progress_counts_as_failed(events, tmp_path):
+    jobs, folder, stop = jobs_of(events, tmp_path, "bft", (0,), LONG), tmp_path / "queue", threading.Event()
+
+    def kill_all():
+        while not stop.is_set():
+            if (owner := locks.holder(folder, jobs[0].path.name)) is not None:
+                os.kill(owner.pid, signal.SIGKILL)
+            time.sleep(0.001)
+
+    killer = threading.Thread(target=kill_all)
+    killer.start()
+    try:
+        failed = train_all(jobs, folder, 1, Watch())
+    finally:
+        stop.set()
+        killer.join()
+    assert [failure.reason for failure in failed] == ["ended by signal 9"]
+
+
+def command(events, out, length=LONG):
+    settings = [word for setting in (*SMALL, *length) for word in ("--set", setting)]
+    return [*RECBFT, "compare", "-d", str(events), *settings, "--arms", "matched,bft", "--seeds", "0-1",
+            "--jobs", "2", "--out", str(out)]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_killed_command_takes_its_workers_along_and_the_same_command_goes_on(events, tmp_path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(command(events, out), env=ENVIRONMENT, stderr=subprocess.PIPE)
+    wait_for(lambda: len(list(out.glob("runs/*/history.csv"))) == 2)
+    owners = [locks.holder(out / "queue", path.stem) for path in out.glob("queue/*.lock")]
+    process.kill()
+    process.communicate()
+    assert any(owners)
+    wait_for(lambda: all(locks.started(owner.pid) != owner.started for owner in owners if owner))
+    again = subprocess.run(command(events, out), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "Difference from matched" in again.stdout and (out / "comparison.json").is_file()
+    assert not list(out.glob("queue/*.lock")) and not list(out.glob("runs/.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_the_workers_and_say_how_to_go_on(events, tmp_path, sign):
+    out = tmp_path / "out"
+    process = subprocess.Popen(command(events, out), env=ENVIRONMENT, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        wait_for(lambda: list(out.glob("runs/*/history.csv")))
+        # A terminal sends Ctrl-C to the command and its workers, a scheduler its SIGTERM to the command.
+        os.killpg(process.pid, sign) if sign == signal.SIGINT else process.send_signal(sign)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "Traceback" not in told.decode()
+    assert told.decode().splitlines()[-1] == "error: interrupted; 0 of 4 runs are finished, the same command goes on"
+    assert not list(out.glob("queue/*.lock"))
+
+
+@pytest.mark.slow
+def test_two_commands_share_one_queue(events, tmp_path):
+    out = tmp_path / "out"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command(events, out, SHORT), env=ENVIRONMENT, **pipes) for _ in range(2)]
+    told = [process.communicate(timeout=180) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert len(runs_in(out)) == 4 and all(RunFolder(path).is_finished for path in runs_in(out))
+    tables = [out.split("\n\n", 1)[1] for out, _ in told]
+    assert tables[0] == tables[1]
+    assert not list(out.glob("queue/*.lock")) and not list(out.glob("queue/*.log"))
+
+
+def test_a_run_made_elsewhere_by_its_command_is_taken_up(events, tmp_path, capsys):
+    job = jobs_of(events, tmp_path / "elsewhere", "bft[lam_max=10,ks=[5,10]]", (3,))[0]
+    assert "--set 'evaluation.ks=[5, 10]'" in job.command
+    assert main([*shlex.split(job.command)[1:], "-q"]) == 0
+    capsys.readouterr()
+    here = jobs_of(events, tmp_path / "here", "bft[lam_max=10,ks=[5,10]]", (3,))
+    shutil.copytree(job.path, here[0].path)
+    watch = Watch()
+    assert train_all(here, tmp_path / "here" / "queue", 1, watch) == [] and watch.said == ["1 of 1", "stop"]
+    assert status(here[0], here[0].config.data.load()) == "finished"
+
+
+@pytest.mark.parametrize("settings", [(), ("recency_decay=true", "clip_norm=1.5", "ks=[5,10]", "where=rating>=3")])
+def test_the_settings_of_a_command_give_its_config_back(settings):
+    config = load_run_config(None, settings, model="sasrec", arm="matched", dataset="x.csv", seed=2)
+    again = load_run_config(None, settings_of(config), model="sasrec", arm="matched", dataset="x.csv", seed=2)
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("epochs=3",), r"matched-seed0 holds a run with training.epochs 2, and 3 is asked for; give another --out"),
+        (("threads=2",), r"matched-seed0 holds a run with training.threads 1, and 2 is asked for"),
+    ],
+)
+def test_a_run_with_another_config_is_refused_by_its_field(events, trained, change, message):
+    jobs = jobs_of(events, trained, settings=change)
+    with pytest.raises(UserError, match=message):
+        status(jobs[0], jobs[0].config.data.load())
+
+
+def test_a_run_on_other_data_or_of_another_version_is_refused(events, copied, tmp_path):
+    shorter = tmp_path / "tiny.parquet"
+    pd.read_parquet(events)[:-1].to_parquet(shorter)
+    with pytest.raises(UserError, match=r"a run on data with content \w{12}, and tiny as loaded has \w{12}; give"):
+        status(jobs_of(shorter, copied)[0], jobs_of(shorter, copied)[0].config.data.load())
+    protocol = copied / "runs" / "matched-seed0" / "protocol.json"
+    protocol.write_text(protocol.read_text().replace('"recbft_version": "', '"recbft_version": "9'))
+    with pytest.raises(UserError, match=r"holds a run of recbft_version 9\S+, and this is"):
+        status(jobs_of(events, copied)[0], jobs_of(events, copied)[0].config.data.load())
+    protocol.write_text("{}")
+    with pytest.raises(UserError, match=r"protocol\.json lacks content_hash, config, recbft_version; restore it"):
+        status(jobs_of(events, copied)[0], jobs_of(events, copied)[0].config.data.load())
+
+
+def test_a_folder_with_other_files_is_not_trained_over(events, tmp_path):
+    taken = tmp_path / "runs" / "matched-seed0" / "thesis.txt"
+    taken.parent.mkdir(parents=True)
+    taken.write_text("mine")
+    jobs = jobs_of(events, tmp_path)
+    with pytest.raises(UserError, match="other files in it"):
+        prepare([job.arm for job in jobs[:1]], [0], tmp_path, lambda arm, seed: jobs[0].config)
+    assert taken.read_text() == "mine"
+
+
+def test_workers_that_say_nothing_are_reported_so(tmp_path):
+    assert queue._last_line(tmp_path / "no.log") == "ended without a word"
+    (tmp_path / "a.log").write_text("some\nerror: the disk is full\n\n")
+    assert queue._last_line(tmp_path / "a.log") == "the disk is full"

@@ -1,0 +1,115 @@
+"""The figures of a comparison against scipy, where nothing differs, and pooled over data sets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from recbft.errors import UserError
+from recbft.evaluation.paired import holm
+from recbft.experiments.comparison import Arm, Comparison
+from recbft.experiments.document import comparison_document
+from recbft.experiments.pooling import pool, pooled_document
+from recbft.experiments.results import results_of
+
+
+def made_up(ranks, baseline="matched", content="a"):
+    """A comparison of arms with these (S, U) ranks."""
+    seeds, users = next(iter(ranks.values())).shape
+    numbers = tuple(range(seeds))
+    arms = {
+        name: Arm(name, numbers, (None,) * seeds, {"unfiltered": each}, tuple([] for _ in numbers), {})
+        for name, each in ranks.items()
+    }
+    zeros = np.zeros(users, dtype=np.int64)
+    protocol = {"items": 50, "content_hash": content, "dataset": content, "filter_seen": False, "config": {}}
+    return Comparison(None, protocol, zeros, zeros, zeros, zeros, arms, baseline, numbers, ())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_figures_are_scipys_and_holm_is_over_all_tests_of_the_table(seed):
+    rng = np.random.default_rng(seed)
+    ranks = {name: rng.integers(1, 40, (6, 80)) for name in ("matched", "bft", "published")}
+    found = results_of(made_up(ranks))
+    assert found["arms"]["bft"]["metrics"]["unfiltered"]["hr@10"]["mean"] == pytest.approx((ranks["bft"] <= 10).mean())
+    cells = []
+    for name in ("bft", "published"):
+        for metric, value in (("hr@10", ranks[name] <= 10), ("mrr", 1 / ranks[name])):
+            base = ranks["matched"] <= 10 if metric == "hr@10" else 1 / ranks["matched"]
+            cell = found["comparisons"]["matched"][name]["unfiltered"][metric]
+            assert cell["over_seeds"]["p_t"] == pytest.approx(stats.ttest_rel(value.mean(1), base.mean(1)).pvalue)
+            d = value.mean(0) - base.mean(0)
+            assert cell["over_users"]["difference"] == pytest.approx(d.mean())
+            flips = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=20_000, rng=seed)
+            assert cell["over_users"]["p_sign_flip"] == pytest.approx(flips.pvalue, abs=0.03)
+        cells += [c["over_seeds"] for c in found["comparisons"]["matched"][name]["unfiltered"].values()]
+    assert [c["p_holm"] for c in cells] == holm([c["p_t"] for c in cells]) and len(cells) == 6
+
+
+def test_where_nothing_differs_five_in_a_hundred_tables_say_otherwise():
+    rng = np.random.default_rng(0)
+    p_t, p_flip = [], []
+    for _ in range(1000):
+        ranks = {name: rng.integers(1, 40, (10, 30)) for name in ("matched", "bft")}
+        result = results_of(made_up(ranks), metrics=["ndcg@10"], over_users=False)
+        cell = result["comparisons"]["matched"]["bft"]["unfiltered"]["ndcg@10"]["over_seeds"]
+        p_t.append(cell["p_t"])
+        p_flip.append(cell["p_sign_flip"])
+        assert cell["p_holm"] == cell["p_t"]
+    for p in (p_t, p_flip):
+        assert 0.035 <= np.mean(np.array(p) <= 0.05) <= 0.065
+        assert stats.kstest(p, "uniform").pvalue > 0.01
+
+
+def test_few_seeds_are_said_to_show_little():
+    rng = np.random.default_rng(1)
+    ranks = {name: rng.integers(1, 40, (3, 30)) for name in ("matched", "bft")}
+    notes = results_of(made_up(ranks), over_users=False)["notes"]
+    assert notes == ["with 3 seeds no sign-flip p can be below 0.25; 6 seeds are the fewest that can reach 0.05"]
+    six = {name: rng.integers(1, 40, (6, 30)) for name in ("matched", "bft")}
+    assert results_of(made_up(six), over_users=False)["notes"] == []
+
+
+def test_the_two_claims_are_told_apart_in_the_document():
+    rng = np.random.default_rng(2)
+    result = results_of(made_up({name: rng.integers(1, 40, (6, 30)) for name in ("matched", "bft")}))
+    header = {"command": "recbft compare", "date": "2026-01-01", "cpu": "a CPU", "device": "cpu", "machine": "m",
+              "system": "s", "cores": 1, "memory_gib": 1.0, "threads": 1, "load_average_before": 0.0, "recbft": "1",
+              "commit": "c", "python": "3", "torch": "2", "numpy": "2"}  # fmt: skip
+    for markdown in (False, True):
+        text = comparison_document({**result, "made": header}, markdown=markdown)
+        assert "paired by seed: would training again show it?" in text and "Holm over the 3 t-tests" in text
+        assert "over users, seeds averaged away: another claim" in text
+        assert text.count("NDCG@10") >= 3 and "nan" not in text
+
+
+def results_with(shift, content):
+    rng = np.random.default_rng(3)
+    base = rng.integers(5, 40, (8, 60))
+    other = np.maximum(1, base + shift + rng.integers(-3, 4, base.shape))
+    return results_of(made_up({"matched": base, "bft": other}, content=content), over_users=False)
+
+
+def test_pooling_is_fishers_and_tells_the_direction():
+    results = [results_with(-2, "beauty"), results_with(-1, "games"), results_with(2, "toys")]
+    found = pool(results)
+    assert found["data"] == ["beauty", "games", "toys"]
+    first = found["pooled"][0]
+    cells = [r["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]["over_seeds"] for r in results]
+    assert first["p_fisher"] == pytest.approx(stats.combine_pvalues([c["p_t"] for c in cells]).pvalue)
+    assert first["better_on"] == sum(c["difference"] > 0 for c in cells) == 2
+    text = pooled_document(found, markdown=False)
+    assert "2 of 3" in text and "read its direction from the data sets" in text
+
+
+def test_what_cannot_be_pooled_is_refused():
+    one = results_with(1, "beauty")
+    with pytest.raises(UserError, match="needs at least 2 comparisons"):
+        pool([one])
+    with pytest.raises(UserError, match="two comparisons are on the same data"):
+        pool([one, results_with(2, "beauty")])
+    with pytest.raises(UserError, match="have baselines bft, matched; give --baseline"):
+        pool([one, {**results_with(2, "games"), "baseline": "bft"}])
+    with pytest.raises(UserError, match="no arm and metric in common"):
+        pool([one, {**results_with(2, "games"), "comparisons": {}}])
