@@ -8,25 +8,33 @@ import typer
 
 from recbft_cli.tables import table
 
-EXAMPLES = """Example: recbft models sasrec --arm published"""
+EXAMPLES = """Example: recbft models sasrec --arm bft --mixer rfa"""
 
 
 def models(
     name: Annotated[str | None, typer.Argument(help="Show every setting of this model, with its default.")] = None,
     arm: Annotated[str | None, typer.Option(help="Show the settings of this arm.")] = None,
+    mixer: Annotated[str | None, typer.Option(help="Show the settings with this mixer.")] = None,
 ) -> None:
-    """List models and arms, or the settings of one model as a YAML file for --config."""
+    """List models, arms and mixers, or the settings of one model as a YAML file for --config."""
     from recbft.errors import UserError
+    from recbft.mixers import MIXERS
     from recbft.models import MODELS
     from recbft.run_config import load_run_config
 
     if name is not None:
-        typer.echo(load_run_config(model=name, arm=arm).to_yaml(), nl=False)
+        typer.echo(load_run_config(model=name, arm=arm, mixer=mixer).to_yaml(), nl=False)
         return
-    if arm is not None:
-        raise UserError("--arm needs a model; write for example: recbft models sasrec --arm published")
+    for option, value in (("--arm", arm), ("--mixer", mixer)):
+        if value is not None:
+            raise UserError(f"{option} needs a model; write for example: recbft models sasrec {option} {value}")
     rows = []
     for model, spec in MODELS.items():
         rows.append([model, "", spec.summary])
         rows += [["", key, spec.arm_summaries.get(key, "")] for key in spec.arms]
     typer.echo(table(["model", "arm", "what it is"], rows))
+    mixers = [
+        [mixer, ", ".join(model for model, spec in MODELS.items() if mixer in spec.mixers), spec.summary]
+        for mixer, spec in MIXERS.items()
+    ]
+    typer.echo("\n" + table(["mixer", "in", "what it is"], mixers))

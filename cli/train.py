@@ -36,6 +36,10 @@ def train(
         typer.Option("-d", "--dataset", help="A name of `recbft data list`, or a file; ml-100k if left out."),
     ] = None,
     arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
+    mixer: Annotated[str | None, typer.Option(help="What moves information along a history: `recbft models`.")] = None,
+    update: Annotated[
+        str | None, typer.Option(help="Update rule of arm bft: kalman (the default), residual, gate or fixed.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Decides initial weights and the order of the data; 0 if left out.")
     ] = None,
@@ -57,7 +61,8 @@ def train(
 ) -> None:
     """Train a model and evaluate it; everything about the run goes to a folder of its own."""
     given = {
-        "--model": model, "--dataset": dataset, "--arm": arm, "--seed": seed, "--set": settings, "--config": config,
+        "--model": model, "--dataset": dataset, "--arm": arm, "--mixer": mixer, "--update": update, "--seed": seed,
+        "--set": settings, "--config": config,
         "--deterministic": deterministic or None, "--overwrite": overwrite or None, "--name": name,
     }  # fmt: skip
     named = [option for option, value in given.items() if value not in (None, [])]
@@ -74,6 +79,8 @@ def train(
             model=model,
             dataset=dataset,
             arm=arm,
+            mixer=mixer,
+            update=update,
             seed=seed,
             data_root=data_root,
             deterministic=deterministic or None,

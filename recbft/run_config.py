@@ -2,7 +2,8 @@
 
     defaults  <  arm preset (backbone)  <  YAML file  <  key=value settings  <  what the command or call names itself
 
-Sections: data, backbone (the model's own), core (precision, in arms that track it), training, evaluation.
+Sections: data, backbone (the model's own), mixing (the mixer's own), core (precision, in arms that track it),
+training, evaluation.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from recbft.config import check_choice, check_range, convert, field_types, from_dict, to_dict
 from recbft.config_file import parse_setting, place, read_yaml, to_yaml
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.config import EvaluationConfig
+from recbft.mixers import MIXERS, NoOptions
 from recbft.models import MODELS
 from recbft.models.precision_config import CoreConfig
 from recbft.recbole_yaml import from_recbole, is_recbole
@@ -27,7 +31,7 @@ from recbft.training.config import TrainingConfig
 DEFAULT_MODEL = "sasrec"
 DEFAULT_ARM = "bft"  # where the model has it, else the model's first arm
 
-_TOP = ("model", "arm", "seed")
+_TOP = ("model", "arm", "seed", "mixer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +41,10 @@ class RunConfig:
     model: str
     arm: str
     seed: int
+    mixer: str | None  # None for a model without layers
     data: DataConfig
     backbone: Any  # the model's own config class
+    mixing: Any  # the mixer's own config class
     core: CoreConfig | None
     training: TrainingConfig
     evaluation: EvaluationConfig
@@ -50,6 +56,19 @@ class RunConfig:
                 f"training.valid_metric is '{metric}@{k}', but evaluation.ks is {list(self.evaluation.ks)}; "
                 f"add {k} to ks, or choose another metric"
             )
+
+    @property
+    def reads_times(self) -> str | None:
+        """The key by which the model looks at real event times, or None where it does not."""
+        if getattr(self.backbone, "time_bias", False):
+            return "backbone.time_bias"
+        return "mixing.time" if getattr(self.mixing, "time", False) else None
+
+    def build(self, training_counts: Tensor) -> nn.Module:
+        """The untrained model; ``training_counts`` (V + 1,) events per item in training, index 0 padding."""
+        return MODELS[self.model].make(
+            self.backbone, self.core, training_counts, seed=self.seed, mixer=self.mixer, mixing=self.mixing
+        )
 
     def to_yaml(self) -> str:
         """The text of ``config.yaml``, which ``load_run_config`` reads back to an equal value."""
@@ -73,30 +92,44 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     layers += [("", dict([parse_setting(text)])) for text in settings]
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
 
-    model = DEFAULT_MODEL
+    model, mixer = DEFAULT_MODEL, None
     for source, layer in layers:
         with _naming(source):
             model = convert(layer.get("model", model), str, "model")
+            mixer = convert(layer.get("mixer", mixer), str | None, "mixer")
     check_choice("model", model, MODELS)
+    mixers = MODELS[model].mixers
+    if mixer is not None and not mixers:
+        raise UserError(f"mixer {mixer!r} has no effect in model {model!r}, which has no layers; leave it out")
+    mixer = mixer or next(iter(mixers), None)
+    if mixer is not None:
+        check_choice("mixer", mixer, MIXERS)
+    if mixer is not None and mixer not in mixers:
+        raise UserError(f"mixer {mixer!r} does not go with model {model!r}; choose one of {', '.join(mixers)}")
 
     tree: dict[str, Any] = {}
-    sections = sections_of(model)
+    sections = sections_of(model, mixer)
     for source, layer in layers:
         for key, value in layer.items():
             with _naming(source):
                 place(tree, str(key), value, _TOP, sections)
-    return _assemble(model, tree)
+    return _assemble(model, mixer, tree)
 
 
-def sections_of(model: str) -> dict[str, type]:
-    """Section name -> config class, for one model."""
+def sections_of(model: str, mixer: str | None = None) -> dict[str, type]:
+    """Section name -> config class, for one model with a mixer."""
     return {
         "data": DataConfig,
         "backbone": MODELS[model].config,
+        "mixing": _options_of(mixer),
         "core": CoreConfig,
         "training": TrainingConfig,
         "evaluation": EvaluationConfig,
     }
+
+
+def _options_of(mixer: str | None) -> type:
+    return NoOptions if mixer is None else MIXERS[mixer].options
 
 
 def _read(file: Path | str) -> Mapping[str, Any]:
@@ -113,7 +146,7 @@ def _read(file: Path | str) -> Mapping[str, Any]:
     return translated
 
 
-def _assemble(model: str, tree: Mapping[str, Any]) -> RunConfig:
+def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConfig:
     spec = MODELS[model]
     arm = convert(tree.get("arm", DEFAULT_ARM if DEFAULT_ARM in spec.arms else next(iter(spec.arms))), str, "arm")
     check_choice(f"arm of {model}", arm, spec.arms)
@@ -127,6 +160,8 @@ def _assemble(model: str, tree: Mapping[str, Any]) -> RunConfig:
         model=model,
         arm=arm,
         seed=seed,
+        mixer=mixer,
+        mixing=from_dict(_options_of(mixer), tree.get("mixing", {}), "mixing"),
         data=from_dict(DataConfig, tree.get("data", {}), "data"),
         backbone=from_dict(spec.config, {**spec.arms[arm], **tree.get("backbone", {})}, "backbone"),
         core=from_dict(CoreConfig, {**spec.core, **core}, "core") if arm in spec.precision_arms else None,

@@ -39,7 +39,8 @@ def read_histories(
     wanted = [user, item, *([time] if time is not None else [])]
     table = read_table(path, wanted, separator=separator, columns=columns)
     events = Events.from_table(table, source=str(path), user=user, item=item, time=time)
-    frame: pd.DataFrame = pd.DataFrame({"user_id": events.user.to_pylist(), "item_id": events.item.to_pylist()}, dtype=object)
+    ids = {"user_id": events.user.to_pylist(), "item_id": events.item.to_pylist()}
+    frame: pd.DataFrame = pd.DataFrame(ids, dtype=object)
     if events.time is not None:
         # stable: ties keep the row order
         order = np.argsort(events.time, kind="stable")

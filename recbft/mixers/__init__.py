@@ -3,7 +3,6 @@
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.observation import Observation
 from recbft.mixers.pointwise import PointwiseAttention
+from recbft.mixers.registry import MIXERS, MixerSpec, NoOptions, Place
 
-MIXERS = {"attention": SoftmaxAttention, "pointwise": PointwiseAttention}
-
-__all__ = ["MIXERS", "Observation", "PointwiseAttention", "SoftmaxAttention"]
+__all__ = ["MIXERS", "MixerSpec", "NoOptions", "Observation", "Place", "PointwiseAttention", "SoftmaxAttention"]

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.datasets.batches import EpochBatches, TrainingBatches
-from recbft.models.backbone import Backbone, BackboneConfig
+from recbft.mixers import MIXERS, MixerSpec
+from recbft.models.backbone import Backbone, BackboneConfig, Mixing
 from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
 from recbft.models.hstu import HSTUConfig, hstu
 from recbft.models.popularity import Popularity, PopularityConfig
@@ -26,6 +27,7 @@ class ModelSpec:
     ``build(config, core, training_counts, seed=...)`` returns the module; ``batches(config, items, start, stop,
     num_items=..., batch_size=..., seed=..., times=...)`` what it is trained on; ``arms`` holds each arm's own defaults
     of the backbone's keys; only ``precision_arms`` take a ``core`` section, whose defaults of this model are ``core``.
+    ``takes`` says which mixers its layers can have.
     """
 
     summary: str
@@ -37,6 +39,26 @@ class ModelSpec:
     arm_summaries: Mapping[str, str] = field(default_factory=dict)
     batches: Callable[..., EpochBatches] | None = None
     core: Mapping[str, Any] = field(default_factory=dict)
+    takes: Callable[[MixerSpec], bool] = lambda mixer: False
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Names of the mechanisms its layers can have, the first unless asked otherwise."""
+        return tuple(name for name, mixer in MIXERS.items() if self.takes(mixer))
+
+    def make(
+        self,
+        config: Any,
+        core: CoreConfig | None,
+        training_counts: Tensor,
+        *,
+        seed: int,
+        mixer: str | None = None,
+        mixing: Any = None,
+    ) -> nn.Module:
+        """The module, with ``mixer`` and its options where the model leaves a choice."""
+        chosen = {"mixing": Mixing(mixer or self.mixers[0], mixing)} if len(self.mixers) > 1 else {}
+        return self.build(config, core, training_counts, seed=seed, **chosen)
 
 
 def next_item_batches(
@@ -63,6 +85,7 @@ MODELS: dict[str, ModelSpec] = {
         config=SASRecConfig,
         build=sasrec,
         batches=next_item_batches,
+        takes=lambda mixer: mixer.precision != "silu",
         arms={
             "published": {"layer": "original", "activation": "relu", "recency_decay": False},
             "matched": {"recency_decay": False},
@@ -80,6 +103,7 @@ MODELS: dict[str, ModelSpec] = {
         config=BERT4RecConfig,
         build=bert4rec,
         batches=cloze_batches,
+        takes=lambda mixer: mixer.precision != "silu" and mixer.both_ways,
         arms={
             "published": {"layer": "post_norm", "head": "gelu", "output_projection": True, "recency_decay": False},
             "matched": {"recency_decay": False},
@@ -97,6 +121,7 @@ MODELS: dict[str, ModelSpec] = {
         config=HSTUConfig,
         build=hstu,
         batches=next_item_batches,
+        takes=lambda mixer: mixer.precision == "silu",
         arms={
             "published": {"feed_forward": False, "output_projection": True, "recency_decay": False},
             "matched": {"recency_decay": False},
@@ -126,6 +151,7 @@ __all__ = [
     "BackboneConfig",
     "CoreConfig",
     "HSTUConfig",
+    "Mixing",
     "ModelSpec",
     "Popularity",
     "PopularityConfig",

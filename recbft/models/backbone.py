@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from recbft.core import Belief, SequenceContext
 from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
-from recbft.mixers import SoftmaxAttention
+from recbft.mixers import MIXERS, Place
+from recbft.mixers.penalty import take_penalties
 from recbft.models.block import Block, Layer
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.losses import ItemLoss, LossName, Negatives, check_loss
@@ -160,7 +161,9 @@ class Backbone(TrainableModel):
         learn = batch.target.flatten().nonzero().squeeze(1)  # (N,)
         weight, bias = self.item_table()
         target = batch.target.flatten()[learn] - 1
-        return self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], target)
+        loss = self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], target)
+        penalties = take_penalties(self)  # of mixers that have some; none at all for most
+        return loss if penalties is None else loss + penalties
 
     def user_states(self, batch: Batch) -> UserStates:
         """State and mean posterior precision at each history's last token."""
@@ -184,6 +187,10 @@ class Backbone(TrainableModel):
             assert isinstance(block, Block)
             if block.precision is not None:
                 block.precision.refresh(block.inner.weight, block.outer.weight)
+
+    def is_dynamics_parameter(self, name: str) -> bool:
+        """Whether a parameter belongs to the optimiser's group of stochastic dynamics (robust filter attention)."""
+        return "sde" in name.split(".")
 
     def is_precision_parameter(self, name: str) -> bool:
         """Whether a parameter belongs to the optimiser's precision group."""
@@ -258,26 +265,62 @@ def make_blocks(
     return blocks
 
 
-def softmax_attention(config: BackboneConfig, core: CoreConfig | None, *, dropout: float) -> SoftmaxAttention:
-    """The mixer of SASRec and BERT4Rec; ``dropout`` is of the attention weights."""
-    estimation: dict[str, Any] = {}
+class Mixing(NamedTuple):
+    """Which mixer the layers have, and its own options; None stands for its defaults."""
+
+    name: str = "attention"
+    options: Any = None
+
+    @property
+    def reads_times(self) -> bool:
+        """Whether it looks at real event times."""
+        return bool(getattr(self.options, "time", False))
+
+
+ATTENTION = Mixing()
+
+
+def mixer_maker(
+    config: BackboneConfig,
+    core: CoreConfig | None,
+    mixing: Mixing,
+    *,
+    attention_dropout: float | None,
+    default_dropout: float,
+) -> Callable[[], nn.Module]:
+    """What makes the mixer of each layer of SASRec and BERT4Rec.
+
+    Args:
+        attention_dropout: as asked for, or None.
+        default_dropout: of the attention weights where nothing is asked for.
+
+    Raises:
+        UserError: a setting without effect in this mixer.
+    """
+    spec = MIXERS[mixing.name]
+    if attention_dropout is not None and "dropout" not in spec.hears:
+        raise UserError(f"attention_dropout has no effect with mixer {mixing.name!r}, which has no weights to drop")
+    estimation: dict[str, Any] | None = None
     if core is not None:
-        check_core(core, "softmax", config.max_length)
-        estimation = {
-            "estimator": core.estimator,
-            "prior_dof": core.prior_dof,
-            "prior_variance": core.prior_variance,
-            "cap": core.lam_max,
-            "kriging": core.kriging,
-        }
-    return SoftmaxAttention(
-        config.hidden_size,
-        config.n_heads,
-        dropout=dropout,
+        check_core(core, spec.precision, config.max_length)
+        estimation = {"cap": core.lam_max}
+        if spec.precision == "softmax":
+            estimation |= {
+                "estimator": core.estimator,
+                "prior_dof": core.prior_dof,
+                "prior_variance": core.prior_variance,
+                "kriging": core.kriging,
+            }
+    place = Place(
+        hidden_size=config.hidden_size,
+        n_heads=config.n_heads,
+        length=config.max_length,
+        dropout=default_dropout if attention_dropout is None else attention_dropout,
         output_projection=config.output_projection,
         recency_decay=RECENCY_START if config.recency_decay else None,
-        **estimation,
+        estimation=estimation,
     )
+    return lambda: spec.make(place, mixing.options)
 
 
 def root_of_width(config: BackboneConfig) -> float:

@@ -27,12 +27,14 @@ from recbft.config import check_range
 from recbft.datasets.batches import ClozeBatches
 from recbft.errors import UserError
 from recbft.models.backbone import (
+    ATTENTION,
     Backbone,
     BackboneConfig,
+    Mixing,
     check_backbone,
     make_blocks,
+    mixer_maker,
     root_of_width,
-    softmax_attention,
 )
 from recbft.models.precision_config import CoreConfig
 
@@ -68,7 +70,14 @@ class BERT4RecConfig(BackboneConfig):
         check_range("mask_seed", self.mask_seed, at_least=0)
 
 
-def bert4rec(config: BERT4RecConfig, core: CoreConfig | None, training_counts: Tensor, *, seed: int = 0) -> Backbone:
+def bert4rec(
+    config: BERT4RecConfig,
+    core: CoreConfig | None,
+    training_counts: Tensor,
+    *,
+    seed: int = 0,
+    mixing: Mixing = ATTENTION,
+) -> Backbone:
     """The model; ``core`` None leaves the precision channel out (arms ``published`` and ``matched``).
 
     Args:
@@ -76,6 +85,7 @@ def bert4rec(config: BERT4RecConfig, core: CoreConfig | None, training_counts: T
         core: the precision channel, or None.
         training_counts: (V + 1,) counts of each item in training, index 0 padding.
         seed: equal seeds give equal weights to the parameters that two arms share.
+        mixing: what moves information along the history, softmax attention unless given.
     """
     if core is not None and config.layer != "pre_norm":
         raise UserError(f"arm 'bft' needs layer pre_norm, got {config.layer}")
@@ -92,7 +102,13 @@ def bert4rec(config: BERT4RecConfig, core: CoreConfig | None, training_counts: T
         make_blocks(
             config,
             core,
-            lambda: softmax_attention(config, core, dropout=config.attention_dropout_rate),
+            mixer_maker(
+                config,
+                core,
+                mixing,
+                attention_dropout=config.attention_dropout,
+                default_dropout=config.attention_dropout_rate,
+            ),
             inner_size=config.inner_size or 4 * D,
             layer=config.layer,
         ),
@@ -103,6 +119,7 @@ def bert4rec(config: BERT4RecConfig, core: CoreConfig | None, training_counts: T
         item_bias=config.head == "gelu",
         both_ways=True,
         positions=config.positions,
+        reads_times=mixing.reads_times,
     )
 
 

@@ -76,8 +76,8 @@ def read_histories(
     reads_times = getattr(model, "reads_times", False)
     if reads_times and times is None:
         raise UserError(
-            f"the model reads event times (backbone.time_bias is true), but {source} has no real times; "
-            "give data with a time column, or train with time_bias: false"
+            f"the model reads event times (time_bias or mixing.time is true), but {source} has no real times; "
+            "give data with a time column, or train without it"
         )
     return history_batches(
         items,
@@ -122,3 +122,7 @@ class TrainableModel(nn.Module, abc.ABC):
     @abc.abstractmethod
     def is_precision_parameter(self, name: str) -> bool:
         """Whether a parameter, by its full name, belongs to the optimiser's precision group."""
+
+    @abc.abstractmethod
+    def is_dynamics_parameter(self, name: str) -> bool:
+        """Whether a parameter belongs to the optimiser's group of stochastic dynamics."""

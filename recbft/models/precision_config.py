@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from recbft.config import check_range
-from recbft.core import MAX_TOKENS, check_estimator
+from recbft.core import ESTIMATORS, MAX_TOKENS, check_estimator
 from recbft.errors import UserError
 
 JacobianMode = Literal["exact", "low_rank", "running_mean", "off"]
@@ -61,7 +61,7 @@ class CoreConfig:
     def __post_init__(self) -> None:
         for key, value, dependent in _ONLY_WITH:
             if getattr(self, key) != value:
-                self._refuse_idle(dependent, f"with {key} {getattr(self, key)!r}; leave it out or take {key} {value}")
+                self.refuse_idle(dependent, f"with {key} {getattr(self, key)!r}; leave it out or take {key} {value}")
         check_range("fixed_gain", self.fixed_gain, above=0, at_most=1)
         check_range("prior_dof", self.prior_dof, above=0)
         check_range("prior_variance", self.prior_variance, above=0)
@@ -70,7 +70,7 @@ class CoreConfig:
         check_range("jacobian_rank", self.jacobian_rank, at_least=1)
         check_range("q_max", self.q_max, above=0)
 
-    def _refuse_idle(self, names: tuple[str, ...], why: str) -> None:
+    def refuse_idle(self, names: tuple[str, ...], why: str) -> None:
         """Refuse settings that were changed and would have no effect."""
         for field in fields(self):
             if field.name in names and getattr(self, field.name) != field.default:
@@ -81,9 +81,12 @@ def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
     """Refuse what is not defined, has no effect or would not fit with a mixer's kind of weights.
 
     Args:
-        weights: a key of ``core.ESTIMATORS``.
+        weights: a key of ``core.ESTIMATORS``, or another word for a mixer whose precision no estimator makes.
         max_length: the longest row of tokens.
     """
+    if weights not in ESTIMATORS:
+        core.refuse_idle(("estimator", "sandwich_centre", "kriging"), "with a mixer that has no attention weights")
+        return
     check_estimator(core.estimator, weights)
     if weights == "softmax" and core.sandwich_centre != "root":
         raise UserError("core.sandwich_centre has no effect with softmax weights, which sum to one; leave it out")

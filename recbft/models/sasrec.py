@@ -22,12 +22,14 @@ from torch import Tensor
 from recbft.config import check_range
 from recbft.errors import UserError
 from recbft.models.backbone import (
+    ATTENTION,
     Backbone,
     BackboneConfig,
+    Mixing,
     check_backbone,
     make_blocks,
+    mixer_maker,
     root_of_width,
-    softmax_attention,
 )
 from recbft.models.precision_config import CoreConfig
 
@@ -60,7 +62,14 @@ class SASRecConfig(BackboneConfig):
         check_range("attention_dropout", self.attention_dropout, at_least=0, below=1)
 
 
-def sasrec(config: SASRecConfig, core: CoreConfig | None, training_counts: Tensor, *, seed: int = 0) -> Backbone:
+def sasrec(
+    config: SASRecConfig,
+    core: CoreConfig | None,
+    training_counts: Tensor,
+    *,
+    seed: int = 0,
+    mixing: Mixing = ATTENTION,
+) -> Backbone:
     """The model; ``core`` None leaves the precision channel out (arms ``published`` and ``matched``).
 
     Args:
@@ -68,6 +77,7 @@ def sasrec(config: SASRecConfig, core: CoreConfig | None, training_counts: Tenso
         core: the precision channel, or None.
         training_counts: (V + 1,) counts of each item in training, index 0 padding.
         seed: equal seeds give equal weights to the parameters that two arms share.
+        mixing: what moves information along the history, softmax attention unless given.
     """
     if core is not None and (config.layer != "pre_norm" or config.activation != "gelu"):
         raise UserError(
@@ -76,9 +86,23 @@ def sasrec(config: SASRecConfig, core: CoreConfig | None, training_counts: Tenso
     blocks = make_blocks(
         config,
         core,
-        lambda: softmax_attention(config, core, dropout=config.attention_dropout_rate),
+        mixer_maker(
+            config,
+            core,
+            mixing,
+            attention_dropout=config.attention_dropout,
+            default_dropout=config.attention_dropout_rate,
+        ),
         inner_size=config.ffn_size,
         activation=config.activation,
         layer=config.layer,
     )
-    return Backbone(config, core, training_counts, blocks, embedding_scale=root_of_width(config), seed=seed)
+    return Backbone(
+        config,
+        core,
+        training_counts,
+        blocks,
+        embedding_scale=root_of_width(config),
+        seed=seed,
+        reads_times=mixing.reads_times,
+    )

@@ -79,12 +79,13 @@ def make_update(core: CoreConfig, *, hidden_size: int, n_heads: int) -> nn.Modul
 
 def check_update(update: nn.Module, mixer: nn.Module) -> None:
     """Refuse the Kalman update over a mixer that does not say how precise its innovation is."""
-    if not isinstance(update, KalmanUpdate) or getattr(mixer, "estimator", None) is not None:
+    gives = getattr(mixer, "estimator", None) is not None or getattr(mixer, "gives_precision", False)
+    if not isinstance(update, KalmanUpdate) or gives:
         return
-    weights = {name: getattr(kind, "weights", "") for name, kind in MIXERS.items()}
-    giving = [f"{name} (estimator {', '.join(ESTIMATORS[w])})" for name, w in weights.items() if w in ESTIMATORS]
-    name = next((name for name, kind in MIXERS.items() if isinstance(mixer, kind)), type(mixer).__name__)
+    kinds = {kind: [name for name, spec in MIXERS.items() if spec.precision == kind] for kind in (*ESTIMATORS, "own")}
+    giving = [f"{', '.join(kinds[kind])} (estimator {', '.join(ESTIMATORS[kind])})" for kind in ESTIMATORS]
     raise UserError(
-        f"update 'kalman' needs an observation precision, and mixer {name!r} gives none as it is set up; choose update "
-        f"residual, gate or fixed, or a mixer with an estimator: {'; '.join(giving)}"
+        f"update 'kalman' needs an observation precision, and {type(mixer).__name__} gives none as it is set up; "
+        f"choose update residual, gate or fixed, or a mixer that has one: {'; '.join(giving)}; "
+        f"{', '.join(kinds['own'])} (of their own)"
     )

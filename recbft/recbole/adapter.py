@@ -48,11 +48,13 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         self.run = run
         self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding
         counts = torch.from_numpy(training_counts(config, dataset))
-        self.recommender: Any = MODELS[run.model].build(run.backbone, run.core, counts, seed=run.seed)
+        self.recommender: Any = run.build(counts)
         self.time = config["TIME_FIELD"] if self.recommender.reads_times else None
         self.time_list = f"{self.time}{config['LIST_SUFFIX']}"
         if self.time is not None and (config["normalize_all"] or self.time in (config["normalize_field"] or ())):
-            raise UserError(f"time_bias reads {self.time!r}, but RecBole scales it to [0, 1]; set normalize_all: False")
+            raise UserError(
+                f"{run.reads_times} reads {self.time!r}, but RecBole scales it to [0, 1]; set normalize_all: False"
+            )
 
     def train(self, mode: bool = True) -> Adapter:
         """Set the mode; entering either brings what is kept from the weights up to date."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from recbft.config import field_types
+from recbft.config import check_choice, field_types
 from recbft.errors import UserError, did_you_mean
 from recbft.models import MODELS
 from recbft.recbole.registry import ADAPTED
@@ -35,8 +35,11 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
     refuse_other_losses(values.get("loss_type"))
     adapted = ADAPTED[name]
     arm = values.get("arm") or adapted.arm
-    sections = sections_of(adapted.model)
-    ours: dict[str, dict[str, Any]] = {section: {} for section in ("backbone", "core", "training")}
+    mixer = values.get("mixer")
+    if mixer is not None:
+        check_choice("mixer", mixer, MODELS[adapted.model].mixers)
+    sections = sections_of(adapted.model, mixer)
+    ours: dict[str, dict[str, Any]] = {section: {} for section in ("backbone", "mixing", "core", "training")}
     for recbole_name, our_name in MODEL_KEYS.items():
         if values.get(recbole_name) is not None and our_name in field_types(sections["backbone"]):
             ours["backbone"][our_name] = values[recbole_name]
@@ -45,12 +48,13 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
         named.update({key: values[key] for key in known if values.get(key) is not None})
         named.update(values.get(section) or {})
     named_values: dict[str, Any] = {**ours, "model": adapted.model, "arm": arm, "seed": values.get("seed", 0)}
+    named_values["mixer"] = mixer
     return load_run_config(**named_values)
 
 
 def warn_about_unknown(name: str, given: Iterable[str], known_to_recbole: Iterable[str]) -> None:
     """RecBole takes any key in silence: name those that neither it nor we know."""
-    ours = {"arm", "backbone", "core", "training", "model", "dataset", *TRAINING, *MODEL_KEYS}
+    ours = {"arm", "backbone", "mixer", "mixing", "core", "training", "model", "dataset", *TRAINING, *MODEL_KEYS}
     for cls in (MODELS[ADAPTED[name].model].config, sections_of(ADAPTED[name].model)["core"]):
         ours |= set(field_types(cls))
     known = ours | set(known_to_recbole)

@@ -20,7 +20,6 @@ from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
-from recbft.models import MODELS
 from recbft.recbole.adapter import Adapter
 from recbft.recbole.models import adapter_for
 from recbft.recbole.registry import ADAPTED
@@ -145,7 +144,7 @@ def _item_tables(config: RunConfig) -> set[str]:
     with torch.random.fork_rng(devices=[]):
         for num_items in (2, 3):
             counts = torch.arange(num_items + 1)
-            model = MODELS[config.model].build(config.backbone, config.core, counts, seed=0)
+            model = config.build(counts)
             shapes.append({name: tensor.shape for name, tensor in model.state_dict().items()})
     fewer, more = shapes
     return {name for name in fewer if fewer[name] != more[name]}

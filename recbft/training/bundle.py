@@ -19,7 +19,6 @@ from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.files import write_parquet
-from recbft.models import MODELS
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import checkpoint
 from recbft.training.checkpoint import vocabulary_hash
@@ -52,7 +51,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
         )
     weights = checkpoint.load_best(run.checkpoint)
     with torch.random.fork_rng(devices=[]):  # making modules draws random numbers, which are the caller's
-        model = MODELS[config.model].build(config.backbone, config.core, counts, seed=config.seed)
+        model = config.build(counts)
     try:
         model.load_state_dict(weights)
     except RuntimeError:

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from recbft.datasets.batches import EpochBatches
 from recbft.errors import RunError
 from recbft.models.contract import TrainableModel
 from recbft.training.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
-from recbft.training.optimiser import warmup_ramp
+from recbft.training.optimiser import clip_gradients, warmup_ramp
 from recbft.training.progress import Progress
 
 Row = dict[str, Any]
@@ -43,22 +42,40 @@ def fit(
     """
     progress.start(config.epochs, state.epoch + 1)
     try:
-        while state.epoch < config.epochs and state.bad_epochs < config.patience:
+        while not is_over(config, state):
             row = _train_epoch(model, optimizer, batches, config, state, progress)
-            improved = False
-            if state.epoch % config.eval_every == 0 or state.epoch == config.epochs:
-                metrics = validate()
-                improved = _judge(state, metrics[config.valid_metric])
-                row |= {f"valid_{name}": value for name, value in metrics.items()}
-            keep(row, improved)
-            progress.epoch(row)
-        if state.epoch < config.epochs:
-            progress.note(
-                f"stopped after epoch {state.epoch}: {config.valid_metric} has not risen for {state.bad_epochs} "
-                f"validations, the best was epoch {state.best_epoch}"
-            )
+            close_epoch(row, config, state, validate=validate, keep=keep, progress=progress)
     finally:
         progress.stop()
+
+
+def is_over(config: TrainingConfig, state: TrainState) -> bool:
+    """Whether no epoch is left, or validation has stopped improving."""
+    return state.epoch >= config.epochs or state.bad_epochs >= config.patience
+
+
+def close_epoch(
+    row: Row,
+    config: TrainingConfig,
+    state: TrainState,
+    *,
+    validate: Callable[[], dict[str, float]],
+    keep: Callable[[Row, bool], None],
+    progress: Progress,
+) -> None:
+    """Validate where it is due, judge, save and tell; ``state`` counts the epoch already. Arguments as in ``fit``."""
+    improved = False
+    if state.epoch % config.eval_every == 0 or state.epoch == config.epochs:
+        metrics = validate()
+        improved = _judge(state, metrics[config.valid_metric])
+        row |= {f"valid_{name}": value for name, value in metrics.items()}
+    keep(row, improved)
+    progress.epoch(row)
+    if is_over(config, state) and state.epoch < config.epochs:
+        progress.note(
+            f"stopped after epoch {state.epoch}: {config.valid_metric} has not risen for {state.bad_epochs} "
+            f"validations, the best was epoch {state.best_epoch}"
+        )
 
 
 def _train_epoch(
@@ -81,13 +98,9 @@ def _train_epoch(
         loss = model.loss(batch)
         value = loss.item()
         if not torch.isfinite(loss):
-            raise RunError(
-                f"the loss is {value} at step {state.step + 1} (epoch {state.epoch + 1}); the step was not taken: "
-                f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
-            )
+            raise not_finite(value, config, state)
         loss.backward()
-        if config.clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        clip_gradients(model, optimizer, config.clip_norm)
         optimizer.step()
         state.step += 1
         assert batch.target is not None
@@ -112,3 +125,11 @@ def _judge(state: TrainState, metric: float) -> bool:
     else:
         state.bad_epochs += 1
     return improved
+
+
+def not_finite(loss: float, config: TrainingConfig, state: TrainState) -> RunError:
+    """What is said of a run whose loss is not a number."""
+    return RunError(
+        f"the loss is {loss} at step {state.step + 1} (epoch {state.epoch + 1}); the step was not taken: "
+        f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
+    )

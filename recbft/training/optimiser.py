@@ -1,32 +1,68 @@
-"""Adam in two groups: the backbone, and the precision channel at a higher rate without weight decay."""
+"""Adam in groups: the backbone; the precision channel at a higher rate; stochastic dynamics with care.
+
+Precision parameters have ``precision_lr_multiplier`` times the rate and no weight decay. The parameters of a mixer's
+stochastic differential equation take half the rate, no momentum and a gradient clipped by its norm, since a decay or a
+noise that is thrown far off does not come back.
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), appendix L; Racioppo, Robust Filter Attention, section on
+training.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from recbft.models.contract import TrainableModel
 from recbft.training.config import TrainingConfig
 
 
-def make_optimizer(model: TrainableModel, config: TrainingConfig) -> torch.optim.Adam:
+class Parametrised(Protocol):
+    """What has named parameters and tells which of them belong to the precision group: a ``TrainableModel``."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def is_precision_parameter(self, name: str) -> bool: ...
+
+    def is_dynamics_parameter(self, name: str) -> bool: ...
+
+
+DYNAMICS: dict[str, Any] = {"betas": (0.0, 0.999), "eps": 1e-7, "weight_decay": 0.0, "clip_norm": 1e-4}
+
+
+def make_optimizer(model: Parametrised, config: TrainingConfig) -> torch.optim.Adam:
     """The optimiser of a model that tells its precision parameters by ``is_precision_parameter(name)``."""
     return torch.optim.Adam(parameter_groups(model, config), lr=config.learning_rate, fused=True)
 
 
-def parameter_groups(model: TrainableModel, config: TrainingConfig) -> list[dict[str, Any]]:
+def parameter_groups(model: Parametrised, config: TrainingConfig) -> list[dict[str, Any]]:
     """The parameters with the rate and weight decay of each group, for any optimiser of torch."""
     backbone: list[Tensor] = []
     precision: list[Tensor] = []
+    dynamics: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        (precision if model.is_precision_parameter(name) else backbone).append(parameter)
+        if model.is_dynamics_parameter(name):
+            dynamics.append(parameter)
+        else:
+            (precision if model.is_precision_parameter(name) else backbone).append(parameter)
     groups: list[dict[str, Any]] = [{"params": backbone, "weight_decay": config.weight_decay}]
     if precision:
         rate = config.learning_rate * config.precision_lr_multiplier
         groups.append({"params": precision, "lr": rate, "weight_decay": 0.0})
+    if dynamics:
+        groups.append({"params": dynamics, "lr": config.learning_rate / 2, **DYNAMICS})
     return groups
+
+
+def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
+    """Clip each group that has a ``clip_norm`` of its own, then all parameters together where one is given."""
+    for group in optimizer.param_groups:
+        if group.get("clip_norm") is not None:
+            nn.utils.clip_grad_norm_(group["params"], group["clip_norm"])
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
 
 
 def warmup_ramp(step: int, warmup_steps: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,9 @@ from recbft.training.run_folder import RunFolder, environment
 
 def run_name(config: RunConfig, dataset_name: str) -> str:
     """The folder a run gets inside ``--out``."""
-    return f"{config.model}-{config.arm}-{dataset_name}-seed{config.seed}"
+    usual = next(iter(MODELS[config.model].mixers), None)
+    mixer = "" if config.mixer == usual else f"-{config.mixer}"
+    return f"{config.model}-{config.arm}{mixer}-{dataset_name}-seed{config.seed}"
 
 
 def train(
@@ -66,15 +68,8 @@ def train(
         dataset = config.data.load()
     elif config.data.dataset is None:
         config = replace(config, data=replace(config.data, dataset=dataset.name))
-    with _settings(config.training) as device:
-        model = build_model(config, dataset).to(device)
-        batches = training_batches(config, dataset)
-        run = RunFolder.create(
-            out, config=config.to_yaml(), protocol=run_protocol(config, dataset, model), environment=environment(device)
-        )
-        write_vocabulary(run.checkpoint, dataset)
-        state = new_state(config, dataset)
-        return _Session(run, config, dataset, model, batches, state, progress or Silent()).finish()
+    with run_settings(config.training) as device:
+        return begin(config, out, dataset, device, progress or Silent()).finish()
 
 
 def resume(
@@ -88,31 +83,76 @@ def resume(
     run = RunFolder.open(path)
     if run.is_finished:
         return run
-    run.remove_leftovers()
     config = load_run_config(run.config_file, data_root=None if data_root is None else str(data_root))
     dataset = config.data.load() if dataset is None else dataset
-    with _settings(config.training) as device:
-        state = new_state(config, dataset)
-        if run.has_checkpoint:
-            _check(checkpoint.load_state(run.checkpoint), state, run)
-        elif run.protocol["content_hash"] != state.content_hash:
-            raise UserError(
-                f"{run.path} was begun with content {run.protocol['content_hash'][:12]}, but {dataset.name!r} as "
-                f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
-            )
-        model = build_model(config, dataset).to(device)
-        batches = training_batches(config, dataset)
-        write_vocabulary(run.checkpoint, dataset)
-        session = _Session(run, config, dataset, model, batches, state, progress or Silent())
-        if run.has_checkpoint:
-            session.restore()
-        return session.finish()
+    with run_settings(config.training) as device:
+        return go_on(run, config, dataset, device, progress or Silent()).finish()
+
+
+def begin(
+    config: RunConfig,
+    out: str | Path,
+    dataset: Dataset,
+    device: torch.device,
+    progress: Progress,
+    *,
+    generator: torch.Generator = torch.default_generator,
+    remarks: Mapping[str, Any] | None = None,
+) -> Session:
+    """A new run whose folder is made, within ``run_settings``.
+
+    Args:
+        generator: where dropout is drawn from; the model is built with its seed set.
+        remarks: what ``environment.json`` says besides.
+    """
+    model = build_model(config, dataset).to(device)
+    batches = training_batches(config, dataset)
+    run = RunFolder.create(
+        out,
+        config=config.to_yaml(),
+        protocol=run_protocol(config, dataset, model),
+        environment=environment(device) | dict(remarks or {}),
+    )
+    write_vocabulary(run.checkpoint, dataset)
+    return Session(run, config, dataset, model, batches, new_state(config, dataset), progress, generator)
+
+
+def go_on(
+    run: RunFolder,
+    config: RunConfig,
+    dataset: Dataset,
+    device: torch.device,
+    progress: Progress,
+    *,
+    generator: torch.Generator = torch.default_generator,
+) -> Session:
+    """An unfinished run as it was saved last, within ``run_settings``.
+
+    Raises:
+        UserError: data or config are not those it was begun with.
+    """
+    run.remove_leftovers()
+    state = new_state(config, dataset)
+    if run.has_checkpoint:
+        _check(checkpoint.load_state(run.checkpoint), state, run)
+    elif run.protocol["content_hash"] != state.content_hash:
+        raise UserError(
+            f"{run.path} was begun with content {run.protocol['content_hash'][:12]}, but {dataset.name!r} as "
+            f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
+        )
+    model = build_model(config, dataset).to(device)
+    batches = training_batches(config, dataset)
+    write_vocabulary(run.checkpoint, dataset)
+    session = Session(run, config, dataset, model, batches, state, progress, generator)
+    if run.has_checkpoint:
+        session.restore()
+    return session
 
 
 def build_model(config: RunConfig, dataset: Dataset) -> nn.Module:
     """The untrained model of a run."""
     counts = torch.from_numpy(np.asarray(dataset.training_counts))
-    model = MODELS[config.model].build(config.backbone, config.core, counts, seed=config.seed)
+    model = config.build(counts)
     # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.
     torch.manual_seed(config.seed)
     return model
@@ -123,10 +163,10 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
     make = MODELS[config.model].batches
     if make is None:
         return None
-    if getattr(config.backbone, "time_bias", False) and dataset.times is None:
+    if config.reads_times is not None and dataset.times is None:
         raise UserError(
-            f"backbone.time_bias is true, but data set {dataset.name!r} has no real times; "
-            "set time_bias: false, or give data with a time column"
+            f"{config.reads_times} is true, but data set {dataset.name!r} has no real times; "
+            f"set {config.reads_times}: false, or give data with a time column"
         )
     split = leave_one_out(dataset)
     batches = make(
@@ -168,8 +208,8 @@ def _target_time(model: Any) -> str:
     return "shown" if model.shows_target_time else "not shown"
 
 
-class _Session:
-    """A run in progress."""
+class Session:
+    """A run in progress; its random state is that of ``generator``."""
 
     def __init__(
         self,
@@ -180,9 +220,10 @@ class _Session:
         batches: EpochBatches | None,
         state: TrainState,
         progress: Progress,
+        generator: torch.Generator,
     ) -> None:
         self.run, self.config, self.dataset, self.model = run, config, dataset, model
-        self.batches, self.state = batches, state
+        self.batches, self.state, self.generator = batches, state, generator
         self.progress = progress
         if config.training.tensorboard:
             self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
@@ -197,7 +238,7 @@ class _Session:
         self.model.load_state_dict(loaded.model_state)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded.optimizer_state)
-        _set_rng_state(loaded.rng_state)
+        _set_rng_state(self.generator, loaded.rng_state)
         self.rows = self.run.read_history(up_to_epoch=self.state.epoch)
 
     def finish(self) -> RunFolder:
@@ -206,8 +247,7 @@ class _Session:
             if self.batches is None:
                 self._save(best=True)
             else:
-                if not self.run.has_checkpoint:
-                    self._save(best=False)  # from here on a killed run can be resumed
+                self.make_resumable()
                 assert self.optimizer is not None and isinstance(self.model, TrainableModel)
                 fit(
                     self.model,
@@ -215,11 +255,11 @@ class _Session:
                     self.batches,
                     self.config.training,
                     self.state,
-                    validate=self._validate,
-                    keep=self._keep,
+                    validate=self.validate,
+                    keep=self.keep,
                     progress=self.progress,
                 )
-            self._report()
+            self.report()
         except KeyboardInterrupt:
             saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
             raise RunError(
@@ -228,7 +268,13 @@ class _Session:
             ) from None
         return self.run
 
-    def _validate(self) -> dict[str, float]:
+    def make_resumable(self) -> None:
+        """Save the state before the first epoch, unless one is saved: from here on a killed run can be resumed."""
+        if not self.run.has_checkpoint:
+            self._save(best=False)
+
+    def validate(self) -> dict[str, float]:
+        """The validation metrics of the model as it is."""
         return self._evaluate("validation").headline
 
     def _evaluate(self, part: Part) -> Evaluation:
@@ -244,7 +290,8 @@ class _Session:
             memory_mb=settings.memory_mb,
         )
 
-    def _keep(self, row: Row, best: bool) -> None:
+    def keep(self, row: Row, best: bool) -> None:
+        """Save the state after an epoch, and the weights as the best ones if they are."""
         self.rows.append(row)
         self.run.write_history(self.rows)
         self._save(best=best)
@@ -256,12 +303,12 @@ class _Session:
             self.run.checkpoint,
             model_state=weights,
             optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
-            rng_state=_rng_state(),
+            rng_state=_rng_state(self.generator),
             state=self.state,
             best_model_state=weights if best else None,
         )
 
-    def _report(self) -> None:
+    def report(self) -> None:
         """Evaluate the best weights on validation and test, and close the run."""
         self.model.load_state_dict(checkpoint.load_best(self.run.checkpoint))
         validation, test = self._evaluate("validation"), self._evaluate("test")
@@ -306,7 +353,7 @@ def _check(saved: TrainState, now: TrainState, run: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def _settings(config: TrainingConfig) -> Iterator[torch.device]:
+def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
     """Device, threads, determinism and random state of a run; all put back afterwards."""
     device = _device(config.device)
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -334,14 +381,14 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _rng_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+def _rng_state(generator: torch.Generator) -> dict[str, Any]:
+    state: dict[str, Any] = {"cpu": generator.get_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
+def _set_rng_state(generator: torch.Generator, state: dict[str, Any]) -> None:
+    generator.set_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

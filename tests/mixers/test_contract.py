@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -9,18 +11,22 @@ import torch
 from recbft.core import SequenceContext
 from recbft.datasets.batches import pack_histories
 from recbft.mixers import MIXERS
+from recbft.mixers.bayesian import BayesianConfig
+from recbft.mixers.boosted import BoostedConfig
+from recbft.mixers.regime import RegimeConfig
+from recbft.mixers.rfa import RobustFilterConfig
 
 D, H = 8, 2
 
-# Each mixer with each setting of its own; a new mixer adds its lines here.
+# Each mixer with settings of its own; a new mixer adds its lines here.
+SOFTMAX = [{}, {"estimator": "reml"}, {"estimator": "reml", "dropout": 0.5, "output_projection": True}]
+OWN = [{}, {"gives_precision": True}, {"gives_precision": True, "output_projection": True}]
 SETTINGS = {
     "attention": [
-        {},
-        {"estimator": "reml"},
+        *SOFTMAX,
         {"estimator": "reml_naive"},
         {"estimator": "reml", "recency_decay": 0.9, "output_projection": True},
         {"recency_decay": 0.9, "dropout": 0.5},
-        {"estimator": "reml", "dropout": 0.5},
         {"estimator": "sandwich", "recency_decay": 0.9},
         {"estimator": "delta", "output_projection": True},
         {"estimator": "design_effect", "dropout": 0.5},
@@ -34,6 +40,17 @@ SETTINGS = {
         {"output_projection": True, "dropout": 0.5},
         {"estimator": "sandwich", "centre": "innovation", "time_bias": True, "length": 3},
     ],
+    **{name: SOFTMAX for name in ("rope", "alibi", "decayed_rope", "sc_rope", "twicing")},
+    "boosted": [
+        *SOFTMAX,
+        {"estimator": "reml", "config": BoostedConfig(rounds=3, gate="scalar"), "recency_decay": 0.9},
+    ],
+    "regime": [{**settings, "config": RegimeConfig(regimes=3, warm_in_steps=0), "length": 6} for settings in SOFTMAX],
+    "rfa": [*OWN, {"gives_precision": True, "dropout": 0.5}, {"config": RobustFilterConfig(confidence_gate=True)}],
+    "sc_rfa": OWN,
+    "bayesian": [*OWN, {"gives_precision": True, "config": BayesianConfig(transition="complex_pairs")}],
+    **{name: OWN for name in ("deltanet", "gated_deltanet", "kda", "longhorn")},
+    **{name: [{}, {"output_projection": True}] for name in ("linear_attention", "retnet", "gla", "mamba2")},
 }
 CASES = [(name, settings) for name, all_settings in SETTINGS.items() for settings in all_settings]
 over_mixers = pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda value: str(value))
@@ -43,11 +60,15 @@ def test_every_mixer_is_held_to_the_contract():
     assert set(SETTINGS) == set(MIXERS)
 
 
-def make(name, settings, *, training=False):
-    torch.manual_seed(0)
-    mixer = MIXERS[name](D, H, **settings).double().train(training)
-    mixer.dropout = mixer.dropout if training else 0.0
-    return mixer
+def make(name, settings, *, training=False, seed=0):
+    torch.manual_seed(seed)
+    spec = MIXERS[name]
+    plain = {} if spec.precision in ("softmax", "silu") else {"gives_precision": False}
+    return spec.kind(D, H, **{**plain, **spec.fixed, **settings}).double().train(training)
+
+
+def gives_precision(settings):
+    return "estimator" in settings or settings.get("gives_precision", False)
 
 
 def packed(lengths):
@@ -79,7 +100,7 @@ def test_an_observation_has_the_shape_of_the_input_and_a_precision_where_one_is_
     batch, context = packed([5, 3, 1, 4])
     innovation, precision = make(name, settings)(*inputs(batch), context)
     assert innovation.shape == (*batch.items.shape, D) and innovation.dtype == torch.float64
-    assert (precision is None) == ("estimator" not in settings)
+    assert (precision is not None) == gives_precision(settings)
     if precision is not None:
         assert precision.shape == innovation.shape
         real = batch.segment >= 0
@@ -96,10 +117,11 @@ def test_a_later_token_changes_nothing_before_it(name, settings, training):
     changed_x, changed_precision = x.clone(), precision.clone()
     late = (batch.segment == 0) & (batch.position >= 3)
     changed_x[late], changed_precision[late] = 50.0, 0.01
+    other = copy.deepcopy(mixer)  # running means move in training
     torch.manual_seed(1)
     one = observe(mixer, batch, context, x, precision)
     torch.manual_seed(1)
-    two = observe(mixer, batch, context, changed_x, changed_precision)
+    two = observe(other, batch, context, changed_x, changed_precision)
     for before, after in zip(one, two, strict=True):
         if before is not None:
             # The mean that centres the values of a row is over all its tokens: it moves residuals by rounding alone.
@@ -144,8 +166,7 @@ def test_every_parameter_gets_a_finite_gradient_and_a_history_none_from_another(
 @over_mixers
 def test_weights_survive_a_state_dict(name, settings):
     mixer = make(name, settings)
-    torch.manual_seed(9)
-    other = MIXERS[name](D, H, **settings).double().eval()
+    other = make(name, settings, seed=9)
     other.load_state_dict(mixer.state_dict())
     batch, context = packed([3, 2])
     for one, two in zip(mixer(*inputs(batch), context), other(*inputs(batch), context), strict=True):

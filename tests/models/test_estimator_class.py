@@ -12,7 +12,7 @@ import torch
 
 from recbft.core import ESTIMATORS, Belief, SequenceContext, decay_precision, discount_precision
 from recbft.errors import UserError
-from recbft.mixers import MIXERS, Observation
+from recbft.mixers import Observation, SoftmaxAttention
 from recbft.models import MODELS, CoreConfig
 from recbft.models.block import Block
 from recbft.models.precision_channel import LayerPrecision
@@ -216,7 +216,7 @@ def test_equal_seeds_give_the_shared_weights_equal_values_whatever_the_member(la
 
 def test_attention_dropout_spares_precision_and_drops_whole_pairs_for_all_coordinates(lab):
     torch.manual_seed(0)
-    mixer = MIXERS["attention"](8, 2, estimator="reml", kriging="per_dimension", dropout=0.5).double().train()
+    mixer = SoftmaxAttention(8, 2, estimator="reml", kriging="per_dimension", dropout=0.5).double().train()
     with torch.no_grad():
         mixer.value.weight.zero_()
         mixer.value.bias.fill_(1.0)
@@ -243,12 +243,13 @@ class Silent(torch.nn.Module):
 def test_a_mixer_without_a_precision_takes_any_update_but_kalman_s_which_is_refused_with_those_that_have_one():
     shape = {"hidden_size": 8, "inner_size": 8, "dropout": 0.0, "norm_eps": 1e-8}
     core = CoreConfig(propagation="discount")
-    for mixer, name in ((Silent(), "'Silent'"), (MIXERS["attention"](8, 2), "'attention'")):
+    for mixer, name in ((Silent(), "Silent"), (SoftmaxAttention(8, 2), "SoftmaxAttention")):
         layer = LayerPrecision(core, hidden_size=8, head_width=4)
         message = (
-            f"update 'kalman' needs an observation precision, and mixer {name} gives none as it is set up; choose "
-            r"update residual, gate or fixed, or a mixer with an estimator: attention \(estimator reml, reml_naive, "
-            r"sandwich, delta, design_effect\); pointwise \(estimator sandwich\)"
+            f"update 'kalman' needs an observation precision, and {name} gives none as it is set up; choose "
+            r"update residual, gate or fixed, or a mixer that has one: attention, .*regime \(estimator reml, "
+            r"reml_naive, sandwich, delta, design_effect\); pointwise \(estimator sandwich\); rfa, .*longhorn "
+            r"\(of their own\)"
         )
         for update in (KalmanUpdate(), None):
             with pytest.raises(UserError, match=message):

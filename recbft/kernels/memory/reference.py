@@ -1,0 +1,147 @@
+"""Memories as their equations read, token by token: the plain forms every fast path must equal.
+
+The Bayesian layer, which carries a covariance:
+
+    Pb = A P A' + ell2 D     u = Pb k     beta = 1 / (r2 + k' u)                                  (1)
+    M  = A M + beta u (v - (A M)' k)'     P = Pb - beta u u'                                      (2)
+    y  = M' q     its variance q' P q     gain = beta k' u                                        (3)
+
+M = 0 and P = p0 I before a history's first token. A is diagonal, or turns and damps the pairs of rows (0, 1), (2, 3),
+...; D is the identity, with pairs the identity on the first row of each.
+
+Memories without: where Pb is reset to lam I before every write (delta rules), or the write is not about the memory but
+an input to it (additive rules). r2, and with it what follows from it, may differ from column to column of the values:
+
+    reset     eta = lam / (r2 + lam |k|^2)     M = A M + k (eta * (v - (A M)' k))'                (4)
+              q' P q = lam (|q|^2 - eta (q' k)^2) after the write     gain = eta |k|^2            (5)
+    additive  omega = lam / (lam + r2)         M = A M + k (omega * v)'     gain = omega          (6)
+
+Source: Dowling et al., Memory by Design, equations 9 to 13, proposition 2, table 1, appendices A and D.
+Shapes: B rows, H heads, T tokens, K key width, M value width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from recbft.kernels.memory.trace import MemoryEvent, MemoryReading, MemoryState, MemoryTrace
+
+Rule = Literal["reset", "additive"]
+
+
+def step(state: MemoryState, event: MemoryEvent) -> tuple[MemoryState, MemoryReading]:
+    """One token: predict, write, read."""
+    q, k, v, a, ell2, r2 = event
+    M, P = state
+    if a is not None:
+        M, P = advance(a, M), advance(a, advance(a, P).mT)
+    P = P + torch.diag_embed(ell2[..., None] * noisy_rows(k, a))
+    u = torch.einsum("...ij,...j->...i", P, k)
+    spread = (k * u).sum(-1)  # k' u
+    beta = 1 / (r2 + spread)  # (1)
+    gain = beta[..., None] * u
+    innovation = v - torch.einsum("...km,...k->...m", M, k)
+    M = M + gain[..., :, None] * innovation[..., None, :]
+    P = P - gain[..., :, None] * u[..., None, :]  # (2)
+    P = (P + P.mT) / 2
+    readout = torch.einsum("...km,...k->...m", M, q)
+    variance = torch.einsum("...i,...ij,...j->...", q, P, q)
+    return MemoryState(M, P), MemoryReading(readout, variance, beta * spread)  # (3)
+
+
+def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> MemoryState:
+    """The belief before any token: of keys (..., K) and values (..., M), with prior variance (...)."""
+    K, M = k.shape[-1], v.shape[-1]
+    identity = torch.eye(K, dtype=k.dtype, device=k.device)
+    return MemoryState(
+        v.new_zeros(*v.shape[:-1], K, M), prior_variance.expand(k.shape[:-1])[..., None, None] * identity
+    )
+
+
+def filter_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    transition: Tensor | None,
+    process_noise: Tensor,
+    observation_noise: Tensor,
+    prior_variance: Tensor,
+    first: Tensor | None,
+) -> MemoryTrace:
+    """Filter histories laid out one after another; ``first`` (B, T) is True where one begins, None for column 0."""
+    start = prior(k[:, :, 0], v[:, :, 0], prior_variance)
+    state, readings = start, []
+    for t in range(k.shape[2]):
+        if first is not None:
+            fresh = first[:, t, None, None, None]
+            state = MemoryState(*(torch.where(fresh, new, old) for new, old in zip(start, state, strict=True)))
+        a = None if transition is None else transition[:, :, t]
+        event = MemoryEvent(q[:, :, t], k[:, :, t], v[:, :, t], a, process_noise[:, :, t], observation_noise[:, :, t])
+        state, reading = step(state, event)
+        readings.append(reading)
+    readout, variance, gain = (torch.stack(part, dim=2) for part in zip(*readings, strict=True))
+    return MemoryTrace(readout, variance, gain, *state)
+
+
+def unfiltered_step(
+    mean: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, share: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """One token of a memory (..., K, M) by (4) or (6), ``share`` eta or omega, (..., M or 1): the memory and M' q."""
+    mean = mean if a is None else advance(a, mean)
+    written = v - torch.einsum("...km,...k->...m", mean, k) if rule == "reset" else v
+    mean = mean + k[..., None] * (share * written)[..., None, :]
+    return mean, torch.einsum("...km,...k->...m", mean, q)
+
+
+def write_share(k: Tensor, observation_noise: Tensor, variance: Tensor, rule: Rule) -> Tensor:
+    """eta or omega: of keys (..., K), noise (..., M or 1) and lam, which broadcasts to the noise."""
+    length = k.square().sum(-1, keepdim=True) if rule == "reset" else 1.0
+    return variance / (observation_noise + variance * length)
+
+
+def unfiltered_reading(
+    q: Tensor, k: Tensor, share: Tensor, variance: Tensor, rule: Rule
+) -> tuple[Tensor | None, Tensor]:
+    """The variance of (5), None by the additive rule, and the gain; both as ``share`` is shaped."""
+    if rule == "additive":
+        return None, share
+    overlap = (q * k).sum(-1, keepdim=True)
+    spread = variance * (q.square().sum(-1, keepdim=True) - share * overlap.square())
+    return spread, share * k.square().sum(-1, keepdim=True)
+
+
+def unfiltered_memory(
+    q: Tensor, k: Tensor, v: Tensor, *, transition: Tensor | None, share: Tensor, rule: Rule, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What every token reads, (B, H, T, M), and the memory after the last column, (B, H, K, M)."""
+    mean, readouts = torch.zeros_like(k[:, :, 0, :, None] * v[:, :, 0, None, :]), []
+    for t in range(k.shape[2]):
+        if first is not None:
+            mean = torch.where(first[:, t, None, None, None], torch.zeros_like(mean), mean)
+        a = None if transition is None else transition[:, :, t]
+        mean, readout = unfiltered_step(mean, q[:, :, t], k[:, :, t], v[:, :, t], a, share[:, :, t], rule)
+        readouts.append(readout)
+    return torch.stack(readouts, dim=2), mean
+
+
+def advance(a: Tensor, x: Tensor) -> Tensor:
+    """A x for x (..., K, n): row by row, or pair of rows by pair where ``a`` is complex."""
+    if not a.is_complex():
+        return a[..., None] * x
+    pairs = x.unflatten(-2, (-1, 2))  # (..., K / 2, 2, n)
+    real, imaginary = pairs[..., 0, :], pairs[..., 1, :]
+    cos, sin = a.real[..., None], a.imag[..., None]
+    turned = torch.stack((cos * real - sin * imaginary, sin * real + cos * imaginary), dim=-2)
+    return turned.flatten(-3, -2)
+
+
+def noisy_rows(k: Tensor, a: Tensor | None) -> Tensor:
+    """The diagonal of D, (K,)."""
+    rows = torch.ones(k.shape[-1], dtype=k.dtype, device=k.device)
+    if a is not None and a.is_complex():
+        rows[1::2] = 0
+    return rows

@@ -1,0 +1,55 @@
+"""What a memory filter takes and gives.
+
+Shapes: B rows, H heads, T tokens, K key width, M value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class MemoryState(NamedTuple):
+    """The belief about a memory: N(mean, I (x) covariance), every column of values with the same covariance."""
+
+    mean: Tensor  # (..., K, M)
+    covariance: Tensor  # (..., K, K), symmetric
+
+
+class MemoryEvent(NamedTuple):
+    """One token: what is written, what is read, and how the memory moves and is seen."""
+
+    query: Tensor  # (..., K)
+    key: Tensor  # (..., K)
+    value: Tensor  # (..., M)
+    transition: Tensor | None  # (..., K) in (0, 1]; complex (..., K / 2) for damped rotations of pairs; None keeps all
+    process_noise: Tensor  # (...), the variance added to every row, of pairs to their first row; >= 0
+    observation_noise: Tensor  # (...), the variance of a value about what its key reads; > 0
+
+
+class MemoryReading(NamedTuple):
+    """What one token reads after its own write."""
+
+    readout: Tensor  # (..., M)
+    readout_variance: Tensor  # (...), q' P q
+    gain: Tensor  # (...), share of the innovation taken up at the key, in [0, 1)
+
+
+class MemoryTrace(NamedTuple):
+    """What every token of every history reads, and the belief after the last column."""
+
+    readout: Tensor  # (B, H, T, M)
+    readout_variance: Tensor  # (B, H, T), q' P q
+    gain: Tensor  # (B, H, T), beta k' u, the share of the innovation taken up at the key, in [0, 1)
+    mean: Tensor  # (B, H, K, M)
+    covariance: Tensor  # (B, H, K, K)
+
+
+class UnfilteredTrace(NamedTuple):
+    """The same of a memory without a covariance; with noise by column, variance and gain are by column too."""
+
+    readout: Tensor  # (B, H, T, M)
+    readout_variance: Tensor | None  # (B, H, T) or (B, H, T, M); None by the additive rule
+    gain: Tensor  # (B, H, T) or (B, H, T, M)
+    mean: Tensor  # (B, H, K, M)

@@ -1,0 +1,168 @@
+"""What the heads of robust filter attention learn beside their maps: dynamics, the worth of evidence, a gate.
+
+    mu, s2, eta2, gamma2, tau = softplus of free numbers,   nu = K softplus                                  (1)
+    lobs_t = min(c_h p_t, lam_max)                                                                           (2)
+    z_t <- g_t z_t + (1 - g_t) v_t,   g_t = sigmoid(s log p_t - log p0)                                      (3)
+
+Noises start in the integrative regime, eta2 > s2, and nu at 4 K, where the kernel is nearly Gaussian. The gate starts
+open.
+
+Source: Robust Filter Attention (paper), appendices C.4 and D.2.
+Shapes: B rows, H heads, T tokens, K complex coordinates per head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from recbft.config import check_range
+from recbft.errors import UserError
+from recbft.kernels.robust_filter import Dynamics, Variant
+from recbft.mixers.frequencies import HeadDecay, frequency_range, spread_decays
+from recbft.mixers.positive import positive, raw_of
+
+OnOff = Literal["on", "off"]
+
+# Where the noises start: measurement above process noise, the integrative regime; about 1 in sum.
+PROCESS_START, KEY_NOISE_START, QUERY_NOISE_START = 0.25, 0.5, 0.25
+DIFFUSION_START = 1e-3  # per unit of time, of heads that do not decay
+DOF_START = 4.0  # nu / K
+GATE_SCALE_START, GATE_PRIOR_START = 0.1, -5.0  # a gate that is open
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustFilterConfig:
+    """Parts and starting values of robust filter attention.
+
+    Args:
+        kernel: tails of the likelihood; ``gaussian`` has none.
+        precision_prior: ``flat`` makes V the same at every lag.
+        multiplicative: whether precision weighs the residual, or is a prior weight alone.
+        rotate: whether the state rotates at all; rotate_values: whether values do.
+        key_precision: weigh keys by their incoming precision, as softmax attention does.
+        latent_width: K; None means the width of a head.
+        frequency_base: frequencies run from 1 towards 1 / frequency_base.
+        damping: b, decay over the highest frequency of a band: fixed in ``sc_rfa``, a start in ``rfa``.
+        undamped_heads: heads that do not decay; None means a quarter of them.
+        time: lags in real time.
+        time_unit: how much of the data's time makes one unit; a day of seconds unless given.
+        learn_time_unit: whether that is a start.
+        horizon: units of time after the query that the estimate is for.
+        confidence_gate: the token's own value where there is little evidence, (3).
+        latent_sampling: draw the state from its distribution, in training.
+    """
+
+    kernel: Literal["student", "gaussian"] = "student"
+    precision_prior: Literal["on", "flat"] = "on"
+    multiplicative: OnOff = "on"
+    rotate: OnOff = "on"
+    rotate_values: OnOff = "on"
+    key_precision: OnOff = "on"
+    latent_width: int | None = None
+    frequency_base: float = 10_000.0
+    damping: float = 0.05
+    undamped_heads: int | None = None
+    time: bool = False
+    time_unit: float = 86_400.0
+    learn_time_unit: bool = False
+    horizon: float = 0.0
+    confidence_gate: bool = False
+    latent_sampling: bool = False
+
+    def __post_init__(self) -> None:
+        check_range("latent_width", self.latent_width, at_least=2)
+        check_range("frequency_base", self.frequency_base, above=1)
+        check_range("damping", self.damping, above=0)
+        check_range("undamped_heads", self.undamped_heads, at_least=0)
+        check_range("time_unit", self.time_unit, above=0)
+        check_range("horizon", self.horizon, at_least=0)
+        if not self.time:
+            for name, default in (("time_unit", 86_400.0), ("learn_time_unit", False)):
+                if getattr(self, name) != default:
+                    raise UserError(f"{name} has no effect without real times; leave it out or set time: true")
+        if self.rotate == "off" and self.rotate_values == "off":
+            raise UserError("rotate_values has no effect with rotate off; leave it out or set rotate: on")
+
+    @property
+    def variant(self) -> Variant:
+        """What of it the kernel is told."""
+        return Variant(self.kernel, self.multiplicative == "on", self.rotate_values == "on", self.horizon)
+
+
+class HeadDynamics(nn.Module):
+    """The dynamics that each head learns: an optimiser group of its own (half the rate, beta1 0, clipped to 1e-4)."""
+
+    frequency: Tensor
+
+    def __init__(self, n_heads: int, K: int, config: RobustFilterConfig, *, coupled: bool) -> None:
+        super().__init__()
+        if K % 2:
+            raise UserError(
+                f"{K} complex coordinates per head do not make pairs of frequencies; give an even width per head"
+            )
+        self.width, self.start_time_unit = K, config.time_unit
+        base = config.frequency_base
+        frequency = frequency_range(n_heads, K // 2, base, in_bands=coupled)
+        frequency = torch.stack([frequency, -frequency], dim=-1).flatten(1)  # (H, K): w_1, -w_1, w_2, ...
+        self.register_buffer("frequency", frequency if config.rotate == "on" else 0 * frequency, persistent=False)
+        start = spread_decays(n_heads, base, config.damping, config.undamped_heads)
+        self.decay = HeadDecay(start, learned=not coupled)
+        process = torch.where(start > 0, PROCESS_START, DIFFUSION_START)
+        self.raw_process = None if config.precision_prior == "flat" else nn.Parameter(raw_of(process))
+        ones = torch.ones(n_heads)
+        self.raw_key_noise = nn.Parameter(raw_of(KEY_NOISE_START * ones))
+        self.raw_query_noise = nn.Parameter(raw_of(QUERY_NOISE_START * ones))
+        self.raw_dof = nn.Parameter(raw_of(DOF_START * ones))
+        self.raw_temperature = nn.Parameter(raw_of(ones))
+        self.log_time_unit = nn.Parameter(torch.tensor(config.time_unit).log()) if config.learn_time_unit else None
+
+    def forward(self) -> Dynamics:
+        """The scalars in their ranges."""
+        decay, key_noise = self.decay(), positive(self.raw_key_noise)
+        # A process that adds up to what fades of the key noise makes the variance the same at every lag.
+        process = key_noise * (decay > 0) if self.raw_process is None else positive(self.raw_process)
+        return Dynamics(
+            frequency=self.frequency,
+            decay=decay,
+            process=process,
+            key_noise=key_noise,
+            query_noise=positive(self.raw_query_noise),
+            dof=self.width * positive(self.raw_dof),
+            temperature=positive(self.raw_temperature),
+        )
+
+    def time_unit(self) -> float | Tensor:
+        """How much of the data's time makes one unit."""
+        return self.start_time_unit if self.log_time_unit is None else self.log_time_unit.exp()
+
+
+class EvidencePrecision(nn.Module):
+    """(2): evidence times a learned positive scale per head, at most the cap."""
+
+    def __init__(self, n_heads: int, start: float) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.full((n_heads,), start).log())
+
+    def forward(self, evidence: Tensor, cap: float) -> Tensor:
+        """(B, H, T) -> (B, H, T), in [0, cap]."""
+        return (evidence * self.log_scale.exp()[:, None]).clamp(max=cap)
+
+
+class ConfidenceGate(nn.Module):
+    """(3): the estimate where the evidence carries it, the token's own value elsewhere."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.raw_scale = nn.Parameter(raw_of(torch.full((n_heads,), GATE_SCALE_START)))
+        self.log_prior = nn.Parameter(torch.full((n_heads,), GATE_PRIOR_START))
+
+    def forward(self, value: Tensor, own: Tensor, evidence: Tensor) -> Tensor:
+        """Mix value and own, (B, H, T, K); a token without evidence (padding) keeps its value."""
+        known = evidence > 0
+        log_evidence = torch.where(known, evidence, 1.0).log()
+        open_ = torch.sigmoid(positive(self.raw_scale)[:, None] * log_evidence - self.log_prior[:, None])
+        return value + torch.where(known, 1 - open_, 0.0)[..., None] * (own - value)

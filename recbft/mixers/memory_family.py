@@ -1,0 +1,282 @@
+"""Recurrences that the Bayesian layer explains, as one table of design models.
+
+    name               what is assumed of the memory                        transition
+    bayesian           its covariance is carried along (``bayesian``)       any of that mixer
+    deltanet           its covariance is lam I before every write           keeps all
+    gated_deltanet     the same                                             a_t I
+    kda                the same                                             diag(a_t)
+    longhorn           the same, with a noise per column of the values      keeps all
+    linear_attention   a write is an input to it, not a sighting of it      keeps all
+    retnet             the same                                             rho_h I, fixed
+    gla                the same                                             diag(a_t)
+    mamba2             the same                                             a_t I
+
+    reset      M = A M + k (eta * (v - (A M)' k))'     eta = lam / (r2 + lam |k|^2)                        (1)
+    additive   M = A M + k (omega * v)'                omega = lam / (lam + r2)                            (2)
+    innovation = M_t' q_t of all heads, or W_out of them                                                   (3)
+    reset      lobs = min(1 / (s_h (q_t' P_t q_t + r2_t)), lam_max), with P_t the covariance after the write     (4)
+
+lam is 1 and noise in its units, as in ``bayesian``; keys and queries have length 1. (4) knows the last write alone:
+what earlier ones resolved is what the reset forgets. The additive rules have no belief about the memory, and so no
+precision. The recurrences are those of the named architectures without convolutions, output gates and norms.
+
+Source: Dowling et al., Memory by Design, table 1, proposition 2 and appendix A.
+Shapes: B rows, T tokens, D model width, H heads, K = D / H, M = K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recbft.config import check_choice, check_range
+from recbft.core import SequenceContext, projected_precision
+from recbft.errors import UserError
+from recbft.kernels.memory import UNFILTERED, Rule, UnfilteredTrace, choose
+from recbft.kernels.memory.reference import unfiltered_reading, unfiltered_step, write_share
+from recbft.mixers.memory_maps import (
+    LEAST_TRANSITION,
+    OBSERVATION_FLOOR,
+    KeysAndValues,
+    Noise,
+    Transition,
+    Transitions,
+    fitted_transition,
+    history_starts,
+)
+from recbft.mixers.observation import Observation
+
+
+class DesignModel(NamedTuple):
+    """One line of the table."""
+
+    rule: Rule
+    transition: Transitions
+    by_column: bool = False  # a noise per column of the values
+
+    @property
+    def has_precision(self) -> bool:
+        """Whether a readout has a variance."""
+        return self.rule == "reset"
+
+
+DESIGN_MODELS = {
+    "deltanet": DesignModel("reset", "identity"),
+    "gated_deltanet": DesignModel("reset", "scalar"),
+    "kda": DesignModel("reset", "diagonal"),
+    "longhorn": DesignModel("reset", "identity", by_column=True),
+    "linear_attention": DesignModel("additive", "identity"),
+    "retnet": DesignModel("additive", "retention"),
+    "gla": DesignModel("additive", "diagonal"),
+    "mamba2": DesignModel("additive", "scalar"),
+}
+
+
+def unfiltered_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    transition: Tensor | None,
+    observation_noise: Tensor,
+    variance: float | Tensor,
+    rule: Rule,
+    first: Tensor | None = None,
+    impl: str = "auto",
+) -> UnfilteredTrace:
+    """A memory by (1) or (2), read with q after each token. Linear in T.
+
+    Args:
+        q, k: queries and keys, (B, H, T, K).
+        v: values, (B, H, T, M).
+        transition: what is kept of each row, broadcastable to (B, H, T, K), in (0, 1]; None keeps everything.
+        observation_noise: r2, broadcastable to (B, H, T), or by column (B, H, T, M); >= 0.
+        variance: lam, a number or (H,) or (B, H), > 0.
+        rule: ``reset`` or ``additive``.
+        first: (B, T) bool, True where a history begins and the memory with it; None for the first column alone.
+        impl: ``auto``, ``reference`` (the loop) or ``chunked``.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown ``rule`` or ``impl``, or one that cannot serve the call.
+    """
+    if rule not in ("reset", "additive"):
+        raise ValueError(f"rule is {rule!r}; choose reset or additive")
+    if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"q, k and v must agree but in width, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if transition is not None and transition.is_complex():
+        raise ValueError("a memory without a covariance takes real transitions, got complex ones; use filter_memory")
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    B, H, T, _ = k.shape
+    by_column = observation_noise.dim() == 4
+    noise = observation_noise.to(dtype) if by_column else observation_noise.to(dtype).expand(B, H, T)[..., None]
+    lam = torch.as_tensor(variance, dtype=dtype, device=v.device).expand(B, H)[..., None, None]
+    share = write_share(k, noise, lam, rule)
+    transition = fitted_transition(transition, k)
+    path = choose(UNFILTERED, impl, transition)
+    readout, mean = path(q, k, v, transition=transition, share=share, rule=rule, first=first)
+    spread, gain = unfiltered_reading(q, k, share, lam, rule)
+    if not by_column:
+        spread, gain = None if spread is None else spread[..., 0], gain[..., 0]
+    return UnfilteredTrace(readout, spread, gain, mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFamilyConfig:
+    """Where the learned parts of a design model start (the section of a config named as the mixer).
+
+    Args:
+        observation_noise: r2, in units of lam.
+        retention: what is kept of the memory at each token, where that is learned.
+        prior_variance: s of (4); None means 1 / K, as of the REML estimator.
+        key_precision: divide the noise of a write by its mean incoming precision^w.
+    """
+
+    observation_noise: float = 0.1
+    retention: float = 0.98
+    prior_variance: float | None = None
+    key_precision: Literal["on", "off"] = "on"
+
+    def __post_init__(self) -> None:
+        check_range("observation_noise", self.observation_noise, above=0)
+        check_range("retention", self.retention, above=LEAST_TRANSITION, below=1)
+        check_range("prior_variance", self.prior_variance, above=0)
+
+
+class MemoryFamilyMixer(nn.Module):
+    """A line of the table over a packed batch; the memory begins anew with every history.
+
+    Args:
+        hidden_size: D.
+        n_heads: H, divides D.
+        config: where learned parts start.
+        design: a key of ``DESIGN_MODELS``.
+        output_projection: W_out of (3).
+        gives_precision: whether to report lobs of (4), where the design has one.
+        cap: lam_max.
+
+    Raises:
+        UserError: an unknown design, or a setting that has no effect in it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        n_heads: int,
+        config: MemoryFamilyConfig = MemoryFamilyConfig(),
+        *,
+        design: str,
+        output_projection: bool = False,
+        gives_precision: bool = True,
+        cap: float = 100.0,
+    ) -> None:
+        super().__init__()
+        check_choice("design", design, DESIGN_MODELS)
+        model = DESIGN_MODELS[design]
+        _refuse_idle(config, design, model)
+        self.n_heads, self.config, self.cap = n_heads, config, cap
+        self.design, self.model = design, model
+        self.gives_precision = gives_precision and model.has_precision
+        K = hidden_size // n_heads
+        self.maps = KeysAndValues(hidden_size, n_heads)
+        self.transition = Transition(hidden_size, n_heads, model.transition, start=config.retention)
+        noises = hidden_size if model.by_column else n_heads
+        self.observation = Noise(hidden_size, noises, start=config.observation_noise, floor=OBSERVATION_FLOOR)
+        self.out = nn.Linear(hidden_size, hidden_size) if output_projection else None
+        self.log_scale: nn.Parameter | None = None
+        if self.gives_precision:
+            start = 1 / K if config.prior_variance is None else config.prior_variance
+            self.log_scale = nn.Parameter(torch.full((n_heads,), start).log())
+
+    def forward(
+        self,
+        x: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        source: Tensor | None = None,
+    ) -> Observation:
+        """Observe every position; arguments and errors as of ``BayesianMixer.forward``."""
+        first = history_starts(context, self.design)
+        source = x if source is None else source
+        q, k, v = self.maps(x, source)
+        trace = unfiltered_memory(
+            q,
+            k,
+            v,
+            transition=self.transition(source),
+            observation_noise=self._noise(source, precision, ramp),
+            variance=1.0,
+            rule=self.model.rule,
+            first=first,
+        )
+        innovation, found = self._observation(trace.readout, trace.readout_variance, x)
+        real = context.valid[..., None]
+        return Observation(innovation * real, None if found is None else found * real)
+
+    def initial_state(self, num_histories: int) -> Tensor:
+        """The memories (B, H, K, K) of histories without a token yet, for ``step``."""
+        weight = self.maps.value.weight
+        K = weight.shape[0] // self.n_heads
+        return weight.new_zeros(
+            num_histories, self.n_heads, K, K, dtype=torch.promote_types(weight.dtype, torch.float32)
+        )
+
+    def step(
+        self,
+        state: Tensor,
+        x: Tensor,
+        precision: Tensor | None = None,
+        *,
+        ramp: float = 1.0,
+        source: Tensor | None = None,
+    ) -> tuple[Tensor, Observation]:
+        """Observe one more token of each history, (B, D), from the memory that the tokens before it left."""
+        x = x[:, None]
+        source = x if source is None else source[:, None]
+        q, k, v = (y[:, :, 0].to(state.dtype) for y in self.maps(x, source))
+        a = self.transition(source)
+        noise = self._noise(source, None if precision is None else precision[:, None], ramp)[:, :, 0].to(state.dtype)
+        noise = noise if self.model.by_column else noise[..., None]
+        lam, rule = torch.ones_like(noise), self.model.rule
+        share = write_share(k, noise, lam, rule)
+        at = None if a is None else a[:, :, 0].to(state.dtype)
+        state, readout = unfiltered_step(state, q, k, v, at, share, rule)
+        spread, _ = unfiltered_reading(q, k, share, lam, rule)
+        if spread is not None:
+            spread = spread[:, :, None] if self.model.by_column else spread
+        innovation, found = self._observation(readout[:, :, None], spread, x)
+        return state, Observation(innovation[:, 0], None if found is None else found[:, 0])
+
+    def _noise(self, source: Tensor, precision: Tensor | None, ramp: float) -> Tensor:
+        """r2 of writes or, without precision, of readouts: (B, H, T), or by column (B, H, T, K)."""
+        noise: Tensor = self.observation(source, precision if self.config.key_precision == "on" else None, ramp)
+        return noise.unflatten(1, (self.n_heads, -1)).mT if self.model.by_column else noise
+
+    def _observation(self, readout: Tensor, variance: Tensor | None, x: Tensor) -> Observation:
+        """(3) and (4) from what heads read, (B, H, T, K) and (B, H, T), or by column (B, H, T, K)."""
+        innovation = readout.transpose(1, 2).flatten(2).to(x.dtype)
+        found = None
+        if self.log_scale is not None and variance is not None:
+            spread = variance + self._noise(x, None, 1.0)
+            spread = spread if self.model.by_column else spread[..., None].expand_as(readout)
+            spread = spread * self.log_scale.exp()[:, None, None]
+            found = spread.clamp(min=1 / self.cap).reciprocal().transpose(1, 2).flatten(2).to(x.dtype)
+        if self.out is not None:
+            innovation = self.out(innovation)
+            found = None if found is None else projected_precision(found, self.out.weight, cap=self.cap)
+        return Observation(innovation, found)
+
+
+def _refuse_idle(config: MemoryFamilyConfig, design: str, model: DesignModel) -> None:
+    defaults = MemoryFamilyConfig()
+    if model.transition in ("identity", "retention") and config.retention != defaults.retention:
+        raise UserError(f"retention has no effect in {design!r}, whose transition is not learned; leave it out")
+    if not model.has_precision and config.prior_variance is not None:
+        raise UserError(f"prior_variance has no effect in {design!r}, which has no precision; leave it out")

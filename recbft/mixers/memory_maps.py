@@ -1,0 +1,172 @@
+"""What memory mixers read off their input: keys, queries and values, how the memory moves, and how noisy writes are.
+
+    q, k    linear maps, of length 1 per head                v    a linear map                             (1)
+    a_t   = a0 + (1 - a0) sigmoid(W x_t + b), a0 = 0.01, the same for a head or one per row               (2)
+    pairs   a_t e^{i theta_t}, theta_t = theta + W' x_t; keys and queries on the first row of each pair   (3)
+    noise = softplus(W x_t + b) lbar_t^-w + floor, lbar_t the mean incoming precision of what is written  (4)
+
+W of (2) to (4) is small at the start, and b such that noise and transition start where they are asked to; theta starts
+at the angles of rotary positions.
+
+Source: Dowling et al., Memory by Design, section 2.2 and appendix D.
+Shapes: B rows, T tokens, D model width, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recbft.core import SequenceContext
+from recbft.errors import UserError
+
+Transitions = Literal["identity", "retention", "scalar", "diagonal", "complex_pairs"]
+
+LEAST_TRANSITION = 0.01  # a0: a memory that a head clears in a few tokens, and chunks of 17 in float32
+ROTARY_BASE = 10_000.0
+# The least noise, in units of the prior variance, that float32 can tell from none in a chunk.
+PROCESS_FLOOR, OBSERVATION_FLOOR = 1e-6, 1e-4
+
+
+class KeysAndValues(nn.Module):
+    """Equation (1): (B, T, D) -> three of (B, H, T, K).
+
+    Args:
+        hidden_size, n_heads: D and H.
+        pairs: whether keys and queries stand on the first row of each pair.
+    """
+
+    def __init__(self, hidden_size: int, n_heads: int, *, pairs: bool = False) -> None:
+        super().__init__()
+        width = hidden_size // 2 if pairs else hidden_size
+        self.n_heads, self.pairs = n_heads, pairs
+        self.query = nn.Linear(hidden_size, width)
+        self.key = nn.Linear(hidden_size, width)
+        self.value = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries from ``x``, keys and values from ``source``."""
+        q, k, v = (self._heads(y) for y in (self.query(x), self.key(source), self.value(source)))
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        if self.pairs:
+            q, k = (torch.stack((y, torch.zeros_like(y)), dim=-1).flatten(-2) for y in (q, k))
+        return q, k, v
+
+    def _heads(self, y: Tensor) -> Tensor:  # (B, T, H K) -> (B, H, T, K)
+        return _by_head(y, self.n_heads).contiguous()
+
+
+class Transition(nn.Module):
+    """Equations (2) and (3): (B, T, D) -> what ``kernels.memory`` takes as a transition.
+
+    Args:
+        kind: ``identity`` keeps everything; ``retention`` keeps 1 - 2^(-5 - h) in head h, whatever the input;
+            ``scalar`` one share per head, ``diagonal`` one per row, ``complex_pairs`` one and an angle per pair.
+        start: where (2) starts, between a0 and 1.
+
+    Raises:
+        UserError: pairs of an odd head width.
+    """
+
+    def __init__(self, hidden_size: int, n_heads: int, kind: Transitions, *, start: float) -> None:
+        super().__init__()
+        K = hidden_size // n_heads
+        self.n_heads, self.kind = n_heads, kind
+        self.to_angle: nn.Linear | None = None
+        if kind in ("identity", "retention"):
+            return
+        if kind == "complex_pairs" and K % 2:
+            raise UserError(
+                f"transition complex_pairs needs an even head width, got {K} (hidden size {hidden_size} / {n_heads} "
+                "heads); change either, or take transition diagonal"
+            )
+        rows = {"scalar": 1, "diagonal": K, "complex_pairs": K // 2}[kind]
+        share = (start - LEAST_TRANSITION) / (1 - LEAST_TRANSITION)
+        self.to_share = _small(nn.Linear(hidden_size, n_heads * rows, bias=False))
+        self.share_start = nn.Parameter(torch.full((n_heads * rows,), math.log(share / (1 - share))))
+        if kind == "complex_pairs":
+            angles = ROTARY_BASE ** -(torch.arange(rows) / rows)
+            self.to_angle = _small(nn.Linear(hidden_size, n_heads * rows, bias=False))
+            self.angle_start = nn.Parameter(angles.repeat(n_heads))
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        """None, or (B, H, T, 1), (B, H, T, K), or complex (B, H, T, K / 2)."""
+        if self.kind == "identity":
+            return None
+        if self.kind == "retention":
+            kept = 1 - 2.0 ** -(5 + torch.arange(self.n_heads, dtype=x.dtype, device=x.device))
+            return kept[:, None, None].expand(len(x), -1, x.shape[1], 1)
+        share = torch.sigmoid(_by_head(self.to_share(x) + self.share_start, self.n_heads))
+        share = LEAST_TRANSITION + (1 - LEAST_TRANSITION) * share
+        if self.to_angle is None:
+            return share
+        return torch.polar(share, _by_head(self.to_angle(x) + self.angle_start, self.n_heads))
+
+
+class Noise(nn.Module):
+    """Equation (4): (B, T, D) -> (B, width, T), >= ``floor``."""
+
+    def __init__(self, hidden_size: int, width: int, *, start: float, floor: float) -> None:
+        super().__init__()
+        self.floor = floor
+        self.to_noise = _small(nn.Linear(hidden_size, width, bias=False))
+        self.noise_start = nn.Parameter(torch.full((width,), math.log(math.expm1(start))))
+
+    def forward(self, x: Tensor, precision: Tensor | None = None, ramp: float = 1.0) -> Tensor:
+        """With precision (B, T, D) and w, or the noise of something equally well known everywhere."""
+        noise = F.softplus(self.to_noise(x) + self.noise_start)
+        if precision is not None:
+            noise = noise * precision.mean(dim=-1, keepdim=True) ** -ramp
+        return noise.mT + self.floor
+
+
+def history_starts(context: SequenceContext, mixer: str) -> Tensor | None:
+    """(B, T) bool, True where a history or the padding begins; None where nothing begins after the first column.
+
+    Raises:
+        UserError: the context reads both ways, and a memory only forwards.
+    """
+    if not context.causal:
+        raise UserError(
+            f"mixer {mixer!r} reads a history from its first item to its last and cannot look ahead, as a "
+            "bidirectional model needs; choose mixer attention, or a causal model such as sasrec"
+        )
+    segment = context.segment
+    begins = torch.ones_like(segment, dtype=torch.bool)
+    begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
+    return begins if bool(begins[:, 1:].any()) else None
+
+
+def fitted_transition(transition: Tensor | None, k: Tensor) -> Tensor | None:
+    """A transition for keys (B, H, T, K), expanded but for an axis of 1 that stands for all K, in their precision.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if transition is None:
+        return None
+    K, rows = k.shape[-1], transition.shape[-1]
+    if transition.is_complex():
+        if K % 2 or rows != K // 2:
+            raise ValueError(
+                f"a complex transition turns pairs of rows: keys of width {K} need {K / 2:g} of them, got {rows}; "
+                "give keys an even width and the transition half of it"
+            )
+        return transition.to(k.dtype.to_complex()).expand(*k.shape[:3], rows)
+    if rows not in (1, K):
+        raise ValueError(f"transition has {rows} rows for keys of width {K}; give {K} or 1")
+    return transition.to(k.dtype).expand(*k.shape[:3], rows)
+
+
+def _by_head(y: Tensor, n_heads: int) -> Tensor:  # (B, T, H K) -> (B, H, T, K)
+    heads: Tensor = y.unflatten(-1, (n_heads, -1))
+    return heads.transpose(1, 2)
+
+
+def _small(linear: nn.Linear) -> nn.Linear:
+    nn.init.normal_(linear.weight, std=0.02)
+    return linear

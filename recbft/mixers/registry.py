@@ -1,0 +1,166 @@
+"""The mixers by name: what each is, what a configuration may say of it, and how it is put into a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from recbft.mixers.attention import SoftmaxAttention
+from recbft.mixers.bayesian import BayesianConfig, BayesianMixer
+from recbft.mixers.boosted import BoostedAttention, BoostedConfig, TwicingAttention
+from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyConfig, MemoryFamilyMixer
+from recbft.mixers.pointwise import PointwiseAttention
+from recbft.mixers.positional import PositionalAttention, PositionalConfig
+from recbft.mixers.regime import RegimeAttention, RegimeConfig
+from recbft.mixers.rfa import RobustFilterAttention, RobustFilterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """What a mixer without options of its own has of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a backbone says to the mixer of a layer; each mixer hears what concerns it.
+
+    Args:
+        hidden_size, n_heads, length: D, H and the longest history.
+        dropout: probability of dropping an attention weight.
+        output_projection: a linear map after the heads are joined.
+        recency_decay: start of the learned decay with the lag, or None for none.
+        estimation: estimator, prior_dof, prior_variance, kriging and cap; None for a layer without precision.
+    """
+
+    hidden_size: int
+    n_heads: int
+    length: int
+    dropout: float = 0.0
+    output_projection: bool = False
+    recency_decay: float | None = None
+    estimation: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerSpec:
+    """A mixer by name.
+
+    Args:
+        options: the class of its own options (the ``mixing`` section of a config).
+        fixed: constructor arguments that make this name of a kind with several.
+        precision: where its observation precision comes from: an estimator of ``softmax`` or ``silu`` weights, the
+            mechanism itself (``own``), or nowhere (``none``).
+        hears: parts of a ``Place`` beyond its shape that have an effect.
+        both_ways: whether it can look at a whole history.
+    """
+
+    summary: str
+    kind: type[nn.Module]
+    options: type = NoOptions
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    precision: Literal["softmax", "silu", "own", "none"] = "softmax"
+    hears: tuple[str, ...] = ("dropout", "output_projection", "recency_decay")
+    both_ways: bool = True
+
+    def make(self, place: Place, options: Any = None) -> nn.Module:
+        """The mixer of one layer.
+
+        Raises:
+            UserError: options or an estimator that are not defined here.
+        """
+        given: dict[str, Any] = {name: getattr(place, name) for name in self.hears} | dict(self.fixed)
+        if self.options is not NoOptions:
+            given["config"] = self.options() if options is None else options
+        if self.precision in ("softmax", "silu"):
+            given |= place.estimation or {}
+        else:
+            given["gives_precision"] = place.estimation is not None
+            if place.estimation is not None:
+                given["cap"] = place.estimation["cap"]
+        return self.kind(place.hidden_size, place.n_heads, **given)
+
+
+def _positional(summary: str, scheme: str) -> MixerSpec:
+    return MixerSpec(
+        summary=summary,
+        kind=PositionalAttention,
+        options=PositionalConfig,
+        fixed={"scheme": scheme},
+        hears=("dropout", "output_projection"),
+    )
+
+
+def _robust(summary: str, *, coupled: bool) -> MixerSpec:
+    return MixerSpec(
+        summary=summary,
+        kind=RobustFilterAttention,
+        options=RobustFilterConfig,
+        fixed={"coupled": coupled},
+        precision="own",
+        hears=("dropout", "output_projection"),
+    )
+
+
+_RULES = {"reset": "delta rule (covariance reset at every token)", "additive": "linear attention (writes add up)"}
+_KEPT = {
+    "identity": "nothing is forgotten",
+    "scalar": "a learned share is kept",
+    "diagonal": "a learned share of each row is kept",
+    "retention": "a fixed share per head is kept",
+}
+
+
+def _design(name: str) -> MixerSpec:
+    model = DESIGN_MODELS[name]
+    by_column = ", a noise per column" if model.by_column else ""
+    return MixerSpec(
+        summary=f"{_RULES[model.rule]}: {_KEPT[model.transition]}{by_column}",
+        kind=MemoryFamilyMixer,
+        options=MemoryFamilyConfig,
+        fixed={"design": name},
+        precision="own" if model.has_precision else "none",
+        hears=("output_projection",),
+        both_ways=False,
+    )
+
+
+MIXERS: dict[str, MixerSpec] = {
+    "attention": MixerSpec(summary="softmax attention, precision-weighted kriging", kind=SoftmaxAttention),
+    "rope": _positional("softmax attention with rotated queries and keys", "rope"),
+    "alibi": _positional("softmax attention with a fixed slope in the lag per head", "alibi"),
+    "decayed_rope": _positional("rope with a learned decay per head", "decayed_rope"),
+    "sc_rope": _positional("rope whose frequencies and decays are bound together in bands", "sc_rope"),
+    "rfa": _robust("robust filter attention: keys weighed by how well a linear SDE explains them", coupled=False),
+    "sc_rfa": _robust("robust filter attention with frequencies in bands and decay bound to them", coupled=True),
+    "bayesian": MixerSpec(
+        summary="Bayesian layer: a memory per head with its covariance, updated as a Kalman filter",
+        kind=BayesianMixer,
+        options=BayesianConfig,
+        precision="own",
+        hears=("output_projection",),
+        both_ways=False,
+    ),
+    **{name: _design(name) for name in DESIGN_MODELS},
+    "boosted": MixerSpec(
+        summary="gradient-boosted attention: further rounds attend to what the first left over",
+        kind=BoostedAttention,
+        options=BoostedConfig,
+    ),
+    "twicing": MixerSpec(summary="twicing attention, (2A - A^2) V", kind=TwicingAttention),
+    "regime": MixerSpec(
+        summary="softmax attention with an additive prior of fuzzy regimes",
+        kind=RegimeAttention,
+        options=RegimeConfig,
+        hears=("length", "dropout", "output_projection", "recency_decay"),
+    ),
+    "pointwise": MixerSpec(
+        summary="gated pointwise SiLU attention (HSTU)",
+        kind=PointwiseAttention,
+        precision="silu",
+        hears=("length", "dropout", "output_projection", "recency_decay"),
+        both_ways=False,
+    ),
+}

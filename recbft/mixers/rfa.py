@@ -1,0 +1,285 @@
+"""Robust filter attention: past tokens as noisy sightings of one state that rotates, decays and diffuses (rfa, sc_rfa).
+
+    q, k, v    complex linear maps of the normalised input, K complex coordinates per head                   (1)
+    L_tj     = log P_tj - kappa log(1 + P_tj |q_t - carried k_j|^2 / nu),   kappa = (nu + K) / K             (2)
+    z_t      = sum_j softmax_j(tau L_tj + w log lbar_j) carried v_j                                          (3)
+    p_t      = sum_j exp(L_tj)                                  evidence: the reweighted precisions          (4)
+    z_t     <- g_t z_t + (1 - g_t) v_t,   g_t = sigmoid(s log p_t - log p0)         confidence gate          (5)
+    innovation = Re(W z),   lobs = min(c_h p_t, lam_max) on the coordinates of head h                        (6)
+
+P = 1 / V with V and the carrying of ``kernels.robust_filter.dynamics``, by the lag in positions or in real time. The
+weighing of keys by their incoming precision in (3) is the one of softmax attention; the evidence leaves it out. W maps
+each head's state to that head's own coordinates and starts as the real part; with an output projection W joins the
+heads and lobs passes through its squared weights. c_h starts where one key that fits exactly gives 2 K.
+
+``rfa`` learns the decay of each head, and every head has the whole range of frequencies w. In ``sc_rfa`` each head
+has a band of them, and decays at b times the highest. Frequencies stand in pairs w, -w. The last heads (a quarter of
+them), those of the lowest band, do not decay.
+
+Source: Robust Filter Attention (paper), sections 3.2 and 3.4, appendices B.3, C.4 to C.6, D.1 and D.2.
+Shapes: B rows, T tokens, D model width, H heads, K complex coordinates per head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recbft.core import SequenceContext, projected_precision, scalar_log_precision
+from recbft.kernels.robust_filter import Clock, Dynamics, Variant, choose, decayed_weights, read_clock
+from recbft.mixers.head_dynamics import (
+    KEY_NOISE_START,
+    QUERY_NOISE_START,
+    ConfidenceGate,
+    EvidencePrecision,
+    HeadDynamics,
+    RobustFilterConfig,
+)
+from recbft.mixers.observation import Observation
+
+__all__ = ["RfaOutput", "RobustFilterAttention", "RobustFilterConfig", "robust_filter_attention", "sample_state"]
+
+NO_CHANGE = Variant()
+
+
+class RfaOutput(NamedTuple):
+    """What the filter says of every position; zeros where a token may read nothing."""
+
+    value: Tensor  # (B, H, T, K) complex, the estimate of the state
+    evidence: Tensor  # (B, H, T)  sum_j exp(L_tj), >= 0
+
+
+def robust_filter_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    frequency: Tensor,
+    decay: Tensor,
+    process: Tensor,
+    key_noise: Tensor,
+    query_noise: Tensor,
+    dof: Tensor,
+    temperature: float | Tensor = 1.0,
+    impl: str = "auto",
+    use_time: bool = False,
+    time_unit: float | Tensor = 1.0,
+    variant: Variant = NO_CHANGE,
+) -> RfaOutput:
+    """Equations (2) to (4), without a weighing of the keys.
+
+    Args:
+        q, k, v: queries, keys and values, (B, H, T, K) complex.
+        context: which token may read which, and when.
+        frequency: w, (H, K), radians per unit of time.
+        decay: mu, (H,), >= 0.
+        process: s2, (H,), >= 0: the variance that process noise adds up to, or per unit of time where ``decay`` is 0.
+        key_noise, query_noise: eta2 and gamma2, (H,), >= 0.
+        dof: nu, (H,), > 0.
+        temperature: tau, an inverse temperature, a number or (H,).
+        impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the tensor form), ``isotropic`` and
+            ``cpu`` force one.
+        use_time, time_unit: read real times in this unit, not positions.
+        variant: parts of the mechanism to leave out, for study.
+
+    Raises:
+        ValueError: shapes that do not fit, scalars out of range, an unknown ``impl`` or one that cannot serve the call.
+        UserError: no times, or a negative elapsed time.
+    """
+    _check_shapes(q, k, v, frequency)
+    real_type = q.real.dtype
+    tau = torch.as_tensor(temperature, dtype=real_type, device=q.device).expand(q.shape[1])
+    dynamics = Dynamics(frequency, decay, process, key_noise, query_noise, dof, tau)
+    _check_scalars(dynamics)
+    clock = read_clock(context, use_time=use_time, time_unit=time_unit, dtype=real_type)
+    value, evidence = choose(impl, q)(q, k, v, context, dynamics, clock, variant)
+    return RfaOutput(value, evidence)
+
+
+def sample_state(
+    value: Tensor, evidence: Tensor, query_noise: Tensor, *, generator: torch.Generator | None = None
+) -> Tensor:
+    """A draw of the state from its predictive distribution, z + CN(0, 1 / p + gamma2).
+
+    Args:
+        value: z, (B, H, T, K) complex.
+        evidence: p, (B, H, T); without any (p = 0) the state is returned as it is.
+        query_noise: gamma2, (H,).
+    """
+    known = evidence > 0
+    variance = 1 / torch.where(known, evidence, 1.0) + query_noise[:, None]
+    deviation = torch.where(known, (variance / 2).sqrt(), 0.0)[..., None, None]
+    noise = torch.randn(
+        *value.shape, 2, generator=generator, dtype=evidence.dtype, device=evidence.device
+    )  # real and imaginary parts
+    return value + torch.view_as_complex(noise * deviation)
+
+
+class RobustFilterAttention(nn.Module):
+    """Robust filter attention over a packed batch.
+
+    Args:
+        hidden_size: D.
+        n_heads: H, divides D.
+        config: parts and starting values.
+        coupled: ``sc_rfa``: frequencies in bands, decay bound to them.
+        dropout: probability of dropping a weight of (3); evidence always uses all.
+        output_projection: W of (6) joins the heads.
+        gives_precision: whether to report lobs of (6); without it the evidence is not computed unless (5) needs it.
+        cap: lam_max.
+    """
+
+    gives_precision = True
+    weights = "evidence"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        n_heads: int,
+        config: RobustFilterConfig | None = None,
+        *,
+        coupled: bool = False,
+        dropout: float = 0.0,
+        output_projection: bool = False,
+        gives_precision: bool = True,
+        cap: float = 100.0,
+    ) -> None:
+        super().__init__()
+        config = RobustFilterConfig() if config is None else config
+        width = hidden_size // n_heads
+        K = width if config.latent_width is None else config.latent_width
+        self.n_heads, self.config, self.dropout = n_heads, config, dropout
+        self.gives_precision, self.cap = gives_precision, cap
+        self.sde = HeadDynamics(n_heads, K, config, coupled=coupled)
+        # Real and imaginary part of a coordinate next to each other.
+        self.query = nn.Linear(hidden_size, 2 * n_heads * K)
+        self.key = nn.Linear(hidden_size, 2 * n_heads * K)
+        self.value = nn.Linear(hidden_size, 2 * n_heads * K)
+        self.out = nn.Linear(2 * n_heads * K, hidden_size) if output_projection else None
+        self.read = None if output_projection else nn.Parameter(_real_parts(n_heads, width, K))
+        self.gate = ConfidenceGate(n_heads) if config.confidence_gate else None
+        self.precision = None
+        if gives_precision:
+            self.precision = EvidencePrecision(n_heads, 2 * width * (KEY_NOISE_START + QUERY_NOISE_START))
+
+    def forward(
+        self,
+        x: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        source: Tensor | None = None,
+    ) -> Observation:
+        """Observe every position.
+
+        Args:
+            x: normalised input, (B, T, D).
+            precision: incoming precision, (B, T, D), or None for equal trust in every key.
+            context: which token may read which; with times where the config reads them.
+            ramp: w, the warm-up of the weighing by precision, in [0, 1].
+            source: what keys and values are read from, (B, T, D); ``x`` unless given.
+        """
+        source = x if source is None else source
+        v = self._heads(self.value(source))
+        sampled = self.training and self.config.latent_sampling
+        dynamics = self.sde()
+        value, evidence = choose("auto", v)(
+            *self._sightings(x, source),
+            v,
+            context,
+            dynamics,
+            self._clock(context, x),
+            self.config.variant,
+            key_bias=self._key_bias(precision, ramp),
+            dropout=self.dropout if self.training else 0.0,
+            with_evidence=self.gives_precision or sampled or self.gate is not None,
+        )
+        if self.gate is not None:
+            value = self.gate(value, v, evidence)  # (5)
+        if sampled:
+            value = sample_state(value, evidence, dynamics.query_noise)
+        latent = torch.view_as_real(value.transpose(1, 2)).flatten(2)  # (B, T, 2 H K)
+        found = None if self.precision is None else self._carried(self.precision(evidence, self.cap))
+        return Observation(self._read_out(latent), found)
+
+    def attention(
+        self,
+        x: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        source: Tensor | None = None,
+    ) -> Tensor:
+        """What is left of each key in the estimate, before dropout: softmax times decay, (B, H, T, T)."""
+        q, k = self._sightings(x, x if source is None else source)
+        weights, _ = decayed_weights(
+            q, k, context, self.sde(), self._clock(context, x), self.config.variant, self._key_bias(precision, ramp)
+        )
+        return weights
+
+    def _sightings(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        return self._heads(self.query(x)), self._heads(self.key(source))
+
+    def _clock(self, context: SequenceContext, x: Tensor) -> Clock:
+        if not self.config.time:
+            return read_clock(context, dtype=x.dtype)
+        return read_clock(context, use_time=True, time_unit=self.sde.time_unit(), dtype=x.dtype)
+
+    def _key_bias(self, precision: Tensor | None, ramp: float) -> Tensor | None:
+        if precision is None or self.config.key_precision == "off":
+            return None
+        return ramp * scalar_log_precision(precision)
+
+    def _read_out(self, latent: Tensor) -> Tensor:
+        if self.out is not None:
+            read: Tensor = self.out(latent)
+            return read
+        assert self.read is not None
+        return F.linear(latent, torch.block_diag(*self.read))
+
+    def _carried(self, per_head: Tensor) -> Tensor:
+        """lobs on the coordinates of the output, (B, H, T) -> (B, T, D)."""
+        per_token = per_head.transpose(1, 2)  # (B, T, H)
+        if self.out is None:
+            assert self.read is not None
+            return per_token.repeat_interleave(self.read.shape[1], dim=-1)
+        columns = self.out.weight.shape[1] // self.n_heads
+        return projected_precision(per_token.repeat_interleave(columns, dim=-1), self.out.weight, cap=self.cap)
+
+    def _heads(self, x: Tensor) -> Tensor:  # (B, T, 2 H K) -> (B, H, T, K) complex
+        return torch.view_as_complex(x.unflatten(-1, (self.n_heads, -1, 2))).transpose(1, 2)
+
+
+def _real_parts(n_heads: int, width: int, K: int) -> Tensor:
+    """A read-out (H, width, 2 K) that gives the real parts of the coordinates, over again where ``width`` exceeds K."""
+    read = torch.zeros(n_heads, width, 2 * K)
+    row = torch.arange(width)
+    read[:, row, 2 * (row % K)] = 1.0
+    return read
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, frequency: Tensor) -> None:
+    if not (q.is_complex() and k.is_complex() and v.is_complex()):
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give complex tensors")
+    if not (q.dim() == 4 and q.shape == k.shape == v.shape):
+        raise ValueError(
+            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; give one (B, H, T, K)"
+        )
+    if frequency.shape != (q.shape[1], q.shape[3]):
+        raise ValueError(f"frequency has shape {tuple(frequency.shape)}; give (H, K) = {(q.shape[1], q.shape[3])}")
+
+
+def _check_scalars(dynamics: Dynamics) -> None:
+    H = dynamics.frequency.shape[0]
+    for name in ("decay", "process", "key_noise", "query_noise", "dof"):
+        value, least = getattr(dynamics, name), "> 0" if name == "dof" else ">= 0"
+        if value.shape != (H,):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; give one number per head, ({H},)")
+        if not bool((value > 0).all() if name == "dof" else (value >= 0).all()):
+            raise ValueError(f"{name} is {value.min().item():g} in some head; give numbers {least}")

@@ -1,0 +1,361 @@
+"""Memory filters: the loop against a dense Kalman filter, and the chunked path against the loop."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from recbft.kernels import memory
+from recbft.kernels.memory import FILTER, UNFILTERED, MemoryEvent, MemoryState, chunked, reference, unfiltered
+from recbft.kernels.memory.chunk import FilterChunk
+from recbft.kernels.memory.chunked import history_masks
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
+KINDS = ["identity", "scalar", "diagonal", "pairs"]
+CHUNK = 8
+LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 50, 200]
+
+
+def drawn(T, *, B=2, H=2, K=6, M=5, kind="diagonal", seed=0, dtype=torch.float64):
+    """Inputs of a filter that ask for gradients, by name."""
+    g = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
+    q, k = (normalize(torch.randn(B, H, T, K, generator=g, dtype=torch.float64), dim=-1) for _ in range(2))
+    transition = {
+        "identity": None,
+        "scalar": 0.5 + 0.5 * uniform(B, H, T, 1),
+        "diagonal": 0.2 + 0.8 * uniform(B, H, T, K),
+        "pairs": torch.polar(0.5 + 0.5 * uniform(B, H, T, K // 2), 6 * uniform(B, H, T, K // 2) - 3),
+    }[kind]
+    made = {
+        "q": q,
+        "k": k,
+        "v": torch.randn(B, H, T, M, generator=g, dtype=torch.float64),
+        "transition": transition,
+        "process_noise": 0.2 * uniform(B, H, T),
+        "observation_noise": 0.05 + uniform(B, H, T),
+        "prior_variance": 0.5 + uniform(B, H),
+    }
+    to = {torch.complex128: dtype.to_complex(), torch.float64: dtype}
+    return {name: None if x is None else x.to(to[x.dtype]).requires_grad_() for name, x in made.items()}
+
+
+def starts(T, B=2, seed=0, share=0.2):
+    begins = torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) < share
+    begins[:, 0] = True
+    return begins
+
+
+def values_and_gradients(outputs, inputs, seed=9):
+    """Outputs, and the gradients of a random weighing of all of them."""
+    g = torch.Generator().manual_seed(seed)
+    outputs = [x for x in outputs if x is not None]
+    total = sum((x * torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
+    given = [x for x in inputs.values() if x is not None]
+    gradients = torch.autograd.grad(total, given, allow_unused=True)
+    filled = [torch.zeros_like(x) if one is None else one for x, one in zip(given, gradients, strict=True)]
+    return [*outputs, *filled]
+
+
+def assert_same(one, two, **tolerance):
+    assert len(one) == len(two)
+    for x, y in zip(one, two, strict=True):
+        torch.testing.assert_close(x, y, **(tolerance or TOLERANCE))
+
+
+def dense_transition(a, K):
+    """A of one token and head as a matrix."""
+    if a is None:
+        return torch.eye(K).double()
+    if not a.is_complex():
+        return torch.diag(a.expand(K))
+    return torch.block_diag(*(torch.tensor([[z.real, -z.imag], [z.imag, z.real]]).double() for z in a))
+
+
+def dense_kalman_filter(q, k, v, transition, process_noise, observation_noise, prior_variance):
+    """The Kalman filter of one head on the columns of M in a row, all of whose covariance is kept."""
+    T, K = k.shape
+    M = v.shape[-1]
+    mean, covariance = torch.zeros(K * M).double(), prior_variance * torch.eye(K * M).double()
+    readings = []
+    for t in range(T):
+        A = torch.kron(torch.eye(M).double(), dense_transition(None if transition is None else transition[t], K))
+        noisy = torch.ones(K).double()
+        if transition is not None and transition.is_complex():
+            noisy[1::2] = 0
+        C, R = torch.kron(torch.eye(M).double(), k[t][None]), observation_noise[t] * torch.eye(M).double()
+        mean, covariance = A @ mean, A @ covariance @ A.T + process_noise[t] * torch.diag(noisy.repeat(M))
+        gain = covariance @ C.T @ torch.linalg.inv(C @ covariance @ C.T + R)
+        mean, covariance = mean + gain @ (v[t] - C @ mean), covariance - gain @ C @ covariance
+        at = torch.kron(torch.eye(M).double(), q[t][None])
+        readings.append((at @ mean, (at @ covariance @ at.T), (C @ gain)))
+    return readings, mean.view(M, K).T, covariance
+
+
+@pytest.mark.parametrize("impl", sorted(FILTER))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_filter_is_the_dense_kalman_filter_on_all_columns(impl, kind, seed):
+    T, K, M = 12, 4, 3
+    inputs = drawn(T, B=1, H=2, K=K, M=M, kind=kind, seed=seed)
+    trace = FILTER[impl](**inputs, first=None)
+    for h in range(2):
+        one = [None if x is None else x[0, h].detach() for x in inputs.values()]
+        readings, mean, covariance = dense_kalman_filter(*one)
+        for t, (readout, spread, gain) in enumerate(readings):
+            eye = torch.eye(M).double()
+            torch.testing.assert_close(trace.readout[0, h, t], readout, **TOLERANCE)
+            torch.testing.assert_close(trace.readout_variance[0, h, t] * eye, spread, **TOLERANCE)
+            torch.testing.assert_close(trace.gain[0, h, t] * eye, gain, **TOLERANCE)
+        torch.testing.assert_close(trace.mean[0, h], mean, **TOLERANCE)
+        torch.testing.assert_close(
+            torch.kron(torch.eye(M).double(), trace.covariance[0, h].contiguous()), covariance, **TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("T", LENGTHS)
+def test_the_chunked_filter_equals_the_loop(T, kind, packed):
+    inputs = drawn(T, kind=kind, seed=T)
+    first = starts(T, seed=T) if packed else None
+    loop = values_and_gradients(reference.filter_memory(**inputs, first=first), inputs)
+    chunks = values_and_gradients(chunked.filter_memory(**inputs, first=first, chunk=CHUNK), inputs)
+    assert_same(chunks, loop)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_making_chunks_again_in_the_backward_changes_nothing(kind, monkeypatch):
+    inputs, first = drawn(30, kind=kind), starts(30)
+    kept = values_and_gradients(chunked.filter_memory(**inputs, first=first, chunk=CHUNK), inputs)
+    monkeypatch.setattr(chunked, "KEPT_BYTES", 0)
+    again = values_and_gradients(chunked.filter_memory(**inputs, first=first, chunk=CHUNK), inputs)
+    for one, two in zip(kept, again, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("wanted", range(5))
+def test_each_output_alone_has_the_loops_gradient(wanted):
+    inputs = drawn(20)
+    loop = values_and_gradients([reference.filter_memory(**inputs, first=None)[wanted]], inputs)
+    chunks = values_and_gradients([chunked.filter_memory(**inputs, first=None, chunk=CHUNK)[wanted]], inputs)
+    assert_same(chunks, loop)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 40])
+def test_no_chunk_length_changes_the_result(chunk):
+    inputs = drawn(17)
+    assert_same(chunked.filter_memory(**inputs, first=None, chunk=chunk), reference.filter_memory(**inputs, first=None))
+
+
+@pytest.mark.parametrize("kind", ["identity", "diagonal"])
+def test_one_chunk_passes_gradcheck(kind):
+    T, K, M = 4, 2, 2
+    inputs = drawn(2 * T, B=1, H=1, K=K, M=M, kind=kind)
+    state = torch.eye(K).double()[None] * 0.7, torch.randn(1, K, M, dtype=torch.float64)
+    masks = history_masks(torch.tensor([[[False, False, True, False]]]), T, like=torch.zeros(1, 1, T).double())[0]
+    one = [
+        inputs[name][:, 0, :T].detach().clone().requires_grad_() for name in ("q", "k", "k", "v", "observation_noise")
+    ]
+    decay = None if kind == "identity" else torch.full((1, K), -0.3).double().requires_grad_()
+    noise = torch.rand(1, K).double().requires_grad_()
+
+    def run(half, M, *parts):
+        P = half + half.mT  # a covariance is symmetric, and its gradient is taken so
+        return FilterChunk.apply(P, M, *parts, noise, None, masks, False)
+
+    assert torch.autograd.gradcheck(run, [state[0].requires_grad_(), state[1].requires_grad_(), *one, decay])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_history_at_all_is_filtered_too(kind):
+    inputs = drawn(20, B=0, kind=kind)
+    trace = values_and_gradients(chunked.filter_memory(**inputs, first=None), inputs)
+    assert trace[0].shape == (0, 2, 20, 5) and trace[4].shape == (0, 2, 6, 6)
+
+
+def test_a_history_leaves_nothing_to_the_one_behind_it():
+    inputs = drawn(24, kind="diagonal")
+    first = torch.zeros(2, 24, dtype=torch.bool)
+    first[:, [0, 5, 11]] = True
+    whole = chunked.filter_memory(**inputs, first=first, chunk=CHUNK)
+    for start, stop in ((0, 5), (5, 11), (11, 24)):
+        part = {name: x if name == "prior_variance" else x[:, :, start:stop] for name, x in inputs.items()}
+        alone = chunked.filter_memory(**part, first=None, chunk=CHUNK)
+        for name in ("readout", "readout_variance", "gain"):
+            torch.testing.assert_close(getattr(whole, name)[:, :, start:stop], getattr(alone, name), **TOLERANCE)
+    torch.testing.assert_close(whole.mean, alone.mean, **TOLERANCE)
+    torch.testing.assert_close(whole.covariance, alone.covariance, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_is_as_near_to_float64_as_the_loop(kind):
+    T = 120
+    exact = reference.filter_memory(**drawn(T, kind=kind), first=None)
+    inputs = drawn(T, kind=kind, dtype=torch.float32)
+    loop, chunks = (path(**inputs, first=None) for path in (reference.filter_memory, chunked.filter_memory))
+    for one, two, truth in zip(loop, chunks, exact, strict=True):
+        assert two.dtype == torch.float32
+        scale = truth.abs().max()
+        assert (two.double() - truth).abs().max() / scale < 2 * (one.double() - truth).abs().max() / scale + 1e-6
+
+
+@pytest.mark.parametrize("impl", sorted(FILTER))
+@pytest.mark.parametrize("keys", ["zero", "equal", "axes"])
+def test_keys_that_say_nothing_or_the_same_again_do_no_harm(impl, keys):
+    inputs = drawn(40, kind="identity", K=4, dtype=torch.float32)
+    with torch.no_grad():
+        k = inputs["k"].zero_()
+        if keys == "equal":
+            k[..., 0] = 1
+        elif keys == "axes":
+            k.scatter_(-1, (torch.arange(40) % 4).expand(2, 2, 40)[..., None], 1)
+    trace = FILTER[impl](**inputs, first=None)
+    if keys == "zero":
+        assert not trace.readout.any() and trace.gain.abs().max() < 1e-6
+        grown = inputs["prior_variance"] + inputs["process_noise"].sum(-1)
+        torch.testing.assert_close(trace.covariance, grown[..., None, None] * torch.eye(4))
+    assert ((trace.gain > -1e-6) & (trace.gain < 1)).all()
+    assert (torch.linalg.eigvalsh(trace.covariance) > 0).all()
+    for gradient in values_and_gradients(trace, inputs):
+        assert torch.isfinite(gradient).all()
+
+
+def test_repeated_keys_settle_at_the_steady_gain():
+    ell2, r2, T = 0.05, 0.2, 400
+    k = torch.zeros(1, 1, T, 3).double()
+    k[..., 0] = 1
+    settings = {"process_noise": torch.full((1, 1, T), ell2).double(), "prior_variance": torch.ones(1, 1).double()}
+    trace = chunked.filter_memory(
+        k, k, k, transition=None, observation_noise=torch.full((1, 1, T), r2).double(), first=None, **settings
+    )
+    predicted = (ell2 + (ell2**2 + 4 * r2 * ell2) ** 0.5) / 2
+    assert trace.gain[0, 0, -1].item() == pytest.approx(predicted / (r2 + predicted), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_at_a_time_equals_the_batch(kind):
+    T = 20
+    inputs = drawn(T, kind=kind)
+    trace = chunked.filter_memory(**inputs, first=None, chunk=CHUNK)
+    half = {name: x if x is None or name == "prior_variance" else x[:, :, :11] for name, x in inputs.items()}
+    prefix = chunked.filter_memory(**half, first=None, chunk=CHUNK)
+    state = MemoryState(prefix.mean, prefix.covariance)
+    for t in range(11, T):
+        at = (
+            None if inputs[name] is None else inputs[name][:, :, t]
+            for name in ("q", "k", "v", "transition", "process_noise", "observation_noise")
+        )
+        state, reading = reference.step(state, MemoryEvent(*at))
+        for name in ("readout", "readout_variance", "gain"):
+            torch.testing.assert_close(getattr(reading, name), getattr(trace, name)[:, :, t], **TOLERANCE)
+    torch.testing.assert_close(state.mean, trace.mean, **TOLERANCE)
+    torch.testing.assert_close(state.covariance, trace.covariance, **TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process_noise", [1e-6, 0.01])
+def test_covariance_stays_positive_over_100_000_random_steps_in_float32(process_noise):
+    T, K = 100_000, 8
+    g = torch.Generator().manual_seed(0)
+    k = normalize(torch.randn(1, 1, T, K, generator=g), dim=-1)
+    how = {
+        "process_noise": torch.full((1, 1, T), process_noise),
+        "observation_noise": 0.01 + torch.rand(1, 1, T, generator=g),
+        "prior_variance": torch.ones(1, 1),
+    }
+    trace = chunked.filter_memory(k, k, k[..., :1], transition=None, first=None, **how)
+    assert (torch.linalg.eigvalsh(trace.covariance.double()) > 0).all()
+    assert (trace.readout_variance > 0).all() and (trace.gain > 0).all()
+
+
+@pytest.mark.slow
+def test_covariance_stays_positive_over_100_000_random_steps_one_by_one():
+    K, g = 8, torch.Generator().manual_seed(0)
+    state = MemoryState(torch.zeros(1, 1, K, 1), torch.eye(K)[None, None])
+    noise = torch.tensor([[1e-6]]), torch.tensor([[0.01]])
+    with torch.no_grad():
+        for t, k in enumerate(normalize(torch.randn(100_000, 1, 1, K, generator=g), dim=-1).unbind()):
+            state, reading = reference.step(state, MemoryEvent(k, k, k[..., :1], None, *noise))
+            if t % 1000 == 999:
+                assert (torch.linalg.eigvalsh(state.covariance.double()) > 0).all() and reading.gain > 0
+
+
+def test_a_pivot_that_is_not_positive_is_raised_and_reported():
+    K, C = 2, 3
+    k = torch.eye(K)[[0, 1, 0]][None]
+    masks = history_masks(None, C, like=torch.zeros(1, 1, C))[0]
+    broken = torch.diag(torch.tensor([-1.0, 1.0]))[None]  # what rounding would have to do to P
+    with pytest.warns(RuntimeWarning, match=r"lost positive definiteness at 2 of 3 steps \(worst variance -"):
+        readout, *_ = FilterChunk.apply(
+            broken, torch.zeros(1, K, 1), k, k, 0 * k, k[..., :1], torch.full((1, C), 0.1), None,
+            torch.zeros(1, 1), None, masks, True,
+        )  # fmt: skip
+    assert torch.isfinite(readout).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("kind", ["identity", "scalar", "diagonal"])
+@pytest.mark.parametrize("rule", ["reset", "additive"])
+@pytest.mark.parametrize("T", LENGTHS)
+def test_chunks_without_a_covariance_equal_the_loop(T, rule, kind, by_column, packed):
+    inputs = {name: x for name, x in drawn(T, kind=kind, seed=T).items() if name in ("q", "k", "v", "transition")}
+    g = torch.Generator().manual_seed(T)
+    share = torch.rand(2, 2, T, 5 if by_column else 1, generator=g, dtype=torch.float64)
+    inputs["share"] = share.requires_grad_()
+    first = starts(T, seed=T) if packed else None
+    loop = values_and_gradients(reference.unfiltered_memory(**inputs, rule=rule, first=first), inputs)
+    chunks = unfiltered.unfiltered_memory(**inputs, rule=rule, first=first, chunk=CHUNK)
+    assert_same(values_and_gradients(chunks, inputs), loop)
+
+
+def test_auto_takes_chunks_and_the_loop_where_a_transition_clears_the_memory_at_once(caplog):
+    kept = torch.full((1, 1, 3, 2), 0.5)
+    assert memory.choose(FILTER, "auto", kept) is chunked.filter_memory
+    assert memory.choose(FILTER, "auto", None) is chunked.filter_memory
+    assert memory.choose(UNFILTERED, "reference", kept) is reference.unfiltered_memory
+    with caplog.at_level(logging.INFO, "recbft"):
+        assert memory.choose(FILTER, "auto", kept * 0) is reference.filter_memory
+    assert "declined: a transition of 0 leaves less than e^-80 of a memory within 4 tokens" in caplog.text
+    with pytest.raises(ValueError, match="leaves less than e\\^-600"):
+        memory.choose(FILTER, "chunked", kept.double() * 0)
+    with pytest.raises(ValueError, match="unknown impl 'loop'; choose one of auto, chunked, reference"):
+        memory.choose(FILTER, "loop", None)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("kind", ["scalar", "diagonal", "pairs"])
+@pytest.mark.parametrize("least", [0.011, 0.3])
+def test_chunks_are_shorter_where_memories_are(least, kind, everywhere):
+    inputs = drawn(40, kind=kind, dtype=torch.float32)
+    with torch.no_grad():
+        a = inputs["transition"]
+        share = torch.full_like(a.abs(), least)
+        if not everywhere:
+            share[:, :, 8:20] = share[:, :, 30:] = 0.9
+        a.copy_(a / a.abs() * share)
+    exact = {
+        name: x.detach().to(torch.complex128 if x.is_complex() else torch.float64).requires_grad_()
+        for name, x in inputs.items()
+    }
+    truth = values_and_gradients(reference.filter_memory(**exact, first=None), exact)
+    for one, two in zip(values_and_gradients(chunked.filter_memory(**inputs, first=None), inputs), truth, strict=True):
+        assert (one - two).abs().max() < 1e-4 * two.abs().max()
+    if kind == "pairs":
+        return
+    some = {name: inputs[name] for name in ("q", "k", "v", "transition")}
+    some["share"] = inputs["observation_noise"].detach()[..., None].requires_grad_()
+    for rule in ("reset", "additive"):
+        loop, chunks = (
+            values_and_gradients(path(**some, rule=rule, first=None), some)
+            for path in (reference.unfiltered_memory, unfiltered.unfiltered_memory)
+        )
+        for one, two in zip(chunks, loop, strict=True):
+            assert (one - two).abs().max() < 1e-4 * two.abs().max()

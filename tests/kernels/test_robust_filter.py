@@ -1,0 +1,324 @@
+"""Robust filter attention: the tensor form against sums written out, the fast forms against it, limits and clocks."""
+
+from __future__ import annotations
+
+import cmath
+import math
+
+import pytest
+import torch
+
+from recbft.core import SequenceContext
+from recbft.errors import UserError
+from recbft.kernels import robust_filter
+from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, cpu, read_clock
+
+B, H, T, K = 3, 2, 7, 4
+SEGMENT = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2, -1], [3, 3, 4, 4, 4, 4, 4]])
+POSITION = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0], [0, 1, 0, 1, 2, 3, 4]])
+TIME = torch.where(SEGMENT >= 0, 1_700_000_000 + 30 * POSITION + POSITION**3, 0)
+FAST = ["isotropic", "cpu"]
+VARIANTS = [
+    Variant(),
+    Variant(kernel="gaussian"),
+    Variant(multiplicative=False),
+    Variant(kernel="gaussian", multiplicative=False, horizon=1.5),
+    Variant(rotate_values=False, horizon=0.7),
+]
+
+
+def packed(*, causal=True, shuffled=False):
+    """Three rows of five histories; shuffled, the tokens of a row stand in any order."""
+    order = torch.tensor([2, 6, 0, 4, 1, 3, 5]) if shuffled else torch.arange(T)
+    return SequenceContext(SEGMENT[:, order], POSITION[:, order], TIME[:, order], causal=causal)
+
+
+def one_history(T=T):
+    return SequenceContext(torch.zeros(1, T, dtype=torch.int64), torch.arange(T)[None])
+
+
+def drawn(seed=0, *, per_coordinate=False):
+    """q, k, v, then the scalars; the second head does not decay."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, H, T, K, 2, generator=g, dtype=torch.float64) for _ in range(3))
+    shape = (H, K) if per_coordinate else (H,)
+    scalars = torch.rand(4, *shape, generator=g, dtype=torch.float64) + 0.2
+    scalars[0, 1] = 0.0
+    frequency = torch.randn(H, K, generator=g, dtype=torch.float64)
+    dof, temperature = torch.rand(2, H, generator=g, dtype=torch.float64) + 0.5
+    inputs = [torch.view_as_complex(x) for x in (q, k, v)]
+    return inputs, Dynamics(frequency, *scalars, dof * 5, temperature)
+
+
+def by_sums(q, k, v, context, d, variant, times, key_bias):
+    """Everything entry by entry in Python's own numbers, anisotropic."""
+    value, evidence = torch.zeros_like(q), torch.zeros(B, H, T, K, dtype=torch.float64)
+    for b, h, t in ((b, h, t) for b in range(B) for h in range(H) for t in range(T)):
+        keys = [j for j in range(T) if context.allowed[b, t, j]]
+        kappa, scores, carries = (d.dof[h].item() + K) / K, [[] for _ in range(K)], []
+        for j in keys:
+            lag = (times[b, t] - times[b, j]).item()
+            ahead = abs(lag) + variant.horizon
+            precision, distance, carried = [], 0.0, []
+            for c in range(K):
+                mu, w, s2, eta2, gamma2 = (x[h, c].item() for x in (d.decay, d.frequency, *d[2:5]))
+                E = math.exp(-mu * ahead)
+                P = 1 / ((s2 * (1 - E * E) if mu > 0 else s2 * ahead) + eta2 * E * E + gamma2)
+                carry = E * cmath.exp(1j * w * lag)
+                residual = abs(q[b, h, t, c].item() - carry * k[b, h, j, c].item()) ** 2
+                distance += residual * (P if variant.multiplicative else 1.0)
+                precision.append(P)
+                carried.append(carry if variant.rotate_values else E)
+            misfit = distance / d.dof[h].item()
+            misfit = math.log(1 + misfit) if variant.kernel == "student" else misfit
+            for c in range(K):
+                scores[c].append(math.log(precision[c]) - kappa * misfit)
+            carries.append(carried)
+        for c in range(K if keys else 0):
+            weights = [
+                math.exp(d.temperature[h].item() * L + key_bias[b, j].item())
+                for L, j in zip(scores[c], keys, strict=True)
+            ]
+            total = sum(weights)
+            terms = (a / total * e[c] * v[b, h, j, c].item() for a, e, j in zip(weights, carries, keys, strict=True))
+            value[b, h, t, c] = sum(terms)
+            evidence[b, h, t, c] = sum(math.exp(L) for L in scores[c])
+    return value, evidence
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_tensor_form_is_the_sum_over_keys(causal, variant):
+    (q, k, v), d = drawn(per_coordinate=True)
+    context, key_bias = packed(causal=causal), torch.randn(B, T, dtype=torch.float64)
+    clock = read_clock(context, dtype=torch.float64)
+    found = PATHS["reference"](q, k, v, context, d, clock, variant, key_bias=key_bias)
+    expected = by_sums(q, k, v, context, d, variant, context.position, key_bias)
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+def values_and_gradients(impl, context, variant, *, use_time=False, learn_unit=False, biased=True, seed=0):
+    (q, k, v), d = drawn(seed)
+    leaves = [x.requires_grad_() for x in (q, k, v, *d[1:])]
+    key_bias = torch.randn(B, T, generator=torch.Generator().manual_seed(3), dtype=torch.float64) if biased else None
+    unit = torch.tensor(20.0, dtype=torch.float64, requires_grad=learn_unit) if use_time else 1.0
+    if biased:
+        leaves.append(key_bias.requires_grad_())
+    if learn_unit:
+        leaves.append(unit)
+    clock = read_clock(context, use_time=use_time, time_unit=unit, dtype=torch.float64)
+    value, evidence = PATHS[impl](q, k, v, context, d, clock, variant, key_bias=key_bias)
+    g = torch.Generator().manual_seed(4)
+    weight = torch.randn(value.shape, generator=g, dtype=torch.complex128)
+    loss = (value * weight).real.sum() + (evidence * torch.randn(evidence.shape, generator=g).double()).sum()
+    return [value, evidence, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("layout", ["columns", "shuffled", "both ways"])
+def test_fast_forms_equal_the_tensor_form_in_values_and_gradients(impl, layout, variant, monkeypatch):
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 2 * H * T * T)  # two blocks of rows
+    monkeypatch.setattr(cpu, "TILE", 3)
+    context = packed(causal=layout != "both ways", shuffled=layout == "shuffled")
+    for one, two in zip(*(values_and_gradients(i, context, variant) for i in (impl, "reference")), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("learn_unit", [False, True])
+@pytest.mark.parametrize("impl", FAST)
+def test_fast_forms_equal_the_tensor_form_in_real_time(impl, learn_unit):
+    settings = {"use_time": True, "learn_unit": learn_unit, "biased": False}
+    for context in (packed(), packed(causal=False), packed(shuffled=True)):
+        both = (values_and_gradients(i, context, Variant(), **settings) for i in (impl, "reference"))
+        for one, two in zip(*both, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:3], ids=str)
+def test_the_written_out_backward_passes_gradcheck(variant):
+    (q, k, v), d = drawn(1)
+    context, key_bias = packed(), torch.randn(B, T, dtype=torch.float64)
+    clock = read_clock(context, dtype=torch.float64)
+    decay = torch.tensor([0.3, 0.6], dtype=torch.float64)  # away from 0, where (3) and (4) of the dynamics part
+
+    def filtered(q, k, v, key_bias, *scalars):
+        value, evidence = cpu.robust_filter(
+            q, k, v, context, Dynamics(d.frequency, *scalars), clock, variant, key_bias=key_bias
+        )
+        return torch.view_as_real(value), evidence
+
+    inputs = [x.clone().requires_grad_() for x in (q, k, v, key_bias, decay, *d[2:])]
+    assert torch.autograd.gradcheck(filtered, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 200])
+def test_the_cpu_form_in_float32_is_as_near_to_float64_as_the_plain_one(length):
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, H, length, 8, generator=g, dtype=torch.complex128) for _ in range(3)]
+    d = Dynamics(
+        torch.rand(H, 8).double(),
+        *torch.rand(4, H).double() + 0.1,
+        torch.full((H,), 32.0).double(),
+        torch.ones(H).double(),
+    )
+    context = SequenceContext(torch.zeros(2, length, dtype=torch.int64), torch.arange(length).expand(2, -1))
+
+    def run(impl, dtype):
+        real = torch.float64 if dtype == torch.complex128 else torch.float32
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        clock = read_clock(context, dtype=real)
+        value, evidence = PATHS[impl](*leaves, context, Dynamics(*(x.to(real) for x in d)), clock, Variant())
+        loss = value.abs().square().sum() + evidence.log().sum()
+        return [value, evidence, *torch.autograd.grad(loss, leaves)]
+
+    exact, plain, fast = (
+        run(i, t)
+        for i, t in (("reference", torch.complex128), ("isotropic", torch.complex64), ("cpu", torch.complex64))
+    )
+    for name, truth, one, two in zip(("value", "evidence", "q", "k", "v"), exact, plain, fast, strict=True):
+        error, yardstick = ((x - truth).abs().max() / truth.abs().max() for x in (two, one))
+        assert error <= 2 * yardstick + 1e-6, name
+
+
+def test_attention_dropout_leaves_the_evidence_and_keeps_the_mean_on_average():
+    (q, k, v), d = drawn()
+    context = packed()
+    clock = read_clock(context, dtype=torch.float64)
+    still, evidence = cpu.robust_filter(q, k, v, context, d, clock, Variant())
+    torch.manual_seed(0)
+    draws = [cpu.robust_filter(q, k, v, context, d, clock, Variant(), dropout=0.3) for _ in range(400)]
+    assert all(torch.equal(found, evidence) for _, found in draws)
+    torch.testing.assert_close(torch.stack([value for value, _ in draws]).mean(0), still, rtol=0, atol=0.2)
+
+
+def test_the_gradient_through_dropped_weights_is_that_of_the_same_drop():
+    (q, k, v), d = drawn()
+    context = packed()
+    clock = read_clock(context, dtype=torch.float64)
+
+    def filtered(q, k, v):
+        torch.manual_seed(7)
+        return torch.view_as_real(cpu.robust_filter(q, k, v, context, d, clock, Variant(), dropout=0.4)[0])
+
+    assert torch.autograd.gradcheck(filtered, [x.requires_grad_() for x in (q, k, v)], fast_mode=True)
+
+
+def head(**scalars):
+    """One head; what is not given is harmless."""
+    start = {
+        "decay": 0.1,
+        "process": 0.3,
+        "key_noise": 0.5,
+        "query_noise": 0.2,
+        "dof": 8.0,
+        "temperature": 1.0,
+    } | scalars
+    frequency = start.pop("frequency", [0.9, -0.9])
+    return Dynamics(torch.tensor([frequency]).double(), *(torch.tensor([x]).double() for x in start.values()))
+
+
+def randoms(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.complex128)
+
+
+# --- the clock
+
+
+def test_lags_in_real_time_are_those_of_positions_where_times_are_positions():
+    (q, k, v), d = drawn()
+    by_place = packed()
+    by_time = SequenceContext(by_place.segment, by_place.position, 7 * by_place.position + 10**9)
+    clocks = [
+        read_clock(by_place, dtype=torch.float64),
+        read_clock(by_time, use_time=True, time_unit=7.0, dtype=torch.float64),
+    ]
+    for impl in PATHS:
+        one, two = (PATHS[impl](q, k, v, by_place, d, clock, Variant()) for clock in clocks)
+        for left, right in zip(one, two, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
+
+
+def test_a_token_reads_at_its_query_time():
+    (q, k, v), d = drawn()
+    context = packed()
+    asked = SequenceContext(context.segment, context.position, context.time, query_time=context.time + 40)
+    clock = read_clock(asked, use_time=True, dtype=torch.float64)
+    assert torch.equal(clock.lag, read_clock(context, use_time=True, dtype=torch.float64).lag + 40)
+    one, two = (PATHS[impl](q, k, v, context, d, clock, Variant())[0] for impl in ("cpu", "reference"))
+    torch.testing.assert_close(one, two)
+
+
+def test_times_that_are_missing_or_run_backwards_are_refused():
+    with pytest.raises(UserError, match="time: true needs the time of every event, and the data has none; give a time"):
+        read_clock(one_history(), use_time=True, dtype=torch.float64)
+    time = TIME.clone()
+    time[0, 2] -= 100
+    for causal in (True, False):
+        context = SequenceContext(SEGMENT, POSITION, time, causal=causal)
+        with pytest.raises(
+            UserError, match=r"elapsed time -\d+ between an event and one before it .* is negative; sort"
+        ):
+            read_clock(context, use_time=True, dtype=torch.float64)
+
+
+def test_events_at_one_time_and_times_of_another_history_are_no_negative_lags():
+    time = torch.where(SEGMENT == 1, TIME - 10**8, TIME)
+    time[0, 1] = time[0, 0]
+    clock = read_clock(SequenceContext(SEGMENT, POSITION, time), use_time=True, dtype=torch.float64)
+    assert clock.lag[0, 1, 0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_huge_times_and_zero_vectors_stay_finite(dtype):
+    time = torch.tensor([[0, 5, 2**40, 2**40 + 5]])
+    context = SequenceContext(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], time)
+    clock = read_clock(context, use_time=True, dtype=dtype)
+    assert clock.lag[0, 3, 2] == 5, "a short lag long after the start keeps its digits"
+    d = Dynamics(*(x.to(dtype) for x in head(query_noise=0.0, process=0.0)))
+    q = torch.zeros(1, 1, 4, 2, dtype=torch.complex64 if dtype == torch.float32 else torch.complex128)
+    leaves = [q.clone().requires_grad_() for _ in range(3)]
+    scalars = [x.clone().requires_grad_() for x in d[1:]]
+    value, evidence = cpu.robust_filter(*leaves, context, Dynamics(d.frequency, *scalars), clock, Variant())
+    assert not value.abs().any() and torch.isfinite(evidence).all()
+    for gradient in torch.autograd.grad(value.real.sum() + evidence.log().sum(), leaves + scalars):
+        assert torch.isfinite(torch.view_as_real(gradient) if gradient.is_complex() else gradient).all()
+
+
+def test_a_single_token_returns_its_own_value():
+    q, k, v = (randoms(1, 1, 1, 2, seed=s) for s in range(3))
+    context, d = one_history(1), head()
+    for path in PATHS.values():
+        value, evidence = path(q, k, v, context, d, read_clock(context, dtype=torch.float64), Variant())
+        torch.testing.assert_close(value, v)
+        precision = 1 / 0.7
+        misfit = 1 + precision * (q - k).abs().square().sum(-1) / 8
+        torch.testing.assert_close(evidence, precision * misfit ** -((8 + 2) / 2))
+
+
+def test_padding_gets_zeros_and_gives_nothing():
+    (q, k, v), d = drawn()
+    context = packed()
+    clock = read_clock(context, dtype=torch.float64)
+    for path in PATHS.values():
+        before = path(q, k, v, context, d, clock, Variant())
+        spoilt = [x.clone() for x in (q, k, v)]
+        for x in spoilt:
+            x[1, :, 6] = 1e6
+        after = path(*spoilt, context, d, clock, Variant())
+        for one, two in zip(before, after, strict=True):
+            assert not one[1, :, 6].abs().any() and torch.equal(one, two)
+
+
+# --- dispatch
+
+
+def test_an_unknown_path_is_refused_and_auto_takes_the_written_out_one():
+    q = torch.zeros(1, 1, 1, 2, dtype=torch.complex64)
+    assert robust_filter.choose("auto", q) is cpu.robust_filter
+    with pytest.raises(ValueError, match="unknown impl 'triton'; choose one of auto, cpu, isotropic, reference"):
+        robust_filter.choose("triton", q)
+    with pytest.raises(ValueError, match="cpu path declined: needs CPU tensors, got meta"):
+        robust_filter.choose("cpu", q.to("meta"))
+    assert robust_filter.choose("auto", q.to("meta")) is PATHS["isotropic"]

@@ -1,0 +1,179 @@
+"""Boosted attention and twicing against their formulas written out, and what the options do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from recbft.core import SequenceContext
+from recbft.errors import UserError
+from recbft.mixers import SoftmaxAttention
+from recbft.mixers.boosted import BoostedAttention, BoostedConfig, MlpGate, TwicingAttention
+
+D, H, T = 6, 2, 7
+K = D // H
+GATES = ["mlp", "scalar", "none"]
+
+
+def context(lengths=(T,), causal=True):
+    segment = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    return SequenceContext(segment, torch.cat([torch.arange(n) for n in lengths])[None], causal=causal)
+
+
+def drawn(seed=0, T=T):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, T, D, generator=generator, dtype=torch.float64)
+    return x, torch.rand(1, T, D, generator=generator, dtype=torch.float64) * 5 + 0.1
+
+
+def boosted(seed=0, rounds=2, gate="mlp", **settings):
+    torch.manual_seed(seed)
+    return BoostedAttention(D, H, BoostedConfig(rounds=rounds, gate=gate), **settings).double().eval()
+
+
+def dense_round(attend, query, source, precision, ramp, context):
+    """One round's weights (H, T, T) and values (H, T, K), by the definition."""
+    q, k, v = (
+        torch.stack(part(z[0]).split(K, dim=-1))
+        for part, z in ((attend.query, query), (attend.key, source), (attend.value, source))
+    )
+    logits = q @ k.mT / K**0.5 + ramp * precision[0].mean(-1).log()
+    if attend.decay_logit is not None:
+        logits = logits + ramp * torch.sigmoid(attend.decay_logit).log() * context.lag[0]
+    return torch.softmax(logits.masked_fill(~context.allowed[0], float("-inf")), -1), v
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("ramp", [0.0, 0.7])
+def test_rounds_correct_what_the_ones_before_left(gate, rounds, ramp):
+    if rounds == 1 and gate != "mlp":
+        return
+    mixer = boosted(rounds, rounds, gate, estimator="reml", recency_decay=0.8, output_projection=True)
+    (x, precision), where = drawn(rounds), context((4, 3))
+    total = torch.zeros_like(x)
+    for m, attend in enumerate(mixer.rounds):
+        weights, v = dense_round(attend, x - total, x, precision, ramp, where)
+        c = (weights @ v).movedim(0, 1).flatten(1)[None]
+        if m == 0:
+            total = c
+        elif gate == "mlp":
+            total = total + torch.sigmoid(mixer.gates[m - 1].read(torch.cat([total, c], -1))) * c
+        else:
+            total = total + (mixer.gates[m - 1].shrinkage if gate == "scalar" else 1) * c
+    found, lam = mixer(x, precision, where, ramp=ramp)
+    torch.testing.assert_close(found, mixer.out(total), rtol=1e-10, atol=1e-12)
+    spread = weights @ v.square() - (weights @ v).square()  # of the last round
+    last = (1 / weights.square().sum(-1, keepdim=True) + 1) / (spread + 1 / K)
+    expected = 1 / ((1 / last.movedim(0, 1).flatten(1)) @ mixer.out.weight.square().T)
+    torch.testing.assert_close(lam[0], expected, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(mixer.attention(x, precision, where, ramp=ramp)[0], weights, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"estimator": "reml"},
+        {"estimator": "sandwich", "recency_decay": 0.9},
+        {"estimator": "reml", "kriging": "per_dimension"},
+        {"estimator": "reml", "output_projection": True, "recency_decay": 0.9, "prior_dof": 2.0, "cap": 5.0},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_round_is_softmax_attention_bit_for_bit(settings, dtype):
+    one = boosted(rounds=1, **settings).to(dtype)
+    plain = SoftmaxAttention(D, H, **settings).to(dtype).eval()
+    state = {name.removeprefix("rounds.0."): value for name, value in one.state_dict().items()}
+    plain.load_state_dict(state)
+    x, precision = (value.to(dtype) for value in drawn())
+    for seen in (precision, None):
+        for a, b in zip(one(x, seen, context(), ramp=0.6), plain(x, seen, context(), ramp=0.6), strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kriging", ["scalar", "per_dimension"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("estimator", [None, "reml", "sandwich"])
+def test_twicing_is_twice_the_smoother_less_its_square(estimator, causal, kriging):
+    torch.manual_seed(1)
+    settings = {"estimator": estimator, "recency_decay": 0.8, "kriging": kriging}
+    mixer = TwicingAttention(D, H, output_projection=True, **settings).double().eval()
+    (x, precision), where = drawn(1), context((4, 3), causal)
+    expected = torch.zeros(T, D, dtype=torch.float64)
+    for d in range(D):
+        known = precision[..., d : d + 1] if kriging == "per_dimension" else precision
+        weights, v = dense_round(mixer.smoother, x, x, known, 0.7, where)
+        a = weights[d // K]
+        expected[:, d] = (2 * a - a @ a) @ v[d // K, :, d % K]
+    found, lam = mixer(x, precision, where, ramp=0.7)
+    torch.testing.assert_close(found[0], mixer.out(expected), rtol=1e-10, atol=1e-12)
+    total = mixer.attention(x, precision, where, ramp=0.7).sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total))
+    if estimator is not None:
+        plain = SoftmaxAttention(D, H, output_projection=True, **settings).double()
+        plain.load_state_dict({name.removeprefix("smoother."): value for name, value in mixer.state_dict().items()})
+        torch.testing.assert_close(lam, plain(x, precision, where, ramp=0.7).precision)
+
+
+def test_twicing_a_projection_changes_nothing():
+    """Where A^2 = A nothing is left to correct: here every token reads the first one alone."""
+    mixer = TwicingAttention(D, H).double().eval()
+    x, precision = drawn()
+    precision = torch.full_like(precision, 1e-150)
+    precision[:, 0] = 1.0
+    found = mixer(x, precision, context(), ramp=1.0).innovation
+    torch.testing.assert_close(found, mixer.smoother.value(x[:, :1]).expand_as(x))
+
+
+def test_keys_and_values_of_every_round_can_be_read_from_elsewhere():
+    mixer = boosted(gate="none")
+    (x, _), (source, _) = drawn(0), drawn(1)
+    first, second = mixer.rounds
+    total = first(x, None, context(), source=source).innovation
+    expected = total + second(x - total, None, context(), source=source).innovation
+    torch.testing.assert_close(mixer(x, None, context(), source=source).innovation, expected)
+
+
+def test_the_gate_has_the_gradients_of_its_formula():
+    torch.manual_seed(0)
+    gate = MlpGate(3).double()
+    inputs = [torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+
+    def run(total, correction, weight, bias):
+        return torch.func.functional_call(gate, {"read.weight": weight, "read.bias": bias}, (total, correction))
+
+    assert torch.autograd.gradcheck(run, [*inputs, gate.read.weight, gate.read.bias])
+    strided = [x.detach().transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]
+    torch.testing.assert_close(gate(*strided), gate(*inputs))
+
+
+@pytest.mark.parametrize("make", [boosted, lambda **s: TwicingAttention(D, H, **s).double()])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradients_are_those_of_the_function(make, seed):
+    torch.manual_seed(seed)
+    mixer = make(estimator="reml", recency_decay=0.8)
+    x, precision = (value[:, :4].requires_grad_() for value in drawn(seed))
+    assert torch.autograd.gradcheck(lambda *a: tuple(mixer(*a, context((2, 2)), ramp=0.7)), (x, precision), atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("make", [lambda: boosted(rounds=3, estimator="reml"), lambda: TwicingAttention(D, H).double()])
+def test_a_position_knows_its_own_history_up_to_itself_alone(make, training):
+    mixer = make().train(training)
+    (x, precision), where = drawn(T=9), context((5, 4))
+    changed = x.clone()
+    changed[:, 3:5], changed[:, 5:] = 20.0, -3.0
+    one, two = (copy.deepcopy(mixer)(value, precision, where).innovation for value in (x, changed))
+    torch.testing.assert_close(one[:, :3], two[:, :3], rtol=1e-12, atol=1e-13)
+    alone = mixer(x[:, :5], precision[:, :5], context((5,))).innovation
+    torch.testing.assert_close(alone, one[:, :5], rtol=1e-12, atol=1e-13)
+
+
+def test_a_gate_without_a_second_round_and_rounds_below_one_are_refused():
+    with pytest.raises(UserError, match="gate has no effect with rounds 1 \\(got 'scalar'\\); leave it out or take 2"):
+        BoostedConfig(rounds=1, gate="scalar")
+    with pytest.raises(UserError, match="rounds is 0; give a whole number >= 1"):
+        BoostedConfig(rounds=0)

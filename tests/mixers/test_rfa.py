@@ -1,0 +1,408 @@
+"""Robust filter attention as a mixer: its parts and switches, isolation, starts, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from recbft.config import from_dict, to_dict
+from recbft.core import SequenceContext
+from recbft.datasets.batches import pack_histories
+from recbft.errors import UserError
+from recbft.mixers.head_dynamics import RobustFilterConfig
+from recbft.mixers.rfa import RobustFilterAttention, robust_filter_attention, sample_state
+
+D, H = 8, 2
+K = D // H
+SETTINGS = [
+    {},
+    {"coupled": True},
+    {"output_projection": True},
+    {"kernel": "gaussian", "coupled": True},
+    {"precision_prior": "flat"},
+    {"multiplicative": "off"},
+    {"rotate_values": "off", "undamped_heads": 1},
+    {"rotate": "off", "dropout": 0.4},
+    {"confidence_gate": True, "horizon": 2.0},
+    {"time": True, "learn_time_unit": True, "time_unit": 50.0},
+    {"latent_sampling": True, "latent_width": 2, "output_projection": True},
+    {"confidence_gate": True, "gives_precision": False, "latent_width": 6},
+]
+over_settings = pytest.mark.parametrize("settings", SETTINGS, ids=str)
+OUTSIDE_CONFIG = ("coupled", "output_projection", "dropout", "gives_precision", "cap")
+
+
+def make(*, training=False, seed=0, **settings):
+    torch.manual_seed(seed)
+    own = {name: settings.pop(name) for name in OUTSIDE_CONFIG if name in settings}
+    return RobustFilterAttention(D, H, RobustFilterConfig(**settings), **own).double().train(training)
+
+
+def packed(lengths, *, causal=True):
+    stop = np.cumsum(lengths)
+    batch = pack_histories(np.arange(1, stop[-1] + 1), stop - np.array(lengths), stop)
+    time = 40 * batch.position + batch.position**3
+    return batch, SequenceContext(batch.segment, batch.position, time, causal=causal)
+
+
+def inputs(batch, seed=0):
+    """Input and precision per item number, so that a token brings the same values wherever it is packed."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(100, D, generator=g, dtype=torch.float64)
+    precision = torch.rand(100, D, generator=g, dtype=torch.float64) * 9 + 0.1
+    return x[batch.items], precision[batch.items]
+
+
+def observe(mixer, batch, context, x, precision):
+    """Innovation and precision of every real token, by item number."""
+    torch.manual_seed(1)
+    innovation, found = mixer(x, precision, context, ramp=0.7)
+    real = batch.segment >= 0
+    order = batch.items[real].argsort()
+    return [part[real][order] for part in (innovation, found) if part is not None]
+
+
+@over_settings
+@pytest.mark.parametrize("training", [False, True])
+def test_a_later_token_changes_nothing_before_it_nor_in_other_histories(settings, training):
+    mixer = make(training=training, **settings)
+    batch, context = packed([6, 4, 2])
+    x, precision = inputs(batch)
+    late = (batch.segment == 0) & (batch.position >= 3)
+    changed_x, changed_precision = x.clone(), precision.clone()
+    changed_x[late], changed_precision[late] = 50.0, 0.01
+    before, after = (observe(mixer, batch, context, *pair) for pair in ((x, precision), (changed_x, changed_precision)))
+    for one, two in zip(before, after, strict=True):
+        torch.testing.assert_close(one[:3], two[:3], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(one[6:], two[6:], rtol=1e-10, atol=1e-12)
+        assert not torch.allclose(one[3:6], two[3:6])
+
+
+@over_settings
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_history_is_observed_alike_alone_packed_and_padded(settings, causal):
+    mixer = make(**settings)
+    lengths, first = [6, 4, 2, 1, 5], 0
+    batch, context = packed(lengths, causal=causal)
+    whole = observe(mixer, batch, context, *inputs(batch))
+    for length in lengths:
+        alone, context = packed([length], causal=causal)
+        alone = alone._replace(items=alone.items + first)
+        for part, one in zip(observe(mixer, alone, context, *inputs(alone)), whole, strict=True):
+            torch.testing.assert_close(part, one[first : first + length], rtol=1e-10, atol=1e-12)
+        first += length
+
+
+@over_settings
+def test_shape_type_and_range_and_padding_that_reads_nothing(settings):
+    batch, context = packed([5, 3, 1, 4])
+    mixer = make(training=True, **settings)
+    innovation, precision = mixer(*inputs(batch), context)
+    assert innovation.shape == (*batch.items.shape, D) and innovation.dtype == torch.float64
+    assert (precision is not None) == mixer.gives_precision == settings.get("gives_precision", True)
+    if precision is not None:
+        real = batch.segment >= 0
+        assert precision.shape == innovation.shape
+        assert (precision[real] > 0).all() and (precision <= 100).all() and not precision[~real].any()
+
+
+@over_settings
+def test_every_parameter_gets_a_finite_gradient_and_a_history_none_from_another(settings):
+    mixer = make(training=True, cap=1e6, **settings)
+    batch, context = packed([6, 4, 2])
+    x, precision = (value.requires_grad_() for value in inputs(batch))
+    innovation, found = mixer(x, precision, context, ramp=0.7)
+    mine = batch.segment == 1
+    (innovation[mine].square().sum() + (0 if found is None else found[mine].log().sum())).backward()
+    for name, parameter in mixer.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.any(), name
+    for gradient in (x.grad, precision.grad):
+        assert torch.isfinite(gradient).all() and gradient[mine].any() and not gradient[~mine].any()
+
+
+@over_settings
+def test_weights_survive_a_state_dict(settings):
+    mixer, other = make(**settings), make(seed=9, **settings)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    other.load_state_dict(mixer.state_dict())
+    batch, context = packed([3, 2])
+    for one, two in zip(*(observe(m, batch, context, *inputs(batch)) for m in (mixer, other)), strict=True):
+        assert torch.equal(one, two)
+
+
+@over_settings
+def test_attention_reports_what_is_left_of_each_key_that_may_be_read(settings):
+    mixer = make(**settings)
+    batch, context = packed([5, 3, 4])
+    x, precision = inputs(batch)
+    weights = mixer.attention(x, precision, context, ramp=0.7)
+    assert weights.shape == (*batch.items.shape[:1], H, *2 * batch.items.shape[1:])
+    assert (weights >= 0).all() and (weights.sum(-1) <= 1 + 1e-12).all()
+    assert not weights.masked_fill(context.allowed[:, None], 0.0).any()
+    if settings.get("rotate") == "off":  # then nothing but the weights stands between the values and the estimate
+        v = torch.view_as_complex(mixer.value(x).unflatten(-1, (H, K, 2))).transpose(1, 2)
+        state = torch.view_as_real((weights.to(v.dtype) @ v).transpose(1, 2)).flatten(2)
+        expected = state @ torch.block_diag(*mixer.read).T
+        torch.testing.assert_close(mixer(x, precision, context, ramp=0.7).innovation, expected)
+
+
+# --- starts
+
+
+def test_it_starts_integrative_nearly_gaussian_and_as_the_real_part_of_the_state():
+    mixer = make()
+    dynamics = mixer.sde()
+    assert (dynamics.key_noise > dynamics.process).all()
+    torch.testing.assert_close(dynamics.dof, torch.full((H,), 4.0 * K).double())
+    torch.testing.assert_close(dynamics.temperature, torch.ones(H).double())
+    batch, context = packed([1])
+    x, _ = inputs(batch)
+    value = mixer.value(x).view(1, 1, H, K, 2)
+    torch.testing.assert_close(mixer(x, None, context).innovation, value[..., 0].flatten(2))
+
+
+def test_frequencies_stand_in_pairs_and_bands_cut_one_range():
+    whole, bands = (RobustFilterAttention(32, 4, coupled=coupled).sde() for coupled in (False, True))
+    for frequency in (whole.frequency, bands.frequency):
+        assert torch.equal(frequency[:, 0::2], -frequency[:, 1::2])
+    assert (whole.frequency == whole.frequency[0]).all() and whole.frequency[0, 0] == 1
+    one_range = bands.frequency[:, 0::2].flatten()
+    torch.testing.assert_close(one_range, 10_000.0 ** (-torch.arange(16) / 16))
+    expected = 0.05 * bands.frequency.amax(dim=-1)
+    expected[3] = 0
+    torch.testing.assert_close(bands.decay, expected)
+    torch.testing.assert_close(whole.decay, expected)  # the same spread to start from
+
+
+def test_only_uncoupled_decays_are_learned_and_heads_without_decay_stay_so():
+    assert not any("decay" in name for name, _ in make(coupled=True).named_parameters())
+    mixer = make(undamped_heads=1)
+    with torch.no_grad():
+        mixer.sde.decay.raw.add_(1.0)
+    decay = mixer.sde().decay
+    assert decay[0] > 0.05 and decay[1] == 0
+    assert make(undamped_heads=2).sde.decay.raw is None
+
+
+def test_a_flat_prior_has_one_variance_at_every_lag():
+    mixer = make(precision_prior="flat", undamped_heads=1)
+    dynamics = mixer.sde()
+    assert torch.equal(dynamics.process, dynamics.key_noise * (dynamics.decay > 0))
+    batch, context = packed([5])
+    x, _ = inputs(batch)
+    with torch.no_grad():
+        for part in (mixer.query, mixer.key):
+            part.weight.zero_()
+            part.bias.zero_()
+    weights = mixer.attention(x, None, context)[0, 1]  # the head without decay: no misfit, no prior
+    torch.testing.assert_close(weights, torch.ones(5, 5).double().tril() / torch.arange(1, 6).double()[:, None])
+
+
+def test_one_key_that_fits_exactly_starts_with_the_largest_reml_precision():
+    mixer = make()
+    with torch.no_grad():
+        for part in (mixer.query, mixer.key):
+            part.weight.zero_()
+            part.bias.zero_()
+    batch, context = packed([3])
+    precision = mixer(inputs(batch)[0], None, context).precision
+    torch.testing.assert_close(precision[0, 0], torch.full((D,), 2.0 * K).double(), rtol=1e-5, atol=0)
+    assert (precision[0].diff(dim=0) > 0).all(), "every further key adds evidence"
+
+
+def test_evidence_passes_an_output_projection_by_its_squared_weights():
+    mixer = make(output_projection=True)
+    batch, context = packed([4])
+    x, lam = inputs(batch)
+    found = mixer(x, lam, context).precision
+    q, k, v = (
+        torch.view_as_complex(f(x).unflatten(-1, (H, K, 2))).transpose(1, 2)
+        for f in (mixer.query, mixer.key, mixer.value)
+    )
+    d = mixer.sde()._asdict()
+    evidence = robust_filter_attention(q, k, v, context, **d).evidence
+    per_head = (evidence * mixer.precision.log_scale.exp()[:, None]).clamp(max=100)  # (1, H, T)
+    variance = (1 / per_head).transpose(1, 2).repeat_interleave(2 * K, dim=-1)
+    torch.testing.assert_close(found, (1 / (variance @ mixer.out.weight.square().T)).clamp(max=100), rtol=1e-8, atol=0)
+
+
+# --- parts
+
+
+def test_precision_of_keys_weighs_them_by_the_ramp_and_can_be_ignored():
+    batch, context = packed([5])
+    x, precision = inputs(batch)
+    mixer, deaf = make(), make(key_precision="off")
+    deaf.load_state_dict(mixer.state_dict())
+    plain = mixer(x, None, context).innovation
+    assert not torch.allclose(mixer(x, precision, context).innovation, plain)
+    torch.testing.assert_close(mixer(x, precision, context, ramp=0.0).innovation, plain)
+    assert torch.equal(deaf(x, precision, context).innovation, plain)
+    weighed, plain = (mixer.attention(x, lam, context)[0, :, -1] for lam in (precision, None))
+    ratio = weighed / plain / precision[0].mean(-1)
+    torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio))
+
+
+def test_keys_and_values_can_be_read_from_elsewhere():
+    batch, context = packed([5])
+    mixer = make()
+    x, source = inputs(batch)[0], inputs(batch, seed=1)[0]
+    found = mixer(x, None, context, source=source).innovation
+    assert not torch.allclose(found, mixer(x, None, context).innovation)
+    torch.testing.assert_close(mixer(source, None, context, source=source), mixer(source, None, context))
+
+
+def test_a_gate_that_is_shut_passes_the_tokens_own_value_and_an_open_one_the_estimate():
+    batch, context = packed([5])
+    x, _ = inputs(batch)
+    plain, mixer = make(), make(confidence_gate=True)
+    mixer.load_state_dict(plain.state_dict(), strict=False)
+    estimate = plain(x, None, context).innovation
+    assert torch.allclose(mixer(x, None, context).innovation, estimate, atol=0.05), "the gate starts open"
+    with torch.no_grad():
+        mixer.gate.log_prior.fill_(-60.0)
+    torch.testing.assert_close(mixer(x, None, context).innovation, estimate)
+    with torch.no_grad():
+        mixer.gate.log_prior.fill_(60.0)
+    own = mixer.value(x).view(1, 5, H, K, 2)[..., 0].flatten(2)
+    torch.testing.assert_close(mixer(x, None, context).innovation, own)
+
+
+def test_the_state_is_drawn_in_training_alone_and_with_the_variance_of_its_distribution():
+    batch, context = packed([4])
+    x, _ = inputs(batch)
+    mixer = make(latent_sampling=True)
+    assert torch.equal(mixer(x, None, context).innovation, make()(x, None, context).innovation)
+    mixer.train()
+    one, two = (mixer(x, None, context).innovation for _ in range(2))
+    assert not torch.allclose(one, two)
+    value, evidence = (
+        torch.zeros(1, H, 2, 20_000, dtype=torch.complex128),
+        torch.tensor([[[2.0, 0.0], [0.5, 8.0]]]).double(),
+    )
+    drawn = sample_state(value, evidence, torch.tensor([0.3, 0.1]).double(), generator=torch.Generator().manual_seed(0))
+    variance = drawn.abs().square().mean(-1)[0]
+    expected = torch.tensor([[1 / 2 + 0.3, 0.0], [1 / 0.5 + 0.1, 1 / 8 + 0.1]]).double()
+    torch.testing.assert_close(variance, expected, rtol=0.05, atol=0)
+
+
+def test_real_time_with_equal_gaps_is_position_and_a_longer_pause_decays_more():
+    batch, context = packed([6])
+    x, _ = inputs(batch)
+    equal = SequenceContext(context.segment, context.position, 86_400 * context.position + 10**9)
+    by_place, by_time = make(), make(time=True)
+    by_time.load_state_dict(by_place.state_dict())
+    torch.testing.assert_close(by_time(x, None, equal), by_place(x, None, context))
+    paused = equal.time.clone()
+    paused[:, 3:] += 86_400 * 50
+    later = by_time.attention(x, None, SequenceContext(context.segment, context.position, paused))
+    assert (later[0, 0, 3:, :3] < by_time.attention(x, None, equal)[0, 0, 3:, :3]).all()
+
+
+# --- refusals
+
+
+def test_times_that_are_missing_or_run_backwards_are_refused():
+    batch, context = packed([5])
+    x, _ = inputs(batch)
+    mixer = make(time=True)
+    with pytest.raises(UserError, match="time: true needs the time of every event"):
+        mixer(x, None, SequenceContext(context.segment, context.position))
+    with pytest.raises(UserError, match="is negative; sort every history by time"):
+        mixer(x, None, SequenceContext(context.segment, context.position, -context.time))
+
+
+def test_odd_widths_and_too_many_undamped_heads_are_refused():
+    with pytest.raises(
+        UserError, match="3 complex coordinates per head do not make pairs of frequencies; give an even"
+    ):
+        RobustFilterAttention(6, 2)
+    with pytest.raises(UserError, match="undamped_heads is 3, and there are 2 heads"):
+        make(undamped_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kernel": "cauchy"}, "kernel is 'cauchy'"),
+        ({"damping": 0}, "damping is 0; give a whole number > 0|damping is 0.0; give a number > 0"),
+        ({"horizon": -1.0}, "horizon is -1.0; give a number >= 0"),
+        ({"time_unit": 0.0, "time": True}, "time_unit is 0.0; give a number > 0"),
+        ({"time_unit": 3600.0}, "time_unit has no effect without real times; leave it out or set time: true"),
+        ({"learn_time_unit": True}, "learn_time_unit has no effect without real times"),
+        ({"rotate": "off", "rotate_values": "off"}, "rotate_values has no effect with rotate off"),
+        ({"latent_widht": 4}, "unknown key 'latent_widht'; did you mean 'latent_width'?"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_or_without_effect_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        from_dict(RobustFilterConfig, settings)
+
+
+def test_a_config_survives_yaml_words():
+    config = from_dict(RobustFilterConfig, {"rotate": False, "multiplicative": "off", "time": True})
+    assert config.rotate == "off" and config.multiplicative == "off"
+    assert from_dict(RobustFilterConfig, to_dict(config)) == config
+
+
+# --- the function
+
+
+def scalars(**changed):
+    numbers = {"decay": 0.1, "process": 0.3, "key_noise": 0.5, "query_noise": 0.2, "dof": 8.0} | changed
+    return {name: torch.full((1,), float(value)).double() for name, value in numbers.items()}
+
+
+def test_the_function_filters_by_any_path():
+    q, k, v = (torch.randn(1, 1, 5, 2, dtype=torch.complex128) for _ in range(3))
+    context = SequenceContext(torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None], 3 * torch.arange(5)[None])
+    frequency = torch.tensor([[0.4, -0.4]]).double()
+    found = {
+        impl: robust_filter_attention(q, k, v, context, frequency=frequency, **scalars(), impl=impl)
+        for impl in ("auto", "cpu", "isotropic", "reference")
+    }
+    for output in found.values():
+        torch.testing.assert_close(output, found["reference"])
+    timed = robust_filter_attention(
+        q, k, v, context, frequency=frequency, **scalars(), use_time=True, time_unit=3.0, temperature=torch.ones(1)
+    )
+    torch.testing.assert_close(timed, found["reference"])
+    cold = robust_filter_attention(q, k, v, context, frequency=frequency, **scalars(), temperature=2.0)
+    torch.testing.assert_close(cold.evidence, timed.evidence)
+    assert not torch.allclose(cold.value, timed.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"q": torch.zeros(1, 1, 5, 2)}, "give complex tensors"),
+        ({"k": torch.zeros(1, 1, 4, 2, dtype=torch.complex128)}, r"give one \(B, H, T, K\)"),
+        ({"frequency": torch.zeros(2)}, r"frequency has shape \(2,\); give \(H, K\) = \(1, 2\)"),
+        ({"decay": torch.tensor([-0.1])}, "decay is -0.1 in some head; give numbers >= 0"),
+        ({"dof": torch.tensor([0.0])}, "dof is 0 in some head; give numbers > 0"),
+        ({"key_noise": torch.tensor([math.nan])}, "key_noise is nan in some head; give numbers >= 0"),
+        ({"process": torch.tensor(0.1)}, r"process has shape \(\); give one number per head, \(1,\)"),
+        ({"impl": "triton"}, "unknown impl 'triton'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_inputs_that_do_not_fit_are_refused(changed, message):
+    x = torch.zeros(1, 1, 5, 2, dtype=torch.complex128)
+    context = SequenceContext(torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None])
+    inputs = {
+        "q": x,
+        "k": x,
+        "v": x,
+        "context": context,
+        "frequency": torch.zeros(1, 2).double(),
+        **scalars(),
+    } | changed
+    with pytest.raises(ValueError, match=message):
+        robust_filter_attention(inputs.pop("q"), inputs.pop("k"), inputs.pop("v"), inputs.pop("context"), **inputs)
