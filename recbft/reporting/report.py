@@ -61,7 +61,7 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
     probes, unusable = load_probes(comparison)
     others = [name for name in comparison.arms if name != comparison.baseline]
     return Report(
-        title=f"{_listed(others)} against {comparison.baseline} on {dataset}",
+        title=f"{_listed(others)} against {comparison.baseline}{_of_model(comparison)} on {dataset}",
         answer=[line for each in found.values() for line in answers(headline_findings(comparison, each), dataset)],
         sections=[
             sections.metrics_section(comparison, results, draw=draw),
@@ -125,6 +125,12 @@ def _results(comparison: Comparison) -> dict[str, Any]:
         return results_of(comparison)
     saved: dict[str, Any] = json.loads((comparison.path / COMPARISON_FILE).read_bytes())
     return saved
+
+
+def _of_model(comparison: Comparison) -> str:
+    """ ", sasrec," where all arms are of one model."""
+    model = comparison.protocol.get("config", {}).get("model")
+    return f", {model}," if model else ""
 
 
 def _listed(names: Sequence[str]) -> str:
