@@ -41,6 +41,9 @@ Config = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML with set
 Jobs = Annotated[
     int | None, typer.Option("-j", "--jobs", metavar="N", help="Runs trained at a time; the cores, at most 4.")
 ]
+BatchSeeds = Annotated[
+    int, typer.Option("--batch-seeds", metavar="N", help="Train up to N seeds of an arm together in one process.")
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the command of each run that is missing, and do nothing.")
 ]
@@ -62,6 +65,7 @@ def compare(
     ] = None,
     seeds: Annotated[str | None, typer.Option(help=f"Such as 0-9 or 0,1,5-7; {SEEDS} if left out.")] = None,
     jobs: Jobs = None,
+    batch_seeds: BatchSeeds = 1,
     settings: Settings = None,
     config: Config = None,
     data_root: DataRoot = None,
@@ -82,6 +86,7 @@ def compare(
     """Compare arms, paired by seed and by user: is one better, and could it be chance?"""
     training = {
         "--model": models, "--dataset": dataset, "--arms": arms, "--seeds": seeds, "--jobs": jobs, "--set": settings,
+        "--batch-seeds": batch_seeds if batch_seeds != 1 else None,
         "--config": config, "--dry-run": dry_run or None,
     }  # fmt: skip
     if runs and (unused := [option for option, value in training.items() if value not in (None, [])]):
@@ -111,7 +116,7 @@ def compare(
         if dry_run:
             print_commands(planned)
         else:
-            _train_and_compare(planned, data, its, jobs if jobs is not None else default_jobs())
+            _train_and_compare(planned, data, its, default_jobs() if jobs is None else jobs, batch_seeds)
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ def _plan(
     return prepare(specs, wanted, asked.out, configure)
 
 
-def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int) -> None:
+def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int, together: int) -> None:
     from recbft.experiments import provenance
     from recbft.experiments.comparison import comparison_of
     from recbft.experiments.experiment import conclude, train_missing
@@ -203,7 +208,7 @@ def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, job
     config = planned[0].config
     made = provenance.header(asked.command, data, device=provenance.device_of(config))
     made["threads"] = config.training.threads
-    train_missing(planned, asked.out, workers=jobs, watch=view_for())
+    train_missing(planned, asked.out, workers=jobs, watch=view_for(), together=together)
     comparison = comparison_of(
         [job.path for job in planned],
         baseline=asked.baseline,

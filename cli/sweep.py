@@ -10,6 +10,7 @@ import typer
 from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
 from recbft_cli.compare import (
+    BatchSeeds,
     Config,
     DatasetName,
     DryRun,
@@ -39,6 +40,7 @@ def sweep(
     arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
     seeds: Annotated[str, typer.Option(help="Such as 0-4 or 0,1,5-7.")] = "0-4",
     jobs: Jobs = None,
+    batch_seeds: BatchSeeds = 1,
     settings: Settings = None,
     config: Config = None,
     data_root: DataRoot = None,
@@ -73,7 +75,8 @@ def sweep(
         return
     made = provenance.header(recorded_command(context), data, device=provenance.device_of(runs[0].config))
     made["threads"] = runs[0].config.training.threads
-    train_missing(runs, out, workers=jobs if jobs is not None else default_jobs(), watch=view_for())
+    workers = default_jobs() if jobs is None else jobs
+    train_missing(runs, out, workers=workers, watch=view_for(), together=batch_seeds)
     comparison = comparison_of(
         [job.path for job in runs], baseline=planned.arms[0].label, names={job.path: job.arm.label for job in runs}
     )

@@ -71,7 +71,7 @@ def pack_histories(
     lengths = stop - start + (append is not None)
     assert lengths.size > 0 and lengths.min() > 0, "every packed history holds at least one event"
     assert append is None or not (with_targets or with_next_times), "what is appended has no event after it"
-    row, column, num_rows, width = _place(lengths)
+    row, column, num_rows, width = place_histories(lengths)
     segment = np.repeat(np.arange(lengths.size), lengths)
     position = np.arange(segment.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     event = np.repeat(start, lengths) + position
@@ -287,9 +287,14 @@ def _chosen(seed: int, epoch: int, count: int, batch_size: int) -> Iterator[IntA
         yield order[first : first + batch_size]
 
 
-def _place(lengths: IntArray) -> tuple[IntArray, IntArray, int, int]:
-    """Best-fit decreasing: the row and first column of each history, the number of rows and their width."""
-    width = int(lengths.max())
+def place_histories(lengths: IntArray, width: int | None = None) -> tuple[IntArray, IntArray, int, int]:
+    """Best-fit decreasing: the row and first column of each history, the number of rows and their width.
+
+    Args:
+        lengths: tokens of each history, (S,), at least 1 and at most ``width``.
+        width: tokens per row; the longest history's unless given.
+    """
+    width = int(lengths.max()) if width is None else width
     row, column = np.empty_like(lengths), np.empty_like(lengths)
     open_rows: list[list[int]] = [[] for _ in range(width + 1)]  # rows by the space they have left
     spaces, num_rows = 0, 0  # spaces: bit r is set where open_rows[r] holds a row

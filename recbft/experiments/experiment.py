@@ -46,24 +46,30 @@ def prepare(
     return jobs, dataset
 
 
-def train_missing(jobs: Sequence[Job], out: Path, *, workers: int, watch: Watcher) -> None:
+def train_missing(jobs: Sequence[Job], out: Path, *, workers: int, watch: Watcher, together: int = 1) -> None:
     """Train what is not finished, several runs at a time, after writing down the command of each.
 
+    Args:
+        workers: processes at a time.
+        together: most runs of an arm, which differ in their seed alone, that one process trains together.
+
     Raises:
-        UserError: ``workers`` is not positive.
+        UserError: ``workers`` or ``together`` is not positive, or an arm's seeds cannot be trained together.
         RunError: runs failed, or the user broke it off; the message says how to go on.
     """
     if workers < 1:
         raise UserError(f"--jobs is {workers}; give a whole number of at least 1")
+    if together < 1:
+        raise UserError(f"--batch-seeds is {together}; give a whole number of at least 1")
     out.mkdir(parents=True, exist_ok=True)
     write_commands(jobs, out / "commands.txt")
-    train_or_say(jobs, out, workers=workers, watch=watch)
+    train_or_say(jobs, out, workers=workers, watch=watch, together=together)
 
 
-def train_or_say(jobs: Sequence[Job], out: Path, *, workers: int, watch: Watcher) -> None:
+def train_or_say(jobs: Sequence[Job], out: Path, *, workers: int, watch: Watcher, together: int = 1) -> None:
     """``train_all`` whose bad ends are one line each."""
     try:
-        failed = train_all(jobs, out / "queue", workers, watch)
+        failed = train_all(jobs, out / "queue", workers, watch, together)
     except KeyboardInterrupt:
         done = sum(RunFolder(job.path).is_finished for job in jobs)
         raise RunError(f"interrupted; {done} of {len(jobs)} runs are finished, the same command goes on") from None

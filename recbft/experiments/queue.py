@@ -7,6 +7,7 @@
 Nothing else has to be remembered, so whatever stops a process, the same command goes on: a killed worker leaves the
 state after its last epoch, a worker whose parent was killed ends itself, and two commands on the same folders take
 turns at the runs. A worker that the system ended is started again once, and again for as long as the run gets further.
+Runs that differ in their seed alone can share a worker, which trains them together (``training.many_seeds``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks
 from recbft.experiments.plan import Job
+from recbft.training.many_seeds import train_seeds
 from recbft.training.run_folder import Row, RunFolder
 from recbft.training.session import resume, train
 
@@ -81,11 +83,12 @@ class Watcher(Protocol):
         """No more is to come; called exactly once after ``start``."""
 
 
-def train_all(jobs: Sequence[Job], queue: Path, workers: int, watch: Watcher) -> list[Failure]:
-    """Train what is not finished, ``workers`` runs at a time; returns those that failed.
+def train_all(jobs: Sequence[Job], queue: Path, workers: int, watch: Watcher, together: int = 1) -> list[Failure]:
+    """Train what is not finished in ``workers`` processes at a time; returns the runs that failed.
 
     Args:
         queue: folder for locks and logs; shared by all commands that share the runs.
+        together: most runs of an arm that one process trains together.
 
     Raises:
         KeyboardInterrupt: at Ctrl-C or SIGTERM, after the workers have ended.
@@ -94,25 +97,28 @@ def train_all(jobs: Sequence[Job], queue: Path, workers: int, watch: Watcher) ->
     watch.start(len(jobs), len(jobs) - len(todo))
     try:
         with _environment(), _terminable():
-            return _Queue(todo, queue, workers, watch).work()
+            return _Queue(_bundles(todo, together), queue, workers, watch).work()
     finally:
         watch.stop()
+
+
+Bundle = tuple[Job, ...]  # the runs of one worker
 
 
 @dataclass
 class _Worker:
     process: Any
-    job: Job
+    jobs: Bundle
     began: float
-    first_epoch: int  # completed when it began
+    first_epochs: tuple[int, ...]  # of each run, completed when it began
     retries: int  # in a row, without any progress
 
 
 class _Queue:
     """The state of ``train_all``."""
 
-    def __init__(self, jobs: Sequence[Job], folder: Path, workers: int, watch: Watcher) -> None:
-        self.waiting = list(jobs)
+    def __init__(self, bundles: Sequence[Bundle], folder: Path, workers: int, watch: Watcher) -> None:
+        self.waiting = list(bundles)
         self.running: dict[Any, _Worker] = {}  # by sentinel
         self.failed: list[Failure] = []
         self.folder, self.workers, self.watch = folder, workers, watch
@@ -121,7 +127,7 @@ class _Queue:
         self.processes: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
 
     def work(self) -> list[Failure]:
-        self.watch.look([], len(self.waiting))
+        self.watch.look([], _count(self.waiting))
         try:
             if _FORKS and self.waiting:
                 self.processes.set_forkserver_preload(list(_IMPORTED_ONCE))
@@ -134,57 +140,73 @@ class _Queue:
                     self._reap(self.running.pop(sentinel))
                 if not self.running and self.waiting:
                     time.sleep(_TICK)  # all that is left is in the hands of another command
-                self.watch.look(self._look(), len(self.waiting))
+                self.watch.look(self._look(), _count(self.waiting))
         finally:
             self._end_workers()
         return self.failed
 
     def _drop_finished(self) -> None:
         """Runs that another command has finished in the meantime."""
-        for job in [job for job in self.waiting if RunFolder(job.path).is_finished]:
-            self.waiting.remove(job)
+        for job in [job for bundle in self.waiting for job in bundle if RunFolder(job.path).is_finished]:
             since, _ = self.seen_elsewhere.pop(job.path, (time.monotonic(), 0))
             self.watch.finished(job, time.monotonic() - since)
+            self.waiting = _without(self.waiting, {job.path})
 
     def _start_workers(self) -> None:
-        for job in list(self.waiting):
+        for bundle in list(self.waiting):
             if len(self.running) >= self.workers:
                 return
-            if locks.holder(self.folder, job.path.name) is not None:
+            jobs = tuple(job for job in bundle if locks.holder(self.folder, job.path.name) is None)
+            if not jobs:
                 continue
-            self.waiting.remove(job)
-            process = self.processes.Process(target=_work, args=(job, self.folder), daemon=True)
+            self.waiting = _without(self.waiting, {job.path for job in jobs})
+            process = self.processes.Process(target=_work, args=(jobs, self.folder), daemon=True)
             # The fork server is deaf already, and starting in it waits for its imports, which Ctrl-C may break off.
             with contextlib.nullcontext() if _FORKS else _deaf_to_ctrl_c():
                 process.start()
-            began, epoch = time.monotonic(), len(_history(job))
-            self.running[process.sentinel] = _Worker(process, job, began, epoch, self.retries.get(job.path, 0))
+            epochs, retries = _epochs(jobs), self.retries.get(jobs[0].path, 0)
+            self.running[process.sentinel] = _Worker(process, jobs, time.monotonic(), epochs, retries)
 
     def _reap(self, worker: _Worker) -> None:
         worker.process.join()
-        job, code = worker.job, worker.process.exitcode
-        locks.release(self.folder, job.path.name, worker.process.pid)
-        if code == 0:
-            self.watch.finished(job, time.monotonic() - worker.began)
-        elif code == _ELSEWHERE:
-            self.waiting.append(job)
-        elif code < 0 and self._may_try_again(worker):
-            self.watch.note(f"{job.name}: ended by signal {-code}; going on with it")
-            self.waiting.insert(0, job)
+        code = worker.process.exitcode
+        self._release(worker)
+        left = tuple(job for job in worker.jobs if not RunFolder(job.path).is_finished)
+        for job in worker.jobs:
+            if job not in left:
+                self.watch.finished(job, time.monotonic() - worker.began)
+        if not left:
+            return
+        if code == _ELSEWHERE:
+            self.waiting.append(left)
+        elif code < 0 and self._may_try_again(worker, left):
+            self.watch.note(
+                f"{_names(left)}: ended by signal {-code}; going on with {'it' if len(left) == 1 else 'them'}"
+            )
+            self.waiting.insert(0, left)
         else:
-            reason = f"ended by signal {-code}" if code < 0 else _last_line(_log(self.folder, job))
-            self.failed.append(Failure(job, reason))
-            self.watch.failed(self.failed[-1])
+            reason = f"ended by signal {-code}" if code < 0 else _last_line(_log(self.folder, worker.jobs[0]))
+            for job in left:
+                self.failed.append(Failure(job, reason))
+                self.watch.failed(self.failed[-1])
 
-    def _may_try_again(self, worker: _Worker) -> bool:
-        progress = len(_history(worker.job)) > worker.first_epoch
-        self.retries[worker.job.path] = 0 if progress else worker.retries + 1
-        return self.retries[worker.job.path] <= 1
+    def _may_try_again(self, worker: _Worker, left: Bundle) -> bool:
+        retries = 0 if _epochs(worker.jobs) > worker.first_epochs else worker.retries + 1
+        self.retries[left[0].path] = retries
+        return retries <= 1
+
+    def _release(self, worker: _Worker) -> None:
+        for job in worker.jobs:
+            locks.release(self.folder, job.path.name, worker.process.pid)
 
     def _look(self) -> list[Running]:
-        ours = [_running(w.job, w.began, w.first_epoch, elsewhere=False) for w in self.running.values()]
+        ours = [
+            _running(job, worker.began, first, elsewhere=False)
+            for worker in self.running.values()
+            for job, first in zip(worker.jobs, worker.first_epochs, strict=True)
+        ]
         theirs = []
-        for job in self.waiting:
+        for job in (job for bundle in self.waiting for job in bundle):
             if locks.holder(self.folder, job.path.name) is not None:
                 since, first = self.seen_elsewhere.setdefault(job.path, (time.monotonic(), len(_history(job))))
                 theirs.append(_running(job, since, first, elsewhere=True))
@@ -198,41 +220,78 @@ class _Queue:
             worker.process.join(_PATIENCE)
             worker.process.kill()
             worker.process.join()
-            locks.release(self.folder, worker.job.path.name, worker.process.pid)
-            log = _log(self.folder, worker.job)
+            self._release(worker)
+            log = _log(self.folder, worker.jobs[0])
             if log.is_file() and not log.stat().st_size:
                 log.unlink()
 
 
-def _work(job: Job, queue: Path) -> None:
-    """One run, in its own process."""
+def _bundles(jobs: Sequence[Job], together: int) -> list[Bundle]:
+    """At most ``together`` runs of one arm to a bundle, in the order of the first of each."""
+    open_bundles: dict[str, list[Job]] = {}
+    bundles: list[list[Job]] = []
+    for job in jobs:
+        bundle = open_bundles.get(job.arm.label)
+        if bundle is None or len(bundle) >= together:
+            bundle = open_bundles[job.arm.label] = []
+            bundles.append(bundle)
+        bundle.append(job)
+    return [tuple(bundle) for bundle in bundles]
+
+
+def _without(bundles: Iterable[Bundle], paths: set[Path]) -> list[Bundle]:
+    left = (tuple(job for job in bundle if job.path not in paths) for bundle in bundles)
+    return [bundle for bundle in left if bundle]
+
+
+def _count(bundles: Iterable[Bundle]) -> int:
+    return sum(map(len, bundles))
+
+
+def _epochs(jobs: Iterable[Job]) -> tuple[int, ...]:
+    return tuple(len(_history(job)) for job in jobs)
+
+
+def _names(jobs: Bundle) -> str:
+    return jobs[0].name if len(jobs) == 1 else f"{jobs[0].name} and {len(jobs) - 1} more"
+
+
+def _work(jobs: Bundle, queue: Path) -> None:
+    """The runs of one worker, in its own process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if not locks.acquire(queue, job.path.name):
-        sys.exit(_ELSEWHERE)
-    threading.Thread(target=_live_with_parent, args=(queue, job.path.name), daemon=True).start()
-    log = _log(queue, job)
-    _say_into(log)
+    names = [job.path.name for job in jobs]
+    taken = [name for name in names if locks.acquire(queue, name)]
+    log = _log(queue, jobs[0])
     try:
-        _remove_leftovers(job.path)
-        dataset = job.config.data.load()
-        if (job.path / "config.yaml").is_file():
-            resume(job.path, dataset=dataset)
+        if taken != names:
+            sys.exit(_ELSEWHERE)
+        threading.Thread(target=_live_with_parent, args=(queue, names), daemon=True).start()
+        _say_into(log)
+        for job in jobs:
+            _remove_leftovers(job.path)
+        dataset = jobs[0].config.data.load()
+        if len(jobs) > 1:
+            train_seeds([job.config for job in jobs], [job.path for job in jobs], dataset=dataset)
+        elif (jobs[0].path / "config.yaml").is_file():
+            resume(jobs[0].path, dataset=dataset)
         else:
-            train(job.config, job.path, dataset=dataset)
+            train(jobs[0].config, jobs[0].path, dataset=dataset)
     except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     finally:
-        locks.release(queue, job.path.name)
+        for name in taken:
+            locks.release(queue, name)
     log.unlink(missing_ok=True)
 
 
-def _live_with_parent(queue: Path, name: str) -> None:
-    """Keep the lock fresh, and end with the command that started this worker, however that ended."""
+def _live_with_parent(queue: Path, names: Sequence[str]) -> None:
+    """Keep the locks fresh, and end with the command that started this worker, however that ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     while not wait([parent.sentinel], timeout=locks.TOUCH_SECONDS):
-        locks.touch(queue, name)
+        for name in names:
+            locks.touch(queue, name)
     os._exit(1)
 
 

@@ -57,7 +57,7 @@ class ItemPrecision(nn.Module):
         self.mode, self.lam_max = core.initial, core.lam_max
         quantiles = core.initial != "empirical_bayes"
         base = count_quantiles(training_counts) if quantiles else _empirical_bayes(training_counts)
-        self.register_buffer("base", base.float())
+        self.register_buffer("base", base.to(torch.get_default_dtype()))
         if core.initial in ("hybrid", "count"):
             start = initial_scale(
                 core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -51,6 +52,25 @@ def test_the_queue_trains_what_is_missing_and_the_numbers_are_those_of_training_
         pd.testing.assert_frame_equal(ranks(path), ranks(trained / "runs" / path.name))
     again = Watch()
     assert train_all(jobs, tmp_path / "queue", 2, again) == [] and again.said == ["4 of 4", "stop"]
+
+
+def test_seeds_of_an_arm_are_trained_together_and_rank_as_when_trained_alone(events, trained, tmp_path):
+    jobs, watch = jobs_of(events, tmp_path), Watch()
+    train_missing(jobs, tmp_path, workers=1, watch=watch, together=2)
+    assert sorted(watch.said[1:-1]) == [f"finished {path.name}" for path in runs_in(tmp_path)]
+    assert {path.name for path in (tmp_path / "queue").iterdir()} == {"mutex"}, "no lock and no log is left"
+    for path in runs_in(tmp_path):
+        together = json.loads((path / "environment.json").read_text())["trained_together"]
+        assert together == [0, 1]
+        pd.testing.assert_frame_equal(ranks(path), ranks(trained / "runs" / path.name))
+
+
+def test_seeds_that_cannot_be_trained_together_are_refused_by_the_reason(events, tmp_path):
+    jobs = jobs_of(events, tmp_path, "matched[mixer=rfa]")
+    with pytest.raises(RunError, match="2 of 2 runs failed"):
+        train_missing(jobs, tmp_path, workers=1, watch=Watch(), together=2)
+    with pytest.raises(UserError, match="--batch-seeds is 0; give a whole number of at least 1"):
+        train_missing(jobs, tmp_path, workers=1, watch=Watch(), together=0)
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(events, tmp_path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import ModuleType
+
 from torch import Tensor
 
 from recbft.kernels.cross_entropy import cpu, reference
 
-PATHS = {"reference": reference.full_cross_entropy, "cpu": cpu.full_cross_entropy}
+PATHS = {"reference": reference, "cpu": cpu}
 
 
 def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: str = "auto") -> Tensor:
@@ -21,8 +24,26 @@ def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: 
     Returns:
         A scalar. The blocked path forms gradients in the forward pass and supports one backward pass.
     """
+    return _path(impl, states).full_cross_entropy(states, weight, target)  # type: ignore[no-any-return]
+
+
+def full_cross_entropies(
+    states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], *, impl: str = "auto"
+) -> Tensor:
+    """``full_cross_entropy`` of several seeds, (S,).
+
+    Args:
+        states, target: of all seeds, one after another, (N, D) and (N,).
+        weight: (S, V, D).
+        counts: positions of each seed, at least 1; their sum is N.
+        impl: as above.
+    """
+    return _path(impl, states).full_cross_entropies(states, weight, target, counts)  # type: ignore[no-any-return]
+
+
+def _path(impl: str, states: Tensor) -> ModuleType:
     if impl == "auto":
         impl = "cpu" if states.device.type == "cpu" else "reference"
     if impl not in PATHS:
         raise ValueError(f"unknown impl {impl!r}; choose one of auto, {', '.join(sorted(PATHS))}")
-    return PATHS[impl](states, weight, target)
+    return PATHS[impl]

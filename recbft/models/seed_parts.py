@@ -1,0 +1,219 @@
+"""The parts of a model that keep parameters of several seeds: what ``Stacked`` puts in the place of the plain ones.
+
+The rows of a seed lie together, so a tensor of all tokens, (R, T, ..), is cut into those of each seed, (S, N, ..), by a
+view. Every part computes what the plain one would for each seed alone.
+
+Shapes: S seeds, B rows of each, R = S B rows, T tokens, N = B T, D model width, F feed-forward width, V items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recbft.core import SequenceContext, decay_precision, discount_precision, process_noise
+from recbft.datasets.side_by_side import SideBySide
+from recbft.kernels import per_seed
+from recbft.kernels.dropout import mask_of, random_bits
+from recbft.kernels.filter_step import predict_precision
+from recbft.kernels.gelu import gelu_with_slope, slope_product
+from recbft.models.precision_channel import LAM_MIN, MOMENTUM, SAMPLED_ROWS, LayerPrecision
+
+
+class SeedRows:
+    """Which rows are whose in the batch at hand, and where each seed's random bits come from."""
+
+    now: SideBySide
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators = list(generators)
+
+    def apart(self, x: Tensor) -> Tensor:
+        """(R, T, ..) -> (S, N, ..)."""
+        return x.reshape(len(self.generators), -1, *x.shape[2:])
+
+    def repeat(self, each: Tensor) -> Tensor:
+        """What every seed has, (S, ..), for each of its rows, (R, ..)."""
+        return each.repeat_interleave(self.now.num_rows, dim=0)
+
+    def random_bits(self, width: int) -> Tensor:
+        """(S, N, width): each seed draws for its own batch, and a token here gets what it gets there."""
+        origin = self.now.origin
+        bits = torch.empty(*origin.shape, width, dtype=torch.int16)
+        for own, size, generator, out in zip(origin, self.now.sizes, self.generators, bits, strict=True):
+            torch.index_select(random_bits((size, width), generator), 0, own, out=out)
+        return bits
+
+
+class SeedLinear(nn.Module):
+    """A linear map per seed."""
+
+    def __init__(self, seeds: SeedRows, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.seeds, self.weight, self.bias = seeds, weight, bias  # (S, O, I), (S, O)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(R, T, I) -> (R, T, O)."""
+        y = per_seed.linear(self.seeds.apart(x), self.weight, self.bias)
+        return y.view(*x.shape[:-1], self.weight.shape[1])
+
+
+class SeedNorm(nn.Module):
+    """A layer norm per seed."""
+
+    def __init__(self, seeds: SeedRows, weight: nn.Parameter, bias: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.seeds, self.weight, self.bias, self.eps = seeds, weight, bias, eps  # (S, D), (S, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(R, T, D)."""
+        return per_seed.layer_norm(self.seeds.apart(x), self.weight, self.bias, eps=self.eps).view_as(x)
+
+
+class SeedEmbedding(nn.Module):
+    """A table per seed."""
+
+    def __init__(self, seeds: SeedRows, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.seeds, self.weight = seeds, weight  # (S, V, D)
+
+    def forward(self, index: Tensor) -> Tensor:
+        """(R, T) -> (R, T, D)."""
+        S, V, _ = self.weight.shape
+        first = torch.arange(0, S * V, V, device=index.device)
+        return F.embedding(index + self.seeds.repeat(first)[:, None], self.weight.flatten(0, 1))
+
+
+class SeedDropout(nn.Module):
+    """Dropout of each seed's tokens by its own generator."""
+
+    def __init__(self, seeds: SeedRows, p: float) -> None:
+        super().__init__()
+        self.seeds, self.p = seeds, p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(R, T, D)."""
+        if not self.training or self.p <= 0:
+            return x
+        return x * mask_of(self.seeds.random_bits(x.shape[-1]), self.p, x.dtype).view_as(x)
+
+
+class SeedPrecision(nn.Module):
+    """``LayerPrecision`` of several seeds; its running means become views of the ones here.
+
+    Args:
+        seeds: whose rows are whose.
+        plain: a copy of one of them, which knows the settings and whether it is in training.
+        each: those of the seeds.
+        parameters: the stacked parameters by their names in ``LayerPrecision``.
+    """
+
+    def __init__(
+        self,
+        seeds: SeedRows,
+        plain: LayerPrecision,
+        each: Sequence[LayerPrecision],
+        parameters: dict[str, nn.Parameter],
+    ) -> None:
+        super().__init__()
+        self.seeds, self.plain, self.each = seeds, plain, list(each)
+        self.learned = parameters
+        self.mean_precision, self.mean_jacobian, self.updates = (
+            torch.stack([getattr(one, name) for one in each]) for name in ("mean_precision", "mean_jacobian", "updates")
+        )  # (S,), (S, D), (S,)
+        for seed, one in enumerate(each):
+            one.mean_precision, one.mean_jacobian = self.mean_precision[seed], self.mean_jacobian[seed]
+            one.updates = self.updates[seed]
+        self.factors: tuple[Tensor, Tensor] | None = None
+
+    def refresh(self) -> None:
+        """Take the factors that each seed's own layer keeps."""
+        found = [one.factors for one in self.each if one.factors is not None]
+        if found:
+            left, right = (torch.stack(parts) for parts in zip(*found, strict=True))
+            self.factors = (left, right)  # (S, D, r), (S, F, r)
+
+    def prior(self, precision: Tensor, context: SequenceContext) -> Tensor:
+        """As ``LayerPrecision``."""
+        if "log_kappa" not in self.learned:
+            return precision
+        scale = self.learned["log_kappa"].exp() * self.plain.first_precision / self.mean_precision.clone()
+        if self.training:
+            mean = self._mean(self.seeds.apart(precision.detach()), self.seeds.apart(context.valid))
+            self._remember(self.mean_precision, mean.mean(dim=-1))
+        return (self._per_row(scale) * precision).clamp(LAM_MIN, self.plain.core.lam_max)
+
+    def activate(self, a: Tensor, w1: Tensor, w2: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
+        """As ``LayerPrecision``; w1 (S, F, D), w2 (S, D, F)."""
+        if self.plain.mode == "off":
+            return F.gelu(a), a.new_zeros(())
+        left, right = self._factors(w1, w2)
+        if self.plain.mode == "running_mean":
+            mean = self._per_row(self.mean_jacobian.clone())
+            if self.training:
+                self._remember(self.mean_jacobian, self._sampled_jacobian(a, left, right, context))
+            return F.gelu(a), mean
+        if self.plain.core.jacobian_detach:
+            hidden, reduced = F.gelu(a), slope_product(a, right)
+        else:
+            hidden, reduced = gelu_with_slope(a, right)
+        each = _jacobian(self.seeds.apart(reduced), left)
+        if self.training:
+            self._remember(self.mean_jacobian, self._mean(each.detach(), self.seeds.apart(context.valid)))
+        return hidden, each.view(*a.shape[:-1], -1)
+
+    def predict(self, precision: Tensor, jacobian: Tensor) -> Tensor:
+        """As ``LayerPrecision``."""
+        if self.training:
+            self.updates += 1
+        core, learned = self.plain.core, self.learned
+        if core.propagation == "discount":
+            discount = self._per_row(torch.sigmoid(learned["discount_logit"]))
+            return discount_precision(precision, discount, cap=core.lam_max).clamp(min=LAM_MIN)
+        if core.propagation == "decay":
+            rate = self._per_row(learned["decay_rate"])
+            return decay_precision(precision, rate, cap=core.lam_max).clamp(min=LAM_MIN)
+        noise = precision.new_zeros(())
+        if "noise_logits" in learned:
+            noise = self._per_row(process_noise(learned["noise_logits"], core.q_max))
+        return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=core.lam_max)
+
+    def _factors(self, w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor]:
+        core = self.plain.core
+        if self.plain.mode == "exact" or (self.plain.mode == "running_mean" and core.jacobian == "exact"):
+            return None, (w2.mT * w1).detach()
+        assert self.factors is not None, "refresh comes before the first batch"
+        return self.factors
+
+    def _sampled_jacobian(self, a: Tensor, left: Tensor | None, right: Tensor, context: SequenceContext) -> Tensor:
+        """The mean Jacobian over every fourth row of each seed's own batch, (S, D)."""
+        now = self.seeds.now
+        widths = torch.tensor(now.widths)[:, None]
+        chosen = (now.origin // widths % SAMPLED_ROWS == 0) & self.seeds.apart(context.valid)  # (S, N)
+        index = chosen.to(torch.uint8).argsort(dim=1, descending=True)[:, : int(chosen.sum(dim=1).amax())]
+        flat = a.detach().view(-1, a.shape[-1])
+        first = torch.arange(len(chosen))[:, None] * chosen.shape[1]
+        sample = flat.index_select(0, (index + first).flatten())
+        reduced = slope_product(sample, right).view(*index.shape, -1)
+        return self._mean(_jacobian(reduced, left), chosen.gather(1, index))
+
+    def _mean(self, values: Tensor, keep: Tensor) -> Tensor:  # (S, N, D), (S, N) -> (S, D)
+        share = keep.to(values.dtype)
+        return (share[:, None] @ values)[:, 0] / share.sum(dim=1, keepdim=True).clamp_(min=1)
+
+    def _remember(self, mean: Tensor, value: Tensor) -> None:
+        """As ``LayerPrecision``; seeds that train together have taken as many steps."""
+        mean.lerp_(value, 1.0 if int(self.updates[0]) == 0 else 1 - MOMENTUM)
+
+    def _per_row(self, each: Tensor) -> Tensor:
+        """(S,) -> (R, 1, 1), (S, D) -> (R, 1, D)."""
+        rows = self.seeds.repeat(each)
+        return rows.view(rows.shape[0], 1, -1)
+
+
+def _jacobian(reduced: Tensor, left: Tensor | None) -> Tensor:
+    """(S, N, r) -> (S, N, D)."""
+    return reduced if left is None else reduced @ left.mT

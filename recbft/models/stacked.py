@@ -1,0 +1,152 @@
+"""Models that differ in their seed alone, trained as one: every parameter stacked along a seed dimension.
+
+    theta = (theta_1, .., theta_S)        h = (rows of seed 1, .., rows of seed S)        one forward for all
+
+The layers are those of ``Backbone``. What works token by token never learns that there are several seeds. What has
+parameters is exchanged for a part that keeps S of them (``models.seed_parts``); a single number that a layer learns is
+repeated for the rows of its seed. Each seed draws its own dropout, in the order and for the tokens of its own batch, so
+that it trains as it would alone.
+
+The models themselves stay whole: their tensors become views of the stacked ones, to be evaluated and saved as ever.
+
+Shapes: S seeds, R rows of all, T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recbft.datasets.side_by_side import SideBySide
+from recbft.errors import UserError
+from recbft.kernels.cross_entropy import full_cross_entropies
+from recbft.kernels.dropout import Dropout
+from recbft.mixers import SoftmaxAttention
+from recbft.models.backbone import Backbone
+from recbft.models.block import Block
+from recbft.models.precision_channel import LayerPrecision
+from recbft.models.seed_parts import SeedDropout, SeedEmbedding, SeedLinear, SeedNorm, SeedPrecision, SeedRows
+
+# Single numbers that a layer reads as an attribute and multiplies with what every token has, (R, T).
+_PER_ROW = ("decay_logit", "range")
+
+
+class Stacked:
+    """S models as one.
+
+    Args:
+        models: built from the same config, with as many steps behind them; from here on their parameters and running
+            means are views of the stacked ones.
+        generators: where each seed draws its dropout from.
+
+    Raises:
+        UserError: these models cannot be stacked; the message names what stands in the way.
+    """
+
+    def __init__(self, models: Sequence[Backbone], generators: Sequence[torch.Generator]) -> None:
+        _check(models[0])
+        self.models, self.seeds = list(models), SeedRows(generators)
+        named = [dict(model.named_parameters()) for model in models]
+        self.parameters = {name: nn.Parameter(torch.stack([own[name].detach() for own in named])) for name in named[0]}
+        self.body = copy.deepcopy(models[0])
+        self._per_row: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._exchange(self.body, "")
+        for seed, own in enumerate(named):
+            for name, parameter in own.items():
+                parameter.data = self.parameters[name].data[seed]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The stacked parameters by the names they have in each model."""
+        yield from self.parameters.items()
+
+    def is_precision_parameter(self, name: str) -> bool:
+        """As ``Backbone``."""
+        return self.models[0].is_precision_parameter(name)
+
+    def is_dynamics_parameter(self, name: str) -> bool:
+        """As ``Backbone``."""
+        return self.models[0].is_dynamics_parameter(name)
+
+    def set_ramp(self, ramp: float) -> None:
+        """As ``Backbone``, for all seeds."""
+        for model in (self.body, *self.models):
+            model.set_ramp(ramp)
+
+    def refresh(self) -> None:
+        """As ``Backbone``, for all seeds."""
+        for model in self.models:
+            model.refresh()
+        for part in self.body.modules():
+            if isinstance(part, SeedPrecision):
+                part.refresh()
+
+    def losses(self, side: SideBySide) -> Tensor:
+        """The mean loss of every seed over its own positions, (S,)."""
+        self.seeds.now = side
+        for module, name, parameter in self._per_row:
+            setattr(module, name, self.seeds.repeat(parameter)[:, None])  # (S,) -> (R, 1)
+        mean = self.body.encode(side.batch).mean.flatten(0, 1)  # (R T, D)
+        assert side.batch.target is not None
+        target = side.batch.target.flatten()
+        counts = (target.view(side.num_seeds, -1) > 0).sum(dim=1).tolist()
+        learn = target.nonzero().squeeze(1)
+        states, wanted = mean.index_select(0, learn), target[learn] - 1
+        table = self.parameters["item_embedding.weight"][:, 1 : self.body.num_items + 1]
+        if "item_bias" in self.parameters:  # one more coordinate, as in ``ItemLoss``
+            states = torch.cat([states, torch.ones_like(states[:, :1])], dim=1)
+            table = torch.cat([table, self.parameters["item_bias"][:, 1:, None]], dim=2)
+        return full_cross_entropies(states, table, wanted, counts)
+
+    def _exchange(self, module: nn.Module, path: str) -> None:
+        """Put parts that keep S parameters in the place of those that keep one."""
+        # ``named_children`` would leave out the second name of a part that has two.
+        for name, part in module._modules.items():
+            if part is not None:
+                module._modules[name] = self._counterpart(part, f"{path}{name}.")
+        for name, own in list(module._parameters.items()):
+            if own is None or (path + name) == "item_bias":
+                continue
+            if name not in _PER_ROW:
+                raise _refused(f"parameter {path}{name}")
+            delattr(module, name)
+            self._per_row.append((module, name, self.parameters[path + name]))
+
+    def _counterpart(self, part: nn.Module, path: str) -> nn.Module:
+        found = {name[len(path) :]: p for name, p in self.parameters.items() if name.startswith(path)}
+        if isinstance(part, nn.Linear):
+            return SeedLinear(self.seeds, found["weight"], found.get("bias"))
+        if isinstance(part, nn.LayerNorm):
+            return SeedNorm(self.seeds, found["weight"], found["bias"], part.eps)
+        if isinstance(part, nn.Embedding):
+            return SeedEmbedding(self.seeds, found["weight"])
+        if isinstance(part, Dropout):
+            return SeedDropout(self.seeds, part.p)
+        if isinstance(part, LayerPrecision):
+            each = [model.get_submodule(path[:-1]) for model in self.models]
+            return SeedPrecision(self.seeds, part, each, found)  # type: ignore[arg-type]
+        self._exchange(part, path)
+        return part
+
+
+def _check(model: nn.Module) -> None:
+    """Refuse what is known not to be stackable; parameters of parts that are not known are refused as they come."""
+    if not isinstance(model, Backbone):
+        raise _refused(f"models of kind {type(model).__name__}")
+    if model.config.loss != "ce":
+        raise _refused(f"loss {model.config.loss!r} (ce alone draws no negatives)")
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        mixer = block.mixer
+        if not isinstance(mixer, SoftmaxAttention):
+            raise _refused(f"mixer {type(mixer).__name__}")
+        if mixer.dropout > 0:
+            raise _refused("dropout of attention weights")
+        if mixer.out is not None and block.precision is not None:
+            raise _refused("output_projection under a precision channel")
+
+
+def _refused(what: str) -> UserError:
+    return UserError(f"several seeds cannot be trained together with {what}; train the seeds one by one")

@@ -1,0 +1,301 @@
+"""Runs that differ in their seed alone, trained together in one process.
+
+The models are trained as stacks (``models.stacked``), one forward for all seeds of a stack. Every run keeps a folder
+of its own, the same as if it had been trained alone: saved after every epoch, resumable one by one or together, stopped
+early by its own validation. A seed that has stopped leaves its stack, the rest goes on.
+
+A stack holds as many seeds as fit the cache; each of the threads that a run would have trains a stack of its own, one
+operation at a time, so no thread ever waits for another within an operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from recbft.config import to_dict
+from recbft.datasets import Dataset
+from recbft.datasets.side_by_side import lay_side_by_side
+from recbft.errors import RunError, UserError
+from recbft.evaluation.protocol import config_hash
+from recbft.models.backbone import Backbone
+from recbft.models.stacked import Stacked
+from recbft.run_config import RunConfig
+from recbft.training.loop import Row, close_epoch, is_over, not_finite
+from recbft.training.optimiser import make_optimizer, warmup_ramp
+from recbft.training.progress import Progress, Silent
+from recbft.training.run_folder import RunFolder
+from recbft.training.session import Session, begin, build_model, go_on, run_settings
+
+STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
+
+
+def train_seeds(
+    configs: Sequence[RunConfig],
+    paths: Sequence[str | Path],
+    *,
+    dataset: Dataset | None = None,
+    progresses: Sequence[Progress] | None = None,
+) -> list[RunFolder]:
+    """Train runs that differ in their seed alone; finished ones are kept, and those that were stopped go on.
+
+    Args:
+        configs: one per seed.
+        paths: the folder of each run.
+        dataset: data that is loaded already; otherwise the configs say which.
+        progresses: one listener per run, called from several threads.
+
+    Returns:
+        The finished runs, in the order of ``configs``.
+
+    Raises:
+        UserError: the configs differ in more than the seed, the model cannot be stacked, a folder is taken by another
+            run, or data and config do not fit.
+        RunError: training was interrupted, or some runs failed, the others being finished.
+    """
+    check_together(configs)
+    first = configs[0]
+    data = first.data if dataset is not None else first.data.resolved()
+    dataset = data.load() if dataset is None else dataset
+    data = data if data.dataset is not None else replace(data, dataset=dataset.name)
+    configs = [replace(config, data=data) for config in configs]
+    runs = [_existing(config, path) for config, path in zip(configs, paths, strict=True)]
+    with run_settings(first.training) as device:
+        if device.type != "cpu":
+            raise UserError(f"several seeds together are trained on the CPU only, and device is {device.type}; set cpu")
+        Stacked([_backbone(build_model(first, dataset))], [torch.Generator()])  # whatever it refuses, it refuses now
+        together = {"trained_together": [config.seed for config in configs]}
+        sessions = []
+        for n, (config, path, run) in enumerate(zip(configs, paths, runs, strict=True)):
+            listener = Silent() if progresses is None else progresses[n]
+            generator = torch.Generator().manual_seed(config.seed)
+            if run is None:
+                made = begin(config, path, dataset, device, listener, generator=generator, remarks=together)
+                sessions.append(made)
+            elif not run.is_finished:
+                sessions.append(go_on(run, config, dataset, device, listener, generator=generator))
+        workers = torch.get_num_threads()
+        torch.set_num_threads(1)
+        _Group(sessions, workers).finish()
+    return [RunFolder.open(path) for path in paths]
+
+
+def check_together(configs: Sequence[RunConfig]) -> None:
+    """Refuse runs that cannot share a stack.
+
+    Raises:
+        UserError: there are none, they differ in more than the seed, or two have the same seed.
+    """
+    if not configs:
+        raise UserError("there are no runs to train; give at least one seed")
+    seeds = [config.seed for config in configs]
+    for config in configs:
+        if replace(config, seed=seeds[0]) != configs[0]:
+            raise UserError(f"seeds {seeds[0]} and {config.seed} differ in more than the seed; train them one by one")
+        if seeds.count(config.seed) > 1:
+            raise UserError(f"seed {config.seed} is given twice; give each once")
+
+
+def _existing(config: RunConfig, path: str | Path) -> RunFolder | None:
+    """The run that stands in a folder already, if it is this one."""
+    if not (Path(path) / "config.yaml").is_file():
+        RunFolder.refuse_taken(path)
+        return None
+    run = RunFolder.open(path)
+    if config_hash(run.protocol["config"]) != config_hash(to_dict(config)):
+        raise UserError(f"{run.path} holds a run with another config; give another folder, or remove that one")
+    return run
+
+
+class _Group:
+    """All runs that are not finished, some of them in a stack at any time."""
+
+    def __init__(self, sessions: Sequence[Session], workers: int) -> None:
+        self.sessions, self.workers = list(sessions), workers
+        self.failed: dict[int, RunError] = {}  # by seed
+        self.stop = threading.Event()
+        self.stacks: list[_Stack] = []
+
+    def finish(self) -> None:
+        """Train, evaluate and close them all."""
+        for session in self.sessions:
+            session.make_resumable()
+            session.progress.start(session.config.training.epochs, session.state.epoch + 1)
+        try:
+            with ThreadPoolExecutor(self.workers) as pool:
+                try:
+                    self._rounds(pool)
+                except BaseException:
+                    self.stop.set()  # the other threads end within a step
+                    raise
+        except KeyboardInterrupt:
+            raise RunError(
+                "interrupted; every run's last full epoch is saved, the same call goes on from there"
+            ) from None
+        finally:
+            for session in self.sessions:
+                session.progress.stop()
+        if self.failed:
+            seed, error = next(iter(self.failed.items()))
+            others = f"; so did {len(self.failed) - 1} other runs" if len(self.failed) > 1 else ""
+            raise RunError(f"the run of seed {seed} failed: {error}{others}")
+
+    def _rounds(self, pool: ThreadPoolExecutor) -> None:
+        """An epoch of every run at a time; those that were stopped earlier than others catch up first."""
+        list(pool.map(self._close, [s for s in self.sessions if is_over(s.config.training, s.state)]))
+        while active := [s for s in self.sessions if not self._is_done(s)]:
+            epoch = min(session.state.epoch for session in active)
+            self._restack([session for session in active if session.state.epoch == epoch])
+            list(pool.map(self._epoch, self.stacks))
+
+    def _is_done(self, session: Session) -> bool:
+        return session.run.is_finished or session.config.seed in self.failed
+
+    def _restack(self, sessions: list[Session]) -> None:
+        """Spread the runs evenly over stacks, unless they are stacked already."""
+        if sessions == [session for stack in self.stacks for session in stack.sessions]:
+            return
+        batches = sessions[0].batches
+        assert batches is not None
+        most = max(1, STACK_TOKENS * batches.num_batches // max(1, batches.num_tokens))
+        pieces = -(-len(sessions) // most)
+        pieces = min(len(sessions), -(-pieces // self.workers) * self.workers)
+        bounds = [len(sessions) * piece // pieces for piece in range(pieces + 1)]
+        self.stacks = [_Stack(sessions[a:b], self.stop) for a, b in itertools.pairwise(bounds)]
+
+    def _epoch(self, stack: _Stack) -> None:
+        """Train one epoch of a stack, then validate and save its runs one by one."""
+        rows = stack.train_epoch()
+        for session, row in zip(stack.sessions, rows, strict=True):
+            if self.stop.is_set():
+                return
+            if isinstance(row, RunError):
+                self.failed[session.config.seed] = row
+                continue
+            try:
+                close_epoch(
+                    row,
+                    session.config.training,
+                    session.state,
+                    validate=session.validate,
+                    keep=session.keep,
+                    progress=session.progress,
+                )
+            except RunError as error:
+                self.failed[session.config.seed] = error
+            else:
+                self._close(session)
+
+    def _close(self, session: Session) -> None:
+        """Evaluate the best weights of a run that is over."""
+        if not is_over(session.config.training, session.state):
+            return
+        try:
+            session.report()
+        except RunError as error:
+            self.failed[session.config.seed] = error
+
+
+class _Stack:
+    """Runs with as many epochs behind them, as one model with one optimiser."""
+
+    def __init__(self, sessions: Sequence[Session], stop: threading.Event) -> None:
+        self.sessions, self.stop = list(sessions), stop
+        self.config = sessions[0].config.training
+        models = [_backbone(session.model) for session in sessions]
+        self.model = Stacked(models, [session.generator for session in sessions])
+        self.optimizer = make_optimizer(self.model, self.config)
+        named = [dict(model.named_parameters()) for model in models]
+        for name, parameter in self.model.named_parameters():
+            self._join_moments(parameter, [own[name] for own in named])
+
+    def train_epoch(self) -> list[Row | RunError]:
+        """One pass over the users of every run: the row of ``history.csv`` that each earns, or why it failed."""
+        began, states = time.perf_counter(), [session.state for session in self.sessions]
+        num = len(states)
+        tokens, total = [0] * num, [0.0] * num
+        failed: list[RunError | None] = [None] * num
+        self.model.body.train()
+        self.model.refresh()
+        epochs = [s.batches.epoch(s.state.epoch) for s in self.sessions if s.batches is not None]
+        for done, batches in enumerate(zip(*epochs, strict=True), start=1):
+            if self.stop.is_set():
+                raise RunError("another run broke off")
+            self.model.set_ramp(warmup_ramp(states[0].step, self.config.warmup_steps))
+            self.optimizer.zero_grad(set_to_none=True)
+            losses = self.model.losses(lay_side_by_side(batches))
+            values = losses.tolist()
+            for n, value in enumerate(values):
+                # Its numbers spoil no other run's. The state of its last epoch is saved, where it will be left.
+                if failed[n] is None and not math.isfinite(value):
+                    failed[n] = not_finite(value, self.config, states[n])
+            losses.sum().backward()
+            self._clip()
+            self.optimizer.step()
+            for n, (state, batch) in enumerate(zip(states, batches, strict=True)):
+                state.step += 1
+                assert batch.target is not None
+                learned = int((batch.target > 0).sum())
+                tokens[n], total[n] = tokens[n] + learned, total[n] + values[n] * learned
+                if failed[n] is None:
+                    self.sessions[n].progress.batch(done, len(epochs), total[n] / tokens[n], tokens[n])
+        # Each run's share: what the epoch would have cost if all had taken their turns.
+        seconds = (time.perf_counter() - began) / num
+        rows: list[Row | RunError] = []
+        for n, state in enumerate(states):
+            state.epoch += 1
+            rows.append(
+                failed[n]
+                or {
+                    "epoch": state.epoch,
+                    "loss": total[n] / tokens[n],
+                    "seconds": round(seconds, 4),
+                    "tokens_per_second": round(tokens[n] / seconds),
+                }
+            )
+        return rows
+
+    def _clip(self) -> None:
+        """Clip each run's gradients by its own norm."""
+        if self.config.clip_norm is None:
+            return
+        for n, session in enumerate(self.sessions):
+            for name, parameter in session.model.named_parameters():
+                stacked = self.model.parameters[name].grad
+                parameter.grad = None if stacked is None else stacked[n]
+            nn.utils.clip_grad_norm_(session.model.parameters(), self.config.clip_norm)
+
+    def _join_moments(self, parameter: nn.Parameter, each: Sequence[nn.Parameter]) -> None:
+        """Stack what the runs' optimisers remember of a parameter, and leave them views of it."""
+        memories = [_optimizer(session).state for session in self.sessions]
+        known = [memory.get(own) for memory, own in zip(memories, each, strict=True)]
+        moments = {
+            name: torch.stack(
+                [torch.zeros_like(own) if m is None else m[name] for m, own in zip(known, each, strict=True)]
+            )
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+        step = torch.zeros((), dtype=torch.float32) if known[0] is None else known[0]["step"].clone()
+        self.optimizer.state[parameter] = {"step": step, **moments}
+        for n, (memory, own) in enumerate(zip(memories, each, strict=True)):
+            memory[own] = {"step": step, **{name: moment[n] for name, moment in moments.items()}}
+
+
+def _optimizer(session: Session) -> torch.optim.Adam:
+    assert session.optimizer is not None  # a Backbone has one
+    return session.optimizer
+
+
+def _backbone(model: nn.Module) -> Backbone:
+    if not isinstance(model, Backbone):
+        raise UserError(f"a model of kind {type(model).__name__} is not trained; train its seeds one by one")
+    return model

@@ -1,0 +1,309 @@
+"""Seeds trained together become what each becomes alone, to 1e-5, whatever stops them on the way."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.errors import RunError, UserError
+from recbft.run_config import load_run_config
+from recbft.training import checkpoint, many_seeds, session
+from recbft.training.many_seeds import train_seeds
+from recbft.training.progress import Silent
+from recbft.training.run_folder import RunFolder
+
+SEEDS = (0, 1, 5)
+# Softmax does not see what is added to all keys, so the gradient of their bias is rounding alone, which Adam scales to
+# full steps: it wanders, and no result depends on it.
+IDLE = "mixer.key.bias"
+# In float32 the precision parameters, whose steps are 100 times as long, amplify rounding likewise; what is compared
+# there is what comes of it. In float64 everything is.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def config(model="sasrec", arm="bft", **settings):
+    small = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 4, "warmup_steps": 6, "device": "cpu"}
+    return load_run_config(model=model, arm=arm, **{**small, **settings})
+
+
+def together(base, folder, dataset, seeds=SEEDS, **options):
+    configs = [replace(base, seed=seed) for seed in seeds]
+    return train_seeds(configs, [folder / f"seed{seed}" for seed in seeds], dataset=dataset, **options)
+
+
+def alone(base, folder, dataset, seeds=SEEDS):
+    return [session.train(replace(base, seed=seed), folder / f"seed{seed}", dataset=dataset) for seed in seeds]
+
+
+def assert_close_runs(found, expected):
+    """Losses, weights and running means to rounding; ranks, epochs, and where the random numbers stand exactly."""
+    tolerance = TOLERANCE[torch.get_default_dtype()]
+    history, other = (pd.DataFrame(run.read_history()) for run in (found, expected))
+    np.testing.assert_allclose(history["loss"], other["loss"], rtol=tolerance)
+    last, last_other = checkpoint.load(found.checkpoint), checkpoint.load(expected.checkpoint)
+    assert torch.equal(last.rng_state["cpu"], last_other.rng_state["cpu"])
+    assert {**vars(last.state), "best_metric": 0} == {**vars(last_other.state), "best_metric": 0}
+    best, best_other = checkpoint.load_best(found.checkpoint), checkpoint.load_best(expected.checkpoint)
+    for weights, weights_other in ((last.model_state, last_other.model_state), (best, best_other)):
+        assert set(weights) == set(weights_other)
+        for name, value in weights_other.items():
+            if not name.endswith(IDLE) and not (value.dtype == torch.float32 and "precision" in name):
+                torch.testing.assert_close(weights[name], value, rtol=tolerance, atol=tolerance, msg=name)
+    pd.testing.assert_frame_equal(pd.read_parquet(found.per_user_file), pd.read_parquet(expected.per_user_file))
+    metrics, metrics_other = (
+        {name: value for name, value in run.metrics.items() if name != "training_seconds"} for run in (found, expected)
+    )
+    assert metrics == metrics_other and found.protocol == expected.protocol
+
+
+class Stopped(Exception):  # noqa: N818  it is an ending, not an error
+    """Stands for whatever ends a process."""
+
+
+class StopAt(Silent):
+    """Raises after a number of epochs."""
+
+    def __init__(self, epochs, error=Stopped):
+        self.left, self.error = epochs, error
+
+    def epoch(self, row):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+# Equality --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"arm": "matched"},
+        {"arm": "bft"},
+        {"arm": "published", "attention_dropout": 0.0},
+        {"arm": "matched", "recency_decay": True, "clip_norm": 0.5, "weight_decay": 0.01},
+        {"model": "bert4rec", "arm": "matched"},
+        {"model": "bert4rec", "arm": "bft"},
+        {"model": "bert4rec", "arm": "published", "attention_dropout": 0.0},
+        {"estimator": "reml_naive", "initial": "count", "jacobian": "exact"},
+        {"estimator": "sandwich", "jacobian": "running_mean", "process_noise": False},
+        {"estimator": "delta", "propagation": "discount", "initial": "uniform"},
+        {"estimator": "design_effect", "propagation": "decay", "initial": "empirical_bayes"},
+        {"kriging": "per_dimension", "update": "fixed", "jacobian_detach": True},
+        {"prior_scale": "per_layer", "update": "residual", "jacobian": "off", "dropout": 0.0},
+    ],
+    ids=lambda settings: "-".join(str(value) for value in settings.values()),
+)
+def test_seeds_trained_together_equal_seeds_trained_alone(settings, dataset, tmp_path, in_float64):
+    base = config(**settings)
+    for found, expected in zip(
+        together(base, tmp_path / "together", dataset), alone(base, tmp_path / "alone", dataset), strict=True
+    ):
+        assert_close_runs(found, expected)
+
+
+def test_one_seed_together_equals_one_seed_alone(dataset, tmp_path, in_float64):
+    (found,) = together(config(), tmp_path / "together", dataset, [3])
+    assert_close_runs(found, *alone(config(), tmp_path / "alone", dataset, [3]))
+
+
+@pytest.mark.parametrize("arm", ["matched", "bft"])
+def test_in_single_precision_losses_and_weights_agree_to_1e_5_and_all_ranks(arm, dataset, tmp_path):
+    found, expected = together(config(arm=arm), tmp_path, dataset), alone(config(arm=arm), tmp_path / "alone", dataset)
+    for one, other in zip(found, expected, strict=True):
+        assert_close_runs(one, other)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 100_000])
+def test_how_seeds_are_spread_over_stacks_changes_nothing(tokens, dataset, tmp_path, monkeypatch, in_float64):
+    monkeypatch.setattr(many_seeds, "STACK_TOKENS", tokens)
+    found, expected = together(config(), tmp_path / "all", dataset), alone(config(), tmp_path / "alone", dataset)
+    for one, other in zip(found, expected, strict=True):
+        assert_close_runs(one, other)
+
+
+def test_two_threads_give_what_one_gives_bit_for_bit(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(many_seeds, "STACK_TOKENS", 1)
+    one, two = (together(config(threads=threads, epochs=2), tmp_path / str(threads), dataset) for threads in (1, 2))
+    for run, other in zip(one, two, strict=True):
+        weights, others = (checkpoint.load(each.checkpoint).model_state for each in (run, other))
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_a_seed_that_stops_early_leaves_the_others_training(dataset, tmp_path, in_float64):
+    base = config(patience=1, epochs=30, learning_rate=0.01)
+    found, expected = together(base, tmp_path / "together", dataset), alone(base, tmp_path / "alone", dataset)
+    epochs = [run.metrics["epochs"] for run in found]
+    assert len(set(epochs)) > 1 and max(epochs) < 30
+    for one, other in zip(found, expected, strict=True):
+        assert_close_runs(one, other)
+
+
+# Folders ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_says_which_seeds_were_trained_together_and_is_otherwise_that_of_any_run(dataset, tmp_path):
+    runs, (other,) = together(config(), tmp_path, dataset), alone(config(), tmp_path / "alone", dataset, [0])
+    for run in runs:
+        environment = json.loads(run.environment_file.read_text())
+        assert environment.pop("trained_together") == list(SEEDS)
+        assert environment == json.loads(other.environment_file.read_text())
+        assert {path.name for path in run.path.iterdir()} == {path.name for path in other.path.iterdir()}
+
+
+def test_the_caller_s_threads_and_random_state_are_left_as_they_were(dataset, tmp_path):
+    before = torch.get_rng_state()
+    together(config(threads=2, epochs=1), tmp_path, dataset)
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == 1
+
+
+def test_finished_runs_are_kept_and_only_the_rest_is_trained(dataset, tmp_path):
+    (first,) = together(config(), tmp_path, dataset, [1])
+    written = first.metrics_file.stat().st_mtime_ns
+    runs = together(config(), tmp_path, dataset)
+    assert first.metrics_file.stat().st_mtime_ns == written and [run.is_finished for run in runs] == [True] * 3
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_runs_that_were_stopped_go_on_together_as_if_they_had_not_been(epoch, dataset, tmp_path, in_float64):
+    listeners = [Silent(), StopAt(epoch), Silent()]
+    with pytest.raises(Stopped):
+        together(config(), tmp_path / "together", dataset, progresses=listeners)
+    saved = [checkpoint.load_state(tmp_path / f"together/seed{seed}/checkpoint").epoch for seed in SEEDS]
+    assert set(saved) <= {epoch - 1, epoch} and epoch in saved
+    found = together(config(), tmp_path / "together", dataset)
+    for one, other in zip(found, alone(config(), tmp_path / "alone", dataset), strict=True):
+        assert_close_runs(one, other)
+
+
+def test_a_run_that_was_stopped_together_with_others_can_go_on_alone(dataset, tmp_path, in_float64):
+    with pytest.raises(Stopped):
+        together(config(), tmp_path / "together", dataset, progresses=[StopAt(2), Silent(), Silent()])
+    found = session.resume(tmp_path / "together" / "seed0", dataset=dataset)
+    assert_close_runs(found, *alone(config(), tmp_path / "alone", dataset, [0]))
+
+
+def test_an_interrupted_group_says_how_to_go_on(dataset, tmp_path):
+    with pytest.raises(RunError, match="interrupted; every run's last full epoch is saved, the same call goes on"):
+        together(config(), tmp_path, dataset, progresses=[StopAt(1, KeyboardInterrupt), Silent(), Silent()])
+
+
+def test_a_run_whose_loss_is_not_finite_fails_alone(dataset, tmp_path, monkeypatch, in_float64):
+    def begin(config, *arguments, **options):
+        made = session.begin(config, *arguments, **options)
+        if config.seed == 1:
+            with torch.no_grad():
+                made.model.item_embedding.weight[3:9] = float("nan")
+        return made
+
+    monkeypatch.setattr(many_seeds, "begin", begin)
+    message = r"the run of seed 1 failed: the loss is nan at step 1 \(epoch 1\); the step was not taken"
+    with pytest.raises(RunError, match=message):
+        together(config(), tmp_path / "together", dataset)
+    for seed, expected in zip((0, 5), alone(config(), tmp_path / "alone", dataset, [0, 5]), strict=True):
+        assert_close_runs(RunFolder.open(tmp_path / f"together/seed{seed}"), expected)
+    failed = RunFolder.open(tmp_path / "together/seed1")
+    assert not failed.is_finished and checkpoint.load_state(failed.checkpoint).epoch == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs processes that are forked"
+)
+def test_a_group_killed_at_random_moments_ends_as_it_would_have(tmp_path):
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["recbft.training.many_seeds", "torch._dynamo"])
+    data = synthetic_dataset(SyntheticConfig(num_users=60, num_items=60, mean_length=7, seed=1))
+    base = config(epochs=20, patience=50, threads=1, batch_size=8)
+    rng = np.random.default_rng(0)
+    kills = 0
+    while kills < 6:
+        process = processes.Process(target=together, args=(base, tmp_path / "together", data), daemon=True)
+        process.start()
+        begun = tmp_path / "together/seed5/checkpoint/state.json"
+        while not begun.exists() and process.is_alive():
+            time.sleep(0.01)
+        process.join(rng.uniform(0.05, 0.6))
+        if not process.is_alive():
+            break
+        process.kill()
+        process.join()
+        kills += 1
+    assert kills > 0
+    found = together(base, tmp_path / "together", data)
+    for one, other in zip(found, alone(base, tmp_path / "alone", data), strict=True):
+        np.testing.assert_allclose(
+            [row["loss"] for row in one.read_history()], [row["loss"] for row in other.read_history()], rtol=1e-4
+        )
+        assert one.metrics["epochs"] == other.metrics["epochs"] == 20
+        assert not list(one.path.glob(".*.tmp")) and not list(one.checkpoint.glob(".*.tmp"))
+
+
+# What cannot be trained together ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arm": "published"}, "several seeds cannot be trained together with dropout of attention weights; train the"),
+        ({"model": "hstu"}, "several seeds cannot be trained together with mixer PointwiseAttention"),
+        ({"arm": "matched", "loss": "bce"}, r"several seeds cannot be trained together with loss 'bce' \(ce alone"),
+        ({"output_projection": True}, "several seeds cannot be trained together with output_projection under a prec"),
+        ({"update": "gate"}, "several seeds cannot be trained together with parameter blocks.0.update.weight"),
+        ({"initial": "table"}, "several seeds cannot be trained together with parameter item_precision.table"),
+    ],
+)
+def test_what_cannot_be_stacked_is_refused_before_a_folder_is_made(settings, message, dataset, tmp_path):
+    with pytest.raises(UserError, match=message):
+        together(config(**settings), tmp_path / "none", dataset)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_model_without_training_is_refused(dataset, tmp_path):
+    with pytest.raises(UserError, match="a model of kind Popularity is not trained; train its seeds one by one"):
+        together(load_run_config(model="pop", device="cpu"), tmp_path, dataset)
+
+
+def test_configs_that_differ_in_more_than_the_seed_are_refused(dataset, tmp_path):
+    configs = [config(seed=0), config(seed=1, learning_rate=0.5)]
+    with pytest.raises(UserError, match="seeds 0 and 1 differ in more than the seed; train them one by one"):
+        train_seeds(configs, [tmp_path / "a", tmp_path / "b"], dataset=dataset)
+    with pytest.raises(UserError, match="seed 1 is given twice; give each once"):
+        together(config(), tmp_path, dataset, [1, 1])
+    with pytest.raises(UserError, match="there are no runs to train; give at least one seed"):
+        train_seeds([], [], dataset=dataset)
+
+
+def test_a_folder_with_another_run_is_refused(dataset, tmp_path):
+    together(config(epochs=1), tmp_path, dataset, [1])
+    with pytest.raises(UserError, match="seed1 holds a run with another config; give another folder, or remove that"):
+        together(config(epochs=2), tmp_path, dataset)
+    assert not (tmp_path / "seed0").exists()
