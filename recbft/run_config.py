@@ -2,8 +2,8 @@
 
     defaults  <  arm preset (backbone)  <  YAML file  <  key=value settings  <  what the command or call names itself
 
-Sections: data, backbone (the model's own), mixing (the mixer's own), core (precision, in arms that track it),
-training, evaluation.
+Sections: data, backbone (the model's own), mixing (the mixer's own), core (precision, in arms that track it), training,
+controllers (what steers training), evaluation.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from recbft.models import MODELS
 from recbft.models.precision_config import CoreConfig
 from recbft.recbole_yaml import from_recbole, is_recbole
 from recbft.training.config import TrainingConfig
+from recbft.training.controllers import ControllersConfig
 
 DEFAULT_MODEL = "sasrec"
 DEFAULT_ARM = "bft"  # where the model has it, else the model's first arm
@@ -47,6 +48,7 @@ class RunConfig:
     mixing: Any  # the mixer's own config class
     core: CoreConfig | None
     training: TrainingConfig
+    controllers: ControllersConfig
     evaluation: EvaluationConfig
 
     def __post_init__(self) -> None:
@@ -124,6 +126,7 @@ def sections_of(model: str, mixer: str | None = None) -> dict[str, type]:
         "mixing": _options_of(mixer),
         "core": CoreConfig,
         "training": TrainingConfig,
+        "controllers": ControllersConfig,
         "evaluation": EvaluationConfig,
     }
 
@@ -166,6 +169,7 @@ def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConf
         backbone=from_dict(spec.config, {**spec.arms[arm], **tree.get("backbone", {})}, "backbone"),
         core=from_dict(CoreConfig, {**spec.core, **core}, "core") if arm in spec.precision_arms else None,
         training=from_dict(TrainingConfig, tree.get("training", {}), "training"),
+        controllers=from_dict(ControllersConfig, tree.get("controllers", {}), "controllers"),
         evaluation=from_dict(EvaluationConfig, tree.get("evaluation", {}), "evaluation"),
     )
 

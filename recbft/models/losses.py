@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from recbft.config import check_range
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
+from recbft.models.label_smoothing import smoothing_term
 
 LossName = Literal["ce", "sampled_softmax", "bce", "gbce"]
 Negatives = Literal["uniform", "in_batch"]
@@ -88,6 +89,7 @@ class ItemLoss:
         self.gbce_t = GBCE_T if settings.gbce_t is None else settings.gbce_t
         counts = training_counts[1:].double().clamp(min=1)
         self.log_share = (counts / counts.sum()).log()  # (V,)
+        self.label_smoothing = 0.0  # of ``ce``; a training-time controller may set it
 
     def __call__(self, states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
         """The mean over positions.
@@ -101,7 +103,10 @@ class ItemLoss:
             states = torch.cat([states, torch.ones_like(states[:, :1])], dim=1)
             weight = torch.cat([weight, bias[:, None]], dim=1)
         if self.name == "ce":
-            return full_cross_entropy(states, weight, target)
+            loss = full_cross_entropy(states, weight, target)
+            if self.label_smoothing:
+                loss = loss + self.label_smoothing * smoothing_term(states, weight, target)
+            return loss
         if self.name == "sampled_softmax":
             return sampled_softmax(states, weight, target, *self._shared_negatives(target, states.dtype))
         beta = 1.0

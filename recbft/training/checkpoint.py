@@ -59,6 +59,7 @@ class Loaded:
     model_state: dict[str, Tensor]
     optimizer_state: dict[str, Any]
     rng_state: Any
+    controllers_state: dict[str, Any]
 
 
 def save(
@@ -69,6 +70,7 @@ def save(
     rng_state: Any,
     state: TrainState,
     best_model_state: Mapping[str, Tensor] | None = None,
+    controllers_state: Mapping[str, Any] | None = None,
 ) -> None:
     """Make this the state that ``load`` finds.
 
@@ -78,6 +80,7 @@ def save(
         rng_state: random state as a tensor, or tensors in mappings and sequences.
         state: the rest.
         best_model_state: the model's ``state_dict()`` if this epoch is the best so far; None keeps the one saved last.
+        controllers_state: that of the controllers, if there are any.
 
     Raises:
         RunError: the disk is full; the state saved last is untouched.
@@ -88,6 +91,7 @@ def save(
     trees = {
         "optimizer": flatten(optimizer_state, "optimizer", tensors),
         "rng": flatten(rng_state, "rng", tensors),
+        "controllers": flatten(controllers_state or {}, "controllers", tensors),
     }
     tensors |= {f"model.{name}": tensor for name, tensor in model_state.items()}
     best = _recorded_best(folder)
@@ -123,6 +127,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Loaded:
         model_state={name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")},
         optimizer_state=restore(content["trees"]["optimizer"], tensors),
         rng_state=restore(content["trees"]["rng"], tensors),
+        controllers_state=restore(content["trees"]["controllers"], tensors),
     )
 
 

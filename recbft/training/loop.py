@@ -13,10 +13,12 @@ from recbft.errors import RunError
 from recbft.models.contract import TrainableModel
 from recbft.training.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
+from recbft.training.controllers import Controllers, Moment
 from recbft.training.optimiser import clip_gradients, warmup_ramp
 from recbft.training.progress import Progress
 
 Row = dict[str, Any]
+UNSTEERED = Controllers({})
 
 
 def fit(
@@ -29,6 +31,7 @@ def fit(
     validate: Callable[[], dict[str, float]],
     keep: Callable[[Row, bool], None],
     progress: Progress,
+    controllers: Controllers = UNSTEERED,
 ) -> None:
     """Train until the last epoch or until validation has stopped improving, going on from ``state``.
 
@@ -36,6 +39,7 @@ def fit(
         state: brought up to date after every epoch, before ``keep`` is called.
         validate: metrics of the model as it is, by name.
         keep: saves the epoch's row, and the weights as the best ones where the second argument is True.
+        controllers: steer the steps of an epoch.
 
     Raises:
         RunError: the loss is not finite; the optimiser step is not taken.
@@ -43,7 +47,7 @@ def fit(
     progress.start(config.epochs, state.epoch + 1)
     try:
         while not is_over(config, state):
-            row = _train_epoch(model, optimizer, batches, config, state, progress)
+            row = _train_epoch(model, optimizer, batches, config, state, progress, controllers)
             close_epoch(row, config, state, validate=validate, keep=keep, progress=progress)
     finally:
         progress.stop()
@@ -85,14 +89,16 @@ def _train_epoch(
     config: TrainingConfig,
     state: TrainState,
     progress: Progress,
+    controllers: Controllers,
 ) -> Row:
     """One pass over the users; the row of ``history.csv`` it earns."""
     began, tokens, total = time.perf_counter(), 0, 0.0
     device = next(model.parameters()).device
     model.train()
     model.refresh()
+    controllers.on_epoch_start(moment_of(model, optimizer, batches, config, state))
     for done, batch in enumerate(batches.epoch(state.epoch), start=1):
-        batch = batch.to(device)
+        batch = controllers.on_batch(batch.to(device))
         model.set_ramp(warmup_ramp(state.step, config.warmup_steps))
         optimizer.zero_grad(set_to_none=True)
         loss = model.loss(batch)
@@ -101,8 +107,10 @@ def _train_epoch(
             raise not_finite(value, config, state)
         loss.backward()
         clip_gradients(model, optimizer, config.clip_norm)
+        controllers.before_step(moment_of(model, optimizer, batches, config, state))
         optimizer.step()
         state.step += 1
+        controllers.after_step(moment_of(model, optimizer, batches, config, state), value)
         assert batch.target is not None
         learned = int((batch.target > 0).sum())
         tokens, total = tokens + learned, total + value * learned
@@ -115,6 +123,24 @@ def _train_epoch(
         "seconds": round(seconds, 4),
         "tokens_per_second": round(tokens / seconds),
     }
+
+
+def moment_of(
+    model: TrainableModel,
+    optimizer: torch.optim.Optimizer,
+    batches: EpochBatches,
+    config: TrainingConfig,
+    state: TrainState,
+) -> Moment:
+    """Where training stands, for controllers."""
+    return Moment(
+        model=model,
+        optimizer=optimizer,
+        epoch=state.epoch,
+        step=state.step,
+        total_epochs=config.epochs,
+        total_steps=config.epochs * batches.num_batches,
+    )
 
 
 def _judge(state: TrainState, metric: float) -> bool:

@@ -64,6 +64,11 @@ def train_seeds(
     """
     check_together(configs)
     first = configs[0]
+    if first.controllers.named:
+        raise UserError(
+            f"controllers.{first.controllers.named[0]} steers one run, and these are trained together; leave it out, "
+            "or train the seeds one by one"
+        )
     data = first.data if dataset is not None else first.data.resolved()
     dataset = data.load() if dataset is None else dataset
     data = data if data.dataset is not None else replace(data, dataset=dataset.name)

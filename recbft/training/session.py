@@ -30,7 +30,8 @@ from recbft.training import checkpoint, tensorboard
 from recbft.training.bundle import write_vocabulary
 from recbft.training.checkpoint import TrainState, vocabulary_hash
 from recbft.training.config import TrainingConfig
-from recbft.training.loop import Row, fit
+from recbft.training.controllers import CROSS_ENTROPY, make_controllers, validation_cross_entropy
+from recbft.training.loop import Row, fit, moment_of
 from recbft.training.optimiser import make_optimizer
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder, environment
@@ -228,6 +229,7 @@ class Session:
         if config.training.tensorboard:
             self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
         self.optimizer = make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None
+        self.controllers = make_controllers(config.controllers, model, seed=config.seed)
         self.rows: list[Row] = []
         self.began = time.perf_counter()
 
@@ -238,6 +240,7 @@ class Session:
         self.model.load_state_dict(loaded.model_state)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded.optimizer_state)
+        self.controllers.load_state_dict(loaded.controllers_state)
         _set_rng_state(self.generator, loaded.rng_state)
         self.rows = self.run.read_history(up_to_epoch=self.state.epoch)
 
@@ -245,7 +248,7 @@ class Session:
         """Train to the end, evaluate the best weights, write the results."""
         try:
             if self.batches is None:
-                self._save(best=True)
+                self._save(best=self.model.state_dict())
             else:
                 self.make_resumable()
                 assert self.optimizer is not None and isinstance(self.model, TrainableModel)
@@ -258,7 +261,9 @@ class Session:
                     validate=self.validate,
                     keep=self.keep,
                     progress=self.progress,
+                    controllers=self.controllers,
                 )
+                self._offer_final_weights()
             self.report()
         except KeyboardInterrupt:
             saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
@@ -271,11 +276,29 @@ class Session:
     def make_resumable(self) -> None:
         """Save the state before the first epoch, unless one is saved: from here on a killed run can be resumed."""
         if not self.run.has_checkpoint:
-            self._save(best=False)
+            self._save(best=None)
 
     def validate(self) -> dict[str, float]:
-        """The validation metrics of the model as it is."""
-        return self._evaluate("validation").headline
+        """The validation metrics of the weights that controllers want judged, the model's own without them."""
+        with self.controllers.evaluation_weights(self.model):
+            metrics = self._evaluate("validation").headline
+            if self.controllers.needs_validation_loss:
+                loss = validation_cross_entropy(self.model, self.dataset)  # type: ignore[arg-type]
+                metrics = {**metrics, CROSS_ENTROPY: loss}
+        return metrics
+
+    def _offer_final_weights(self) -> None:
+        """Validate the weights that controllers have put together in the course of training, and keep better ones."""
+        offered = self.controllers.final_weights(self.model)
+        if offered is None:
+            return
+        with offered:
+            value = self._evaluate("validation").headline[self.config.training.valid_metric]
+            if self.state.best_metric is not None and value <= self.state.best_metric:
+                return
+            self.state.best_metric, self.state.best_epoch = value, self.state.epoch
+            best = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self._save(best=best)
 
     def _evaluate(self, part: Part) -> Evaluation:
         if isinstance(self.model, TrainableModel):
@@ -291,21 +314,29 @@ class Session:
         )
 
     def keep(self, row: Row, best: bool) -> None:
-        """Save the state after an epoch, and the weights as the best ones if they are."""
+        """Save the state after an epoch, and the weights that were judged as the best ones if they are."""
+        if self.optimizer is not None and self.batches is not None:
+            assert isinstance(self.model, TrainableModel)
+            moment = moment_of(self.model, self.optimizer, self.batches, self.config.training, self.state)
+            self.controllers.on_epoch_end(moment, row)
         self.rows.append(row)
         self.run.write_history(self.rows)
-        self._save(best=best)
+        judged = None
+        if best:
+            with self.controllers.evaluation_weights(self.model):
+                judged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self._save(best=judged)
 
-    def _save(self, *, best: bool) -> None:
+    def _save(self, *, best: Mapping[str, torch.Tensor] | None) -> None:
         self.state.sampler = {"order": "numpy PCG64 of [seed, epoch]", "next_epoch": self.state.epoch}
-        weights = self.model.state_dict()
         checkpoint.save(
             self.run.checkpoint,
-            model_state=weights,
+            model_state=self.model.state_dict(),
             optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
             rng_state=_rng_state(self.generator),
+            controllers_state=self.controllers.state_dict(),
             state=self.state,
-            best_model_state=weights if best else None,
+            best_model_state=best,
         )
 
     def report(self) -> None:

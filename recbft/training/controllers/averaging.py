@@ -1,0 +1,136 @@
+"""Averages of weights: exponential over steps, or plain over the epochs that gained enough.
+
+    ema    w' = d w' + (1 - d) w  after every step, d = min(decay, (1 + n) / (10 + n)) after n of them         (1)
+    swa    w' = mean of w after the epochs e >= start with  (v_e - v_{e-1}) / |v_{e-1}| >= gain                 (2)
+
+v is a validation value that should rise, read after each validated epoch. Parameters are averaged; buffers (running
+means, counters) are taken as they are. (1) is what is validated and kept from its first step on; (2) is offered once,
+after the last epoch, to be kept if it is better than the best epoch.
+
+Source: Izmailov et al. (2018); Fuzzy-Gated Training for Transformers, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recbft.config import check_range
+from recbft.training.controllers.hooks import Moment, value_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """Equation (1)."""
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        check_range("decay", self.decay, at_least=0, below=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwaConfig:
+    """Equation (2)."""
+
+    start: float = 0.5  # share of the epochs after which averaging may begin
+    gain: float = 0.002  # least relative gain of an epoch over the validation before it
+    value: str = "valid_ndcg@10"  # what should rise, a column of history.csv
+
+    def __post_init__(self) -> None:
+        check_range("start", self.start, at_least=0, below=1)
+        check_range("gain", self.gain, at_least=0)
+
+
+class Ema:
+    """Equation (1)."""
+
+    def __init__(self, config: EmaConfig) -> None:
+        self.config, self.steps = config, 0
+        self.mean: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def after_step(self, moment: Moment, loss: float) -> None:
+        """Take the weights of this step in."""
+        decay = min(self.config.decay, (1 + self.steps) / (10 + self.steps))
+        for name, parameter in moment.model.named_parameters():
+            if name in self.mean:
+                self.mean[name].lerp_(parameter, 1 - decay)
+            else:
+                self.mean[name] = parameter.detach().clone()
+        self.steps += 1
+
+    def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The model with the mean in place of its parameters; before the first step as it is."""
+        return replaced(model, self.mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean and how many steps are in it."""
+        return {"steps": self.steps, "mean": dict(self.mean)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.steps = state["steps"]
+        self.mean = {name: tensor.clone() for name, tensor in state["mean"].items()}
+
+
+class SelectiveSwa:
+    """Equation (2)."""
+
+    def __init__(self, config: SwaConfig) -> None:
+        self.config, self.epochs = config, 0
+        self.previous: float | None = None
+        self.mean: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def on_epoch_end(self, moment: Moment, row: Mapping[str, Any]) -> None:
+        """Take the epoch's weights in if it gained enough."""
+        value = value_of(row, self.config.value, "swa.value")
+        if value is None:
+            return
+        previous, self.previous = self.previous, value
+        late = moment.epoch > self.config.start * moment.total_epochs
+        if not late or previous is None or value - previous < self.config.gain * abs(previous):
+            return
+        self.epochs += 1
+        for name, parameter in moment.model.named_parameters():
+            if name in self.mean:
+                self.mean[name].lerp_(parameter, 1 / self.epochs)
+            else:
+                self.mean[name] = parameter.detach().clone()
+
+    def final_weights(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """The model with the mean in place of its parameters; None where fewer than two epochs are in it."""
+        return replaced(model, self.mean) if self.epochs > 1 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean, the epochs in it, and the value that the next epoch is held against."""
+        return {"epochs": self.epochs, "previous": self.previous, "mean": dict(self.mean)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.epochs, self.previous = state["epochs"], state["previous"]
+        self.mean = {name: tensor.clone() for name, tensor in state["mean"].items()}
+
+
+@contextmanager
+def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Other values for some parameters of a model inside the context; its own are back after it, to the bit."""
+    parameters = dict(model.named_parameters())
+    own = {name: parameters[name].detach().clone() for name in weights}
+    try:
+        _put(parameters, weights)
+        yield
+    finally:
+        _put(parameters, own)
+
+
+@torch.no_grad()
+def _put(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name, value in weights.items():
+        parameters[name].copy_(value)

@@ -1,0 +1,183 @@
+"""A small policy that sharpens attention while validation rewards it.
+
+    state   (change of the mean temperature, saturated share, membership entropy, validation loss L)            (1)
+    action  a ~ N(mean(state), diag(std^2)):   tau += 0.03 b a_0,   drift += 0.01 b a_1,   pressure += 0.01 b a_2   (2)
+    reward  r = -L_e + l1 max(0, L_{e-1} - L_e) + l2 sigmoid(g (L_zone - L_e))                                  (3)
+    loss    -r log pi(a | state), one step of Adam: REINFORCE                                                   (4)
+
+Once per validated epoch the last action is rewarded by (3) and the next is taken; actions are cut at +-3, b decays from
+epoch to epoch, and every quantity of (2) keeps its bounds. The policy reads and moves ``mixers.regime.RegimeAttention``
+alone, between epochs: the temperature is a weight of the model, the two penalties act in its training loss.
+
+Source: Fuzzy-Gated Training for Transformers, section 3 and listing 7; Williams (1992).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recbft.config import check_range
+from recbft.errors import UserError
+from recbft.mixers.regime import RegimeAttention
+from recbft.training.controllers.hooks import VALIDATION_LOSS, Moment, value_of
+
+LARGEST_ACTION = 3.0
+TEMPERATURE_STEP, PENALTY_STEP = 0.03, 0.01
+LARGEST_DRIFT, LARGEST_PRESSURE = 1.0, 0.6
+HIDDEN = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardianConfig:
+    """Reward (3) and policy (4)."""
+
+    learning_rate: float = 1e-3  # of the policy
+    gain_weight: float = 0.6  # l1
+    zone_weight: float = 1.2  # l2
+    zone_sharpness: float = 8.0  # g
+    zone: float | None = None  # L_zone; None means the first validation loss
+    decay: float = 0.98  # of b, per action
+
+    def __post_init__(self) -> None:
+        check_range("learning_rate", self.learning_rate, above=0)
+        for name in ("gain_weight", "zone_weight", "zone_sharpness"):
+            check_range(name, getattr(self, name), at_least=0)
+        check_range("decay", self.decay, above=0, at_most=1)
+
+
+class Guardian:
+    """Equations (1) to (4).
+
+    Args:
+        config: reward and policy.
+        model: what it guards.
+        seed: of its weights and actions; the default generator is left alone.
+
+    Raises:
+        UserError: the model has no regime mixer.
+    """
+
+    needs_validation_loss = True
+
+    def __init__(self, config: GuardianConfig, model: nn.Module, *, seed: int = 0) -> None:
+        self.config, self.guarded = config, regime_mixers(model)
+        if not self.guarded:
+            raise UserError("the guardian moves the temperature of mixer 'regime', which this model does not have")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.policy = GaussianPolicy(4, 3)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=config.learning_rate)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.strength = 1.0  # b
+        self.zone, self.last_loss = config.zone, math.nan
+        self.last_temperature = mean_temperature(self.guarded)
+        self.taken: tuple[Tensor, Tensor] | None = None  # state and action that the next reward is for
+
+    def on_epoch_end(self, moment: Moment, row: Mapping[str, Any]) -> None:
+        """Reward the last action, take the next."""
+        loss = value_of(row, VALIDATION_LOSS, "the guardian")
+        if loss is None:
+            return
+        self.zone = loss if self.zone is None else self.zone
+        if self.taken is not None:
+            self._learn(reward(loss, self.last_loss, self.zone, self.config))
+        state = self._state(loss)
+        with torch.no_grad():
+            mean, deviation = self.policy(state)
+            drawn = mean + deviation * torch.randn(mean.shape, generator=self.generator)
+        self.taken, self.last_loss = (state, drawn), loss
+        act(self.guarded, drawn.clamp(-LARGEST_ACTION, LARGEST_ACTION) * self.strength)
+        self.strength *= self.config.decay
+
+    def state_dict(self) -> dict[str, Any]:
+        """Policy, optimiser, generator and what the next reward needs."""
+        return {
+            "policy": dict(self.policy.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "strength": self.strength,
+            "zone": self.zone,
+            "last_loss": None if math.isnan(self.last_loss) else self.last_loss,
+            "last_temperature": self.last_temperature,
+            "taken": self.taken,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.policy.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.strength, self.zone, self.taken = state["strength"], state["zone"], state["taken"]
+        self.last_loss = math.nan if state["last_loss"] is None else state["last_loss"]
+        self.last_temperature = state["last_temperature"]
+
+    def _state(self, loss: float) -> Tensor:
+        """Equation (1); the temperature's change is that of the epoch."""
+        seen = [mixer.diagnosis() for mixer in self.guarded]
+        saturated, entropy = (
+            sum(part) / len(seen) for part in ((d.saturated for d in seen), (d.entropy for d in seen))
+        )
+        temperature = mean_temperature(self.guarded)
+        change, self.last_temperature = abs(temperature - self.last_temperature), temperature
+        return torch.tensor([change, saturated, entropy, loss])
+
+    def _learn(self, reward: float) -> None:
+        """Equation (4)."""
+        assert self.taken is not None
+        state, action = self.taken
+        self.optimizer.zero_grad()
+        (-reward * self.policy.log_probability(state, action)).backward()
+        self.optimizer.step()
+
+
+class GaussianPolicy(nn.Module):
+    """Two hidden layers to the mean of a Gaussian whose deviations do not depend on the state."""
+
+    def __init__(self, num_inputs: int, num_actions: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(num_inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+        self.mean = nn.Linear(HIDDEN, num_actions)
+        self.log_deviation = nn.Parameter(torch.zeros(num_actions))
+
+    def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of the actions in a state."""
+        return self.mean(self.body(state)), self.log_deviation.exp()
+
+    def log_probability(self, state: Tensor, action: Tensor) -> Tensor:
+        """Log density of an action, a scalar."""
+        mean, deviation = self(state)
+        squares = ((action - mean) / deviation).square()
+        return torch.sum(-0.5 * (squares + math.log(2 * math.pi)) - self.log_deviation)
+
+
+def reward(loss: float, last_loss: float, zone: float, config: GuardianConfig) -> float:
+    """Equation (3)."""
+    near = 1 / (1 + math.exp(min(700.0, -config.zone_sharpness * (zone - loss))))
+    return -loss + config.gain_weight * max(0.0, last_loss - loss) + config.zone_weight * near
+
+
+@torch.no_grad()
+def act(guarded: Sequence[RegimeAttention], action: Tensor) -> None:
+    """Equation (2) with b inside the action, within the bounds of each quantity."""
+    warmer, drift, pressure = action.tolist()
+    for mixer in guarded:
+        mixer.move_temperature(TEMPERATURE_STEP * warmer)
+        mixer.temperature_before.copy_(mixer.temperature)
+        mixer.drift.add_(PENALTY_STEP * drift).clamp_(0, LARGEST_DRIFT)
+        mixer.pressure.add_(PENALTY_STEP * pressure).clamp_(0, LARGEST_PRESSURE)
+
+
+def regime_mixers(model: nn.Module) -> list[RegimeAttention]:
+    """The regime mixers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, RegimeAttention)]
+
+
+def mean_temperature(guarded: Sequence[RegimeAttention]) -> float:
+    """Over mixers."""
+    return sum(mixer.temperature.item() for mixer in guarded) / len(guarded)

@@ -1,0 +1,131 @@
+"""Schedules: a learning rate with a floor, label smoothing that decays, dropout that glides down.
+
+    lr        1 up to ``flat`` of the steps, then  f + (1 - f) (1 + cos(pi u)) / 2,  u from 0 to 1             (1)
+    smoothing e_T + (e_0 - e_T) max(0, 1 - progress / until)                                                    (2)
+    dropout   p_T + (p_0 - p_T) max(0, 1 - progress / until)     where p_0 >= p_T; else left alone              (3)
+
+All are functions of where training stands, so they have no state of their own.
+
+Source: Fuzzy-Gated Training for Transformers, section 4 and listing 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from recbft.config import check_range
+from recbft.errors import UserError
+from recbft.kernels.dropout import Dropout
+from recbft.training.controllers.hooks import Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrFloorConfig:
+    """Equation (1)."""
+
+    flat: float = 0.4  # share of the steps at the full rate
+    floor: float = 0.1  # of the full rate, kept at the end
+
+    def __post_init__(self) -> None:
+        check_range("flat", self.flat, at_least=0, below=1)
+        check_range("floor", self.floor, at_least=0, at_most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelSmoothingConfig:
+    """Equation (2)."""
+
+    start: float = 0.015  # e_0
+    floor: float = 0.01  # e_T
+    until: float = 0.6  # share of the steps after which the floor is reached
+
+    def __post_init__(self) -> None:
+        check_range("start", self.start, at_least=0, below=1)
+        check_range("floor", self.floor, at_least=0, at_most=self.start)
+        check_range("until", self.until, above=0, at_most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropoutGlideConfig:
+    """Equation (3)."""
+
+    floor: float = 0.08  # p_T
+    until: float = 0.6  # share of the steps after which the floor is reached
+
+    def __post_init__(self) -> None:
+        check_range("floor", self.floor, at_least=0, below=1)
+        check_range("until", self.until, above=0, at_most=1)
+
+
+class _Stateless:
+    """A function of the moment alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to go on from."""
+
+
+class LrFloor(_Stateless):
+    """Equation (1)."""
+
+    def __init__(self, config: LrFloorConfig) -> None:
+        self.config = config
+
+    def lr_factor(self, moment: Moment) -> float:
+        """In [floor, 1]."""
+        u = max(0.0, moment.progress - self.config.flat) / (1 - self.config.flat)
+        return self.config.floor + (1 - self.config.floor) * (1 + math.cos(math.pi * u)) / 2
+
+
+class LabelSmoothing(_Stateless):
+    """Equation (2), put into ``model.item_loss.label_smoothing`` at the start of an epoch.
+
+    Raises:
+        UserError: the model's loss has no such attribute.
+    """
+
+    def __init__(self, config: LabelSmoothingConfig) -> None:
+        self.config = config
+
+    def smoothing(self, progress: float) -> float:
+        """At a share of the steps."""
+        c = self.config
+        return c.floor + (c.start - c.floor) * max(0.0, 1 - progress / c.until)
+
+    def on_epoch_start(self, moment: Moment) -> None:
+        """Set it for an epoch."""
+        loss: Any = getattr(moment.model, "item_loss", None)
+        if not hasattr(loss, "label_smoothing"):
+            raise UserError("label smoothing needs a model whose loss is 'ce'; leave label_smoothing out")
+        loss.label_smoothing = self.smoothing(moment.progress)
+
+
+class DropoutGlide(_Stateless):
+    """Equation (3), for every dropout layer of the model by the rate that it was built with."""
+
+    def __init__(self, config: DropoutGlideConfig, model: nn.Module) -> None:
+        self.config = config
+        self.built = {name: layer.p for name, layer in _dropouts(model)}
+
+    def rate(self, built: float, progress: float) -> float:
+        """Of a layer that was built with this rate."""
+        if built < self.config.floor:
+            return built
+        return self.config.floor + (built - self.config.floor) * max(0.0, 1 - progress / self.config.until)
+
+    def on_epoch_start(self, moment: Moment) -> None:
+        """Set the rates for an epoch."""
+        for name, layer in _dropouts(moment.model):
+            layer.p = self.rate(self.built[name], moment.progress)
+
+
+def _dropouts(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, (Dropout, nn.Dropout))]

@@ -1,0 +1,85 @@
+"""Controllers in a run: switched on by the config, resumed exactly, gone when it is over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recbft.datasets import Dataset
+from recbft.datasets.synth import SyntheticConfig, generate
+from recbft.errors import RunError, UserError
+from recbft.run_config import load_run_config
+from recbft.training import checkpoint
+from recbft.training.many_seeds import train_seeds
+from recbft.training.session import resume, train
+
+EVERY = {
+    "ema": {}, "swa": {"gain": 0.0}, "chaos": {}, "lr_floor": {}, "label_smoothing": {}, "dropout_glide": {},
+    "context_game": {"lengths": [4, 10]},
+}  # fmt: skip
+SMALL = {"epochs": 4, "hidden_size": 8, "max_length": 10, "batch_size": 16, "device": "cpu", "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    events = generate(SyntheticConfig(num_users=60, num_items=64, mean_length=8.0, seed=2)).events
+    return Dataset.from_frame(events)
+
+
+def config(**more):
+    return load_run_config(**{**SMALL, "mixer": "regime", "regimes": 3, **more})
+
+
+def weights(run):
+    [file] = run.checkpoint.glob("best-*.safetensors")
+    return load_file(file)
+
+
+def test_no_controllers_is_the_default_and_a_config_with_them_reads_back(tmp_path):
+    plain = config()
+    assert plain.controllers.named == []
+    steered = config(controllers=EVERY | {"guardian": {}})
+    assert set(steered.controllers.named) == {*EVERY, "guardian"}
+    (tmp_path / "config.yaml").write_text(steered.to_yaml())
+    assert load_run_config(tmp_path / "config.yaml") == steered
+    assert load_run_config(None, ["controllers.ema={}"]).controllers.named == ["ema"]
+
+
+@pytest.mark.parametrize("controllers", [{"ema": {}}, {"guardian": {}, "chaos": {}}, EVERY])
+def test_a_run_broken_off_and_resumed_equals_one_that_was_not(dataset, tmp_path, monkeypatch, controllers):
+    whole = train(config(controllers=controllers), tmp_path / "whole", dataset=dataset)
+    kept, calls = checkpoint.save, []
+
+    def break_off(*arguments, **named):
+        kept(*arguments, **named)
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save", break_off)
+    with pytest.raises(RunError, match="interrupted"):
+        train(config(controllers=controllers), tmp_path / "broken", dataset=dataset)
+    monkeypatch.setattr(checkpoint, "save", kept)
+    again = resume(tmp_path / "broken", dataset=dataset)
+    assert again.metrics["test"] == whole.metrics["test"]
+    one, two = weights(whole), weights(again)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_steering_changes_training_and_leaves_an_ordinary_run(dataset, tmp_path):
+    from recbft import Recommender
+
+    plain = train(config(), tmp_path / "plain", dataset=dataset)
+    steered = train(config(controllers={"ema": {}}), tmp_path / "steered", dataset=dataset)
+    one, two = weights(plain), weights(steered)
+    assert one.keys() == two.keys() and any(not torch.equal(one[name], two[name]) for name in one)
+    evaluation = Recommender.load(steered.path).evaluate(dataset)
+    assert evaluation.metrics["unfiltered"] == steered.metrics["test"]["unfiltered"]
+
+
+def test_seeds_trained_together_refuse_controllers(dataset, tmp_path):
+    configs = [load_run_config(**SMALL, seed=seed, controllers={"ema": {}}) for seed in (0, 1)]
+    with pytest.raises(UserError, match=r"controllers\.ema steers one run"):
+        train_seeds(configs, [tmp_path / "0", tmp_path / "1"], dataset=dataset)
+    assert not any(tmp_path.iterdir())
