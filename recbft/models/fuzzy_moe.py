@@ -1,0 +1,128 @@
+"""A mixture of feed-forward networks whose gates are read from fuzzy memberships: the predict step of a regime model.
+
+    p      = softmax((G mu_t + gumbel) / 0.5)              over E experts; no noise in evaluation             (1)
+    g      = p on the top k experts, divided by its sum there, 0 elsewhere                                    (2)
+    y_t    = sum_e g_te (W2_e phi(W1_e x_t + b1_e) + b2_e)           phi = GELU                               (3)
+    penalty on the training loss   balance * mean_e (mean_t g_te - 1/E)^2                                     (4)
+    J_t    = sum_e g_te (W2_e * W1_e') phi'(a_te)          diagonal of the Jacobian, gates held fixed         (5)
+
+The memberships are those of ``mixers.regime``, of the token that the network reads, so that the network serves behind
+any mixer. An expert is run on the tokens that chose it, and padding chooses none. In the paper's listing the noise is
+drawn in evaluation too and (4) passes no gradient; here scores are not random, and (4) trains the gates. It is the only
+thing that other tokens have a part in, and it is no part of any output.
+
+Source: Fuzzy-Gated Training for Transformers, section 2.3 and listing 6; Shazeer et al. (2017).
+Shapes: B rows, T tokens, D model width, F width of an expert, E experts, R regimes, N tokens of one expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recbft.config import check_range
+from recbft.core import SequenceContext, ffn_jacobian
+from recbft.errors import UserError
+from recbft.mixers.penalty import PenaltySlot
+from recbft.mixers.regime import GaussianMemberships
+
+SHARPNESS = 0.5  # of (1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuzzyMoEConfig:
+    """Experts of the feed-forward network (the ``moe`` section of a config)."""
+
+    experts: int = 4  # E
+    top_k: int = 2  # experts that a token is sent to
+    regimes: int = 4  # R
+    width: int | None = 16  # of the memberships' projection; None means hidden_size
+    noise: bool = True  # Gumbel noise on the gates in training
+    balance: float = 0.01  # weight of the load-balance penalty (4)
+
+    def __post_init__(self) -> None:
+        check_range("experts", self.experts, at_least=2)
+        check_range("top_k", self.top_k, at_least=1)
+        check_range("regimes", self.regimes, at_least=2)
+        check_range("width", self.width, at_least=self.regimes)
+        check_range("balance", self.balance, at_least=0)
+        if self.top_k > self.experts:
+            raise UserError(f"top_k is {self.top_k}, but there are {self.experts} experts; take at most {self.experts}")
+
+
+class Prediction(NamedTuple):
+    """What the network adds to the stream, and its slope where it was asked for."""
+
+    output: Tensor  # (B, T, D), 0 at padding
+    jacobian: Tensor | None  # (B, T, D), J of (5)
+
+
+class FuzzyMoE(nn.Module):
+    """Equations (1) to (5).
+
+    Args:
+        hidden_size: D.
+        inner_size: F, of each expert.
+        config: the experts.
+    """
+
+    def __init__(self, hidden_size: int, inner_size: int, config: FuzzyMoEConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = FuzzyMoEConfig() if config is None else config
+        self.memberships = GaussianMemberships(hidden_size, config.regimes, width=config.width)
+        self.route = nn.Linear(config.regimes, config.experts, bias=False)
+        self.inner = nn.ModuleList(nn.Linear(hidden_size, inner_size) for _ in range(config.experts))
+        self.outer = nn.ModuleList(nn.Linear(inner_size, hidden_size) for _ in range(config.experts))
+        self.penalty = PenaltySlot()
+
+    def forward(self, x: Tensor, context: SequenceContext, *, with_jacobian: bool = False) -> Prediction:
+        """Predict from the normalised stream.
+
+        Args:
+            x: (B, T, D).
+            context: which tokens are real.
+            with_jacobian: also return (5).
+        """
+        gates = self.gates(self.memberships(x)) * context.valid[..., None]
+        if self.training:
+            self.penalty.leave(self.config.balance * load_imbalance(gates, context.valid))
+        tokens, shares = x.flatten(0, 1), gates.flatten(0, 1)
+        output = torch.zeros_like(tokens)
+        jacobian = torch.zeros_like(tokens) if with_jacobian else None
+        for expert, (inner, outer) in enumerate(zip(self.inner, self.outer, strict=True)):
+            assert isinstance(inner, nn.Linear) and isinstance(outer, nn.Linear)
+            chosen = shares[:, expert].nonzero()[:, 0]  # (N,)
+            share = shares[chosen, expert, None]
+            a = inner(tokens[chosen])
+            output = output.index_add(0, chosen, share * outer(F.gelu(a)))  # (3)
+            if jacobian is not None:
+                slope = ffn_jacobian(a, inner.weight, outer.weight)
+                jacobian = jacobian.index_add(0, chosen, share * slope)  # (5)
+        return Prediction(output.view_as(x), None if jacobian is None else jacobian.view_as(x))
+
+    def gates(self, memberships: Tensor) -> Tensor:
+        """Equations (1) and (2): (B, T, R) -> (B, T, E), sums of 1."""
+        logits = self.route(memberships)
+        if self.training and self.config.noise:
+            noise = torch.empty_like(logits).exponential_().clamp_(min=torch.finfo(logits.dtype).tiny)
+            logits = logits - noise.log()  # Gumbel: -log of an exponential
+        probability = torch.softmax(logits / SHARPNESS, dim=-1)
+        if self.config.top_k == self.config.experts:
+            return probability
+        top, place = probability.topk(self.config.top_k, dim=-1)
+        return torch.zeros_like(probability).scatter(-1, place, top / top.sum(dim=-1, keepdim=True))
+
+
+def load_imbalance(gates: Tensor, valid: Tensor) -> Tensor:
+    """The mean square of (4) over real tokens; 0 where all experts carry alike.
+
+    Args:
+        gates: (B, T, E), 0 at padding.
+        valid: (B, T), True for real tokens.
+    """
+    load = gates.sum(dim=(0, 1)) / valid.sum().clamp(min=1)
+    return (load - 1 / gates.shape[-1]).square().mean()
