@@ -202,15 +202,25 @@ def _calibration_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
 
 
 def _verdicts(arm: str, each: Mapping[int, Any]) -> list[str]:
-    """What the precision says about being right, in the probe's own words, seeds with the same verdict together."""
-    by_verdict: dict[str, list[int]] = {}
-    for seed, one in each.items():
-        if "precision" in one["confidences"]:
-            by_verdict.setdefault(one["confidences"]["precision"]["verdict"], []).append(seed)
-    if not by_verdict:
+    """What the precision says about being right: over the seeds, and each seed in the probe's own words."""
+    found = {seed: one["confidences"]["precision"] for seed, one in each.items() if "precision" in one["confidences"]}
+    if not found:
         return [f"{arm} tracks no precision; what its scores say is judged below."]
-    return [
-        f"Posterior precision of {arm} (seeds {seeds_text(seeds)}): {words}." for words, seeds in by_verdict.items()
+    by_verdict: dict[str, list[int]] = {}
+    for seed, one in found.items():
+        by_verdict.setdefault(one["verdict"], []).append(seed)
+    known = [one["auroc"] for one in found.values() if one["auroc"] is not None]
+    words = []
+    inside = seed_interval(known) if len(known) > 1 else None
+    if inside is not None:
+        words.append(
+            f"Posterior precision of {arm}: AUROC {sum(known) / len(known):.3f} on average over seeds "
+            f"{seeds_text(list(found))}, 95 % interval over seeds {inside[0]:.3f} to {inside[1]:.3f}; 0.5 says nothing."
+        )
+    alone = ", taken alone" if len(found) > 1 else ""
+    return words + [
+        f"Posterior precision of {arm}, seed{'s' if len(seeds) > 1 else ''} {seeds_text(seeds)}{alone}: {said}."
+        for said, seeds in by_verdict.items()
     ]
 
 
