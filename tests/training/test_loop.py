@@ -183,11 +183,12 @@ def test_precision_is_ramped_in_over_the_warm_up_steps():
 
 
 def test_precision_parameters_move_further_than_the_backbone_at_their_higher_rate():
+    # Adam's first step is as long as the rate, whatever dropout did to the gradient; later ones may turn back.
     model = build()
     before = copy.deepcopy(model.state_dict())
-    train(model, epochs=1, learning_rate=1e-4, warmup_steps=0)
+    train(model, epochs=1, learning_rate=1e-4, warmup_steps=0, data=batches(num_users=4))
     moved = {name: (p.detach() - before[name]).abs().max().item() for name, p in model.named_parameters()}
-    assert moved["item_precision.range"] > 20 * moved["item_embedding.weight"] > 0
+    assert moved["item_precision.range"] == pytest.approx(100 * moved["item_embedding.weight"], rel=0.01)
 
 
 def test_a_gradient_is_clipped_to_the_asked_norm():
