@@ -44,6 +44,8 @@ def report(
             typer.echo(f"warning: {error}; what needs none is written without them", err=True)
             draw = False
     made = make_report(load_comparison(source), data_root=data_root, draw=draw)
+    # Written first: whoever reads only the beginning of what follows (`| head`) still gets the files.
+    written = write_report(made, source / "report" if out is None else out, wanted)
     for line in made.answer:
         typer.echo(line)
     for section in made.sections:
@@ -53,5 +55,5 @@ def report(
         for line in section.words if section.name != "commands" else ():
             typer.echo(f"\n{line}")
     typer.echo()
-    for path in write_report(made, source / "report" if out is None else out, wanted):
+    for path in written:
         typer.echo(f"written: {path}")
