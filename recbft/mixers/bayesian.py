@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from recbft.config import check_range
-from recbft.core import SequenceContext, projected_precision
+from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace, choose
 from recbft.kernels.memory.positivity import check_positive
@@ -38,7 +38,7 @@ from recbft.mixers.memory_maps import (
     fitted_transition,
     history_starts,
 )
-from recbft.mixers.observation import Observation
+from recbft.mixers.observation import Observation, projected
 
 __all__ = ["BayesianConfig", "BayesianMixer", "MemoryEvent", "MemoryState", "MemoryTrace", "filter_memory", "step"]
 
@@ -296,7 +296,4 @@ class BayesianMixer(nn.Module):
             spread = scale * (variance.clamp(min=0) + self.observation(x))  # (B, H G, T)
             found = spread.clamp(min=1 / self.cap).reciprocal().mT.repeat_interleave(readout.shape[-1], dim=-1)
             found = found.to(x.dtype)
-        if self.out is not None:
-            innovation = self.out(innovation)
-            found = None if found is None else projected_precision(found, self.out.weight, cap=self.cap)
-        return Observation(innovation, found)
+        return projected(Observation(innovation, found), self.out, cap=self.cap)

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from recbft.config import check_range
-from recbft.core import SequenceContext, projected_precision
+from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.mixers.attention import Estimator, SoftmaxAttention
-from recbft.mixers.observation import Observation
+from recbft.mixers.observation import Observation, projected
 
 Gate = Literal["mlp", "scalar", "none"]
 
@@ -107,7 +107,7 @@ class BoostedAttention(nn.Module):
         """Observe every position; arguments as those of ``SoftmaxAttention.forward``."""
         source = x if source is None else source
         total, found = self._after(len(self.rounds), x, precision, context, ramp, source)
-        return _projected(total, found, self.out, self.cap)
+        return projected(Observation(total, found), self.out, cap=self.cap)
 
     def attention(
         self,
@@ -169,7 +169,7 @@ class TwicingAttention(nn.Module):
         smooth, found = self.smoother.observe(q, k, v, precision, context, ramp=ramp)
         again = smooth.view(v.transpose(1, 2).shape).transpose(1, 2)  # (B, T, D) -> (B, H, T, K)
         twice = self.smoother.observe(q, k, again, precision, context, ramp=ramp, estimate=False).innovation
-        return _projected(2 * smooth - twice, found, self.out, self.cap)
+        return projected(Observation(2 * smooth - twice, found), self.out, cap=self.cap)
 
     def attention(
         self,
@@ -183,13 +183,6 @@ class TwicingAttention(nn.Module):
         """2 A - A^2, with A as ``SoftmaxAttention.attention`` gives it; rows sum to 1, entries may be negative."""
         weights = self.smoother.attention(x, precision, context, ramp=ramp, source=source)
         return 2 * weights - weights @ weights
-
-
-def _projected(innovation: Tensor, precision: Tensor | None, out: nn.Linear | None, cap: float) -> Observation:
-    if out is None:
-        return Observation(innovation, precision)
-    found = None if precision is None else projected_precision(precision, out.weight, cap=cap)
-    return Observation(out(innovation), found)
 
 
 class MlpGate(nn.Module):

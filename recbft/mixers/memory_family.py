@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from recbft.config import check_choice, check_range
-from recbft.core import SequenceContext, projected_precision
+from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.memory import UNFILTERED, Rule, UnfilteredTrace, choose
 from recbft.kernels.memory.reference import unfiltered_reading, unfiltered_step, write_share
@@ -47,7 +47,7 @@ from recbft.mixers.memory_maps import (
     fitted_transition,
     history_starts,
 )
-from recbft.mixers.observation import Observation
+from recbft.mixers.observation import Observation, projected
 
 
 class DesignModel(NamedTuple):
@@ -268,10 +268,7 @@ class MemoryFamilyMixer(nn.Module):
             spread = spread if self.model.by_column else spread[..., None].expand_as(readout)
             spread = spread * self.log_scale.exp()[:, None, None]
             found = spread.clamp(min=1 / self.cap).reciprocal().transpose(1, 2).flatten(2).to(x.dtype)
-        if self.out is not None:
-            innovation = self.out(innovation)
-            found = None if found is None else projected_precision(found, self.out.weight, cap=self.cap)
-        return Observation(innovation, found)
+        return projected(Observation(innovation, found), self.out, cap=self.cap)
 
 
 def _refuse_idle(config: MemoryFamilyConfig, design: str, model: DesignModel) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from recbft.core import projected_precision
 
 
 class Observation(NamedTuple):
@@ -12,3 +14,16 @@ class Observation(NamedTuple):
 
     innovation: Tensor  # (B, T, D)
     precision: Tensor | None  # (B, T, D), >= 0; None where the mixer has no estimate
+
+
+def projected(observation: Observation, out: nn.Linear | None, *, cap: float) -> Observation:
+    """An observation through a mixer's output map, if it has one: precision through the squared weights.
+
+    Args:
+        cap: largest precision.
+    """
+    innovation, precision = observation
+    if out is None:
+        return observation
+    found = None if precision is None else projected_precision(precision, out.weight, cap=cap)
+    return Observation(out(innovation), found)

@@ -91,15 +91,6 @@ class PositionalAttention(nn.Module):
         self.estimator = self.reader.estimator
         self.sde = HeadPlaces(hidden_size // n_heads, n_heads, config, scheme)
 
-    @property
-    def dropout(self) -> float:
-        """Probability of dropping an attention weight."""
-        return self.reader.dropout
-
-    @dropout.setter
-    def dropout(self, dropout: float) -> None:
-        self.reader.dropout = dropout
-
     def forward(
         self,
         x: Tensor,

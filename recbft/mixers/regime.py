@@ -33,11 +33,11 @@ import torch
 from torch import Tensor, nn
 
 from recbft.config import check_range
-from recbft.core import SequenceContext, projected_precision
+from recbft.core import SequenceContext
 from recbft.core.regimes import block_table, memberships, sinkhorn, standardised_bias
 from recbft.errors import UserError
 from recbft.mixers.attention import Estimator, SoftmaxAttention
-from recbft.mixers.observation import Observation
+from recbft.mixers.observation import Observation, projected
 from recbft.mixers.penalty import PenaltySlot
 
 TEMPERATURES = (0.6, 1.6)
@@ -192,10 +192,7 @@ class RegimeAttention(nn.Module):
         if self.training:
             self._leave_penalty(mu, context)
             self._remember(mu.detach(), raw, context)
-        if self.out is None:
-            return Observation(innovation, found)
-        found = None if found is None else projected_precision(found, self.out.weight, cap=self.cap)
-        return Observation(self.out(innovation), found)
+        return projected(Observation(innovation, found), self.out, cap=self.cap)
 
     def attention(
         self,
