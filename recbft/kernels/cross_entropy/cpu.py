@@ -6,14 +6,15 @@ A block of logits that stays in the cache becomes exp(l - shift) in place; with 
     dX   = r * (exp(l - shift) W) - W_target / N        dW = exp(l - shift)' (r X) - scatter(X_target / N)     (1)
 
 so probabilities are never normalised one by one. The shift is 0 where no logit can leave the range in which exp is
-safe (|l| <= max|x| max|w|), the row maximum elsewhere. Several seeds are taken one after another.
+safe (|l| <= max|x| max|w|), the row maximum elsewhere. dW is added up as (D, V), the way its product is fastest.
+Several seeds are taken one after another.
 
 Shapes: N positions, V items, D width, S seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,11 +42,8 @@ def full_cross_entropies(states: Tensor, weight: Tensor, target: Tensor, counts:
 class _FullCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        with_gradients = states.requires_grad or weight.requires_grad
-        d_states = torch.empty_like(states) if with_gradients else None
-        d_weight = torch.zeros_like(weight) if with_gradients else None
-        loss = _mean_loss(states, weight, target, d_states, d_weight)
-        if with_gradients:
+        loss, d_states, d_weight = _mean_loss(states, weight, target, states.requires_grad or weight.requires_grad)
+        if d_states is not None and d_weight is not None:
             ctx.save_for_backward(d_states, d_weight)
         return loss
 
@@ -59,11 +57,11 @@ class _FullCrossEntropy(torch.autograd.Function):
 class _FullCrossEntropies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int]) -> Tensor:
-        d_states, d_weight = torch.empty_like(states), torch.zeros_like(weight)
         ctx.counts = list(counts)
-        parts = (states.split(ctx.counts), weight, target.split(ctx.counts), d_states.split(ctx.counts), d_weight)
-        ctx.save_for_backward(d_states, d_weight)
-        return torch.stack([_mean_loss(*own, product=product) for own in zip(*parts, strict=True)])
+        parts = zip(states.split(ctx.counts), weight, target.split(ctx.counts), strict=True)
+        losses, d_states, d_weight = zip(*(_mean_loss(*own, True) for own in parts), strict=True)
+        ctx.save_for_backward(torch.cat(d_states), torch.stack(d_weight))
+        return torch.stack(losses)
 
     @staticmethod
     @once_differentiable
@@ -74,27 +72,20 @@ class _FullCrossEntropies(torch.autograd.Function):
 
 
 def _mean_loss(
-    states: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    d_states: Tensor | None,
-    d_weight: Tensor | None,
-    *,
-    product: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> Tensor:
-    """The loss; its gradients go into ``d_states`` (overwritten) and ``d_weight`` (added to) where they are given.
-
-    ``product`` is another way to x W' than PyTorch's own.
-    """
+    states: Tensor, weight: Tensor, target: Tensor, with_gradients: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss and, where asked for, its gradients dX (N, D) and dW (V, D)."""
     N, V = states.shape[0], weight.shape[0]
     rows = max(16, min(N, BLOCK_ELEMENTS // V))
-    block = states.new_empty(rows, V)
     target_weight = weight[target]  # (N, D)
     loss = states.new_zeros((), dtype=torch.float64).sub_((states * target_weight).sum(dtype=torch.float64))
     bounded = bool(_largest_norm(states) * _largest_norm(weight) <= SAFE_LOGIT)
+    if with_gradients:
+        columns = weight.T.contiguous()  # (D, V)
+        d_states, d_columns = torch.empty_like(states), torch.zeros_like(columns)
     for first in range(0, N, rows):
         x = states[first : first + rows]
-        logits = torch.mm(x, weight.T, out=block[: x.shape[0]]) if product is None else product(x, weight)
+        logits = product(x, weight)
         if not bounded:
             shift = logits.amax(dim=1, keepdim=True)
             logits -= shift
@@ -102,19 +93,16 @@ def _mean_loss(
         odds = logits.exp_()
         total = odds.sum(dim=1, keepdim=True)
         loss += total.log().sum(dtype=torch.float64)
-        if d_states is not None and d_weight is not None:
+        if with_gradients:
             share = 1 / (N * total)
-            d_x = d_states[first : first + rows]
-            if product is None:
-                torch.mm(odds, weight, out=d_x).mul_(share)
-                d_weight.addmm_(odds.T, x * share)
-            else:
-                torch.mul(product(odds, weight.T), share, out=d_x)
-                d_weight += product((x * share).T, odds.T).T
-    if d_states is not None and d_weight is not None:
-        d_states.add_(target_weight, alpha=-1 / N)
-        d_weight.index_add_(0, target, states.detach(), alpha=-1 / N)
-    return (loss / N).to(states.dtype)
+            torch.mul(product(odds, columns), share, out=d_states[first : first + rows])
+            d_columns += product((x * share).T, odds.T)
+    loss = (loss / N).to(states.dtype)
+    if not with_gradients:
+        return loss, None, None
+    d_states.add_(target_weight, alpha=-1 / N)
+    d_weight = d_columns.T.contiguous().index_add_(0, target, states.detach(), alpha=-1 / N)
+    return loss, d_states, d_weight
 
 
 def _largest_norm(rows: Tensor) -> Tensor:
