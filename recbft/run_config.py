@@ -2,8 +2,8 @@
 
     defaults  <  arm preset (backbone)  <  YAML file  <  key=value settings  <  what the command or call names itself
 
-Sections: data, backbone (the model's own), mixing (the mixer's own), core (precision, in arms that track it), training,
-controllers (what steers training), evaluation.
+Sections: data, backbone (the model's own), mixing (the mixer's own), moe (experts in the feed-forward network's place),
+core (precision, in arms that track it), training, controllers (what steers training), evaluation.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from recbft.errors import UserError
 from recbft.evaluation.config import EvaluationConfig
 from recbft.mixers import MIXERS, NoOptions
 from recbft.models import MODELS
+from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.precision_config import CoreConfig
 from recbft.recbole_yaml import from_recbole, is_recbole
 from recbft.training.config import TrainingConfig
@@ -46,6 +47,7 @@ class RunConfig:
     data: DataConfig
     backbone: Any  # the model's own config class
     mixing: Any  # the mixer's own config class
+    moe: FuzzyMoEConfig
     core: CoreConfig | None
     training: TrainingConfig
     controllers: ControllersConfig
@@ -69,7 +71,13 @@ class RunConfig:
     def build(self, training_counts: Tensor) -> nn.Module:
         """The untrained model; ``training_counts`` (V + 1,) events per item in training, index 0 padding."""
         return MODELS[self.model].make(
-            self.backbone, self.core, training_counts, seed=self.seed, mixer=self.mixer, mixing=self.mixing
+            self.backbone,
+            self.core,
+            training_counts,
+            seed=self.seed,
+            mixer=self.mixer,
+            mixing=self.mixing,
+            moe=self.moe,
         )
 
     def to_yaml(self) -> str:
@@ -124,6 +132,7 @@ def sections_of(model: str, mixer: str | None = None) -> dict[str, type]:
         "data": DataConfig,
         "backbone": MODELS[model].config,
         "mixing": _options_of(mixer),
+        "moe": FuzzyMoEConfig,
         "core": CoreConfig,
         "training": TrainingConfig,
         "controllers": ControllersConfig,
@@ -159,6 +168,9 @@ def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConf
     if core and arm not in spec.precision_arms:
         use = f" or take arm {' or '.join(spec.precision_arms)}" if spec.precision_arms else ""
         raise UserError(f"core.{next(iter(core))} has no effect in arm {arm!r} of {model}; leave it out{use}")
+    moe = from_dict(FuzzyMoEConfig, tree.get("moe", {}), "moe")
+    if moe.experts and not spec.trainable:
+        raise UserError(f"moe.experts has no effect in model {model!r}, which has no layers; leave it out")
     return RunConfig(
         model=model,
         arm=arm,
@@ -166,6 +178,7 @@ def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConf
         mixer=mixer,
         mixing=from_dict(_options_of(mixer), tree.get("mixing", {}), "mixing"),
         data=from_dict(DataConfig, tree.get("data", {}), "data"),
+        moe=moe,
         backbone=from_dict(spec.config, {**spec.arms[arm], **tree.get("backbone", {})}, "backbone"),
         core=from_dict(CoreConfig, {**spec.core, **core}, "core") if arm in spec.precision_arms else None,
         training=from_dict(TrainingConfig, tree.get("training", {}), "training"),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from recbft.config import field_types
 from recbft.errors import UserError
@@ -51,6 +52,36 @@ def test_nothing_given_is_sasrec_with_precision_tracking():
 
 def test_a_model_without_that_arm_takes_its_own():
     assert load_run_config(model="pop").arm == "published"
+
+
+def test_experts_take_the_place_of_the_feed_forward_network():
+    config = load_run_config(arm="matched", experts=3, hidden_size=8, max_length=4)
+    assert (config.moe.experts, config.moe.experts_per_token) == (3, 2)
+    blocks = config.build(torch.arange(5)).blocks
+    assert all(block.moe is not None and not hasattr(block, "inner") for block in blocks)
+    plain = load_run_config(arm="matched", hidden_size=8, max_length=4).build(torch.arange(5))
+    assert all(block.moe is None for block in plain.blocks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"experts_per_token": 3}, "experts_per_token has no effect without experts; leave it out or set experts: 4"),
+        ({"experts": 1}, "experts is 1; give a whole number >= 2"),
+        ({"experts": 2, "experts_per_token": 3}, "experts_per_token is 3, but there are 2 experts; take at most 2"),
+        ({"experts": 2, "model": "pop"}, "experts has no effect in model 'pop', which has no layers"),
+    ],
+)
+def test_experts_that_cannot_be_are_named(settings, message):
+    with pytest.raises(UserError, match=message):
+        load_run_config(**settings)
+
+
+@pytest.mark.parametrize(("model", "arm"), [("sasrec", "published"), ("bert4rec", "published"), ("hstu", "published")])
+def test_experts_need_a_layer_with_a_place_for_them(model, arm):
+    config = load_run_config(model=model, arm=arm, experts=2)
+    with pytest.raises(UserError, match="experts need a pre-norm layer with a feed-forward network, got"):
+        config.build(torch.arange(5))
 
 
 def test_later_layers_win(write):

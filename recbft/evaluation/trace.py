@@ -1,5 +1,7 @@
 """What every layer did in one pass, taken from the model's own modules by hooks; tracing changes no score.
 
+Every layer is run for all tokens, where a model that is only asked for states leaves out what no state needs.
+
     gain      the layer's own update rule asked for h' with h = 0 and e = 1, since h' = h + gain * e           (1)
     J         the diagonal of the feed-forward network's Jacobian at the token, ``core.ffn_jacobian``          (2)
     share     |a_tj| / sum_i |a_ti|, the share of the attention of t that j gets; a_tj where weights are
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from recbft.core import Belief, ffn_jacobian, process_noise
 from recbft.datasets.batches import Batch
 from recbft.mixers import Observation
+from recbft.models.backbone import Backbone
 from recbft.models.block import Block
 from recbft.models.contract import SequenceModel, UserStates
 
@@ -90,6 +93,10 @@ class LayerTrace:
         """(B, T, D), equation (2); None where precision is not predicted through the feed-forward network."""
         if self.block.precision is None or self.block.precision.mode == "off":
             return None
+        if self.block.moe is not None:
+            x, valid = self._calls["moe"].arguments
+            found: Tensor = self.block.moe(x, valid, with_jacobian=True).jacobian
+            return found
         return ffn_jacobian(self._calls["inner"].output, self.block.inner.weight, self.block.outer.weight)
 
     @cached_property
@@ -97,7 +104,10 @@ class LayerTrace:
         """What stood for (2) in this pass, (B, T, D) or (D,) for all tokens."""
         if self.jacobian is None or self.block.precision is None:
             return None
-        a, context = self._calls["inner"].output, self._calls["mixer"].arguments[2]
+        context = self._calls["mixer"].arguments[2]
+        if self.block.moe is not None:
+            return self.block.precision.take(self.jacobian, context)
+        a = self._calls["inner"].output
         return self.block.precision.activate(a, self.block.inner.weight, self.block.outer.weight, context)[1]
 
     @property
@@ -155,12 +165,21 @@ def trace(model: SequenceModel, batch: Batch) -> tuple[UserStates, list[LayerTra
     calls: list[dict[str, _Call]] = [{} for _ in blocks]
     with ExitStack() as hooks:
         for block, seen in zip(blocks, calls, strict=True):
-            parts = {"block": block, "mixer": block.mixer, "update": getattr(block, "update", None)}
-            for name, part in {**parts, "inner": getattr(block, "inner", None)}.items():
+            hooks.callback(_watch(block, "block", seen).remove)
+            for name in ("mixer", "update", "inner", "moe"):
+                part = getattr(block, name, None)
                 if part is not None:
                     hooks.callback(_watch(part, name, seen).remove)
-        states = model.user_states(batch)
+        states = _states(model, batch)
     return states, [LayerTrace(block, seen) for block, seen in zip(blocks, calls, strict=True)]
+
+
+def _states(model: SequenceModel, batch: Batch) -> UserStates:
+    """The states of a batch, every layer run for all tokens."""
+    if not isinstance(model, Backbone):
+        return model.user_states(batch)
+    mean, precision = (part.flatten(0, 1)[batch.last] for part in model.encode(batch))
+    return model.states_of(Belief(mean, precision))
 
 
 def _watch(module: nn.Module, name: str, seen: dict[str, _Call]) -> Any:

@@ -14,6 +14,7 @@ from recbft.datasets.batches import EpochBatches, TrainingBatches
 from recbft.mixers import MIXERS, MixerSpec
 from recbft.models.backbone import Backbone, BackboneConfig, Mixing
 from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
+from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.hstu import HSTUConfig, hstu
 from recbft.models.popularity import Popularity, PopularityConfig
 from recbft.models.precision_config import CoreConfig
@@ -55,9 +56,14 @@ class ModelSpec:
         seed: int,
         mixer: str | None = None,
         mixing: Any = None,
+        moe: FuzzyMoEConfig | None = None,
     ) -> nn.Module:
-        """The module, with ``mixer`` and its options where the model leaves a choice."""
-        chosen = {"mixing": Mixing(mixer or self.mixers[0], mixing)} if len(self.mixers) > 1 else {}
+        """The module, with ``mixer`` and its options where the model leaves a choice, and experts where there are."""
+        chosen: dict[str, Any] = {}
+        if len(self.mixers) > 1:
+            chosen["mixing"] = Mixing(mixer or self.mixers[0], mixing)
+        if moe is not None and moe.experts:
+            chosen["moe"] = moe
         return self.build(config, core, training_counts, seed=seed, **chosen)
 
 
@@ -150,6 +156,7 @@ __all__ = [
     "Backbone",
     "BackboneConfig",
     "CoreConfig",
+    "FuzzyMoEConfig",
     "HSTUConfig",
     "Mixing",
     "ModelSpec",

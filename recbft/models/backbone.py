@@ -29,6 +29,7 @@ from recbft.mixers import MIXERS, Place
 from recbft.mixers.penalty import take_penalties
 from recbft.models.block import Block, Layer
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
+from recbft.models.fuzzy_moe import FuzzyMoE, FuzzyMoEConfig
 from recbft.models.losses import ItemLoss, LossName, Negatives, check_loss
 from recbft.models.precision_channel import ItemPrecision, LayerPrecision
 from recbft.models.precision_config import CoreConfig, check_core
@@ -138,8 +139,11 @@ class Backbone(TrainableModel):
         self.item_loss = ItemLoss(config, training_counts)
         self._initialise(seed)
 
-    def encode(self, batch: Batch) -> Belief:
-        """The belief about every token after the last layer, mean read out; precision is ones without ``core``."""
+    def encode(self, batch: Batch, *, only: Tensor | None = None) -> Belief:
+        """The belief about every token after the last layer, mean read out; precision is ones without ``core``.
+
+        ``only`` names tokens, counted through the rows, whose belief is all that is wanted: the result is (N, D).
+        """
         embedded = self.item_embedding(batch.items)  # (B, T, D)
         mean = self.embedding_scale * embedded + self.position_embedding(self._positions(batch))
         if self.norm_embedding is not None:
@@ -150,8 +154,9 @@ class Backbone(TrainableModel):
             precision = self.item_precision(batch.items, embedded)
         belief, ramp = Belief(mean, precision.expand_as(mean)), float(self.ramp)
         context = self._context(batch)
-        for block in self.blocks:
+        for block in self.blocks[:-1]:
             belief = block(belief, context, ramp)
+        belief = self.blocks[-1](belief, context, ramp, only)
         return Belief(self.norm(belief.mean), belief.precision)
 
     def loss(self, batch: Batch) -> Tensor:
@@ -167,11 +172,11 @@ class Backbone(TrainableModel):
 
     def user_states(self, batch: Batch) -> UserStates:
         """State and mean posterior precision at each history's last token."""
-        belief = self.encode(batch)
-        state = belief.mean.flatten(0, 1)[batch.last]
-        if self.core is None:
-            return UserStates(state, None)
-        return UserStates(state, belief.precision.flatten(0, 1)[batch.last].mean(dim=-1))
+        return self.states_of(self.encode(batch, only=batch.last))
+
+    def states_of(self, belief: Belief) -> UserStates:
+        """What is said of users whose belief is had, (N, D)."""
+        return UserStates(belief.mean, None if self.core is None else belief.precision.mean(dim=-1))
 
     def item_table(self) -> ItemTable:
         """The tied item embeddings, and the item biases where there are any."""
@@ -185,7 +190,7 @@ class Backbone(TrainableModel):
         """Bring what is kept from the weights up to date: at the start of an epoch and before evaluation."""
         for block in self.blocks:
             assert isinstance(block, Block)
-            if block.precision is not None:
+            if block.precision is not None and block.moe is None:
                 block.precision.refresh(block.inner.weight, block.outer.weight)
 
     def is_dynamics_parameter(self, name: str) -> bool:
@@ -238,9 +243,17 @@ def make_blocks(
     innovation_dropout: float | None = None,
     activation: Literal["gelu", "relu"] = "gelu",
     layer: Layer = "pre_norm",
+    moe: FuzzyMoEConfig | None = None,
 ) -> list[Block]:
-    """The layers of a backbone around its mixers, each with a precision channel where ``core`` is given."""
+    """The layers of a backbone around its mixers, each with a precision channel where ``core`` is given.
+
+    Raises:
+        UserError: experts in a layer that has no place for them.
+    """
     D = config.hidden_size
+    if moe is not None and (layer != "pre_norm" or inner_size is None):
+        kind = layer if layer != "pre_norm" else "feed_forward false"
+        raise UserError(f"experts need a pre-norm layer with a feed-forward network, got {kind}; leave them out")
     blocks = []
     for number in range(config.n_layers):
         precision, update = None, None
@@ -260,6 +273,7 @@ def make_blocks(
                 activation=activation,
                 layer=layer,
                 update=update,
+                moe=None if moe is None or inner_size is None else FuzzyMoE(D, inner_size, moe),
             )
         )
     return blocks

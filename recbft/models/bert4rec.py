@@ -36,6 +36,7 @@ from recbft.models.backbone import (
     mixer_maker,
     root_of_width,
 )
+from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.precision_config import CoreConfig
 
 
@@ -77,6 +78,7 @@ def bert4rec(
     *,
     seed: int = 0,
     mixing: Mixing = ATTENTION,
+    moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
     """The model; ``core`` None leaves the precision channel out (arms ``published`` and ``matched``).
 
@@ -86,6 +88,7 @@ def bert4rec(
         training_counts: (V + 1,) counts of each item in training, index 0 padding.
         seed: equal seeds give equal weights to the parameters that two arms share.
         mixing: what moves information along the history, softmax attention unless given.
+        moe: experts in the place of the feed-forward network, or None.
     """
     if core is not None and config.layer != "pre_norm":
         raise UserError(f"arm 'bft' needs layer pre_norm, got {config.layer}")
@@ -111,6 +114,7 @@ def bert4rec(
             ),
             inner_size=config.inner_size or 4 * D,
             layer=config.layer,
+            moe=moe,
         ),
         embedding_scale=1.0 if post_norm and config.embedding_scale is None else root_of_width(config),
         seed=seed,

@@ -7,16 +7,16 @@
 ``layer: original`` is the block of the SASRec authors: queries from the normalised stream over raw keys and values, and
 both residual connections start from the normalised stream. ``post_norm`` is BERT's: h' = Norm(h + e) with e observed
 from h itself, h'' = Norm(h' + FFN(h')). Without a feed-forward network (canonical HSTU) a plain pre-norm layer ends
-at h'.
+at h'; experts (``models.fuzzy_moe``) may take the network's place.
 
 Source: Precision Tracked Transformer (arXiv 2605.18832), equations 1 to 4; SASRec (arXiv 1808.09781), section 3;
 BERT4Rec (arXiv 1904.06690), section 3; HSTU (arXiv 2402.17152), section 3.
-Shapes: B rows, T tokens, D model width, F feed-forward width.
+Shapes: B rows, T tokens, D model width, F feed-forward width, N tokens that are wanted.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, overload
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from recbft.core import Belief, SequenceContext
 from recbft.kernels.dropout import Dropout
 from recbft.mixers import Observation
+from recbft.models.fuzzy_moe import FuzzyMoE
 from recbft.models.precision_channel import LayerPrecision
 from recbft.models.update import KalmanUpdate, check_update
 
@@ -42,6 +43,7 @@ class Block(nn.Module):
         innovation_dropout: on the innovation, where it is another.
         activation: of the feed-forward network; a precision channel needs gelu.
         layer: ``pre_norm``, ``post_norm`` or ``original``.
+        moe: experts in the place of the feed-forward network of a pre-norm layer.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class Block(nn.Module):
         activation: Literal["gelu", "relu"] = "gelu",
         layer: Layer = "pre_norm",
         update: nn.Module | None = None,
+        moe: FuzzyMoE | None = None,
     ) -> None:
         super().__init__()
         assert precision is None or (activation == "gelu" and layer == "pre_norm" and inner_size is not None)
+        assert moe is None or (layer == "pre_norm" and inner_size is not None)
         assert inner_size is not None or layer == "pre_norm"
         self.mixer, self.precision = mixer, precision
         if precision is not None:
@@ -69,49 +73,82 @@ class Block(nn.Module):
         self.has_ffn = inner_size is not None
         if inner_size is not None:
             self.norm_ffn = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.moe = moe
+        if inner_size is not None and moe is None:
             self.inner = nn.Linear(hidden_size, inner_size)
             self.outer = nn.Linear(inner_size, hidden_size)
         self.dropout = Dropout(dropout)
         self.innovation_dropout = self.dropout if innovation_dropout is None else Dropout(innovation_dropout)
         self.activation, self.layer = activation, layer
 
-    def forward(self, belief: Belief, context: SequenceContext, ramp: float) -> Belief:
-        """One layer's step; without a precision channel the incoming precision is passed on untouched."""
+    def forward(self, belief: Belief, context: SequenceContext, ramp: float, only: Tensor | None = None) -> Belief:
+        """One layer's step; without a precision channel the incoming precision is passed on untouched.
+
+        Args:
+            belief: of all tokens, (B, T, D).
+            context: which token may read which.
+            ramp: the warm-up, in [0, 1].
+            only: tokens, counted through the rows, whose belief is all that is wanted: the result is (N, D). For the
+                last layer in evaluation.
+        """
         if self.precision is None:
-            return Belief(self._plain(belief.mean, context, ramp), belief.precision)
+            return Belief(self._plain(belief.mean, context, ramp, only), pick(belief.precision, only))
         lam = self.precision.prior(belief.precision, context)
         x = self.norm_mixer(belief.mean)
-        innovation, precision = self.mixer(x, lam, context, ramp=ramp)
+        innovation, precision = (pick(part, only) for part in self.mixer(x, lam, context, ramp=ramp))
+        mean, lam, x = (pick(part, only) for part in (belief.mean, lam, x))
         observation = Observation(self.innovation_dropout(innovation), precision)
-        updated = self.update(Belief(belief.mean, lam), observation, x, ramp)
-        a = self.inner(self.norm_ffn(updated.mean))
-        hidden, jacobian = self.precision.activate(a, self.inner.weight, self.outer.weight, context)
-        mean = updated.mean + self.dropout(self.outer(hidden))
+        updated = self.update(Belief(mean, lam), observation, x, ramp)
+        normed = self.norm_ffn(updated.mean)
+        if self.moe is not None:
+            predicted = self.moe(normed, pick(context.valid, only), with_jacobian=self.precision.needs_jacobian)
+            output, jacobian = predicted.output, self.precision.take(predicted.jacobian, context)
+        else:
+            weights = self.inner.weight, self.outer.weight
+            hidden, jacobian = self.precision.activate(self.inner(normed), *weights, context)
+            output = self.outer(hidden)
+        mean = updated.mean + self.dropout(output)
         return Belief(mean, self.precision.predict(updated.precision, jacobian))
 
-    def _plain(self, mean: Tensor, context: SequenceContext, ramp: float) -> Tensor:
+    def _plain(self, mean: Tensor, context: SequenceContext, ramp: float, only: Tensor | None) -> Tensor:
         if self.layer == "original":
-            return self._original(mean, context, ramp)
+            return self._original(mean, context, ramp, only)
         if self.layer == "post_norm":
-            return self._post_norm(mean, context, ramp)
+            return self._post_norm(mean, context, ramp, only)
         observed: Tensor = self.mixer(self.norm_mixer(mean), None, context, ramp=ramp).innovation
-        after: Tensor = mean + self.innovation_dropout(observed)
-        if self.has_ffn:
+        after: Tensor = pick(mean, only) + self.innovation_dropout(pick(observed, only))
+        if self.moe is not None:
+            after = after + self.dropout(self.moe(self.norm_ffn(after), pick(context.valid, only)).output)
+        elif self.has_ffn:
             after = after + self.dropout(self.outer(self._hidden(self.norm_ffn(after))))
         return after
 
-    def _post_norm(self, mean: Tensor, context: SequenceContext, ramp: float) -> Tensor:
-        mean = self.norm_mixer(mean + self.dropout(self.mixer(mean, None, context, ramp=ramp).innovation))
+    def _post_norm(self, mean: Tensor, context: SequenceContext, ramp: float, only: Tensor | None) -> Tensor:
+        observed = self.mixer(mean, None, context, ramp=ramp).innovation
+        mean = self.norm_mixer(pick(mean, only) + self.dropout(pick(observed, only)))
         after: Tensor = self.norm_ffn(mean + self.dropout(self.outer(self._hidden(mean))))
         return after
 
-    def _original(self, mean: Tensor, context: SequenceContext, ramp: float) -> Tensor:
+    def _original(self, mean: Tensor, context: SequenceContext, ramp: float, only: Tensor | None) -> Tensor:
         x = self.norm_mixer(mean)
-        mean = x + self.dropout(self.mixer(x, None, context, ramp=ramp, source=mean).innovation)
-        x = self.norm_ffn(mean)
+        observed = self.mixer(x, None, context, ramp=ramp, source=mean).innovation
+        x = self.norm_ffn(pick(x, only) + self.dropout(pick(observed, only)))
         after: Tensor = x + self.dropout(self.outer(self.dropout(self._hidden(x))))
         return after
 
     def _hidden(self, x: Tensor) -> Tensor:
         a = self.inner(x)
         return F.gelu(a) if self.activation == "gelu" else F.relu(a)
+
+
+@overload
+def pick(x: Tensor, only: Tensor | None) -> Tensor: ...
+
+
+@overload
+def pick(x: None, only: Tensor | None) -> None: ...
+
+
+def pick(x: Tensor | None, only: Tensor | None) -> Tensor | None:
+    """The tokens ``only`` of (B, T, ..), counted through the rows, (N, ..); all as they are where it is None."""
+    return x if x is None or only is None else x.flatten(0, 1)[only]

@@ -17,7 +17,7 @@ Shapes: B rows, T tokens, D model width, F width of an expert, E experts, R regi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.config import check_range
-from recbft.core import SequenceContext, ffn_jacobian
+from recbft.core import ffn_jacobian
 from recbft.errors import UserError
 from recbft.mixers.penalty import PenaltySlot
 from recbft.mixers.regime import GaussianMemberships
@@ -35,30 +35,38 @@ SHARPNESS = 0.5  # of (1)
 
 @dataclass(frozen=True, kw_only=True)
 class FuzzyMoEConfig:
-    """Experts of the feed-forward network (the ``moe`` section of a config)."""
+    """Experts in the place of the feed-forward network (the ``moe`` section of a config)."""
 
-    experts: int = 4  # E
-    top_k: int = 2  # experts that a token is sent to
-    regimes: int = 4  # R
-    width: int | None = 16  # of the memberships' projection; None means hidden_size
-    noise: bool = True  # Gumbel noise on the gates in training
-    balance: float = 0.01  # weight of the load-balance penalty (4)
+    experts: int = 0  # E; 0 is the one network of a plain layer
+    experts_per_token: int = 2  # k
+    gate_regimes: int = 4  # R
+    gate_width: int | None = 16  # of the memberships' projection; None means hidden_size
+    gate_noise: bool = True  # Gumbel noise on the gates in training
+    load_balance: float = 0.01  # weight of the load-balance penalty (4)
 
     def __post_init__(self) -> None:
+        if self.experts == 0:
+            for field in fields(self):
+                if getattr(self, field.name) != field.default:
+                    raise UserError(f"{field.name} has no effect without experts; leave it out or set experts: 4")
+            return
         check_range("experts", self.experts, at_least=2)
-        check_range("top_k", self.top_k, at_least=1)
-        check_range("regimes", self.regimes, at_least=2)
-        check_range("width", self.width, at_least=self.regimes)
-        check_range("balance", self.balance, at_least=0)
-        if self.top_k > self.experts:
-            raise UserError(f"top_k is {self.top_k}, but there are {self.experts} experts; take at most {self.experts}")
+        check_range("experts_per_token", self.experts_per_token, at_least=1)
+        check_range("gate_regimes", self.gate_regimes, at_least=2)
+        check_range("gate_width", self.gate_width, at_least=self.gate_regimes)
+        check_range("load_balance", self.load_balance, at_least=0)
+        if self.experts_per_token > self.experts:
+            raise UserError(
+                f"experts_per_token is {self.experts_per_token}, but there are {self.experts} experts; "
+                f"take at most {self.experts}"
+            )
 
 
 class Prediction(NamedTuple):
     """What the network adds to the stream, and its slope where it was asked for."""
 
-    output: Tensor  # (B, T, D), 0 at padding
-    jacobian: Tensor | None  # (B, T, D), J of (5)
+    output: Tensor  # as the input, 0 at padding
+    jacobian: Tensor | None  # likewise, J of (5)
 
 
 class FuzzyMoE(nn.Module):
@@ -70,27 +78,27 @@ class FuzzyMoE(nn.Module):
         config: the experts.
     """
 
-    def __init__(self, hidden_size: int, inner_size: int, config: FuzzyMoEConfig | None = None) -> None:
+    def __init__(self, hidden_size: int, inner_size: int, config: FuzzyMoEConfig) -> None:
         super().__init__()
-        self.config = config = FuzzyMoEConfig() if config is None else config
-        self.memberships = GaussianMemberships(hidden_size, config.regimes, width=config.width)
-        self.route = nn.Linear(config.regimes, config.experts, bias=False)
+        self.config = config
+        self.memberships = GaussianMemberships(hidden_size, config.gate_regimes, width=config.gate_width)
+        self.route = nn.Linear(config.gate_regimes, config.experts, bias=False)
         self.inner = nn.ModuleList(nn.Linear(hidden_size, inner_size) for _ in range(config.experts))
         self.outer = nn.ModuleList(nn.Linear(inner_size, hidden_size) for _ in range(config.experts))
         self.penalty = PenaltySlot()
 
-    def forward(self, x: Tensor, context: SequenceContext, *, with_jacobian: bool = False) -> Prediction:
+    def forward(self, x: Tensor, valid: Tensor, *, with_jacobian: bool = False) -> Prediction:
         """Predict from the normalised stream.
 
         Args:
-            x: (B, T, D).
-            context: which tokens are real.
+            x: (B, T, D), or tokens alone, (N, D).
+            valid: (B, T) or (N,), True for real tokens.
             with_jacobian: also return (5).
         """
-        gates = self.gates(self.memberships(x)) * context.valid[..., None]
+        gates = self.gates(self.memberships(x)) * valid[..., None]
         if self.training:
-            self.penalty.leave(self.config.balance * load_imbalance(gates, context.valid))
-        tokens, shares = x.flatten(0, 1), gates.flatten(0, 1)
+            self.penalty.leave(self.config.load_balance * load_imbalance(gates, valid))
+        tokens, shares = x.flatten(0, -2), gates.flatten(0, -2)
         output = torch.zeros_like(tokens)
         jacobian = torch.zeros_like(tokens) if with_jacobian else None
         for expert, (inner, outer) in enumerate(zip(self.inner, self.outer, strict=True)):
@@ -107,13 +115,13 @@ class FuzzyMoE(nn.Module):
     def gates(self, memberships: Tensor) -> Tensor:
         """Equations (1) and (2): (B, T, R) -> (B, T, E), sums of 1."""
         logits = self.route(memberships)
-        if self.training and self.config.noise:
+        if self.training and self.config.gate_noise:
             noise = torch.empty_like(logits).exponential_().clamp_(min=torch.finfo(logits.dtype).tiny)
             logits = logits - noise.log()  # Gumbel: -log of an exponential
         probability = torch.softmax(logits / SHARPNESS, dim=-1)
-        if self.config.top_k == self.config.experts:
+        if self.config.experts_per_token == self.config.experts:
             return probability
-        top, place = probability.topk(self.config.top_k, dim=-1)
+        top, place = probability.topk(self.config.experts_per_token, dim=-1)
         return torch.zeros_like(probability).scatter(-1, place, top / top.sum(dim=-1, keepdim=True))
 
 
@@ -124,5 +132,5 @@ def load_imbalance(gates: Tensor, valid: Tensor) -> Tensor:
         gates: (B, T, E), 0 at padding.
         valid: (B, T), True for real tokens.
     """
-    load = gates.sum(dim=(0, 1)) / valid.sum().clamp(min=1)
+    load = gates.flatten(0, -2).sum(dim=0) / valid.sum().clamp(min=1)
     return (load - 1 / gates.shape[-1]).square().mean()

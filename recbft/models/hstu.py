@@ -32,6 +32,7 @@ from recbft.models.backbone import (
     make_blocks,
     root_of_width,
 )
+from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.precision_config import CoreConfig, check_core
 
 DROPOUT_CAP = 0.2
@@ -65,7 +66,14 @@ class HSTUConfig(BackboneConfig):
             raise UserError("inner_size has no effect with feed_forward false; leave it out or set feed_forward: true")
 
 
-def hstu(config: HSTUConfig, core: CoreConfig | None, training_counts: Tensor, *, seed: int = 0) -> Backbone:
+def hstu(
+    config: HSTUConfig,
+    core: CoreConfig | None,
+    training_counts: Tensor,
+    *,
+    seed: int = 0,
+    moe: FuzzyMoEConfig | None = None,
+) -> Backbone:
     """The model; ``core`` None leaves the precision channel out (arms ``published`` and ``matched``).
 
     Args:
@@ -73,6 +81,7 @@ def hstu(config: HSTUConfig, core: CoreConfig | None, training_counts: Tensor, *
         core: the precision channel, or None.
         training_counts: (V + 1,) counts of each item in training, index 0 padding.
         seed: equal seeds give equal weights to the parameters that two arms share.
+        moe: experts in the place of the feed-forward network, or None.
     """
     if core is not None and (not config.feed_forward or config.activation != "gelu"):
         raise UserError(
@@ -106,6 +115,7 @@ def hstu(config: HSTUConfig, core: CoreConfig | None, training_counts: Tensor, *
         # With an output map the innovation is dropped before it, as the authors do.
         innovation_dropout=0.0 if config.output_projection else None,
         activation=config.activation,
+        moe=moe,
     )
     return Backbone(
         config,

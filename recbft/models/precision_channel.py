@@ -117,6 +117,11 @@ class LayerPrecision(nn.Module):
         # What the last layer predicts is reported, but no score depends on it: in training its mean will do.
         return "running_mean" if self.is_last and self.core.jacobian != "off" else self.core.jacobian
 
+    @property
+    def needs_jacobian(self) -> bool:
+        """Whether the Jacobian at each token is wanted at present."""
+        return self.mode != "off" and (self.training or self.mode != "running_mean")
+
     def refresh(self, w1: Tensor, w2: Tensor) -> None:
         """Take the factors of C = W2 * W1' from the present weights; constants for autograd."""
         if self.core.propagation != "jacobian":
@@ -153,6 +158,18 @@ class LayerPrecision(nn.Module):
         if self.training:
             self._remember(self.mean_jacobian, _mean_over_tokens(jacobian.detach(), context.valid))
         return hidden, jacobian
+
+    def take(self, jacobian: Tensor | None, context: SequenceContext) -> Tensor:
+        """What ``activate`` returns second, from the Jacobian of a network that gives its own where it is wanted."""
+        if self.mode == "off":
+            return self.mean_jacobian.new_zeros(())
+        mean = self.mean_jacobian.clone()  # as it stood before this batch
+        if self.training:
+            assert jacobian is not None
+            self._remember(self.mean_jacobian, _mean_over_tokens(jacobian.detach(), context.valid))
+        if jacobian is None or self.mode == "running_mean":
+            return mean
+        return jacobian.detach() if self.core.jacobian_detach else jacobian
 
     def predict(self, precision: Tensor, jacobian: Tensor) -> Tensor:
         """Equation (3) or (4): precision after the feed-forward network; the Jacobian as ``activate`` gave it."""

@@ -31,6 +31,7 @@ from recbft.models.backbone import (
     mixer_maker,
     root_of_width,
 )
+from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.precision_config import CoreConfig
 
 
@@ -69,6 +70,7 @@ def sasrec(
     *,
     seed: int = 0,
     mixing: Mixing = ATTENTION,
+    moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
     """The model; ``core`` None leaves the precision channel out (arms ``published`` and ``matched``).
 
@@ -78,6 +80,7 @@ def sasrec(
         training_counts: (V + 1,) counts of each item in training, index 0 padding.
         seed: equal seeds give equal weights to the parameters that two arms share.
         mixing: what moves information along the history, softmax attention unless given.
+        moe: experts in the place of the feed-forward network, or None.
     """
     if core is not None and (config.layer != "pre_norm" or config.activation != "gelu"):
         raise UserError(
@@ -96,6 +99,7 @@ def sasrec(
         inner_size=config.ffn_size,
         activation=config.activation,
         layer=config.layer,
+        moe=moe,
     )
     return Backbone(
         config,

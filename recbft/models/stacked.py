@@ -139,6 +139,8 @@ def _check(model: nn.Module) -> None:
         raise _refused(f"loss {model.config.loss!r} (ce alone draws no negatives)")
     for block in model.blocks:
         assert isinstance(block, Block)
+        if block.moe is not None:
+            raise _refused("experts")
         mixer = block.mixer
         if not isinstance(mixer, SoftmaxAttention):
             raise _refused(f"mixer {type(mixer).__name__}")

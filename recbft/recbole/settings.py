@@ -39,7 +39,7 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
     if mixer is not None:
         check_choice("mixer", mixer, MODELS[adapted.model].mixers)
     sections = sections_of(adapted.model, mixer)
-    ours: dict[str, dict[str, Any]] = {section: {} for section in ("backbone", "mixing", "core", "training")}
+    ours: dict[str, dict[str, Any]] = {section: {} for section in ("backbone", "mixing", "moe", "core", "training")}
     for recbole_name, our_name in MODEL_KEYS.items():
         if values.get(recbole_name) is not None and our_name in field_types(sections["backbone"]):
             ours["backbone"][our_name] = values[recbole_name]
@@ -54,7 +54,7 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
 
 def warn_about_unknown(name: str, given: Iterable[str], known_to_recbole: Iterable[str]) -> None:
     """RecBole takes any key in silence: name those that neither it nor we know."""
-    ours = {"arm", "backbone", "mixer", "mixing", "core", "training", "model", "dataset", *TRAINING, *MODEL_KEYS}
+    ours = {"arm", "backbone", "mixer", "mixing", "moe", "core", "training", "model", "dataset", *TRAINING, *MODEL_KEYS}
     for cls in (MODELS[ADAPTED[name].model].config, sections_of(ADAPTED[name].model)["core"]):
         ours |= set(field_types(cls))
     known = ours | set(known_to_recbole)

@@ -10,14 +10,16 @@ import torch
 
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError
-from recbft.models import MODELS, CoreConfig
+from recbft.models import MODELS, CoreConfig, FuzzyMoEConfig
 from recbft.run_config import load_run_config
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import make_optimizer
 
 V, D, T = 12, 8, 10
 
-# name: model, arm, backbone settings, core settings
+MOE = {"experts": 3, "gate_regimes": 2, "gate_width": 4, "gate_noise": False, "load_balance": 0.0}
+
+# name: model, arm, backbone settings (and those of experts), core settings
 CASES = {
     f"{model} {arm}{' ' if extra else ''}{' '.join(extra)}": (model, arm, extra, core)
     for model, arm, extra, core in (
@@ -30,6 +32,10 @@ CASES = {
         ("hstu", "bft", {"time_bias": True, "show_target_time": True}, {}),
         ("hstu", "bft", {"output_projection": True}, {"prior_scale": "per_layer"}),
         ("hstu", "bft", {"n_heads": 1, "n_layers": 3}, {"sandwich_centre": "innovation"}),
+        ("sasrec", "matched", MOE, {}),
+        ("sasrec", "bft", MOE, {}),
+        ("bert4rec", "bft", MOE, {"jacobian": "off", "jacobian_in_evaluation": "off"}),
+        ("hstu", "bft", MOE, {"jacobian_detach": True}),
     )
 }
 LOSSES = [
@@ -47,8 +53,10 @@ def build(case, *, seed=0, num_items=V, **more):
     model, arm, extra, core = CASES[case]
     spec = MODELS[model]
     settings = {"hidden_size": D, "max_length": T, "dropout": 0.0, **spec.arms[arm], **extra, **more}
+    moe = {key: settings.pop(key) for key in MOE if key in settings}
     chosen = CoreConfig(**{**spec.core, **core}) if arm in spec.precision_arms else None
-    return spec.build(spec.config(**settings), chosen, torch.tensor([0, *range(num_items)]), seed=seed)
+    counts = torch.tensor([0, *range(num_items)])
+    return spec.make(spec.config(**settings), chosen, counts, seed=seed, moe=FuzzyMoEConfig(**moe))
 
 
 def packed(histories, model=None, *, targets=False):

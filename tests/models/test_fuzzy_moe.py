@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recbft.core import SequenceContext, gelu_slope
+from recbft.core import gelu_slope
 from recbft.errors import UserError
 from recbft.mixers.penalty import take_penalties
 from recbft.models.fuzzy_moe import FuzzyMoE, FuzzyMoEConfig, load_imbalance
@@ -17,14 +17,15 @@ from recbft.models.label_smoothing import smoothing_term
 D, INNER, E, R = 6, 10, 4, 3
 
 
-def context(valid):
-    valid = torch.tensor(valid, dtype=torch.bool)
-    return SequenceContext(torch.where(valid, 0, -1), torch.arange(valid.shape[1]).expand_as(valid))
+def real(tokens):
+    return torch.tensor(tokens, dtype=torch.bool)
 
 
 def moe(seed=0, **settings):
     torch.manual_seed(seed)
-    model = FuzzyMoE(D, INNER, FuzzyMoEConfig(**{"experts": E, "regimes": R, "width": 5, **settings})).double()
+    model = FuzzyMoE(
+        D, INNER, FuzzyMoEConfig(**{"experts": E, "gate_regimes": R, "gate_width": 5, **settings})
+    ).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.5)
@@ -47,7 +48,7 @@ def mixture_by_hand(model, x, gates):
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_each_token_gets_the_mixture_of_the_experts_it_is_sent_to(seed, top_k):
-    model, x = moe(seed, top_k=top_k), drawn(seed)
+    model, x = moe(seed, experts_per_token=top_k), drawn(seed)
     probability = torch.softmax(model.route(model.memberships(x)) / 0.5, dim=-1)
     gates = torch.zeros_like(probability)
     for b in range(x.shape[0]):
@@ -55,15 +56,15 @@ def test_each_token_gets_the_mixture_of_the_experts_it_is_sent_to(seed, top_k):
             best = sorted(range(E), key=lambda e: -probability[b, t, e])[:top_k]
             gates[b, t, best] = probability[b, t, best] / probability[b, t, best].sum()
     torch.testing.assert_close(model.gates(model.memberships(x)), gates)
-    found = model(x, context([[True] * 5] * 2), with_jacobian=True)
+    found = model(x, real([[True] * 5] * 2), with_jacobian=True)
     for one, two in zip(found, mixture_by_hand(model, x, gates), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
 def test_sent_to_all_experts_a_token_gets_the_dense_mixture():
-    model, x = moe(top_k=E), drawn()
+    model, x = moe(experts_per_token=E), drawn()
     dense, _ = mixture_by_hand(model, x, torch.softmax(2 * model.route(model.memberships(x)), dim=-1))
-    torch.testing.assert_close(model(x, context([[True] * 5] * 2)).output, dense)
+    torch.testing.assert_close(model(x, real([[True] * 5] * 2)).output, dense)
 
 
 def test_the_jacobian_is_the_diagonal_of_autograd_s_where_gates_are_fixed():
@@ -72,7 +73,7 @@ def test_the_jacobian_is_the_diagonal_of_autograd_s_where_gates_are_fixed():
         model.route.weight.zero_()
         model.route.weight[:2] = 0.1  # the first two experts alike, whatever the memberships
         model.memberships.log_width.zero_()
-    found = model(x, context([[True]]), with_jacobian=True)
+    found = model(x, real([[True]]), with_jacobian=True)
 
     def output(vector):
         return mixture_by_hand(model, vector, model.gates(model.memberships(x))[0, 0].detach())[0]
@@ -91,12 +92,16 @@ def test_load_imbalance_by_hand():
 
 
 def test_the_penalty_is_left_in_training_alone_and_pulls_on_the_gates():
-    model, x, where = moe(noise=False, balance=0.3), drawn(), context([[True] * 5, [True, True, False, False, False]])
+    model, x, where = (
+        moe(gate_noise=False, load_balance=0.3),
+        drawn(),
+        real([[True] * 5, [True, True, False, False, False]]),
+    )
     model(x, where)
     assert take_penalties(model) is None
     model.train()(x, where)
     penalty = take_penalties(model)
-    gates = model.gates(model.memberships(x)) * where.valid[..., None]
+    gates = model.gates(model.memberships(x)) * where[..., None]
     load = gates.sum(dim=(0, 1)) / 7
     torch.testing.assert_close(penalty, 0.3 * (load - 1 / E).square().mean())
     penalty.backward()
@@ -104,7 +109,7 @@ def test_the_penalty_is_left_in_training_alone_and_pulls_on_the_gates():
 
 
 def test_noise_is_drawn_in_training_alone_and_sends_tokens_in_proportion():
-    model, x, where = moe(top_k=1), drawn(T=1, B=1), context([[True]])
+    model, x, where = moe(experts_per_token=1), drawn(T=1, B=1), real([[True]])
     assert torch.equal(model(x, where).output, model(x, where).output)
     state = torch.get_rng_state()
     model(x, where)
@@ -119,35 +124,35 @@ def test_noise_is_drawn_in_training_alone_and_sends_tokens_in_proportion():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_token_knows_itself_alone_and_padding_gets_nothing(training):
-    model, x = moe(noise=False).train(training), drawn()
-    where = context([[True] * 5, [True, True, False, False, False]])
+    model, x = moe(gate_noise=False).train(training), drawn()
+    where = real([[True] * 5, [True, True, False, False, False]])
     changed = x.clone()
     changed[0, 3:], changed[1] = 9.0, -2.0
     one, two = (copy.deepcopy(model)(value, where).output for value in (x, changed))
     torch.testing.assert_close(one[0, :3], two[0, :3], rtol=1e-12, atol=1e-14)
     assert not one[1, 2:].any()
-    alone = model(x[:1, :2], context([[True, True]])).output
+    alone = model(x[:1, :2], real([[True, True]])).output
     torch.testing.assert_close(alone[0], one[0, :2], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_are_those_of_the_function_and_every_parameter_gets_one(seed):
-    model, x, where = moe(seed), drawn(seed, T=3).requires_grad_(), context([[True] * 3, [True, False, False]])
+    model, x, where = moe(seed), drawn(seed, T=3).requires_grad_(), real([[True] * 3, [True, False, False]])
     assert torch.autograd.gradcheck(lambda x: tuple(model(x, where, with_jacobian=True)), (x,), atol=1e-6)
-    model.train()(drawn(seed, T=60), context([[True] * 60] * 2)).output.square().sum().backward()
+    model.train()(drawn(seed, T=60), real([[True] * 60] * 2)).output.square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all() and parameter.grad.any(), name
 
 
 def test_weights_survive_a_state_dict():
-    model, other, x, where = moe(0), moe(1), drawn(), context([[True] * 5] * 2)
+    model, other, x, where = moe(0), moe(1), drawn(), real([[True] * 5] * 2)
     other.load_state_dict(model.state_dict())
     assert torch.equal(model(x, where).output, other(x, where).output)
 
 
 def test_more_choices_than_experts_are_refused():
-    with pytest.raises(UserError, match="top_k is 5, but there are 4 experts; take at most 4"):
-        FuzzyMoEConfig(top_k=5)
+    with pytest.raises(UserError, match="experts_per_token is 5, but there are 4 experts; take at most 4"):
+        FuzzyMoEConfig(experts=4, experts_per_token=5)
     with pytest.raises(UserError, match="experts is 1; give a whole number >= 2"):
         FuzzyMoEConfig(experts=1)
 
