@@ -1,6 +1,6 @@
 """What SASRec, BERT4Rec and HSTU share: embed items and positions, stack blocks, score the vocabulary.
 
-    h_0 = s emb(item) + pos(position), normalised where the backbone has a norm there                 (1)
+    h_0 = s emb(item) + pos(position), normalised where the backbone has a norm there; pos can be off  (1)
     h_L by L blocks;   state = read_out(h_L);   score(i) = state . emb_i + bias_i                     (2)
 
 A backbone is put together from parts: its blocks, a read-out, whether it looks both ways, whether a token (a mask) is
@@ -47,6 +47,7 @@ class BackboneConfig:
     n_heads: int = 2
     inner_size: int | None = None  # of the feed-forward network; None means 4 hidden_size
     max_length: int = 50  # tokens of a history that are read, the last ones
+    absolute_positions: bool = True  # a learned vector per position; False for mixers that know the lag
     dropout: float = 0.5
     embedding_scale: float | None = None  # None means the backbone's own
     initializer_range: float = 0.02  # standard deviation of the initial weights
@@ -125,7 +126,7 @@ class Backbone(TrainableModel):
             self.append = self.num_items + 1
             token_counts = torch.cat([training_counts, training_counts.new_zeros(1)])
         self.item_embedding = nn.Embedding(token_counts.numel(), D)
-        self.position_embedding = nn.Embedding(config.max_length, D)
+        self.position_embedding = nn.Embedding(config.max_length, D) if config.absolute_positions else None
         self.norm_embedding = nn.LayerNorm(D, eps=config.norm_eps) if norm_embedding else None
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(blocks)
@@ -145,7 +146,9 @@ class Backbone(TrainableModel):
         ``only`` names tokens, counted through the rows, whose belief is all that is wanted: the result is (N, D).
         """
         embedded = self.item_embedding(batch.items)  # (B, T, D)
-        mean = self.embedding_scale * embedded + self.position_embedding(self._positions(batch))
+        mean = self.embedding_scale * embedded
+        if self.position_embedding is not None:
+            mean = mean + self.position_embedding(self._positions(batch))
         if self.norm_embedding is not None:
             mean = self.norm_embedding(mean)
         mean = self.dropout(mean)

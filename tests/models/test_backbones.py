@@ -32,6 +32,8 @@ CASES = {
         ("hstu", "bft", {"time_bias": True, "show_target_time": True}, {}),
         ("hstu", "bft", {"output_projection": True}, {"prior_scale": "per_layer"}),
         ("hstu", "bft", {"n_heads": 1, "n_layers": 3}, {"sandwich_centre": "innovation"}),
+        ("bert4rec", "bft", {"absolute_positions": False}, {}),
+        ("hstu", "matched", {"absolute_positions": False}, {}),
         ("sasrec", "matched", MOE, {}),
         ("sasrec", "bft", MOE, {}),
         ("bert4rec", "bft", MOE, {"jacobian": "off", "jacobian_in_evaluation": "off"}),
