@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from recbft.core import SequenceContext
-from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, decayed_weights, read_clock
+from recbft.kernels import robust_filter
+from recbft.kernels.robust_filter import Dynamics, Variant, decayed_weights, read_clock
 from recbft.kernels.robust_filter.dynamics import residual_variance
+
+PATHS = {name: path.load() for name, path in robust_filter.PATHS.items()}
 
 
 def one_history(T):

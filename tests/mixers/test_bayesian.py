@@ -426,7 +426,7 @@ def test_designs_refuse_what_has_no_effect_in_them(design, config, message):
         ({"transition": torch.ones(1, 1, 4, 2)}, "transition has 2 rows for keys of width 5; give 5 or 1"),
         ({"transition": torch.ones(1, 1, 4, 2) + 0j}, "keys of width 5 need 2.5 of them, got 2"),
         ({"chunk": 0}, "chunk is 0"),
-        ({"impl": "triton"}, "unknown impl 'triton'; choose one of auto, chunked, reference"),
+        ({"impl": "gpu"}, "unknown impl 'gpu'; choose one of auto, chunked, reference"),
     ],
 )
 def test_a_filter_refuses_what_does_not_fit(changed, message):

@@ -389,7 +389,7 @@ def test_the_function_filters_by_any_path():
         ({"dof": torch.tensor([0.0])}, "dof is 0 in some head; give numbers > 0"),
         ({"key_noise": torch.tensor([math.nan])}, "key_noise is nan in some head; give numbers >= 0"),
         ({"process": torch.tensor(0.1)}, r"process has shape \(\); give one number per head, \(1,\)"),
-        ({"impl": "triton"}, "unknown impl 'triton'"),
+        ({"impl": "gpu"}, "unknown impl 'gpu'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 from torch import Tensor
 
 from recbft.kernels.cross_entropy import cpu, reference
+from recbft.kernels.dispatch import Path, choose
 
-PATHS = {"reference": reference, "cpu": cpu}
+PATHS = {
+    "cpu": Path(lambda: cpu.full_cross_entropy, "cpu"),
+    "reference": Path(lambda: reference.full_cross_entropy),
+}
+SEVERAL = {
+    "cpu": Path(lambda: cpu.full_cross_entropies, "cpu"),
+    "reference": Path(lambda: reference.full_cross_entropies),
+}
 
 
 def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: str = "auto") -> Tensor:
@@ -24,7 +31,8 @@ def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: 
     Returns:
         A scalar. The blocked path forms gradients in the forward pass and supports one backward pass.
     """
-    return _path(impl, states).full_cross_entropy(states, weight, target)  # type: ignore[no-any-return]
+    loss: Tensor = choose(impl, PATHS, states)(states, weight, target)
+    return loss
 
 
 def full_cross_entropies(
@@ -38,12 +46,5 @@ def full_cross_entropies(
         counts: positions of each seed, at least 1; their sum is N.
         impl: as above.
     """
-    return _path(impl, states).full_cross_entropies(states, weight, target, counts)  # type: ignore[no-any-return]
-
-
-def _path(impl: str, states: Tensor) -> ModuleType:
-    if impl == "auto":
-        impl = "cpu" if states.device.type == "cpu" else "reference"
-    if impl not in PATHS:
-        raise ValueError(f"unknown impl {impl!r}; choose one of auto, {', '.join(sorted(PATHS))}")
-    return PATHS[impl]
+    losses: Tensor = choose(impl, SEVERAL, states)(states, weight, target, counts)
+    return losses

@@ -36,11 +36,6 @@ BLOCK_ELEMENTS = 2**18  # pairs of tokens worked on at once
 TILE = 64  # readers worked on at once: few enough to leave out most later keys, many enough for a fast product
 
 
-def decline(q: Tensor) -> str | None:
-    """Why this path cannot serve a call, or None where it can."""
-    return None if q.device.type == "cpu" else f"cpu path declined: needs CPU tensors, got {q.device.type}"
-
-
 def robust_filter(
     q: Tensor,
     k: Tensor,

@@ -1,4 +1,4 @@
-"""SiLU moments: which path serves a call."""
+"""SiLU moments: the paths there are."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
+from recbft.kernels import dispatch
+from recbft.kernels.dispatch import Path
 from recbft.kernels.silu_moments import cpu, reference
 
-PATHS: dict[str, Callable[..., Any]] = {"reference": reference.silu_moments, "cpu": cpu.silu_moments}
+PATHS = {
+    "cpu": Path(lambda: cpu.silu_moments, "cpu"),
+    "reference": Path(lambda: reference.silu_moments),
+}
 
 
 def choose(impl: str, q: Tensor) -> Callable[..., Any]:
-    """The path for a call; ``auto`` takes the fast one where it serves, a forced one must serve."""
-    reason = cpu.decline(q)
-    if impl == "auto":
-        return PATHS["reference" if reason else "cpu"]
-    if impl not in PATHS:
-        raise ValueError(f"unknown impl {impl!r}; choose one of auto, {', '.join(sorted(PATHS))}")
-    if impl == "cpu" and reason:
-        raise ValueError(reason)
-    return PATHS[impl]
+    """The path for a call."""
+    return dispatch.choose(impl, PATHS, q)

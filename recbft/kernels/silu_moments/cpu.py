@@ -22,11 +22,6 @@ from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 
 
-def decline(q: Tensor) -> str | None:
-    """Why this path cannot serve a call, or None where it can."""
-    return None if q.device.type == "cpu" else f"cpu path declined: needs CPU tensors, got {q.device.type}"
-
-
 def silu_moments(
     q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None
 ) -> SiluMoments:

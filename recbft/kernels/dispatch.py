@@ -1,0 +1,95 @@
+"""Which path of a mechanism serves a call, and why another declined: said once per reason.
+
+A mechanism lists its paths fastest first. ``auto`` takes the first that is made for the device of the tensors and does
+not decline the call; a path asked for by name must serve it. Nothing here imports Triton: a path is loaded when it is
+taken. Triton's interpreter (``TRITON_INTERPRET=1``) runs the kernels on a CPU, for tests, where they are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from logging import getLogger
+from typing import Any
+
+from torch import Tensor
+
+
+def serves_all(*arguments: Any, **named: Any) -> None:
+    """Decline nothing."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to compute a mechanism.
+
+    Args:
+        load: what returns the function; may import.
+        device: the kind of tensors it is made for, or None for any.
+        decline: why it cannot serve a call, or None where it can; takes what ``choose`` is given.
+    """
+
+    load: Callable[[], Callable[..., Any]]
+    device: str | None = None
+    decline: Callable[..., str | None] = serves_all
+
+
+def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) -> Callable[..., Any]:
+    """The path for a call.
+
+    Args:
+        impl: ``auto``, or the name of a path that must serve.
+        paths: by name, the fastest first and one that serves everything last.
+        tensor: one of the call's, whose device and dtype decide.
+        call: what else the paths ask about.
+
+    Raises:
+        ValueError: an unknown name, or the path cannot serve; the message says why.
+    """
+    if impl == "auto":
+        for name, path in paths.items():
+            if path.device in (None, tensor.device.type):
+                reason = missing(name) or path.decline(tensor, **call)
+                if reason is None:
+                    return path.load()
+                _log_once(f"{name} path declined: {reason}")
+        raise AssertionError("the last path serves everything")
+    if impl not in paths:
+        raise ValueError(f"unknown impl {impl!r}; choose one of auto, {', '.join(sorted(paths))}")
+    reason = missing(impl) or _wrong_device(impl, paths[impl], tensor) or paths[impl].decline(tensor, **call)
+    if reason is not None:
+        raise ValueError(f"{impl} path declined: {reason}")
+    return paths[impl].load()
+
+
+def missing(name: str) -> str | None:
+    """Why a path cannot be loaded on this machine, or None."""
+    if name == "triton" and not _triton_is_installed():
+        return "Triton is not installed; pip install triton (Linux), or leave impl out"
+    return None
+
+
+def _wrong_device(name: str, path: Path, tensor: Tensor) -> str | None:
+    found = tensor.device.type
+    if path.device in (None, found) or (name == "triton" and found == "cpu" and interpreted()):
+        return None
+    kind = {"cpu": "CPU tensors", "cuda": "tensors on a CUDA GPU"}[str(path.device)]
+    return f"needs {kind}, got {found}"
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands for a GPU in this process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+@lru_cache
+def _log_once(reason: str) -> None:
+    getLogger("recbft").info(reason)
