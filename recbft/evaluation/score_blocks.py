@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recbft.errors import RunError, UserError
+from recbft.kernels.product import product
 from recbft.models.contract import ItemTable
 
 # A block of about this many scores stays in a processor's cache between its product and its use, which is quicker
@@ -68,13 +69,9 @@ def spans(num: int, size: int) -> Iterator[slice]:
         yield slice(num * piece // pieces, num * (piece + 1) // pieces)
 
 
-def score_block(chunk: Tensor, candidates: Candidates, columns: slice, buffer: Tensor) -> Tensor:
-    """Scores (1) of a chunk of users, (n, D), for a range of candidates, written into the buffer: (n, w)."""
-    weight = candidates.weight[columns].T
-    block = buffer[: len(chunk) * weight.shape[1]].view(len(chunk), weight.shape[1])
-    if candidates.bias is None:
-        return torch.mm(chunk, weight, out=block)
-    return torch.addmm(candidates.bias[columns], chunk, weight, out=block)
+def score_block(chunk: Tensor, candidates: Candidates, columns: slice) -> Tensor:
+    """Scores (1) of a chunk of users, (n, D), for a range of candidates: (n, w)."""
+    return product(chunk, candidates.weight[columns], None if candidates.bias is None else candidates.bias[columns])
 
 
 class NanWatch:

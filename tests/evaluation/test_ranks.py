@@ -164,7 +164,7 @@ def test_the_first_user_with_nan_is_named_where_names_are_given():
 
 
 def test_infinite_scores_are_ranked_and_their_difference_is_refused():
-    states = torch.tensor([[1e38, 0.0], [1e38, 1e38]])
+    states = torch.tensor([[1e38, 0.0], [torch.inf, torch.inf]])
     weight = torch.tensor([[0.0, 0.0], [1e38, -1e38], [1.0, 1.0]])
     ranks = full_ranks(states[:1], ItemTable(weight, None), np.array([2]), *jagged([[]]))
     assert ranks.unfiltered.tolist() == [2]

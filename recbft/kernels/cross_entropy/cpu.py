@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from recbft.kernels.per_seed.cpu import product
+from recbft.kernels.product import product
 
 BLOCK_ELEMENTS = 1_600_000  # about 6 MB in float32: the block of logits stays in a shared cache
 SAFE_LOGIT = 40.0  # exp(+-40) times a vocabulary of any size is far from float32's limits

@@ -2,8 +2,7 @@
 
     y = x W' + b        dx = g W        dW = g' x        db = sum_n g_n                          (1)
 
-Products go to oneDNN where PyTorch has it: on AMD processors, where MKL keeps to AVX2, it is twice as fast, elsewhere
-as fast. Of dW and its transpose it makes the one with fewer rows, which it does in less time.
+Of dW and its transpose the one with fewer rows is made, which takes less time.
 
 Shapes: S seeds, N tokens of each, I inputs, O outputs, D model width.
 """
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recbft.kernels.product import product
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same as the reference."""
@@ -27,29 +28,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """The same as the reference."""
     y: Tensor = _LayerNorm.apply(x, weight, bias, eps)
     return y
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` without gradients; x (N, I), weight (O, I), of any strides."""
-    if _ONEDNN is not None and x.dtype == torch.float32 and x.device.type == "cpu":
-        y: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
-        return y
-    return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
-
-
-def _find_onednn() -> Any:
-    """PyTorch's entry to oneDNN's linear map; None in builds without it."""
-    if not torch.backends.mkldnn.is_available():
-        return None
-    try:
-        found = torch.ops.mkldnn._linear_pointwise.default
-        one = torch.ones(1, 1)
-        return found if float(found(one, one, None, "none", [], "")) == 1.0 else None
-    except (AttributeError, RuntimeError):
-        return None
-
-
-_ONEDNN = _find_onednn()
 
 
 class _Linear(torch.autograd.Function):
