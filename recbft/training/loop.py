@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,21 +99,22 @@ def _train_epoch(
     model.refresh()
     controllers.on_epoch_start(moment_of(model, optimizer, batches, config, state))
     for done, batch in enumerate(batches.epoch(state.epoch), start=1):
-        batch = controllers.on_batch(batch.to(device))
+        batch = controllers.on_batch(batch)
+        assert batch.target is not None
+        learned = int((batch.target > 0).sum())  # while it is on the CPU: reading from a device waits for it
+        batch = batch.to(device)
         model.set_ramp(warmup_ramp(state.step, config.warmup_steps))
         optimizer.zero_grad(set_to_none=True)
         loss = model.loss(batch)
-        value = loss.item()
-        if not torch.isfinite(loss):
-            raise not_finite(value, config, state)
         loss.backward()
+        value = loss.item()  # a device is waited for once per step, when all its work is under way
+        if not math.isfinite(value):
+            raise not_finite(value, config, state)
         clip_gradients(model, optimizer, config.clip_norm)
         controllers.before_step(moment_of(model, optimizer, batches, config, state))
         optimizer.step()
         state.step += 1
         controllers.after_step(moment_of(model, optimizer, batches, config, state), value)
-        assert batch.target is not None
-        learned = int((batch.target > 0).sum())
         tokens, total = tokens + learned, total + value * learned
         progress.batch(done, batches.num_batches, total / tokens, tokens)
     state.epoch += 1
