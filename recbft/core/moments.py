@@ -44,7 +44,7 @@ def softmax_moments(
         log_decay: log of the recency decay, a scalar or (B, 1), <= 0, multiplied by the lag in positions.
         dropout: probability of dropping a weight of (3); (4) and (5) always use the undropped weights.
         bias: any other bias of (1), finite, (B or 1, H or 1, T, T).
-        impl: ``auto`` takes the fastest path that serves the call; ``reference`` and ``cpu`` force one.
+        impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``cpu`` and ``reference`` force one.
 
     Returns:
         The moments; a token that may read nothing (padding) gets zeros.
@@ -73,7 +73,7 @@ def softmax_mean(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Equation (3) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``."""
-    path = paths.choose_mean(q)
+    path = paths.choose_mean(q, dropout=dropout)
     mean: Tensor = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias)
     return mean
 

@@ -14,7 +14,7 @@ Shapes: B rows, T tokens, D model width, H heads, K head width.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,7 @@ from recbft.core import (
 )
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import reml_precision
+from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.observation import Observation
 
 Estimator = Literal["reml", "reml_naive", "sandwich", "delta", "design_effect"]
@@ -138,18 +139,21 @@ class SoftmaxAttention(nn.Module):
         log_decay = self._log_decay(ramp)
         if self.kriging == "per_dimension" or estimator not in (None, "reml", "reml_naive"):
             return self._observe_written_out(q, k, v, precision, context, ramp, log_decay, bias, estimator)
-        log_precision = None if precision is None else ramp * scalar_log_precision(precision)
-        dropout = self.dropout if self.training else 0.0
+        known: dict[str, Any] = {
+            "log_precision": None if precision is None else ramp * scalar_log_precision(precision),
+            "log_decay": log_decay,
+            "dropout": self.dropout if self.training else 0.0,
+            "bias": bias,
+        }
         if estimator is None:
-            mean = softmax_mean(
-                q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias
-            )
-            return Observation(self._join(mean), None)
-        moments = softmax_moments(
-            q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias
-        )
-        found = self._by_residuals(moments.residual_variance, moments.effective_sample_size)
-        return self._observation(moments.mean, found)
+            return Observation(self._join(softmax_mean(q, k, v, context, **known)), None)
+        if estimator == "reml":
+            s0, nu = self.prior_variance, self.prior_dof
+            mean, found = softmax_reml(q, k, v, context, **known, prior_scale=s0, prior_dof=nu, cap=self.cap)
+        else:
+            mean, S, n = softmax_moments(q, k, v, context, **known)
+            found = reml_naive_precision(S, n, cap=self.cap)
+        return self._observation(mean, found)
 
     def attention(
         self,

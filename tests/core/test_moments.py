@@ -9,8 +9,9 @@ import torch
 
 from recbft.core import SequenceContext, softmax_mean, softmax_moments
 from recbft.kernels.softmax_moments import PATHS
+from recbft.kernels.softmax_moments.cpu_blocks import blocks_of
 
-IMPLS = sorted(PATHS)
+IMPLS = sorted(name for name, path in PATHS.items() if path.device != "cuda")  # those serve float64 on the CPU
 
 
 def packed_context(lengths_by_row, width, *, causal=True):
@@ -92,7 +93,7 @@ def test_each_path_passes_gradcheck(impl, seed):
     assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
 
 
-@pytest.mark.parametrize("T", [1, 2, 63, 200])
+@pytest.mark.parametrize("T", [1, 2, 63, 101, 200])
 @pytest.mark.parametrize("causal", [True, False])
 def test_cpu_path_equals_the_reference_in_values_and_gradients(T, causal):
     context = packed_context([[T], [T // 2, T - T // 2] if T > 1 else [1], [max(1, T - 1)]], T, causal=causal)
@@ -106,6 +107,61 @@ def test_cpu_path_equals_the_reference_in_values_and_gradients(T, causal):
         results[impl] = [*moments, *torch.autograd.grad(loss, inputs)]
     for ours, theirs in zip(results["cpu"], results["reference"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def tiny_blocks(monkeypatch):
+    for name, value in (("SHORT", 2), ("TOKENS", 2), ("PAIRS", 1)):
+        monkeypatch.setattr(f"recbft.kernels.softmax_moments.cpu_blocks.{name}", value)
+
+
+def shuffled_context(*, causal):
+    """Histories that lie about in their rows in no order, and a row of padding."""
+    segment = torch.tensor([[0, 1, 0, 1, 0], [2, 2, -1, 3, 3], [-1] * 5])
+    position = torch.tensor([[2, 0, 1, 1, 0], [1, 0, 0, 0, 1], [0] * 5])
+    return SequenceContext(segment, position, causal=causal)
+
+
+@pytest.mark.parametrize("bias_shape", [None, (3, 1, 5, 5), (1, 2, 5, 5)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_in_blocks_pass_gradcheck_and_equal_the_reference(causal, bias_shape, tiny_blocks):
+    context = shuffled_context(causal=causal)
+    inputs = list(random_inputs(3, 2, 5, 2, seed=12))
+    if bias_shape is not None:
+        inputs.append(torch.randn(bias_shape, generator=torch.Generator().manual_seed(13), dtype=torch.float64))
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def run(q, k, v, log_precision, log_decay, bias=None, impl="cpu"):
+        known = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
+        return (*softmax_moments(q, k, v, context, **known, impl=impl), softmax_mean(q, k, v, context, **known))
+
+    assert len(blocks_of(context, num_heads=2)) == 9
+    assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
+    for ours, theirs in zip(run(*inputs), run(*inputs, impl="reference"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_blocks_hold_every_pair_that_may_be_read_once_and_leave_out_later_keys(monkeypatch):
+    monkeypatch.setattr("recbft.kernels.softmax_moments.cpu_blocks.PAIRS", 2 * 50 * 130 * 2)  # two rows
+    context = packed_context([[130], [60, 40], [], [3] * 20, [129]], 130)
+    seen = torch.zeros(5, 130, 130)
+    for block in blocks_of(context, num_heads=2):
+        seen[block.rows, block.tokens, block.keys] += 1
+    assert seen.max() == 1
+    assert (seen[context.allowed] == 1).all()
+    assert seen[0, :50, 50:].sum() == 0 and seen[4, 50:100, 100:].sum() == 0
+    assert seen.sum() < 0.75 * seen.numel()
+
+
+@pytest.mark.parametrize("T", [101, 130])
+def test_rows_in_blocks_give_the_same_bits_twice(T):
+    results = []
+    for _ in range(2):
+        inputs = [x.requires_grad_() for x in random_inputs(3, 2, T, 8, seed=T, dtype=torch.float32)]
+        context = packed_context([[T], [30, 20], [T - 1]], T)
+        moments = softmax_moments(*inputs[:3], context, log_precision=inputs[3], log_decay=inputs[4], impl="cpu")
+        results.append([*moments, *torch.autograd.grad(sum(m.square().sum() for m in moments), inputs)])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -8,6 +8,7 @@ import torch
 from recbft.core import SequenceContext, per_dimension_weights, softmax_mean, softmax_moments, softmax_weights
 from recbft.kernels.softmax_moments import PATHS
 
+IMPLS = sorted(name for name, path in PATHS.items() if path.device != "cuda")  # those serve float64 on the CPU
 B, H, T, K = 2, 3, 5, 4
 SHAPES = [(B, H, T, T), (B, 1, T, T), (1, H, T, T), (1, 1, T, T)]
 
@@ -40,7 +41,7 @@ def dense(q, k, v, log_precision, log_decay, bias, where):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("impl", sorted(PATHS))
+@pytest.mark.parametrize("impl", IMPLS)
 def test_moments_have_the_bias_in_their_logits(impl, shape, causal):
     q, k, v, log_precision, log_decay, bias = drawn(shape)
     where, known = context(causal), {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
@@ -62,7 +63,7 @@ def test_weights_per_dimension_have_it_too():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("impl", sorted(PATHS))
+@pytest.mark.parametrize("impl", IMPLS)
 def test_each_path_passes_gradcheck_with_a_bias(impl, shape):
     inputs = [x.requires_grad_() for x in drawn(shape, seed=1)]
 

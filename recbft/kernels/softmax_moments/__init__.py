@@ -5,17 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path
 from recbft.kernels.softmax_moments import cpu, reference
 
+# Of the Triton path, by what shared memory holds.
+WIDEST_HEAD = {torch.float32: 128, torch.float16: 256, torch.bfloat16: 256}
+
+
+def decline_triton(q: Tensor, *, dropout: float = 0.0) -> str | None:
+    """Why the Triton path cannot serve a call, or None where it can."""
+    if dropout > 0:
+        return "moments with attention dropout are served by the reference"
+    dtype = str(q.dtype).removeprefix("torch.")
+    if q.dtype not in WIDEST_HEAD:
+        return f"serves float32, float16 and bfloat16, got {dtype}"
+    if q.dtype == torch.bfloat16 and dispatch.interpreted():
+        return "Triton's interpreter multiplies bfloat16 as if it were integers; take float16 or float32 there"
+    if q.shape[-1] > WIDEST_HEAD[q.dtype]:
+        return f"serves heads up to {WIDEST_HEAD[q.dtype]} wide in {dtype}, got {q.shape[-1]}"
+    if q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or later"
+    return None
+
+
+def _triton(name: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        from recbft.kernels.softmax_moments import triton
+
+        path: Callable[..., Any] = getattr(triton, name)
+        return path
+
+    return load
+
+
 PATHS = {
+    "triton": Path(_triton("softmax_moments"), "cuda", decline_triton),
     "cpu": Path(lambda: cpu.softmax_moments, "cpu", cpu.decline),
     "reference": Path(lambda: reference.softmax_moments),
 }
 MEAN_PATHS = {
+    "triton": Path(_triton("softmax_mean"), "cuda", decline_triton),
     "cpu": Path(lambda: cpu.softmax_mean, "cpu"),
     "reference": Path(lambda: reference.softmax_mean),
 }
@@ -26,6 +59,6 @@ def choose(impl: str, q: Tensor, *, dropout: float) -> Callable[..., Any]:
     return dispatch.choose(impl, PATHS, q, dropout=dropout)
 
 
-def choose_mean(q: Tensor) -> Callable[..., Any]:
-    """The path for the mean alone, with or without dropout."""
-    return dispatch.choose("auto", MEAN_PATHS, q)
+def choose_mean(q: Tensor, *, dropout: float) -> Callable[..., Any]:
+    """The path for the mean alone."""
+    return dispatch.choose("auto", MEAN_PATHS, q, dropout=dropout)

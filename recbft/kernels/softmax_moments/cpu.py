@@ -11,7 +11,9 @@ When causal, lag_tj = position_t - position_j and softmax ignores what is consta
 bias -position_j * log_decay like log precision. In both directions it is a bias per pair, as is the bias
 that is given.
 
-Shapes: B rows, H heads, T tokens, K head width.
+The weights of long rows are formed and used block by block, while they are in the cache (``cpu_blocks``).
+
+Shapes: B rows, H heads, T tokens, K head width; in a block b rows, t tokens and j keys.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
 from recbft.kernels.dropout import scaled_mask
+from recbft.kernels.softmax_moments.cpu_blocks import WHOLE, Block, Joined, blocks_of
 
 
 def decline(q: Tensor, *, dropout: float) -> str | None:
@@ -45,11 +48,8 @@ def softmax_moments(
     bias: Tensor | None = None,
 ) -> Moments:
     """The same as the reference."""
-    key_bias, pair_bias = _biases(q, context, log_precision, log_decay, bias)
-    first = context.first + torch.arange(v.shape[0])[:, None] * v.shape[2]  # (B, T) row of v's tokens, batch by batch
-    return Moments(
-        *_SoftmaxMoments.apply(q, k, v, key_bias, pair_bias, context.mask(q.dtype), context.blind, first, 0.0)
-    )
+    biases = _biases(q, context, log_precision, log_decay, bias)
+    return Moments(*_SoftmaxMoments.apply(q, k, v, *biases, context))
 
 
 def softmax_mean(
@@ -64,10 +64,8 @@ def softmax_mean(
     bias: Tensor | None = None,
 ) -> Tensor:
     """The mean alone, by the same arithmetic."""
-    key_bias, pair_bias = _biases(q, context, log_precision, log_decay, bias)
-    mean: Tensor = _SoftmaxMoments.apply(
-        q, k, v, key_bias, pair_bias, context.mask(q.dtype), context.blind, None, dropout
-    )
+    biases = _biases(q, context, log_precision, log_decay, bias)
+    mean: Tensor = _SoftmaxMean.apply(q, k, v, *biases, context, dropout)
     return mean
 
 
@@ -97,70 +95,147 @@ class _SoftmaxMoments(torch.autograd.Function):
         v: Tensor,
         key_bias: Tensor | None,
         pair_bias: Tensor | None,
-        mask: Tensor,
-        blind: Tensor | None,
-        first: Tensor | None,
-        dropout: float,
-    ) -> Any:
-        B, H, T, K = q.shape
-        # The products below would each copy a transposed view.
-        values = v
-        q, k, v = (q * (1 / math.sqrt(K))).contiguous(), k.contiguous(), v.contiguous()
-        bias = mask[:, None]  # (B, 1, T, T), or per head
-        for part in (pair_bias, None if key_bias is None else key_bias[:, None, None, :]):
-            bias = bias if part is None else bias + part
-        logits = torch.matmul(q, k.transpose(-2, -1)).add_(bias)
-        weights = torch.softmax(logits, dim=-1, out=logits)
-        if blind is not None:  # a row without a key is NaN so far
-            weights.masked_fill_(blind[:, None, :, None], 0.0)
-        ctx.with_moments = first is not None
-        ctx.pair_shape = None if pair_bias is None else pair_bias.shape
-        if first is None:
-            drop = scaled_mask(weights, dropout) if dropout > 0 else None
-            kept = weights if drop is None else weights * drop
-            ctx.save_for_backward(q, k, v, weights, kept, *([] if drop is None else [drop]))
-            return torch.matmul(kept, v)
-        mean = torch.matmul(weights, v)
-        # No clamp: a weight row sums to one, so its squares sum to at least 1 / T unless the row is empty.
-        size = torch.linalg.vector_norm(weights, dim=-1).square_().reciprocal_()
-        if blind is not None:
-            size.masked_fill_(blind[:, None, :], 0.0)
-        tokens = values.transpose(1, 2).reshape(B * T, H * K)
-        centre = tokens.index_select(0, first.view(-1)).view(B, T, H, K).transpose(1, 2)
+        context: SequenceContext,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = blocks_of(context, num_heads=q.shape[1])
+        centre = _first_values(v, context)
+        q, k, v = _operands(q, k, v)
         centred = torch.sub(v, centre, out=torch.empty_like(v))
-        offset = mean - centre
-        if blind is not None:
-            offset.masked_fill_(blind[:, None, :, None], 0.0)
         squares = centred.square()
-        residual = torch.matmul(weights, squares).addcmul_(offset, offset, value=-1).clamp_(min=0)
-        ctx.save_for_backward(q, k, v, weights, centred, squares, offset, size)
-        return mean, residual, size
+        mean, residual, offset = (Joined(v, blocks) for _ in range(3))
+        size = Joined(v[..., 0], blocks)
+        weights = []
+        for block in blocks:
+            a, blind = _weights(q, k, key_bias, pair_bias, context, block)
+            e = torch.matmul(a, v[block.read])
+            # No clamp: a weight row sums to one, so its squares sum to at least 1 / T unless the row is empty.
+            n = torch.linalg.vector_norm(a, dim=-1).square_().reciprocal_()
+            o = e - centre[block.own]
+            if blind is not None:
+                n.masked_fill_(blind, 0.0)
+                o.masked_fill_(blind[..., None], 0.0)
+            S = torch.matmul(a, squares[block.read]).addcmul_(o, o, value=-1).clamp_(min=0)
+            for whole, part in ((mean, e), (residual, S), (size, n), (offset, o)):
+                whole.put(part, *block.own)
+            weights.append(a)
+        ctx.blocks, ctx.pair_shape = blocks, None if pair_bias is None else pair_bias.shape
+        ctx.save_for_backward(q, k, centred, squares, offset.value, size.value, *weights)
+        return mean.value, residual.value, size.value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_mean: Tensor, *grad_moments: Tensor) -> Any:
-        q, k, v, weights, *moments = ctx.saved_tensors
-        if ctx.with_moments:
-            centred, squares, offset, size = moments
-            grad_residual, grad_size = grad_moments
-            grad_value = torch.addcmul(grad_mean, grad_residual, offset, value=-2)  # G
-            g, g_residual, u, squares, a = (
-                x.reshape(-1, *x.shape[2:]) for x in (grad_value, grad_residual, centred, squares, weights)
-            )
-            d_weights = torch.bmm(g, u.transpose(1, 2)).baddbmm_(g_residual, squares.transpose(1, 2)).view_as(weights)
-            d_weights.addcmul_(weights, (grad_size * size.square())[..., None], value=-2)
-            d_v = torch.bmm(a.transpose(1, 2), g).addcmul_(torch.bmm(a.transpose(1, 2), g_residual), u, value=2)
-            d_v = d_v.view_as(v)
-        else:
-            kept, *drop = moments
-            d_weights = torch.matmul(grad_mean, v.transpose(-2, -1))
-            for factor in drop:
-                d_weights *= factor
-            d_v = torch.matmul(kept.transpose(-2, -1), grad_mean)
+    def backward(ctx: Any, grad_mean: Tensor, grad_residual: Tensor, grad_size: Tensor) -> Any:
+        q, k, centred, squares, offset, size, *weights = ctx.saved_tensors
+        gradients = _Gradients(ctx, q, k)
+        d_v, d_squares = (Joined.sum(k, ctx.blocks) for _ in range(2))
+        grad_value = torch.addcmul(grad_mean, grad_residual, offset, value=-2)  # G
+        push = (grad_size * size.square())[..., None]
+        for block, a in zip(ctx.blocks, weights, strict=True):
+            own, read = block.own, block.read
+            parts = grad_value[own], grad_residual[own], centred[read], squares[read], a
+            g, g_residual, u, u_squared, a_flat = (x.reshape(-1, *x.shape[2:]) for x in parts)
+            d_a = torch.bmm(g, u.mT).baddbmm_(g_residual, u_squared.mT).view_as(a)
+            gradients.add(block, a, d_a.addcmul_(a, push[own], value=-2))
+            d_v.add(torch.bmm(a_flat.mT, g).view_as(centred[read]), *read)
+            d_squares.add(torch.bmm(a_flat.mT, g_residual).view_as(centred[read]), *read)
+        return *gradients.joined(d_v.value.addcmul_(d_squares.value, centred, value=2)), None
+
+
+class _SoftmaxMean(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_bias: Tensor | None,
+        pair_bias: Tensor | None,
+        context: SequenceContext,
+        dropout: float,
+    ) -> Tensor:
+        # Dropout is drawn for all weights at once.
+        blocks = [WHOLE] if dropout > 0 else blocks_of(context, num_heads=q.shape[1])
+        q, k, v = _operands(q, k, v)
+        mean, drop = Joined(v, blocks), None
+        weights = []
+        for block in blocks:
+            a, _ = _weights(q, k, key_bias, pair_bias, context, block)
+            if dropout > 0:
+                drop = scaled_mask(a, dropout)
+            mean.put(torch.matmul(a if drop is None else a * drop, v[block.read]), *block.own)
+            weights.append(a)
+        ctx.blocks, ctx.pair_shape = blocks, None if pair_bias is None else pair_bias.shape
+        ctx.save_for_backward(q, k, v, drop, *weights)
+        return mean.value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_mean: Tensor) -> Any:
+        q, k, v, drop, *weights = ctx.saved_tensors
+        gradients = _Gradients(ctx, q, k)
+        d_v = Joined.sum(v, ctx.blocks)
+        for block, a in zip(ctx.blocks, weights, strict=True):
+            g = grad_mean[block.own]
+            d_a = torch.matmul(g, v[block.read].mT)
+            if drop is not None:
+                d_a *= drop
+            gradients.add(block, a, d_a)
+            d_v.add(torch.matmul((a if drop is None else a * drop).mT, g), *block.read)
+        return *gradients.joined(d_v.value), None, None
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the products take, each of which would copy a transposed view; q is scaled."""
+    return (q * (1 / math.sqrt(q.shape[-1]))).contiguous(), k.contiguous(), v.contiguous()
+
+
+def _first_values(v: Tensor, context: SequenceContext) -> Tensor:
+    """The value of the first token of each token's history, (B, H, T, K)."""
+    B, H, T, K = v.shape
+    first = context.first + torch.arange(B)[:, None] * T  # row of v's tokens, batch by batch
+    values = v.transpose(1, 2).reshape(B * T, H * K).index_select(0, first.view(-1))
+    return values.view(B, T, H, K).transpose(1, 2)
+
+
+def _weights(
+    q: Tensor, k: Tensor, key_bias: Tensor | None, pair_bias: Tensor | None, context: SequenceContext, block: Block
+) -> tuple[Tensor, Tensor | None]:
+    """Weights of a block, (b, H, t, j), and which of its tokens may read nothing, (b, 1, t)."""
+    bias = context.mask(q.dtype)[block.rows, None, block.tokens, block.keys]  # (b, 1, t, j), or per head
+    if pair_bias is not None:
+        bias = bias + pair_bias[block.pairs(pair_bias.shape)]
+    if key_bias is not None:
+        bias = bias + key_bias[block.rows, None, None, block.keys]
+    logits = torch.matmul(q[block.own], k[block.read].mT).add_(bias)
+    weights = torch.softmax(logits, dim=-1, out=logits)
+    if context.blind is None:
+        return weights, None
+    blind = context.blind[block.rows, None, block.tokens]
+    return weights.masked_fill_(blind[..., None], 0.0), blind  # a row without a key is NaN so far
+
+
+class _Gradients:
+    """d_q, d_k and those of the biases, block by block."""
+
+    def __init__(self, ctx: Any, q: Tensor, k: Tensor) -> None:
+        self.q, self.k = q, k
+        self.d_q, self.d_k = Joined(q, ctx.blocks), Joined.sum(k, ctx.blocks)
+        wants_key, wants_pair = ctx.needs_input_grad[3:5]
+        self.d_key = Joined.sum(q[:, 0, :, 0], ctx.blocks) if wants_key else None
+        self.d_pair = Joined.sum(q, ctx.blocks, ctx.pair_shape) if wants_pair else None
+        self.pair_shape = ctx.pair_shape
+
+    def add(self, block: Block, weights: Tensor, d_weights: Tensor) -> None:
+        """Take in the gradient of the weights of a block."""
         d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)  # (1)
-        scale = 1 / math.sqrt(q.shape[-1])
-        d_q = torch.matmul(d_logits, k).mul_(scale)
-        d_k = torch.matmul(d_logits.transpose(-2, -1), q)  # q is kept scaled
-        d_key = d_logits.sum(dim=(1, 2)) if ctx.needs_input_grad[3] else None  # (3)
-        d_pair = d_logits.sum_to_size(ctx.pair_shape) if ctx.needs_input_grad[4] else None
-        return d_q, d_k, d_v, d_key, d_pair, None, None, None, None
+        self.d_q.put(torch.matmul(d_logits, self.k[block.read]).mul_(1 / math.sqrt(self.q.shape[-1])), *block.own)
+        self.d_k.add(torch.matmul(d_logits.mT, self.q[block.own]), *block.read)  # q is kept scaled
+        if self.d_key is not None:
+            self.d_key.add(d_logits.sum(dim=(1, 2)), block.rows, block.keys)  # (3)
+        if self.d_pair is not None:
+            shape = [1 if n == 1 else size for n, size in zip(self.pair_shape, d_logits.shape, strict=True)]
+            self.d_pair.add(d_logits.sum_to_size(shape), *block.pairs(self.pair_shape))
+
+    def joined(self, d_v: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k, v, the bias per key and the bias per pair."""
+        return self.d_q.value, self.d_k.value, d_v, *(None if d is None else d.value for d in (self.d_key, self.d_pair))

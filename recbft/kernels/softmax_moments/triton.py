@@ -1,0 +1,269 @@
+"""Softmax moments on a GPU, in Triton: nothing of T x T tokens is ever stored.
+
+The forward is one kernel, the backward two (``triton_forward``, ``triton_backward``); all walk over tiles of tokens and
+form the weights as they go. Which tiles need a visit is found on the device, once per batch (``triton_tiles``). Inputs
+may be float32, float16 or bfloat16 with any strides; the mean has the type of the values, S and n are float32. Only a
+bias per pair that wants a gradient takes memory by T x T, as it does itself.
+
+Shapes: B rows, H heads, T tokens, K head width, W the power of two that holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recbft.core.belief import SequenceContext
+from recbft.core.observation import epsilon_of
+from recbft.core.statistics import Moments
+from recbft.kernels.dispatch import interpreted
+from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_kernel
+from recbft.kernels.softmax_moments.triton_forward import forward_kernel
+from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
+
+SPANS_TILE = 32
+# Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half precision; chosen so
+# that the compiled kernels keep within the registers and 100 KB of shared memory.
+HALF_TILES = {
+    16: (64, 64, 4, 2),
+    32: (64, 64, 4, 2),
+    64: (64, 64, 8, 2),
+    128: (64, 32, 8, 1),
+    256: (32, 16, 4, 1),
+}
+
+
+class Spans(NamedTuple):
+    """What ``spans_kernel`` finds of a batch; int32."""
+
+    home: Tensor  # (B, T)
+    place: Tensor  # (B, T) the positions
+    read: Tensor  # (3, B, T) start, stop and gaps of what each token reads
+    readers: Tensor  # (3, B, T) the same of those that read it
+    causal: bool
+
+
+def softmax_moments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    dropout: float,
+    bias: Tensor | None = None,
+) -> Moments:
+    """The same as the reference."""
+    assert dropout == 0
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    mean, size, residual, _ = _SoftmaxMoments.apply(q, k, v, log_precision, log_decay, bias, spans_of(context), True)
+    return Moments(mean, residual, size)
+
+
+def softmax_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    dropout: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The mean alone, by the same arithmetic."""
+    assert dropout == 0
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    mean, *_ = _SoftmaxMoments.apply(q, k, v, log_precision, log_decay, bias, spans_of(context), False)
+    return mean  # type: ignore[no-any-return]
+
+
+def softmax_reml(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    dropout: float,
+    bias: Tensor | None = None,
+    prior_scale: float,
+    prior_dof: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    """The mean and its REML precision, float32, from one kernel; S and n are not written."""
+    assert dropout == 0
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    reml = _Reml(float(prior_dof), prior_dof * prior_scale + epsilon_of(v), float(cap))
+    mean, _, _, precision = _SoftmaxMoments.apply(q, k, v, log_precision, log_decay, bias, spans_of(context), reml)
+    return mean, precision
+
+
+def spans_of(context: SequenceContext) -> Spans:
+    """Which token reads which; found once per batch and kept with it for all layers."""
+    kept = vars(context)  # where functools.cached_property keeps what it found
+    if "_triton_spans" not in kept:
+        kept["_triton_spans"] = _find_spans(context.segment, context.position, causal=context.causal)
+    spans: Spans = kept["_triton_spans"]
+    return spans
+
+
+def _find_spans(segment: Tensor, position: Tensor, *, causal: bool) -> Spans:
+    B, T = segment.shape
+    home, place = (_output(segment, B, T, dtype=torch.int32) for _ in range(2))
+    read, readers = (_output(segment, 3, B, T, dtype=torch.int32) for _ in range(2))
+    strides = {"s_b": segment.stride(0), "s_t": segment.stride(1), "p_b": position.stride(0), "p_t": position.stride(1)}
+    scalars = strides | {"B": B, "T": T, "CAUSAL": causal, "TILE": SPANS_TILE}
+    _launch(spans_kernel, B * triton.cdiv(T, SPANS_TILE), (segment, position, home, place, read, readers), scalars)
+    return Spans(home, place, read, readers, causal)
+
+
+class _Reml(NamedTuple):
+    """How S and n become a precision, equation (3) of the forward kernel."""
+
+    nu: float = 0.0
+    c: float = 0.0
+    cap: float = 0.0
+
+
+class _SoftmaxMoments(torch.autograd.Function):
+    """e; n and S where ``moments`` is True, and r in their place where it says how."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_precision: Tensor | None,
+        log_decay: Tensor | None,
+        bias: Tensor | None,
+        spans: Spans,
+        moments: bool | _Reml,
+    ) -> tuple[Tensor | None, ...]:
+        mean, lse = _heads(v, v.dtype), _output(v, *v.shape[:3])
+        offset = _heads(v, torch.float32 if v.dtype == torch.float32 else torch.float16)
+        size = _output(v, *v.shape[:3]) if moments else None
+        residual = _heads(v) if moments is True else None
+        precision = _heads(v) if isinstance(moments, _Reml) else None
+        statistics = (offset, lse, size, residual, precision)
+        ctx.reml = moments._asdict() if isinstance(moments, _Reml) else _Reml()._asdict()
+        call = _Call.of(q, k, v, log_precision, log_decay, bias, spans)
+        call.run(forward_kernel, spans.read, mean, *statistics, **ctx.reml)
+        ctx.save_for_backward(q, k, v, log_precision, log_decay, bias, *spans[:4], *statistics)
+        ctx.causal = spans.causal
+        ctx.set_materialize_grads(False)
+        return mean, size if precision is None else None, residual, precision
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        q, k, v, log_precision, log_decay, bias, home, place, read, readers, *statistics = ctx.saved_tensors
+        spans = Spans(home, place, read, readers, ctx.causal)
+        wants_precision, wants_decay, wants_bias = ctx.needs_input_grad[3:6]
+        g_mean, g_size, g_residual, g_precision = gradients
+        B, H, T, _ = q.shape
+        call = _Call.of(q, k, v, log_precision, log_decay, bias, spans)
+        d_q, d_k, d_v, pulled = (_heads(v, v.dtype) for _ in range(4))
+        spread = None if g_residual is None and g_precision is None else _heads(v, v.dtype)
+        delta = _output(v, B, H, T)
+        push = None if g_size is None and g_precision is None else _output(v, B, H, T)
+        d_decay = _output(v, B, H, triton.cdiv(T, call.scalars["OWN"])) if wants_decay else None
+        d_bias = bias.new_zeros(B, H, T, T) if wants_bias else None
+        call.run(
+            query_kernel,
+            *(read, *gradients, *statistics),
+            *(d_q, pulled, spread, delta, push, d_decay, d_bias),
+            **_strides("e", "bhtk", g_mean),
+            **_strides("n", "bht", g_size),
+            **_strides("s", "bhtk", g_residual),
+            **_strides("r", "bhtk", g_precision),
+            **ctx.reml,
+        )
+        d_terms = _output(v, B, H, T) if wants_precision else None
+        _, lse, *_ = statistics
+        call.run(key_kernel, readers, lse, pulled, spread, delta, push, d_k, d_v, d_terms)
+        if d_terms is not None:
+            d_terms = d_terms.sum(dim=1).to(log_precision.dtype)
+        if d_decay is not None:
+            d_decay = d_decay.sum() if log_decay.numel() == 1 else d_decay.sum(dim=(1, 2))
+            d_decay = d_decay.view(log_decay.shape).to(log_decay.dtype)
+        if d_bias is not None:
+            d_bias = d_bias.sum_to_size(bias.shape)
+        return d_q, d_k, d_v, d_terms, d_decay, d_bias, None, None
+
+
+class _Call(NamedTuple):
+    """What all kernels take: tensors in their order, and the rest by name."""
+
+    tensors: tuple[Tensor | None, ...]
+    scalars: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_precision: Tensor | None,
+        log_decay: Tensor | None,
+        bias: Tensor | None,
+        spans: Spans,
+    ) -> _Call:
+        """The call of a function of these inputs."""
+        B, H, T, K = q.shape
+        scalars: dict[str, Any] = _strides("q", "bhtk", q) | _strides("k", "bhtk", k) | _strides("v", "bhtk", v)
+        scalars |= _strides("p", "bt", log_precision)
+        scalars["d_b"] = 0 if log_decay is None or log_decay.numel() == 1 else log_decay.stride(0)
+        scalars |= _strides("x", "bhtj", None if bias is None else bias.expand(B, H, T, T))
+        scalars |= {"B": B, "H": H, "T": T, "scale": math.log2(math.e) / math.sqrt(K)}
+        W = max(16, triton.next_power_of_2(K))
+        scalars |= {"K": K, "W": W, "CAUSAL": spans.causal, "PRECISION": "ieee" if interpreted() else "tf32x3"}
+        scalars |= _tiles(T, W, q)
+        tensors = (q, k, v, log_precision, log_decay, bias, spans.home, spans.place)
+        return cls(tensors, scalars)
+
+    def run(self, kernel: Any, *tensors: Tensor | None, **more: float) -> None:
+        """Run a kernel for every tile of every head."""
+        programs = self.scalars["B"] * self.scalars["H"] * triton.cdiv(self.scalars["T"], self.scalars["OWN"])
+        _launch(kernel, programs, (*self.tensors, *tensors), {**self.scalars, **more})
+
+
+def _launch(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], scalars: dict[str, Any]) -> None:
+    with torch.cuda.device_of(tensors[0]):
+        if programs > 0:
+            kernel[(programs,)](*tensors, **scalars)
+
+
+def _strides(letter: str, axes: str, x: Tensor | None) -> dict[str, int]:
+    """Strides by the names the kernels give them; zeros for what is not there."""
+    return {f"{letter}_{axis}": 0 if x is None else x.stride(n) for n, axis in enumerate(axes)}
+
+
+def _tiles(T: int, W: int, like: Tensor) -> dict[str, int]:
+    """How a kernel is cut and run."""
+    if like.dtype == torch.float32:
+        own, other, warps, stages = (16, 16, 8, 1) if W > 64 else (32, 32, 8, 1)
+    else:
+        own, other, warps, stages = HALF_TILES[W]
+        if like.is_cuda and torch.cuda.get_device_capability(like.device) < (9, 0):
+            other = min(other, 32)  # operands are in registers there
+    short = max(16, triton.next_power_of_2(T))
+    return {"OWN": min(own, short), "OTHER": min(other, short), "num_warps": warps, "num_stages": stages}
+
+
+def _heads(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for (B, H, T, K) laid out token by token, which is how a model joins its heads."""
+    B, H, T, K = like.shape
+    return _output(like, B, T, H, K, dtype=dtype).transpose(1, 2)
+
+
+def _output(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)

@@ -1,0 +1,106 @@
+"""The forward kernel of softmax moments: one pass over the tiles that a tile of tokens reads.
+
+With x_tj the logits in base 2 and u = v - mu, mu the value of the first token of the history, what runs along j,
+
+    M' = max(M, max_j x)    f = 2^(M - M')    p_j = 2^(x_j - M')
+    Z <- f Z + sum p    C <- f^2 C + sum p^2    E1 <- f E1 + p u    E2 <- f E2 + p u^2                   (1)
+
+ends in
+
+    o = E1 / Z    e = o + mu    S = max(E2 / Z - o^2, 0)    n = Z^2 / C    lse = M + log2 Z              (2)
+    r = min((n + nu) / (S + c), cap)    the REML precision, where it is asked for in the place of S      (3)
+
+Products are summed up in float32. p, u and u^2 enter them as float16 where the inputs are in half precision (bfloat16
+has too few digits for the difference in S; u has to stay below 255), as float32 otherwise. Z and C take the p that is
+not rounded.
+
+Source: FlashAttention (arXiv 2205.14135), section 3, for the running maximum.
+Shapes: H heads, T tokens of a row, K head width, W the power of two that holds it.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from recbft.kernels.softmax_moments.triton_tiles import (
+    centred_values,
+    column_terms,
+    load_rows,
+    logits,
+    reach,
+    store_rows,
+)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["B", "T", "p_b"])
+def forward_kernel(
+    q, k, v, log_precision, log_decay, bias, home, place, read,
+    mean, offset, lse, size, residual, precision,  # written; size None for the mean alone, the last two as asked for
+    q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, v_b, v_h, v_t, v_k, p_b, p_t, d_b, x_b, x_h, x_t, x_j,
+    B, H, T, scale, nu, c, cap, K: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr,
+):
+    # fmt: on
+    """Equations (1) to (3) for a tile of tokens of one head."""
+    tiles = tl.cdiv(T, OWN)
+    b, h = (tl.program_id(0) // tiles // H).to(tl.int64), (tl.program_id(0) // tiles % H).to(tl.int64)
+    rows = (tiles - 1 - tl.program_id(0) % tiles) * OWN + tl.arange(0, OWN)  # when causal, the longest first
+    kept = rows < T
+    q, k, v = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    home, place = home + b * T, place + b * T
+    if log_precision is not None:
+        log_precision += b * p_b
+    if log_decay is not None:
+        log_decay += b * d_b
+    if bias is not None:
+        bias += b * x_b + h * x_h
+    row_home, row_place = tl.load(home + rows, mask=kept, other=-1), tl.load(place + rows, mask=kept, other=0)
+    queries = load_rows(q, rows, kept, q_t, q_k, K, W)
+    PRODUCT: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float32 else tl.float16
+    M = tl.full([OWN], float("-inf"), tl.float32)
+    Z, C = tl.zeros([OWN], tl.float32), tl.zeros([OWN], tl.float32)
+    E1, E2 = tl.zeros([OWN, W], tl.float32), tl.zeros([OWN, W], tl.float32)
+    first, last, within, end = reach(read + b * T, rows, tl.cast(B, tl.int64) * T, T)
+    for begin in range(first, last, OTHER):
+        columns = begin + tl.arange(0, OTHER)
+        column_home = tl.load(home + columns, mask=columns < T, other=-1)
+        column_place = tl.load(place + columns, mask=columns < T, other=0)
+        keys = load_rows(k, columns, columns < T, k_t, k_k, K, W)
+        u = centred_values(v, columns, column_home, v_t, v_k, K, W).to(PRODUCT)
+        x = logits(
+            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale,
+            column_terms(log_precision, p_t, log_decay, columns, column_place, T, CAUSAL)[None, :],
+            rows[:, None], columns[None, :], row_home[:, None], column_home[None, :],
+            row_place[:, None], column_place[None, :], log_decay, bias, x_t, x_j, T,
+            (begin < within) | (begin + OTHER > end), CAUSAL,
+        )
+        top = tl.maximum(M, tl.max(x, 1))
+        floor = tl.where(top == float("-inf"), 0.0, top)
+        f = tl.exp2(M - floor)
+        p = tl.exp2(x - floor[:, None])
+        Z = Z * f + tl.sum(p, 1)
+        E1 = tl.dot(p.to(PRODUCT), u, acc=E1 * f[:, None], input_precision=PRECISION)
+        if size is not None:
+            C = C * (f * f) + tl.sum(p * p, 1)
+            E2 = tl.dot(p.to(PRODUCT), u * u, acc=E2 * f[:, None], input_precision=PRECISION)
+        M = top
+    found = Z > 0
+    Z = tl.where(found, Z, 1.0)
+    o = E1 * (1.0 / Z)[:, None]
+    to, row, at = (b * T * H + h) * K, H * K, (b * H + h) * T + rows
+    store_rows(mean + to, rows, o + load_rows(v, row_home, row_home >= 0, v_t, v_k, K, W), kept, row, K, W)
+    store_rows(offset + to, rows, o, kept, row, K, W)
+    tl.store(lse + at, tl.where(found, M + tl.log2(Z), float("inf")), mask=kept)
+    if size is not None:
+        n = tl.where(found, Z * Z / tl.where(found, C, 1.0), 0.0)
+        tl.store(size + at, n, mask=kept)
+        S = tl.maximum(E2 * (1.0 / Z)[:, None] - o * o, 0.0)
+        if residual is not None:
+            store_rows(residual + to, rows, S, kept, row, K, W)
+        if precision is not None:
+            r = tl.minimum(tl.where(found, n + nu, 0.0)[:, None] / (S + c), cap)
+            store_rows(precision + to, rows, r, kept, row, K, W)

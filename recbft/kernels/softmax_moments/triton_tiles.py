@@ -1,0 +1,157 @@
+"""What the Triton kernels of softmax moments share: rows of a matrix, logits, and which tokens may read which.
+
+Nothing assumes that the histories of a row stand together or in order. ``spans_kernel`` looks at every pair of tokens
+once and finds for each token t, as one that reads and as one that is read,
+
+    home_t              the column of the earliest token of t's history, -1 for padding
+    start_t, stop_t     the columns from the first to the last that t may read, or that may read t
+    gaps_t              how many of these columns may not
+
+so that tiles outside the spans of all tokens are skipped, and tiles within spans without gaps need no mask.
+Logits are in base 2, and -inf where a token may not read.
+
+Shapes: B rows of the batch, T tokens of a row, K head width, W the power of two that holds it.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def load_rows(base, rows, kept, row_stride, stride, K: tl.constexpr, W: tl.constexpr):
+    """Rows of a (T, K) matrix, (rows, W): zeros in rows that are not kept and past the last column."""
+    across = tl.arange(0, W)
+    mask = kept[:, None]
+    if K < W:
+        mask = mask & (across < K)[None, :]
+    return tl.load(base + rows[:, None] * row_stride + across[None, :] * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base, rows, values, kept, row_stride, K: tl.constexpr, W: tl.constexpr):
+    """Write (rows, W) into the rows of a (T, K) matrix that are kept."""
+    across = tl.arange(0, W)
+    mask = kept[:, None]
+    if K < W:
+        mask = mask & (across < K)[None, :]
+    tl.store(base + rows[:, None] * row_stride + across[None, :], values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def centred_values(v, columns, home, v_t, v_k, K: tl.constexpr, W: tl.constexpr):
+    """Values less the first of their history, float32; zeros for padding."""
+    values = load_rows(v, columns, home >= 0, v_t, v_k, K, W).to(tl.float32)
+    return values - load_rows(v, home, home >= 0, v_t, v_k, K, W).to(tl.float32)
+
+
+@triton.jit
+def reach(spans, rows, field, T):
+    """The columns (first, last) that some tokens of a tile reach, and (first, last) of those that all of them do."""
+    kept = rows < T
+    start, stop = tl.load(spans + rows, mask=kept, other=T), tl.load(spans + field + rows, mask=kept, other=0)
+    gaps = tl.load(spans + 2 * field + rows, mask=kept, other=0)
+    within = tl.max(tl.where(kept, start, 0), 0)
+    end = tl.min(tl.where(kept & (gaps == 0), stop, tl.where(kept, 0, T)), 0)
+    return tl.min(start, 0), tl.max(stop, 0), within, end
+
+
+@triton.jit
+def column_terms(log_precision, p_t, log_decay, columns, place, T, CAUSAL: tl.constexpr):
+    """What each column adds to the logits of all its readers."""
+    terms = tl.zeros_like(place).to(tl.float32)
+    if log_precision is not None:
+        terms += tl.load(log_precision + columns * p_t, mask=columns < T, other=0.0).to(tl.float32) * LOG2E
+    if log_decay is not None and CAUSAL:  # softmax ignores what is constant along the columns
+        terms -= place.to(tl.float32) * (tl.load(log_decay).to(tl.float32) * LOG2E)
+    return terms
+
+
+# fmt: off
+@triton.jit
+def logits(
+    products, terms, reader, column, reader_home, column_home, reader_place, column_place,
+    log_decay, bias, x_t, x_j, T, masked, CAUSAL: tl.constexpr,
+):
+    # fmt: on
+    """Logits of a tile of pairs from their scaled products and the terms of its columns.
+
+    What belongs to readers comes as (rows, 1) and what belongs to columns as (1, columns), or the other way round.
+    """
+    x = products + terms
+    if log_decay is not None and not CAUSAL:
+        x += tl.abs(reader_place - column_place).to(tl.float32) * (tl.load(log_decay).to(tl.float32) * LOG2E)
+    if bias is not None:
+        there = (reader < T) & (column < T)
+        x += tl.load(bias + reader * x_t + column * x_j, mask=there, other=0.0).to(tl.float32) * LOG2E
+    if masked:
+        allowed = (reader_home == column_home) & (column_home >= 0)
+        if CAUSAL:
+            allowed = allowed & (column_place <= reader_place)
+        x = tl.where(allowed, x, float("-inf"))
+    return x
+
+
+# fmt: off
+@triton.jit
+def spans_kernel(
+    segment, position,  # read
+    home, place, read, readers,  # written; the last two hold start, stop and gaps, (3, B, T)
+    s_b, s_t, p_b, p_t, B, T, CAUSAL: tl.constexpr, TILE: tl.constexpr,
+):
+    # fmt: on
+    """Home, position and spans of the tokens of a tile."""
+    tiles = tl.cdiv(T, TILE)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    rows = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    own = tl.load(segment + b * s_b + rows * s_t, mask=rows < T, other=-1)
+    own_place = tl.load(position + b * p_b + rows * p_t, mask=rows < T, other=0).to(tl.int32)
+    earliest = tl.full([TILE], FAR, tl.int32)
+    found = tl.full([TILE], -1, tl.int32)
+    start = tl.full([TILE], FAR, tl.int32)
+    stop = tl.zeros([TILE], tl.int32)
+    count = tl.zeros([TILE], tl.int32)
+    start_of, stop_of, count_of = start, stop, count
+    for first in range(0, T, TILE):
+        columns = first + tl.arange(0, TILE)
+        other = tl.load(segment + b * s_b + columns * s_t, mask=columns < T, other=-1)[None, :]
+        other_place = tl.load(position + b * p_b + columns * p_t, mask=columns < T, other=0).to(tl.int32)[None, :]
+        same = (own[:, None] == other) & (other >= 0)
+        least = tl.min(tl.where(same, other_place, FAR), 1)
+        at_least = tl.min(tl.where(same & (other_place == least[:, None]), columns[None, :], FAR), 1)
+        found = tl.where(least < earliest, at_least, found)
+        earliest = tl.minimum(earliest, least)
+        reads, is_read = same, same
+        if CAUSAL:
+            reads = same & (other_place <= own_place[:, None])
+            is_read = same & (other_place >= own_place[:, None])
+        start, stop, count = stretch(start, stop, count, reads, columns)
+        start_of, stop_of, count_of = stretch(start_of, stop_of, count_of, is_read, columns)
+    to, field = b * T + rows, tl.cast(B, tl.int64) * T
+    tl.store(home + to, found, mask=rows < T)
+    tl.store(place + to, own_place, mask=rows < T)
+    store_spans(read + to, field, start, stop, count, rows < T)
+    store_spans(readers + to, field, start_of, stop_of, count_of, rows < T)
+
+
+@triton.jit
+def stretch(start, stop, count, met, columns):
+    """Spans that take in the columns that are met."""
+    start = tl.minimum(start, tl.min(tl.where(met, columns[None, :], FAR), 1))
+    stop = tl.maximum(stop, tl.max(tl.where(met, columns[None, :] + 1, 0), 1))
+    return start, stop, count + tl.sum(met.to(tl.int32), 1)
+
+
+@triton.jit
+def store_spans(base, field, start, stop, count, kept):
+    """Write start, stop and gaps."""
+    tl.store(base, start, mask=kept)
+    tl.store(base + field, stop, mask=kept)
+    tl.store(base + 2 * field, tl.where(stop > 0, stop - start - count, 0), mask=kept)

@@ -1,0 +1,341 @@
+"""The Triton kernels of softmax moments against the float64 reference; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from recbft.core import SequenceContext, reml_precision, softmax_moments
+from recbft.kernels.dispatch import interpreted
+from recbft.kernels.softmax_moments import MEAN_PATHS, PATHS, decline_triton, reference
+from recbft.kernels.softmax_moments import triton as path
+from recbft.kernels.softmax_moments.reml import softmax_reml
+
+pytestmark = pytest.mark.skipif(not (interpreted() or torch.cuda.is_available()), reason="needs a GPU")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TILE = 16
+TOLERANCE = {"rtol": 2e-5, "atol": 1e-5}  # float32, relative to values and gradients of order one
+NAMES = ("q", "k", "v", "log_precision", "log_decay", "bias")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    launch = {"OWN": TILE, "OTHER": TILE, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(path, "_tiles", lambda *_: launch)
+    monkeypatch.setattr(path, "SPANS_TILE", TILE)
+    return launch
+
+
+@pytest.fixture(autouse=True)
+def memory_full_of_nan(monkeypatch):
+    def filled(like, *shape, dtype=torch.float32):
+        return torch.full(shape, float("nan") if dtype.is_floating_point else 10**6, dtype=dtype, device=like.device)
+
+    monkeypatch.setattr(path, "_output", filled)
+
+
+def packed(rows, width, *, causal=True):
+    """Histories of the given lengths one after another in each row, padding at the end."""
+    segment = torch.full((len(rows), width), -1)
+    position = torch.zeros(len(rows), width, dtype=torch.long)
+    number = 0
+    for row, lengths in enumerate(rows):
+        column = 0
+        for length in lengths:
+            segment[row, column : column + length] = number
+            position[row, column : column + length] = torch.arange(length)
+            column, number = column + length, number + 1
+    return SequenceContext(segment.to(DEVICE), position.to(DEVICE), causal=causal)
+
+
+def drawn(context, *, H=1, K=8, seed=0, leave_out=(), bias_shape=None, per_row=False):
+    """Inputs in float64 whose numbers float16 holds exactly."""
+    g = torch.Generator().manual_seed(seed)
+    B, T = context.segment.shape
+    named = {name: torch.randn(B, H, T, K, generator=g) for name in "qkv"}
+    named["log_precision"] = torch.randn(B, T, generator=g)
+    named["log_decay"] = -torch.rand((B, 1) if per_row else (), generator=g) / 8
+    named["bias"] = torch.randn(bias_shape or (1, 1, T, T), generator=g)
+    absent = {*leave_out, *(() if bias_shape else ("bias",))}
+    return {name: None if name in absent else x.half().double().to(DEVICE) for name, x in named.items()}
+
+
+def values_and_gradients(function, inputs, context, dtype, *, only=None):
+    """Moments and the gradients of a fixed mixture of them; biases stay float32 where the inputs are in half."""
+    bias_type = torch.float32 if dtype == torch.float16 and function is not reference.softmax_moments else dtype
+    types = {"log_precision": bias_type, "log_decay": bias_type}
+    given = {n: None if x is None else x.to(types.get(n, dtype)).requires_grad_() for n, x in inputs.items()}
+    found = function(*(given[n] for n in "qkv"), context, dropout=0.0, **{n: given[n] for n in NAMES[3:]})
+    found = found if isinstance(found, tuple) else (found,)
+    g = torch.Generator().manual_seed(11)
+    weights = [torch.randn(x.shape, generator=g).double().to(DEVICE) for x in found]
+    chosen = range(len(found)) if only is None else only
+    loss = sum((found[n].double() * weights[n]).sum() for n in chosen)
+    wanted = {n: x for n, x in given.items() if x is not None}
+    gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return [f"output {n}" for n in range(len(found))] + list(wanted), [*found, *gradients]
+
+
+def check(inputs, context, *, function=path.softmax_moments, plain=reference.softmax_moments, only=None):
+    names, ours = values_and_gradients(function, inputs, context, torch.float32, only=only)
+    _, theirs = values_and_gradients(plain, inputs, context, torch.float64, only=only)
+    for name, one, two in zip(names, ours, theirs, strict=True):
+        two = torch.zeros_like(one) if two is None else two
+        one = torch.zeros_like(two) if one is None else one
+        scale = max(1.0, float(two.detach().abs().max())) if two.numel() else 1.0
+        atol = TOLERANCE["atol"] * scale
+        torch.testing.assert_close(one.double(), two.double(), rtol=2e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("T", [1, 2, TILE - 1, TILE, TILE + 1, 2 * TILE + 5])
+def test_values_and_gradients_equal_the_reference_at_every_length(T, causal):
+    context = packed([[T], [T // 2, (T + 1) // 2 - 1] if T > 1 else []], T, causal=causal)
+    check(drawn(context, H=1 + T % 2, seed=T), context)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_of_unequal_sides_give_the_same(causal, small_tiles):
+    context = packed([[41], [3, 30, 4]], 41, causal=causal)
+    inputs = drawn(context)
+    small_tiles["OTHER"] = 2 * TILE
+    check(inputs, context)
+    small_tiles.update(OWN=4 * TILE, OTHER=TILE)
+    check(inputs, context)
+
+
+@pytest.mark.parametrize("leave_out", [("log_precision",), ("log_decay",), ("log_precision", "log_decay")])
+@pytest.mark.parametrize("causal", [True, False])
+def test_biases_that_are_not_given_are_not_needed(causal, leave_out):
+    context = packed([[12, 9]], 21, causal=causal)
+    check(drawn(context, leave_out=leave_out), context)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2), (1, 1)])
+def test_a_bias_per_pair_is_added_and_gets_its_gradient(shape, causal):
+    context = packed([[20], [7, 10]], 20, causal=causal)
+    check(drawn(context, H=2, bias_shape=(*shape, 20, 20), per_row=True), context)
+
+
+@pytest.mark.parametrize("only", [[0], [1], [2], [0, 2]])
+def test_moments_that_no_loss_reads_may_be_left_out(only):
+    context = packed([[18]], 19)
+    check(drawn(context), context, only=only)
+
+
+@pytest.mark.parametrize("K", [1, 5, 16, 24])
+def test_any_head_width_is_served(K):
+    context = packed([[18]], 18)
+    check(drawn(context, K=K), context)
+
+
+def test_histories_may_be_interleaved_and_out_of_order():
+    g = torch.Generator().manual_seed(3)
+    for causal in (True, False):
+        segment = torch.randint(-1, 3, (2, 37), generator=g)
+        segment[1, :20] = 5  # tiles of one history, in no order
+        position = torch.stack([torch.randperm(37, generator=g) for _ in range(2)])
+        context = SequenceContext(segment.to(DEVICE), position.to(DEVICE), causal=causal)
+        check(drawn(context, seed=4), context)
+
+
+def test_odd_strides_give_the_same_bits():
+    context = packed([[20, 3]], 23)
+    inputs = drawn(context, H=2, K=5)
+    _, plain = values_and_gradients(path.softmax_moments, inputs, context, torch.float32)
+    for name in "qkv":
+        B, H, T, K = inputs[name].shape
+        wide = torch.full((T, 2 * B, K + 1, H), float("nan"), dtype=torch.float64, device=DEVICE)
+        view = wide[:, ::2, 1:, :].permute(1, 3, 0, 2)
+        inputs[name] = view.copy_(inputs[name])
+    for name in ("log_precision", "log_decay"):
+        inputs[name] = inputs[name][..., None].expand(*inputs[name].shape, 3)[..., 1]
+    context = SequenceContext(
+        torch.stack([context.segment, context.segment], dim=-1)[..., 1],
+        context.position.T.contiguous().T,
+    )
+    _, other = values_and_gradients(path.softmax_moments, inputs, context, torch.float32)
+    for one, two in zip(plain, other, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_gradients_that_are_expanded_are_read_as_they_are():
+    context = packed([[17]], 17)
+    x = drawn(context)
+    given = [x[n].float().requires_grad_() for n in "qkv"]
+    rest = {"log_precision": None, "log_decay": None, "dropout": 0.0}
+    sum(m.sum() for m in path.softmax_moments(*given, context, **rest)).backward()
+    exact = [x[n].requires_grad_() for n in "qkv"]
+    sum(m.sum() for m in reference.softmax_moments(*exact, context, **rest)).backward()
+    for one, two in zip(given, exact, strict=True):
+        torch.testing.assert_close(one.grad.double(), two.grad, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("nu", "cap"), [(1.0, 100.0), (2.0, 3.0), (0.0, 100.0)])
+def test_the_reml_precision_is_that_of_the_moments(nu, cap):
+    def composed(q, k, v, where, **rest):
+        e, S, n = reference.softmax_moments(q, k, v, where, **rest)
+        return e, reml_precision(S, n, prior_scale=0.2, prior_dof=nu, cap=cap)
+
+    def fused(q, k, v, where, **rest):
+        return softmax_reml(q, k, v, where, **rest, prior_scale=0.2, prior_dof=nu, cap=cap, impl="triton")
+
+    context = packed([[TILE + 4, 2]], TILE + 8)
+    inputs = drawn(context)
+    inputs["v"][:, :, 0] = inputs["v"][:, :, 1]  # residuals of 0 where there is more than one key
+    exact = composed(*(inputs[n] for n in "qkv"), context, log_precision=None, log_decay=None, dropout=0.0)[1]
+    assert cap == 100.0 or (exact == cap).any()
+    check(inputs, context, function=fused, plain=composed)
+    check(inputs, context, function=fused, plain=composed, only=[1])
+
+
+def test_no_rows_give_no_moments():
+    context = SequenceContext(torch.zeros(0, 5, dtype=torch.long), torch.zeros(0, 5, dtype=torch.long))
+    names, found = values_and_gradients(path.softmax_moments, drawn(context), context, torch.float32)
+    assert found[0].shape == (0, 1, 5, 8)
+    assert found[names.index("log_decay")] == 0
+
+
+def test_padding_gets_zeros_and_passes_no_gradient():
+    context = packed([[], [20]], TILE + 9)
+    names, found = values_and_gradients(path.softmax_moments, drawn(context), context, torch.float32)
+    for name, x in zip(names, found, strict=True):
+        assert torch.isfinite(x).all(), name
+        if name in "qkv" or name.startswith("output"):
+            assert (x[0] == 0).all() and (x[1, :, 20:] == 0).all(), name
+
+
+def test_two_runs_are_bitwise_equal_and_the_mean_alone_is_the_mean_of_the_moments():
+    context = packed([[30, 7]], 37)
+    inputs = drawn(context)
+    names, one = values_and_gradients(path.softmax_moments, inputs, context, torch.float32, only=[0])
+    _, two = values_and_gradients(path.softmax_moments, inputs, context, torch.float32, only=[0])
+    _, mean = values_and_gradients(path.softmax_mean, inputs, context, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    for name, a, b in zip(names, one, [mean[0], None, None, *mean[1:]], strict=True):
+        assert name in ("output 1", "output 2") or torch.equal(a, b), name
+    check(inputs, context, function=path.softmax_mean, plain=reference.softmax_mean)
+
+
+def test_no_token_moves_another_history_or_an_earlier_token():
+    context = packed([[14, 20, 6]], 44)
+    inputs = drawn(context)
+
+    def moments():
+        with torch.no_grad():
+            given = {n: x if x is None else x.float() for n, x in inputs.items()}
+            return path.softmax_moments(*(given.pop(n) for n in "qkv"), context, dropout=0.0, **given)
+
+    before = moments()
+    for name in "qkv":
+        inputs[name][:, :, 20] += 100.0  # the seventh token of the second history, and one of padding
+        inputs[name][:, :, 42] -= 1e4
+    after = moments()
+    untouched = [t for t in range(40) if not 20 <= t < 34]
+    for one, two in zip(before, after, strict=True):
+        assert torch.equal(one[:, :, untouched], two[:, :, untouched])
+        assert not torch.equal(one[:, :, 20:34], two[:, :, 20:34])
+
+
+@pytest.mark.parametrize(("dtype", "worst", "median"), [(torch.float32, 1e-5, 1e-6), (torch.float16, 2e-2, 2e-3)])
+def test_an_offset_of_ten_deviations_does_not_spoil_the_residual_variance(dtype, worst, median):
+    context = packed([[25, 20]], 45)
+    inputs = drawn(context, leave_out=("log_precision", "log_decay"))
+    offset = torch.where(context.segment == 0, 10.0, -30.0)[:, None, :, None]  # each history has one of its own
+    inputs["v"] = (inputs["v"] + offset).to(dtype).double()
+    rest = {"log_precision": None, "log_decay": None, "dropout": 0.0}
+    exact = reference.softmax_moments(*(inputs[n] for n in "qkv"), context, **rest)
+    found = path.softmax_moments(*(inputs[n].to(dtype) for n in "qkv"), context, **rest)
+    later = context.position[0] >= 8
+    relative = ((found.residual_variance - exact.residual_variance).abs() / exact.residual_variance)[:, :, later]
+    assert relative.max() < worst and relative.median() < median
+    assert found.mean.dtype == dtype and found.residual_variance.dtype == torch.float32
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_half_precision_is_at_most_twice_as_wrong_as_the_plain_path_in_the_same_type(causal):
+    context = packed([[40], [9, 20]], 40, causal=causal)
+    inputs = drawn(context, K=16, leave_out=("log_decay",), bias_shape=(1, 1, 40, 40))
+    names, exact = values_and_gradients(reference.softmax_moments, inputs, context, torch.float64)
+    _, plain = values_and_gradients(reference.softmax_moments, inputs, context, torch.float16)
+    _, found = values_and_gradients(path.softmax_moments, inputs, context, torch.float16)
+    for name, ours, theirs, truth in zip(names, found, plain, exact, strict=True):
+        error, allowed = (float((x.double() - truth).square().mean().sqrt().detach()) for x in (ours, theirs))
+        assert error <= 2 * allowed, f"{name}: {error:.2e} against {allowed:.2e}"
+
+
+def test_what_a_batch_lets_read_is_found_once():
+    context = packed([[9]], 9)
+    assert path.spans_of(context) is path.spans_of(context)
+
+
+@pytest.mark.parametrize(
+    ("q", "dropout", "reason"),
+    [
+        (torch.zeros(1, 1, 1, 8, dtype=torch.float64), 0.0, "serves float32, float16 and bfloat16, got float64"),
+        (torch.zeros(1, 1, 1, 200), 0.0, "serves heads up to 128 wide in float32, got 200"),
+        (torch.zeros(1, 1, 1, 300, dtype=torch.float16), 0.0, "serves heads up to 256 wide in float16, got 300"),
+        (torch.zeros(1, 1, 1, 8), 0.1, "moments with attention dropout are served by the reference"),
+        (torch.zeros(1, 1, 1, 128), 0.0, None),
+    ],
+)
+def test_what_it_cannot_serve_is_declined_with_the_reason(q, dropout, reason):
+    assert decline_triton(q, dropout=dropout) == reason
+
+
+def test_it_is_found_by_name_and_comes_first():
+    assert next(iter(PATHS)) == next(iter(MEAN_PATHS)) == "triton"
+    assert PATHS["triton"].load() is path.softmax_moments and MEAN_PATHS["triton"].load() is path.softmax_mean
+    context = packed([[5]], 5)
+    q, k, v = (drawn(context)[n].float() for n in "qkv")
+    found = softmax_moments(q, k, v, context, impl="triton")
+    torch.testing.assert_close(found, softmax_moments(q, k, v, context, impl="reference"))
+
+
+COMPILE = """
+import sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from recbft.core import SequenceContext
+from recbft.kernels.softmax_moments import triton as path
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES[torch.float16] = "*fp16"
+
+def compile_only(kernel, programs, tensors, scalars):
+    given = {**dict(zip(kernel.arg_names, tensors)), **scalars}
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+    fixed = {p.name: given[p.name] for p in kernel.params if p.is_constexpr or given[p.name] is None}
+    types = {n: "constexpr" if n in fixed else TYPES[x.dtype] if isinstance(x, torch.Tensor)
+             else "fp32" if isinstance(x, float) else "i32" for n, x in given.items()}
+    source = ASTSource(fn=kernel, signature={n: types[n] for n in kernel.arg_names}, constexprs=fixed)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(kernel.__name__)
+
+path._launch = compile_only
+q, k, v = torch.zeros(3, 1, 1, 20, 16, dtype=torch.bfloat16, requires_grad=True)
+biases = {"log_precision": torch.zeros(1, 20, requires_grad=True), "log_decay": torch.zeros((), requires_grad=True)}
+context = SequenceContext(torch.zeros(1, 20, dtype=torch.long), torch.arange(20)[None])
+sum(m.sum() for m in path.softmax_moments(q, k, v, context, **biases, dropout=0.0)).backward()
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_gpu_that_need_not_be_there(tmp_path):
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env={**os.environ, **settings}
+    )
+    assert run.stdout.split() == ["spans_kernel", "forward_kernel", "query_kernel", "key_kernel"], run.stderr
+
+
+def test_the_library_does_not_import_triton():
+    found = "import sys, recbft.kernels.softmax_moments, recbft.mixers; print('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True).stdout == "False\n"
