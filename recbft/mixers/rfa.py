@@ -81,8 +81,8 @@ def robust_filter_attention(
         key_noise, query_noise: eta2 and gamma2, (H,), >= 0.
         dof: nu, (H,), > 0.
         temperature: tau, an inverse temperature, a number or (H,).
-        impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the tensor form), ``isotropic`` and
-            ``cpu`` force one.
+        impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the tensor form), ``isotropic``,
+            ``cpu`` and ``triton`` force one.
         use_time, time_unit: read real times in this unit, not positions.
         variant: parts of the mechanism to leave out, for study.
 

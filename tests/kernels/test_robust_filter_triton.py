@@ -1,0 +1,271 @@
+"""Robust filter attention's Triton kernels, in Triton's interpreter where there is no GPU, against the tensor form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recbft.core import SequenceContext
+from recbft.kernels import dispatch, robust_filter
+from recbft.kernels.robust_filter import Dynamics, Variant, read_clock, reference
+
+pytest.importorskip("triton")
+
+from recbft.kernels.robust_filter import triton as fast
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H, K, TILE = 2, 3, 16
+NAMES = (
+    "mean",
+    "evidence",
+    "q",
+    "k",
+    "v",
+    "decay",
+    "process",
+    "key noise",
+    "query noise",
+    "dof",
+    "temperature",
+    "bias",
+)
+PLAIN = Variant()
+VARIANTS = [
+    Variant(kernel="gaussian"),
+    Variant(multiplicative=False),
+    Variant(kernel="gaussian", multiplicative=False, horizon=1.5),
+    Variant(rotate_values=False, horizon=0.7),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles_and_memory_of_nans(monkeypatch):
+    monkeypatch.setattr(fast, "OWN", TILE)
+    monkeypatch.setattr(fast, "STEP", TILE)
+    torch.set_deterministic_debug_mode("warn")  # which fills new memory with NaN
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    yield
+    torch.set_deterministic_debug_mode("default")
+
+
+def one_history(T, B=1):
+    return SequenceContext(torch.zeros(B, T, dtype=torch.int64), torch.arange(T).expand(B, -1))
+
+
+def packed(*, causal=True, shuffled=False):
+    """Rows of 20 columns: two histories that end in different tiles, padding alone, three histories and padding."""
+    segment = torch.full((3, 20), -1)
+    position = torch.zeros(3, 20, dtype=torch.int64)
+    for row, lengths in ((0, (14, 6)), (2, (1, 2, 15))):
+        start = 0
+        for number, length in enumerate(lengths):
+            segment[row, start : start + length] = 7 * row + number
+            position[row, start : start + length] = torch.arange(length)
+            start += length
+    time = torch.where(segment >= 0, 1_700_000_000 + 30 * position + position**2, 0)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(5)) if shuffled else torch.arange(20)
+    return SequenceContext(segment[:, order], position[:, order], time[:, order], causal=causal)
+
+
+def on(device, context):
+    moved = (x if x is None else x.to(device) for x in (context.segment, context.position, context.time))
+    asked = context.query_time
+    return SequenceContext(*moved, causal=context.causal, query_time=asked if asked is None else asked.to(device))
+
+
+def drawn(B, T, seed=0):
+    """q, k, v in real and imaginary parts, the scalars, a bias of keys; the second head does not decay."""
+    g = torch.Generator().manual_seed(seed)
+    pairs = [torch.randn(B, H, T, K, 2, generator=g, dtype=torch.float64) for _ in range(3)]
+    scalars = torch.rand(6, H, generator=g, dtype=torch.float64) + 0.2
+    scalars[0, 1] = 0.0
+    scalars[4] *= 5
+    return pairs, list(scalars), torch.randn(H, K, generator=g).double(), torch.randn(B, T, generator=g).double()
+
+
+def values_and_gradients(path, context, variant=PLAIN, *, biased=True, unit=None, seed=0, **options):
+    """By name; the reference in float64, the kernels in float32 on their device."""
+    exact = path is reference.robust_filter
+    device, dtype = ("cpu", torch.float64) if exact else (DEVICE, torch.float32)
+    context = on(device, context)
+    B, T = context.segment.shape
+    pairs, scalars, frequency, bias = drawn(B, T, seed)
+    leaves = [x.to(device, dtype).requires_grad_() for x in (*pairs, *scalars, *([bias] if biased else []))]
+    settings = {}
+    if unit is not None:
+        leaves.append(torch.tensor(unit, dtype=dtype, device=device, requires_grad=True))
+        settings = {"use_time": True, "time_unit": leaves[-1]}
+    value, evidence = path(
+        *(torch.view_as_complex(x) for x in leaves[:3]),
+        context,
+        Dynamics(frequency.to(device, dtype), *leaves[3:9]),
+        read_clock(context, dtype=dtype, **settings),
+        variant,
+        key_bias=leaves[9] if biased else None,
+        **options,
+    )
+    outputs = [torch.view_as_real(value)] + ([] if evidence is None else [evidence])
+    g = torch.Generator().manual_seed(4)
+    loss = sum((x.cpu().double() * torch.randn(x.shape, generator=g, dtype=torch.float64)).sum() for x in outputs)
+    found = [x.cpu() for x in (*outputs, *torch.autograd.grad(loss, leaves))]
+    names = [name for name in NAMES if (biased or name != "bias") and (evidence is not None or name != "evidence")]
+    return dict(zip(names + ["unit"] * (unit is not None), found, strict=True))
+
+
+def assert_equal_to_the_reference(context, variant=PLAIN, **settings):
+    fused, exact = (
+        values_and_gradients(path, context, variant, **settings)
+        for path in (fast.robust_filter, reference.robust_filter)
+    )
+    assert list(fused) == list(exact)
+    for name, truth in exact.items():
+        assert fused[name].shape == truth.shape and fused[name].dtype == torch.float32
+        error, scale = (fused[name] - truth).abs().max(), truth.abs().max()
+        assert error <= 5e-6 * scale + 1e-6, f"{name}: {error:.1e} of {scale:.1e}"
+
+
+@pytest.mark.parametrize("T", [1, 2, TILE - 1, TILE, TILE + 1, 2 * TILE + 5])
+def test_the_kernels_equal_the_tensor_form_in_values_and_gradients(T):
+    assert_equal_to_the_reference(one_history(T), seed=T)
+
+
+@pytest.mark.parametrize(("own", "step"), [(32, 16), (16, 32)])
+def test_so_do_tiles_of_other_sizes(own, step, monkeypatch):
+    monkeypatch.setattr(fast, "OWN", own)
+    monkeypatch.setattr(fast, "STEP", step)
+    assert_equal_to_the_reference(one_history(35))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_so_do_all_variants(variant):
+    assert_equal_to_the_reference(one_history(TILE + 3), variant, biased=False)
+
+
+def test_a_mean_without_evidence_has_the_same_gradients():
+    assert_equal_to_the_reference(one_history(TILE + 3), with_evidence=False)
+
+
+@pytest.mark.parametrize("layout", ["columns", "shuffled", "both ways"])
+def test_rows_of_several_histories_and_padding_equal_the_tensor_form(layout):
+    assert_equal_to_the_reference(packed(causal=layout != "both ways", shuffled=layout == "shuffled"))
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_real_times_and_a_learned_unit_of_time_equal_the_tensor_form(shuffled):
+    at = packed(shuffled=shuffled)
+    later = SequenceContext(at.segment[:1], at.position[:1], at.time[:1], query_time=at.time[:1] + 40)
+    assert_equal_to_the_reference(later, unit=20.0, biased=shuffled)
+
+
+def test_a_short_lag_long_after_the_start_keeps_its_digits():
+    time = torch.tensor([[0, 5, 2**40, 2**40 + 5]])
+    context = on(DEVICE, SequenceContext(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], time))
+    d = Dynamics(*(torch.tensor([x], device=DEVICE) for x in ([0.0] * K, 0.1, 0.3, 0.5, 0.2, 8.0, 1.0)))
+    nothing = torch.zeros(1, 1, 4, K, dtype=torch.complex64, device=DEVICE)
+    _, evidence = fast.robust_filter(
+        nothing, nothing, nothing, context, d, read_clock(context, use_time=True, dtype=torch.float32), Variant()
+    )
+    lags = torch.tensor([0.0, 5.0, 2.0**40, 2.0**40], dtype=torch.float64)
+    E2 = torch.exp(-0.2 * lags)
+    expected = (1 / (0.3 * (1 - E2) + 0.5 * E2 + 0.2)).sum()  # precision by the last token's lags
+    torch.testing.assert_close(evidence[0, 0, 3].cpu().double(), expected, rtol=1e-6, atol=0)
+
+
+def test_no_history_at_all_is_filtered_too():
+    found = values_and_gradients(fast.robust_filter, one_history(5, B=0))
+    assert found["mean"].shape == (0, H, 5, K, 2) and not found["decay"].any()
+
+
+def test_two_runs_are_equal_bit_by_bit():
+    one, two = (values_and_gradients(fast.robust_filter, one_history(TILE + 1)) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def filtered(q, k, v, context, **options):
+    _, scalars, frequency, _ = drawn(1, 1)
+    d = Dynamics(*(x.to(DEVICE, torch.float32) for x in (frequency, *scalars)))
+    clock = read_clock(context, dtype=torch.float32)
+    return fast.robust_filter(q, k, v, context, d, clock, Variant(), **options)
+
+
+def complexes(B, T, *, width=K):
+    return [torch.randn(B, H, T, width, dtype=torch.complex64, device=DEVICE) for _ in range(3)]
+
+
+def test_strides_do_not_matter():
+    q, k, v = complexes(2, 3)
+    context = on(DEVICE, one_history(3, B=2))
+    expected = filtered(q, k, v, context)
+    views = {
+        "heads last": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "every other coordinate": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+        "a slice of a wider one": lambda x: torch.cat((x, x, x), dim=-1)[..., K : 2 * K],
+        "conjugate twice": lambda x: torch.conj(x.conj().resolve_conj()),
+    }
+    for name, view in views.items():
+        for inputs in ((view(q), view(k), view(v)), (view(q), k, v)):
+            for one, two in zip(filtered(*inputs, context), expected, strict=True):
+                assert torch.equal(one, two), name
+
+
+def test_a_history_hears_nothing_of_the_others_in_its_row():
+    context = packed()
+    context = on(DEVICE, SequenceContext(context.segment[2:], context.position[2:], context.time[2:]))
+    other = (context.segment != 15)[:, None, :, None]  # 15: columns 1 and 2
+    q, k, v = complexes(1, 20)
+    before = filtered(q, k, v, context)
+    noisy = [torch.where(other, 100 * x + 1, x).requires_grad_() for x in (q, k, v)]
+    after = filtered(*noisy, context)
+    for one, two in zip(before, after, strict=True):
+        assert torch.equal(one[:, :, 1:3], two[:, :, 1:3])
+    loss = after[0][:, :, 1:3].abs().sum() + after[1][:, :, 1:3].sum()
+    for gradient in torch.autograd.grad(loss, noisy):
+        assert not torch.where(other, gradient, 0).any() and gradient.any()
+
+
+def test_dropped_weights_are_scaled_and_their_gradient_is_that_of_the_same_drop(monkeypatch):
+    T, p, width = 9, 0.4, 9
+    context = on(DEVICE, one_history(T))
+    scalars = torch.tensor([0.1, 0.3, 0.5, 0.2, 8.0, 1.0], device=DEVICE).unsqueeze(-1).expand(-1, H)
+    d = Dynamics(torch.zeros(H, width, device=DEVICE), *scalars)
+    exact = Dynamics(*(x.cpu().double() for x in d))
+    q, k, _ = complexes(1, T, width=width)
+    axes = torch.eye(T, dtype=torch.complex64, device=DEVICE).expand(1, H, T, T)  # the mean of which is the weights
+
+    def run(path, d, *inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        place = on(leaves[0].device, context)
+        clock = read_clock(place, dtype=d.dof.dtype)
+        torch.manual_seed(7)
+        value, evidence = path(*leaves, place, d, clock, Variant(), dropout=p)
+        return [value, evidence, *torch.autograd.grad(value.abs().square().sum() + evidence.log().sum(), leaves)]
+
+    weights = run(fast.robust_filter, d, q, k, axes)[0]
+    monkeypatch.setattr(reference.F, "dropout", lambda weights, p: weights)
+    all_kept = run(reference.robust_filter, exact, *(x.cpu().to(torch.complex128) for x in (q, k, axes)))[0]
+    share = torch.where(all_kept == 0, 0, weights.cpu() / all_kept).real[..., None]
+    kept = share > 0.5
+    torch.testing.assert_close(share, kept.double() / (1 - p), rtol=1e-5, atol=1e-6)
+    assert 0.4 < kept.sum() / (T * (T + 1) / 2 * H) < 0.8
+    monkeypatch.setattr(reference.F, "dropout", lambda weights, p: weights * kept / (1 - p))
+    v = torch.randn_like(q)
+    found = run(fast.robust_filter, d, q, k, v)
+    for one, two in zip(
+        found, run(reference.robust_filter, exact, *(x.cpu().to(torch.complex128) for x in (q, k, v))), strict=True
+    ):
+        torch.testing.assert_close(one.cpu().to(two.dtype), two, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernels_decline_what_they_cannot_serve():
+    q = torch.zeros(1, 1, 1, 2, dtype=torch.complex64, device=DEVICE)
+    assert robust_filter.choose("triton", q) is fast.robust_filter
+    with pytest.raises(ValueError, match=r"triton path declined: needs complex64, got torch\.complex128"):
+        robust_filter.choose("triton", q.to(torch.complex128))
+    with pytest.raises(ValueError, match="triton path declined: serves up to 64 complex coordinates per head, got 65"):
+        robust_filter.choose("triton", q[..., :1].expand(1, 1, 1, 65))
+
+
+def test_without_a_gpu_or_the_interpreter_the_kernels_say_so(monkeypatch):
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match="triton path declined: needs tensors on a CUDA GPU, got cpu"):
+        robust_filter.choose("triton", torch.zeros(1, 1, 1, 2, dtype=torch.complex64))
