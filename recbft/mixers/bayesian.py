@@ -27,6 +27,7 @@ from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace, choose
 from recbft.kernels.memory.positivity import check_positive
+from recbft.kernels.memory.reference import filter_memory as reference
 from recbft.kernels.memory.reference import prior, step
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
@@ -70,7 +71,8 @@ def filter_memory(
         observation_noise: variance of a value about what its key reads, broadcastable to (B, H, T), > 0.
         prior_variance: p0, a number or (H,) or (B, H), > 0.
         first: (B, T) bool, True where a history begins and the memory with it; None for the first column alone.
-        impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the loop) and ``chunked`` force one.
+        impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the loop), ``chunked`` and ``triton``
+            force one.
         chunk: the longest chunk of the chunked path; unless given, one that suits most sizes.
 
     Returns:
@@ -96,8 +98,8 @@ def filter_memory(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; give the length of a chunk, 1 or more")
     transition = fitted_transition(transition, k)
-    path = choose(FILTER, impl, transition)
-    trace = path(
+    path = choose(impl, FILTER, v, key_width=k.shape[-1], transition=transition)
+    trace: MemoryTrace = path(
         q,
         k,
         v,
@@ -106,7 +108,7 @@ def filter_memory(
         observation_noise=observation_noise,
         prior_variance=prior_variance,
         first=first,
-        **({"chunk": chunk} if path is FILTER["chunked"] else {}),
+        **({} if path is reference else {"chunk": chunk}),
     )
     check_positive(trace.readout_variance, trace.gain, observation_noise)
     return trace

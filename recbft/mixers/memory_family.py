@@ -118,7 +118,7 @@ def unfiltered_memory(
     lam = torch.as_tensor(variance, dtype=dtype, device=v.device).expand(B, H)[..., None, None]
     share = write_share(k, noise, lam, rule)
     transition = fitted_transition(transition, k)
-    path = choose(UNFILTERED, impl, transition)
+    path = choose(impl, UNFILTERED, v, key_width=k.shape[-1], transition=transition)
     readout, mean = path(q, k, v, transition=transition, share=share, rule=rule, first=first)
     spread, gain = unfiltered_reading(q, k, share, lam, rule)
     if not by_column:

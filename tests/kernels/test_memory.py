@@ -7,14 +7,16 @@ import logging
 import pytest
 import torch
 from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from recbft.kernels import memory
+from recbft.kernels import dispatch, memory
 from recbft.kernels.memory import FILTER, UNFILTERED, MemoryEvent, MemoryState, chunked, reference, unfiltered
 from recbft.kernels.memory.chunk import FilterChunk
 from recbft.kernels.memory.chunked import history_masks
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 KINDS = ["identity", "scalar", "diagonal", "pairs"]
+PATHS = {name: path.load() for name, path in FILTER.items() if path.device != "cuda"}
 CHUNK = 8
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 50, 200]
 
@@ -98,13 +100,13 @@ def dense_kalman_filter(q, k, v, transition, process_noise, observation_noise, p
     return readings, mean.view(M, K).T, covariance
 
 
-@pytest.mark.parametrize("impl", sorted(FILTER))
+@pytest.mark.parametrize("impl", sorted(PATHS))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(2))
 def test_the_filter_is_the_dense_kalman_filter_on_all_columns(impl, kind, seed):
     T, K, M = 12, 4, 3
     inputs = drawn(T, B=1, H=2, K=K, M=M, kind=kind, seed=seed)
-    trace = FILTER[impl](**inputs, first=None)
+    trace = PATHS[impl](**inputs, first=None)
     for h in range(2):
         one = [None if x is None else x[0, h].detach() for x in inputs.values()]
         readings, mean, covariance = dense_kalman_filter(*one)
@@ -168,7 +170,7 @@ def test_one_chunk_passes_gradcheck(kind):
 
     def run(half, M, *parts):
         P = half + half.mT  # a covariance is symmetric, and its gradient is taken so
-        return FilterChunk.apply(P, M, *parts, noise, None, masks, False)
+        return FilterChunk.apply(P, M, *parts, noise, None, masks, False, True)
 
     assert torch.autograd.gradcheck(run, [state[0].requires_grad_(), state[1].requires_grad_(), *one, decay])
 
@@ -206,7 +208,7 @@ def test_float32_is_as_near_to_float64_as_the_loop(kind):
         assert (two.double() - truth).abs().max() / scale < 2 * (one.double() - truth).abs().max() / scale + 1e-6
 
 
-@pytest.mark.parametrize("impl", sorted(FILTER))
+@pytest.mark.parametrize("impl", sorted(PATHS))
 @pytest.mark.parametrize("keys", ["zero", "equal", "axes"])
 def test_keys_that_say_nothing_or_the_same_again_do_no_harm(impl, keys):
     inputs = drawn(40, kind="identity", K=4, dtype=torch.float32)
@@ -216,7 +218,7 @@ def test_keys_that_say_nothing_or_the_same_again_do_no_harm(impl, keys):
             k[..., 0] = 1
         elif keys == "axes":
             k.scatter_(-1, (torch.arange(40) % 4).expand(2, 2, 40)[..., None], 1)
-    trace = FILTER[impl](**inputs, first=None)
+    trace = PATHS[impl](**inputs, first=None)
     if keys == "zero":
         assert not trace.readout.any() and trace.gain.abs().max() < 1e-6
         grown = inputs["prior_variance"] + inputs["process_noise"].sum(-1)
@@ -295,7 +297,7 @@ def test_a_pivot_that_is_not_positive_is_raised_and_reported():
     with pytest.warns(RuntimeWarning, match=r"lost positive definiteness at 2 of 3 steps \(worst variance -"):
         readout, *_ = FilterChunk.apply(
             broken, torch.zeros(1, K, 1), k, k, 0 * k, k[..., :1], torch.full((1, C), 0.1), None,
-            torch.zeros(1, 1), None, masks, True,
+            torch.zeros(1, 1), None, masks, True, True,
         )  # fmt: skip
     assert torch.isfinite(readout).all()
 
@@ -316,18 +318,60 @@ def test_chunks_without_a_covariance_equal_the_loop(T, rule, kind, by_column, pa
     assert_same(values_and_gradients(chunks, inputs), loop)
 
 
+def choose(paths, impl, transition, *, dtype=torch.float32):
+    return memory.choose(impl, paths, torch.zeros(1, 1, 3, 2, dtype=dtype), key_width=2, transition=transition)
+
+
 def test_auto_takes_chunks_and_the_loop_where_a_transition_clears_the_memory_at_once(caplog):
     kept = torch.full((1, 1, 3, 2), 0.5)
-    assert memory.choose(FILTER, "auto", kept) is chunked.filter_memory
-    assert memory.choose(FILTER, "auto", None) is chunked.filter_memory
-    assert memory.choose(UNFILTERED, "reference", kept) is reference.unfiltered_memory
+    assert choose(FILTER, "auto", kept) is chunked.filter_memory
+    assert choose(FILTER, "auto", None) is chunked.filter_memory
+    assert choose(UNFILTERED, "reference", kept) is reference.unfiltered_memory
+    dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "recbft"):
-        assert memory.choose(FILTER, "auto", kept * 0) is reference.filter_memory
-    assert "declined: a transition of 0 leaves less than e^-80 of a memory within 4 tokens" in caplog.text
-    with pytest.raises(ValueError, match="leaves less than e\\^-600"):
-        memory.choose(FILTER, "chunked", kept.double() * 0)
-    with pytest.raises(ValueError, match="unknown impl 'loop'; choose one of auto, chunked, reference"):
-        memory.choose(FILTER, "loop", None)
+        assert choose(FILTER, "auto", kept * 0) is reference.filter_memory
+    assert "chunked path declined: a transition of 0 leaves less than e^-80 of a memory within 4 tokens" in caplog.text
+    with pytest.raises(ValueError, match="chunked path declined: a transition of 0 leaves less than e\\^-600"):
+        choose(FILTER, "chunked", kept.double() * 0, dtype=torch.float64)
+    with pytest.raises(ValueError, match="unknown impl 'loop'; choose one of auto, chunked, reference, triton"):
+        choose(FILTER, "loop", None)
+
+
+class Looks(TorchDispatchMode):
+    """Counts how often a number is looked at, for which a device has to be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_is_waited_for_as_often_for_many_chunks_as_for_few(kind, monkeypatch):
+    monkeypatch.setattr(chunked, "_waits", lambda x: True)
+    monkeypatch.setattr(chunked, "KEPT_BYTES", 0)
+    counts = []
+    for T in (CHUNK, 5 * CHUNK):
+        inputs = drawn(T, kind=kind)
+        with Looks() as looks:
+            values_and_gradients(chunked.filter_memory(**inputs, first=starts(T), chunk=CHUNK), inputs)
+        counts.append(looks.count)
+    assert 0 < counts[0] == counts[1] <= 2, counts
+
+
+def test_what_is_found_late_to_have_no_factor_is_filtered_again(monkeypatch):
+    inputs = drawn(20, kind="scalar")
+    with torch.no_grad():
+        inputs["prior_variance"].neg_()  # what rounding would have to do to P
+    found = []
+    for waits in (False, True):
+        monkeypatch.setattr(chunked, "_waits", lambda x, waits=waits: waits)
+        with pytest.warns(RuntimeWarning, match="lost positive definiteness"):
+            found.append(values_and_gradients(chunked.filter_memory(**inputs, first=None, chunk=CHUNK), inputs))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

@@ -60,10 +60,11 @@ class _Filtered(NamedTuple):
 
 
 class FilterChunk(torch.autograd.Function):
-    """(P, M, q, k, s, v, r2, c, S, skew; masks, kept) -> (y, q' P q less q' S q, gain, P, M at the exit).
+    """(P, M, q, k, s, v, r2, c, S, skew; masks, kept, mended) -> (y, q' P q less q' S q, gain, P, M at the exit, info).
 
     S is the diagonal (N, K or 1) and ``skew`` what stands between the two rows of a pair (N, K / 2); c (N, K or 1).
-    ``kept`` saves what the backward would else make again. P and M are None before the first chunk.
+    ``kept`` saves what the backward would else make again. P and M are None before the first chunk. ``info`` (N,) is
+    not 0 where the factor was not found; ``mended``, it is looked for at once and pivots are raised.
     """
 
     @staticmethod
@@ -81,8 +82,9 @@ class FilterChunk(torch.autograd.Function):
         skew: Tensor | None,
         masks: ChunkMasks,
         kept: bool,
+        mended: bool,
     ) -> tuple[Tensor, ...]:
-        row = _filter(P, M, q, k, s, v, r2, masks)
+        row, info = _filter(P, M, q, k, s, v, r2, masks, mended=mended)
         F, E, B = row.F, row.E, row.B
         spread = torch.linalg.vector_norm(B, dim=-1).square_().neg_()
         if P is None or M is None:
@@ -103,17 +105,20 @@ class FilterChunk(torch.autograd.Function):
             P_out.diagonal(1, dim1=-2, dim2=-1)[..., ::2] += skew
             P_out.diagonal(-1, dim1=-2, dim2=-1)[..., ::2] += skew
         ctx.save_for_backward(P, M, q, k, s, v, r2, log_decay, *(row if kept else ()))
-        ctx.masks, ctx.noise_shape, ctx.with_skew = masks, noise.shape, skew is not None
+        ctx.masks, ctx.mended, ctx.noise_shape, ctx.with_skew = masks, mended, noise.shape, skew is not None
         ctx.set_materialize_grads(False)
-        return readout, spread, 1 - r2 / row.pivot, P_out, M_out
+        ctx.mark_non_differentiable(info)
+        return readout, spread, 1 - r2 / row.pivot, P_out, M_out, info
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_y: Tensor | None, g_rho: Tensor | None, g_gain: Tensor | None, *g_exit: Any) -> Any:
+    def backward(
+        ctx: Any, g_y: Tensor | None, g_rho: Tensor | None, g_gain: Tensor | None, g_P: Any, g_M: Any, _: None
+    ) -> Any:
         P, M, q, k, s, v, r2, log_decay, *kept = ctx.saved_tensors
         masks = ctx.masks
-        row = _Filtered(*kept) if kept else _filter(P, M, q, k, s, v, r2, masks)
-        f, e, g_P, g_M, g_decay, g_noise, g_skew = _exit_gradients(ctx, P, M, row, log_decay, *g_exit)
+        row = _Filtered(*kept) if kept else _filter(P, M, q, k, s, v, r2, masks, mended=ctx.mended)[0]
+        f, e, g_P, g_M, g_decay, g_noise, g_skew = _exit_gradients(ctx, P, M, row, log_decay, g_P, g_M)
         g_q = None
         if g_y is not None or g_rho is not None:
             f, e, g_B = _reading_gradients(g_y, g_rho, f, e, q, row, masks)
@@ -127,12 +132,22 @@ class FilterChunk(torch.autograd.Function):
             g_k += _masked(from_entry, masks.entry)
             g_P = _plus_product(g_P, seen.mT, g_R)
             g_M = _plus_product(g_M, seen.mT, g_v, alpha=-1)
-        return g_P, g_M, g_q, g_k, g_R, g_v, g_r2, g_decay, g_noise, g_skew, None, None
+        return g_P, g_M, g_q, g_k, g_R, g_v, g_r2, g_decay, g_noise, g_skew, None, None, None
 
 
 def _filter(
-    P: Tensor | None, M: Tensor | None, q: Tensor, k: Tensor, s: Tensor, v: Tensor, r2: Tensor, masks: ChunkMasks
-) -> _Filtered:
+    P: Tensor | None,
+    M: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    s: Tensor,
+    v: Tensor,
+    r2: Tensor,
+    masks: ChunkMasks,
+    *,
+    mended: bool,
+) -> tuple[_Filtered, Tensor]:
+    """A chunk by (1) to (4), and where its factor was not found."""
     if P is None or M is None:
         R, Y = s, v.neg()
     else:
@@ -140,11 +155,13 @@ def _filter(
         R, Y = torch.baddbmm(s, seen, P), torch.baddbmm(v, seen, M, beta=-1)
     G = torch.bmm(k, R.mT).mul_(masks.same)
     G.diagonal(dim1=-2, dim2=-1).add_(r2)
-    L = _cholesky(G, r2)
+    L, info = torch.linalg.cholesky_ex(G)
+    if mended and bool(info.any()):
+        L[info > 0] = _raised_cholesky(G[info > 0], r2[info > 0], total=r2.numel())
     identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     Li = torch.linalg.solve_triangular(L, identity.expand_as(G), upper=False)
     F = torch.bmm(Li, R)
-    return _Filtered(
+    found = _Filtered(
         R=R,
         Li=Li,
         pivot=L.diagonal(dim1=-2, dim2=-1).square(),
@@ -152,6 +169,7 @@ def _filter(
         E=torch.bmm(Li, Y),
         B=torch.bmm(q, F.mT).mul_(masks.same),
     )
+    return found, info
 
 
 def _leave(
@@ -268,17 +286,8 @@ def _factor_gradients(
     return torch.bmm(g_G, row.R), g_R, torch.bmm(row.Li.mT, e).neg_(), g_r2
 
 
-def _cholesky(G: Tensor, r2: Tensor) -> Tensor:
-    """L of (3); where rounding left no positive pivot, pivots are raised to r2, their least value, and reported."""
-    L: Tensor
-    L, info = torch.linalg.cholesky_ex(G)
-    failed = info > 0
-    if bool(failed.any()):
-        L[failed] = _raised_cholesky(G[failed], r2[failed], total=r2.numel())
-    return L
-
-
 def _raised_cholesky(G: Tensor, r2: Tensor, *, total: int) -> Tensor:
+    """L of (3) where rounding left no positive pivot: pivots are raised to r2, their least value, and reported."""
     L, count, worst = torch.zeros_like(G), 0, 0.0
     for j in range(G.shape[-1]):
         column = G[:, j:, j] - torch.einsum("nil,nl->ni", L[:, j:, :j], L[:, j, :j])

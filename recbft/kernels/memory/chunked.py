@@ -8,6 +8,7 @@ Shapes: B rows, H heads, T tokens, N = B H, n chunks of C tokens, K key width, M
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +23,26 @@ KEPT_BYTES = 2**28  # of a call that would save more, every chunk is made again 
 MAX_LOG_DECAY = {torch.float32: 80.0, torch.float64: 600.0}  # within a chunk, so that e^c and e^-c are finite
 
 
-def decline(transition: Tensor | None) -> str | None:
+def decline(v: Tensor, *, key_width: int, transition: Tensor | None) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
-    if transition is None or (rate := _decay_rate(transition)) * LEAST_CHUNK <= (limit := _max_log_decay(transition)):
+    return None if transition is None else decay_refusal(transition, MAX_LOG_DECAY[v.dtype])
+
+
+def decay_refusal(transition: Tensor, max_log_decay: float) -> str | None:
+    """Why the shortest chunk is too long for a transition, or None where it is not."""
+    rate = _decay_rate(transition)
+    if rate * LEAST_CHUNK <= max_log_decay:
         return None
     return (
-        f"chunked path declined: a transition of {math.exp(-rate):.3g} leaves less than e^-{limit:g} of a memory "
-        f"within {LEAST_CHUNK} tokens"
+        f"a transition of {math.exp(-rate):.3g} leaves less than e^-{max_log_decay:g} of a memory within {LEAST_CHUNK} "
+        "tokens"
     )
 
 
-def chunk_length(T: int, longest: int, transition: Tensor | None) -> int:
+def chunk_length(T: int, longest: int, transition: Tensor | None, max_log_decay: float) -> int:
     """C: no more than ``longest`` nor than the decay allows, and such that chunks are nearly equal."""
     if transition is not None and (rate := _decay_rate(transition)) > 0:
-        longest = min(longest, int(_max_log_decay(transition) / rate))
+        longest = min(longest, int(max_log_decay / rate))
     num_chunks = -(-T // max(1, longest))
     return -(-T // num_chunks)
 
@@ -54,20 +61,19 @@ def filter_memory(
 ) -> MemoryTrace:
     """The same as the reference; ``chunk`` is the longest chunk."""
     B, H, T, _ = k.shape
-    C = chunk_length(T, CHUNK if chunk is None else chunk, transition)
+    C = chunk_length(T, CHUNK if chunk is None else chunk, transition, MAX_LOG_DECAY[v.dtype])
     starts = None if first is None else cut_scalar(first[:, None].expand(B, H, T), C, fill=False)
     a = None if transition is None else cut(transition, C, fill=1.0)
     ell2, r2 = cut_scalar(process_noise, C, fill=0.0), cut_scalar(observation_noise, C, fill=1.0)
     moved = transport(cut(q, C), cut(k, C), a, ell2, prior_variance.reshape(-1), starts)
     inputs = (moved.query, moved.key, moved.noisy_key, cut(v, C), r2, moved.log_decay, moved.noise, moved.skew)
-    chunks = zip(*([None] * r2.shape[1] if part is None else part.unbind(1) for part in inputs), strict=True)
+    chunks = list(zip(*([None] * r2.shape[1] if part is None else part.unbind(1) for part in inputs), strict=True))
+    masks = history_masks(starts, C, like=r2)
     kept = B * H * T * (3 * k.shape[-1] + v.shape[-1] + 2 * C) * v.element_size() <= KEPT_BYTES
-    P = M = None
-    readings = []
-    for parts, masks in zip(chunks, history_masks(starts, C, like=r2), strict=True):
-        *reading, P, M = FilterChunk.apply(P, M, *parts, masks, kept)
-        readings.append(reading)
-    assert P is not None and M is not None
+    mended = not _waits(v)
+    readings, P, M, failed = _sweep(chunks, masks, kept, mended)
+    if not mended and bool(torch.stack(failed).any()):
+        readings, P, M, _ = _sweep(chunks, masks, kept, True)
     readout, spread, gain = (torch.stack(part, dim=1) for part in zip(*readings, strict=True))
     if moved.turn is not None:
         M, P = turn_back(M, P, moved.turn)
@@ -78,6 +84,25 @@ def filter_memory(
         M.unflatten(0, (B, H)),
         P.unflatten(0, (B, H)),
     )
+
+
+def _sweep(
+    chunks: list[tuple[Any, ...]], masks: list[ChunkMasks], kept: bool, mended: bool
+) -> tuple[list[list[Tensor]], Tensor, Tensor, list[Tensor]]:
+    """Readings of all chunks, the covariance and mean at the end, and where a factor was not found."""
+    P = M = None
+    readings, failed = [], []
+    for parts, of_chunk in zip(chunks, masks, strict=True):
+        *reading, P, M, info = FilterChunk.apply(P, M, *parts, of_chunk, kept, mended)
+        readings.append(reading)
+        failed.append(info)
+    assert P is not None and M is not None
+    return readings, P, M, failed
+
+
+def _waits(x: Tensor) -> bool:
+    """Whether to look at a number is to wait for all that was asked of the device before."""
+    return x.device.type != "cpu"
 
 
 def history_masks(first: Tensor | None, C: int, *, like: Tensor) -> list[ChunkMasks]:
@@ -118,7 +143,3 @@ def _decay_rate(transition: Tensor) -> float:
     a = transition.detach()
     least = (a.abs() if a.is_complex() else a).min().item()
     return -math.log(least) if least > 0 else math.inf
-
-
-def _max_log_decay(transition: Tensor) -> float:
-    return MAX_LOG_DECAY[transition.dtype.to_real()]

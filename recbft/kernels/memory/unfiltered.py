@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from recbft.kernels.memory.chunked import CHUNK, chunk_length, cut, cut_scalar, history_masks, join
+from recbft.kernels.memory.chunked import CHUNK, MAX_LOG_DECAY, chunk_length, cut, cut_scalar, history_masks, join
 from recbft.kernels.memory.reference import Rule
 from recbft.kernels.memory.transport import restarted_sum
 
@@ -40,7 +40,7 @@ def unfiltered_memory(
 ) -> tuple[Tensor, Tensor]:
     """The same as the reference; ``chunk`` is the longest chunk."""
     B, H, T, K = k.shape
-    C = chunk_length(T, CHUNK if chunk is None else chunk, transition)
+    C = chunk_length(T, CHUNK if chunk is None else chunk, transition, MAX_LOG_DECAY[v.dtype])
     starts = None if first is None else cut_scalar(first[:, None].expand(B, H, T), C, fill=False)
     q, k, v, share = (cut(x, C) for x in (q, k, v, share))
     write, out = k, None
