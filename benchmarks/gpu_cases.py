@@ -1,0 +1,190 @@
+"""What the GPU suite runs: every mechanism that has a Triton path, as leaves and a function of them.
+
+Shapes: B rows, H heads, T tokens, K head width, N positions, V items, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recbft.core import SequenceContext, silu_moments, softmax_mean, softmax_moments
+from recbft.kernels.cross_entropy import full_cross_entropy
+from recbft.mixers.bayesian import filter_memory
+from recbft.mixers.rfa import robust_filter_attention
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a mechanism.
+
+    Args:
+        leaves: tensors by name, in float64 on the CPU; their gradients are compared.
+        run: outputs from the leaves (in the type and place that is measured), by the path named.
+        fixed: leaves that stay in single precision where others are rounded to half.
+        half: whether half-precision inputs are served.
+    """
+
+    name: str
+    leaves: Mapping[str, Tensor]
+    run: Callable[[Mapping[str, Tensor], str], Outputs]
+    fixed: tuple[str, ...] = ()
+    half: bool = True
+
+    def inputs(self, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+        """The leaves rounded to a type."""
+        made = {}
+        for name, leaf in self.leaves.items():
+            kind = torch.promote_types(dtype, torch.float32) if name in self.fixed else dtype
+            if leaf.is_complex():
+                kind = torch.complex128 if dtype == torch.float64 else torch.complex64
+            made[name] = leaf.to(device=device, dtype=kind).requires_grad_()
+        return made
+
+
+def packed(B: int, T: int, *, causal: bool = True, device: str = "cpu", seed: int = 0) -> SequenceContext:
+    """Rows of T tokens that hold histories of many lengths side by side, some padding behind them."""
+    generator = torch.Generator().manual_seed(seed)
+    segment, position = torch.full((B, T), -1), torch.zeros(B, T, dtype=torch.int64)
+    for row in range(B):
+        first, number = 0, 0
+        while first < T and not (number and torch.rand((), generator=generator) < 0.15):
+            length = min(int(torch.randint(1, max(2, T // 2), (), generator=generator)), T - first)
+            segment[row, first : first + length] = number
+            position[row, first : first + length] = torch.arange(length)
+            first, number = first + length, number + 1
+    return SequenceContext(segment.to(device), position.to(device), causal=causal)
+
+
+def whole(B: int, T: int, *, device: str = "cpu") -> SequenceContext:
+    """Rows of one history each."""
+    position = torch.arange(T, device=device).expand(B, T)
+    return SequenceContext(torch.zeros_like(position), position)
+
+
+def _normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _as_taken(term: Tensor, q: Tensor, impl: str) -> Tensor:
+    """What is added to logits: the reference adds in one type, the kernels in single precision."""
+    return term.to(q.dtype) if impl == "reference" else term
+
+
+def kriging(B: int, H: int, T: int, K: int, *, causal: bool = True, offset: float = 0.0) -> Case:
+    """Softmax moments over packed rows with precision and recency decay; values may stand far from 0."""
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        context = packed(B, T, causal=causal, device=str(x["q"].device))
+        trust, decay = (_as_taken(x[name], x["q"], impl) for name in ("log_precision", "log_decay"))
+        return tuple(softmax_moments(x["q"], x["k"], x["v"], context, log_precision=trust, log_decay=decay, impl=impl))
+
+    leaves = {name: _normal(B, H, T, K, seed=seed) for seed, name in enumerate("qkv")}
+    leaves["v"] = leaves["v"] + offset
+    leaves["log_precision"] = _normal(B, T, seed=3, scale=0.5)
+    leaves["log_decay"] = torch.tensor(-0.03, dtype=torch.float64)
+    kind = "causal" if causal else "both ways"
+    name = f"kriging moments, {kind}" + (f", values {offset:g} sd from 0" if offset else "")
+    return Case(name, leaves, run, fixed=("log_precision", "log_decay"))
+
+
+def silu(B: int, H: int, T: int, K: int) -> Case:
+    """SiLU moments with a relative bias."""
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        context = packed(B, T, device=str(x["q"].device))
+        bias = _as_taken(x["bias"], x["q"], impl)
+        return tuple(silu_moments(x["q"], x["k"], x["v"], context, length=T, bias=bias, impl=impl))
+
+    leaves = {name: _normal(B, H, T, K, seed=seed) for seed, name in enumerate("qkv")}
+    leaves["bias"] = _normal(1, 1, T, T, seed=3, scale=0.3)
+    return Case("SiLU moments", leaves, run, fixed=("bias",))
+
+
+def vocabulary(N: int, V: int, D: int) -> Case:
+    """Full cross-entropy."""
+    target = torch.randint(V, (N,), generator=torch.Generator().manual_seed(9))
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        return (full_cross_entropy(x["states"], x["weight"], target.to(x["states"].device), impl=impl),)
+
+    return Case("cross-entropy", {"states": _normal(N, D, seed=0), "weight": _normal(V, D, seed=1, scale=0.3)}, run)
+
+
+def robust_filter(B: int, H: int, T: int, K: int) -> Case:
+    """Robust filter attention."""
+    heads = {"decay": 0.05, "process": 0.5, "key_noise": 0.8, "query_noise": 0.3, "dof": 4.0 * K}
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        context = packed(B, T, device=str(x["q"].device))
+        scalars = {name: x[name] for name in ("frequency", *heads)}
+        return tuple(robust_filter_attention(x["q"], x["k"], x["v"], context, **scalars, impl=impl))
+
+    leaves = {
+        n: torch.complex(_normal(B, H, T, K, seed=s), _normal(B, H, T, K, seed=s + 5)) for s, n in enumerate("qkv")
+    }
+    leaves["frequency"] = _normal(H, K, seed=3, scale=0.3)
+    leaves |= {name: torch.full((H,), value, dtype=torch.float64) for name, value in heads.items()}
+    return Case("robust filter attention", leaves, run, half=False)
+
+
+def memory(B: int, H: int, T: int, K: int) -> Case:
+    """The Bayesian layer with a scalar decay per token and process noise."""
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        k = x["k"] / x["k"].norm(dim=-1, keepdim=True)
+        kept = torch.sigmoid(x["kept"] + 3)[..., None].expand_as(k)
+        found = filter_memory(
+            x["q"], k, x["v"], transition=kept, process_noise=x["process"].exp(),
+            observation_noise=x["noise"].exp(), prior_variance=1.0, impl=impl,
+        )  # fmt: skip
+        return found.readout, found.readout_variance
+
+    leaves = {name: _normal(B, H, T, K, seed=seed) for seed, name in enumerate("qkv")}
+    leaves |= {
+        n: _normal(B, H, T, seed=s, scale=0.2) - c for s, n, c in ((3, "kept", 0), (4, "process", 4), (5, "noise", 1))
+    }
+    return Case("Bayesian layer", leaves, run, half=False)
+
+
+def all_cases(*, small: bool) -> list[Case]:
+    """What is checked; small sizes are for the interpreter."""
+    B, H, T, K = (2, 2, 20, 16) if small else (8, 4, 200, 32)
+    cases = [
+        kriging(B, H, T, K),
+        kriging(B, H, T, K, causal=False),
+        kriging(B, H, T, K, offset=10.0),
+        silu(B, H, T, K),
+        vocabulary(*((20, 50, 16) if small else (3_000, 12_101, 64))),
+        robust_filter(B, H, T, K),
+        memory(B, H, T, K),
+    ]
+    return cases if small else [*cases, kriging(4, 4, 1000, 64), vocabulary(500, 100_003, 64)]
+
+
+def stock_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's causal attention, which gives the mean alone."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def contestants(B: int, T: int, device: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Any]]:
+    """Ways to compute attention over whole rows, by name, stock first."""
+    context = whole(B, T, device=device)
+    trust = torch.zeros(B, T, device=device, requires_grad=True)
+    decay = torch.tensor(-0.01, device=device, requires_grad=True)
+
+    def ours(impl: str) -> Callable[[Tensor, Tensor, Tensor], Any]:
+        return lambda q, k, v: softmax_moments(q, k, v, context, log_precision=trust, log_decay=decay, impl=impl)
+
+    return {
+        "scaled_dot_product_attention": stock_attention,
+        "recbft mean": lambda q, k, v: softmax_mean(q, k, v, context),
+        "recbft moments": ours("auto" if device == "cuda" else "triton"),
+        "eager moments": ours("reference"),
+    }
