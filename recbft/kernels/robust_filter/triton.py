@@ -1,8 +1,8 @@
 """Robust filter attention on a GPU: three passes over tiles, nothing of shape (T, T), every sum in one order.
 
-Sums over all tokens are left by ``triton_passes`` as one part per tile, and added up here. Queries, keys and values are turned
-as they are loaded; with learned frequencies or a learned unit of time they are turned beforehand, and what the unit
-does to lags is one of the sums.
+Sums over all tokens are left by ``triton_passes`` as one part per tile, and added up here. Queries, keys and values
+are turned as they are loaded; with learned frequencies or a learned unit of time they are turned beforehand, and what
+the unit does to lags is one of the sums.
 
 Shapes: B rows, H heads, T tokens, K complex coordinates per head, n tiles of readers.
 """
