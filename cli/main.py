@@ -125,9 +125,18 @@ def _ending(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or _one_line(error)}", 1
-    if isinstance(error, MemoryError):
+    if _is_shortage(error):
         return "out of memory; lower training.batch_size or evaluation.memory_mb", 1
     return f"{type(error).__name__}: {_one_line(error)} (a defect of recbft; add --debug to see where)", 1
+
+
+def _is_shortage(error: BaseException) -> bool:
+    """Whether memory ran out, where no run has said so with more detail."""
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
+    from recbft.training.out_of_memory import is_shortage  # imports torch, from which such an error comes
+
+    return is_shortage(error)
 
 
 def _show_warning(message: Warning | str, *_where: object, **_how: object) -> None:

@@ -32,6 +32,7 @@ from recbft.models.stacked import Stacked
 from recbft.run_config import RunConfig
 from recbft.training.loop import Row, close_epoch, is_over, not_finite
 from recbft.training.optimiser import make_optimizer, warmup_ramp
+from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
 from recbft.training.session import Session, begin, build_model, go_on, run_settings
@@ -74,7 +75,7 @@ def train_seeds(
     data = data if data.dataset is not None else replace(data, dataset=dataset.name)
     configs = [replace(config, data=data) for config in configs]
     runs = [_existing(config, path) for config, path in zip(configs, paths, strict=True)]
-    with run_settings(first.training) as device:
+    with memory_explained(first, dataset), run_settings(first.training) as device:
         if device.type != "cpu":
             raise UserError(f"several seeds together are trained on the CPU only, and device is {device.type}; set cpu")
         Stacked([_backbone(build_model(first, dataset))], [torch.Generator()])  # whatever it refuses, it refuses now

@@ -33,6 +33,7 @@ from recbft.training.config import TrainingConfig
 from recbft.training.controllers import CROSS_ENTROPY, make_controllers, validation_cross_entropy
 from recbft.training.loop import Row, fit, moment_of
 from recbft.training.optimiser import make_optimizer
+from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder, environment
 
@@ -59,7 +60,7 @@ def train(
 
     Raises:
         UserError: the folder is taken, or data and config do not fit.
-        RunError: training failed or was interrupted; the message says how to go on.
+        RunError: training failed, was interrupted or ran out of memory; the message says how to go on.
     """
     RunFolder.refuse_taken(out)
     if config.training.tensorboard:
@@ -69,7 +70,7 @@ def train(
         dataset = config.data.load()
     elif config.data.dataset is None:
         config = replace(config, data=replace(config.data, dataset=dataset.name))
-    with run_settings(config.training) as device:
+    with memory_explained(config, dataset), run_settings(config.training) as device:
         return begin(config, out, dataset, device, progress or Silent()).finish()
 
 
@@ -86,7 +87,7 @@ def resume(
         return run
     config = load_run_config(run.config_file, data_root=None if data_root is None else str(data_root))
     dataset = config.data.load() if dataset is None else dataset
-    with run_settings(config.training) as device:
+    with memory_explained(config, dataset), run_settings(config.training) as device:
         return go_on(run, config, dataset, device, progress or Silent()).finish()
 
 

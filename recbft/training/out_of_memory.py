@@ -1,0 +1,81 @@
+"""What is said when a run does not fit the memory: which tensor, how large it is, which setting makes it smaller."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from recbft.datasets import Dataset
+from recbft.errors import RunError
+from recbft.run_config import RunConfig
+
+_SIZE = re.compile(r"allocate ([\d.]+) (bytes|[KMGTPE]iB)")  # in the words of PyTorch, for CPU and CUDA, and of numpy
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_NUMBER_BYTES = 4  # parameters are float32
+
+
+@contextlib.contextmanager
+def memory_explained(config: RunConfig, dataset: Dataset) -> Iterator[None]:
+    """Turn the refusals of an allocator into one line.
+
+    Raises:
+        RunError: there was one.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_shortage(error):
+            raise
+        raise RunError(_explanation(error, config, dataset)) from error
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an allocator refused: Python's, numpy's, or PyTorch's for the CPU or a GPU."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _explanation(error: BaseException, config: RunConfig, dataset: Dataset) -> str:
+    frames = [
+        (frame.f_globals["__name__"].removeprefix("recbft."), frame.f_code.co_name)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"].startswith("recbft.") and frame.f_globals["__name__"] != __name__
+    ]
+    rooms = {module.partition(".")[0] for module, _ in frames}
+    width = getattr(config.backbone, "hidden_size", None)
+    length = f"backbone.max_length ({getattr(config.backbone, 'max_length', None)})"
+    tensor, size = "a tensor", _asked_for(error)
+    if width is not None and size is not None and size in _table_sizes(dataset.num_items, width):
+        tensor = f"a tensor as large as the item table ({dataset.num_items:,} x {width})"
+        doing, setting = "", f"backbone.hidden_size ({width})"
+    elif "evaluation" in rooms and "models" not in rooms:
+        doing, setting = " while users were ranked", f"evaluation.memory_mb ({config.evaluation.memory_mb:g})"
+    elif "evaluation" in rooms:
+        doing, setting = " while histories were read for ranking", length
+    elif any(function == "build_model" for _, function in frames):
+        doing, setting = " while the model was built", f"backbone.hidden_size ({width})"
+    else:
+        key = "batch_size" if config.training.batch_targets is None else "batch_targets"
+        doing, setting = " in a training step", f"training.{key} ({getattr(config.training, key)}) or {length}"
+    amount = "" if size is None else f" of {_readable(size)}"
+    maker = f" that {'.'.join(frames[-1])} makes" if frames else ""
+    return f"out of memory{doing}: {tensor}{amount}{maker} does not fit; lower {setting}"
+
+
+def _asked_for(error: BaseException) -> int | None:
+    """Bytes, or None where the message does not say."""
+    found = _SIZE.search(str(error))
+    return None if found is None else round(float(found[1]) * 1024 ** _UNITS.index(found[2]))
+
+
+def _table_sizes(num_items: int, width: int) -> list[int]:
+    """Bytes of the item vectors without padding, with it, and with a mask."""
+    return [(num_items + more) * width * _NUMBER_BYTES for more in range(3)]
+
+
+def _readable(size: int) -> str:
+    power = min(len(_UNITS) - 1, max(0, size.bit_length() - 1) // 10)
+    return f"{size} bytes" if power == 0 else f"{size / 1024**power:.1f} {_UNITS[power]}"

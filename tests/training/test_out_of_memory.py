@@ -1,0 +1,111 @@
+"""What is said when memory runs out. The allocators are asked for more than any machine has, so they do refuse."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.errors import RunError
+from recbft.evaluation import ranks
+from recbft.models.backbone import Backbone
+from recbft.run_config import load_run_config
+from recbft.training import session
+from recbft.training.out_of_memory import memory_explained
+
+TOO_MUCH = 1 << 50
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return synthetic_dataset(SyntheticConfig(num_users=20, num_items=60, mean_length=7, seed=1))
+
+
+def config(**settings):
+    small = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 1, "device": "cpu"}
+    return load_run_config(model="sasrec", **{**small, **settings})
+
+
+def refused(tmp_path, config, dataset, message):
+    with pytest.raises(RunError, match=f"^{re.escape(message)}$"):
+        session.train(config, tmp_path / "run", dataset=dataset)
+
+
+def test_a_model_that_does_not_fit_names_its_width(tmp_path, dataset):
+    refused(
+        tmp_path,
+        config(hidden_size=1 << 40, n_heads=1),
+        dataset,
+        "out of memory while the model was built: a tensor of 4.0 TiB that models.precision_channel.__init__ makes "
+        "does not fit; lower backbone.hidden_size (1099511627776)",
+    )
+
+
+def test_a_training_step_that_does_not_fit_names_batch_and_length(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr(Backbone, "loss", lambda self, batch: torch.empty(TOO_MUCH, dtype=torch.uint8))
+    where = "out of memory in a training step: a tensor of 1.0 PiB that training.loop._train_epoch makes does not fit"
+    refused(tmp_path, config(), dataset, f"{where}; lower training.batch_size (16) or backbone.max_length (8)")
+    by_targets = config(batch_targets=64)
+    with pytest.raises(RunError, match=r"lower training.batch_targets \(64\) or"):
+        session.train(by_targets, tmp_path / "other", dataset=dataset)
+
+
+def test_a_ranking_that_does_not_fit_names_its_bound(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr(ranks, "score_block", lambda *_: np.empty(TOO_MUCH, dtype=np.uint8))
+    refused(
+        tmp_path,
+        config(),
+        dataset,
+        "out of memory while users were ranked: a tensor of 1.0 PiB that evaluation.ranks.full_ranks makes does not "
+        "fit; lower evaluation.memory_mb (256)",
+    )
+
+
+def test_histories_that_do_not_fit_name_their_length(tmp_path, dataset, monkeypatch):
+    encode = Backbone.encode
+
+    def too_large(self, batch, **how):
+        return encode(self, batch, **how) if self.training else torch.empty(TOO_MUCH)
+
+    monkeypatch.setattr(Backbone, "encode", too_large)
+    with pytest.raises(RunError, match=r"while histories were read for ranking: .* lower backbone.max_length \(8\)$"):
+        session.train(config(), tmp_path / "run", dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139.80 GiB in all."),
+            "a tensor of 2.0 GiB does not fit",
+        ),
+        (MemoryError(), "a tensor does not fit"),
+    ],
+)
+def test_the_words_of_a_gpu_are_understood_and_silence_is_not_made_up(error, message, dataset):
+    with pytest.raises(RunError) as caught, memory_explained(config(), dataset):
+        raise error
+    assert str(caught.value) == (
+        f"out of memory in a training step: {message}; lower training.batch_size (16) or backbone.max_length (8)"
+    )
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])  # without padding, with it, and with a mask
+def test_what_has_the_size_of_the_item_table_is_called_so(rows, dataset):
+    size = (dataset.num_items + rows) * 8 * 4
+    error = RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes.")
+    with pytest.raises(RunError) as caught, memory_explained(config(), dataset):
+        raise error
+    assert str(caught.value) == (
+        f"out of memory: a tensor as large as the item table ({dataset.num_items} x 8) of {size / 1024:.1f} KiB does "
+        "not fit; lower backbone.hidden_size (8)"
+    )
+
+
+def test_other_errors_pass(dataset):
+    with pytest.raises(RuntimeError, match="shapes differ") as caught, memory_explained(config(), dataset):
+        raise RuntimeError("shapes differ")
+    assert not isinstance(caught.value, RunError)
