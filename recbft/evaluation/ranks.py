@@ -84,6 +84,7 @@ def full_ranks(
             at_least = _mark_at_least(block, own - columns.start, score)
             ranks.unfiltered[users] += groups.num_marked(at_least, columns)
             ranks.filtered[users] -= seen.num_marked(at_least, groups.of_item, columns.start)
+            del block, at_least  # before the next one is made
     watch.close(user_ids)
     return Ranks(ranks.unfiltered, ranks.unfiltered + ranks.filtered)
 

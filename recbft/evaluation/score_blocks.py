@@ -107,7 +107,13 @@ def _bounded(states: Tensor, candidates: Candidates) -> bool:
     """True if no score can be NaN: all inputs are finite, and too small for a sum to overflow."""
     if states.numel() == 0 or candidates.weight.numel() == 0:
         return True
-    largest = float(states.abs().amax()) * float(candidates.weight.abs().amax()) * states.shape[1]
+    largest = _magnitude(states) * _magnitude(candidates.weight) * states.shape[1]
     if candidates.bias is not None:
-        largest += float(candidates.bias.abs().amax())
+        largest += _magnitude(candidates.bias)
     return largest < float(torch.finfo(states.dtype).max)
+
+
+def _magnitude(x: Tensor) -> float:
+    """The largest absolute value, or NaN where there is one; no copy is made of what may be a large table."""
+    least, most = torch.aminmax(x)
+    return max(-float(least), float(most))

@@ -65,6 +65,7 @@ def top_k(
             watch.look(block, users)
             excluded.mask(block, users, columns)
             block_values, block_items = _best_of_block(block, k)
+            del block  # before the next one is made
             if columns.start == 0:
                 values, items = block_values, block_items + 1
             else:  # earlier blocks hold the smaller indices and stand first, so a stable sort keeps the order of ties

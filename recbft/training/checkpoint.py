@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recbft.errors import UserError
 from recbft.files import plain, write_atomic
+from recbft.training.tensor_file import file_parts
 from recbft.training.tensor_tree import flatten, restore
 from recbft.version import recbft_version
 
@@ -194,11 +195,14 @@ def vocabulary_hash(item_ids: NDArray[Any]) -> str:
 
 def _write_tensors(folder: Path, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write a tensor file named for its content; return what ``state.json`` keeps of it."""
-    data = safetensors.torch.save(_apart(tensors))
-    digest = hashlib.sha256(data).hexdigest()
+    parts = file_parts(_apart(tensors))
+    content = hashlib.sha256()
+    for part in parts:
+        content.update(part)
+    digest = content.hexdigest()
     name = f"{prefix}-{digest[:8]}.safetensors"
-    write_atomic(folder / name, data)
-    return {"file": name, "bytes": len(data), "sha256": digest}
+    write_atomic(folder / name, lambda file: file.writelines(parts))
+    return {"file": name, "bytes": sum(len(part) for part in parts), "sha256": digest}
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
