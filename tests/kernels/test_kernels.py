@@ -18,11 +18,19 @@ def loss_and_gradients(impl, N, V, D, scale, dtype, seed=0):
     return [loss, *torch.autograd.grad(3 * loss, [states, weight])]
 
 
+@pytest.fixture(params=["blocks", "tiles"])
+def pieces(request, monkeypatch):
+    """Small pieces of either form: blocks of positions, or tiles of positions by items."""
+    monkeypatch.setattr("recbft.kernels.cross_entropy.cpu.BLOCK_ELEMENTS", 40 * 16)
+    monkeypatch.setattr("recbft.kernels.cross_entropy.cpu.LONGEST_ROW", 0 if request.param == "tiles" else 10**9)
+    monkeypatch.setattr("recbft.kernels.cross_entropy.tiles.POSITIONS", 16)
+    monkeypatch.setattr("recbft.kernels.cross_entropy.tiles.ITEMS", 15)
+
+
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
 @pytest.mark.parametrize(("N", "V", "D"), [(1, 1, 3), (2, 5, 4), (17, 30, 8), (300, 40, 8)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_blocked_cross_entropy_equals_the_reference(N, V, D, scale, dtype, monkeypatch):
-    monkeypatch.setattr("recbft.kernels.cross_entropy.cpu.BLOCK_ELEMENTS", 40 * 16)
+def test_blocked_cross_entropy_equals_the_reference(N, V, D, scale, dtype, pieces):
     tolerance = (
         {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6 * scale + 1e-6}
     )
@@ -31,14 +39,14 @@ def test_blocked_cross_entropy_equals_the_reference(N, V, D, scale, dtype, monke
         torch.testing.assert_close(one, two, **tolerance)
 
 
-def test_blocked_cross_entropy_passes_gradcheck():
+def test_blocked_cross_entropy_passes_gradcheck(pieces):
     torch.manual_seed(0)
     states, weight = torch.randn(5, 3).double().requires_grad_(), torch.randn(7, 3).double().requires_grad_()
     target = torch.randint(0, 7, (5,))
     assert torch.autograd.gradcheck(lambda s, w: full_cross_entropy(s, w, target, impl="cpu"), [states, weight])
 
 
-def test_blocked_cross_entropy_without_gradients_gives_the_loss_alone():
+def test_blocked_cross_entropy_without_gradients_gives_the_loss_alone(pieces):
     torch.manual_seed(0)
     states, weight, target = torch.randn(9, 4), torch.randn(20, 4), torch.randint(0, 20, (9,))
     one, two = (full_cross_entropy(states, weight, target, impl=impl) for impl in ("cpu", "reference"))
@@ -46,7 +54,7 @@ def test_blocked_cross_entropy_without_gradients_gives_the_loss_alone():
     assert not one.requires_grad
 
 
-def test_extreme_logits_stay_finite():
+def test_extreme_logits_stay_finite(pieces):
     states, weight = torch.full((4, 2), 300.0).requires_grad_(), torch.tensor([[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
     loss = full_cross_entropy(states, weight, torch.tensor([0, 1, 2, 0]))
     loss.backward()

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from recbft.kernels.cross_entropy import cpu, reference
 from recbft.kernels.dispatch import Path, choose
 
+TRITON_ROW_BYTES = 1024  # of a state in the type that is multiplied; a program holds several
+
+
+def _triton(name: str) -> Callable[..., Any]:
+    from recbft.kernels.cross_entropy import triton
+
+    function: Callable[..., Any] = getattr(triton, name)
+    return function
+
+
+def _triton_declines(states: Tensor, *, weight: Tensor) -> str | None:
+    dtype = product_dtype(states, weight)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"needs float32, bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
+    widest = TRITON_ROW_BYTES // dtype.itemsize
+    if states.shape[-1] > widest:
+        return f"needs a width of at most {widest} in {str(dtype).removeprefix('torch.')}, got {states.shape[-1]}"
+    return None
+
+
+def product_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
+    """The type in which ``states @ weight.T`` is multiplied: autocast's where it is on."""
+    if torch.is_autocast_enabled(states.device.type):
+        return torch.get_autocast_dtype(states.device.type)
+    return torch.promote_types(states.dtype, weight.dtype)
+
+
 PATHS = {
+    "triton": Path(lambda: _triton("full_cross_entropy"), "cuda", _triton_declines),
     "cpu": Path(lambda: cpu.full_cross_entropy, "cpu"),
     "reference": Path(lambda: reference.full_cross_entropy),
 }
 SEVERAL = {
+    "triton": Path(lambda: _triton("full_cross_entropies"), "cuda", _triton_declines),
     "cpu": Path(lambda: cpu.full_cross_entropies, "cpu"),
     "reference": Path(lambda: reference.full_cross_entropies),
 }
@@ -26,12 +57,12 @@ def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: 
         states: (N, D), N >= 1.
         weight: item vectors, (V, D).
         target: row of ``weight`` each position should find, (N,), in [0, V).
-        impl: ``auto`` takes the blocked path on any CPU tensor; ``reference`` and ``cpu`` force one.
+        impl: ``auto`` takes the fastest path for the device; ``triton``, ``cpu`` and ``reference`` force one.
 
     Returns:
-        A scalar. The blocked path forms gradients in the forward pass and supports one backward pass.
+        A scalar, float32 from ``triton``; ``cpu`` forms gradients in the forward pass and supports one backward pass.
     """
-    loss: Tensor = choose(impl, PATHS, states)(states, weight, target)
+    loss: Tensor = choose(impl, PATHS, states, weight=weight)(states, weight, target)
     return loss
 
 
@@ -46,5 +77,5 @@ def full_cross_entropies(
         counts: positions of each seed, at least 1; their sum is N.
         impl: as above.
     """
-    losses: Tensor = choose(impl, SEVERAL, states)(states, weight, target, counts)
+    losses: Tensor = choose(impl, SEVERAL, states, weight=weight)(states, weight, target, counts)
     return losses

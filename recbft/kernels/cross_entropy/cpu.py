@@ -7,7 +7,8 @@ A block of logits that stays in the cache becomes exp(l - shift) in place; with 
 
 so probabilities are never normalised one by one. The shift is 0 where no logit can leave the range in which exp is
 safe (|l| <= max|x| max|w|), the row maximum elsewhere. dW is added up as (D, V), the way its product is fastest.
-Several seeds are taken one after another.
+Where a block of rows would not fit the cache, ``tiles`` cuts the vocabulary too. Several seeds are taken one after
+another.
 
 Shapes: N positions, V items, D width, S seeds.
 """
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recbft.kernels.cross_entropy import tiles
 from recbft.kernels.product import product
 
 BLOCK_ELEMENTS = 1_600_000  # about 6 MB in float32: the block of logits stays in a shared cache
+LONGEST_ROW = 50_000  # of logits; from here on tiles are faster: 1.1 times at 50,000 items, 3.4 times at 1,000,000
 SAFE_LOGIT = 40.0  # exp(+-40) times a vocabulary of any size is far from float32's limits
 
 
@@ -51,6 +54,8 @@ class _FullCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         d_states, d_weight = ctx.saved_tensors
+        if grad == 1:  # a product would copy what may be as large as the item table
+            return d_states, d_weight, None
         return d_states * grad, d_weight * grad, None
 
 
@@ -75,11 +80,25 @@ def _mean_loss(
     states: Tensor, weight: Tensor, target: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The loss and, where asked for, its gradients dX (N, D) and dW (V, D)."""
+    N = states.shape[0]
+    target_weight = weight[target]  # (N, D)
+    bounded = bool(_largest_norm(states) * _largest_norm(weight) <= SAFE_LOGIT)
+    in_pieces = _in_blocks if weight.shape[0] <= LONGEST_ROW else _in_tiles
+    loss, d_states, d_weight = in_pieces(states, weight, bounded, with_gradients)
+    loss = ((loss - (states * target_weight).sum(dtype=torch.float64)) / N).to(states.dtype)
+    if d_states is None or d_weight is None:
+        return loss, None, None
+    d_states.add_(target_weight, alpha=-1 / N)
+    return loss, d_states, d_weight.index_add_(0, target, states.detach(), alpha=-1 / N)
+
+
+def _in_blocks(
+    states: Tensor, weight: Tensor, bounded: bool, with_gradients: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The sum of log z + shift, and where asked for the gradients of its mean, from blocks of positions."""
     N, V = states.shape[0], weight.shape[0]
     rows = max(16, min(N, BLOCK_ELEMENTS // V))
-    target_weight = weight[target]  # (N, D)
-    loss = states.new_zeros((), dtype=torch.float64).sub_((states * target_weight).sum(dtype=torch.float64))
-    bounded = bool(_largest_norm(states) * _largest_norm(weight) <= SAFE_LOGIT)
+    loss = states.new_zeros((), dtype=torch.float64)
     if with_gradients:
         columns = weight.T.contiguous()  # (D, V)
         d_states, d_columns = torch.empty_like(states), torch.zeros_like(columns)
@@ -97,12 +116,18 @@ def _mean_loss(
             share = 1 / (N * total)
             torch.mul(product(odds, columns), share, out=d_states[first : first + rows])
             d_columns += product((x * share).T, odds.T)
-    loss = (loss / N).to(states.dtype)
-    if not with_gradients:
-        return loss, None, None
-    d_states.add_(target_weight, alpha=-1 / N)
-    d_weight = d_columns.T.contiguous().index_add_(0, target, states.detach(), alpha=-1 / N)
-    return loss, d_states, d_weight
+    return (loss, d_states, d_columns.T.contiguous()) if with_gradients else (loss, None, None)
+
+
+def _in_tiles(
+    states: Tensor, weight: Tensor, bounded: bool, with_gradients: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same from tiles of positions by items."""
+    sums = tiles.exponential_sums(states, weight, bounded=bounded)
+    loss = sums.total.log().sum(dtype=torch.float64)
+    if sums.shift is not None:
+        loss = loss + sums.shift.sum(dtype=torch.float64)
+    return (loss, *tiles.gradients(states, weight, sums)) if with_gradients else (loss, None, None)
 
 
 def _largest_norm(rows: Tensor) -> Tensor:

@@ -1,0 +1,320 @@
+"""Full cross-entropy on a GPU: the (N, V) logits live a tile at a time in registers, forward and backward.
+
+With l_nv = x_n . w_v, one pass over the vocabulary finds for every position
+
+    m = max_v l    z = sum_v exp(l - m)    o = sum_v exp(l - m) w_v                                (1)
+    loss = m + log z - l_target            dx = (o / z - w_target) / N                             (2)
+
+and one pass over the positions finds for every item
+
+    dw_v = sum_n (exp(l_nv - m_n - log z_n) - [v = target_n]) x_n / N                              (3)
+
+Where there are few positions, (1) is done for parts of the vocabulary, which are merged in their order. Every number
+is written once, by one program that adds in a fixed order, so two runs are equal bit for bit. Products take operands
+of the type of the inputs (of autocast, where it is on); sums, losses and what is kept are float32. Logits are counted
+in units of log 2, since the machine's exponential has base 2.
+
+Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009); without its filter of
+small gradients, which would leave out most of the vocabulary of a recommender.
+Shapes: S seeds, N positions (of all seeds, or of one in the equations), V items, D width, P parts of the vocabulary.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recbft.kernels.cross_entropy import product_dtype
+
+OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H200; one number for all GPUs gives equal sums on all
+MERGED_ROWS = 16
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Probabilities among a million items are lost in float16 unless they are lifted.
+LIFT = tl.constexpr(1024.0)
+
+
+def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The same as the reference, in float32."""
+    return full_cross_entropies(states, weight[None], target, [len(states)])[0]
+
+
+def full_cross_entropies(states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same as the reference, in float32."""
+    learns = torch.is_grad_enabled() and states.requires_grad
+    losses: Tensor = _FullCrossEntropies.apply(states, weight, target.contiguous(), list(counts), learns)
+    return losses
+
+
+class _FullCrossEntropies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, target: Tensor, counts: list[int], learns: bool) -> Tensor:
+        shape = _Shape.of(states, weight)
+        offsets = _offsets(counts, states.device)
+        losses, log_total, d_states = _forward(shape, states, weight, target, offsets, max(counts), learns)
+        ctx.save_for_backward(states, weight, target, offsets, log_total, d_states)
+        ctx.shape = shape
+        return torch.stack([own.mean() for own in losses.split(counts)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        states, weight, target, offsets, log_total, d_states = ctx.saved_tensors
+        counts = offsets.diff()
+        share = grad / counts  # of a position, (S,)
+        d_x = d_w = None
+        if ctx.needs_input_grad[0]:
+            each = share.repeat_interleave(counts, output_size=len(states))
+            d_x = (d_states * each[:, None]).to(states.dtype)
+        if ctx.needs_input_grad[1]:
+            d_w = _item_gradients(ctx.shape, states, weight, target, offsets, log_total, share)
+        return d_x, d_w, None, None, None
+
+
+class Tiles(NamedTuple):
+    """How much a program holds: of what its sums are for, of what it sums over, and its warps."""
+
+    held: int
+    looped: int
+    warps: int
+
+
+def tiles(row_bytes: int, exact: bool) -> Tiles:
+    """The largest tiles that leave everything in registers on compute capability 9.0.
+
+    Args:
+        row_bytes: of one position or item.
+        exact: products of float32 to its own precision, which hold more.
+    """
+    held = max(16, min(64, 16_384 // row_bytes))
+    return Tiles(held, min(held, 32) if exact else held, 4 if row_bytes < 1024 else 8)
+
+
+class _Shape(NamedTuple):
+    """What the kernels are compiled for."""
+
+    width: int  # D
+    columns: int  # D as a power of two
+    operand: Any  # type of the operands of products
+    precision: str  # of products of float32
+    tiles: Tiles
+
+    @classmethod
+    def of(cls, states: Tensor, weight: Tensor) -> _Shape:
+        dtype = product_dtype(states, weight)
+        columns = max(16, triton.next_power_of_2(states.shape[1]))
+        exact = torch.get_float32_matmul_precision() == "highest"
+        sizes = tiles(columns * dtype.itemsize, exact and dtype == torch.float32)
+        return cls(states.shape[1], columns, OPERANDS[dtype], "tf32x3" if exact else "tf32", sizes)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What all kernels take."""
+        return {
+            "WIDTH": self.width,
+            "COLUMNS": self.columns,
+            "OPERAND": self.operand,
+            "PRECISION": self.precision,
+            "num_warps": self.tiles.warps,
+            "num_stages": 2,
+        }
+
+
+def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
+    """The first position of each seed, and the end: (S + 1,)."""
+    if len(counts) == 1:  # made on the device: a CUDA graph holds no copy from the host
+        return torch.arange(2, device=device) * counts[0]
+    return torch.tensor([0, *accumulate(counts)], device=device)
+
+
+def _forward(
+    shape: _Shape, states: Tensor, weight: Tensor, target: Tensor, offsets: Tensor, largest: int, learns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (N,), the logarithms to base 2 of the sums of exponentials (N,), and N dx (N, D) where asked for."""
+    N, (S, V, D) = len(states), weight.shape
+    held, looped, _ = shape.tiles
+    row_tiles, item_tiles = triton.cdiv(largest, held), triton.cdiv(V, looped)
+    parts = min(item_tiles, triton.cdiv(ENOUGH_PROGRAMS, S * row_tiles))
+    part_items = triton.cdiv(item_tiles, parts) * looped
+    parts = triton.cdiv(V, part_items)
+
+    def new(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=states.device)
+
+    best, total, mean = new(parts, N), new(parts, N), new(parts, N if learns else 0, D)
+    _sums_of_parts[(row_tiles, parts, S)](
+        *(states, weight, offsets, best, total, mean, N, V, part_items, *states.stride(), *weight.stride()),
+        LEARNS=learns,
+        ROWS=held,
+        ITEMS=looped,
+        **shape.constants,
+    )
+    losses, log_total, d_states = new(N), new(N), new(N if learns else 0, D)
+    _merge[(triton.cdiv(largest, MERGED_ROWS), S)](
+        *(states, weight, target, offsets, best, total, mean, losses, log_total, d_states),
+        *(N, V, parts, *states.stride(), *weight.stride()),
+        LEARNS=learns,
+        ROWS=MERGED_ROWS,
+        WIDTH=shape.width,
+        COLUMNS=shape.columns,
+        OPERAND=shape.operand,
+    )
+    return losses, log_total, d_states
+
+
+def _item_gradients(
+    shape: _Shape, states: Tensor, weight: Tensor, target: Tensor, offsets: Tensor, log_total: Tensor, share: Tensor
+) -> Tensor:
+    """dw, (S, V, D)."""
+    S, V, _ = weight.shape
+    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    held, looped, _ = shape.tiles
+    _gradient_of_items[(triton.cdiv(V, held), S)](
+        *(states, weight, target, offsets, log_total, share, d_weight, V, *states.stride(), *weight.stride()),
+        ITEMS=held,
+        ROWS=looped,
+        **shape.constants,
+    )
+    return d_weight
+
+
+@triton.jit
+def _tile(pointer, rows, kept, row_stride, column_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of a matrix, (rows, COLUMNS), zero where they are not kept and beyond the width."""
+    columns = tl.arange(0, COLUMNS)
+    at = pointer + rows[:, None] * row_stride + columns[None, :] * column_stride
+    return tl.load(at, mask=kept[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+# fmt: off
+@triton.jit
+def _sums_of_parts(
+    states, weight, offsets,  # read
+    best_of_part, total_of_part, mean_of_part,  # written, (P, N), (P, N) and (P, N, D)
+    num_positions, num_items, part_items, state_stride, state_column, seed_stride, item_stride, item_column,
+    LEARNS: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """(1) for a tile of one seed's positions and a part of the vocabulary."""
+    part, seed = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    stop = tl.load(offsets + seed + 1)
+    first = tl.load(offsets + seed) + tl.program_id(0).to(tl.int64) * ROWS
+    if first >= stop:  # this seed has fewer positions than another
+        return
+    rows = first + tl.arange(0, ROWS)
+    x = _tile(states, rows, rows < stop, state_stride, state_column, WIDTH, COLUMNS).to(OPERAND)
+    weight += seed * seed_stride
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, COLUMNS], tl.float32)
+    end = tl.minimum((part + 1) * part_items, num_items)
+    for start in range(part * part_items, end, ITEMS):
+        items = start + tl.arange(0, ITEMS)
+        w = _tile(weight, items, items < end, item_stride, item_column, WIDTH, COLUMNS).to(OPERAND)
+        logits = tl.dot(x, tl.trans(w), input_precision=PRECISION) * LOG2_E
+        logits = tl.where((items < end)[None, :], logits, float("-inf"))
+        higher = tl.maximum(best, tl.max(logits, 1))
+        odds = tl.exp2(logits - higher[:, None])
+        fade = tl.exp2(best - higher)
+        best = higher
+        total = total * fade + tl.sum(odds, 1)
+        if LEARNS:
+            mean = tl.dot(odds.to(OPERAND), w, mean * fade[:, None], input_precision=PRECISION)
+    at = part * num_positions + rows
+    tl.store(best_of_part + at, best, mask=rows < stop)
+    tl.store(total_of_part + at, total, mask=rows < stop)
+    if LEARNS:
+        columns = tl.arange(0, COLUMNS)
+        inside = (rows < stop)[:, None] & (columns < WIDTH)[None, :]
+        tl.store(mean_of_part + at[:, None] * WIDTH + columns[None, :], mean, mask=inside)
+
+
+# fmt: off
+@triton.jit
+def _merge(
+    states, weight, target, offsets, best_of_part, total_of_part, mean_of_part,  # read
+    losses, log_totals, d_states,  # written, (N,), (N,) and (N, D)
+    num_positions, num_items, num_parts, state_stride, state_column, seed_stride, item_stride, item_column,
+    LEARNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
+):
+    # fmt: on
+    """(2) for a tile of one seed's positions; NaN for a target that is no item."""
+    seed = tl.program_id(1).to(tl.int64)
+    stop = tl.load(offsets + seed + 1)
+    first = tl.load(offsets + seed) + tl.program_id(0).to(tl.int64) * ROWS
+    if first >= stop:
+        return
+    rows = first + tl.arange(0, ROWS)
+    real = rows < stop
+    columns = tl.arange(0, COLUMNS)
+    inside = real[:, None] & (columns < WIDTH)[None, :]
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for part in range(0, num_parts):
+        at = part * num_positions + rows
+        own_best = tl.load(best_of_part + at, mask=real, other=0.0)
+        higher = tl.maximum(best, own_best)
+        fade, own_fade = tl.exp2(best - higher), tl.exp2(own_best - higher)
+        best = higher
+        total = total * fade + tl.load(total_of_part + at, mask=real, other=1.0) * own_fade
+        if LEARNS:
+            own_mean = tl.load(mean_of_part + at[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+            mean = mean * fade[:, None] + own_mean * own_fade[:, None]
+    wanted = tl.load(target + rows, mask=real, other=0)
+    known = real & (wanted >= 0) & (wanted < num_items)
+    # Rounded as the operands of the sums were, so that a sure prediction has loss and gradient 0.
+    x = _tile(states, rows, real, state_stride, state_column, WIDTH, COLUMNS).to(OPERAND).to(tl.float32)
+    weight += seed * seed_stride
+    w = _tile(weight, wanted, known, item_stride, item_column, WIDTH, COLUMNS).to(OPERAND).to(tl.float32)
+    log_total = best + tl.log2(total)
+    loss = tl.where(known, log_total * LN_2 - tl.sum(x * w, 1), float("nan"))
+    tl.store(losses + rows, loss, mask=real)
+    tl.store(log_totals + rows, log_total, mask=real)
+    if LEARNS:
+        tl.store(d_states + rows[:, None] * WIDTH + columns[None, :], mean / total[:, None] - w, mask=inside)
+
+
+# fmt: off
+@triton.jit
+def _gradient_of_items(
+    states, weight, target, offsets, log_totals, shares,  # read
+    d_weight,  # written, (S, V, D)
+    num_items, state_stride, state_column, seed_stride, item_stride, item_column,
+    ITEMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """(3) for a tile of one seed's items."""
+    seed = tl.program_id(1).to(tl.int64)
+    items = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    weight += seed * seed_stride
+    w = _tile(weight, items, items < num_items, item_stride, item_column, WIDTH, COLUMNS).to(OPERAND)
+    gradient = tl.zeros([ITEMS, COLUMNS], tl.float32)
+    stop = tl.load(offsets + seed + 1)
+    for start in range(tl.load(offsets + seed), stop, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        real = rows < stop
+        x = _tile(states, rows, real, state_stride, state_column, WIDTH, COLUMNS).to(OPERAND)
+        log_total = tl.load(log_totals + rows, mask=real, other=0.0)
+        wanted = tl.load(target + rows, mask=real, other=-1)
+        logits = tl.dot(w, tl.trans(x), input_precision=PRECISION) * LOG2_E
+        surplus = tl.exp2(logits - log_total[None, :])
+        surplus = tl.where(items[:, None] == wanted[None, :], surplus - 1, surplus)
+        gradient = tl.dot((surplus * LIFT).to(OPERAND), x, gradient, input_precision=PRECISION)
+    gradient *= tl.load(shares + seed) / LIFT
+    columns = tl.arange(0, COLUMNS)
+    inside = (items < num_items)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(d_weight + (seed * num_items + items)[:, None] * WIDTH + columns[None, :], gradient, mask=inside)
