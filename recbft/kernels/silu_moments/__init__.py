@@ -5,13 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path
 from recbft.kernels.silu_moments import cpu, reference
 
+TRITON_ROW_BYTES = 512  # of a head in the type that is multiplied; a program holds several tiles of them
+
+
+def _triton() -> Callable[..., Any]:
+    from recbft.kernels.silu_moments import triton
+
+    return triton.silu_moments
+
+
+def _triton_declines(q: Tensor) -> str | None:
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"needs float32, bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
+    widest = TRITON_ROW_BYTES // product_dtype(q.dtype).itemsize
+    if q.shape[-1] > widest:
+        return (
+            f"needs heads of at most {widest} coordinates in {str(q.dtype).removeprefix('torch.')}, got {q.shape[-1]}"
+        )
+    return None
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of operands on a GPU: float16 has no room for squares and their gradients."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 PATHS = {
+    "triton": Path(_triton, "cuda", _triton_declines),
     "cpu": Path(lambda: cpu.silu_moments, "cpu"),
     "reference": Path(lambda: reference.silu_moments),
 }
