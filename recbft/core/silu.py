@@ -42,7 +42,7 @@ def silu_moments(
         bias: added to the scores, broadcastable to (B, H, T, T).
         log_precision: log of each key's scalar precision, (B, T).
         log_decay: log of the recency decay, a scalar, <= 0, multiplied by the lag in positions.
-        impl: ``auto`` takes the fastest path that serves the call; ``reference`` and ``cpu`` force one.
+        impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``cpu`` and ``reference`` force one.
 
     Raises:
         ValueError: unknown ``impl``, or the forced path cannot serve the call; ``length`` is not positive.
