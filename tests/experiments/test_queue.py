@@ -152,7 +152,13 @@ def test_a_killed_command_takes_its_workers_along_and_the_same_command_goes_on(e
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_the_workers_and_say_how_to_go_on(events, tmp_path, sign):
     out = tmp_path / "out"
-    process = subprocess.Popen(command(events, out), env=ENVIRONMENT, stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        command(events, out),
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a shell runs with &
+    )
     try:
         wait_for(lambda: list(out.glob("runs/*/history.csv")))
         # A terminal sends Ctrl-C to the command and its workers, a scheduler its SIGTERM to the command.

