@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -147,14 +146,10 @@ def print_memory(asked: str) -> int:
     """The child of ``memory_of``."""
     case, shape = json.loads(asked)
     run = make_pass(Case(*case), Shape(*shape))
-    before = _peak()
+    before = machine.peak_rss_mb()
     run()
-    print((_peak() - before) / 1e6)
+    print(machine.peak_rss_mb() - before)
     return 0
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from logging import getLogger
 from typing import Any
@@ -35,6 +36,16 @@ class Path:
     load: Callable[[], Callable[..., Any]]
     device: str | None = None
     decline: Callable[..., str | None] = serves_all
+
+
+def late(package: str, name: str) -> Callable[[], Callable[..., Any]]:
+    """What loads a function of a mechanism's Triton module, which nothing imports before it is taken."""
+
+    def load() -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(import_module(f"recbft.kernels.{package}.triton"), name)
+        return function
+
+    return load
 
 
 def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) -> Callable[..., Any]:

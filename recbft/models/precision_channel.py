@@ -154,10 +154,7 @@ class LayerPrecision(nn.Module):
             hidden, reduced = F.gelu(a), slope_product(a, self._factors(w1, w2)[1])
         else:
             hidden, reduced = gelu_with_slope(a, self._factors(w1, w2)[1])
-        jacobian = self._jacobian(reduced, w1, w2)
-        if self.training:
-            self._remember(self.mean_jacobian, _mean_over_tokens(jacobian.detach(), context.valid))
-        return hidden, jacobian
+        return hidden, self.take(self._jacobian(reduced, w1, w2), context)
 
     def take(self, jacobian: Tensor | None, context: SequenceContext) -> Tensor:
         """What ``activate`` returns second, from the Jacobian of a network that gives its own where it is wanted."""

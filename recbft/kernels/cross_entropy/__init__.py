@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from recbft.kernels.cross_entropy import cpu, reference
-from recbft.kernels.dispatch import Path, choose
+from recbft.kernels.dispatch import Path, choose, late
 
 TRITON_ROW_BYTES = 1024  # of a state in the type that is multiplied; a program holds several
-
-
-def _triton(name: str) -> Callable[..., Any]:
-    from recbft.kernels.cross_entropy import triton
-
-    function: Callable[..., Any] = getattr(triton, name)
-    return function
 
 
 def _triton_declines(states: Tensor, *, weight: Tensor) -> str | None:
@@ -39,12 +31,12 @@ def product_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
 
 
 PATHS = {
-    "triton": Path(lambda: _triton("full_cross_entropy"), "cuda", _triton_declines),
+    "triton": Path(late("cross_entropy", "full_cross_entropy"), "cuda", _triton_declines),
     "cpu": Path(lambda: cpu.full_cross_entropy, "cpu"),
     "reference": Path(lambda: reference.full_cross_entropy),
 }
 SEVERAL = {
-    "triton": Path(lambda: _triton("full_cross_entropies"), "cuda", _triton_declines),
+    "triton": Path(late("cross_entropy", "full_cross_entropies"), "cuda", _triton_declines),
     "cpu": Path(lambda: cpu.full_cross_entropies, "cpu"),
     "reference": Path(lambda: reference.full_cross_entropies),
 }

@@ -8,21 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path
+from recbft.kernels.dispatch import Path, late
 from recbft.kernels.memory import chunked, reference, unfiltered
 from recbft.kernels.memory.reference import Rule
 from recbft.kernels.memory.trace import MemoryEvent, MemoryReading, MemoryState, MemoryTrace, UnfilteredTrace
 
-
-def _triton() -> Any:
-    from recbft.kernels.memory import triton
-
-    return triton
-
-
 # Each mechanism's paths, by name.
 FILTER = {
-    "triton": Path(lambda: _triton().filter_memory, "cuda", lambda v, **call: _triton().decline(v, **call)),
+    "triton": Path(late("memory", "filter_memory"), "cuda", lambda v, **call: late("memory", "decline")()(v, **call)),
     "chunked": Path(lambda: chunked.filter_memory, decline=chunked.decline),
     "reference": Path(lambda: reference.filter_memory),
 }

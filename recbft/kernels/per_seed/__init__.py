@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
+from recbft.kernels.dispatch import Path, choose
 from recbft.kernels.per_seed import cpu, reference
 
-PATHS: dict[str, ModuleType] = {"reference": reference, "cpu": cpu}
+LINEAR = {"cpu": Path(lambda: cpu.linear, "cpu"), "reference": Path(lambda: reference.linear)}
+LAYER_NORM = {"cpu": Path(lambda: cpu.layer_norm, "cpu"), "reference": Path(lambda: reference.layer_norm)}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, impl: str = "auto") -> Tensor:
@@ -22,19 +22,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, impl: str = "auto"
     Returns:
         (S, N, O).
     """
-    found: Tensor = _path(impl, x).linear(x, weight, bias)
+    found: Tensor = choose(impl, LINEAR, x)(x, weight, bias)
     return found
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl: str = "auto") -> Tensor:
     """Layer norm over the last axis with weights of each seed; x (S, N, D), weight and bias (S, D)."""
-    found: Tensor = _path(impl, x).layer_norm(x, weight, bias, eps)
+    found: Tensor = choose(impl, LAYER_NORM, x)(x, weight, bias, eps)
     return found
-
-
-def _path(impl: str, x: Tensor) -> ModuleType:
-    if impl == "auto":
-        impl = "cpu" if x.device.type == "cpu" else "reference"
-    if impl not in PATHS:
-        raise ValueError(f"unknown impl {impl!r}; choose one of auto, {', '.join(sorted(PATHS))}")
-    return PATHS[impl]

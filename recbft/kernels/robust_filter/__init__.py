@@ -8,20 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path
+from recbft.kernels.dispatch import Path, late
 from recbft.kernels.robust_filter import cpu, isotropic, reference
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, read_clock, turns
 from recbft.kernels.robust_filter.isotropic import as_complex, decayed_weights, real
 
-
-def _triton() -> Any:
-    from recbft.kernels.robust_filter import triton
-
-    return triton
-
-
 PATHS = {
-    "triton": Path(lambda: _triton().robust_filter, "cuda", lambda q: _triton().decline(q)),
+    "triton": Path(late("robust_filter", "robust_filter"), "cuda", lambda q: late("robust_filter", "decline")()(q)),
     "cpu": Path(lambda: cpu.robust_filter, "cpu"),
     "isotropic": Path(lambda: isotropic.robust_filter),
     "reference": Path(lambda: reference.robust_filter),

@@ -9,16 +9,10 @@ import torch
 from torch import Tensor
 
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path
+from recbft.kernels.dispatch import Path, late
 from recbft.kernels.silu_moments import cpu, reference
 
 TRITON_ROW_BYTES = 512  # of a head in the type that is multiplied; a program holds several tiles of them
-
-
-def _triton() -> Callable[..., Any]:
-    from recbft.kernels.silu_moments import triton
-
-    return triton.silu_moments
 
 
 def _triton_declines(q: Tensor) -> str | None:
@@ -38,7 +32,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 PATHS = {
-    "triton": Path(_triton, "cuda", _triton_declines),
+    "triton": Path(late("silu_moments", "silu_moments"), "cuda", _triton_declines),
     "cpu": Path(lambda: cpu.silu_moments, "cpu"),
     "reference": Path(lambda: reference.silu_moments),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path
+from recbft.kernels.dispatch import Path, late
 from recbft.kernels.softmax_moments import cpu, reference
 
 # Of the Triton path, by what shared memory holds.
@@ -32,23 +32,13 @@ def decline_triton(q: Tensor, *, dropout: float = 0.0) -> str | None:
     return None
 
 
-def _triton(name: str) -> Callable[[], Callable[..., Any]]:
-    def load() -> Callable[..., Any]:
-        from recbft.kernels.softmax_moments import triton
-
-        path: Callable[..., Any] = getattr(triton, name)
-        return path
-
-    return load
-
-
 PATHS = {
-    "triton": Path(_triton("softmax_moments"), "cuda", decline_triton),
+    "triton": Path(late("softmax_moments", "softmax_moments"), "cuda", decline_triton),
     "cpu": Path(lambda: cpu.softmax_moments, "cpu", cpu.decline),
     "reference": Path(lambda: reference.softmax_moments),
 }
 MEAN_PATHS = {
-    "triton": Path(_triton("softmax_mean"), "cuda", decline_triton),
+    "triton": Path(late("softmax_moments", "softmax_mean"), "cuda", decline_triton),
     "cpu": Path(lambda: cpu.softmax_mean, "cpu"),
     "reference": Path(lambda: reference.softmax_mean),
 }

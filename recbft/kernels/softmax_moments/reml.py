@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from recbft import core
 from recbft.core import SequenceContext
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path
+from recbft.kernels.dispatch import Path, late
 from recbft.kernels.filter_step import reml_precision
 from recbft.kernels.softmax_moments import decline_triton
 
@@ -65,10 +64,7 @@ def _composed(
     return mean, reml_precision(S, n, prior_scale=prior_scale, prior_dof=prior_dof, cap=cap)
 
 
-def _triton() -> Callable[..., Any]:
-    from recbft.kernels.softmax_moments import triton
-
-    return triton.softmax_reml
-
-
-PATHS = {"triton": Path(_triton, "cuda", decline_triton), "composed": Path(lambda: _composed)}
+PATHS = {
+    "triton": Path(late("softmax_moments", "softmax_reml"), "cuda", decline_triton),
+    "composed": Path(lambda: _composed),
+}
