@@ -1,0 +1,1 @@
+"""Experiments of docs/study.md that are not plain comparisons of arms."""

@@ -1,0 +1,93 @@
+"""Which settings does validation choose? Arms by the best validation metric of their runs; the test is not read.
+
+    recbft compare -m sasrec -d amazon-instruments --arms 'matched,matched[backbone.dropout=0.3]' --seeds 0-4 --out OUT
+    python -m benchmarks.study.choose OUT [--baseline ARM] [--metric ndcg@10]
+
+Finished runs count, so the table may be looked at while others train. Differences from the baseline are over the seeds
+that both arms have; p is by paired t-test, not corrected: the table chooses, it does not prove.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.command import finish
+from recbft.errors import UserError, did_you_mean
+from recbft.evaluation.paired import compare_seeds
+from recbft.experiments.runs import Run, label_runs, read_run
+from recbft.experiments.tables import markdown_table
+from recbft.training.run_folder import RunFolder
+
+HEAD = ["arm", "seeds", "validation", "difference", "relative", "p", "wins", "epochs (best)", "s/run"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    runs = [read_run(path) for out in options.out for path in finished_runs(Path(out))]
+    if not runs:
+        raise UserError(f"no finished run in {', '.join(options.out)}; name folders that `recbft compare` wrote")
+    arms = label_runs(runs)
+    baseline = options.baseline or next(iter(arms))
+    if baseline not in arms:
+        raise UserError(f"unknown arm {baseline!r}; {did_you_mean(baseline, arms)}")
+    rows = [row(name, group, arms[baseline], options.metric) for name, group in arms.items()]
+    rows.sort(key=lambda cells: cells[2], reverse=True)
+    print(f"validation {options.metric}, all items; differences from {baseline}\n\n{markdown_table(HEAD, rows)}")
+    return 0
+
+
+def finished_runs(out: Path) -> list[Path]:
+    """Folders of the finished runs of an experiment, by name."""
+    if not (out / "runs").is_dir():
+        raise UserError(f"{out} has no folder `runs`; name a folder that `recbft compare` wrote")
+    found = sorted(path for path in (out / "runs").iterdir() if path.is_dir() and not path.name.startswith("."))
+    return [path for path in found if RunFolder.open(path).is_finished]
+
+
+def row(name: str, runs: Sequence[Run], baseline: Sequence[Run], metric: str) -> list[str]:
+    """The cells of an arm."""
+    own, other = validations(runs, metric), validations(baseline, metric)
+    spread = f" ± {statistics.stdev(own.values()):.4f}" if len(own) > 1 else ""
+    seeds = sorted(set(own) & set(other))
+    against = ["", "", "", ""]
+    if own != other and len(seeds) > 1:
+        d = compare_seeds([other[seed] for seed in seeds], [own[seed] for seed in seeds])
+        relative = "" if d.relative is None else f"{100 * d.relative:+.1f} %"
+        against = [f"{d.difference:+.4f}", relative, f"{d.p_t:.3f}", f"{d.wins} of {len(seeds)}"]
+    epochs, best, seconds = (
+        statistics.mean(run.metrics[key] for run in runs) for key in ("epochs", "best_epoch", "training_seconds")
+    )
+    return [
+        name,
+        f"{len(own)}",
+        f"{statistics.mean(own.values()):.4f}{spread}",
+        *against,
+        f"{epochs:.0f} ({best:.0f})",
+        f"{seconds:.0f}",
+    ]
+
+
+def validations(runs: Sequence[Run], metric: str) -> dict[int, float]:
+    """The best validation of each seed."""
+    found: dict[int, float] = {}
+    for run in runs:
+        values = run.metrics["validation"]["unfiltered"]
+        if metric not in values:
+            raise UserError(f"unknown metric {metric!r}; {did_you_mean(metric, values)}")
+        found[run.seed] = values[metric]
+    return found
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    options = argparse.ArgumentParser(prog="python -m benchmarks.study.choose", description="Arms by validation.")
+    options.add_argument("out", nargs="+", metavar="OUT", help="folders that recbft compare wrote")
+    options.add_argument("--baseline", metavar="ARM", help="unless given, the first arm")
+    options.add_argument("--metric", default="ndcg@10")
+    return options.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    finish(main)

@@ -1,0 +1,95 @@
+"""The study's own experiments: what is replaced and what never, and that a choice reads validation alone."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.study import choose, corrupted
+from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
+from recbft.errors import UserError
+from recbft.experiments.arms import parse_arms
+from recbft.experiments.plan import plan
+from recbft.training.session import train
+
+ARMS = "matched,matched[backbone.n_heads=1]"
+
+
+@pytest.fixture
+def dataset():
+    return synthetic_dataset(SyntheticConfig(num_users=400, num_items=80, mean_length=9.0))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4])
+def test_about_the_share_is_replaced_and_no_target(dataset, share):
+    noisy = corrupted.corrupted(dataset, share, noise_seed=1)
+    for part in ("validation", "test"):
+        whole, read = getattr(leave_one_out(dataset), part), getattr(leave_one_out(noisy), part)
+        np.testing.assert_array_equal(read.target, whole.target)
+    events = len(dataset.items) - 2 * dataset.num_users
+    changed = (noisy.items != dataset.items).sum()
+    expected = share * events * (1 - 1 / dataset.num_items)
+    assert abs(changed - expected) < 4 * np.sqrt(expected)
+    assert noisy.items.min() >= 1 and noisy.items.max() <= dataset.num_items
+    np.testing.assert_array_equal(noisy.items, corrupted.corrupted(dataset, share, noise_seed=1).items)
+    assert (noisy.items != corrupted.corrupted(dataset, share, noise_seed=2).items).any()
+
+
+def test_the_command_measures_every_place_and_repeats_itself(small, tmp_path, capsys):
+    found = []
+    for name in ("one.json", "two.json"):
+        options = ["--arms", "matched,bft", "--seeds", "0-1", "--shares", "0.5", "--json", str(tmp_path / name)]
+        assert corrupted.main([*small, *options]) == 0
+        found.append(json.loads((tmp_path / name).read_text()))
+    assert found[0]["corrupted"] == found[1]["corrupted"]
+    cells = {(row["where"], row["share"]) for row in found[0]["corrupted"]}
+    assert cells == {("nowhere", 0.0), ("test", 0.5), ("training", 0.5), ("both", 0.5)}
+    whole, read = (
+        [row for row in found[0]["corrupted"] if row["where"] == where and row["arm"] == "matched"]
+        for where in ("nowhere", "test")
+    )
+    assert [row["ndcg@10 unfiltered"] for row in whole] != [row["ndcg@10 unfiltered"] for row in read]
+    assert "| both | 0.5 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shares", ["0", "1", "half"])
+def test_a_share_that_is_none_is_refused(small, shares):
+    with pytest.raises(UserError, match="give shares between 0 and 1"):
+        corrupted.main([*small, "--shares", shares])
+
+
+@pytest.fixture
+def trained(events, tmp_path):
+    settings = ["data.time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "epochs=2"]
+
+    def configure(arm, seed):
+        return arm.config(settings, dataset=str(events), seed=seed)
+
+    for job in plan(parse_arms(ARMS), [0, 1], tmp_path / "out" / "runs", configure):
+        train(job.config, job.path)
+    return tmp_path / "out"
+
+
+def test_a_choice_is_by_validation_alone(trained, capsys):
+    assert choose.main([str(trained), "--baseline", "matched"]) == 0
+    said = capsys.readouterr().out
+    for run in (trained / "runs").iterdir():
+        metrics = json.loads((run / "metrics.json").read_text())
+        metrics["validation"]["unfiltered"]["ndcg@10"] = 0.5 if "n_heads" in run.name else 0.25
+        (run / "metrics.json").write_text(json.dumps(metrics))
+    assert choose.main([str(trained), "--baseline", "matched"]) == 0
+    rows = capsys.readouterr().out.splitlines()[-2:]
+    assert rows[0].startswith("| matched[backbone.n_heads=1] | 2 | 0.5000 ± 0.0000 | +0.2500 | +100.0 % |")
+    assert "| 2 of 2 |" in rows[0] and rows[1].startswith("| matched | 2 | 0.2500 ± 0.0000 |  |")
+    assert said.splitlines()[0] == "validation ndcg@10, all items; differences from matched"
+
+
+def test_a_choice_refuses_what_is_not_there(trained, tmp_path):
+    with pytest.raises(UserError, match="has no folder `runs`"):
+        choose.main([str(tmp_path)])
+    with pytest.raises(UserError, match="unknown arm 'bft'"):
+        choose.main([str(trained), "--baseline", "bft"])
+    with pytest.raises(UserError, match="unknown metric 'ndcg@7'"):
+        choose.main([str(trained), "--metric", "ndcg@7"])
