@@ -134,7 +134,8 @@ def _name(run: Run, others: Sequence[Run], with_model: bool) -> str:
     default = leaves(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
     own = {key: value for key, value in ours.items()
            if any(other.get(key) != value for other in alike) and default.get(key) != value}  # fmt: skip
-    if own.pop("backbone.recency_decay", None) is True:
+    if own.get("backbone.recency_decay") is True:
+        del own["backbone.recency_decay"]
         name += "+recency"
     settings = ",".join(
         f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in own.items()
