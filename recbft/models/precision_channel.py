@@ -1,6 +1,7 @@
 """The learned side of the precision channel: where precision starts and how a layer carries it on.
 
     tau_i = tau_range * tau_base_i + softplus(MLP(emb_i))        initial: hybrid                 (1)
+          = lam0 exp(g + p_i)                                initial: log_table
     lam  <- kappa * lam0 * lam / mu                              prior_scale: per_layer          (2)
     lam'' by ``core.predict_precision`` with J from the feed-forward slope                       (3)
     lam'' = delta lam'  or  exp(-c) lam'                         propagation: discount, decay    (4)
@@ -45,7 +46,7 @@ class ItemPrecision(nn.Module):
     """Precision of an item before the first layer, (1) and its alternatives.
 
     Args:
-        core: which of ``hybrid | count | table | uniform | empirical_bayes``.
+        core: which of ``hybrid | count | table | log_table | uniform | empirical_bayes``.
         training_counts: (V + 1,), index 0 is padding.
         hidden_size, head_width: D and K.
     """
@@ -58,14 +59,16 @@ class ItemPrecision(nn.Module):
         quantiles = core.initial != "empirical_bayes"
         base = count_quantiles(training_counts) if quantiles else _empirical_bayes(training_counts)
         self.register_buffer("base", base.to(torch.get_default_dtype()))
+        self.start = initial_scale(
+            core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
+        )
         if core.initial in ("hybrid", "count"):
-            start = initial_scale(
-                core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
-            )
-            self.range = nn.Parameter(torch.tensor(start))
+            self.range = nn.Parameter(torch.tensor(self.start))
         if core.initial == "hybrid":
             self.read = nn.Sequential(nn.Linear(hidden_size, 16), nn.GELU(), nn.Linear(16, 1))
-        if core.initial == "table":
+        if core.initial == "log_table":
+            self.log_scale = nn.Parameter(torch.zeros(()))
+        if core.initial in ("table", "log_table"):
             self.table = nn.Parameter(torch.zeros(training_counts.numel()))
 
     def forward(self, items: Tensor, embedded: Tensor) -> Tensor:
@@ -74,6 +77,10 @@ class ItemPrecision(nn.Module):
             return torch.ones_like(embedded[..., :1])
         if self.mode == "table":
             tau = 1 + F.softplus(self.table[items])[..., None]
+        elif self.mode == "log_table":
+            # Bounded before the exponential, so that what is learned never overflows.
+            log_tau = math.log(self.start) + self.log_scale + self.table[items]
+            tau = log_tau.clamp(math.log(LAM_MIN), math.log(self.lam_max)).exp()[..., None]
         elif self.mode == "empirical_bayes":
             tau = self.base[items][..., None]
         else:

@@ -17,7 +17,7 @@ from recbft.core import kalman_update
 def test_equal_seeds_give_the_weights_that_arms_share_equal_values(lab, seed):
     torch.manual_seed(99)  # the global state must not matter
     matched = lab.build("matched", seed=seed).state_dict()
-    for variant in ("bft", "bft table", "bft per layer", "bft uniform", "bft gate", "bft discount"):
+    for variant in ("bft", "bft table", "bft log table", "bft per layer", "bft uniform", "bft gate", "bft discount"):
         torch.manual_seed(seed)
         tracked = lab.build(variant, seed=seed).state_dict()
         assert set(matched) <= set(tracked)
@@ -62,6 +62,7 @@ def test_left_alone_the_second_layer_starts_with_a_lower_gain_and_a_scale_per_la
     [
         ("uniform", lambda q, scale: torch.ones_like(q)),
         ("table", lambda q, scale: torch.full_like(q, 1 + math.log(2))),
+        ("log_table", torch.full_like),
         ("count", lambda q, scale: scale * q + math.log(2)),
         ("hybrid", lambda q, scale: scale * q + math.log(2)),
     ],
