@@ -122,7 +122,7 @@ def _check_variance(name: str, x: Tensor, *, or_zero: bool = False) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BayesianConfig:
-    """How the memory moves and is seen (the ``bayesian`` section of a config).
+    """How the memory moves and is seen (the ``mixing`` section of a config).
 
     Args:
         transition: what a head keeps of its memory at each token: all (``identity``), one learned share (``scalar``),

@@ -35,7 +35,7 @@ SHRINKAGE_START = 0.5  # of gate scalar: where the sigmoid of gate mlp starts
 
 @dataclass(frozen=True, kw_only=True)
 class BoostedConfig:
-    """Rounds and gate of gradient-boosted attention (the ``boosted`` section of a config)."""
+    """Rounds and gate of gradient-boosted attention (the ``mixing`` section of a config)."""
 
     rounds: int = 2  # M; 1 is plain attention
     gate: Gate = "mlp"  # the share of a correction that is taken up, (3)

@@ -128,7 +128,7 @@ def unfiltered_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFamilyConfig:
-    """Where the learned parts of a design model start (the section of a config named as the mixer).
+    """Where the learned parts of a design model start (the ``mixing`` section of a config).
 
     Args:
         observation_noise: r2, in units of lam.

@@ -51,7 +51,7 @@ SATURATED = 0.95  # a token whose largest membership is above this counts as sat
 
 @dataclass(frozen=True, kw_only=True)
 class RegimeConfig:
-    """The regime prior (the ``regime`` section of a config)."""
+    """The regime prior (the ``mixing`` section of a config)."""
 
     regimes: int = 4  # R, 3 to 8 as a rule
     width: int | None = 16  # of the projection (1); None means hidden_size, as in the paper, at more cost
