@@ -1,0 +1,43 @@
+"""Where the reliability of items is known, the precision that is learned is that reliability."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from recbft.datasets import Dataset, SyntheticConfig
+from recbft.datasets.synth import generate
+from recbft.run_config import load_run_config
+from recbft.training import checkpoint
+from recbft.training.session import build_model, train
+
+SETTINGS = ["hidden_size=32", "batch_size=32", "dropout=0.3", "epochs=6", "training.threads=1"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_log_table_finds_which_items_are_noise(seed, tmp_path):
+    planted = generate(
+        SyntheticConfig(
+            num_users=800,
+            num_items=200,
+            item_reliabilities=(1.0, 0.2),
+            item_shares=(0.5, 0.5),
+            user_reliabilities=(1.0,),
+            user_shares=(1.0,),
+            seed=seed,
+        )
+    )
+    dataset = Dataset.from_frame(planted.events, name="planted", time="timestamp")
+    config = load_run_config(None, [*SETTINGS, "core.initial=log_table"], model="sasrec", arm="bft", seed=seed)
+    run = train(config, tmp_path / "run", dataset=dataset)
+    model = build_model(config, dataset)
+    model.load_state_dict(checkpoint.load_best(run.checkpoint))
+    items = torch.arange(1, dataset.num_items + 1)
+    with torch.no_grad():
+        learned = model.item_precision(items, model.item_embedding(items))[:, 0].numpy()
+    truth = planted.items.set_index("item_id").loc[dataset.decode(items.numpy()), "reliability"].to_numpy()
+    assert stats.spearmanr(learned, truth).statistic > 0.5  # .87 at most, since the truth has two levels
+    noise, taste = (np.exp(np.log(learned[truth == level]).mean()) for level in (0.2, 1.0))
+    assert taste > 4 * noise
