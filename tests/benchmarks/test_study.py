@@ -6,13 +6,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks.study import choose, corrupted
+from benchmarks.study import choose, corrupted, planted
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.errors import UserError
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.plan import plan
-from recbft.training.session import train
+from recbft.training.session import build_model, train
 
 ARMS = "matched,matched[backbone.n_heads=1]"
 
@@ -58,6 +59,45 @@ def test_the_command_measures_every_place_and_repeats_itself(small, tmp_path, ca
 def test_a_share_that_is_none_is_refused(small, shares):
     with pytest.raises(UserError, match="give shares between 0 and 1"):
         corrupted.main([*small, "--shares", shares])
+
+
+def test_the_oracle_knows_the_planted_truth_and_keeps_it():
+    dataset, truth = planted.planted(0.5, num_users=60, num_items=80, mean_length=8.0)
+    assert set(truth.tolist()) == {1.0, np.float32(planted.UNRELIABLE)} and len(truth) == dataset.num_items + 1
+    config = planted.ORACLE.config(["hidden_size=8", "n_heads=2", "initial_gain=0.5"], model="sasrec")
+    model = build_model(config, dataset)
+    planted.fix(model, config, truth)
+    items = torch.arange(1, dataset.num_items + 1)
+    found = model.item_precision(items, model.item_embedding(items))[:, 0]
+    torch.testing.assert_close(found, 8 * truth[1:] ** 2)  # lam0 = 2 K (1 - K0) / K0, K = 4
+    assert not [name for name, _ in model.named_parameters() if name.startswith("item_precision")]
+
+
+def test_the_planted_command_measures_every_arm_and_repeats_itself(tmp_path, capsys):
+    found = []
+    for name in ("one.json", "two.json"):
+        options = [
+            "--shares",
+            "0,0.5",
+            "--seeds",
+            "0-1",
+            "--users",
+            "60",
+            "--set",
+            "epochs=1",
+            "--set",
+            "hidden_size=8",
+        ]
+        assert planted.main([*options, "--arms", "matched,bft", "--json", str(tmp_path / name)]) == 0
+        found.append(json.loads((tmp_path / name).read_text())["planted"])
+    assert found[0] == found[1]
+    assert {(row["share"], row["arm"]) for row in found[0]} == {
+        (share, arm) for share in (0.0, 0.5) for arm in ("matched", "bft", "oracle")
+    }
+    assert {row["found"] is None for row in found[0] if row["arm"] == "bft" and row["share"]} == {False}
+    assert "| 0.5 | oracle |" in capsys.readouterr().out
+    with pytest.raises(UserError, match="give shares of at least 0 and below 1"):
+        planted.main(["--shares", "1"])
 
 
 @pytest.fixture
