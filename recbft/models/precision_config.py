@@ -46,7 +46,7 @@ class CoreConfig:
     update: Literal["kalman", "residual", "gate", "fixed"] = "kalman"
     fixed_gain: float = 0.9
     gate: Literal["elementwise", "headwise"] = "elementwise"
-    initial: Literal["hybrid", "count", "table", "log_table", "uniform", "empirical_bayes"] = "hybrid"
+    initial: Literal["hybrid", "count", "table", "log_table", "uniform", "empirical_bayes"] = "count"
     initial_gain: float = 0.9
     prior_scale: Literal["off", "per_layer"] = "off"
     lam_max: float = 100.0

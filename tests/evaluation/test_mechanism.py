@@ -76,7 +76,7 @@ def by_hand(model, history):
 @pytest.fixture(scope="module")
 def worked(lab):
     """A tiny model, its report, and the same worked out by hand for every user."""
-    model = lab.make_model(lab.dataset)
+    model = lab.make_model(lab.dataset, core={"initial": "hybrid"})
     view = leave_one_out(lab.dataset).test
     with torch.no_grad():
         users = [by_hand(model, lab.dataset.items[a:b]) for a, b in zip(view.start, view.stop, strict=True)]
@@ -154,7 +154,7 @@ def test_the_initial_precision_is_over_items_seen_in_training(lab, worked):
 
 @pytest.mark.parametrize(("start", "ends"), [(-1e6, (1.0, 0.0)), (1e6, (0.0, 1.0))])
 def test_items_at_either_end_of_the_range_are_counted(lab, start, ends):
-    model = lab.make_model(lab.dataset)
+    model = lab.make_model(lab.dataset, core={"initial": "hybrid"})
     with torch.no_grad():
         model.item_precision.range.fill_(0.0)
         model.item_precision.read[2].bias.fill_(start)

@@ -28,7 +28,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bft detached": ("bft", {}, {"jacobian": "exact", "jacobian_detach": True}),
     "bft without jacobian": ("bft", {}, {"jacobian": "off", "jacobian_in_evaluation": "off"}),
     "bft naive": ("bft", {}, {"estimator": "reml_naive"}),
-    "bft count": ("bft", {}, {"initial": "count"}),
+    "bft hybrid": ("bft", {}, {"initial": "hybrid"}),
     "bft table": ("bft", {}, {"initial": "table"}),
     "bft log table": ("bft", {}, {"initial": "log_table"}),
     "bft uniform": ("bft", {}, {"initial": "uniform"}),

@@ -22,7 +22,7 @@ def names_of(model, group):
     ("core", "expected"),
     [
         (
-            CoreConfig(prior_scale="per_layer"),
+            CoreConfig(prior_scale="per_layer", initial="hybrid"),
             {
                 "blocks.0.mixer.decay_logit",
                 "blocks.1.mixer.decay_logit",
