@@ -13,6 +13,7 @@ from pathlib import Path
 
 from recbft.errors import RunError, UserError
 from recbft.experiments import provenance
+from recbft.experiments.lists import split_list
 
 
 def parser(name: str, description: str, *, dataset: str | None = None) -> argparse.ArgumentParser:
@@ -50,3 +51,15 @@ def check_folder_of(file: str | Path | None) -> None:
     """Refuse a file that could not be written, before the work whose results it shall hold."""
     if file is not None and not Path(file).parent.is_dir():
         raise UserError(f"--json {file}: folder {Path(file).parent} does not exist; create it or name another")
+
+
+def parse_shares(text: str, *, or_none: bool = False) -> list[float]:
+    """The numbers of ``--shares``, below 1 and above 0, or with ``or_none`` at least 0."""
+    try:
+        shares = [float(part) for part in split_list(text)]
+    except ValueError:
+        shares = [float("nan")]
+    if not all(0 < share < 1 or (or_none and share == 0) for share in shares):
+        usual = "of at least 0 and below 1, such as 0,0.3,0.6" if or_none else "between 0 and 1, such as 0.05,0.2,0.4"
+        raise UserError(f"--shares is {text!r}; give shares {usual}")
+    return shares

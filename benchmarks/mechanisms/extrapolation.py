@@ -45,8 +45,8 @@ from recbft.files import write_json
 from recbft.models.backbone import Backbone
 from recbft.models.contract import read_histories
 from recbft.run_config import RunConfig, load_run_config
-from recbft.training import checkpoint
-from recbft.training.session import build_model, train
+from recbft.training.bundle import load_trained
+from recbft.training.session import train
 
 NAME = "mechanisms.extrapolation"
 MIXERS = ("attention", "rope", "alibi", "decayed_rope", "sc_rope", "rfa", "sc_rfa")
@@ -106,9 +106,7 @@ def fitted(config: RunConfig, seed: int, dataset: Dataset) -> Backbone:
     """The model of a run at its best epoch."""
     config = replace(config, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
-        run = train(config, Path(folder) / "run", dataset=dataset)
-        model = build_model(config, dataset)
-        model.load_state_dict(checkpoint.load_best(run.checkpoint))
+        *_, model = load_trained(train(config, Path(folder) / "run", dataset=dataset).path)
     assert isinstance(model, Backbone)
     return model
 

@@ -28,18 +28,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, parser, recorded
+from benchmarks.command import check_folder_of, finish, parse_shares, parser, recorded
 from recbft.datasets import Dataset
-from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.arms import parse_arms
-from recbft.experiments.lists import parse_seeds, split_list
+from recbft.experiments.lists import parse_seeds
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
 from recbft.run_config import RunConfig
-from recbft.training import checkpoint
-from recbft.training.session import build_model, train
+from recbft.training.bundle import load_trained
+from recbft.training.session import train
 
 NAME = "study.corrupted"
 METRICS = ("ndcg@10", "hr@10")
@@ -57,9 +56,7 @@ def corrupted(dataset: Dataset, share: float, noise_seed: int) -> Dataset:
 def measure(config: RunConfig, trained: Dataset, read: Mapping[Any, Dataset]) -> dict[Any, dict[str, float]]:
     """Test metrics of a run trained on one data set, its best epoch read on others with the same targets."""
     with tempfile.TemporaryDirectory() as folder:
-        run = train(config, Path(folder) / "run", dataset=trained)
-        model = build_model(config, trained)
-        model.load_state_dict(checkpoint.load_best(run.checkpoint))
+        *_, model = load_trained(train(config, Path(folder) / "run", dataset=trained).path)
     found = {}
     for name, dataset in read.items():
         metrics = evaluate(model, dataset, "test").metrics
@@ -71,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     check_folder_of(options.json)
     arms, seeds = parse_arms(options.arms), parse_seeds(options.seeds)
-    shares = [_share(text) for text in split_list(options.shares)]
+    shares = parse_shares(options.shares)
     named = {"model": options.model, "dataset": options.dataset, "data_root": options.data_root}
     configs = {arm.label: arm.config([*options.settings, "training.threads=1"], **named) for arm in arms}
     whole = next(iter(configs.values())).data.load()
@@ -133,16 +130,6 @@ def table(rows: Sequence[dict[str, Any]], arms: Sequence[str], metric: str = "nd
             cells.append(text)
         lines.append(cells)
     return markdown_table(["noise in", "share", *arms], lines)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = float("nan")
-    if not 0 < share < 1:
-        raise UserError(f"--shares has {text!r}; give shares between 0 and 1, such as 0.05,0.2,0.4")
-    return share
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

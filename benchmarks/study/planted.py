@@ -25,21 +25,18 @@ from scipy import stats
 from torch import Tensor
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, recorded
-from recbft.core import initial_scale
+from benchmarks.command import check_folder_of, finish, parse_shares, recorded
 from recbft.datasets import Dataset, SyntheticConfig
 from recbft.datasets.synth import generate
-from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.arms import ArmSpec, parse_arms
-from recbft.experiments.lists import parse_seeds, split_list
+from recbft.experiments.lists import parse_seeds
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
 from recbft.models.backbone import Backbone
 from recbft.run_config import RunConfig
-from recbft.training import checkpoint
 from recbft.training.progress import Silent
-from recbft.training.session import begin, build_model, run_settings
+from recbft.training.session import begin, run_settings
 
 NAME = "study.planted"
 UNRELIABLE = 0.2
@@ -64,29 +61,21 @@ def measure(arm: ArmSpec, config: RunConfig, dataset: Dataset, truth: Tensor) ->
         model = session.model
         assert isinstance(model, Backbone)
         if arm == ORACLE:
-            fix(model, config, truth)
-        run = session.finish()
-        best = build_model(config, dataset)
-        assert isinstance(best, Backbone)
-        best.load_state_dict(checkpoint.load_best(run.checkpoint))
-        metrics = run.metrics["test"]
+            fix(model, truth)
+        metrics = session.finish().metrics["test"]  # and the model has the weights of its best epoch
     found: float | None = None
-    if best.item_precision is not None and arm != ORACLE and truth.unique().numel() > 1:
+    if model.item_precision is not None and arm != ORACLE and truth.unique().numel() > 1:
         items = torch.arange(1, dataset.num_items + 1)
         with torch.no_grad():
-            learned = best.item_precision(items, best.item_embedding(items))[:, 0]
+            learned = model.item_precision(items, model.item_embedding(items))[:, 0]
         found = float(stats.spearmanr(learned.numpy(), truth[1:].numpy()).statistic)
     return {"ndcg@10": metrics["unfiltered"]["ndcg@10"], "masked": metrics["filtered"]["ndcg@10"], "found": found}
 
 
-def fix(model: Backbone, config: RunConfig, truth: Tensor) -> None:
+def fix(model: Backbone, truth: Tensor) -> None:
     """Fix the initial precision at the truth."""
-    assert model.item_precision is not None and config.core is not None
-    core, width = config.core, config.backbone.hidden_size // config.backbone.n_heads
-    start = initial_scale(
-        core.initial_gain, head_width=width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
-    )
-    model.item_precision.base.copy_(start * truth**2)
+    assert model.item_precision is not None
+    model.item_precision.base.copy_(model.item_precision.start * truth**2)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     made = machine.header(recorded(NAME, arguments))
     print("\n".join(machine.lines(made)), end="\n\n", flush=True)
     rows: list[dict[str, Any]] = []
-    for share in [_share(text) for text in split_list(options.shares)]:
+    for share in parse_shares(options.shares, or_none=True):
         dataset, truth = planted(share, num_users=options.users)
         for seed in seeds:
             for arm in arms:
@@ -134,16 +123,6 @@ def table(rows: Sequence[dict[str, Any]], baseline: str) -> str:
     return markdown_table(
         ["noise items", "arm", "NDCG@10 all items", "NDCG@10 seen masked", "rho with the truth"], lines
     )
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = float("nan")
-    if not 0 <= share < 1:
-        raise UserError(f"--shares has {text!r}; give shares of at least 0 and below 1, such as 0,0.3,0.6")
-    return share
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

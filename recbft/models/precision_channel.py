@@ -59,9 +59,7 @@ class ItemPrecision(nn.Module):
         quantiles = core.initial != "empirical_bayes"
         base = count_quantiles(training_counts) if quantiles else _empirical_bayes(training_counts)
         self.register_buffer("base", base.to(torch.get_default_dtype()))
-        self.start = initial_scale(
-            core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
-        )
+        self.start = _first_precision(core, head_width)
         if core.initial in ("hybrid", "count"):
             self.range = nn.Parameter(torch.tensor(self.start))
         if core.initial == "hybrid":
@@ -99,9 +97,7 @@ class LayerPrecision(nn.Module):
     def __init__(self, core: CoreConfig, *, hidden_size: int, head_width: int, is_last: bool = False) -> None:
         super().__init__()
         self.core, self.is_last = core, is_last
-        self.first_precision = initial_scale(
-            core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
-        )
+        self.first_precision = _first_precision(core, head_width)
         with_noise = core.process_noise and core.propagation == "jacobian"
         self.noise_logits = nn.Parameter(torch.full((hidden_size,), Q_LOGIT_START)) if with_noise else None
         if core.propagation == "discount":
@@ -215,6 +211,13 @@ def _empirical_bayes(training_counts: Tensor) -> Tensor:
     pseudo_count = fit_pseudo_count(items)
     unseen = 1.0 if math.isinf(pseudo_count) else pseudo_count / (float(items.double().mean()) + pseudo_count)
     return torch.cat([torch.tensor([unseen], dtype=torch.float64), empirical_bayes_precision(items, pseudo_count)])
+
+
+def _first_precision(core: CoreConfig, head_width: int) -> float:
+    """lam0: what meets the largest REML precision with the gain K0."""
+    return initial_scale(
+        core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
+    )
 
 
 def _mean_over_tokens(values: Tensor, valid: Tensor) -> Tensor:  # (B, T, D), (B, T) -> (D,)

@@ -10,8 +10,8 @@ from scipy import stats
 from recbft.datasets import Dataset, SyntheticConfig
 from recbft.datasets.synth import generate
 from recbft.run_config import load_run_config
-from recbft.training import checkpoint
-from recbft.training.session import build_model, train
+from recbft.training.bundle import load_trained
+from recbft.training.session import train
 
 SETTINGS = ["hidden_size=32", "batch_size=32", "dropout=0.3", "epochs=6", "training.threads=1"]
 
@@ -31,9 +31,7 @@ def test_a_log_table_finds_which_items_are_noise(seed, tmp_path):
     )
     dataset = Dataset.from_frame(planted.events, name="planted", time="timestamp")
     config = load_run_config(None, [*SETTINGS, "core.initial=log_table"], model="sasrec", arm="bft", seed=seed)
-    run = train(config, tmp_path / "run", dataset=dataset)
-    model = build_model(config, dataset)
-    model.load_state_dict(checkpoint.load_best(run.checkpoint))
+    *_, model = load_trained(train(config, tmp_path / "run", dataset=dataset).path)
     items = torch.arange(1, dataset.num_items + 1)
     with torch.no_grad():
         learned = model.item_precision(items, model.item_embedding(items))[:, 0].numpy()
