@@ -7,7 +7,7 @@
    twice that of the reference in the same type (and a few units of the last digit); two runs must be equal bit for bit.
 2. Kriging moments against PyTorch's attention and against the reference: time forward, and forward and backward, and
    peak memory. The cross-entropy against the one over logits.
-3. A training step of ``bft`` against ``matched``, at two lengths.
+3. A training step of ``bft`` against ``matched``, at two lengths, in single and in mixed precision.
 
 It keeps to ``--minutes`` in all: what no time is left for is named. Exit code 1 where a kernel is wrong.
 
@@ -248,7 +248,7 @@ def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> di
 def steps(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
     """A training step of each arm, and evaluation, on generated histories that fill most of their rows."""
     rows = []
-    arms = parse_arms("matched,bft")
+    arms = parse_arms("matched,bft,matched[training.autocast=bf16],bft[training.autocast=bf16]")
     for length in LENGTHS[:1] if small else LENGTHS:
         size = SyntheticConfig(
             num_users=60 if small else 4096, num_items=400 if small else 12_000, mean_length=0.75 * length

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
+from recbft.kernels.full_precision import in_full_precision
+
 
 def serves_all(*arguments: Any, **named: Any) -> None:
     """Decline nothing."""
@@ -31,11 +33,17 @@ class Path:
         load: what returns the function; may import.
         device: the kind of tensors it is made for, or None for any.
         decline: why it cannot serve a call, or None where it can; takes what ``choose`` is given.
+        takes_halves: it takes what autocast hands it, and sums up in float32; others are given float32.
     """
 
     load: Callable[[], Callable[..., Any]]
     device: str | None = None
     decline: Callable[..., str | None] = serves_all
+    takes_halves: bool = False
+
+    def taken(self) -> Callable[..., Any]:
+        """The function, as a call takes it."""
+        return self.load() if self.takes_halves else in_full_precision(self.load())
 
 
 def late(package: str, name: str) -> Callable[[], Callable[..., Any]]:
@@ -65,7 +73,7 @@ def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) ->
             if path.device in (None, tensor.device.type):
                 reason = missing(name) or path.decline(tensor, **call)
                 if reason is None:
-                    return path.load()
+                    return path.taken()
                 _log_once(f"{name} path declined: {reason}")
         raise AssertionError("the last path serves everything")
     if impl not in paths:
@@ -73,7 +81,7 @@ def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) ->
     reason = missing(impl) or _wrong_device(impl, paths[impl], tensor) or paths[impl].decline(tensor, **call)
     if reason is not None:
         raise ValueError(f"{impl} path declined: {reason}")
-    return paths[impl].load()
+    return paths[impl].taken()
 
 
 def missing(name: str) -> str | None:

@@ -41,6 +41,7 @@ from recbft.core import (
 )
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import reml_precision
+from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.observation import Observation
 
@@ -208,6 +209,7 @@ class SoftmaxAttention(nn.Module):
             return reml_precision(S, n, prior_scale=self.prior_variance, prior_dof=self.prior_dof, cap=self.cap)
         return reml_naive_precision(S, n, cap=self.cap)
 
+    @in_full_precision
     def _observe_written_out(
         self,
         q: Tensor,

@@ -36,6 +36,7 @@ from recbft.config import check_range
 from recbft.core import SequenceContext
 from recbft.core.regimes import block_table, memberships, sinkhorn, standardised_bias
 from recbft.errors import UserError
+from recbft.kernels.full_precision import in_full_precision
 from recbft.mixers.attention import Estimator, SoftmaxAttention
 from recbft.mixers.observation import Observation, projected
 from recbft.mixers.penalty import PenaltySlot
@@ -102,6 +103,7 @@ class GaussianMemberships(nn.Module):
                 nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Linear(hidden_size, 1), nn.Sigmoid()
             )
 
+    @in_full_precision
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, R), sums of 1."""
         uncertainty = None if self.uncertainty is None else self.uncertainty(x)
@@ -224,6 +226,7 @@ class RegimeAttention(nn.Module):
         """Running means over the last hundred batches of training or so."""
         return Diagnosis(self.entropy.item(), self.saturated.item())
 
+    @in_full_precision
     def _bias(self, mu: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """What (3) adds to the logits, and a of (2) without gradients; (B, T, T) each."""
         mix, terms = self.config.distance_mix, _terms(context, self.config.regimes, mu.dtype)
@@ -246,6 +249,7 @@ class RegimeAttention(nn.Module):
         heads = mean.view(*mean.shape[:2], self.n_heads, -1)
         return (heads * math.prod(gates[1:], start=gates[0])[..., None]).flatten(2)
 
+    @in_full_precision
     def _leave_penalty(self, mu: Tensor, context: SequenceContext) -> None:
         """Equation (5)."""
         entropy = _mean_over_tokens(torch.special.entr(mu).sum(dim=-1), context)
@@ -253,6 +257,7 @@ class RegimeAttention(nn.Module):
         held = self.drift.clone() * (self.temperature - self.temperature_before.clone()).square()
         self.penalty.leave(0.5 * self.config.entropy_weight * (1 + self.pressure.clone()) * missing + held)
 
+    @in_full_precision
     @torch.no_grad()
     def _remember(self, mu: Tensor, raw: Tensor, context: SequenceContext) -> None:
         """Move the running means by this batch; the first hundred batches count alike."""

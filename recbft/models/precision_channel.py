@@ -32,6 +32,7 @@ from recbft.core import (
     process_noise,
 )
 from recbft.kernels.filter_step import predict_precision
+from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
 from recbft.models.precision_config import CoreConfig, JacobianMode
 
@@ -185,6 +186,7 @@ class LayerPrecision(nn.Module):
             noise = process_noise(self.noise_logits, self.core.q_max)
         return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=self.core.lam_max)
 
+    @in_full_precision
     def _jacobian(self, reduced: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """J from phi'(a) times the right factor."""
         left, _ = self._factors(w1, w2)
@@ -220,6 +222,7 @@ def _first_precision(core: CoreConfig, head_width: int) -> float:
     )
 
 
+@in_full_precision
 def _mean_over_tokens(values: Tensor, valid: Tensor) -> Tensor:  # (B, T, D), (B, T) -> (D,)
     keep = valid.flatten().to(values.dtype)
     return (keep @ values.reshape(-1, values.shape[-1])).div_(keep.sum().clamp_(min=1))

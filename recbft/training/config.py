@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from recbft.config import check_range
 from recbft.errors import UserError
@@ -25,6 +26,7 @@ class TrainingConfig:
     valid_metric: str = "ndcg@10"
     eval_every: int = 1  # epochs between validations
     deterministic: bool = False  # refuse operations without a deterministic algorithm
+    autocast: Literal["bf16"] | None = None  # bf16: products with learned weights in bfloat16; for GPUs
     threads: int | None = None  # CPU threads; None leaves PyTorch's choice
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     tensorboard: bool = False

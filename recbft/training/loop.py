@@ -12,6 +12,7 @@ import torch
 from recbft.datasets.batches import EpochBatches
 from recbft.errors import RunError
 from recbft.models.contract import TrainableModel
+from recbft.training.autocast import autocast
 from recbft.training.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import Controllers, Moment
@@ -105,7 +106,8 @@ def _train_epoch(
         batch = batch.to(device)
         model.set_ramp(warmup_ramp(state.step, config.warmup_steps))
         optimizer.zero_grad(set_to_none=True)
-        loss = model.loss(batch)
+        with autocast(config.autocast, device):
+            loss = model.loss(batch)
         loss.backward()
         value = loss.item()  # a device is waited for once per step, when all its work is under way
         if not math.isfinite(value):

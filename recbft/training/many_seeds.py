@@ -99,10 +99,16 @@ def check_together(configs: Sequence[RunConfig]) -> None:
     """Refuse runs that cannot share a stack.
 
     Raises:
-        UserError: there are none, they differ in more than the seed, or two have the same seed.
+        UserError: there are none, they differ in more than the seed, two have the same seed, or a setting that has
+            no effect on them.
     """
     if not configs:
         raise UserError("there are no runs to train; give at least one seed")
+    if configs[0].training.autocast is not None:
+        raise UserError(
+            "training.autocast has no effect on seeds that are trained together, whose products are float32; leave it "
+            "out, or train the seeds one by one"
+        )
     seeds = [config.seed for config in configs]
     for config in configs:
         if replace(config, seed=seeds[0]) != configs[0]:

@@ -31,12 +31,12 @@ def product_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
 
 
 PATHS = {
-    "triton": Path(late("cross_entropy", "full_cross_entropy"), "cuda", _triton_declines),
+    "triton": Path(late("cross_entropy", "full_cross_entropy"), "cuda", _triton_declines, takes_halves=True),
     "cpu": Path(lambda: cpu.full_cross_entropy, "cpu"),
     "reference": Path(lambda: reference.full_cross_entropy),
 }
 SEVERAL = {
-    "triton": Path(late("cross_entropy", "full_cross_entropies"), "cuda", _triton_declines),
+    "triton": Path(late("cross_entropy", "full_cross_entropies"), "cuda", _triton_declines, takes_halves=True),
     "cpu": Path(lambda: cpu.full_cross_entropies, "cpu"),
     "reference": Path(lambda: reference.full_cross_entropies),
 }

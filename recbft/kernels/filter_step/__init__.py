@@ -11,8 +11,10 @@ from torch import Tensor
 from recbft import core
 from recbft.core import Belief
 from recbft.kernels.filter_step import cpu
+from recbft.kernels.full_precision import in_full_precision
 
 
+@in_full_precision
 def reml_precision(
     residual_variance: Tensor, effective_sample_size: Tensor, *, prior_scale: float, prior_dof: float, cap: float
 ) -> Tensor:
@@ -26,6 +28,7 @@ def reml_precision(
     )
 
 
+@in_full_precision
 def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float) -> Belief:
     """The belief of ``core.kalman_update``."""
     if innovation.device.type != "cpu":
@@ -33,6 +36,7 @@ def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Ten
     return cpu.kalman_update(belief, innovation, observation_precision, ramp=ramp)
 
 
+@in_full_precision
 def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
     """``core.predict_precision`` kept at ``low`` or above."""
     if precision.device.type != "cpu":

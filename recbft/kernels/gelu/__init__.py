@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recbft.core.process import gelu_slope
+from recbft.kernels.full_precision import in_full_precision
 
 BLOCK_ELEMENTS = 524_288
 
@@ -35,6 +36,7 @@ def gelu_with_slope_reference(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor
     return F.gelu(a), each.view(*a.shape[:-1], factor.shape[-1])
 
 
+@in_full_precision
 def gelu_with_slope(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """``(gelu(a), gelu'(a) @ factor)``, both differentiable once with respect to a.
 
@@ -50,6 +52,7 @@ def gelu_with_slope(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     return y.view_as(a), z.view(*a.shape[:-1], factor.shape[-1])
 
 
+@in_full_precision
 @torch.no_grad()
 def slope_product(a: Tensor, factor: Tensor) -> Tensor:
     """phi'(a) M without gradients; (..., F) -> (..., r), M as in ``gelu_with_slope``."""

@@ -32,7 +32,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 PATHS = {
-    "triton": Path(late("silu_moments", "silu_moments"), "cuda", _triton_declines),
+    "triton": Path(late("silu_moments", "silu_moments"), "cuda", _triton_declines, takes_halves=True),
     "cpu": Path(lambda: cpu.silu_moments, "cpu"),
     "reference": Path(lambda: reference.silu_moments),
 }

@@ -33,12 +33,12 @@ def decline_triton(q: Tensor, *, dropout: float = 0.0) -> str | None:
 
 
 PATHS = {
-    "triton": Path(late("softmax_moments", "softmax_moments"), "cuda", decline_triton),
+    "triton": Path(late("softmax_moments", "softmax_moments"), "cuda", decline_triton, takes_halves=True),
     "cpu": Path(lambda: cpu.softmax_moments, "cpu", cpu.decline),
     "reference": Path(lambda: reference.softmax_moments),
 }
 MEAN_PATHS = {
-    "triton": Path(late("softmax_moments", "softmax_mean"), "cuda", decline_triton),
+    "triton": Path(late("softmax_moments", "softmax_mean"), "cuda", decline_triton, takes_halves=True),
     "cpu": Path(lambda: cpu.softmax_mean, "cpu"),
     "reference": Path(lambda: reference.softmax_mean),
 }

@@ -65,6 +65,6 @@ def _composed(
 
 
 PATHS = {
-    "triton": Path(late("softmax_moments", "softmax_reml"), "cuda", decline_triton),
-    "composed": Path(lambda: _composed),
+    "triton": Path(late("softmax_moments", "softmax_reml"), "cuda", decline_triton, takes_halves=True),
+    "composed": Path(lambda: _composed, takes_halves=True),
 }
