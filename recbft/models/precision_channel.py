@@ -1,14 +1,15 @@
 """The learned side of the precision channel: where precision starts and how a layer carries it on.
 
     tau_i = tau_range * tau_base_i + softplus(MLP(emb_i))        initial: hybrid                 (1)
-          = lam0 exp(g + p_i)                                initial: log_table
+          = (tau_range * tau_base_i + ln 2) exp(Z_i p_i)     initial: credibility,  Z_i = c_i / (c_i + n0)
     lam  <- kappa * lam0 * lam / mu                              prior_scale: per_layer          (2)
     lam'' by ``core.predict_precision`` with J from the feed-forward slope                       (3)
     lam'' = delta lam'  or  exp(-c) lam'                         propagation: discount, decay    (4)
 
 mu and the mean Jacobian are running means over real training positions (momentum 0.99), updated in training only.
 
-Source: Precision Tracked Transformer (arXiv 2605.18832), sections 3.2 and 3.3.
+Source: Precision Tracked Transformer (arXiv 2605.18832), sections 3.2 and 3.3; Z is the credibility factor of
+Buehlmann, ASTIN Bulletin 4 (1967): how far c_i observed events move an estimate from its prior.
 Shapes: B rows, T tokens, D model width, F feed-forward width, V items.
 """
 
@@ -38,6 +39,7 @@ from recbft.models.precision_config import CoreConfig, JacobianMode
 
 LAM_MIN = 1e-3
 MOMENTUM = 0.99
+LARGEST_LOG_FACTOR = 4.0  # 55 times more or less than the count says
 SAMPLED_ROWS = 4  # where only the mean Jacobian is wanted, every fourth row of a batch is enough
 Q_LOGIT_START = -9.0
 DISCOUNT_START = 0.99
@@ -47,12 +49,13 @@ class ItemPrecision(nn.Module):
     """Precision of an item before the first layer, (1) and its alternatives.
 
     Args:
-        core: which of ``hybrid | count | table | log_table | uniform | empirical_bayes``.
+        core: which of ``hybrid | count | table | credibility | uniform | empirical_bayes``.
         training_counts: (V + 1,), index 0 is padding.
         hidden_size, head_width: D and K.
     """
 
     base: Tensor
+    credibility: Tensor
 
     def __init__(self, core: CoreConfig, training_counts: Tensor, *, hidden_size: int, head_width: int) -> None:
         super().__init__()
@@ -61,13 +64,14 @@ class ItemPrecision(nn.Module):
         base = count_quantiles(training_counts) if quantiles else _empirical_bayes(training_counts)
         self.register_buffer("base", base.to(torch.get_default_dtype()))
         self.start = _first_precision(core, head_width)
-        if core.initial in ("hybrid", "count"):
+        if core.initial in ("hybrid", "count", "credibility"):
             self.range = nn.Parameter(torch.tensor(self.start))
         if core.initial == "hybrid":
             self.read = nn.Sequential(nn.Linear(hidden_size, 16), nn.GELU(), nn.Linear(16, 1))
-        if core.initial == "log_table":
-            self.log_scale = nn.Parameter(torch.zeros(()))
-        if core.initial in ("table", "log_table"):
+        if core.initial == "credibility":
+            counts = training_counts.to(torch.get_default_dtype())
+            self.register_buffer("credibility", counts / (counts + core.prior_events))
+        if core.initial in ("table", "credibility"):
             self.table = nn.Parameter(torch.zeros(training_counts.numel()))
 
     def forward(self, items: Tensor, embedded: Tensor) -> Tensor:
@@ -76,15 +80,13 @@ class ItemPrecision(nn.Module):
             return torch.ones_like(embedded[..., :1])
         if self.mode == "table":
             tau = 1 + F.softplus(self.table[items])[..., None]
-        elif self.mode == "log_table":
-            # Bounded before the exponential, so that what is learned never overflows.
-            log_tau = math.log(self.start) + self.log_scale + self.table[items]
-            tau = log_tau.clamp(math.log(LAM_MIN), math.log(self.lam_max)).exp()[..., None]
         elif self.mode == "empirical_bayes":
             tau = self.base[items][..., None]
         else:
             tau = (self.range * self.base[items])[..., None]
             tau = tau + (F.softplus(self.read(embedded)) if self.mode == "hybrid" else math.log(2))
+            if self.mode == "credibility":
+                tau = tau * _bounded((self.credibility * self.table)[items]).exp()[..., None]
         return tau.clamp(LAM_MIN, self.lam_max)
 
 
@@ -205,6 +207,11 @@ class LayerPrecision(nn.Module):
         """Running mean, started by the first batch."""
         weight = 1.0 if int(self.updates) == 0 else 1 - MOMENTUM
         mean.lerp_(value, weight)
+
+
+def _bounded(log_factor: Tensor) -> Tensor:
+    """Within the largest log factor either way, and never without a gradient."""
+    return LARGEST_LOG_FACTOR * torch.tanh(log_factor / LARGEST_LOG_FACTOR)
 
 
 def _empirical_bayes(training_counts: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class CoreConfig:
         fixed_gain: the gain of update ``fixed``.
         gate: whether update ``gate`` learns a gain per head or per coordinate.
         initial: precision of an item before the first layer.
+        prior_events: n0 of initial ``credibility``: how many events its count prior is worth.
         initial_gain: K0, the gain an item of full count starts with, and every gain of update ``gate``.
         prior_scale: ``per_layer`` rescales each layer's incoming precision so that its gain starts at about K0.
         lam_max: the largest precision anywhere.
@@ -46,7 +47,8 @@ class CoreConfig:
     update: Literal["kalman", "residual", "gate", "fixed"] = "kalman"
     fixed_gain: float = 0.9
     gate: Literal["elementwise", "headwise"] = "elementwise"
-    initial: Literal["hybrid", "count", "table", "log_table", "uniform", "empirical_bayes"] = "count"
+    initial: Literal["hybrid", "count", "table", "credibility", "uniform", "empirical_bayes"] = "count"
+    prior_events: float = 100.0
     initial_gain: float = 0.9
     prior_scale: Literal["off", "per_layer"] = "off"
     lam_max: float = 100.0
@@ -65,6 +67,7 @@ class CoreConfig:
         check_range("fixed_gain", self.fixed_gain, above=0, at_most=1)
         check_range("prior_dof", self.prior_dof, above=0)
         check_range("prior_variance", self.prior_variance, above=0)
+        check_range("prior_events", self.prior_events, above=0)
         check_range("initial_gain", self.initial_gain, above=0, below=1)
         check_range("lam_max", self.lam_max, above=0)
         check_range("jacobian_rank", self.jacobian_rank, at_least=1)
@@ -104,6 +107,7 @@ _ONLY_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("estimator", "sandwich", ("sandwich_centre",)),
     ("update", "fixed", ("fixed_gain",)),
     ("update", "gate", ("gate",)),
+    ("initial", "credibility", ("prior_events",)),
     (
         "propagation",
         "jacobian",

@@ -62,8 +62,9 @@ def test_a_share_that_is_none_is_refused(small, shares):
 
 
 def test_the_oracle_knows_the_planted_truth_and_keeps_it():
-    dataset, truth = planted.planted(0.5, num_users=60, num_items=80, mean_length=8.0)
+    dataset, truth, users = planted.planted(0.5, num_users=60, num_items=80, mean_length=8.0)
     assert set(truth.tolist()) == {1.0, np.float32(planted.UNRELIABLE)} and len(truth) == dataset.num_items + 1
+    assert set(users.tolist()) == {1.0} and len(users) == dataset.num_users
     config = planted.ORACLE.config(["hidden_size=8", "n_heads=2", "initial_gain=0.5"], model="sasrec")
     model = build_model(config, dataset)
     planted.fix(model, truth)
@@ -98,6 +99,30 @@ def test_the_planted_command_measures_every_arm_and_repeats_itself(tmp_path, cap
     assert "| 0.5 | oracle |" in capsys.readouterr().out
     with pytest.raises(UserError, match="give shares of at least 0 and below 1"):
         planted.main(["--shares", "1"])
+
+
+def test_planted_users_are_told_apart_in_the_table(tmp_path, capsys):
+    made = planted.planted(0.5, of="users", num_users=60, num_items=80, mean_length=8.0)
+    assert set(made.items.tolist()) == {1.0}
+    assert set(made.users.tolist()) == {1.0, np.float32(planted.UNRELIABLE)}
+    options = [
+        "--of",
+        "users",
+        "--shares",
+        "0.5",
+        "--seeds",
+        "0",
+        "--users",
+        "60",
+        "--set",
+        "epochs=1",
+        "--set",
+        "hidden_size=8",
+    ]
+    planted.main([*options, "--arms", "matched,bft", "--json", str(tmp_path / "users.json")])
+    rows = json.loads((tmp_path / "users.json").read_text())["planted"]
+    assert [(row["arm"], row["found"] is None) for row in rows] == [("matched", True), ("bft", False)]
+    assert "| noise users |" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bft naive": ("bft", {}, {"estimator": "reml_naive"}),
     "bft hybrid": ("bft", {}, {"initial": "hybrid"}),
     "bft table": ("bft", {}, {"initial": "table"}),
-    "bft log table": ("bft", {}, {"initial": "log_table"}),
+    "bft credibility": ("bft", {}, {"initial": "credibility"}),
     "bft uniform": ("bft", {}, {"initial": "uniform"}),
     "bft per layer": ("bft", {}, {"prior_scale": "per_layer"}),
     "bft without recency": ("bft", {"recency_decay": False}, {}),

@@ -29,7 +29,7 @@ UPDATING = [
     {"update": "gate", "gate": "headwise"},
 ]
 PROPAGATING = [{"propagation": name} for name in ("jacobian", "discount", "decay")]
-STARTING = [{"initial": name} for name in ("hybrid", "count", "table", "log_table", "uniform", "empirical_bayes")]
+STARTING = [{"initial": name} for name in ("hybrid", "count", "table", "credibility", "uniform", "empirical_bayes")]
 HISTORIES = [[3, 7, 1, 7, 12], [5, 6], [9, 2, 2, 8], [4]]
 
 # SASRec in all combinations; the others with one part changed at a time.

@@ -17,7 +17,7 @@ from recbft.core import kalman_update
 def test_equal_seeds_give_the_weights_that_arms_share_equal_values(lab, seed):
     torch.manual_seed(99)  # the global state must not matter
     matched = lab.build("matched", seed=seed).state_dict()
-    for variant in ("bft", "bft table", "bft log table", "bft per layer", "bft uniform", "bft gate", "bft discount"):
+    for variant in ("bft", "bft table", "bft credibility", "bft per layer", "bft uniform", "bft gate", "bft discount"):
         torch.manual_seed(seed)
         tracked = lab.build(variant, seed=seed).state_dict()
         assert set(matched) <= set(tracked)
@@ -62,7 +62,7 @@ def test_left_alone_the_second_layer_starts_with_a_lower_gain_and_a_scale_per_la
     [
         ("uniform", lambda q, scale: torch.ones_like(q)),
         ("table", lambda q, scale: torch.full_like(q, 1 + math.log(2))),
-        ("log_table", torch.full_like),
+        ("credibility", lambda q, scale: scale * q + math.log(2)),
         ("count", lambda q, scale: scale * q + math.log(2)),
         ("hybrid", lambda q, scale: scale * q + math.log(2)),
     ],
@@ -73,6 +73,23 @@ def test_initial_precision_starts_as_its_formula_says(lab, initial, expected):
     found = model.item_precision(items, model.item_embedding(items))[0, :, 0]
     quantiles = torch.tensor([0.0, *np.linspace(0, 1, lab.V - 1)], dtype=torch.float32)
     torch.testing.assert_close(found, expected(quantiles, 2 * (lab.D / 2) / 9), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_learned_of_an_item_counts_by_how_often_it_was_seen(lab):
+    counts = torch.tensor([0, 0, 100, 300, 10**9])
+    model = lab.build("bft", core={"initial": "credibility", "lam_max": 1e6}, counts=counts)
+    items = torch.arange(1, 5)
+    with torch.no_grad():
+        before = model.item_precision(items, model.item_embedding(items))
+        model.item_precision.table.fill_(0.1)
+        after = model.item_precision(items, model.item_embedding(items))
+    expected = torch.tensor([0.0, 0.05, 0.075, 0.1])
+    torch.testing.assert_close((after / before).log()[:, 0], expected, rtol=1e-3, atol=1e-6)
+    with torch.no_grad():
+        model.item_precision.table.fill_(1e4)
+    learned = model.item_precision(items, model.item_embedding(items))
+    learned.sum().backward()
+    assert torch.isfinite(learned).all() and learned[0] == before[0]
 
 
 # The precision channel --------------------------------------------------------------------------------
