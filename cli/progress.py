@@ -11,31 +11,34 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
-def progress_for(metric: str, stream: TextIO | None = None, *, quiet: bool = False) -> Any:
+def progress_for(metric: str, stream: TextIO | None = None, *, quiet: bool = False, opening: str | None = None) -> Any:
     """A listener to training (``recbft.training.progress.Progress``) that suits ``stream`` (stderr).
 
     Args:
         metric: the validation metric to show, such as "ndcg@10".
+        opening: said when training begins.
     """
     stream = sys.stderr if stream is None else stream
     if quiet:
         from recbft.training.progress import Silent
 
         return Silent()
-    return MovingBar(stream, metric) if stream.isatty() else Lines(stream, metric)
+    return MovingBar(stream, metric, opening) if stream.isatty() else Lines(stream, metric, opening)
 
 
 class Lines:
     """One line per epoch."""
 
-    def __init__(self, stream: TextIO, metric: str) -> None:
-        self._stream, self._metric = stream, metric
+    def __init__(self, stream: TextIO, metric: str, opening: str | None = None) -> None:
+        self._stream, self._metric, self._opening = stream, metric, opening
         self._total = 0
         self._done = 0  # epochs since start, so that a resumed run's estimate counts only its own
         self._since = 0.0
 
     def start(self, total_epochs: int, first_epoch: int) -> None:
         self._total, self._done, self._since = total_epochs, 0, time.monotonic()
+        if self._opening:
+            self.note(self._opening)
         if first_epoch > 1:
             self.note(f"continuing at epoch {first_epoch}")
 
@@ -61,11 +64,11 @@ class Lines:
 class MovingBar:
     """A bar over the epochs with loss, validation metric, tokens per second and remaining time."""
 
-    def __init__(self, stream: TextIO, metric: str) -> None:
+    def __init__(self, stream: TextIO, metric: str, opening: str | None = None) -> None:
         from rich.console import Console
 
         self._console = Console(file=stream, highlight=False)
-        self._metric = metric
+        self._metric, self._opening = metric, opening
         self._bar: Bar | None = None
         self._task: Any = None
         self._epoch = 0
@@ -76,6 +79,8 @@ class MovingBar:
     def start(self, total_epochs: int, first_epoch: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+        if self._opening:
+            self.note(self._opening)
         self._epoch, self._total = first_epoch - 1, total_epochs
         self._bar = Progress(
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),

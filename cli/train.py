@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -99,12 +98,9 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
     config = replace(config, data=config.data.resolved())
     dataset = config.data.load()
     path = out / (name or run_name(config, dataset.name))
-    if overwrite and (path / "config.yaml").is_file():
-        shutil.rmtree(path)
-    RunFolder.refuse_taken(path)
-    if not quiet:
-        typer.echo(f"training into {path}", err=True)
-    return train(config, path, dataset=dataset, progress=progress_for(config.training.valid_metric, quiet=quiet))
+    RunFolder.refuse_taken(path, overwrite=overwrite)
+    progress = progress_for(config.training.valid_metric, quiet=quiet, opening=f"training into {path}")
+    return train(config, path, dataset=dataset, progress=progress, overwrite=overwrite)
 
 
 def _resume(path: Path, data_root: str | None, quiet: bool) -> RunFolder:

@@ -33,7 +33,7 @@ from recbft.models.fuzzy_moe import FuzzyMoE, FuzzyMoEConfig
 from recbft.models.losses import ItemLoss, LossName, Negatives, check_loss
 from recbft.models.precision_channel import ItemPrecision, LayerPrecision
 from recbft.models.precision_config import CoreConfig, check_core
-from recbft.models.update import make_update
+from recbft.models.update import make_update, without_precision
 
 RECENCY_START = 0.99
 
@@ -320,6 +320,8 @@ def mixer_maker(
     estimation: dict[str, Any] | None = None
     if core is not None:
         check_core(core, spec.precision, config.max_length)
+        if core.update == "kalman" and spec.precision == "none":
+            raise without_precision(f"mixer {mixing.name}")
         estimation = {"cap": core.lam_max}
         if spec.precision == "softmax":
             estimation |= {

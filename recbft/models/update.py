@@ -80,12 +80,16 @@ def make_update(core: CoreConfig, *, hidden_size: int, n_heads: int) -> nn.Modul
 def check_update(update: nn.Module, mixer: nn.Module) -> None:
     """Refuse the Kalman update over a mixer that does not say how precise its innovation is."""
     gives = getattr(mixer, "estimator", None) is not None or getattr(mixer, "gives_precision", False)
-    if not isinstance(update, KalmanUpdate) or gives:
-        return
+    if isinstance(update, KalmanUpdate) and not gives:
+        raise without_precision(type(mixer).__name__)
+
+
+def without_precision(mixer: str) -> UserError:
+    """What is said of the Kalman update over such a mixer."""
     kinds = {kind: [name for name, spec in MIXERS.items() if spec.precision == kind] for kind in (*ESTIMATORS, "own")}
     giving = [f"{', '.join(kinds[kind])} (estimator {', '.join(ESTIMATORS[kind])})" for kind in ESTIMATORS]
-    raise UserError(
-        f"update 'kalman' needs an observation precision, and {type(mixer).__name__} gives none as it is set up; "
+    return UserError(
+        f"update 'kalman' needs an observation precision, and {mixer} gives none as it is set up; "
         f"choose update residual, gate or fixed, or a mixer that has one: {'; '.join(giving)}; "
         f"{', '.join(kinds['own'])} (of their own)"
     )

@@ -19,6 +19,7 @@ import io
 import json
 import os
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,13 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, path: str | Path, *, config: str, protocol: Mapping[str, Any], environment: Mapping[str, Any]
+        cls,
+        path: str | Path,
+        *,
+        config: str,
+        protocol: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        overwrite: bool = False,
     ) -> RunFolder:
         """Make the folder with its first three files, all at once.
 
@@ -60,13 +67,16 @@ class RunFolder:
             path: does not exist, or is an empty folder; missing parents are made.
             config: the text of ``config.yaml``.
             protocol, environment: what ``protocol`` and ``environment`` return.
+            overwrite: put it in the place of a run that stands there.
 
         Raises:
             UserError: the folder is taken; the message says by what.
             RunError: the disk is full; nothing is left.
         """
         path = Path(path)
-        cls.refuse_taken(path)
+        cls.refuse_taken(path, overwrite=overwrite)
+        if overwrite and path.exists():
+            shutil.rmtree(path)
         with new_folder(path) as made:
             new = cls(made)
             new.config_file.write_text(config, encoding="utf-8")
@@ -91,8 +101,8 @@ class RunFolder:
         return run
 
     @classmethod
-    def refuse_taken(cls, path: str | Path) -> None:
-        """Check that a run can be made here, before any work is done for it.
+    def refuse_taken(cls, path: str | Path, *, overwrite: bool = False) -> None:
+        """Check that a run can be made here, before any work is done for it; ``overwrite`` allows another run.
 
         Raises:
             UserError: something stands here already.
@@ -103,6 +113,8 @@ class RunFolder:
         if not path.is_dir():
             raise UserError(f"{path} is a file; name another folder for the run")
         run = cls(path)
+        if overwrite and run.config_file.is_file():
+            return
         if run.is_finished:
             raise UserError(f"{path} holds a finished run; name another folder, or replace it with --overwrite")
         if run.config_file.exists():

@@ -46,7 +46,12 @@ def run_name(config: RunConfig, dataset_name: str) -> str:
 
 
 def train(
-    config: RunConfig, out: str | Path, *, dataset: Dataset | None = None, progress: Progress | None = None
+    config: RunConfig,
+    out: str | Path,
+    *,
+    dataset: Dataset | None = None,
+    progress: Progress | None = None,
+    overwrite: bool = False,
 ) -> RunFolder:
     """Train a new run and leave its folder.
 
@@ -54,6 +59,7 @@ def train(
         config: everything that decides the run.
         out: the run's own folder; must not hold anything.
         dataset: data that is loaded already; otherwise ``config.data`` says which.
+        overwrite: ``out`` may hold a run, which is removed when the new one is sure to begin.
 
     Returns:
         The finished run.
@@ -62,7 +68,7 @@ def train(
         UserError: the folder is taken, or data and config do not fit.
         RunError: training failed, was interrupted or ran out of memory; the message says how to go on.
     """
-    RunFolder.refuse_taken(out)
+    RunFolder.refuse_taken(out, overwrite=overwrite)
     if config.training.tensorboard:
         tensorboard.check_available()
     if dataset is None:
@@ -71,7 +77,7 @@ def train(
     elif config.data.dataset is None:
         config = replace(config, data=replace(config.data, dataset=dataset.name))
     with memory_explained(config, dataset), run_settings(config.training) as device:
-        return begin(config, out, dataset, device, progress or Silent()).finish()
+        return begin(config, out, dataset, device, progress or Silent(), overwrite=overwrite).finish()
 
 
 def resume(
@@ -100,12 +106,14 @@ def begin(
     *,
     generator: torch.Generator = torch.default_generator,
     remarks: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
 ) -> Session:
     """A new run whose folder is made, within ``run_settings``.
 
     Args:
         generator: where dropout is drawn from; the model is built with its seed set.
         remarks: what ``environment.json`` says besides.
+        overwrite: as in ``train``.
     """
     model = build_model(config, dataset).to(device)
     batches = training_batches(config, dataset)
@@ -114,6 +122,7 @@ def begin(
         config=config.to_yaml(),
         protocol=run_protocol(config, dataset, model),
         environment=environment(device) | dict(remarks or {}),
+        overwrite=overwrite,
     )
     write_vocabulary(run.checkpoint, dataset)
     return Session(run, config, dataset, model, batches, new_state(config, dataset), progress, generator)

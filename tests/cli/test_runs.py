@@ -173,6 +173,15 @@ def test_a_finished_run_is_replaced_only_when_asked(capsys, events, tmp_path):
     assert len(pd.read_csv(folder / "history.csv")) == 1
 
 
+def test_a_run_is_not_given_up_for_one_that_cannot_begin(capsys, events, tmp_path):
+    assert train(capsys, events, tmp_path, "-q", "--name", "mine")[0] == 0
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "mine").iterdir()}
+    refused = ["--name", "mine", "--mixer", "linear_attention", "--overwrite"]  # no precision for the Kalman update
+    code, _, err = train(capsys, events, tmp_path, *refused)
+    assert code == 2 and "mixer linear_attention gives none" in err and "training into" not in err
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "mine").iterdir()} == before
+
+
 def test_overwrite_leaves_a_folder_that_is_no_run(capsys, events, tmp_path):
     taken = tmp_path / "sasrec-bft-tiny-seed0" / "thesis.txt"
     taken.parent.mkdir()
