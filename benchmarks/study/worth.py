@@ -1,0 +1,173 @@
+"""Does the posterior precision say something of a list that the scores do not say already?
+
+    recbft compare -m sasrec -d amazon-instruments --arms matched,bft --seeds 0-4 --out OUT
+    python -m benchmarks.study.worth OUT --arm bft --data-root DIR --json FILE
+
+Each signal says, user by user, how sure a model is; AUROC is the chance that a user whose target is in the first ten
+gets a higher value than one whose target is not. Signals are joined by a logistic regression that is fitted on the
+validation targets, with a penalty, and judged on the test targets. What `all and precision` has beyond `all` is what
+precision adds; mean, and 95 % interval over seeds by Student's t.
+
+Shapes: U users, P signals.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import optimize, special, stats
+
+from benchmarks import machine
+from benchmarks.command import check_folder_of, finish, recorded
+from benchmarks.study.choose import finished_runs
+from recbft.datasets import Dataset
+from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets.split import leave_one_out
+from recbft.errors import UserError, did_you_mean
+from recbft.evaluation.calibration import predicted
+from recbft.evaluation.evaluate import Part, evaluate, evaluation_mode, view_of
+from recbft.experiments.runs import label_runs, read_run
+from recbft.experiments.tables import markdown_table
+from recbft.files import write_json
+from recbft.models.contract import SequenceModel, read_histories
+from recbft.run_config import load_run_config
+from recbft.training.bundle import load_trained
+
+NAME = "study.worth"
+K = 10
+SCORES = ("entropy", "probability of the ten best")
+KNOWN = (*SCORES, "history length", "count of the last item")
+JOINED = {
+    "both of the scores": SCORES,
+    "both and precision": (*SCORES, "precision"),
+    "all": KNOWN,
+    "all and precision": (*KNOWN, "precision"),
+}
+FloatArray = NDArray[np.float64]
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    check_folder_of(options.json)
+    arms = label_runs([read_run(path) for out in options.out for path in finished_runs(Path(out))])
+    if options.arm not in arms:
+        raise UserError(f"unknown arm {options.arm!r}; {did_you_mean(options.arm, arms)}")
+    rows, dataset = [], None
+    for run in arms[options.arm]:
+        config = load_run_config(run.path / "config.yaml", data_root=options.data_root)
+        dataset = config.data.load() if dataset is None else dataset
+        *_, model = load_trained(run.path)
+        rows.append({"seed": config.seed} | worth(model, dataset))
+    said = ["OUT" if argument in options.out else argument for argument in arguments]
+    made = machine.header(recorded(NAME, said), dataset)
+    print("\n".join(machine.lines(made)), end="\n\n")
+    print(table(rows))
+    if options.json is not None:
+        write_json(options.json, machine.close(made) | {"worth": rows})
+    return 0
+
+
+def worth(model: SequenceModel, dataset: Dataset) -> dict[str, float]:
+    """AUROC of every signal of a model on the test targets, and of signals joined on the validation targets."""
+    (values, hit), (test_values, test_hit) = signals(model, dataset, "validation"), signals(model, dataset, "test")
+    found = {name: auroc(test_values[name], test_hit) for name in (*KNOWN, "precision")}
+    for label, names in JOINED.items():
+        sample, test = (np.stack([part[name] for name in names], axis=1) for part in (values, test_values))
+        mean, deviation = sample.mean(axis=0), sample.std(axis=0) + 1e-12
+        weights = logistic((sample - mean) / deviation, hit)
+        found[label] = auroc((test - mean) / deviation @ weights, test_hit)
+    return found
+
+
+def signals(model: SequenceModel, dataset: Dataset, part: Part) -> tuple[dict[str, FloatArray], NDArray[np.bool_]]:
+    """What is known of each user before the target is seen, (U,) each, and whether it is in the first ten.
+
+    Raises:
+        UserError: the model has no precision.
+    """
+    ranked, view = evaluate(model, dataset, part), view_of(dataset, part)
+    if ranked.precision is None:
+        raise UserError("these runs have no precision; name an arm such as bft")
+    sizes: dict[str, Any] = {"source": dataset.name, "times": dataset.times}
+    batches = read_histories(
+        model, dataset.items, view.start, view.stop, histories_per_batch=HISTORIES_PER_BATCH, **sizes
+    )
+    with torch.inference_mode(), evaluation_mode(model):
+        (scores,) = predicted(
+            torch.cat([model.user_states(batch).state for batch in batches]),
+            model.item_table(),
+            view.target,
+            temperatures=(1.0,),
+            ks=(K,),
+            memory_mb=256.0,
+        )
+    split = leave_one_out(dataset)
+    trained = np.concatenate(
+        [dataset.items[a:b] for a, b in zip(split.training_start, split.training_stop, strict=True)]
+    )
+    counts = np.bincount(trained, minlength=dataset.num_items + 1)
+    return {
+        "entropy": -scores.entropy,
+        "probability of the ten best": np.log(scores.top[K]),
+        "history length": np.log(view.stop - view.start),
+        "count of the last item": np.log1p(counts[dataset.items[view.stop - 1]]),
+        "precision": np.log(ranked.precision.astype(np.float64)),
+    }, ranked.per_user["rank_unfiltered"].to_numpy() <= K
+
+
+def auroc(values: FloatArray, hit: NDArray[np.bool_]) -> float:
+    """The chance that a hit has the higher value, ties half."""
+    positives, rank = int(hit.sum()), stats.rankdata(values)
+    if positives in (0, len(hit)):
+        return float("nan")
+    return float((rank[hit].sum() - positives * (positives + 1) / 2) / (positives * (len(hit) - positives)))
+
+
+def logistic(x: FloatArray, hit: NDArray[np.bool_], penalty: float = 1.0) -> FloatArray:
+    """Weights (P,) of the logistic regression of hits on standardised signals (U, P), without its constant."""
+    ones = np.column_stack([np.ones(len(x)), x])
+    keep = np.r_[0.0, np.full(x.shape[1], penalty)]
+
+    def loss(w: FloatArray) -> tuple[float, FloatArray]:
+        z = ones @ w
+        value = np.logaddexp(0, z).sum() - z[hit].sum() + 0.5 * keep @ w**2
+        return float(value), ones.T @ (special.expit(z) - hit) + keep * w
+
+    weights: FloatArray = optimize.minimize(loss, np.zeros(ones.shape[1]), jac=True, method="L-BFGS-B").x[1:]
+    return weights
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Means and intervals over seeds, and what precision adds."""
+    columns = {name: np.array([row[name] for row in rows]) for name in (*KNOWN, "precision", *JOINED)}
+    columns["precision adds to both"] = columns["both and precision"] - columns["both of the scores"]
+    columns["precision adds to all"] = columns["all and precision"] - columns["all"]
+    lines = [[name, *_interval(values)] for name, values in columns.items()]
+    return markdown_table(["signal", f"AUROC of hit@{K}, {len(rows)} seeds", "95 % interval"], lines)
+
+
+def _interval(values: FloatArray) -> tuple[str, str]:
+    mean = float(values.mean())
+    if len(values) < 2:
+        return f"{mean:.4f}", ""
+    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return f"{mean:.4f}", f"{mean - half:.4f} to {mean + half:.4f}"
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="What precision adds.")
+    options.add_argument("out", nargs="+", metavar="OUT", help="folders that `recbft compare` wrote")
+    options.add_argument("--arm", default="bft")
+    options.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
+    options.add_argument("--json", metavar="FILE", help="write the results here")
+    return options.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    finish(main)
