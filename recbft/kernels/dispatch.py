@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recbft.kernels.full_precision import in_full_precision
+from recbft.kernels.full_precision import autocast_device, in_full_precision
 
 
 def serves_all(*arguments: Any, **named: Any) -> None:
@@ -43,7 +43,8 @@ class Path:
 
     def taken(self) -> Callable[..., Any]:
         """The function, as a call takes it."""
-        return self.load() if self.takes_halves else in_full_precision(self.load())
+        function = self.load()
+        return function if self.takes_halves or autocast_device() is None else in_full_precision(function)
 
 
 def late(package: str, name: str) -> Callable[[], Callable[..., Any]]:
