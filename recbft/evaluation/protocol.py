@@ -63,9 +63,18 @@ def protocol(
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a configuration, whatever the order of its keys."""
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"), default=plain)
+    """SHA-256 of a configuration, whatever the order of its keys.
+
+    What is None is left out: a later version with one more option, not set, has the same hash.
+    """
+    text = json.dumps(_set(config), sort_keys=True, separators=(",", ":"), default=plain)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _set(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _set(value) if isinstance(value, Mapping) else value for key, value in config.items() if value is not None
+    }
 
 
 def format_metrics(rows: Mapping[str, Mapping[str, float]], protocol: Mapping[str, Any]) -> str:

@@ -216,6 +216,17 @@ def test_a_run_with_another_config_is_refused_by_its_field(events, trained, chan
         status(jobs[0], jobs[0].config.data.load())
 
 
+def test_a_run_made_before_an_option_was_there_is_the_run_without_it(events, copied):
+    protocol = copied / "runs" / "matched-seed0" / "protocol.json"
+    made = json.loads(protocol.read_text())
+    assert made["config"]["training"].pop("autocast") is None
+    protocol.write_text(json.dumps(made))
+    assert status(jobs_of(events, copied)[0], jobs_of(events, copied)[0].config.data.load()) == "finished"
+    with pytest.raises(UserError, match=r"holds a run with training\.autocast None, and 'bf16' is asked for"):
+        asked = jobs_of(events, copied, settings=("autocast=bf16",))[0]
+        status(asked, asked.config.data.load())
+
+
 def test_a_run_on_other_data_or_of_another_version_is_refused(events, copied, tmp_path):
     shorter = tmp_path / "tiny.parquet"
     pd.read_parquet(events)[:-1].to_parquet(shorter)
