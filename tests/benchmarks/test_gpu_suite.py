@@ -56,7 +56,9 @@ def test_the_dry_run_goes_through_all_parts(tmp_path, monkeypatch, capsys):
     assert gpu_suite.main(["--out", str(tmp_path), "--dry-run"]) == 0
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
     assert {"correctness", "attention", "vocabulary", "steps"} <= set(found)
-    assert {row["arm"] for row in found["steps"]} == {"matched", "bft"}
+    assert {row["arm"] for row in found["steps"]} == {
+        arm + autocast for arm in ("matched", "bft") for autocast in ("", "[training.autocast=bf16]")
+    }
 
 
 @without_gpu
