@@ -20,9 +20,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 from scipy import stats
@@ -30,16 +29,16 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.command import check_folder_of, finish, parse_shares, recorded
-from recbft.datasets import Dataset, SyntheticConfig, leave_one_out
-from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets import Dataset, SyntheticConfig
 from recbft.datasets.synth import generate
+from recbft.evaluation.evaluate import evaluate
+from recbft.evaluation.metrics import ndcg
 from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.arms import ArmSpec, parse_arms
 from recbft.experiments.lists import parse_seeds
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
 from recbft.models.backbone import Backbone
-from recbft.models.contract import read_histories
 from recbft.run_config import RunConfig
 from recbft.training.progress import Silent
 from recbft.training.session import begin, run_settings
@@ -88,7 +87,7 @@ def measure(arm: ArmSpec, config: RunConfig, made: Planted) -> dict[str, float |
             fix(model, made.items)
         run = session.finish()  # and the model has the weights of its best epoch
         metrics, rank = run.metrics["test"], pd.read_parquet(run.per_user_file)["rank_unfiltered"].to_numpy()
-    gain = np.where(rank <= K, 1 / np.log2(rank + 1), 0.0)
+    gain = ndcg(rank, K)
     return {
         "ndcg@10": metrics["unfiltered"]["ndcg@10"],
         "masked": metrics["filtered"]["ndcg@10"],
@@ -106,10 +105,9 @@ def known(model: Backbone, made: Planted) -> float | None:
         items = torch.arange(1, made.dataset.num_items + 1)
         learned, truth = model.item_precision(items, model.item_embedding(items))[:, 0], made.items[1:]
     elif made.users.unique().numel() > 1:
-        view, model = leave_one_out(made.dataset).test, model.eval()
-        sizes: dict[str, Any] = {"source": made.dataset.name, "histories_per_batch": HISTORIES_PER_BATCH}
-        batches = read_histories(model, made.dataset.items, view.start, view.stop, **sizes)
-        learned, truth = torch.cat([cast(Tensor, model.user_states(batch).precision) for batch in batches]), made.users
+        precision = evaluate(model, made.dataset, "test").precision
+        assert precision is not None
+        learned, truth = torch.from_numpy(precision), made.users
     else:
         return None
     if learned.unique().numel() == 1:  # all at a bound

@@ -21,17 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import optimize, special, stats
+from scipy import optimize, special
 
 from benchmarks import machine
 from benchmarks.command import check_folder_of, finish, recorded
 from benchmarks.study.choose import finished_runs
 from recbft.datasets import Dataset
 from recbft.datasets.batches import HISTORIES_PER_BATCH
-from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.calibration import predicted
+from recbft.evaluation.confidence import Ranking
 from recbft.evaluation.evaluate import Part, evaluate, evaluation_mode, view_of
+from recbft.evaluation.paired import seed_interval
 from recbft.experiments.runs import label_runs, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
@@ -76,12 +77,12 @@ def main(arguments: Sequence[str]) -> int:
 def worth(model: SequenceModel, dataset: Dataset) -> dict[str, float]:
     """AUROC of every signal of a model on the test targets, and of signals joined on the validation targets."""
     (values, hit), (test_values, test_hit) = signals(model, dataset, "validation"), signals(model, dataset, "test")
-    found = {name: auroc(test_values[name], test_hit) for name in (*KNOWN, "precision")}
+    found = {name: Ranking(test_values[name], test_hit).area for name in (*KNOWN, "precision")}
     for label, names in JOINED.items():
         sample, test = (np.stack([part[name] for name in names], axis=1) for part in (values, test_values))
         mean, deviation = sample.mean(axis=0), sample.std(axis=0) + 1e-12
         weights = logistic((sample - mean) / deviation, hit)
-        found[label] = auroc((test - mean) / deviation @ weights, test_hit)
+        found[label] = Ranking((test - mean) / deviation @ weights, test_hit).area
     return found
 
 
@@ -107,26 +108,13 @@ def signals(model: SequenceModel, dataset: Dataset, part: Part) -> tuple[dict[st
             ks=(K,),
             memory_mb=256.0,
         )
-    split = leave_one_out(dataset)
-    trained = np.concatenate(
-        [dataset.items[a:b] for a, b in zip(split.training_start, split.training_stop, strict=True)]
-    )
-    counts = np.bincount(trained, minlength=dataset.num_items + 1)
     return {
         "entropy": -scores.entropy,
         "probability of the ten best": np.log(scores.top[K]),
-        "history length": np.log(view.stop - view.start),
-        "count of the last item": np.log1p(counts[dataset.items[view.stop - 1]]),
+        "history length": np.log(ranked.per_user["history_length"].to_numpy()),
+        "count of the last item": np.log1p(dataset.training_counts[dataset.items[view.stop - 1]]),
         "precision": np.log(ranked.precision.astype(np.float64)),
     }, ranked.per_user["rank_unfiltered"].to_numpy() <= K
-
-
-def auroc(values: FloatArray, hit: NDArray[np.bool_]) -> float:
-    """The chance that a hit has the higher value, ties half."""
-    positives, rank = int(hit.sum()), stats.rankdata(values)
-    if positives in (0, len(hit)):
-        return float("nan")
-    return float((rank[hit].sum() - positives * (positives + 1) / 2) / (positives * (len(hit) - positives)))
 
 
 def logistic(x: FloatArray, hit: NDArray[np.bool_], penalty: float = 1.0) -> FloatArray:
@@ -153,11 +141,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _interval(values: FloatArray) -> tuple[str, str]:
-    mean = float(values.mean())
-    if len(values) < 2:
-        return f"{mean:.4f}", ""
-    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return f"{mean:.4f}", f"{mean - half:.4f} to {mean + half:.4f}"
+    inside = seed_interval(values)
+    return f"{values.mean():.4f}", "" if inside is None else f"{inside[0]:.4f} to {inside[1]:.4f}"
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate
+from recbft.experiments.arms import parse_arms
+from recbft.experiments.plan import plan
+from recbft.training.session import train
 
 SMALL = ("time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "epochs=2")
 
@@ -21,3 +24,19 @@ def events(tmp_path_factory):
 def small(events):
     """Options that make any benchmark a small one."""
     return ["--dataset", str(events), *(word for setting in SMALL for word in ("--set", setting))]
+
+
+@pytest.fixture
+def train_arms(events, tmp_path):
+    """Trains arms, two seeds each, into the folder it returns."""
+    settings = ["data.time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "epochs=2"]
+
+    def configure(arm, seed):
+        return arm.config(settings, dataset=str(events), seed=seed)
+
+    def train_all(arms):
+        for job in plan(parse_arms(arms), [0, 1], tmp_path / "out" / "runs", configure):
+            train(job.config, job.path)
+        return tmp_path / "out"
+
+    return train_all

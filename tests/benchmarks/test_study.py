@@ -11,9 +11,7 @@ import torch
 from benchmarks.study import choose, corrupted, planted
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.errors import UserError
-from recbft.experiments.arms import parse_arms
-from recbft.experiments.plan import plan
-from recbft.training.session import build_model, train
+from recbft.training.session import build_model
 
 ARMS = "matched,matched[backbone.n_heads=1]"
 
@@ -126,15 +124,8 @@ def test_planted_users_are_told_apart_in_the_table(tmp_path, capsys):
 
 
 @pytest.fixture
-def trained(events, tmp_path):
-    settings = ["data.time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "epochs=2"]
-
-    def configure(arm, seed):
-        return arm.config(settings, dataset=str(events), seed=seed)
-
-    for job in plan(parse_arms(ARMS), [0, 1], tmp_path / "out" / "runs", configure):
-        train(job.config, job.path)
-    return tmp_path / "out"
+def trained(train_arms):
+    return train_arms(ARMS)
 
 
 def test_a_choice_is_by_validation_alone(trained, capsys):

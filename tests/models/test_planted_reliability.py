@@ -13,7 +13,7 @@ from recbft.run_config import load_run_config
 from recbft.training.bundle import load_trained
 from recbft.training.session import train
 
-SETTINGS = ["hidden_size=32", "batch_size=32", "dropout=0.3", "epochs=6", "training.threads=1"]
+SETTINGS = ["hidden_size=32", "batch_size=32", "dropout=0.3", "epochs=12", "training.threads=1"]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -40,4 +40,4 @@ def test_credibility_finds_which_items_are_noise(seed, tmp_path):
     truth = planted.items.set_index("item_id").loc[dataset.decode(items.numpy()), "reliability"].to_numpy()
     assert stats.spearmanr(learned, truth).statistic > 0.5  # .87 at most, since the truth has two levels
     noise, taste = (np.exp(np.log(learned[truth == level]).mean()) for level in (0.2, 1.0))
-    assert taste > 2 * noise
+    assert taste > 4 * noise
