@@ -7,7 +7,7 @@ A share of the items has reliability 0.2: four of five events with them are nois
 (``datasets.synth``). Beside the arms, ``oracle`` is `bft` whose initial precision is fixed and true: lam0 for reliable
 items and lam0 r^2 for items of reliability r. What it gains over `matched+recency` bounds what learning the precision
 of items can bring; an arm's Spearman correlation says how near it comes to knowing them. With ``--of users`` it is the
-users who are unreliable; the test then also says how users of either kind fare.
+users who are unreliable; the table then says how the reliable ones fare, and the correlation is of users.
 
 Shapes: V items, U users.
 """

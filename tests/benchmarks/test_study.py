@@ -14,6 +14,7 @@ from recbft.errors import UserError
 from recbft.training.session import build_model
 
 ARMS = "matched,matched[backbone.n_heads=1]"
+SHORT = ["--users", "60", "--set", "epochs=1", "--set", "hidden_size=8"]  # of planted histories
 
 
 @pytest.fixture
@@ -75,18 +76,7 @@ def test_the_oracle_knows_the_planted_truth_and_keeps_it():
 def test_the_planted_command_measures_every_arm_and_repeats_itself(tmp_path, capsys):
     found = []
     for name in ("one.json", "two.json"):
-        options = [
-            "--shares",
-            "0,0.5",
-            "--seeds",
-            "0-1",
-            "--users",
-            "60",
-            "--set",
-            "epochs=1",
-            "--set",
-            "hidden_size=8",
-        ]
+        options = ["--shares", "0,0.5", "--seeds", "0-1", *SHORT]
         assert planted.main([*options, "--arms", "matched,bft", "--json", str(tmp_path / name)]) == 0
         found.append(json.loads((tmp_path / name).read_text())["planted"])
     assert found[0] == found[1]
@@ -103,20 +93,7 @@ def test_planted_users_are_told_apart_in_the_table(tmp_path, capsys):
     made = planted.planted(0.5, of="users", num_users=60, num_items=80, mean_length=8.0)
     assert set(made.items.tolist()) == {1.0}
     assert set(made.users.tolist()) == {1.0, np.float32(planted.UNRELIABLE)}
-    options = [
-        "--of",
-        "users",
-        "--shares",
-        "0.5",
-        "--seeds",
-        "0",
-        "--users",
-        "60",
-        "--set",
-        "epochs=1",
-        "--set",
-        "hidden_size=8",
-    ]
+    options = ["--of", "users", "--shares", "0.5", "--seeds", "0", *SHORT]
     planted.main([*options, "--arms", "matched,bft", "--json", str(tmp_path / "users.json")])
     rows = json.loads((tmp_path / "users.json").read_text())["planted"]
     assert [(row["arm"], row["found"] is None) for row in rows] == [("matched", True), ("bft", False)]
