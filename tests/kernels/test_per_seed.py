@@ -56,13 +56,27 @@ def test_inputs_of_any_strides_are_served(dtype):
     torch.testing.assert_close(found, torch.einsum("sni,soi->sno", x, weight), **TOLERANCE[dtype])
 
 
-def test_the_product_is_the_same_where_pytorch_lacks_onednn(monkeypatch):
+@pytest.mark.parametrize("library", [None, products._find_onednn()], ids=["mkl", "onednn"])
+def test_the_product_is_the_same_by_either_library(monkeypatch, library):
+    monkeypatch.setattr(products, "_ONEDNN", library)
     x, weight, bias = (draw(*shape, dtype=torch.float32, grad=False) for shape in ((9, 6), (4, 6), (4,)))
-    calls = [(x, weight), (x, weight, bias), (x.mT.contiguous().mT, weight)]
-    found = [products.product(*call) for call in calls]
-    monkeypatch.setattr(products, "_ONEDNN", None)
-    for one, call in zip(found, calls, strict=True):
-        torch.testing.assert_close(one, products.product(*call))
+    for rows in (x, x.mT.contiguous().mT):
+        for items in (weight, products.fastest_layout(weight)):
+            torch.testing.assert_close(products.product(rows, items), rows @ weight.T)
+            torch.testing.assert_close(products.product(rows, items, bias), rows @ weight.T + bias)
+
+
+@pytest.mark.parametrize("library", [None, products._find_onednn()], ids=["mkl", "onednn"])
+def test_the_loss_is_the_same_by_either_library(monkeypatch, library):
+    monkeypatch.setattr(products, "_ONEDNN", library)
+    states, items = draw(50, 8, dtype=torch.float32), draw(301, 8, dtype=torch.float32, seed=2)
+    target = torch.randint(301, (50,), generator=torch.Generator().manual_seed(1))
+    fast, plain = (
+        values_and_grads(lambda x, w, impl=impl: full_cross_entropy(x, w, target, impl=impl)[None], states, items)
+        for impl in ("cpu", "reference")
+    )
+    for found, expected in zip(fast, plain, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recbft.kernels.cross_entropy import tiles
-from recbft.kernels.product import product
+from recbft.kernels.product import fastest_layout, product
 
 BLOCK_ELEMENTS = 1_600_000  # about 6 MB in float32: the block of logits stays in a shared cache
 LONGEST_ROW = 50_000  # of logits; from here on tiles are faster: 1.1 times at 50,000 items, 3.4 times at 1,000,000
@@ -99,6 +99,7 @@ def _in_blocks(
     N, V = states.shape[0], weight.shape[0]
     rows = max(16, min(N, BLOCK_ELEMENTS // V))
     loss = states.new_zeros((), dtype=torch.float64)
+    weight = fastest_layout(weight)
     if with_gradients:
         columns = weight.T.contiguous()  # (D, V)
         d_states, d_columns = torch.empty_like(states), torch.zeros_like(columns)
