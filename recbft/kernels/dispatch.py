@@ -1,8 +1,9 @@
 """Which path of a mechanism serves a call, and why another declined: said once per reason.
 
 A mechanism lists its paths fastest first. ``auto`` takes the first that is made for the device of the tensors and does
-not decline the call; a path asked for by name must serve it. Nothing here imports Triton: a path is loaded when it is
-taken. Triton's interpreter (``TRITON_INTERPRET=1``) runs the kernels on a CPU, for tests, where they are asked for.
+not decline the call, under a transform of torch.func the last; a path asked for by name must serve it. Nothing here
+imports Triton: a path is loaded when it is taken. Triton's interpreter (``TRITON_INTERPRET=1``) runs the kernels on a
+CPU, for tests, where they are asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from recbft.kernels.full_precision import autocast_device, in_full_precision
+from recbft.kernels.transforms import transformed
 
 
 def serves_all(*arguments: Any, **named: Any) -> None:
@@ -70,6 +72,8 @@ def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) ->
         ValueError: an unknown name, or the path cannot serve; the message says why.
     """
     if impl == "auto":
+        if transformed():
+            return list(paths.values())[-1].taken()
         for name, path in paths.items():
             if path.device in (None, tensor.device.type):
                 reason = missing(name) or path.decline(tensor, **call)

@@ -37,6 +37,7 @@ from recbft.core import SequenceContext
 from recbft.core.regimes import block_table, memberships, sinkhorn, standardised_bias
 from recbft.errors import UserError
 from recbft.kernels.full_precision import in_full_precision
+from recbft.kernels.transforms import transformed
 from recbft.mixers.attention import Estimator, SoftmaxAttention
 from recbft.mixers.observation import Observation, projected
 from recbft.mixers.penalty import PenaltySlot
@@ -260,7 +261,9 @@ class RegimeAttention(nn.Module):
     @in_full_precision
     @torch.no_grad()
     def _remember(self, mu: Tensor, raw: Tensor, context: SequenceContext) -> None:
-        """Move the running means by this batch; the first hundred batches count alike."""
+        """Move the running means by this batch; the first hundred batches count alike; not under torch.func."""
+        if transformed():
+            return
         weight = (1 / (self.batches + 1)).clamp(min=MOMENTUM)
         keep, raw = context.allowed[::SAMPLED_ROWS].to(raw.dtype), raw[::SAMPLED_ROWS]
         pairs = keep.sum().clamp(min=1)

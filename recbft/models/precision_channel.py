@@ -35,6 +35,7 @@ from recbft.core import (
 from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
+from recbft.kernels.transforms import transformed
 from recbft.models.precision_config import CoreConfig, JacobianMode
 
 LAM_MIN = 1e-3
@@ -176,7 +177,7 @@ class LayerPrecision(nn.Module):
 
     def predict(self, precision: Tensor, jacobian: Tensor) -> Tensor:
         """Equation (3) or (4): precision after the feed-forward network; the Jacobian as ``activate`` gave it."""
-        if self.training:
+        if self.training and not transformed():
             self.updates += 1
         if self.core.propagation == "discount":
             discount = torch.sigmoid(self.discount_logit)
@@ -195,8 +196,11 @@ class LayerPrecision(nn.Module):
         return reduced if left is None else reduced @ left.T
 
     def _factors(self, w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Left (D, r) and right (F, r) factor of C; without a left one, the right is all of C, (F, D)."""
-        if self.mode == "exact" or (self.mode == "running_mean" and self.core.jacobian == "exact"):
+        """Left (D, r) and right (F, r) factor of C; without a left one, the right is all of C, (F, D).
+
+        So under torch.func too: kept factors are of the weights this module has, not of those it is called with.
+        """
+        if self.mode == "exact" or transformed() or (self.mode == "running_mean" and self.core.jacobian == "exact"):
             return None, (w2.T * w1).detach()
         if self.factors is None:
             self.refresh(w1, w2)
@@ -204,7 +208,9 @@ class LayerPrecision(nn.Module):
         return self.factors
 
     def _remember(self, mean: Tensor, value: Tensor) -> None:
-        """Running mean, started by the first batch."""
+        """Running mean, started by the first batch; torch.func takes it as it stands."""
+        if transformed():
+            return
         weight = 1.0 if int(self.updates) == 0 else 1 - MOMENTUM
         mean.lerp_(value, weight)
 

@@ -17,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from recbft.kernels.transforms import transformed
+
 LEVELS = 2**16
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Equation (1); on other devices PyTorch's own."""
+    """Equation (1); on other devices, and under torch.func, PyTorch's own."""
     if p <= 0:
         return x
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or transformed():
         return F.dropout(x, p)
     return _Dropout.apply(x, p)  # type: ignore[no-any-return]
 

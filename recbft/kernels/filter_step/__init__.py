@@ -1,7 +1,7 @@
 """REML, Kalman update and prediction with analytic backwards: a third of the passes that autograd makes.
 
-The functions and their meaning are those of ``recbft.core``, which is the reference; on other devices than the CPU it
-is also what runs.
+The functions and their meaning are those of ``recbft.core``, which is the reference; on other devices than the CPU
+and under torch.func it is also what runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from recbft import core
 from recbft.core import Belief
 from recbft.kernels.filter_step import cpu
 from recbft.kernels.full_precision import in_full_precision
+from recbft.kernels.transforms import transformed
 
 
 @in_full_precision
@@ -19,7 +20,7 @@ def reml_precision(
     residual_variance: Tensor, effective_sample_size: Tensor, *, prior_scale: float, prior_dof: float, cap: float
 ) -> Tensor:
     """``core.reml_precision``."""
-    if residual_variance.device.type != "cpu":
+    if _by_the_core(residual_variance):
         return core.reml_precision(
             residual_variance, effective_sample_size, prior_scale=prior_scale, prior_dof=prior_dof, cap=cap
         )
@@ -31,7 +32,7 @@ def reml_precision(
 @in_full_precision
 def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float) -> Belief:
     """The belief of ``core.kalman_update``."""
-    if innovation.device.type != "cpu":
+    if _by_the_core(innovation):
         return core.kalman_update(belief, innovation, observation_precision, ramp=ramp)[0]
     return cpu.kalman_update(belief, innovation, observation_precision, ramp=ramp)
 
@@ -39,6 +40,10 @@ def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Ten
 @in_full_precision
 def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
     """``core.predict_precision`` kept at ``low`` or above."""
-    if precision.device.type != "cpu":
+    if _by_the_core(precision):
         return core.predict_precision(precision, jacobian, process_noise, cap=cap).clamp(min=low)
     return cpu.predict_precision(precision, jacobian, process_noise, low=low, cap=cap)
+
+
+def _by_the_core(x: Tensor) -> bool:
+    return x.device.type != "cpu" or transformed()

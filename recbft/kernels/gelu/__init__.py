@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.process import gelu_slope
 from recbft.kernels.full_precision import in_full_precision
+from recbft.kernels.transforms import transformed
 
 BLOCK_ELEMENTS = 524_288
 
@@ -47,6 +48,8 @@ def gelu_with_slope(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (..., F) and (..., r).
     """
+    if transformed():
+        return gelu_with_slope_reference(a, factor.detach())
     flat = a.reshape(-1, a.shape[-1])
     y, z = _GeluWithSlope.apply(flat, factor.detach())
     return y.view_as(a), z.view(*a.shape[:-1], factor.shape[-1])
@@ -56,6 +59,8 @@ def gelu_with_slope(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def slope_product(a: Tensor, factor: Tensor) -> Tensor:
     """phi'(a) M without gradients; (..., F) -> (..., r), M as in ``gelu_with_slope``."""
+    if transformed():
+        return gelu_with_slope_reference(a, factor)[1]
     flat = a.reshape(-1, a.shape[-1])
     z = a.new_empty(flat.shape[0], factor.shape[-1])
     rows = _rows(flat)
