@@ -198,7 +198,8 @@ class MlpGate(nn.Module):
     def forward(self, total: Tensor, correction: Tensor) -> Tensor:
         """F and c, (B, T, D), to the next F."""
         if transformed():
-            return total + self.read(torch.cat([total, correction], dim=-1)).sigmoid() * correction
+            gate: Tensor = self.read(torch.cat([total, correction], dim=-1)).sigmoid()
+            return total + gate * correction
         gated: Tensor = _AddGated.apply(total, correction, self.read.weight, self.read.bias)
         return gated
 
