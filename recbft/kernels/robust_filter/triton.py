@@ -21,7 +21,7 @@ from recbft.kernels.dispatch import interpreted
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
 
-OWN, STEP = 32, 16  # tokens of a program, and those it goes over at once
+OWN, STEP = 16, 16  # tokens of a program, and those it goes over at once: larger tiles spill (benchmarks.gpu_registers)
 MAX_WIDTH = 64  # complex coordinates that the registers hold
 NUM_SCALARS = 8  # mu, s2, eta2, gamma2, nu, kappa, tau, scale
 
@@ -198,7 +198,7 @@ def _settings(q: Tensor, mean: Tensor, places: _Places, options: _Options) -> di
         "OWN": OWN,
         "STEP": STEP,
         "WIDTH": max(16, triton.next_power_of_2(K)),
-        "num_warps": 4,
+        "num_warps": 2 if K <= 32 else 4,
         "num_stages": 1,  # registers are shorter than time to load
     }
 

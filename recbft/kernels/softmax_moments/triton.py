@@ -27,8 +27,9 @@ from recbft.kernels.softmax_moments.triton_forward import forward_kernel
 from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
 
 SPANS_TILE = 32
-# Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half precision; chosen so
-# that the compiled kernels keep within the registers and 100 KB of shared memory.
+# Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
+# precision; chosen so that the compiled kernels keep within the registers, or nearly, and 104 KB of shared memory
+# (benchmarks.gpu_registers).
 HALF_TILES = {
     16: (64, 64, 4, 2),
     32: (64, 64, 4, 2),
@@ -36,6 +37,7 @@ HALF_TILES = {
     128: (64, 32, 8, 1),
     256: (32, 16, 4, 1),
 }
+SINGLE_TILES = {16: (64, 16, 4, 1), 32: (64, 16, 4, 1), 64: (32, 16, 4, 1), 128: (16, 16, 4, 1)}
 
 
 class Spans(NamedTuple):
@@ -250,7 +252,7 @@ def _strides(letter: str, axes: str, x: Tensor | None) -> dict[str, int]:
 def _tiles(T: int, W: int, like: Tensor) -> dict[str, int]:
     """How a kernel is cut and run."""
     if like.dtype == torch.float32:
-        own, other, warps, stages = (16, 16, 8, 1) if W > 64 else (32, 32, 8, 1)
+        own, other, warps, stages = SINGLE_TILES[W]
     else:
         own, other, warps, stages = HALF_TILES[W]
         if like.is_cuda and torch.cuda.get_device_capability(like.device) < (9, 0):

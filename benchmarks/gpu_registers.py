@@ -1,0 +1,167 @@
+"""What the Triton kernels take of a multiprocessor, found without a GPU: they are compiled for one, not run.
+
+``python -m benchmarks.gpu_registers``: registers of a thread, bytes of it that spilled to memory, shared memory and the
+programs that fit a multiprocessor at once, for each kernel by type and head width. Tiles are chosen by these before a
+GPU is at hand, where ``benchmarks.gpu_suite`` says what they cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from benchmarks import gpu_cases
+from benchmarks.command import finish
+from recbft.errors import UserError
+from recbft.kernels import dispatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TYPES = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+REGISTERS, SHARED, THREADS = 65_536, 227 * 1024, 2_048  # of a multiprocessor of compute capability 9.0
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel takes."""
+
+    kernel: str
+    registers: int
+    spilled: int  # bytes of a thread
+    shared: int  # bytes of a program
+    warps: int
+
+    @property
+    def resident(self) -> int:
+        """Programs that a multiprocessor holds at once."""
+        threads = 32 * self.warps
+        limits = [THREADS // threads, REGISTERS // max(1, self.registers * threads)]
+        return min(limits) if self.shared == 0 else min(*limits, SHARED // self.shared)
+
+
+class Compiler:
+    """Stands in for a launch: compiles the kernel for ``target`` as it was called, and runs nothing."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target, self.found = target, list[Usage]()
+
+    def __enter__(self) -> Compiler:
+        self._run, JITFunction.run = JITFunction.run, self._compiling()
+        self._place, dispatch._wrong_device = dispatch._wrong_device, lambda *_: None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        JITFunction.run, dispatch._wrong_device = self._run, self._place
+
+    def _compiling(self) -> Any:
+        def run(kernel: Any, *tensors: Any, grid: Any, warmup: bool, **named: Any) -> None:
+            self.found.append(self.compiled(kernel, {**dict(zip(kernel.arg_names, tensors, strict=False)), **named}))
+
+        return run
+
+    def compiled(self, kernel: Any, given: dict[str, Any]) -> Usage:
+        """What a kernel takes with these arguments, launch options among them."""
+        options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+        given = {**{p.name: p.default for p in kernel.params if p.has_default}, **given}
+        fixed = {p.name: given[p.name] for p in kernel.params if p.is_constexpr or given[p.name] is None}
+        signature = {n: "constexpr" if n in fixed else _type(given[n]) for n in kernel.arg_names}
+        # As a launch would say of what lies on 16 bytes.
+        aligned = {
+            (n,): [["tt.divisibility", 16]]
+            for n, name in enumerate(kernel.arg_names)
+            if signature[name].startswith("*") or (signature[name] in ("i32", "i64") and given[name] % 16 == 0)
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
+        made = triton.compile(source, target=self.target, options=options)
+        registers, stack, _, local = _usage(made.asm["cubin"])
+        return Usage(kernel.__name__, registers, stack + local, made.metadata.shared, made.metadata.num_warps)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _usage(cubin: bytes) -> tuple[int, ...]:
+    """Registers, stack, static shared memory and local memory, as NVIDIA's own tool reads them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = knobs.nvidia.cuobjdump.path
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = USAGE.search(said)
+    assert found is not None, said
+    return tuple(int(number) for number in found.groups())
+
+
+def cases(width: int) -> dict[str, gpu_cases.Case]:
+    """One call of each mechanism with heads of this width, by name."""
+    found = [gpu_cases.kriging(1, 1, 256, width), gpu_cases.silu(1, 1, 256, width)]
+    if width <= 64:
+        found += [gpu_cases.robust_filter(1, 1, 256, width // 2), gpu_cases.memory(1, 1, 256, width)]
+    return {case.name: case for case in (*found, gpu_cases.vocabulary(3_000, 12_101, width))}
+
+
+def usages(case: gpu_cases.Case, dtype: torch.dtype, target: GPUTarget) -> list[Usage]:
+    """What the kernels of a call take, forward and backward."""
+    leaves = case.inputs(dtype, "cpu")
+    with Compiler(target) as compiler:
+        outputs = case.run(leaves, "triton")
+        sum(output.abs().sum() for output in outputs).backward()  # type: ignore[union-attr]
+    return compiler.found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile and print the table."""
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_registers", description=(__doc__ or "").split("\n")[0]
+    )
+    options.add_argument(
+        "--capability", type=int, default=90, metavar="N", help="of the GPU compiled for; 90 is Hopper"
+    )
+    options.add_argument("--widths", type=int, nargs="+", default=[32, 64], metavar="K", help="of a head")
+    options.add_argument("--only", default="", metavar="TEXT", help="mechanisms whose name holds this")
+    chosen = options.parse_args(arguments)
+    if dispatch.interpreted():
+        raise UserError("TRITON_INTERPRET is set; unset it: the interpreter compiles nothing")
+    target = GPUTarget("cuda", chosen.capability, 32)
+    print("| mechanism | type | width | kernel | registers | spilled, bytes | shared, KB | warps | programs at once |")
+    print("| --- " * 9 + "|")
+    for width in chosen.widths:
+        for name, case in cases(width).items():
+            if chosen.only in name:
+                for kind in DTYPES if case.half else ("float32",):
+                    for u in usages(case, DTYPES[kind], target):
+                        print(
+                            f"| {name} | {kind} | {width} | `{u.kernel}` | {u.registers} | {u.spilled} | "
+                            f"{u.shared / 1024:.0f} | {u.warps} | {u.resident} |",
+                            flush=True,
+                        )
+    return 0
+
+
+if __name__ == "__main__":
+    finish(main)

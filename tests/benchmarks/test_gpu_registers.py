@@ -1,0 +1,46 @@
+"""The Triton kernels compile for a GPU that need not be there, and what they take of it is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+KERNELS = {
+    "kriging moments, causal": ["spans_kernel", "forward_kernel", "query_kernel", "key_kernel"],
+    "SiLU moments": ["forward_pass", "readers_pass", "keys_pass"],
+    "robust filter attention": ["forward", "readers_backward", "keys_backward"],
+    "Bayesian layer": ["forwards", "backwards"],
+    "cross-entropy": ["_sums_of_parts", "_merge", "_gradient_of_items"],
+}
+SPILLS = {"Bayesian layer"}  # the rest keeps to registers at this width, or nearly
+
+
+def told(tmp_path, *options, interpret="0"):
+    settings = {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks.gpu_registers", *options]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings})
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path):
+    run = told(tmp_path, "--widths", "32")
+    assert run.returncode == 0, run.stderr
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in run.stdout.splitlines()[2:]]
+    for mechanism, kernels in KERNELS.items():
+        own = [row for row in rows if row[0] == mechanism]
+        assert {row[3] for row in own} == set(kernels)
+        for row in own:
+            registers, spilled, programs = int(row[4]), int(row[5]), int(row[8])
+            assert 0 < registers <= 255 and programs >= 1, row
+            assert mechanism in SPILLS or spilled <= 128, row
+
+
+def test_in_the_interpreter_it_says_what_to_do(tmp_path):
+    run = told(tmp_path, interpret="1")
+    assert run.returncode == 2
+    assert run.stderr == "error: TRITON_INTERPRET is set; unset it: the interpreter compiles nothing\n"
