@@ -8,7 +8,7 @@ they differ are added in the form of ``arms``: ``matched+recency``, ``bft[core.l
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,21 +126,28 @@ def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return dict(zip(names, groups, strict=True))
 
 
-def _name(run: Run, others: Sequence[Run], with_model: bool) -> str:
+def settings_of(run: Run) -> dict[str, Any]:
+    """The settings of a run that are not its arm's defaults, by their full names."""
     config = run.config
-    name = f"{config['model']}/{config['arm']}" if with_model else str(config["arm"])
-    alike = [leaves(_identifying(o.config)) for o in others if all(o.config[k] == config[k] for k in ("model", "arm"))]
-    ours = leaves(_identifying(config))
     default = leaves(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
-    own = {key: value for key, value in ours.items()
-           if any(other.get(key) != value for other in alike) and default.get(key) != value}  # fmt: skip
+    return {key: value for key, value in leaves(_identifying(config)).items() if default.get(key) != value}
+
+
+def arm_name(name: str, settings: Mapping[str, Any]) -> str:
+    """An arm with settings of its own, in the form of ``arms``."""
+    own = dict(settings)
     if own.get("backbone.recency_decay") is True:
         del own["backbone.recency_decay"]
         name += "+recency"
-    settings = ",".join(
-        f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in own.items()
-    )
-    return f"{name}[{settings}]" if settings else name
+    listed = ",".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items())
+    return f"{name}[{listed}]" if listed else name
+
+
+def _name(run: Run, others: Sequence[Run], with_model: bool) -> str:
+    config = run.config
+    alike = [leaves(_identifying(o.config)) for o in others if all(o.config[k] == config[k] for k in ("model", "arm"))]
+    own = {key: v for key, v in settings_of(run).items() if any(other.get(key) != v for other in alike)}
+    return arm_name(f"{config['model']}/{config['arm']}" if with_model else str(config["arm"]), own)
 
 
 def _identifying(config: dict[str, Any]) -> dict[str, Any]:

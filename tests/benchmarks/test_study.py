@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.study import choose, corrupted, planted
+from benchmarks.study import choose, corrupted, ledger, planted
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.errors import UserError
 from recbft.training.session import build_model
@@ -126,3 +126,45 @@ def test_a_choice_refuses_what_is_not_there(trained, tmp_path):
         choose.main([str(trained), "--baseline", "bft"])
     with pytest.raises(UserError, match="unknown metric 'ndcg@7'"):
         choose.main([str(trained), "--metric", "ndcg@7"])
+
+
+def test_a_ledger_keeps_runs_once_and_pairs_arms_by_seed(train_arms, tmp_path, capsys):
+    out, file = train_arms("matched,matched+recency,bft"), tmp_path / "runs.csv"
+    assert ledger.main(["add", str(out), "--file", str(file)]) == 0
+    written = file.read_bytes()
+    assert ledger.main(["add", str(out / "runs" / "bft-seed1"), str(out), "--file", str(file)]) == 0
+    assert file.read_bytes() == written
+    assert "6 runs added, 0 were there, 6 in all" in capsys.readouterr().out
+    table = ledger.read(file)
+    said = json.loads((out / "runs" / "bft-seed1" / "metrics.json").read_text())["test"]["filtered"]["ndcg@10"]
+    line = table[(table["arm"] == "bft") & (table["seed"] == 1)].iloc[0]
+    assert line["ndcg@10 seen masked"] == pytest.approx(said, abs=1e-11)
+    assert ledger.main(["show", "--file", str(file), "-d", line["dataset"], "--baseline", "matched+recency"]) == 0
+    shown = capsys.readouterr().out
+    assert "backbone.hidden_size=8" in shown.split("\n")[0] and "from `matched+recency`" in shown
+    rows = {row.split("|")[1].strip(): row for row in shown.splitlines()[4:]}
+    assert list(rows) == ["`matched`", "`matched+recency`", "`bft`"]
+    assert "of 2)" in rows["`bft`"] and "of 2)" not in rows["`matched+recency`"]
+
+
+def test_a_ledger_refuses_another_figure_of_the_same_seed_and_what_it_does_not_know(train_arms, tmp_path):
+    out, file = train_arms("matched"), tmp_path / "runs.csv"
+    ledger.main(["add", str(out), "--file", str(file)])
+    table = ledger.read(file)
+    table["mrr all items"] += 0.01
+    table.to_csv(file, index=False)
+    before = file.read_bytes()
+    with pytest.raises(UserError, match=r"seed 0 of matched on tiny with other figures .* a seed counts once"):
+        ledger.main(["add", str(out), "--file", str(file)])
+    assert file.read_bytes() == before
+    for options, said in (
+        (["-d", "nowhere"], "no run of sasrec on nowhere; it has tiny"),
+        (["-d", "tiny", "--baseline", "bft"], "unknown arm 'bft'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            ledger.main(["show", "--file", str(file), *options])
+    file.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="has other columns"):
+        ledger.main(["show", "--file", str(file), "-d", "tiny"])
+    with pytest.raises(UserError, match="does not exist"):
+        ledger.main(["show", "--file", str(tmp_path / "none.csv"), "-d", "tiny"])

@@ -1,0 +1,192 @@
+"""A study that outlives a machine: the figures of finished runs in one small file, and arms compared from it.
+
+    python -m benchmarks.study.ledger add OUT|RUN ... --file docs/reports/runs.csv
+    python -m benchmarks.study.ledger show --file docs/reports/runs.csv --dataset amazon-beauty [--baseline ARM]
+
+A line is a run: what it was trained on and with, its seed, the processor, the day, and its metrics of the test. Lines
+are added and never changed. ``show`` pairs arms by the seeds that both have; ranks of single users are not kept here,
+so what needs them (strata, tests over users) stays with ``recbft compare`` and the folders of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.command import finish
+from benchmarks.study.choose import finished_runs
+from recbft.errors import UserError, did_you_mean
+from recbft.evaluation.paired import compare_seeds
+from recbft.experiments import provenance
+from recbft.experiments.runs import Run, arm_name, read_run, settings_of
+from recbft.experiments.tables import markdown_table
+from recbft.files import write_atomic
+
+METRICS = {
+    f"{metric} {items}": (setting, metric)
+    for setting, items in (("unfiltered", "all items"), ("filtered", "seen masked"))
+    for metric in ("hr@10", "ndcg@10", "mrr")
+}
+SHOWN = ["hr@10 all items", "ndcg@10 all items", "hr@10 seen masked", "ndcg@10 seen masked"]
+ORDER = ["published", "matched", "bft"]
+KEY = ["dataset", "targets", "model", "arm", "settings", "seed"]
+COLUMNS = [*KEY, "recbft", "torch", "processor", "date", "epochs", "best_epoch", "validation ndcg@10", *METRICS]
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    if options.action == "add":
+        return add(options.runs, Path(options.file))
+    return show(options)
+
+
+def add(places: Sequence[str], file: Path) -> int:
+    """Write the runs of these folders into the file; what it has already stays."""
+    found = [line(read_run(path)) for place in places for path in _runs_of(Path(place))]
+    kept = read(file) if file.exists() else pd.DataFrame(columns=COLUMNS)
+    known = {_key(row): row for row in kept.to_dict("records")}
+    new = []
+    for row in found:
+        there = known.get(_key(row))
+        if there is None:
+            new.append(row)
+        elif any(abs(there[name] - row[name]) > 1e-9 for name in METRICS):
+            raise UserError(
+                f"{file} has seed {row['seed']} of {row['arm']} on {row['dataset']} with other figures (made on "
+                f"{there['processor']}, {there['date']}); a seed counts once: take another, or delete that line first"
+            )
+    table = pd.DataFrame([*kept.to_dict("records"), *new], columns=COLUMNS).sort_values(KEY, kind="stable")
+    write_atomic(file, table.to_csv(index=False, lineterminator="\n").encode())
+    print(f"{file}: {len(new)} runs added, {len(found) - len(new)} were there, {len(table)} in all")
+    return 0
+
+
+def line(run: Run) -> dict[str, Any]:
+    """What the file keeps of a run."""
+    environment = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
+    metrics = run.metrics
+    return {
+        "dataset": run.protocol["dataset"],
+        "targets": run.protocol["target_hash"][:12],
+        "model": run.config["model"],
+        "arm": run.config["arm"],
+        "settings": json.dumps(settings_of(run), sort_keys=True),
+        "seed": run.seed,
+        "recbft": environment["recbft"],
+        "torch": environment["torch"],
+        "processor": provenance.cpu_model(),
+        "date": date.fromtimestamp((run.path / "metrics.json").stat().st_mtime).isoformat(),
+        "epochs": metrics["epochs"],
+        "best_epoch": metrics["best_epoch"],
+        "validation ndcg@10": round(metrics["validation"]["unfiltered"]["ndcg@10"], 12),
+        **{name: round(metrics["test"][setting][metric], 12) for name, (setting, metric) in METRICS.items()},
+    }
+
+
+def read(file: Path) -> pd.DataFrame:
+    """The lines of a file that ``add`` wrote."""
+    try:
+        table = pd.read_csv(file, dtype={"targets": str})
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist; `add` writes it") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{file} cannot be read ({' '.join(str(error).split())}); name a file that `add` wrote"
+        ) from None
+    if list(table.columns) != COLUMNS:
+        raise UserError(f"{file} has other columns than `add` writes; name a file that it wrote")
+    return table
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print the arms of a data set and model, and their differences from each baseline."""
+    table = read(Path(options.file))
+    own = table[(table["dataset"] == options.dataset) & (table["model"] == options.model)]
+    if own.empty:
+        had = ", ".join(sorted({f"{d} ({m})" for d, m in zip(table["dataset"], table["model"], strict=True)}))
+        raise UserError(f"{options.file} has no run of {options.model} on {options.dataset}; it has {had or 'none'}")
+    if (targets := own["targets"].unique()).size > 1:
+        raise UserError(f"{options.file} has {options.dataset} with other targets ({', '.join(targets)})")
+    common, arms = _arms(own)
+    baselines = options.baseline or list(arms)
+    for name in baselines:
+        if name not in arms:
+            raise UserError(f"unknown arm {name!r}; {did_you_mean(name, arms)}")
+    what = ", ".join(
+        filter(None, [options.dataset, f"targets {targets[0]}", options.model, common and f"all with {common}"])
+    )
+    print(f"{what}; mean ± sd over seeds, {options.metric} from another arm over the seeds of both\n")
+    head = ["arm", "seeds", *SHOWN, *(f"from `{name}`" for name in baselines)]
+    rows = [
+        [f"`{name}`", str(len(arm)), *(_spread(arm[column]) for column in SHOWN)]
+        + [_against(arm, arms[other], options.metric) for other in baselines]
+        for name, arm in arms.items()
+    ]
+    print(markdown_table(head, rows))
+    return 0
+
+
+def _arms(table: pd.DataFrame) -> tuple[str, dict[str, pd.DataFrame]]:
+    """The settings that all arms share, and the lines of each arm by name and seed."""
+    groups = sorted(table.groupby(["arm", "settings"]), key=_place)
+    settings = [json.loads(own) for (_, own), _ in groups]
+    common = {key: value for key, value in settings[0].items() if all(own.get(key) == value for own in settings)}
+    named = {}
+    for ((arm, _), lines), own in zip(groups, settings, strict=True):
+        name = arm_name(arm, {key: value for key, value in own.items() if key not in common})
+        named[name] = lines.set_index("seed")
+    return ", ".join(f"{key}={value}" for key, value in common.items()), named
+
+
+def _place(group: tuple[Any, pd.DataFrame]) -> tuple[int, int]:
+    """Plain layers first, and of an arm the plainest."""
+    (arm, settings), _ = group
+    return [*ORDER, arm].index(arm), len(settings)
+
+
+def _spread(values: pd.Series) -> str:
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{values.mean():.4f}{spread}"
+
+
+def _against(arm: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> str:
+    seeds = sorted(set(arm.index) & set(baseline.index))
+    if arm is baseline or len(seeds) < 2:
+        return ""
+    d = compare_seeds(baseline.loc[seeds, metric].to_numpy(), arm.loc[seeds, metric].to_numpy())
+    relative = "" if d.relative is None else f"{100 * d.relative:+.1f} %"
+    return f"{relative} (p {d.p_t:.3f}, {d.wins} of {len(seeds)})"
+
+
+def _runs_of(place: Path) -> list[Path]:
+    return finished_runs(place) if (place / "runs").is_dir() else [place]
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in KEY)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    options = argparse.ArgumentParser(prog="python -m benchmarks.study.ledger", description="Runs in one small file.")
+    actions = options.add_subparsers(dest="action", required=True)
+    adding = actions.add_parser("add", help="write finished runs into the file")
+    adding.add_argument("runs", nargs="+", metavar="OUT|RUN", help="folders of recbft compare, or of single runs")
+    showing = actions.add_parser("show", help="compare the arms of a data set")
+    showing.add_argument("--dataset", "-d", required=True)
+    showing.add_argument("--model", "-m", default="sasrec")
+    showing.add_argument("--baseline", action="append", metavar="ARM", help="repeat for more; unless given, every arm")
+    showing.add_argument("--metric", default="ndcg@10 all items", choices=list(METRICS))
+    for action in (adding, showing):
+        action.add_argument("--file", required=True, metavar="CSV")
+    return options.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    finish(main)
