@@ -127,7 +127,9 @@ def main(arguments: Sequence[str]) -> int:
     # What items are worth says nothing of users, so there is no oracle for them.
     arms = [*parse_arms(options.arms), *([ORACLE] if options.of == "items" else [])]
     seeds = parse_seeds(options.seeds)
-    configs = {arm.label: arm.config([*SETTINGS, *options.settings], model="sasrec") for arm in arms}
+    configs = {
+        arm.label: arm.config([*SETTINGS, *options.settings], model="sasrec", dataset="synthetic") for arm in arms
+    }
     made = machine.header(recorded(NAME, arguments))
     print("\n".join(machine.lines(made)), end="\n\n", flush=True)
     rows: list[dict[str, Any]] = []
