@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.command import finish
 from recbft.errors import UserError, did_you_mean
-from recbft.evaluation.paired import compare_seeds
+from recbft.evaluation.paired import SeedComparison, compare_seeds
 from recbft.experiments.runs import Run, label_runs, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.training.run_folder import RunFolder
@@ -50,20 +50,16 @@ def finished_runs(out: Path) -> list[Path]:
 def row(name: str, runs: Sequence[Run], baseline: Sequence[Run], metric: str) -> list[str]:
     """The cells of an arm."""
     own, other = validations(runs, metric), validations(baseline, metric)
-    spread = f" ± {statistics.stdev(own.values()):.4f}" if len(own) > 1 else ""
-    seeds = sorted(set(own) & set(other))
     against = ["", "", "", ""]
-    if own != other and len(seeds) > 1:
-        d = compare_seeds([other[seed] for seed in seeds], [own[seed] for seed in seeds])
-        relative = "" if d.relative is None else f"{100 * d.relative:+.1f} %"
-        against = [f"{d.difference:+.4f}", relative, f"{d.p_t:.3f}", f"{d.wins} of {len(seeds)}"]
+    if own != other and (d := difference(own, other)) is not None:
+        against = [f"{d.difference:+.4f}", percent(d), f"{d.p_t:.3f}", f"{d.wins} of {d.num_seeds}"]
     epochs, best, seconds = (
         statistics.mean(run.metrics[key] for run in runs) for key in ("epochs", "best_epoch", "training_seconds")
     )
     return [
         name,
         f"{len(own)}",
-        f"{statistics.mean(own.values()):.4f}{spread}",
+        mean_and_spread(own.values()),
         *against,
         f"{epochs:.0f} ({best:.0f})",
         f"{seconds:.0f}",
@@ -79,6 +75,23 @@ def validations(runs: Sequence[Run], metric: str) -> dict[int, float]:
             raise UserError(f"unknown metric {metric!r}; {did_you_mean(metric, values)}")
         found[run.seed] = values[metric]
     return found
+
+
+def difference(own: Mapping[int, float], baseline: Mapping[int, float]) -> SeedComparison | None:
+    """One metric by seed against a baseline's, over the seeds of both; None with fewer than two."""
+    seeds = sorted(set(own) & set(baseline))
+    return compare_seeds([baseline[seed] for seed in seeds], [own[seed] for seed in seeds]) if len(seeds) > 1 else None
+
+
+def percent(found: SeedComparison) -> str:
+    """A difference relative to the baseline."""
+    return "" if found.relative is None else f"{100 * found.relative:+.1f} %"
+
+
+def mean_and_spread(values: Collection[float]) -> str:
+    """Mean ± standard deviation, of one value the value."""
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{spread}"
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -21,9 +20,8 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.command import finish
-from benchmarks.study.choose import finished_runs
+from benchmarks.study.choose import difference, finished_runs, mean_and_spread, percent
 from recbft.errors import UserError, did_you_mean
-from recbft.evaluation.paired import compare_seeds
 from recbft.experiments import provenance
 from recbft.experiments.runs import Run, arm_name, read_run, settings_of
 from recbft.experiments.tables import markdown_table
@@ -125,7 +123,7 @@ def show(options: argparse.Namespace) -> int:
     print(f"{what}; mean ± sd over seeds, {options.metric} from another arm over the seeds of both\n")
     head = ["arm", "seeds", *SHOWN, *(f"from `{name}`" for name in baselines)]
     rows = [
-        [f"`{name}`", str(len(arm)), *(_spread(arm[column]) for column in SHOWN)]
+        [f"`{name}`", str(len(arm)), *(mean_and_spread(arm[column].tolist()) for column in SHOWN)]
         + [_against(arm, arms[other], options.metric) for other in baselines]
         for name, arm in arms.items()
     ]
@@ -151,18 +149,9 @@ def _place(group: tuple[Any, pd.DataFrame]) -> tuple[int, int]:
     return [*ORDER, arm].index(arm), len(settings)
 
 
-def _spread(values: pd.Series) -> str:
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{values.mean():.4f}{spread}"
-
-
 def _against(arm: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> str:
-    seeds = sorted(set(arm.index) & set(baseline.index))
-    if arm is baseline or len(seeds) < 2:
-        return ""
-    d = compare_seeds(baseline.loc[seeds, metric].to_numpy(), arm.loc[seeds, metric].to_numpy())
-    relative = "" if d.relative is None else f"{100 * d.relative:+.1f} %"
-    return f"{relative} (p {d.p_t:.3f}, {d.wins} of {len(seeds)})"
+    d = difference(arm[metric].to_dict(), baseline[metric].to_dict())
+    return "" if arm is baseline or d is None else f"{percent(d)} (p {d.p_t:.3f}, {d.wins} of {d.num_seeds})"
 
 
 def _runs_of(place: Path) -> list[Path]:
