@@ -92,6 +92,14 @@ def is_text(kind: Any) -> bool:
     return str(kind) in ("string", "large_string", "string_view")
 
 
+def as_floats(column: Any) -> NDArray[np.float64] | None:
+    """A column of numbers or times as float64, NaN where blank; None where its type has no number."""
+    try:
+        return np.asarray(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return None
+
+
 def _refuse(mask: Any, column: Any, name: str, source: str, complaint: str) -> None:
     """Raise for the first row where ``mask`` is true; ``complaint`` says what the value is not."""
     row = pc.index(mask, True).as_py()

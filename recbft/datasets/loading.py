@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from recbft.datasets import cards
 from recbft.datasets.cards import Card, CardFile, Counts
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.events import Events
+from recbft.datasets.events import Events, as_floats
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.readers import FORMATS, atomic_file, column_names, read_table
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
@@ -116,9 +116,8 @@ def _read(path: Path, file: CardFile, *, name: str) -> Dataset:
 
 def _warn_if_out_of_order(events: Events, times: Any, path: Path) -> None:
     """The row order is taken as it is: say so where a column that looks like the time contradicts it."""
-    try:
-        seconds = times.cast(pa.float64(), safe=False).to_numpy()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+    seconds = as_floats(times)
+    if seconds is None:
         return
     users = events.user.dictionary_encode().indices.to_numpy()
     order = np.argsort(users, kind="stable")

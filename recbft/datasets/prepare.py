@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recbft.datasets.events import Events, is_text
+from recbft.datasets.events import Events, as_floats, is_text
 from recbft.errors import UserError, did_you_mean
 
 MIN_HISTORY = 3  # one event each to train, validate and test
@@ -166,10 +166,10 @@ def _numbers(column: Any, name: str, source: str) -> NDArray[np.float64]:
                 place = f"{source}: row {row + 1}: column {name!r}"
                 raise UserError(f"{place} holds {text!r}, but a row filter needs numbers")
         return values
-    try:
-        return np.asarray(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        raise UserError(f"{source}: column {name!r} has type {column.type}, but a row filter needs numbers") from None
+    numbers = as_floats(column)
+    if numbers is None:
+        raise UserError(f"{source}: column {name!r} has type {column.type}, but a row filter needs numbers")
+    return numbers
 
 
 def _codes(ids: Any, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], Any]:
