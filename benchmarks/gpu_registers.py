@@ -11,9 +11,11 @@ import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -59,42 +61,34 @@ class Usage:
         return min(limits) if self.shared == 0 else min(*limits, SHARED // self.shared)
 
 
-class Compiler:
-    """Stands in for a launch: compiles the kernel for ``target`` as it was called, and runs nothing."""
+@contextmanager
+def compiling(target: GPUTarget) -> Iterator[list[Usage]]:
+    """Launches compile their kernel for ``target`` as it is called, note what it takes, and run nothing."""
+    found: list[Usage] = []
 
-    def __init__(self, target: GPUTarget) -> None:
-        self.target, self.found = target, list[Usage]()
+    def run(kernel: Any, *tensors: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        found.append(compiled(kernel, {**dict(zip(kernel.arg_names, tensors, strict=False)), **named}, target))
 
-    def __enter__(self) -> Compiler:
-        self._run, JITFunction.run = JITFunction.run, self._compiling()
-        self._place, dispatch._wrong_device = dispatch._wrong_device, lambda *_: None
-        return self
+    with patch.object(JITFunction, "run", run), patch.object(dispatch, "_wrong_device", lambda *_: None):
+        yield found
 
-    def __exit__(self, *_: object) -> None:
-        JITFunction.run, dispatch._wrong_device = self._run, self._place
 
-    def _compiling(self) -> Any:
-        def run(kernel: Any, *tensors: Any, grid: Any, warmup: bool, **named: Any) -> None:
-            self.found.append(self.compiled(kernel, {**dict(zip(kernel.arg_names, tensors, strict=False)), **named}))
-
-        return run
-
-    def compiled(self, kernel: Any, given: dict[str, Any]) -> Usage:
-        """What a kernel takes with these arguments, launch options among them."""
-        options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
-        given = {**{p.name: p.default for p in kernel.params if p.has_default}, **given}
-        fixed = {p.name: given[p.name] for p in kernel.params if p.is_constexpr or given[p.name] is None}
-        signature = {n: "constexpr" if n in fixed else _type(given[n]) for n in kernel.arg_names}
-        # As a launch would say of what lies on 16 bytes.
-        aligned = {
-            (n,): [["tt.divisibility", 16]]
-            for n, name in enumerate(kernel.arg_names)
-            if signature[name].startswith("*") or (signature[name] in ("i32", "i64") and given[name] % 16 == 0)
-        }
-        source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
-        made = triton.compile(source, target=self.target, options=options)
-        registers, stack, _, local = _usage(made.asm["cubin"])
-        return Usage(kernel.__name__, registers, stack + local, made.metadata.shared, made.metadata.num_warps)
+def compiled(kernel: Any, given: dict[str, Any], target: GPUTarget) -> Usage:
+    """What a kernel takes with these arguments, launch options among them."""
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+    given = {**{p.name: p.default for p in kernel.params if p.has_default}, **given}
+    fixed = {p.name: given[p.name] for p in kernel.params if p.is_constexpr or given[p.name] is None}
+    signature = {n: "constexpr" if n in fixed else _type(given[n]) for n in kernel.arg_names}
+    # As a launch would say of what lies on 16 bytes.
+    aligned = {
+        (n,): [["tt.divisibility", 16]]
+        for n, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or (signature[name] in ("i32", "i64") and given[name] % 16 == 0)
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
+    made = triton.compile(source, target=target, options=options)
+    registers, stack, _, local = _usage(made.asm["cubin"])
+    return Usage(kernel.__name__, registers, stack + local, made.metadata.shared, made.metadata.num_warps)
 
 
 def _type(value: Any) -> str:
@@ -128,10 +122,10 @@ def cases(width: int) -> dict[str, gpu_cases.Case]:
 def usages(case: gpu_cases.Case, dtype: torch.dtype, target: GPUTarget) -> list[Usage]:
     """What the kernels of a call take, forward and backward."""
     leaves = case.inputs(dtype, "cpu")
-    with Compiler(target) as compiler:
+    with compiling(target) as found:
         outputs = case.run(leaves, "triton")
         sum(output.abs().sum() for output in outputs).backward()  # type: ignore[union-attr]
-    return compiler.found
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
