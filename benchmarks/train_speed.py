@@ -23,6 +23,7 @@ import torch
 from benchmarks import machine
 from benchmarks.command import check_folder_of, finish, parser, recorded
 from benchmarks.parity import check_parity
+from recbft.allocator import keep_freed_memory
 from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.batches import Batch, EpochBatches
@@ -257,6 +258,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"--{name.replace('_', '-')} is {getattr(options, name)}; give a whole number of at least 1"
             )
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as the command line does
     arms = parse_arms(options.profile or options.arms)
     configs = [_config(arm, options) for arm in arms]
     check_distinct(arms, configs)

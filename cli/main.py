@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from recbft.allocator import keep_freed_memory
 from recbft.errors import RunError, UserError
 from recbft_cli import compare, data, evaluate, models, probe, recommend, report, stratify, sweep, train, tune
 
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in given  # taken anywhere on the line, before or after the command
     given = [argument for argument in given if argument != "--debug"]
     _spin_less()
+    keep_freed_memory()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

@@ -27,6 +27,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from recbft.allocator import keep_freed_memory
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks
 from recbft.experiments.plan import Job
@@ -259,6 +260,7 @@ def _names(jobs: Bundle) -> str:
 def _work(jobs: Bundle, queue: Path) -> None:
     """The runs of one worker, in its own process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    keep_freed_memory()
     names = [job.path.name for job in jobs]
     taken = [name for name in names if locks.acquire(queue, name)]
     log = _log(queue, jobs[0])
