@@ -34,7 +34,7 @@ def ranks(path):
     return pd.read_parquet(path / "per_user.parquet")
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=240):  # a new session may get a tenth of a busy machine
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
