@@ -30,6 +30,7 @@ from benchmarks import machine
 from benchmarks.command import check_folder_of, finish, parser, recorded
 from recbft.datasets import Dataset
 from recbft.errors import UserError
+from recbft.evaluation.metrics import hit_rate, ndcg
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
 from recbft.run_config import load_run_config
@@ -68,11 +69,11 @@ def with_rectools(dataset: Dataset, *, epochs: int, times: int, seed: int) -> Ti
     model.fit(Interactions.construct(_table(dataset, left_out=2)))
     made = Timed(seconds=_clock(model.fit_trainer).seconds)
     known = Interactions.construct(_table(dataset, left_out=1))
-    users = np.arange(len(dataset.user_ids))
+    users, targets = np.arange(dataset.num_users), _targets(dataset)
     for _ in range(times):
         began = time.perf_counter()
         lists = model.recommend(users, known, k=AT, filter_viewed=False, on_unsupported_targets="ignore")
-        hits = lists[lists["item_id"].to_numpy() == _targets(dataset)[lists["user_id"].to_numpy()]]
+        hits = lists[lists["item_id"].to_numpy() == targets[lists["user_id"].to_numpy()]]
         made.ranks = np.full(len(users), np.inf)
         made.ranks[hits["user_id"].to_numpy()] = hits["rank"].to_numpy()
         made.evaluations.append(time.perf_counter() - began)
@@ -89,7 +90,7 @@ def with_replay(dataset: Dataset, *, epochs: int, times: int, seed: int) -> Time
     from replay.nn.sequential import SasRec
 
     lightning.seed_everything(seed)
-    num_items = len(dataset.item_ids)
+    num_items = dataset.num_items
     item = TensorFeatureInfo(
         "item_id", is_seq=True, feature_type=FeatureType.CATEGORICAL, feature_hint=FeatureHint.ITEM_ID,
         cardinality=num_items, padding_value=num_items, embedding_dim=WIDTH,
@@ -154,7 +155,7 @@ class _Batches:
 
 def _padded(dataset: Dataset, *, left_out: int, length: int) -> torch.Tensor:
     """The latest ``length`` events of each user before the last ``left_out``, as 0.., at the right; V pads."""
-    padded = np.full((len(dataset.user_ids), length), len(dataset.item_ids))
+    padded = np.full((dataset.num_users, length), dataset.num_items)
     for user, (first, end) in enumerate(zip(dataset.offsets[:-1], dataset.offsets[1:] - left_out, strict=True)):
         kept = dataset.items[max(first, end - length) : end] - 1
         padded[user, length - len(kept) :] = kept
@@ -163,7 +164,7 @@ def _padded(dataset: Dataset, *, left_out: int, length: int) -> torch.Tensor:
 
 def _table(dataset: Dataset, *, left_out: int) -> pd.DataFrame:
     """All events but each user's last ``left_out``, users and items as 0..; the place in the history is the time."""
-    user = np.repeat(np.arange(len(dataset.user_ids)), dataset.lengths)
+    user = np.repeat(np.arange(dataset.num_users), dataset.lengths)
     place = np.arange(len(user)) - np.repeat(dataset.offsets[:-1], dataset.lengths)
     kept = place < np.repeat(dataset.lengths, dataset.lengths) - left_out
     columns = {
@@ -204,16 +205,14 @@ def _clock(trainer: Any) -> Any:
 
 def result_of(timed: Timed) -> dict[str, Any]:
     """The fields of an arm of ``train_speed --json``."""
-    within = timed.ranks <= AT
-    gains = np.where(within, 1 / np.log2(timed.ranks + 1), 0.0)
     return {
         "seconds_per_epoch": timed.per_epoch,
         "seconds_of_epochs": timed.seconds,
         "evaluation_seconds": statistics.median(timed.evaluations),
         "seconds_of_evaluations": timed.evaluations,
         "epochs": len(timed.seconds),
-        f"hr@{AT}": float(within.mean()),
-        f"ndcg@{AT}": float(gains.mean()),
+        f"hr@{AT}": float(hit_rate(timed.ranks, AT).mean()),
+        f"ndcg@{AT}": float(ndcg(timed.ranks, AT).mean()),
     }
 
 
