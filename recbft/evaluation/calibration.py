@@ -178,6 +178,8 @@ def _rows(states: Tensor, table: ItemTable, targets: IntArray, memory_mb: float)
     fitting = min(CACHED_SCORES, int(memory_mb * 2**20) // (COPIES * states.element_size()))
     at_once = max(1, min(len(states), fitting // num_items))
     own = torch.from_numpy(targets - 1).to(states.device)[:, None]
+    candidates = candidates.for_blocks(-(-len(states) // at_once))
+    room = states.new_empty(at_once * num_items)
     for first in range(0, len(states), at_once):
         chunk = slice(first, first + at_once)
-        yield score_block(states[chunk], candidates, slice(0, num_items)), own[chunk]
+        yield score_block(states[chunk], candidates, slice(0, num_items), room), own[chunk]

@@ -73,13 +73,15 @@ def full_ranks(
     assert targets.size == 0 or 1 <= targets.min() <= targets.max() < groups.of_item.size, "targets are items 1..V"
     rows, width = block_shape(num_users, num_groups, states.element_size(), memory_mb)
     width = min(width, _EXACT)
+    candidates = groups.candidates.for_blocks(-(-num_users // rows))
+    room = states.new_empty(rows * width)
     ranks = Ranks(np.zeros(num_users, np.int64), np.zeros(num_users, np.int64))
     for users in spans(num_users, rows):
         chunk, own = states[users], groups.of_item[targets[users]]
         seen = _Seen.others(seen_items, seen_offsets, users, targets)
-        score = None if width == num_groups else _own_scores(chunk, groups.candidates, own)
+        score = None if width == num_groups else _own_scores(chunk, candidates, own)
         for columns in spans(num_groups, width):
-            block = score_block(chunk, groups.candidates, columns)
+            block = score_block(chunk, candidates, columns, room)
             watch.look(block, users)
             at_least = _mark_at_least(block, own - columns.start, score)
             ranks.unfiltered[users] += groups.num_marked(at_least, columns)

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recbft.errors import RunError, UserError
-from recbft.kernels.product import product
+from recbft.kernels.product import fastest_layout, product
 from recbft.models.contract import ItemTable
 
 # A block of about this many scores stays in a processor's cache between its product and its use, which is quicker
 # than a larger one; fewer rows than this make the matrix product slow.
-_CACHED_SCORES = 3_000_000
+_CACHED_SCORES = 1_600_000
 _ENOUGH_ROWS = 64
 
 
@@ -31,6 +31,10 @@ class Candidates(NamedTuple):
 
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
+
+    def for_blocks(self, num_blocks: int) -> Candidates:
+        """The same, stored as products read them fastest where enough of them come to pay for it."""
+        return self._replace(weight=fastest_layout(self.weight)) if num_blocks > 1 else self
 
 
 def align(states: Tensor, table: ItemTable) -> tuple[Tensor, Candidates]:
@@ -69,9 +73,11 @@ def spans(num: int, size: int) -> Iterator[slice]:
         yield slice(num * piece // pieces, num * (piece + 1) // pieces)
 
 
-def score_block(chunk: Tensor, candidates: Candidates, columns: slice) -> Tensor:
-    """Scores (1) of a chunk of users, (n, D), for a range of candidates: (n, w)."""
-    return product(chunk, candidates.weight[columns], None if candidates.bias is None else candidates.bias[columns])
+def score_block(chunk: Tensor, candidates: Candidates, columns: slice, room: Tensor) -> Tensor:
+    """Scores (1) of a chunk of users, (n, D), for a range of candidates: (n, w), written over ``room`` (>= n w,)."""
+    n, w = len(chunk), columns.stop - columns.start
+    bias = None if candidates.bias is None else candidates.bias[columns]
+    return product(chunk, candidates.weight[columns], bias, room=room[: n * w].view(n, w))
 
 
 class NanWatch:

@@ -57,11 +57,13 @@ def top_k(
     _check_k(k, num_items, excluded, user_ids)
     watch = NanWatch(states, candidates)
     rows, width = block_shape(num_users, num_items, states.element_size(), memory_mb)
+    candidates = candidates.for_blocks(-(-num_users // rows))
+    room = states.new_empty(rows * width)
     best = TopK(np.empty((num_users, k), np.int64), np.empty((num_users, k), states.new_empty(0).cpu().numpy().dtype))
     for users in spans(num_users, rows):
         values, items = states.new_empty(0), torch.empty(0, dtype=torch.int64)
         for columns in spans(num_items, width):
-            block = score_block(states[users], candidates, columns)
+            block = score_block(states[users], candidates, columns, room)
             watch.look(block, users)
             excluded.mask(block, users, columns)
             block_values, block_items = _best_of_block(block, k)

@@ -16,17 +16,32 @@ import torch
 from torch import Tensor
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` without gradients; x (N, I), weight (O, I), of any strides."""
-    if _ONEDNN is not None and x.dtype == torch.float32 and x.device.type == "cpu":
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, room: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` without gradients; x (N, I), weight (O, I), of any strides.
+
+    ``room``, (N, O), may be written over and be what is returned: one that is still in the cache is filled sooner.
+    """
+    if _ONEDNN is not None and _is_single_on_cpu(x):
         y: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
         return y
-    return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
+    return torch.mm(x, weight.T, out=room) if bias is None else torch.addmm(bias, x, weight.T, out=room)
+
+
+def add_product(to: Tensor, x: Tensor, weight: Tensor) -> None:
+    """``to += x @ weight.T`` without gradients; shapes as in ``product``."""
+    if _ONEDNN is not None and _is_single_on_cpu(x):
+        to += product(x, weight)
+    else:
+        to.addmm_(x, weight.T)
+
+
+def _is_single_on_cpu(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def fastest_layout(weight: Tensor) -> Tensor:
     """The same weight (O, I), stored as a product of few inputs reads it fastest: for MKL by inputs."""
-    if _ONEDNN is None and weight.dtype == torch.float32 and weight.device.type == "cpu":
+    if _ONEDNN is None and _is_single_on_cpu(weight):
         return weight.T.contiguous().T
     return weight
 

@@ -64,6 +64,12 @@ def test_the_product_is_the_same_by_either_library(monkeypatch, library):
         for items in (weight, products.fastest_layout(weight)):
             torch.testing.assert_close(products.product(rows, items), rows @ weight.T)
             torch.testing.assert_close(products.product(rows, items, bias), rows @ weight.T + bias)
+            room = torch.full((9, 4), torch.nan)
+            torch.testing.assert_close(products.product(rows, items, bias, room=room), rows @ weight.T + bias)
+            torch.testing.assert_close(products.product(rows, items, room=room), rows @ weight.T)
+            total = torch.ones(9, 4)
+            products.add_product(total, rows, items)
+            torch.testing.assert_close(total, 1 + rows @ weight.T)
 
 
 @pytest.mark.parametrize("library", [None, products._find_onednn()], ids=["mkl", "onednn"])

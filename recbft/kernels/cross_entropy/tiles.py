@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recbft.kernels.product import product
+from recbft.kernels.product import add_product, product
 
 POSITIONS, ITEMS = 256, 4096  # of a tile: 4 MB of logits in float32
 
@@ -58,8 +58,8 @@ def gradients(states: Tensor, weight: Tensor, sums: Sums) -> tuple[Tensor, Tenso
             if sums.shift is not None:
                 logits -= sums.shift[rows]
             odds = logits.exp_()
-            d_states[rows] += product(odds, columns)
-            d_columns += product(scaled[rows].T, odds.T)
+            add_product(d_states[rows], odds, columns)
+            add_product(d_columns, scaled[rows].T, odds.T)
         d_weight[items] = d_columns.T
     return d_states.mul_(share), d_weight
 
