@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from recbft.core import SequenceContext, silu_moments, softmax_mean, softmax_moments
@@ -170,11 +171,11 @@ def all_cases(*, small: bool) -> list[Case]:
 
 def stock_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's causal attention, which gives the mean alone."""
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def contestants(B: int, T: int, device: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Any]]:
-    """Ways to compute attention over whole rows, by name, stock first."""
+def contestants(B: int, T: int, device: str, *, impl: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Any]]:
+    """Ways to compute attention over whole rows, by name, stock first; ours by the path named."""
     context = whole(B, T, device=device)
     trust = torch.zeros(B, T, device=device, requires_grad=True)
     decay = torch.tensor(-0.01, device=device, requires_grad=True)
@@ -185,6 +186,14 @@ def contestants(B: int, T: int, device: str) -> dict[str, Callable[[Tensor, Tens
     return {
         "scaled_dot_product_attention": stock_attention,
         "recbft mean": lambda q, k, v: softmax_mean(q, k, v, context),
-        "recbft moments": ours("auto" if device == "cuda" else "triton"),
+        "recbft moments": ours(impl),
         "eager moments": ours("reference"),
+    }
+
+
+def losses(states: Tensor, weight: Tensor, target: Tensor, *, impl: str) -> dict[str, Callable[[], Tensor]]:
+    """Ways to compute the cross-entropy over all items, by name, stock first; ours by the path named."""
+    return {
+        "linear and cross_entropy": lambda: F.cross_entropy(F.linear(states, weight), target),
+        "recbft": lambda: full_cross_entropy(states, weight, target, impl=impl),
     }

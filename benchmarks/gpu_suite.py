@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import gpu_cases, machine, train_speed
@@ -36,7 +35,6 @@ from recbft.errors import RunError, UserError
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
-from recbft.kernels.cross_entropy import full_cross_entropy
 
 NAME = "gpu_suite"
 # Units of the last digit that an error may have whatever the reference's; sums over many pairs lose some in single.
@@ -191,7 +189,7 @@ def attention(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
         for dtype in [torch.float32] if small else [torch.bfloat16, torch.float32]:
             q, k, v = (torch.randn(B, H, T, K, device=clock.device, dtype=dtype, requires_grad=True) for _ in "qkv")
             stock: dict[str, Any] = {}
-            for name, run in gpu_cases.contestants(B, T, clock.device).items():
+            for name, run in gpu_cases.contestants(B, T, clock.device, impl=_impl(clock)).items():
                 row = _times(clock, lambda run=run, q=q, k=k, v=v: run(q, k, v), (q, k, v))  # type: ignore[misc]
                 stock = stock or row
                 for part in ("forward_ms", "both_ms"):
@@ -206,12 +204,7 @@ def vocabulary(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
     for N, V, D in [(20, 50, 16)] if small else VOCABULARIES:
         states, weight = (torch.randn(n, D, device=clock.device, requires_grad=True) for n in (N, V))
         target = torch.randint(V, (N,), device=clock.device)
-        ways: dict[str, Callable[[], Tensor]] = {
-            "linear and cross_entropy": lambda s=states, w=weight, t=target: F.cross_entropy(s @ w.T, t),  # type: ignore[misc]
-            "recbft": lambda s=states, w=weight, t=target: full_cross_entropy(  # type: ignore[misc]
-                s, w, t, impl="triton" if clock.device == "cpu" else "auto"
-            ),
-        }
+        ways = gpu_cases.losses(states, weight, target, impl=_impl(clock))
         first: dict[str, Any] = {}
         for name, run in ways.items():
             row = _times(clock, run, (states, weight))
@@ -221,13 +214,22 @@ def vocabulary(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def _impl(clock: Clock) -> str:
+    """The path that is timed: on a GPU what users get, else the kernels in the interpreter."""
+    return "auto" if clock.device == "cuda" else "triton"
+
+
 def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> dict[str, Any]:
     """Milliseconds forward, and forward and backward, and the memory of both."""
+
+    gradients: list[Tensor] = []  # dense, as those that come to a layer from above
 
     def both() -> None:
         outputs = run()
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-        torch.autograd.backward([output.float().sum() for output in outputs])
+        if not gradients:
+            gradients.extend(torch.randn_like(output) for output in outputs)
+        torch.autograd.backward(outputs, gradients)
         for leaf in leaves:
             leaf.grad = None
 

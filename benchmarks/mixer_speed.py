@@ -157,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.memory_of is not None:
         return print_memory(options.memory_of)
     check_folder_of(options.json)
-    shapes = [_shape(text) for text in split_list(options.shapes)]
+    shapes = [shape_of(text) for text in split_list(options.shapes)]
     cases = cases_of(_mixers(options.mixers))
     made = machine.header(recorded(NAME, arguments))
     print("\n".join(machine.lines(made)), flush=True)
@@ -206,7 +206,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return text_table(["mixer", "ms", "x softmax", "range", "MB"], lines)
 
 
-def _shape(text: str) -> Shape:
+def shape_of(text: str) -> Shape:
+    """What ``--shapes`` names: BxHxTxK."""
     parts = text.split("x")
     if len(parts) != 4 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"shape {text!r} is not BxHxTxK; write for example 256x2x50x32")

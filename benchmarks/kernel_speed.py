@@ -1,0 +1,186 @@
+"""Time the CPU paths against what PyTorch or the plain equations take, forward, and forward and backward.
+
+    python -m benchmarks.kernel_speed --json FILE
+    python -m benchmarks.kernel_speed --parts attention --shapes 256x2x50x32 --threads 1 --rounds 21
+
+attention    the mean of attention and its kriging moments, over PyTorch's attention, which gives the mean alone
+vocabulary   the cross-entropy over all items, over ``linear`` and ``cross_entropy``
+memory       the Bayesian layer in chunks, over its loop over tokens
+
+In one process all ways of a part take turns, so that whatever else the machine does falls on all alike; ratios are
+medians over rounds to the first way of the same round. Gradients that come from above are dense, as a layer's are.
+
+Shapes: B rows, H heads, T tokens, K head width, N positions, V items, D width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import gpu_cases, machine
+from benchmarks.command import check_folder_of, finish, recorded
+from benchmarks.mixer_speed import Shape, shape_of
+from recbft.allocator import keep_freed_memory
+from recbft.errors import UserError, did_you_mean
+from recbft.experiments.lists import split_list
+from recbft.experiments.tables import text_table
+from recbft.files import write_json
+
+NAME = "kernel_speed"
+MEMORY = {50: (256, 2, 50, 32), 200: (32, 4, 200, 64)}  # by T
+
+
+class Way(NamedTuple):
+    """One way to compute something: its outputs, and the leaves whose gradients are wanted."""
+
+    run: Callable[[], Tensor | tuple[Tensor, ...]]
+    leaves: Sequence[Tensor]
+
+
+def attention(shapes: Sequence[Shape]) -> dict[str, dict[str, Way]]:
+    """Ways to compute attention, by shape."""
+    found: dict[str, dict[str, Way]] = {}
+    for shape in shapes:
+        q, k, v = (torch.randn(*shape, requires_grad=True) for _ in "qkv")
+        contestants = gpu_cases.contestants(shape.B, shape.T, "cpu", impl="cpu")
+        found[str(shape)] = {
+            name: Way(lambda run=run, q=q, k=k, v=v: run(q, k, v), (q, k, v))  # type: ignore[misc]
+            for name, run in contestants.items()
+        }
+    return found
+
+
+def vocabulary(N: int = 12_800, V: int = 12_101, D: int = 64) -> dict[str, dict[str, Way]]:
+    """Ways to compute the cross-entropy."""
+    states, weight = (torch.randn(n, D, requires_grad=True) for n in (N, V))
+    ways = gpu_cases.losses(states, weight, torch.randint(V, (N,)), impl="cpu")
+    return {f"{N}x{V}x{D}": {name: Way(run, (states, weight)) for name, run in ways.items()}}
+
+
+def memory(lengths: Sequence[int] = tuple(MEMORY)) -> dict[str, dict[str, Way]]:
+    """The Bayesian layer as a loop and in chunks."""
+    found = {}
+    for T in lengths:
+        case = gpu_cases.memory(*MEMORY[T])
+        x = case.inputs(torch.float32, "cpu")
+        found[str(Shape(*MEMORY[T]))] = {
+            name: Way(lambda impl=impl, case=case, x=x: case.run(x, impl), tuple(x.values()))  # type: ignore[misc]
+            for name, impl in (("loop over tokens", "reference"), ("recbft, in chunks", "chunked"))
+        }
+    return found
+
+
+def time_in_turn(ways: Mapping[str, Way], rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of each way, and their ratio to the first's in the same round; whoever begins changes."""
+    names = list(ways)
+    passes: dict[tuple[str, str], Callable[[], None]] = {}
+    for name, way in ways.items():
+        passes["forward", name], passes["both", name] = _forward(way), _both(way)
+    for run in passes.values():
+        run()
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in passes}
+    for turn in range(rounds):
+        for part in ("forward", "both"):
+            for number in range(len(names)):
+                key = part, names[(number + turn) % len(names)]
+                began = time.perf_counter()
+                passes[key]()
+                seconds[key].append(time.perf_counter() - began)
+    rows = []
+    for name in names:
+        row: dict[str, Any] = {"way": name}
+        for part in ("forward", "both"):
+            own, first = seconds[part, name], seconds[part, names[0]]
+            ratios = [a / b for a, b in zip(own, first, strict=True)]
+            row |= {f"{part}_ms": 1e3 * statistics.median(own), f"{part}_x": statistics.median(ratios)}
+            row[f"{part}_range"] = [min(ratios), max(ratios)]
+        rows.append(row)
+    return rows
+
+
+def _forward(way: Way) -> Callable[[], None]:
+    def run() -> None:
+        with torch.no_grad():
+            way.run()
+
+    return run
+
+
+def _both(way: Way) -> Callable[[], None]:
+    gradients: list[Tensor] = []
+
+    def run() -> None:
+        outputs = way.run()
+        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        if not gradients:
+            gradients.extend(torch.randn_like(output) for output in outputs)
+        torch.autograd.backward(outputs, gradients)
+        for leaf in way.leaves:
+            leaf.grad = None
+
+    return run
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line per way."""
+    lines = []
+    for row in rows:
+        low, high = row["both_range"]
+        times = [f"{row['forward_ms']:,.1f}", f"{row['forward_x']:.2f}", f"{row['both_ms']:,.1f}"]
+        lines.append([row["way"], *times, f"{row['both_x']:.2f}", f"{low:.2f} to {high:.2f}"])
+    return text_table(["way", "forward, ms", "x first", "and backward, ms", "x first", "range"], lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    check_folder_of(options.json)
+    parts = {
+        "attention": lambda: attention([shape_of(text) for text in split_list(options.shapes)]),
+        "vocabulary": vocabulary,
+        "memory": memory,
+    }
+    asked = split_list(options.parts)
+    for name in asked:
+        if name not in parts:
+            raise UserError(f"unknown part {name!r}; {did_you_mean(name, parts)}")
+    for name, number in (("rounds", options.rounds), ("threads", options.threads)):
+        if number is not None and number < 1:
+            raise UserError(f"--{name} is {number}; give a whole number of at least 1")
+    keep_freed_memory()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    made = machine.header(recorded(NAME, arguments))
+    print("\n".join(machine.lines(made)), flush=True)
+    rows: list[dict[str, Any]] = []
+    for name in asked:
+        for shape, ways in parts[name]().items():
+            found = time_in_turn(ways, options.rounds)
+            print(f"\n{name}, {shape}, {options.rounds} rounds\n\n" + table(found), flush=True)
+            rows += [{"part": name, "shape": shape} | row for row in found]
+    if options.json is not None:
+        write_json(options.json, machine.close(made) | {"kernel_speed": rows})
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Time of the CPU paths.")
+    options.add_argument("--parts", default="attention,vocabulary,memory", help="divided by commas")
+    options.add_argument(
+        "--shapes", default="256x2x50x32,128x4x200x64", help="of attention, BxHxTxK, divided by commas"
+    )
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--threads", type=int, help="threads of PyTorch; its own choice unless given")
+    options.add_argument("--json", metavar="FILE", help="write the results here")
+    return options.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    finish(main)
