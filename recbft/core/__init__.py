@@ -23,6 +23,7 @@ from recbft.core.process import (
     predict_precision,
     process_noise,
 )
+from recbft.core.readers import Readers
 from recbft.core.silu import silu_moments, silu_weights
 from recbft.core.statistics import Moments, SiluMoments
 from recbft.core.update import gain_update, gate, kalman_update
@@ -42,6 +43,7 @@ __all__ = [
     "MAX_TOKENS",
     "Belief",
     "Moments",
+    "Readers",
     "SequenceContext",
     "SiluMoments",
     "check_estimator",

@@ -45,6 +45,7 @@ def softmax_moments(
         dropout: probability of dropping a weight of (3); (4) and (5) always use the undropped weights.
         bias: any other bias of (1), finite, (B or 1, H or 1, T, T).
         impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``cpu`` and ``reference`` force one.
+            Fewer queries than keys, as ``core.Readers`` has them, are for the reference.
 
     Returns:
         The moments; a token that may read nothing (padding) gets zeros.
@@ -71,9 +72,10 @@ def softmax_mean(
     log_decay: Tensor | None = None,
     dropout: float = 0.0,
     bias: Tensor | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """Equation (3) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``."""
-    path = paths.choose_mean(q, dropout=dropout)
+    path = paths.choose_mean(impl, q, dropout=dropout)
     mean: Tensor = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias)
     return mean
 

@@ -43,6 +43,7 @@ def silu_moments(
         log_precision: log of each key's scalar precision, (B, T).
         log_decay: log of the recency decay, a scalar, <= 0, multiplied by the lag in positions.
         impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``cpu`` and ``reference`` force one.
+            Fewer queries than keys, as ``core.Readers`` has them, are for the reference.
 
     Raises:
         ValueError: unknown ``impl``, or the forced path cannot serve the call; ``length`` is not positive.

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.core import (
+    Readers,
     SequenceContext,
     check_estimator,
     delta_precision,
@@ -67,6 +68,7 @@ class SoftmaxAttention(nn.Module):
     """
 
     weights = "softmax"  # which estimators are defined: core.ESTIMATORS
+    takes_only = True  # ``forward`` can be asked for some tokens alone
 
     def __init__(
         self,
@@ -105,6 +107,7 @@ class SoftmaxAttention(nn.Module):
         ramp: float = 1.0,
         source: Tensor | None = None,
         bias: Tensor | None = None,
+        only: Tensor | None = None,
     ) -> Observation:
         """Observe every position.
 
@@ -115,8 +118,16 @@ class SoftmaxAttention(nn.Module):
             ramp: w, the warm-up of the precision and recency biases, in [0, 1].
             source: what keys and values are read from, (B, T, D); ``x`` unless given.
             bias: a further bias of the logits, finite, (B or 1, H or 1, T, T).
+            only: tokens, counted through the rows, whose observation is all that is wanted, (N, D); without ``bias``.
         """
-        return self.observe(*self.project(x, source), precision, context, ramp=ramp, bias=bias)
+        if only is None or self._is_written_out(self.estimator):
+            return self.observe(*self.project(x, source), precision, context, ramp=ramp, bias=bias).at(only)
+        assert bias is None
+        readers = Readers.of(only, *x.shape[:2])
+        q, k, v = self.project(readers.take(x), x if source is None else source)
+        return self.observe(q, k, v, precision, readers.context(context), ramp=ramp, impl="reference").of_readers(
+            readers
+        )
 
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a normalised input, (B, T, D) -> (B, H, T, K) each; ``source`` as in ``forward``."""
@@ -134,11 +145,12 @@ class SoftmaxAttention(nn.Module):
         ramp: float = 1.0,
         bias: Tensor | None = None,
         estimate: bool = True,
+        impl: str = "auto",
     ) -> Observation:
         """``forward`` from what ``project`` returns; without ``estimate`` the innovation alone."""
         estimator = self.estimator if estimate else None
         log_decay = self._log_decay(ramp)
-        if self.kriging == "per_dimension" or estimator not in (None, "reml", "reml_naive"):
+        if self._is_written_out(estimator):
             return self._observe_written_out(q, k, v, precision, context, ramp, log_decay, bias, estimator)
         known: dict[str, Any] = {
             "log_precision": None if precision is None else ramp * scalar_log_precision(precision),
@@ -147,14 +159,18 @@ class SoftmaxAttention(nn.Module):
             "bias": bias,
         }
         if estimator is None:
-            return Observation(self._join(softmax_mean(q, k, v, context, **known)), None)
-        if estimator == "reml":
+            return Observation(self._join(softmax_mean(q, k, v, context, **known, impl=impl)), None)
+        if estimator == "reml" and impl == "auto":
             s0, nu = self.prior_variance, self.prior_dof
             mean, found = softmax_reml(q, k, v, context, **known, prior_scale=s0, prior_dof=nu, cap=self.cap)
         else:
-            mean, S, n = softmax_moments(q, k, v, context, **known)
-            found = reml_naive_precision(S, n, cap=self.cap)
+            mean, S, n = softmax_moments(q, k, v, context, **known, impl=impl)
+            found = self._by_residuals(S, n)
         return self._observation(mean, found)
+
+    def _is_written_out(self, estimator: str | None) -> bool:
+        """Whether weights are kept, one by one: for estimators and kriging that need more than S and n."""
+        return self.kriging == "per_dimension" or estimator not in (None, "reml", "reml_naive")
 
     def attention(
         self,

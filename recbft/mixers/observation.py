@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from recbft.core import projected_precision
+from recbft.core import Readers, projected_precision
 
 
 class Observation(NamedTuple):
@@ -14,6 +15,17 @@ class Observation(NamedTuple):
 
     innovation: Tensor  # (B, T, D)
     precision: Tensor | None  # (B, T, D), >= 0; None where the mixer has no estimate
+
+    def at(self, only: Tensor | None) -> Observation:
+        """The evidence about some tokens alone, counted through the rows, (N, D); all of it where ``only`` is None."""
+        return self if only is None else self._each(lambda x: x.flatten(0, 1)[only])
+
+    def of_readers(self, readers: Readers) -> Observation:
+        """The same from what readers observed, (B, R, D) -> (N, D)."""
+        return self._each(readers.wanted)
+
+    def _each(self, share: Callable[[Tensor], Tensor]) -> Observation:
+        return Observation(share(self.innovation), None if self.precision is None else share(self.precision))
 
 
 def projected(observation: Observation, out: nn.Linear | None, *, cap: float) -> Observation:

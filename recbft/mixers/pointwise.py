@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from recbft.core import (
+    Readers,
     SequenceContext,
     check_estimator,
     projected_precision,
@@ -63,6 +64,7 @@ class PointwiseAttention(nn.Module):
     """
 
     weights = "silu"  # which estimators are defined: core.ESTIMATORS
+    takes_only = True  # ``forward`` can be asked for some tokens alone
 
     def __init__(
         self,
@@ -98,7 +100,13 @@ class PointwiseAttention(nn.Module):
             self.decay_logit = nn.Parameter(torch.tensor(math.log(recency_decay / (1 - recency_decay))))
 
     def forward(
-        self, x: Tensor, precision: Tensor | None, context: SequenceContext, *, ramp: float = 1.0
+        self,
+        x: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        only: Tensor | None = None,
     ) -> Observation:
         """Observe every position.
 
@@ -107,13 +115,24 @@ class PointwiseAttention(nn.Module):
             precision: incoming precision, (B, T, D), or None for equal trust in every key.
             context: which token may read which; positions below ``length``.
             ramp: w, the warm-up of the precision and recency biases, in [0, 1].
+            only: tokens, counted through the rows, whose observation is all that is wanted, (N, D).
         """
+        if only is None:
+            return self._observe(x, x, precision, context, ramp, "auto")
+        readers = Readers.of(only, *x.shape[:2])
+        seen = self._observe(readers.take(x), x, precision, readers.context(context), ramp, "reference")
+        return seen.of_readers(readers)
+
+    def _observe(
+        self, x: Tensor, source: Tensor, precision: Tensor | None, context: SequenceContext, ramp: float, impl: str
+    ) -> Observation:
+        """``forward`` of tokens that read others, ``source``."""
         gate = F.silu(self.gate(x))
-        q, k, v = (self._heads(F.silu(part(x))) for part in (self.query, self.key, self.value))
+        q = self._heads(F.silu(self.query(x)))
+        k, v = (self._heads(F.silu(part(source))) for part in (self.key, self.value))
         bias, log_precision, log_decay = self._biases(precision, context, ramp)
-        moments = silu_moments(
-            q, k, v, context, length=self.length, bias=bias, log_precision=log_precision, log_decay=log_decay
-        )
+        known = {"bias": bias, "log_precision": log_precision, "log_decay": log_decay}
+        moments = silu_moments(q, k, v, context, length=self.length, **known, impl=impl)
         innovation = self.norm(_joined(moments.mean)) * gate
         if self.out is not None:
             innovation = self.out(drop(innovation, self.dropout if self.training else 0.0))

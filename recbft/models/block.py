@@ -95,7 +95,7 @@ class Block(nn.Module):
             return Belief(self._plain(belief.mean, context, ramp, only), pick(belief.precision, only))
         lam = self.precision.prior(belief.precision, context)
         x = self.norm_mixer(belief.mean)
-        innovation, precision = (pick(part, only) for part in self.mixer(x, lam, context, ramp=ramp))
+        innovation, precision = self._observe(x, lam, context, ramp, only)
         mean, lam, x = (pick(part, only) for part in (belief.mean, lam, x))
         observation = Observation(self.innovation_dropout(innovation), precision)
         updated = self.update(Belief(mean, lam), observation, x, ramp)
@@ -115,8 +115,8 @@ class Block(nn.Module):
             return self._original(mean, context, ramp, only)
         if self.layer == "post_norm":
             return self._post_norm(mean, context, ramp, only)
-        observed: Tensor = self.mixer(self.norm_mixer(mean), None, context, ramp=ramp).innovation
-        after: Tensor = pick(mean, only) + self.innovation_dropout(pick(observed, only))
+        observed = self._observe(self.norm_mixer(mean), None, context, ramp, only).innovation
+        after: Tensor = pick(mean, only) + self.innovation_dropout(observed)
         if self.moe is not None:
             after = after + self.dropout(self.moe(self.norm_ffn(after), pick(context.valid, only)).output)
         elif self.has_ffn:
@@ -124,17 +124,28 @@ class Block(nn.Module):
         return after
 
     def _post_norm(self, mean: Tensor, context: SequenceContext, ramp: float, only: Tensor | None) -> Tensor:
-        observed = self.mixer(mean, None, context, ramp=ramp).innovation
-        mean = self.norm_mixer(pick(mean, only) + self.dropout(pick(observed, only)))
+        observed = self._observe(mean, None, context, ramp, only).innovation
+        mean = self.norm_mixer(pick(mean, only) + self.dropout(observed))
         after: Tensor = self.norm_ffn(mean + self.dropout(self.outer(self._hidden(mean))))
         return after
 
     def _original(self, mean: Tensor, context: SequenceContext, ramp: float, only: Tensor | None) -> Tensor:
         x = self.norm_mixer(mean)
-        observed = self.mixer(x, None, context, ramp=ramp, source=mean).innovation
-        x = self.norm_ffn(pick(x, only) + self.dropout(pick(observed, only)))
+        observed = self._observe(x, None, context, ramp, only, source=mean).innovation
+        x = self.norm_ffn(pick(x, only) + self.dropout(observed))
         after: Tensor = x + self.dropout(self.outer(self.dropout(self._hidden(x))))
         return after
+
+    def _observe(
+        self, x: Tensor, lam: Tensor | None, context: SequenceContext, ramp: float, only: Tensor | None, **more: Tensor
+    ) -> Observation:
+        """What the mixer observes, of the tokens ``only`` if that is all that is wanted."""
+        observed: Observation
+        if only is not None and getattr(self.mixer, "takes_only", False):
+            observed = self.mixer(x, lam, context, ramp=ramp, only=only, **more)
+            return observed
+        observed = self.mixer(x, lam, context, ramp=ramp, **more)
+        return observed.at(only)
 
     def _hidden(self, x: Tensor) -> Tensor:
         a = self.inner(x)

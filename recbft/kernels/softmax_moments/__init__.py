@@ -49,6 +49,6 @@ def choose(impl: str, q: Tensor, *, dropout: float) -> Callable[..., Any]:
     return dispatch.choose(impl, PATHS, q, dropout=dropout)
 
 
-def choose_mean(q: Tensor, *, dropout: float) -> Callable[..., Any]:
+def choose_mean(impl: str, q: Tensor, *, dropout: float) -> Callable[..., Any]:
     """The path for the mean alone."""
-    return dispatch.choose("auto", MEAN_PATHS, q, dropout=dropout)
+    return dispatch.choose(impl, MEAN_PATHS, q, dropout=dropout)

@@ -1,0 +1,89 @@
+"""Some tokens read while all may be read: what the last layer needs in evaluation, one token of each history.
+
+The wanted tokens of a row stand side by side, in as many places as the fullest row has; a row with fewer fills its
+places with its first token, whose reading nobody takes.
+
+Shapes: B rows, T tokens, R places of a row, N wanted tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from recbft.core.belief import SequenceContext
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Where the wanted tokens stand.
+
+    Args:
+        column: (B, R) integers, the token in each place of a row.
+        place: (N,) integers, the place of each wanted token, counted through the rows.
+    """
+
+    column: Tensor
+    place: Tensor
+
+    @classmethod
+    def of(cls, only: Tensor, B: int, T: int) -> Readers:
+        """Places for tokens that are counted through the rows, ``row * T + column``, (N,), in any order."""
+        row = torch.div(only, T, rounding_mode="floor")
+        count = torch.bincount(row, minlength=B)
+        order = torch.argsort(row, stable=True)
+        before = torch.empty_like(row)  # wanted tokens of the same row that come earlier
+        before[order] = torch.arange(len(only), device=only.device) - (count.cumsum(0) - count)[row[order]]
+        R = max(1, int(count.max()))
+        column = only.new_zeros(B, R)
+        column[row, before] = only % T
+        return cls(column, row * R + before)
+
+    def take(self, x: Tensor) -> Tensor:
+        """The readers' share of what all tokens have: (B, T, D) -> (B, R, D)."""
+        return x.gather(1, self.column[..., None].expand(-1, -1, x.shape[-1]))
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """The wanted tokens' share of what the readers have: (B, R, D) -> (N, D)."""
+        return x.flatten(0, 1)[self.place]
+
+    def context(self, whole: SequenceContext) -> SequenceContext:
+        """Who may read whom: what is (B, T, T) of a context is (B, R, T) of this one."""
+        return _ReadBySome(
+            whole.segment, whole.position, whole.time, whole.causal, whole.query_time, whole, self.column
+        )
+
+
+@dataclass(frozen=True)
+class _ReadBySome(SequenceContext):
+    whole: SequenceContext | None = None
+    column: Tensor | None = None
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        return self._rows(self._whole.allowed)
+
+    @cached_property
+    def lag(self) -> Tensor:
+        assert self.column is not None
+        return (self.position.gather(1, self.column)[:, :, None] - self.position[:, None, :]).abs()
+
+    @cached_property
+    def log_elapsed(self) -> Tensor:
+        return self._rows(self._whole.log_elapsed)
+
+    @cached_property
+    def first(self) -> Tensor:
+        return self._whole.first  # of keys, of which there are as many as ever
+
+    @property
+    def _whole(self) -> SequenceContext:
+        assert self.whole is not None
+        return self.whole
+
+    def _rows(self, pairs: Tensor) -> Tensor:
+        assert self.column is not None
+        return pairs.take_along_dim(self.column[..., None], dim=1)
