@@ -53,6 +53,13 @@ def check_folder_of(file: str | Path | None) -> None:
         raise UserError(f"--json {file}: folder {Path(file).parent} does not exist; create it or name another")
 
 
+def count(text: str) -> int:
+    """The number of an option that says how many, as argparse takes it."""
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"is {text}; give a whole number of at least 1")
+    return int(text)
+
+
 def parse_shares(text: str, *, or_none: bool = False) -> list[float]:
     """The numbers of ``--shares``, below 1 and above 0, or with ``or_none`` at least 0."""
     try:

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks import gpu_cases
-from benchmarks.command import finish
+from benchmarks.command import count, finish
 from recbft.errors import UserError
 from recbft.kernels import dispatch
 
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument(
         "--capability", type=int, default=90, metavar="N", help="of the GPU compiled for; 90 is Hopper"
     )
-    options.add_argument("--widths", type=int, nargs="+", default=[32, 64], metavar="K", help="of a head")
+    options.add_argument("--widths", type=count, nargs="+", default=[32, 64], metavar="K", help="of a head")
     options.add_argument("--only", default="", metavar="TEXT", help="mechanisms whose name holds this")
     chosen = options.parse_args(arguments)
     if dispatch.interpreted():

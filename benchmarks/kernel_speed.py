@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_cases, machine
-from benchmarks.command import check_folder_of, finish, recorded
+from benchmarks.command import check_folder_of, count, finish, recorded
 from benchmarks.mixer_speed import Shape, shape_of
 from recbft.allocator import keep_freed_memory
 from recbft.errors import UserError, did_you_mean
@@ -150,9 +150,6 @@ def main(arguments: Sequence[str]) -> int:
     for name in asked:
         if name not in parts:
             raise UserError(f"unknown part {name!r}; {did_you_mean(name, parts)}")
-    for name, number in (("rounds", options.rounds), ("threads", options.threads)):
-        if number is not None and number < 1:
-            raise UserError(f"--{name} is {number}; give a whole number of at least 1")
     keep_freed_memory()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -176,8 +173,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.add_argument(
         "--shapes", default="256x2x50x32,128x4x200x64", help="of attention, BxHxTxK, divided by commas"
     )
-    options.add_argument("--rounds", type=int, default=9)
-    options.add_argument("--threads", type=int, help="threads of PyTorch; its own choice unless given")
+    options.add_argument("--rounds", type=count, default=9)
+    options.add_argument("--threads", type=count, help="threads of PyTorch; its own choice unless given")
     options.add_argument("--json", metavar="FILE", help="write the results here")
     return options.parse_args(arguments)
 

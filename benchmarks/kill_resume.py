@@ -26,8 +26,8 @@ import pandas as pd
 import torch
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, parser, recorded
-from recbft.errors import RunError, UserError
+from benchmarks.command import check_folder_of, count, finish, parser, recorded
+from recbft.errors import RunError
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
 from recbft.run_config import RunConfig, load_run_config
@@ -166,8 +166,6 @@ def kill_and_compare(
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     check_folder_of(options.json)
-    if options.kills < 1:
-        raise UserError(f"--kills is {options.kills}; give a whole number of at least 1")
     settings = [*DEFAULTS, *options.settings]
     config = load_run_config(
         None, settings, model=options.model, arm=options.arm, dataset=options.dataset, data_root=options.data_root
@@ -292,7 +290,7 @@ def _options(arguments: Sequence[str]) -> Any:
         NAME, "Kill training at random moments, resume, compare with a run left in peace.", dataset="synthetic"
     )
     options.add_argument("--arm", default="bft")
-    options.add_argument("--kills", type=int, default=20, metavar="N")
+    options.add_argument("--kills", type=count, default=20, metavar="N")
     options.add_argument("--seed", type=int, default=0, help="decides the moments")
     options.add_argument("--json", metavar="FILE", help="write the results here")
     return options.parse_args(arguments)

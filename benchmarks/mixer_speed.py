@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, recorded
+from benchmarks.command import check_folder_of, count, finish, recorded
 from recbft.config import from_dict
 from recbft.config_file import parse_setting
 from recbft.core import SequenceContext
@@ -224,7 +224,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Time and memory of the mixers.")
     options.add_argument("--mixers", default="all", help="names, or NAME[key=value,..], divided by commas")
     options.add_argument("--shapes", default="256x2x50x32", help="BxHxTxK, divided by commas")
-    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--rounds", type=count, default=7)
     options.add_argument("--json", metavar="FILE", help="write the results here")
     options.add_argument("--memory-of", help=argparse.SUPPRESS)
     return options.parse_args(arguments)

@@ -28,7 +28,7 @@ import torch
 
 import recbft.recbole  # noqa: F401  RecBole on this Python
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, parser, recorded
+from benchmarks.command import check_folder_of, count, finish, parser, recorded
 from recbft.datasets import Dataset
 from recbft.datasets.atomic import save_atomic
 from recbft.errors import RunError, UserError
@@ -147,10 +147,12 @@ def compare(shipped: Course, quiet: Course, ours: Sequence[Course]) -> tuple[lis
 def main(arguments: Sequence[str]) -> int:
     options = parser(NAME, __doc__.split("\n", 1)[0], dataset="ml-100k")
     options.add_argument("--arms", default="published,matched,bft", help="of recbft's SASRec")
-    options.add_argument("--epochs", type=int, default=300, help="most epochs of each")
-    options.add_argument("--recbole-epochs", type=int, help="most epochs of RecBole, where it shall have fewer")
-    options.add_argument("--shipped-epochs", type=int, default=2, help="epochs of RecBole as shipped")
-    options.add_argument("--patience", type=int, default=10, help="validations without improvement that end a training")
+    options.add_argument("--epochs", type=count, default=300, help="most epochs of each")
+    options.add_argument("--recbole-epochs", type=count, help="most epochs of RecBole, where it shall have fewer")
+    options.add_argument("--shipped-epochs", type=count, default=2, help="epochs of RecBole as shipped")
+    options.add_argument(
+        "--patience", type=count, default=10, help="validations without improvement that end a training"
+    )
     options.add_argument("--json", metavar="FILE")
     given = options.parse_args(arguments)
     check_folder_of(given.json)

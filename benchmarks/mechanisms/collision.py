@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, recorded
+from benchmarks.command import check_folder_of, count, finish, recorded
 from benchmarks.mechanisms.published import Figure, figure_table
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
 from recbft.experiments.lists import parse_seeds
@@ -181,8 +181,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Controlled collision recall.")
     options.add_argument("--learned", action="store_true", help="train the five memories of the paper")
     options.add_argument("--seeds", default="0", help="of --learned; the paper has three")
-    options.add_argument("--steps", type=int, default=200, help="of --learned; the paper's are 2,500")
-    options.add_argument("--batch-size", type=int, default=32, help="of --learned; the paper's is 256")
+    options.add_argument("--steps", type=count, default=200, help="of --learned; the paper's are 2,500")
+    options.add_argument("--batch-size", type=count, default=32, help="of --learned; the paper's is 256")
     options.add_argument("--learning-rate", type=float, default=2e-3, help="of --learned; the paper's is 3e-4")
     options.add_argument("--json", metavar="FILE", help="write the results here")
     return options.parse_args(arguments)

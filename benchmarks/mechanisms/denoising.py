@@ -32,9 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, recorded
+from benchmarks.command import check_folder_of, count, finish, recorded
 from recbft.core import SequenceContext
-from recbft.errors import UserError
 from recbft.experiments.lists import parse_seeds
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
@@ -194,8 +193,6 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     check_folder_of(options.json)
     seeds = parse_seeds(options.seeds or ("0-9" if options.full else "0-2"))
-    if options.threads < 1:
-        raise UserError(f"--threads is {options.threads}; give a whole number of at least 1")
     torch.set_num_threads(options.threads)
     cases = [case for case in CASES if case.brief or options.full]
     header = machine.header(recorded(NAME, arguments))
@@ -214,7 +211,7 @@ def _options(arguments: Sequence[str]) -> Any:
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Pattern denoising by rounds.")
     made.add_argument("--full", action="store_true", help="all rounds and gates, ten seeds")
     made.add_argument("--seeds", help="such as 0-9 or 0,1,5-7")
-    made.add_argument("--threads", type=int, default=1, metavar="N")
+    made.add_argument("--threads", type=count, default=1, metavar="N")
     made.add_argument("--json", metavar="FILE", help="write the results here")
     return made.parse_args(arguments)
 

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, recorded
+from benchmarks.command import check_folder_of, count, finish, recorded
 from recbft.datasets import Dataset, SyntheticConfig, View, synthetic_dataset
 from recbft.errors import UserError
 from recbft.evaluation.calibration import predicted
@@ -181,7 +181,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
     options.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     options.add_argument("--mixers", default=",".join(MIXERS))
-    options.add_argument("--trained", type=int, default=50, metavar="N", help="events that are read in training")
+    options.add_argument("--trained", type=count, default=50, metavar="N", help="events that are read in training")
     options.add_argument("--lengths", default="50,100,200", help="events that are read afterwards")
     options.add_argument("--seeds", default="0")
     options.add_argument("--json", metavar="FILE", help="write the results here")

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, recorded
+from benchmarks.command import check_folder_of, count, finish, recorded
 from recbft.core import SequenceContext
 from recbft.errors import RunError, UserError, did_you_mean
 from recbft.experiments.lists import parse_seeds, split_list
@@ -274,8 +274,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--tasks", default=",".join(TASKS))
     options.add_argument("--mixers", default="attention,bayesian,gated_deltanet,mamba2")
     options.add_argument("--seeds", default="0")
-    options.add_argument("--steps", type=int, help="unless given, what the size has")
-    options.add_argument("--batch-size", type=int, help="likewise")
+    options.add_argument("--steps", type=count, help="unless given, what the size has")
+    options.add_argument("--batch-size", type=count, help="likewise")
     options.add_argument(
         "--learning-rates", metavar="RATE,...", help="likewise; the best of them counts, as in Zoology"
     )

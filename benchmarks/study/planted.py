@@ -28,7 +28,7 @@ from scipy import stats
 from torch import Tensor
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, parse_shares, recorded
+from benchmarks.command import check_folder_of, count, finish, parse_shares, recorded
 from recbft.datasets import Dataset, SyntheticConfig
 from recbft.datasets.synth import generate
 from recbft.evaluation.evaluate import evaluate
@@ -180,7 +180,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--baseline", default="matched+recency", metavar="ARM")
     options.add_argument("--shares", default="0,0.3,0.6", help="of the items or users that are unreliable")
     options.add_argument("--seeds", default="0-4")
-    options.add_argument("--users", type=int, default=2000)
+    options.add_argument("--users", type=count, default=2000)
     options.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     options.add_argument("--json", metavar="FILE", help="write the results here")
     return options.parse_args(arguments)

@@ -49,8 +49,6 @@ def test_the_command_prints_ratios_to_the_first_way(tmp_path, capsys):
     [
         (["--parts", "atention"], "unknown part 'atention'; did you mean 'attention'"),
         (["--parts", "attention", "--shapes", "3x4"], "shape '3x4' is not BxHxTxK"),
-        (["--rounds", "0"], "--rounds is 0; give a whole number of at least 1"),
-        (["--threads", "0"], "--threads is 0; give a whole number of at least 1"),
         (["--json", "nowhere/a.json"], "folder nowhere does not exist"),
     ],
 )

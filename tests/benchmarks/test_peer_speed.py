@@ -58,7 +58,6 @@ def test_metrics_are_of_the_first_ten_places():
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        (["--library", "replay", "--epochs", "0"], "--epochs is 0"),
         (["--library", "replay", "--set", "dropout=0.1"], "not for this command"),
         (["--library", "replay", "--model", "hstu"], "not for this command"),
     ],

@@ -69,7 +69,6 @@ def test_the_profile_names_operators(small, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--repeats", "0"], "--repeats is 0; give a whole number of at least 1"),
         (["--json", "no/such/folder/x.json"], "no/such/folder does not exist; create it"),
         (["--model", "pop", "--arms", "published"], "has no effect|unknown key"),
     ],
