@@ -39,7 +39,7 @@ from recbft.training.checkpoint import TrainState
 from recbft.training.loop import fit
 from recbft.training.optimiser import make_optimizer
 from recbft.training.progress import Silent
-from recbft.training.session import build_model, training_batches
+from recbft.training.run_parts import build_model, training_batches
 
 NAME = "train_speed"
 WARM_UP_STEPS = 3

@@ -33,6 +33,7 @@ from recbft.training.bundle import load_trained
 from recbft.training.checkpoint import check_vocabulary, load_state, vocabulary_hash
 from recbft.training.progress import Progress
 from recbft.training.run_folder import RunFolder
+from recbft.training.run_parts import run_protocol
 
 __all__ = ["Dataset", "Recommender"]
 
@@ -172,7 +173,7 @@ class Recommender:
         return {
             "mechanism": mechanism(model, dataset, part, users=rows, planted=planted, memory_mb=memory_mb),  # type: ignore[arg-type]
             "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),  # type: ignore[arg-type]
-            "protocol": {**session.run_protocol(self.config, dataset, model), "part": part, "filter_seen": False},
+            "protocol": {**run_protocol(self.config, dataset, model), "part": part, "filter_seen": False},
         }
 
     def save(self, path: str | Path) -> None:

@@ -41,7 +41,8 @@ from recbft.files import write_json
 from recbft.models.backbone import Backbone
 from recbft.run_config import RunConfig
 from recbft.training.progress import Silent
-from recbft.training.session import begin, run_settings
+from recbft.training.run_settings import run_settings
+from recbft.training.session import begin
 
 NAME = "study.planted"
 UNRELIABLE = 0.2

@@ -27,7 +27,7 @@ from recbft.run_config import RunConfig, load_run_config
 from recbft.training import checkpoint
 from recbft.training.bundle import load_trained, write_vocabulary
 from recbft.training.run_folder import RunFolder, environment
-from recbft.training.session import build_model, new_state, run_protocol
+from recbft.training.run_parts import build_model, new_state, run_protocol
 
 
 def recbole_settings(run: str | Path) -> dict[str, Any]:

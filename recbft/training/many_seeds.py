@@ -35,7 +35,9 @@ from recbft.training.optimiser import make_optimizer, warmup_ramp
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
-from recbft.training.session import Session, begin, build_model, go_on, run_settings
+from recbft.training.run_parts import build_model
+from recbft.training.run_settings import run_settings
+from recbft.training.session import Session, begin, go_on
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
 

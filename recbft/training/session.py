@@ -6,36 +6,33 @@ initial weights and dropout come from its seed, and the caller's random state is
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from recbft.config import to_dict
-from recbft.datasets import Dataset, leave_one_out
+from recbft.datasets import Dataset
 from recbft.datasets.batches import EpochBatches
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import Evaluation, Part, evaluate
-from recbft.evaluation.protocol import config_hash, protocol
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import checkpoint, tensorboard
 from recbft.training.bundle import write_vocabulary
-from recbft.training.checkpoint import TrainState, vocabulary_hash
-from recbft.training.config import TrainingConfig
+from recbft.training.checkpoint import TrainState
 from recbft.training.controllers import CROSS_ENTROPY, make_controllers, validation_cross_entropy
 from recbft.training.loop import Row, fit, moment_of
 from recbft.training.optimiser import make_optimizer
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder, environment
+from recbft.training.run_parts import build_model, new_state, run_protocol, training_batches
+from recbft.training.run_settings import rng_state, run_settings, set_rng_state
 
 
 def run_name(config: RunConfig, dataset_name: str) -> str:
@@ -160,65 +157,6 @@ def go_on(
     return session
 
 
-def build_model(config: RunConfig, dataset: Dataset) -> nn.Module:
-    """The untrained model of a run."""
-    counts = torch.from_numpy(np.asarray(dataset.training_counts))
-    model = config.build(counts)
-    # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.
-    torch.manual_seed(config.seed)
-    return model
-
-
-def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None:
-    """What the model is trained on; None where it is not trained."""
-    make = MODELS[config.model].batches
-    if make is None:
-        return None
-    if config.reads_times is not None and dataset.times is None:
-        raise UserError(
-            f"{config.reads_times} is true, but data set {dataset.name!r} has no real times; "
-            f"set {config.reads_times}: false, or give data with a time column"
-        )
-    split = leave_one_out(dataset)
-    batches = make(
-        config.backbone,
-        dataset.items,
-        split.training_start,
-        split.training_stop,
-        num_items=dataset.num_items,
-        batch_size=config.training.batch_size,
-        seed=config.seed,
-        times=dataset.times,
-    )
-    if batches.num_batches == 0:
-        raise UserError(
-            f"data set {dataset.name!r} has nothing to learn from: no user has 4 events "
-            "(two to train, one to validate, one to test)"
-        )
-    if config.training.batch_targets is not None:
-        batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_tokens))
-    return batches
-
-
-def run_protocol(config: RunConfig, dataset: Dataset, model: Any) -> dict[str, Any]:
-    """What ``protocol.json`` holds: how the run's test metrics are made."""
-    return protocol(
-        dataset,
-        part="test",
-        filter_seen=config.evaluation.filter_seen,
-        max_length=model.max_length,
-        seed=config.seed,
-        config=to_dict(config),
-        target_time=_target_time(model),
-    )
-
-
-def _target_time(model: Any) -> str:
-    if not getattr(model, "reads_times", False):
-        return "no times are read"
-    return "shown" if model.shows_target_time else "not shown"
-
-
 class Session:
     """A run in progress; its random state is that of ``generator``."""
 
@@ -251,7 +189,7 @@ class Session:
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded.optimizer_state)
         self.controllers.load_state_dict(loaded.controllers_state)
-        _set_rng_state(self.generator, loaded.rng_state)
+        set_rng_state(self.generator, loaded.rng_state)
         self.rows = self.run.read_history(up_to_epoch=self.state.epoch)
 
     def finish(self) -> RunFolder:
@@ -343,7 +281,7 @@ class Session:
             self.run.checkpoint,
             model_state=self.model.state_dict(),
             optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
-            rng_state=_rng_state(self.generator),
+            rng_state=rng_state(self.generator),
             controllers_state=self.controllers.state_dict(),
             state=self.state,
             best_model_state=best,
@@ -365,19 +303,6 @@ class Session:
         self.run.finish(metrics, test.per_user)
 
 
-def new_state(config: RunConfig, dataset: Dataset) -> TrainState:
-    """Where a run of this config on this data begins."""
-    return TrainState(
-        epoch=0,
-        step=0,
-        seed=config.seed,
-        dataset=dataset.name,
-        content_hash=dataset.content_hash,
-        vocabulary_hash=vocabulary_hash(dataset.item_ids),
-        config_hash=config_hash(to_dict(config)),
-    )
-
-
 def _check(saved: TrainState, now: TrainState, run: RunFolder) -> None:
     """Refuse to resume with other data or another config."""
     checkpoint.check_dataset(
@@ -391,45 +316,3 @@ def _check(saved: TrainState, now: TrainState, run: RunFolder) -> None:
         raise UserError(
             f"{run.config_file} was changed since {run.checkpoint} was saved; put it back, or train a new run with it"
         )
-
-
-@contextlib.contextmanager
-def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
-    """Device, threads, determinism and random state of a run; all put back afterwards."""
-    device = _device(config.device)
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            if config.threads is not None:
-                torch.set_num_threads(config.threads)
-            if config.deterministic:
-                torch.use_deterministic_algorithms(True)
-            yield device
-        finally:
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"device is {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto"
-        )
-    return device
-
-
-def _rng_state(generator: torch.Generator) -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": generator.get_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(generator: torch.Generator, state: dict[str, Any]) -> None:
-    generator.set_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -11,7 +11,7 @@ import torch
 from benchmarks.study import choose, corrupted, ledger, planted
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.errors import UserError
-from recbft.training.session import build_model
+from recbft.training.run_parts import build_model
 
 ARMS = "matched,matched[backbone.n_heads=1]"
 SHORT = ["--users", "60", "--set", "epochs=1", "--set", "hidden_size=8"]  # of planted histories

@@ -15,7 +15,7 @@ from recbft.kernels.full_precision import autocast_device, in_full_precision
 from recbft.mixers import MIXERS
 from recbft.models import MODELS
 from recbft.run_config import load_run_config
-from recbft.training import session
+from recbft.training import run_parts, session
 from recbft.training.autocast import autocast
 from recbft.training.many_seeds import train_seeds
 
@@ -57,8 +57,8 @@ def settings_for(arm, mixer):
 @pytest.mark.parametrize(("model", "arm", "mixer"), MADE, ids=lambda value: str(value))
 def test_a_step_in_half_precision_is_nearly_the_step(model, arm, mixer, dataset):
     config = load_run_config(model=model, arm=arm, **SMALL, **settings_for(arm, mixer))
-    made = session.build_model(config, dataset)
-    batch = next(iter(session.training_batches(config, dataset).epoch(0)))
+    made = run_parts.build_model(config, dataset)
+    batch = next(iter(run_parts.training_batches(config, dataset).epoch(0)))
     (loss, gradient), (half, near) = learned(made, batch, None), learned(made, batch, "bf16")
     assert half.dtype == torch.float32 and near.dtype == torch.float32
     assert float(half) == pytest.approx(float(loss), rel=1e-3)

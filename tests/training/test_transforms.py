@@ -14,7 +14,7 @@ from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.mixers import MIXERS
 from recbft.models import MODELS
 from recbft.run_config import load_run_config
-from recbft.training import session
+from recbft.training import run_parts
 
 MADE = [
     (model, arm, mixer)
@@ -58,8 +58,8 @@ def models_of(dataset, model, arm, mixer, **core):
         without = mixer is not None and MIXERS[mixer].precision == "none"
         own["core"] = {"jacobian": "exact"} | ({"update": "residual"} if without else {}) | core
     config = load_run_config(model=model, arm=arm, **SMALL, **own)
-    batch = next(iter(session.training_batches(config, dataset).epoch(0)))
-    return [Loss(session.build_model(replace(config, seed=seed), dataset)) for seed in (0, 1)], batch
+    batch = next(iter(run_parts.training_batches(config, dataset).epoch(0)))
+    return [Loss(run_parts.build_model(replace(config, seed=seed), dataset)) for seed in (0, 1)], batch
 
 
 def stacked_gradients(losses, batch):

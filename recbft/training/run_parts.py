@@ -1,0 +1,90 @@
+"""What a run is made of: its untrained model, its batches, the state it begins in, and the protocol it is judged by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from recbft.config import to_dict
+from recbft.datasets import Dataset, leave_one_out
+from recbft.datasets.batches import EpochBatches
+from recbft.errors import UserError
+from recbft.evaluation.protocol import config_hash, protocol
+from recbft.models import MODELS
+from recbft.run_config import RunConfig
+from recbft.training.checkpoint import TrainState, vocabulary_hash
+
+
+def build_model(config: RunConfig, dataset: Dataset) -> nn.Module:
+    """The untrained model of a run."""
+    counts = torch.from_numpy(np.asarray(dataset.training_counts))
+    model = config.build(counts)
+    # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.
+    torch.manual_seed(config.seed)
+    return model
+
+
+def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None:
+    """What the model is trained on; None where it is not trained."""
+    make = MODELS[config.model].batches
+    if make is None:
+        return None
+    if config.reads_times is not None and dataset.times is None:
+        raise UserError(
+            f"{config.reads_times} is true, but data set {dataset.name!r} has no real times; "
+            f"set {config.reads_times}: false, or give data with a time column"
+        )
+    split = leave_one_out(dataset)
+    batches = make(
+        config.backbone,
+        dataset.items,
+        split.training_start,
+        split.training_stop,
+        num_items=dataset.num_items,
+        batch_size=config.training.batch_size,
+        seed=config.seed,
+        times=dataset.times,
+    )
+    if batches.num_batches == 0:
+        raise UserError(
+            f"data set {dataset.name!r} has nothing to learn from: no user has 4 events "
+            "(two to train, one to validate, one to test)"
+        )
+    if config.training.batch_targets is not None:
+        batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_tokens))
+    return batches
+
+
+def run_protocol(config: RunConfig, dataset: Dataset, model: Any) -> dict[str, Any]:
+    """What ``protocol.json`` holds: how the run's test metrics are made."""
+    return protocol(
+        dataset,
+        part="test",
+        filter_seen=config.evaluation.filter_seen,
+        max_length=model.max_length,
+        seed=config.seed,
+        config=to_dict(config),
+        target_time=_target_time(model),
+    )
+
+
+def _target_time(model: Any) -> str:
+    if not getattr(model, "reads_times", False):
+        return "no times are read"
+    return "shown" if model.shows_target_time else "not shown"
+
+
+def new_state(config: RunConfig, dataset: Dataset) -> TrainState:
+    """Where a run of this config on this data begins."""
+    return TrainState(
+        epoch=0,
+        step=0,
+        seed=config.seed,
+        dataset=dataset.name,
+        content_hash=dataset.content_hash,
+        vocabulary_hash=vocabulary_hash(dataset.item_ids),
+        config_hash=config_hash(to_dict(config)),
+    )

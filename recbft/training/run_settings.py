@@ -1,0 +1,56 @@
+"""What surrounds a run: device, threads, determinism and random state, set for it and put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from recbft.errors import UserError
+from recbft.training.config import TrainingConfig
+
+
+@contextlib.contextmanager
+def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
+    """Device, threads, determinism and random state of a run; all put back afterwards."""
+    device = _device(config.device)
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            if config.threads is not None:
+                torch.set_num_threads(config.threads)
+            if config.deterministic:
+                torch.use_deterministic_algorithms(True)
+            yield device
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device is {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto"
+        )
+    return device
+
+
+def rng_state(generator: torch.Generator) -> dict[str, Any]:
+    """The random state of a run: of what dropout is drawn from and, where there is one in use, of the GPU."""
+    state: dict[str, Any] = {"cpu": generator.get_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(generator: torch.Generator, state: dict[str, Any]) -> None:
+    """Take up what ``rng_state`` gave."""
+    generator.set_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
