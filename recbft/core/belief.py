@@ -75,10 +75,14 @@ class SequenceContext:
     @cached_property
     def first(self) -> Tensor:
         """(B, T) integers, the column of the earliest token of each token's segment; its own column for padding."""
-        same = self.segment[:, :, None] == self.segment[:, None, :]
-        latest = self.position.amax() + 1
-        earliest = torch.where(same, self.position[:, None, :], latest).argmin(dim=-1)
-        own = torch.arange(self.segment.shape[1], device=self.segment.device)
+        early = self.position.argsort(dim=1)
+        order = early.gather(1, self.segment.gather(1, early).argsort(dim=1, stable=True))  # by segment, then position
+        segment = self.segment.gather(1, order)
+        begins = torch.ones_like(self.valid)
+        begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
+        own = torch.arange(segment.shape[1], device=segment.device)
+        start = torch.where(begins, own, 0).cummax(dim=1).values
+        earliest = torch.empty_like(order).scatter(1, order, order.gather(1, start))
         return torch.where(self.valid, earliest, own)
 
     @cached_property
