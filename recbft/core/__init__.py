@@ -24,7 +24,7 @@ from recbft.core.process import (
     process_noise,
 )
 from recbft.core.readers import Readers
-from recbft.core.silu import silu_moments, silu_weights
+from recbft.core.silu import silu_mean, silu_moments, silu_weights
 from recbft.core.statistics import Moments, SiluMoments
 from recbft.core.update import gain_update, gate, kalman_update
 from recbft.core.weights import (
@@ -74,6 +74,7 @@ __all__ = [
     "residual_variance",
     "sandwich_precision",
     "scalar_log_precision",
+    "silu_mean",
     "silu_moments",
     "silu_weights",
     "softmax_mean",

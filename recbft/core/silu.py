@@ -48,11 +48,29 @@ def silu_moments(
     Raises:
         ValueError: unknown ``impl``, or the forced path cannot serve the call; ``length`` is not positive.
     """
-    if length <= 0:
-        raise ValueError(f"length is {length}; give the constant that divides the weights, > 0")
+    _check_length(length)
     total = _total_bias(q, context, bias, log_precision, log_decay)
     sums: SiluMoments = paths.choose(impl, q)(q, k, v, context, length=length, bias=total)
     return sums
+
+
+def silu_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    length: int,
+    bias: Tensor | None = None,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """The first sum of (3) alone, for layers that keep no precision: the same as ``silu_moments(...).mean``."""
+    _check_length(length)
+    total = _total_bias(q, context, bias, log_precision, log_decay)
+    mean: Tensor = paths.choose_mean(impl, q)(q, k, v, context, length=length, bias=total)
+    return mean
 
 
 def silu_weights(
@@ -68,6 +86,11 @@ def silu_weights(
     """The weights of (2) written out, (B, H, T, T), 0 where a token may not read; arguments as above."""
     total = _total_bias(q, context, bias, log_precision, log_decay)
     return reference.silu_weights(q, k, context, length=length, bias=total)
+
+
+def _check_length(length: int) -> None:
+    if length <= 0:
+        raise ValueError(f"length is {length}; give the constant that divides the weights, > 0")
 
 
 def _total_bias(

@@ -31,6 +31,7 @@ from recbft.core import (
     projected_precision,
     sandwich_precision,
     scalar_log_precision,
+    silu_mean,
     silu_moments,
     silu_weights,
 )
@@ -132,16 +133,23 @@ class PointwiseAttention(nn.Module):
         k, v = (self._heads(F.silu(part(source))) for part in (self.key, self.value))
         bias, log_precision, log_decay = self._biases(precision, context, ramp)
         known = {"bias": bias, "log_precision": log_precision, "log_decay": log_decay}
-        moments = silu_moments(q, k, v, context, length=self.length, **known, impl=impl)
-        innovation = self.norm(_joined(moments.mean)) * gate
-        if self.out is not None:
-            innovation = self.out(drop(innovation, self.dropout if self.training else 0.0))
         if self.estimator is None:
-            return Observation(innovation, None)
+            mean = silu_mean(q, k, v, context, length=self.length, **known, impl=impl)
+            return Observation(self._innovation(mean, gate), None)
+        moments = silu_moments(q, k, v, context, length=self.length, **known, impl=impl)
+        innovation = self._innovation(moments.mean, gate)
         found = _joined(sandwich_precision(moments, cap=self.cap, centre=self.centre))
         return Observation(
             innovation, found if self.out is None else projected_precision(found, self.out.weight, cap=self.cap)
         )
+
+    def _innovation(self, mean: Tensor, gate: Tensor) -> Tensor:
+        """Equation (4)."""
+        gated: Tensor = self.norm(_joined(mean)) * gate
+        if self.out is None:
+            return gated
+        projected: Tensor = self.out(drop(gated, self.dropout if self.training else 0.0))
+        return projected
 
     def attention(self, x: Tensor, precision: Tensor | None, context: SequenceContext, *, ramp: float = 1.0) -> Tensor:
         """The weights behind ``forward``, (B, H, T, T); of any sign, and they need not sum to one."""

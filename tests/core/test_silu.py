@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from recbft.core import SequenceContext, SiluMoments, sandwich_precision, silu_moments, silu_weights
+from recbft.core import SequenceContext, SiluMoments, sandwich_precision, silu_mean, silu_moments, silu_weights
 from recbft.kernels.silu_moments import PATHS
 
 IMPLS = sorted(name for name, path in PATHS.items() if path.device != "cuda")  # in float64
@@ -81,6 +81,18 @@ def test_each_path_passes_gradcheck(impl):
     assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mean_alone_is_that_of_the_moments_with_its_gradients(impl, seed):
+    inputs = [x.requires_grad_() for x in inputs_of(seed)]
+    q, k, v, bias, log_precision, log_decay = inputs
+    known = {"length": 5, "bias": bias, "log_precision": log_precision, "log_decay": log_decay, "impl": impl}
+    alone, among = silu_mean(q, k, v, CONTEXT, **known), silu_moments(q, k, v, CONTEXT, **known).mean
+    torch.testing.assert_close(alone, among)
+    for found, expected in zip(*(torch.autograd.grad(x.sin().sum(), inputs) for x in (alone, among)), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_token_that_may_read_nothing_gets_zeros():
     q, k, v, *_ = inputs_of(1)
     for total in silu_moments(q, k, v, CONTEXT, length=50):
@@ -123,6 +135,8 @@ def test_wrong_arguments_are_refused_with_the_choices():
         silu_moments(q, k, v, CONTEXT, length=0)
     with pytest.raises(ValueError, match="unknown impl 'gpu'; choose one of auto, cpu, reference"):
         silu_moments(q, k, v, CONTEXT, length=1, impl="gpu")
+    with pytest.raises(ValueError, match="length is 0"):
+        silu_mean(q, k, v, CONTEXT, length=0)
     with pytest.raises(ValueError, match="centre is 'mean'; choose root or innovation"):
         sandwich_precision(silu_moments(q, k, v, CONTEXT, length=1), centre="mean")
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from recbft.core import SequenceContext, SiluMoments, silu_moments
+from recbft.core import SequenceContext, SiluMoments, silu_mean, silu_moments
 from recbft.kernels.silu_moments import triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,6 +120,13 @@ def test_columns_are_found_beyond_those_that_are_looked_up_at_once():
 @pytest.mark.parametrize("of", [["mean"], ["weight_sum"], ["square_sum", "square_second"], ["square_mean"]])
 def test_gradients_of_some_moments_alone_are_theirs(of):
     compare(drawn(2, 9), packed([4, 5], [8], T=9), of)
+
+
+def test_the_mean_alone_is_that_of_the_moments():
+    q, k, v, bias = drawn(2, 9)
+    context = packed([4, 5], [8], T=9)
+    found = silu_mean(q, k, v, context, length=N, bias=bias, impl="triton")
+    assert torch.equal(found, silu_moments(q, k, v, context, length=N, bias=bias, impl="triton").mean)
 
 
 def test_the_precision_and_the_decay_of_a_key_learn_through_the_bias():

@@ -36,8 +36,18 @@ PATHS = {
     "cpu": Path(lambda: cpu.silu_moments, "cpu"),
     "reference": Path(lambda: reference.silu_moments),
 }
+MEAN_PATHS = {
+    "triton": Path(late("silu_moments", "silu_mean"), "cuda", _triton_declines, takes_halves=True),
+    "cpu": Path(lambda: cpu.silu_mean, "cpu"),
+    "reference": Path(lambda: reference.silu_mean),
+}
 
 
 def choose(impl: str, q: Tensor) -> Callable[..., Any]:
-    """The path for a call."""
+    """The path for the moments."""
     return dispatch.choose(impl, PATHS, q)
+
+
+def choose_mean(impl: str, q: Tensor) -> Callable[..., Any]:
+    """The path for the mean alone."""
+    return dispatch.choose(impl, MEAN_PATHS, q)

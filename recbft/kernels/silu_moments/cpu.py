@@ -26,22 +26,28 @@ def silu_moments(
     q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None
 ) -> SiluMoments:
     """The same as the reference."""
-    keep = context.allowed[:, None].to(q.dtype)
-    return SiluMoments(*_SiluMoments.apply(q, k, v, bias, keep, length))
+    return SiluMoments(*_SiluMoments.apply(q, k, v, bias, _shares(context, q, length)))
+
+
+def silu_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None) -> Tensor:
+    """The mean alone, by the same arithmetic."""
+    mean: Tensor = _SiluMean.apply(q, k, v, bias, _shares(context, q, length))
+    return mean
+
+
+def _shares(context: SequenceContext, q: Tensor, length: int) -> Tensor:
+    """1 / N where a token may read and 0 elsewhere, (B, 1, T, T)."""
+    return context.allowed[:, None].to(q.dtype).mul_(1 / length)
 
 
 class _SiluMoments(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor, length: int
-    ) -> tuple[Tensor, ...]:
-        scores = torch.matmul(q * (1 / math.sqrt(q.shape[-1])), k.transpose(-2, -1))
-        if bias is not None:
-            scores += bias
-        weights = F.silu(scores).mul_(keep).mul_(1 / length)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, shares: Tensor) -> tuple[Tensor, ...]:
+        scores = _scores(q, k, bias)
+        weights = F.silu(scores).mul_(shares)
         squares = weights.square()
-        ctx.save_for_backward(q, k, v, scores, weights, keep)
-        ctx.length, ctx.bias_shape = length, None if bias is None else bias.shape
+        ctx.save_for_backward(q, k, v, scores, weights, shares)
+        ctx.bias_shape = None if bias is None else bias.shape
         return (
             torch.matmul(weights, v),
             weights.sum(dim=-1),
@@ -53,19 +59,49 @@ class _SiluMoments(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, g1: Tensor, g2: Tensor, h1: Tensor, h2: Tensor) -> Any:
-        q, k, v, scores, weights, keep = ctx.saved_tensors
+        q, k, v, scores, weights, shares = ctx.saved_tensors
         second = v.square()
-        d_weights = torch.matmul(h1, v.transpose(-2, -1))
-        d_weights += torch.matmul(h2, second.transpose(-2, -1))
+        d_weights = torch.matmul(h1, v.mT)
+        d_weights += torch.matmul(h2, second.mT)
         d_weights.add_(g2[..., None]).mul_(weights).mul_(2).add_(g1[..., None])
-        d_weights += torch.matmul(g, v.transpose(-2, -1))
-        d_scores = torch.ops.aten.silu_backward(d_weights, scores).mul_(keep).mul_(1 / ctx.length)  # (1)
-        squares = weights.square().transpose(-2, -1)
+        d_weights += torch.matmul(g, v.mT)
+        squares = weights.square().mT
         d_v = torch.matmul(squares, h2).mul_(v).mul_(2)
         d_v += torch.matmul(squares, h1)
-        d_v += torch.matmul(weights.transpose(-2, -1), g)
-        scale = 1 / math.sqrt(q.shape[-1])
-        d_q = torch.matmul(d_scores, k).mul_(scale)
-        d_k = torch.matmul(d_scores.transpose(-2, -1), q).mul_(scale)
-        d_bias = d_scores.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[3] else None
-        return d_q, d_k, d_v, d_bias, None, None
+        d_v += torch.matmul(weights.mT, g)
+        d_q, d_k, d_bias = _through_scores(ctx, d_weights, q, k, scores, shares)
+        return d_q, d_k, d_v, d_bias, None
+
+
+class _SiluMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, shares: Tensor) -> Tensor:
+        scores = _scores(q, k, bias)
+        weights = F.silu(scores).mul_(shares)
+        ctx.save_for_backward(q, k, v, scores, weights, shares)
+        ctx.bias_shape = None if bias is None else bias.shape
+        return torch.matmul(weights, v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        q, k, v, scores, weights, shares = ctx.saved_tensors
+        d_v = torch.matmul(weights.mT, g)
+        d_q, d_k, d_bias = _through_scores(ctx, torch.matmul(g, v.mT), q, k, scores, shares)
+        return d_q, d_k, d_v, d_bias, None
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    scores = torch.matmul(q * (1 / math.sqrt(q.shape[-1])), k.mT)
+    return scores if bias is None else scores.add_(bias)
+
+
+def _through_scores(
+    ctx: Any, d_weights: Tensor, q: Tensor, k: Tensor, scores: Tensor, shares: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k and the bias from those of the weights: the right of (1), and (2)."""
+    d_scores = torch.ops.aten.silu_backward(d_weights, scores).mul_(shares)
+    scale = 1 / math.sqrt(q.shape[-1])
+    d_q = torch.matmul(d_scores, k).mul_(scale)
+    d_k = torch.matmul(d_scores.mT, q).mul_(scale)
+    return d_q, d_k, d_scores.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[3] else None

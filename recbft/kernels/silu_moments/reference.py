@@ -22,6 +22,11 @@ def silu_weights(q: Tensor, k: Tensor, context: SequenceContext, *, length: int,
     return F.silu(scores) / length * context.allowed[:, None].to(q.dtype)
 
 
+def silu_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None) -> Tensor:
+    """The first of (3)."""
+    return silu_weights(q, k, context, length=length, bias=bias) @ v
+
+
 def silu_moments(
     q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None
 ) -> SiluMoments:

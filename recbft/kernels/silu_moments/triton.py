@@ -37,6 +37,11 @@ def silu_moments(
     return SiluMoments(*_SiluMoments.apply(_dense(q), _dense(k), _dense(v), bias, *history, context.causal, length))
 
 
+def silu_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None) -> Tensor:
+    """The mean alone; the other moments cost a kernel next to nothing."""
+    return silu_moments(q, k, v, context, length=length, bias=bias).mean
+
+
 class _SiluMoments(torch.autograd.Function):
     @staticmethod
     def forward(
