@@ -5,7 +5,7 @@ Shapes: B rows, H heads, T tokens, K head width, N positions, V items, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +189,32 @@ def contestants(B: int, T: int, device: str, *, impl: str) -> dict[str, Callable
         "recbft moments": ours(impl),
         "eager moments": ours("reference"),
     }
+
+
+def forward_pass(run: Callable[[], Any]) -> Callable[[], None]:
+    """A call without gradients, to be timed."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            run()
+
+    return forward
+
+
+def both_passes(run: Callable[[], Any], leaves: Sequence[Tensor]) -> Callable[[], None]:
+    """A call and its gradients, to be timed; those that come from above are dense, as a layer's are."""
+    gradients: list[Tensor] = []
+
+    def both() -> None:
+        outputs = run()
+        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        if not gradients:
+            gradients.extend(torch.randn_like(output) for output in outputs)
+        torch.autograd.backward(outputs, gradients)
+        for leaf in leaves:
+            leaf.grad = None
+
+    return both
 
 
 def losses(states: Tensor, weight: Tensor, target: Tensor, *, impl: str) -> dict[str, Callable[[], Tensor]]:

@@ -221,22 +221,7 @@ def _impl(clock: Clock) -> str:
 
 def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> dict[str, Any]:
     """Milliseconds forward, and forward and backward, and the memory of both."""
-
-    gradients: list[Tensor] = []  # dense, as those that come to a layer from above
-
-    def both() -> None:
-        outputs = run()
-        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-        if not gradients:
-            gradients.extend(torch.randn_like(output) for output in outputs)
-        torch.autograd.backward(outputs, gradients)
-        for leaf in leaves:
-            leaf.grad = None
-
-    def forward() -> None:
-        with torch.no_grad():
-            run()
-
+    forward, both = gpu_cases.forward_pass(run), gpu_cases.both_passes(run, leaves)
     try:
         return {
             "forward_ms": 1e3 * clock.seconds(forward),

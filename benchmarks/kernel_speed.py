@@ -82,7 +82,8 @@ def time_in_turn(ways: Mapping[str, Way], rounds: int) -> list[dict[str, Any]]:
     names = list(ways)
     passes: dict[tuple[str, str], Callable[[], None]] = {}
     for name, way in ways.items():
-        passes["forward", name], passes["both", name] = _forward(way), _both(way)
+        passes["forward", name] = gpu_cases.forward_pass(way.run)
+        passes["both", name] = gpu_cases.both_passes(way.run, way.leaves)
     for run in passes.values():
         run()
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in passes}
@@ -103,29 +104,6 @@ def time_in_turn(ways: Mapping[str, Way], rounds: int) -> list[dict[str, Any]]:
             row[f"{part}_range"] = [min(ratios), max(ratios)]
         rows.append(row)
     return rows
-
-
-def _forward(way: Way) -> Callable[[], None]:
-    def run() -> None:
-        with torch.no_grad():
-            way.run()
-
-    return run
-
-
-def _both(way: Way) -> Callable[[], None]:
-    gradients: list[Tensor] = []
-
-    def run() -> None:
-        outputs = way.run()
-        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-        if not gradients:
-            gradients.extend(torch.randn_like(output) for output in outputs)
-        torch.autograd.backward(outputs, gradients)
-        for leaf in way.leaves:
-            leaf.grad = None
-
-    return run
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -23,7 +23,7 @@ from recbft.core.process import (
     predict_precision,
     process_noise,
 )
-from recbft.core.readers import Readers
+from recbft.core.readers import Readers, pick
 from recbft.core.silu import silu_mean, silu_moments, silu_weights
 from recbft.core.statistics import Moments, SiluMoments
 from recbft.core.update import gain_update, gate, kalman_update
@@ -65,6 +65,7 @@ __all__ = [
     "key_variance",
     "low_rank_jacobian",
     "per_dimension_weights",
+    "pick",
     "predict_precision",
     "process_noise",
     "projected_precision",

@@ -8,8 +8,9 @@ Shapes: B rows, T tokens, R places of a row, N wanted tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class Readers:
 
     Args:
         column: (B, R) integers, the token in each place of a row.
-        place: (N,) integers, the place of each wanted token, counted through the rows.
+        place: (N,) integers, the place of each wanted token, counted through the rows, as ``pick`` takes them.
     """
 
     column: Tensor
@@ -46,44 +47,45 @@ class Readers:
         """The readers' share of what all tokens have: (B, T, D) -> (B, R, D)."""
         return x.gather(1, self.column[..., None].expand(-1, -1, x.shape[-1]))
 
-    def wanted(self, x: Tensor) -> Tensor:
-        """The wanted tokens' share of what the readers have: (B, R, D) -> (N, D)."""
-        return x.flatten(0, 1)[self.place]
-
     def context(self, whole: SequenceContext) -> SequenceContext:
         """Who may read whom: what is (B, T, T) of a context is (B, R, T) of this one."""
-        return _ReadBySome(
-            whole.segment, whole.position, whole.time, whole.causal, whole.query_time, whole, self.column
-        )
+        known = (whole.segment, whole.position, whole.time, whole.causal, whole.query_time)
+        return _ReadBySome(*known, whole=whole, column=self.column)
 
 
 @dataclass(frozen=True)
 class _ReadBySome(SequenceContext):
-    whole: SequenceContext | None = None
-    column: Tensor | None = None
+    whole: SequenceContext = field(kw_only=True)
+    column: Tensor = field(kw_only=True)
 
     @cached_property
     def allowed(self) -> Tensor:
-        return self._rows(self._whole.allowed)
+        return self._rows(self.whole.allowed)
 
     @cached_property
     def lag(self) -> Tensor:
-        assert self.column is not None
         return (self.position.gather(1, self.column)[:, :, None] - self.position[:, None, :]).abs()
 
     @cached_property
     def log_elapsed(self) -> Tensor:
-        return self._rows(self._whole.log_elapsed)
+        return self._rows(self.whole.log_elapsed)
 
     @cached_property
     def first(self) -> Tensor:
-        return self._whole.first  # of keys, of which there are as many as ever
-
-    @property
-    def _whole(self) -> SequenceContext:
-        assert self.whole is not None
-        return self.whole
+        return self.whole.first  # of keys, of which there are as many as ever
 
     def _rows(self, pairs: Tensor) -> Tensor:
-        assert self.column is not None
         return pairs.take_along_dim(self.column[..., None], dim=1)
+
+
+@overload
+def pick(x: Tensor, only: Tensor | None) -> Tensor: ...
+
+
+@overload
+def pick(x: None, only: Tensor | None) -> None: ...
+
+
+def pick(x: Tensor | None, only: Tensor | None) -> Tensor | None:
+    """The tokens ``only`` of (B, T, ..), counted through the rows, (N, ..); all as they are where it is None."""
+    return x if x is None or only is None else x.flatten(0, 1)[only]

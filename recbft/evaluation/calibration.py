@@ -178,7 +178,7 @@ def _rows(states: Tensor, table: ItemTable, targets: IntArray, memory_mb: float)
     fitting = min(CACHED_SCORES, int(memory_mb * 2**20) // (COPIES * states.element_size()))
     at_once = max(1, min(len(states), fitting // num_items))
     own = torch.from_numpy(targets - 1).to(states.device)[:, None]
-    candidates = candidates.for_blocks(-(-len(states) // at_once))
+    candidates = candidates.for_blocks(len(states), at_once)
     room = states.new_empty(at_once * num_items)
     for first in range(0, len(states), at_once):
         chunk = slice(first, first + at_once)

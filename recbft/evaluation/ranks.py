@@ -73,7 +73,7 @@ def full_ranks(
     assert targets.size == 0 or 1 <= targets.min() <= targets.max() < groups.of_item.size, "targets are items 1..V"
     rows, width = block_shape(num_users, num_groups, states.element_size(), memory_mb)
     width = min(width, _EXACT)
-    candidates = groups.candidates.for_blocks(-(-num_users // rows))
+    candidates = groups.candidates.for_blocks(num_users, rows)
     room = states.new_empty(rows * width)
     ranks = Ranks(np.zeros(num_users, np.int64), np.zeros(num_users, np.int64))
     for users in spans(num_users, rows):

@@ -32,9 +32,9 @@ class Candidates(NamedTuple):
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
 
-    def for_blocks(self, num_blocks: int) -> Candidates:
-        """The same, stored as products read them fastest where enough of them come to pay for it."""
-        return self._replace(weight=fastest_layout(self.weight)) if num_blocks > 1 else self
+    def for_blocks(self, num_users: int, rows: int) -> Candidates:
+        """The same, stored as products read them fastest where more than one block of ``rows`` users pays for it."""
+        return self._replace(weight=fastest_layout(self.weight)) if num_users > rows else self
 
 
 def align(states: Tensor, table: ItemTable) -> tuple[Tensor, Candidates]:

@@ -57,7 +57,7 @@ def top_k(
     _check_k(k, num_items, excluded, user_ids)
     watch = NanWatch(states, candidates)
     rows, width = block_shape(num_users, num_items, states.element_size(), memory_mb)
-    candidates = candidates.for_blocks(-(-num_users // rows))
+    candidates = candidates.for_blocks(num_users, rows)
     room = states.new_empty(rows * width)
     best = TopK(np.empty((num_users, k), np.int64), np.empty((num_users, k), states.new_empty(0).cpu().numpy().dtype))
     for users in spans(num_users, rows):

@@ -126,7 +126,7 @@ class SoftmaxAttention(nn.Module):
         readers = Readers.of(only, *x.shape[:2])
         q, k, v = self.project(readers.take(x), x if source is None else source)
         seen = self.observe(q, k, v, precision, readers.context(context), ramp=ramp, impl="reference")
-        return seen.of_readers(readers)
+        return seen.at(readers.place)
 
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a normalised input, (B, T, D) -> (B, H, T, K) each; ``source`` as in ``forward``."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from recbft.core import Readers, projected_precision
+from recbft.core import pick, projected_precision
 
 
 class Observation(NamedTuple):
@@ -18,14 +17,7 @@ class Observation(NamedTuple):
 
     def at(self, only: Tensor | None) -> Observation:
         """The evidence about some tokens alone, counted through the rows, (N, D); all of it where ``only`` is None."""
-        return self if only is None else self._each(lambda x: x.flatten(0, 1)[only])
-
-    def of_readers(self, readers: Readers) -> Observation:
-        """The same from what readers observed, (B, R, D) -> (N, D)."""
-        return self._each(readers.wanted)
-
-    def _each(self, share: Callable[[Tensor], Tensor]) -> Observation:
-        return Observation(share(self.innovation), None if self.precision is None else share(self.precision))
+        return Observation(pick(self.innovation, only), pick(self.precision, only))
 
 
 def projected(observation: Observation, out: nn.Linear | None, *, cap: float) -> Observation:

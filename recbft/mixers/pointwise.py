@@ -122,7 +122,7 @@ class PointwiseAttention(nn.Module):
             return self._observe(x, x, precision, context, ramp, "auto")
         readers = Readers.of(only, *x.shape[:2])
         seen = self._observe(readers.take(x), x, precision, readers.context(context), ramp, "reference")
-        return seen.of_readers(readers)
+        return seen.at(readers.place)
 
     def _observe(
         self, x: Tensor, source: Tensor, precision: Tensor | None, context: SequenceContext, ramp: float, impl: str

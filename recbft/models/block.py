@@ -16,12 +16,12 @@ Shapes: B rows, T tokens, D model width, F feed-forward width, N tokens that are
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.core import Belief, SequenceContext
+from recbft.core import Belief, SequenceContext, pick
 from recbft.kernels.dropout import Dropout
 from recbft.mixers import Observation
 from recbft.models.fuzzy_moe import FuzzyMoE
@@ -150,16 +150,3 @@ class Block(nn.Module):
     def _hidden(self, x: Tensor) -> Tensor:
         a = self.inner(x)
         return F.gelu(a) if self.activation == "gelu" else F.relu(a)
-
-
-@overload
-def pick(x: Tensor, only: Tensor | None) -> Tensor: ...
-
-
-@overload
-def pick(x: None, only: Tensor | None) -> None: ...
-
-
-def pick(x: Tensor | None, only: Tensor | None) -> Tensor | None:
-    """The tokens ``only`` of (B, T, ..), counted through the rows, (N, ..); all as they are where it is None."""
-    return x if x is None or only is None else x.flatten(0, 1)[only]

@@ -12,6 +12,7 @@ COUNTS = {
     "many_seeds": ["--dataset", "d", "--repeats"],
     "mechanisms.random_keys": ["--steps"],
     "mixer_speed": ["--rounds"],
+    "peer_speed": ["--library", "replay", "--dataset", "d", "--epochs"],
     "train_speed": ["--dataset", "d", "--chunk-steps"],
 }
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recbft.core import Readers, SequenceContext
+from recbft.core import Readers, SequenceContext, pick
 from recbft.mixers import PointwiseAttention, SoftmaxAttention
 
 MIXERS = {
@@ -61,4 +61,4 @@ def test_a_row_has_as_many_places_as_the_fullest_needs():
     readers = Readers.of(torch.tensor([9, 1, 8, 0, 11]), 3, 4)
     assert readers.column.tolist() == [[1, 0, 0], [0, 0, 0], [1, 0, 3]]
     every = torch.arange(12.0).view(3, 4, 1)
-    assert readers.wanted(readers.take(every)).flatten().tolist() == [9, 1, 8, 0, 11]
+    assert pick(readers.take(every), readers.place).flatten().tolist() == [9, 1, 8, 0, 11]
