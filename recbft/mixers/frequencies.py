@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recbft.errors import UserError
-from recbft.mixers.positive import positive, raw_of
+from recbft.mixers.positive import SMALLEST, positive, raw_of
 
 
 def frequency_range(n_heads: int, count: int, base: float, *, in_bands: bool) -> Tensor:
@@ -42,7 +42,11 @@ def spread_decays(n_heads: int, base: float, damping: float, undamped: int | Non
 
 
 class HeadDecay(nn.Module):
-    """The decay of each head: as it starts, or learned from there; a decay of 0 stays 0."""
+    """The decay of each head: as it starts, or learned from there; a decay of 0 stays 0.
+
+    Raises:
+        UserError: a learned decay that starts so low that it could not be learned.
+    """
 
     start: Tensor
 
@@ -50,6 +54,12 @@ class HeadDecay(nn.Module):
         super().__init__()
         self.register_buffer("start", start, persistent=False)
         learned = learned and bool((start > 0).any())
+        lowest = float(start[start > 0].min()) if learned else 1.0
+        if lowest <= SMALLEST:
+            raise UserError(
+                f"damping and frequency_base give a head a decay of {lowest:.2g}, and a learned one must start above "
+                f"{SMALLEST:g}; raise damping, lower frequency_base, or take more undamped_heads"
+            )
         self.raw = nn.Parameter(raw_of(torch.where(start > 0, start, start.amax()))) if learned else None
 
     def forward(self) -> Tensor:

@@ -160,9 +160,9 @@ class ConfidenceGate(nn.Module):
         self.raw_scale = nn.Parameter(raw_of(torch.full((n_heads,), GATE_SCALE_START)))
         self.log_prior = nn.Parameter(torch.full((n_heads,), GATE_PRIOR_START))
 
-    def forward(self, value: Tensor, own: Tensor, evidence: Tensor) -> Tensor:
-        """Mix value and own, (B, H, T, K); a token without evidence (padding) keeps its value."""
-        known = evidence > 0
-        log_evidence = torch.where(known, evidence, 1.0).log()
+    def forward(self, value: Tensor, own: Tensor, evidence: Tensor, valid: Tensor) -> Tensor:
+        """Mix value and own, (B, H, T, K), by the evidence (B, H, T); padding, not ``valid`` (B, T), keeps its value."""
+        # Evidence of a token that fits nothing may underflow to 0: the gate is then closed.
+        log_evidence = evidence.clamp(min=torch.finfo(evidence.dtype).tiny).log()
         open_ = torch.sigmoid(positive(self.raw_scale)[:, None] * log_evidence - self.log_prior[:, None])
-        return value + torch.where(known, 1 - open_, 0.0)[..., None] * (own - value)
+        return value + ((1 - open_) * valid[:, None])[..., None] * (own - value)

@@ -114,7 +114,7 @@ class Noise(nn.Module):
         super().__init__()
         self.floor = floor
         self.to_noise = _small(nn.Linear(hidden_size, width, bias=False))
-        self.noise_start = nn.Parameter(torch.full((width,), math.log(math.expm1(start))))
+        self.noise_start = nn.Parameter(torch.full((width,), start + math.log(-math.expm1(-start))))
 
     def forward(self, x: Tensor, precision: Tensor | None = None, ramp: float = 1.0) -> Tensor:
         """With precision (B, T, D) and w, or the noise of something equally well known everywhere."""

@@ -16,4 +16,5 @@ def positive(raw: Tensor) -> Tensor:
 
 def raw_of(value: Tensor) -> Tensor:
     """The float32 numbers whose ``positive`` is ``value``, > 1e-6."""
-    return torch.log(torch.expm1(value.double() - SMALLEST)).float()
+    above = value.double() - SMALLEST
+    return (above + torch.log(-torch.expm1(-above))).float()  # log(exp(x) - 1), without its overflow

@@ -200,7 +200,7 @@ class RobustFilterAttention(nn.Module):
             with_evidence=self.gives_precision or sampled or self.gate is not None,
         )
         if self.gate is not None:
-            value = self.gate(value, v, evidence)  # (5)
+            value = self.gate(value, v, evidence, context.valid)  # (5)
         if sampled:
             value = sample_state(value, evidence, dynamics.query_noise)
         latent = torch.view_as_real(value.transpose(1, 2)).flatten(2)  # (B, T, 2 H K)

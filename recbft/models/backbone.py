@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from recbft.config import check_range
-from recbft.core import Belief, SequenceContext
+from recbft.core import Belief, SequenceContext, pick
 from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
@@ -134,7 +134,10 @@ class Backbone(TrainableModel):
         self.item_bias = nn.Parameter(torch.zeros(self.num_items + 1)) if item_bias else None
         self.item_precision: ItemPrecision | None = None
         if core is not None:
-            self.item_precision = ItemPrecision(core, token_counts, hidden_size=D, head_width=D // config.n_heads)
+            head_width = D // config.n_heads
+            self.item_precision = ItemPrecision(
+                core, token_counts, num_items=self.num_items, hidden_size=D, head_width=head_width
+            )
         # The warm-up w of the precision and recency biases, as of the last optimiser step: evaluation uses it.
         self.register_buffer("ramp", torch.zeros(()))
         self.item_loss = ItemLoss(config, training_counts)
@@ -145,6 +148,9 @@ class Backbone(TrainableModel):
 
         ``only`` names tokens, counted through the rows, whose belief is all that is wanted: the result is (N, D).
         """
+        if only is not None and self.training:  # what layers keep in training is of all tokens
+            whole = self.encode(batch)
+            return Belief(pick(whole.mean, only), pick(whole.precision, only))
         embedded = self.item_embedding(batch.items)  # (B, T, D)
         mean = self.embedding_scale * embedded
         if self.position_embedding is not None:
@@ -251,12 +257,14 @@ def make_blocks(
     """The layers of a backbone around its mixers, each with a precision channel where ``core`` is given.
 
     Raises:
-        UserError: experts in a layer that has no place for them.
+        UserError: experts in a layer that has no place for them, or a setting that has no effect with them.
     """
     D = config.hidden_size
     if moe is not None and (layer != "pre_norm" or inner_size is None):
         kind = layer if layer != "pre_norm" else "feed_forward false"
         raise UserError(f"experts need a pre-norm layer with a feed-forward network, got {kind}; leave them out")
+    if moe is not None and core is not None:
+        core.refuse_idle(("jacobian_rank",), "with experts, whose Jacobian is exact; leave it out")
     blocks = []
     for number in range(config.n_layers):
         precision, update = None, None

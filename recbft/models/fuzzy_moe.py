@@ -106,10 +106,10 @@ class FuzzyMoE(nn.Module):
             chosen = shares[:, expert].nonzero()[:, 0]  # (N,)
             share = shares[chosen, expert, None]
             a = inner(tokens[chosen])
-            output = output.index_add(0, chosen, share * outer(F.gelu(a)))  # (3)
+            output = output.index_add(0, chosen, (share * outer(F.gelu(a))).to(output.dtype))  # (3)
             if jacobian is not None:
-                slope = ffn_jacobian(a, inner.weight, outer.weight)
-                jacobian = jacobian.index_add(0, chosen, share * slope)  # (5)
+                slope = ffn_jacobian(a, inner.weight.detach(), outer.weight.detach())
+                jacobian = jacobian.index_add(0, chosen, (share * slope).to(jacobian.dtype))  # (5)
         return Prediction(output.view_as(x), None if jacobian is None else jacobian.view_as(x))
 
     def gates(self, memberships: Tensor) -> Tensor:

@@ -51,18 +51,21 @@ class ItemPrecision(nn.Module):
 
     Args:
         core: which of ``hybrid | count | table | credibility | uniform | empirical_bayes``.
-        training_counts: (V + 1,), index 0 is padding.
+        token_counts: training events of each token; 0 is padding, 1 to V are items, what follows is no item (a mask).
+        num_items: V.
         hidden_size, head_width: D and K.
     """
 
     base: Tensor
     credibility: Tensor
 
-    def __init__(self, core: CoreConfig, training_counts: Tensor, *, hidden_size: int, head_width: int) -> None:
+    def __init__(
+        self, core: CoreConfig, token_counts: Tensor, *, num_items: int, hidden_size: int, head_width: int
+    ) -> None:
         super().__init__()
         self.mode, self.lam_max = core.initial, core.lam_max
         quantiles = core.initial != "empirical_bayes"
-        base = count_quantiles(training_counts) if quantiles else _empirical_bayes(training_counts)
+        base = count_quantiles(token_counts) if quantiles else _empirical_bayes(token_counts, num_items)
         self.register_buffer("base", base.to(torch.get_default_dtype()))
         self.start = _first_precision(core, head_width)
         if core.initial in ("hybrid", "count", "credibility"):
@@ -70,10 +73,10 @@ class ItemPrecision(nn.Module):
         if core.initial == "hybrid":
             self.read = nn.Sequential(nn.Linear(hidden_size, 16), nn.GELU(), nn.Linear(16, 1))
         if core.initial == "credibility":
-            counts = training_counts.to(torch.get_default_dtype())
+            counts = token_counts.to(torch.get_default_dtype())
             self.register_buffer("credibility", counts / (counts + core.prior_events))
         if core.initial in ("table", "credibility"):
-            self.table = nn.Parameter(torch.zeros(training_counts.numel()))
+            self.table = nn.Parameter(torch.zeros(token_counts.numel()))
 
     def forward(self, items: Tensor, embedded: Tensor) -> Tensor:
         """Initial precision of every token: (B, T) items and (B, T, D) embeddings -> (B, T, 1)."""
@@ -220,12 +223,14 @@ def _bounded(log_factor: Tensor) -> Tensor:
     return LARGEST_LOG_FACTOR * torch.tanh(log_factor / LARGEST_LOG_FACTOR)
 
 
-def _empirical_bayes(training_counts: Tensor) -> Tensor:
-    """Precision per table row; padding, which is no item, gets that of an item never seen."""
-    items = training_counts[1:]
+def _empirical_bayes(token_counts: Tensor, num_items: int) -> Tensor:
+    """Precision per token; padding and mask, which are no items, get that of an item never seen."""
+    items = token_counts[1 : num_items + 1]
     pseudo_count = fit_pseudo_count(items)
     unseen = 1.0 if math.isinf(pseudo_count) else pseudo_count / (float(items.double().mean()) + pseudo_count)
-    return torch.cat([torch.tensor([unseen], dtype=torch.float64), empirical_bayes_precision(items, pseudo_count)])
+    precision = torch.full(token_counts.shape, unseen, dtype=torch.float64)
+    precision[1 : num_items + 1] = empirical_bayes_precision(items, pseudo_count)
+    return precision
 
 
 def _first_precision(core: CoreConfig, head_width: int) -> float:

@@ -64,6 +64,10 @@ class CoreConfig:
         for key, value, dependent in _ONLY_WITH:
             if getattr(self, key) != value:
                 self.refuse_idle(dependent, f"with {key} {getattr(self, key)!r}; leave it out or take {key} {value}")
+        if self.jacobian_in_evaluation != "low_rank" and self.jacobian not in ("low_rank", "running_mean"):
+            self.refuse_idle(("jacobian_rank",), f"with jacobian {self.jacobian!r}; leave it out or take low_rank")
+        if self.jacobian in ("running_mean", "off"):
+            self.refuse_idle(("jacobian_detach",), f"with jacobian {self.jacobian!r}, which passes no gradient")
         check_range("fixed_gain", self.fixed_gain, above=0, at_most=1)
         check_range("prior_dof", self.prior_dof, above=0)
         check_range("prior_variance", self.prior_variance, above=0)
@@ -103,11 +107,12 @@ def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
 
 
 # (key, value, what only counts where the key has that value)
-_ONLY_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+_ONLY_WITH: tuple[tuple[str, str | bool, tuple[str, ...]], ...] = (
     ("estimator", "sandwich", ("sandwich_centre",)),
     ("update", "fixed", ("fixed_gain",)),
     ("update", "gate", ("gate",)),
     ("initial", "credibility", ("prior_events",)),
+    ("process_noise", True, ("q_max",)),
     (
         "propagation",
         "jacobian",

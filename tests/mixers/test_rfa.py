@@ -12,7 +12,8 @@ from recbft.config import from_dict, to_dict
 from recbft.core import SequenceContext
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError
-from recbft.mixers.head_dynamics import RobustFilterConfig
+from recbft.mixers.head_dynamics import ConfidenceGate, RobustFilterConfig
+from recbft.mixers.positive import positive, raw_of
 from recbft.mixers.rfa import RobustFilterAttention, robust_filter_attention, sample_state
 
 D, H = 8, 2
@@ -274,6 +275,16 @@ def test_a_gate_that_is_shut_passes_the_tokens_own_value_and_an_open_one_the_est
     torch.testing.assert_close(mixer(x, None, context).innovation, own)
 
 
+def test_a_gate_shuts_where_evidence_underflows_and_leaves_padding_alone():
+    gate = ConfidenceGate(1)
+    value, own = torch.ones(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
+    evidence = torch.tensor([[[1.0, 1e-38, 0.0, 0.0]]])
+    with torch.no_grad():
+        gate.raw_scale.copy_(raw_of(torch.ones(1)))
+        found = gate(value, own, evidence, torch.tensor([[True, True, True, False]]))[0, 0, :, 0]
+    assert found[0] > 0.9 and found[1] < 1e-6 and found[2] < 1e-6 and found[3] == 1
+
+
 def test_the_state_is_drawn_in_training_alone_and_with_the_variance_of_its_distribution():
     batch, context = packed([4])
     x, _ = inputs(batch)
@@ -325,6 +336,18 @@ def test_odd_widths_and_too_many_undamped_heads_are_refused():
         RobustFilterAttention(6, 2)
     with pytest.raises(UserError, match="undamped_heads is 3, and there are 2 heads"):
         make(undamped_heads=3)
+
+
+@pytest.mark.parametrize("settings", [{"damping": 1e-6}, {"frequency_base": 1e12}])
+def test_a_learned_decay_that_starts_at_nothing_is_refused_and_a_fixed_one_is_not(settings):
+    with pytest.raises(UserError, match=r"a learned one must start above 1e-06; raise damping, lower frequency_base"):
+        make(undamped_heads=0, **settings)
+    assert torch.isfinite(make(coupled=True, undamped_heads=0, **settings).sde().decay).all()
+
+
+def test_what_softplus_makes_of_a_start_is_the_start():
+    starts = torch.tensor([2e-6, 1e-3, 1.0, 30.0, 800.0, 1e6])
+    torch.testing.assert_close(positive(raw_of(starts)), starts)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,8 @@ def test_user_states_are_the_beliefs_at_each_last_token_in_order(case):
     for number, (mean, lam) in enumerate(beliefs(model, histories)):
         torch.testing.assert_close(state[number], mean[-1])
         assert precision is None or torch.allclose(precision[number], lam[-1].mean())
+    with torch.no_grad():
+        assert model.train().user_states(packed(histories, model)).state.shape == state.shape
     assert (precision is None) == (" bft" not in case)
 
 
@@ -267,6 +269,16 @@ def test_the_mask_starts_with_the_precision_of_an_item_never_seen():
     model = build("bert4rec bft")
     lam = model.item_precision(torch.tensor([[1, model.append, V]]), torch.zeros(1, 3, D))[0, :, 0]
     assert lam[0] == lam[1] < lam[2]  # item 1 has count 0
+
+
+def test_empirical_bayes_is_fitted_to_items_and_not_to_the_mask():
+    tables = []
+    for model in ("sasrec", "bert4rec"):
+        spec = MODELS[model]
+        config = spec.config(hidden_size=8, max_length=5, **spec.arms["bft"])
+        core = CoreConfig(initial="empirical_bayes")
+        tables.append(spec.build(config, core, torch.tensor([0, 1, 1, 2, 8, 30])).item_precision.base)
+    assert torch.equal(tables[0], tables[1][:-1]) and tables[1][-1] == tables[1][0]
 
 
 def test_long_wide_and_deep_backbones_work():

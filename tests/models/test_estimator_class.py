@@ -270,6 +270,12 @@ def test_a_mixer_without_a_precision_takes_any_update_but_kalman_s_which_is_refu
         ({"propagation": "decay", "jacobian": "exact"}, "core.jacobian has no effect with propagation 'decay'"),
         ({"propagation": "discount", "process_noise": False}, "core.process_noise has no effect with propagation"),
         ({"sandwich_centre": "innovation"}, "core.sandwich_centre has no effect with estimator 'reml'"),
+        ({"process_noise": False, "q_max": 7.0}, "core.q_max has no effect with process_noise False"),
+        (
+            {"jacobian": "exact", "jacobian_rank": 3},
+            "core.jacobian_rank has no effect with jacobian 'exact'; leave it out or take low_rank",
+        ),
+        ({"jacobian": "running_mean", "jacobian_detach": True}, "core.jacobian_detach has no effect with jacobian"),
         ({"update": "fixed", "fixed_gain": 1.5}, "core.fixed_gain is 1.5; give a number > 0 and <= 1"),
         ({"update": "kalmann"}, "core.update is 'kalmann'; did you mean 'kalman'"),
         ({"estimator": "design"}, "core.estimator is 'design'; "),

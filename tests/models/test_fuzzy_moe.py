@@ -139,6 +139,10 @@ def test_a_token_knows_itself_alone_and_padding_gets_nothing(training):
 def test_gradients_are_those_of_the_function_and_every_parameter_gets_one(seed):
     model, x, where = moe(seed), drawn(seed, T=3).requires_grad_(), real([[True] * 3, [True, False, False]])
     assert torch.autograd.gradcheck(lambda x: tuple(model(x, where, with_jacobian=True)), (x,), atol=1e-6)
+    taught = torch.autograd.grad(
+        model(x, where, with_jacobian=True).jacobian.sum(), [*model.outer.parameters()], allow_unused=True
+    )
+    assert taught == (None,) * len(taught), "to the Jacobian the product of the weights is a constant"
     model.train()(drawn(seed, T=60), real([[True] * 60] * 2)).output.square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all() and parameter.grad.any(), name
@@ -148,6 +152,14 @@ def test_weights_survive_a_state_dict():
     model, other, x, where = moe(0), moe(1), drawn(), real([[True] * 5] * 2)
     other.load_state_dict(model.state_dict())
     assert torch.equal(model(x, where).output, other(x, where).output)
+
+
+def test_a_step_with_experts_in_half_precision_is_nearly_the_step():
+    model, x, where = moe(experts_per_token=E).float(), drawn().float(), real([[True] * 5] * 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(x, where, with_jacobian=True)
+    for near, whole in zip(half, model(x, where, with_jacobian=True), strict=True):
+        assert near.dtype == torch.float32 and float(((near - whole).norm() / whole.norm()).detach()) < 0.05
 
 
 def test_more_choices_than_experts_are_refused():
