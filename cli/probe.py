@@ -45,7 +45,13 @@ def probe(
         str | None,
         typer.Option(metavar="USER", help="Only explain this user's three best items (a raw id of the data)."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The JSON file; RUN/probe.json if left out.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The JSON file; if left out RUN/probe.json, which reports show, for all users of the test, else none.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Write no file.")] = False,
     data_root: DataRoot = None,
@@ -68,7 +74,8 @@ def probe(
         _explain(recommender, dataset, explain, split.value, as_json)
         return
     found = recommender.probe(dataset, split.value, users=users)
-    if not no_write:
+    whole = users is None and split is Split.test
+    if not no_write and (whole or out is not None):
         path = run / PROBE_FILE if out is None else out
         write_json(path, found)
         typer.echo(f"written: {path}", err=True)

@@ -147,7 +147,7 @@ def sign_flip_p(differences: ArrayLike, *, samples: int = 100_000, seed: int = 0
     """Equation (3): exact up to ``EXACT_SEEDS`` differences besides 0, else sampled: (1 + hits) / (1 + samples)."""
     d = np.asarray(differences, dtype=np.float64)
     d = d[d != 0]  # whose sign changes nothing
-    observed = abs(d.sum()) * (1 - 1e-12)  # equal sums must count, whatever order they were added in
+    observed = abs(d.sum()) - 1e-12 * np.abs(d).sum()  # equal sums must count, whatever order they were added in
     if d.size > EXACT_SEEDS:
         rng = np.random.default_rng(seed)
         at_once = max(1, 4_000_000 // d.size)

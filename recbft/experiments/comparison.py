@@ -71,6 +71,11 @@ class Comparison:
         values: FloatArray = self._values(arm, setting, metric).mean(axis=0)
         return values
 
+    @property
+    def run_folders(self) -> list[Path]:
+        """The runs of all arms; external arms have none."""
+        return [run for arm in self.arms.values() for run in arm.runs if run is not None]
+
     def settings(self, *arms: str) -> tuple[str, ...]:
         """The settings ("unfiltered", "filtered") that all of these arms have ranks for."""
         return tuple(setting for setting in SETTINGS if all(setting in self.arms[arm].ranks for arm in arms))
@@ -237,6 +242,7 @@ def _shared_protocol(runs: Sequence[Run], arms: Mapping[str, Arm], seeds: tuple[
     configs = [leaves(run.config) for run in runs]
     same = {key: value for key, value in configs[0].items() if all(c.get(key, c) == value for c in configs)}
     shared.setdefault("max_length", "of each arm")
+    shared.setdefault("dataset", "data of several names")
     return shared | {"seed": seeds_text(seeds), "config": same, "arms": list(arms)}
 
 

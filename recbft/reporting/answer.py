@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from recbft.evaluation.paired import EXACT_SEEDS
 from recbft.evaluation.protocol import SETTINGS
 from recbft.reporting.findings import Finding
 from recbft.reporting.tables import p_text, percent
@@ -53,13 +54,14 @@ def answer(found: Finding, dataset: str, *, p: float, num_arms: int = 1) -> str:
 
 
 def _signs(found: Finding) -> str:
-    """What the exact test adds, which does not lean on normal differences."""
+    """What the permutation test adds, which does not lean on normal differences."""
     n, p = found.seeds.num_seeds, found.seeds.p_sign_flip
-    wins = f"Better in {found.seeds.wins} of {n} seeds; exact sign-flip p {_p(p)}"
+    exact = "exact" if n <= EXACT_SEEDS else "sampled"
+    wins = f"Better in {found.seeds.wins} of {n} seeds; {exact} sign-flip p {_p(p)}"
     smallest = 2 / 2**n
     if smallest >= LEVEL:
         return f"{wins}, and {n} seeds cannot bring it below {smallest:.3g}: take more seeds before relying on this."
-    return f"{wins}." if p < LEVEL else f"{wins}: the exact test does not show it."
+    return f"{wins}." if p < LEVEL else f"{wins}: the {exact} test does not show it."
 
 
 def _amount(found: Finding, difference: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from recbft.evaluation.paired import SeedComparison, UserComparison, holm
+from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
 from recbft.experiments.lists import seeds_text
@@ -104,9 +104,9 @@ def seed_table(comparison: Comparison, found: Sequence[Finding]) -> Table:
         title=f"Difference from {baseline} over seeds",
         caption=f"{_targets(comparison)}, ties against the target, paired by seed over seeds "
         f"{seeds_text(comparison.seeds)}. p: two-sided paired t-test; interval: t; Holm p: over the {len(rows)} tests "
-        "of this table; sign-flip p: exact permutation test; wins: seeds in which the arm is strictly better; "
-        "d: Cohen's; 80 % power: the smallest difference that the t-test would have found with that chance, given how "
-        "much the seeds vary.",
+        f"of this table; sign-flip p: permutation test, exact up to {EXACT_SEEDS} seeds; wins: seeds in which the arm "
+        "is strictly better; d: Cohen's; 80 % power: the smallest difference that the t-test would have found with "
+        "that chance, given how much the seeds vary.",
         columns=[
             Column("arm"), Column("metric"), Column("items"), Column("difference", "signed"),
             Column("relative", "percent"), Column("95 % interval", "interval"), Column("p", "p"), Column("Holm p", "p"),

@@ -35,6 +35,7 @@ _STYLE: dict[Any, Any] = {
     "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "text.color": INK,
     "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8.5, "axes.grid": True, "grid.color": INK,
     "grid.alpha": 0.12, "axes.axisbelow": True, "lines.linewidth": 1.4, "hatch.linewidth": 0.6,
+    "text.parse_math": False,  # an arm's name may hold a dollar sign
 }  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def seed_scatter(
         axes.plot(ends, ends, color=INK, linewidth=0.8)
         for arm in others:
             colour = _series(colours[arm])
-            axes.plot(values[baseline], values[arm], _marker(colours[arm]), color=colour, alpha=0.85, label=arm)
+            axes.plot(values[baseline], values[arm], _marker(colours[arm]), color=colour, alpha=0.85, label=_label(arm))
         axes.set_xlim(ends)
         axes.set_ylim(ends)
         axes.set_xlabel(f"{metric.upper()} of {baseline}, one point per seed")
@@ -96,7 +97,7 @@ def strata_bars(results: Sequence[StratumResult], unit: str, metric: str, colour
                 level = row.levels[arm]
                 at = place + (number - (len(arms) - 1) / 2) * width
                 alpha = 0.35 if row.too_small else 1.0
-                label = arm if place == 0 else None
+                label = _label(arm) if place == 0 else None
                 axes.bar(at, level.mean, width * 0.92, color=_series(colours[arm]), alpha=alpha, label=label)
                 if level.interval is not None:
                     low, high = max(0.0, level.interval[0]), level.interval[1]
@@ -120,7 +121,7 @@ def training_curves(
                 thin = max(1, len(epochs) // 100)
                 axes.plot(
                     epochs[::thin], values[::thin], color=_series(colours[arm]), linewidth=0.9, alpha=0.8,
-                    linestyle=_dashes(colours[arm]), label=arm if number == 0 else None,
+                    linestyle=_dashes(colours[arm]), label=_label(arm) if number == 0 else None,
                 )  # fmt: skip
         axes.set_xlabel("epoch")
         axes.locator_params(axis="x", integer=True)
@@ -146,7 +147,7 @@ def lines(
         for number, (name, (x, y)) in enumerate(series.items(), start=1):
             marker = _marker(number) if ticks is not None or 2 < len(x) <= 15 else None
             axes.plot(
-                x, y, color=_series(number), linestyle=_dashes(number), marker=marker, markersize=4, label=name
+                x, y, color=_series(number), linestyle=_dashes(number), marker=marker, markersize=4, label=_label(name)
             )  # fmt: skip
         if ticks is not None:
             axes.set_xticks(range(len(ticks)), ticks)
@@ -206,6 +207,11 @@ def _figure(height: float) -> Iterator[tuple[Figure, Axes]]:
 def _legend(axes: Axes, entries: int) -> None:
     if entries > 1:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(entries, 3), borderaxespad=0.2)
+
+
+def _label(name: str) -> str:
+    """A name as the legend shows it; one that begins with an underscore matplotlib would leave out."""
+    return f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name
 
 
 def _series(number: int) -> str:

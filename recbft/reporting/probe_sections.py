@@ -32,16 +32,29 @@ def load_probes(comparison: Comparison) -> tuple[Probes, list[str]]:
                 continue
             try:
                 probe = json.loads((run / PROBE_FILE).read_bytes())
-                same = probe["protocol"]["content_hash"] == comparison.protocol["content_hash"]
-                complete = {"mechanism", "uncertainty"} <= set(probe)
+                wrong = _misfit(probe, comparison)
             except (ValueError, KeyError, TypeError):
-                notes.append(f"{run.name}/{PROBE_FILE} is damaged and left out; make it again with: recbft probe RUN")
-                continue
-            if same and complete:
-                found.setdefault(name, {})[seed] = probe
+                wrong = "damaged or of another version"
+            if wrong:
+                notes.append(f"{run.name}/{PROBE_FILE} is {wrong}, and left out; make it again with: recbft probe RUN")
             else:
-                notes.append(f"{run.name}/{PROBE_FILE} is of other data or of another version, and is left out")
+                found.setdefault(name, {})[seed] = probe
     return found, notes
+
+
+def _misfit(probe: Mapping[str, Any], comparison: Comparison) -> str:
+    """Why a probe does not belong to a comparison of the test; "" where it does."""
+    protocol, mechanism, uncertainty = probe["protocol"], probe["mechanism"], probe["uncertainty"]
+    if protocol["recbft_version"] != comparison.protocol["recbft_version"]:
+        return "of another version"
+    if protocol["content_hash"] != comparison.protocol["content_hash"]:
+        return "of other data"
+    if protocol["part"] != comparison.protocol["part"]:
+        return f"of the {protocol['part']}, not the {comparison.protocol['part']}"
+    for users in (mechanism["num_users"], uncertainty["num_users"]):
+        if users != len(comparison.users):
+            return f"of {users:,} of the {len(comparison.users):,} users"
+    return ""
 
 
 def mechanism_section(probes: Probes, *, draw: bool) -> Section:
@@ -270,9 +283,10 @@ def _uncertainty_plots(parts: Mapping[str, Mapping[int, Any]]) -> list[Plot]:
     calibration = one["calibration"]
     name = list(calibration["before"])[-1]
     reliability = {
-        f"T = {temperature:.2f}": ([b["probability"] for b in bins], [b["hit_rate"] for b in bins])
-        for temperature, bins in (
-            (1.0, calibration["before"][name]["bins"]), (calibration["temperature"], calibration["after"][name]["bins"])
+        label: ([b["probability"] for b in bins], [b["hit_rate"] for b in bins])
+        for label, bins in (
+            ("as trained, T = 1", calibration["before"][name]["bins"]),
+            (f"fitted, T = {calibration['temperature']:.2f}", calibration["after"][name]["bins"]),
         )
     }  # fmt: skip
     drawn = plots.lines(reliability, f"claimed chance of {name}", "share of hits", "Reliability", diagonal=True)

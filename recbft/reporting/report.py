@@ -56,7 +56,7 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
     if draw:
         plots.check_available()
     results = _results(comparison)
-    dataset = str(comparison.protocol.get("dataset", "data of several names"))
+    dataset = comparison.protocol["dataset"]
     found = findings(comparison, results)
     probes, unusable = load_probes(comparison)
     others = [name for name in comparison.arms if name != comparison.baseline]

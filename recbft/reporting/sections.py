@@ -73,6 +73,8 @@ def strata_section(comparison: Comparison, *, data_root: str | None, quantiles: 
     # An external system may know the other setting only.
     setting = next(s for s in (first, *SETTINGS) if comparison.baseline in subject.ranks[s])
     made = stratified(subject, by=names, quantiles=quantiles, setting=setting)
+    absent = [name for name in comparison.arms if name not in subject.ranks[setting]]
+    left_out += [f"{name} has no {setting} ranks and is in none of these tables." for name in absent]
     # The grid has as many rows as all other tables together.
     shown = [one for one in made if one.metric == made[0].metric and one.by != "grid"]
     drawn = [_strata_plot(comparison, one) for one in shown if one.by != "first-time"] if draw else []

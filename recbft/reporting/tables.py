@@ -186,7 +186,8 @@ def p_text(p: float) -> str:
 
 def _between(cell: Cell, spec: str) -> str:
     assert isinstance(cell, tuple)
-    return " to ".join(_unsigned_zero(format(end, spec)) for end in cell)
+    # An end that rounds to zero keeps its sign: it says on which side of zero the interval ends.
+    return " to ".join(format(end, spec) if end else _unsigned_zero(format(end, spec)) for end in cell)
 
 
 def _unsigned_zero(number: str) -> str:

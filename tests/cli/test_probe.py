@@ -100,6 +100,14 @@ def test_every_model_can_be_probed(capsys, runs, model):
         assert "the same for every user, so it tells nothing: AUROC 0.5" in out and "layer 1" not in out
 
 
+@pytest.mark.parametrize("part", [("--users", 30), ("--split", "validation")])
+def test_a_part_does_not_take_the_place_of_the_probe_that_reports_show(capsys, runs, part):
+    run(capsys, runs())
+    before = (runs() / "probe.json").read_bytes()
+    code, _, err = run(capsys, runs(), *part)
+    assert code == 0 and "written" not in err and (runs() / "probe.json").read_bytes() == before
+
+
 def test_some_users_are_enough_and_the_file_says_how_many(capsys, runs, tmp_path):
     code, out, _ = run(capsys, runs(), "--users", 30, "--out", tmp_path / "some.json")
     assert code == 0 and "of 30 users" in out

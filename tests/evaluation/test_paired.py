@@ -38,6 +38,10 @@ def test_sign_flip_equals_full_enumeration(values):
     assert sign_flip_p(values) == hits / len(patterns)
 
 
+def test_differences_that_cancel_but_for_rounding_are_no_difference():
+    assert sign_flip_p([0.1, 0.2, 0.4, -0.7]) == 1.0
+
+
 def test_sign_flip_equals_scipys_for_twelve_seeds():
     d = np.random.default_rng(1).normal(0.3, 1, 12)
     expected = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)

@@ -67,6 +67,18 @@ def test_equal_points_and_constant_curves_can_be_drawn():
     assert "<svg" in plots.lines({"a": ([0.0, 0.0], [0.0, 0.0])}, "x", "y", "t", diagonal=True)
 
 
+def test_every_name_stands_in_the_legend_as_it_is_written():
+    names = ["_hidden", "cost $\\frac$", "a$b$c"]
+    drawings = [
+        plots.seed_scatter("matched", {n: np.ones(2) for n in ["matched", *names]}, "hr@10", dict.fromkeys(names, 1)),
+        plots.training_curves({n: [([1.0], [0.0])] for n in names}, "validation HR@10", dict.fromkeys(names, 0)),
+        plots.lines({n: ([0.0, 1.0], [0.0, 1.0]) for n in names}, "x", "y", "t"),
+    ]
+    for svg in drawings:
+        written = [word.lstrip("\u200b") for word in words(svg)]
+        assert all(name in written for name in names)
+
+
 def test_a_missing_matplotlib_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=re.escape("install it with: pip install 'recbft[report]'")):

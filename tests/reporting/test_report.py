@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 
@@ -121,6 +122,39 @@ def test_a_damaged_probe_and_one_of_other_data_are_left_out_and_named(copied):
     assert any(line.startswith("bft-seed0/probe.json is damaged") for line in notes)
     assert any(line.startswith("bft-seed1/probe.json is of other data") for line in notes)
     assert report.sections[2].words == ["No probed arm tracks precision, so there is nothing to show."]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda probe: probe["protocol"].update(part="validation"), "of the validation, not the test"),
+        (lambda probe: probe["uncertainty"].update(num_users=30), "of 30 of the 150 users"),
+        (lambda probe: probe["protocol"].update(recbft_version="0.0"), "of another version"),
+        (lambda probe: probe.pop("mechanism"), "damaged or of another version"),
+    ],
+)
+def test_a_probe_of_something_else_is_not_shown_as_the_tests(copied, change, reason):
+    file = copied / "runs" / "bft-seed0" / "probe.json"
+    probe = json.loads(file.read_text())
+    change(probe)
+    file.write_text(json.dumps(probe))
+    report = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False)
+    assert [
+        line for line in report.sections[-1].words if line.startswith(f"bft-seed0/probe.json is {reason}, and left")
+    ]
+    assert "bft 1" in report.sections[2].tables[0].caption
+
+
+def test_runs_of_one_data_set_under_several_names_have_a_report(copied):
+    file = copied / "runs" / "bft-seed0" / "protocol.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dataset": "the same"}))
+    report = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False)
+    assert report.title.endswith("on data of several names")
+
+
+def test_an_arm_that_strata_leave_out_is_named(with_external):
+    strata = make_report(with_external, draw=False).sections[1]
+    assert "<b>other</b> has no unfiltered ranks and is in none of these tables." in strata.words
 
 
 def test_a_saved_comparison_gives_its_own_figures_and_command(trained, comparison, tmp_path):

@@ -72,6 +72,12 @@ def test_html_escapes_and_scrolls_in_its_own_box():
     assert opened == []
 
 
+def test_an_interval_that_ends_beside_zero_says_on_which_side():
+    rows: list[list[object]] = [[(-0.0011, -0.00002)], [(-0.0011, 0.0)]]
+    written = markdown(Table(name="t", title="t", caption="", columns=[Column("i", "interval")], rows=rows))
+    assert "-0.0011 to -0.0000" in written and "-0.0011 to 0.0000" in written
+
+
 def test_zero_has_no_sign_and_no_number_is_not_a_number():
     row = Table(
         name="t", title="", caption="", columns=[Column("d", "signed"), Column("r", "percent")], rows=[[-1e-9, -0.0]]
