@@ -7,6 +7,7 @@ at once.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # taken anywhere on the line, before or after the command
     given = [argument for argument in given if argument != "--debug"]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the terminal cannot show must not end a command
+        sys.stdout.reconfigure(errors="backslashreplace")
     _spin_less()
     keep_freed_memory()
     try:

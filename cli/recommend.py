@@ -54,8 +54,9 @@ def recommend(
 def _write(lists: pd.DataFrame, out: Path | None) -> None:
     from recbft.files import write_atomic, write_parquet
 
-    if out is None:
-        lists.to_csv(sys.stdout, index=False)
+    if out is None:  # ids are data: UTF-8 whatever the terminal's encoding, as in a file
+        sys.stdout.flush()
+        lists.to_csv(sys.stdout.buffer, index=False)
     elif out.suffix.lower() == ".csv":
         write_atomic(out, lists.to_csv(index=False).encode())
     else:

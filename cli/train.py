@@ -43,7 +43,9 @@ def train(
         int | None, typer.Option(help="Decides initial weights and the order of the data; 0 if left out.")
     ] = None,
     data_root: DataRoot = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder that gets the run's folder.")] = Path("runs"),
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder that gets the run's folder; runs if left out.")
+    ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="The run's folder in --out, in place of MODEL-ARM-DATASET-SEED.")
     ] = None,
@@ -62,7 +64,7 @@ def train(
     given = {
         "--model": model, "--dataset": dataset, "--arm": arm, "--mixer": mixer, "--update": update, "--seed": seed,
         "--set": settings, "--config": config,
-        "--deterministic": deterministic or None, "--overwrite": overwrite or None, "--name": name,
+        "--deterministic": deterministic or None, "--overwrite": overwrite or None, "--name": name, "--out": out,
     }  # fmt: skip
     named = [option for option, value in given.items() if value not in (None, [])]
     if resume is not None and named:
@@ -84,7 +86,7 @@ def train(
             data_root=data_root,
             deterministic=deterministic or None,
         )
-        run = _train(run_config, out, name, overwrite, quiet)
+        run = _train(run_config, Path("runs") if out is None else out, name, overwrite, quiet)
     from recbft_cli.results import print_results
 
     print_results(run)

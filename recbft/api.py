@@ -77,6 +77,7 @@ class Recommender:
             out: the run's folder; a temporary one, gone with this object, unless given.
             progress: who is told how it goes; nobody unless given.
         """
+        _check_dataset(dataset)
         if out is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="recbft-")
             out = Path(self._temporary.name) / "run"
@@ -102,9 +103,9 @@ class Recommender:
         """The k best items for each history, with the posterior precision behind each list.
 
         Args:
-            histories: raw item ids, oldest first, by user (a mapping), without users (a sequence of sequences,
-                numbered from 0), or a data frame with columns ``user_id`` and ``item_id`` in time order. Users need
-                not have been seen in training.
+            histories: raw item ids, oldest first, by user (a mapping, or a pandas series of lists), without users (a
+                sequence of sequences, numbered from 0), or a data frame (pandas, polars, pyarrow) with columns
+                ``user_id`` and ``item_id`` in time order. Users need not have been seen in training.
             filter_seen: leave out the items of the history itself.
 
         Returns:
@@ -179,6 +180,8 @@ class Recommender:
     def save(self, path: str | Path) -> None:
         """Copy the run's folder; ``Recommender.load`` and the command line read it back."""
         _, _, run = self._fitted()
+        if Path(path).is_dir() and any(Path(path).iterdir()):
+            raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
         RunFolder.refuse_taken(path)
         with new_folder(path) as made:
             shutil.copytree(run.path, made, dirs_exist_ok=True)
@@ -201,6 +204,7 @@ class Recommender:
     def _data(self, dataset: Dataset | None) -> Dataset:
         """The data set, or the configured one; UserError if its vocabulary is not the model's."""
         _, _, run = self._fitted()
+        _check_dataset(dataset)
         dataset = self.config.data.load() if dataset is None else dataset
         check_vocabulary(
             load_state(run.checkpoint),
@@ -214,3 +218,10 @@ class Recommender:
         if self._model is None or self._vocabulary is None or self.run is None:
             raise UserError("this recommender is not trained; call fit(dataset), or Recommender.load(folder)")
         return self._model, self._vocabulary, self.run
+
+
+def _check_dataset(dataset: object) -> None:
+    """UserError, with what makes one, where something else than a data set is given."""
+    if dataset is not None and not isinstance(dataset, Dataset):
+        how = "Dataset.load(path)" if isinstance(dataset, (str, Path)) else "Dataset.from_frame(frame)"
+        raise UserError(f"dataset is a {type(dataset).__name__}; make a data set of it with {how}")

@@ -78,8 +78,11 @@ def convert(value: Any, annotation: Any, name: str) -> Any:
     """``value`` as ``annotation`` wants it, or a UserError naming ``name``.
 
     Only lossless changes are made: an int for a float, "1e-3" for a float (YAML 1.1 reads it as text), a list, one
-    value or "5,10" for a tuple, "none" for None, False for the choice "off" (YAML 1.1 again).
+    value or "5,10" for a tuple, "none" for None, False for the choice "off" (YAML 1.1 again), a number of numpy's for
+    the plain one.
     """
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return _convert_optional(value, annotation, name)

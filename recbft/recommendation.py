@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from recbft.datasets.events import check_columns
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation import explain as explanations
@@ -20,7 +22,7 @@ from recbft.evaluation.evaluate import evaluation_mode
 from recbft.evaluation.top_k import top_k
 from recbft.models.contract import SequenceModel, read_histories
 
-Histories = Mapping[Any, Sequence[Any]] | Sequence[Sequence[Any]] | pd.DataFrame
+Histories = Mapping[Any, Sequence[Any]] | Iterable[Sequence[Any]] | pd.Series | pd.DataFrame
 HISTORIES_AT_ONCE = 4096
 EXPLAINED = 3
 
@@ -52,8 +54,10 @@ def recommend(
         UserError: no history, none with a known item, fewer than k items left for a user, no times for a model that
             reads them, or a model that was trained with the target's time, which nobody knows here.
     """
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+        raise UserError(f"k is {k!r}; give a whole number, the length of the lists")
     _refuse_target_time(model)
-    encoded = _encode(histories, vocabulary, with_times=getattr(model, "reads_times", False))
+    encoded = _encode(_as_frame(histories), vocabulary, with_times=getattr(model, "reads_times", False))
     parts = []
     with torch.inference_mode(), evaluation_mode(model):
         for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):
@@ -80,8 +84,8 @@ def explain(
     if item is not None and k is not None:
         raise UserError(f"k is {k}, which has no effect where an item is named; give one of them")
     _refuse_target_time(model)
-    encoded = _encode(_one(history), vocabulary, with_times=getattr(model, "reads_times", False))
-    raw = history["item_id"].tolist() if isinstance(history, pd.DataFrame) else list(history)
+    histories, raw = _one(_as_frame(history))
+    encoded = _encode(histories, vocabulary, with_times=getattr(model, "reads_times", False))
     places = np.flatnonzero(vocabulary.encode(raw) > 0)  # of the known events
     items = [item]
     if item is None:
@@ -113,15 +117,27 @@ def explain(
     return table
 
 
-def _one(history: Sequence[Any] | pd.DataFrame) -> Histories:
-    """One history as ``_encode`` takes them."""
+def _as_frame(histories: Any) -> Any:
+    """A table of another library (polars, pyarrow) as a data frame; what is no table is returned as it is."""
+    if isinstance(histories, (pd.DataFrame, pd.Series)) or not hasattr(histories, "__arrow_c_stream__"):
+        return histories
+    try:
+        return pa.RecordBatchReader.from_stream(histories).read_all().to_pandas()
+    except pa.ArrowInvalid:  # a column, which is a sequence
+        return histories
+
+
+def _one(history: Iterable[Any] | pd.DataFrame) -> tuple[Histories, list[Any]]:
+    """One history as ``_encode`` takes them, and its raw items."""
     if not isinstance(history, pd.DataFrame):
         if isinstance(history, (str, bytes, Mapping)) or not isinstance(history, Iterable):
             raise UserError(f"the history is {history!r}; give one list of item ids, oldest first")
-        return [list(history)]
-    if "user_id" in history.columns and history["user_id"].nunique() > 1:
+        raw = list(history)
+        return [raw], raw
+    check_columns([str(column) for column in history.columns], ["user_id", "item_id"], "the history")
+    if history["user_id"].nunique() > 1:
         raise UserError(f"the data frame holds {history['user_id'].nunique()} users; give the events of one")
-    return history
+    return history, history["item_id"].tolist()
 
 
 def _refuse_target_time(model: SequenceModel) -> None:
@@ -200,21 +216,29 @@ def _encode(histories: Histories, vocabulary: Vocabulary, *, with_times: bool) -
 def _flatten(histories: Histories) -> tuple[list[Any], list[int], list[Any]]:
     """Users, the length of each history, and all items side by side."""
     if isinstance(histories, pd.DataFrame):
-        for column in ("user_id", "item_id"):
-            if column not in histories.columns:
-                raise UserError(
-                    f"the histories have no column {column!r}, only {', '.join(map(str, histories.columns))}; rename it"
-                )
+        check_columns([str(column) for column in histories.columns], ["user_id", "item_id"], "the histories")
         if (blank := histories["user_id"].isna().to_numpy()).any():
             raise UserError(
                 f"row {int(blank.argmax()) + 1} of the histories has a blank user_id; fill it in or leave it out"
             )
         grouped = histories.groupby("user_id", sort=False, observed=True)["item_id"]
         histories = {user: items.tolist() for user, items in grouped}
-    if isinstance(histories, Mapping):
+    if isinstance(histories, pd.Series):  # of lists, by user
+        if (twice := histories.index.duplicated()).any():
+            raise UserError(
+                f"user {histories.index[twice][0]!r} occurs twice in the histories; give each user one list"
+            )
+        users, sequences = histories.index.tolist(), histories.tolist()
+    elif isinstance(histories, Mapping):
         users, sequences = list(histories), list(histories.values())
+    elif isinstance(histories, Iterable) and not isinstance(histories, (str, bytes)):
+        sequences = list(histories)
+        users = list(range(len(sequences)))
     else:
-        users, sequences = list(range(len(histories))), list(histories)
+        raise UserError(
+            f"the histories are {histories!r}; give lists of item ids by user (a mapping), a list of such lists, or a "
+            "data frame with columns user_id and item_id"
+        )
     for user, items in zip(users, sequences, strict=True):
         if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
             raise UserError(f"the history of user {user!r} is {items!r}; give a list of item ids, such as [{items!r}]")

@@ -54,7 +54,7 @@ def test_a_saved_recommender_gives_identical_lists_and_metrics_when_loaded(fitte
         pd.testing.assert_frame_equal(one.evaluate(dataset, part).per_user, two.evaluate(dataset, part).per_user)
     assert one.config == two.config
     assert os.listdir(tmp_path) == ["kept"]
-    with pytest.raises(UserError, match="kept holds a finished run; name another folder"):
+    with pytest.raises(UserError, match="kept is a folder with files in it; name another"):
         one.save(tmp_path / "kept")
 
 
@@ -186,6 +186,22 @@ def test_a_recommender_that_is_not_trained_says_so():
 def test_k_beyond_the_vocabulary_is_refused(fitted, dataset):
     with pytest.raises(UserError, match=rf"k is 1000, but only \d+ of {dataset.num_items} items are left for user 0"):
         fitted["bft"].recommend([[1, 2]], 1000)
+
+
+@pytest.mark.parametrize(
+    ("data", "how"), [("ratings.csv", r"Dataset\.load\(path\)"), (pd.DataFrame(), r"Dataset\.from_frame\(frame\)")]
+)
+def test_what_is_no_data_set_is_refused_with_what_makes_one(fitted, data, how):
+    with pytest.raises(UserError, match=how):
+        Recommender("sasrec").fit(data)
+    with pytest.raises(UserError, match=how):
+        fitted["bft"].evaluate(data)
+
+
+def test_settings_may_be_numbers_of_numpy():
+    config = Recommender("sasrec", epochs=np.int64(3), dropout=np.float32(0.5)).config
+    assert (config.training.epochs, config.backbone.dropout) == (3, 0.5)
+    assert type(config.training.epochs) is int
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -82,12 +83,17 @@ def test_histories_come_as_a_mapping_a_sequence_or_a_frame():
         recommend(Echo(), LETTERS, tuple(map(tuple, expected)), 2),
         recommend(Echo(), LETTERS, {"v": np.array(expected[0]), "u": pd.Series(expected[1])}, 2),
         recommend(Echo(), LETTERS, frame, 2),
+        recommend(Echo(), LETTERS, pa.table(frame), 2),
+        recommend(Echo(), LETTERS, pd.Series(expected, index=["v", "u"]), 2),
+        recommend(Echo(), LETTERS, (history for history in expected), 2),
     ]
     for table in same:
         assert table["item"].tolist() == same[0]["item"].tolist()
         assert table["score"].tolist() == same[0]["score"].tolist()
-    assert same[0]["user"].tolist() == same[4]["user"].tolist() == ["v", "v", "u", "u"]
-    assert same[1]["user"].tolist() == [0, 0, 1, 1]
+    for named in (0, 4, 5, 6):
+        assert same[named]["user"].tolist() == ["v", "v", "u", "u"]
+    for numbered in (1, 2, 7):
+        assert same[numbered]["user"].tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("history", [[10, 30], ["10", "30"], [10.0, 30.0], np.array([10, 30]), pd.Series([10, 30])])
@@ -136,7 +142,7 @@ def test_histories_with_nothing_to_go_by_are_refused():
 @pytest.mark.parametrize("missing", ["user_id", "item_id"])
 def test_a_frame_without_a_column_is_refused_by_its_name(missing):
     frame = pd.DataFrame({"user_id": ["u"], "item_id": ["a"]}).rename(columns={missing: "other"})
-    with pytest.raises(UserError, match=rf"no column '{missing}', only .*other.*; rename it"):
+    with pytest.raises(UserError, match=rf"the histories: no column '{missing}'; .*other"):
         recommend(Echo(), LETTERS, frame, 1)
 
 
@@ -149,6 +155,29 @@ def test_a_row_without_a_user_is_not_dropped_in_silence():
 def test_a_text_in_place_of_a_history_is_refused():
     with pytest.raises(UserError, match="bad"):
         recommend(Echo(), LETTERS, {"ann": "bad"}, 1)
+
+
+@pytest.mark.parametrize(
+    ("histories", "message"),
+    [
+        (None, "the histories are None; give lists of item ids by user"),
+        (7, "the histories are 7; give lists"),
+        ("ab", "the histories are 'ab'; give lists"),
+        (pd.Series(["a", "b"]), "the history of user 0 is 'a'; give a list"),
+        (pd.Series([["a"], ["b"]], index=["u", "u"]), "user 'u' occurs twice in the histories"),
+        (pd.DataFrame([["u", "a", "b"]], columns=["user_id", "item_id", "item_id"]), "column 'item_id' occurs 2 times"),
+        (pa.table({"user": ["u"], "item_id": ["a"]}), "the histories: no column 'user_id'"),
+    ],
+)
+def test_histories_in_another_form_are_refused_with_the_forms_there_are(histories, message):
+    with pytest.raises(UserError, match=message):
+        recommend(Echo(), LETTERS, histories, 1)
+
+
+@pytest.mark.parametrize("k", [2.0, "2", True, None])
+def test_a_k_that_is_no_whole_number_is_refused(k):
+    with pytest.raises(UserError, match="give a whole number, the length of the lists"):
+        recommend(Echo(), LETTERS, [["a"]], k)
 
 
 @pytest.mark.parametrize("memory_mb", [256.0, 1e-4])

@@ -161,7 +161,7 @@ class ConfidenceGate(nn.Module):
         self.log_prior = nn.Parameter(torch.full((n_heads,), GATE_PRIOR_START))
 
     def forward(self, value: Tensor, own: Tensor, evidence: Tensor, valid: Tensor) -> Tensor:
-        """Mix value and own, (B, H, T, K), by the evidence (B, H, T); padding, not ``valid`` (B, T), keeps its value."""
+        """Mix value and own, (B, H, T, K), by the evidence (B, H, T); padding, not ``valid``, keeps its value."""
         # Evidence of a token that fits nothing may underflow to 0: the gate is then closed.
         log_evidence = evidence.clamp(min=torch.finfo(evidence.dtype).tiny).log()
         open_ = torch.sigmoid(positive(self.raw_scale)[:, None] * log_evidence - self.log_prior[:, None])

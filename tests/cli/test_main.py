@@ -75,6 +75,7 @@ def test_the_version_is_printed(capsys):
         (["train", "--out"], "'--out' requires an argument"),
         (["evaluate"], "missing argument 'RUN'; see recbft evaluate --help"),
         (["train", "--resume", "runs/x", "--seed", "0"], "--seed has no effect with --resume"),
+        (["train", "--resume", "runs/x", "--out", "runs"], "--out has no effect with --resume"),
         (["train", "-m", "sasrek"], "model is 'sasrek'; did you mean 'sasrec'?"),
         (["train", "--arm", "btf"], "arm of sasrec is 'btf'; did you mean 'bft'?"),
         (["train", "-d", "ml-100k", "--set", "epocs=3"], "unknown key 'epocs'; did you mean 'epochs'?"),

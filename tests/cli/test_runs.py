@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +139,19 @@ def test_recommend_without_a_file_prints_csv(capsys, finished, histories, tmp_pa
     assert out.splitlines()[0] == "user,item,score,rank,precision" and len(out.splitlines()) == 5
     run(capsys, "recommend", finished, "--histories", histories, "-k", "2", "--out", tmp_path / "recs.csv")
     assert (tmp_path / "recs.csv").read_text() == out
+
+
+def test_printed_lists_are_utf_8_whatever_the_terminal_speaks(capsys, events, tmp_path):
+    named = pd.read_parquet(events).assign(item_id=lambda frame: "日" + frame["item_id"].astype(str))
+    named.to_parquet(tmp_path / "named.parquet")
+    train(capsys, tmp_path / "named.parquet", tmp_path, "-q", "--set", "epochs=1")
+    command = ["recommend", str(tmp_path / "sasrec-bft-named-seed0"), "--histories", str(tmp_path / "named.parquet")]
+    code = f"import sys; from recbft_cli.main import main; sys.exit(main({command!r}))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"}
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.decode("utf-8").splitlines()[1].split(",")[1].startswith("日")
 
 
 def test_a_model_that_reads_times_recommends_for_timed_histories(capsys, events, tmp_path):
