@@ -120,6 +120,7 @@ class Recommender:
             k,
             filter_seen=filter_seen,
             memory_mb=self.config.evaluation.memory_mb,
+            time_unit=self._time_unit,
         )
 
     def explain(self, history: Sequence[Any] | pd.DataFrame, item: Any = None, k: int | None = None) -> pd.DataFrame:
@@ -145,6 +146,7 @@ class Recommender:
             item,
             k,
             memory_mb=self.config.evaluation.memory_mb,
+            time_unit=self._time_unit,
         )
 
     def probe(
@@ -213,6 +215,13 @@ class Recommender:
             folder=run.checkpoint,
         )
         return dataset
+
+    @property
+    def _time_unit(self) -> str | None:
+        """The unit of the training data's times; None where it had none, or whole numbers."""
+        _, _, run = self._fitted()
+        unit: str | None = run.protocol.get("preparation", {}).get("time_unit")
+        return unit
 
     def _fitted(self) -> tuple[nn.Module, Vocabulary, RunFolder]:
         if self._model is None or self._vocabulary is None or self.run is None:

@@ -44,11 +44,12 @@ def recommend(
     *,
     filter_seen: bool = True,
     memory_mb: float = 256.0,
+    time_unit: str | None = None,
 ) -> pd.DataFrame:
     """``Recommender.recommend``; see there.
 
-    A model that reads event times takes a data frame whose third column ``timestamp`` holds whole numbers in the unit
-    of the training data.
+    A model that reads event times takes a data frame whose third column ``timestamp`` holds dates, or whole numbers in
+    the unit of the training data: ``time_unit``, which is None where that data held whole numbers too.
 
     Raises:
         UserError: no history, none with a known item, fewer than k items left for a user, no times for a model that
@@ -57,7 +58,8 @@ def recommend(
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
         raise UserError(f"k is {k!r}; give a whole number, the length of the lists")
     _refuse_target_time(model)
-    encoded = _encode(_as_frame(histories), vocabulary, with_times=getattr(model, "reads_times", False))
+    histories = _as_frame(histories)
+    encoded = _encode(histories, vocabulary, _times(histories, time_unit) if _reads_times(model) else None)
     parts = []
     with torch.inference_mode(), evaluation_mode(model):
         for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):
@@ -75,6 +77,7 @@ def explain(
     k: int | None = None,
     *,
     memory_mb: float = 256.0,
+    time_unit: str | None = None,
 ) -> pd.DataFrame:
     """``Recommender.explain``; see there.
 
@@ -85,7 +88,7 @@ def explain(
         raise UserError(f"k is {k}, which has no effect where an item is named; give one of them")
     _refuse_target_time(model)
     histories, raw = _one(_as_frame(history))
-    encoded = _encode(histories, vocabulary, with_times=getattr(model, "reads_times", False))
+    encoded = _encode(histories, vocabulary, _times(histories, time_unit) if _reads_times(model) else None)
     places = np.flatnonzero(vocabulary.encode(raw) > 0)  # of the known events
     items = [item]
     if item is None:
@@ -188,10 +191,9 @@ def _lists(
     return table
 
 
-def _encode(histories: Histories, vocabulary: Vocabulary, *, with_times: bool) -> _Encoded:
-    """Raw histories as item indices, unknown items left out and counted."""
+def _encode(histories: Histories, vocabulary: Vocabulary, times: NDArray[np.int64] | None) -> _Encoded:
+    """Raw histories as item indices, unknown items left out and counted; ``times`` of all events, in their order."""
     users, lengths, raw = _flatten(histories)
-    times = _times(histories) if with_times and isinstance(histories, pd.DataFrame) else None
     if not users:
         raise UserError("there is no history to recommend for; give at least one user with items")
     items = vocabulary.encode(raw)
@@ -246,14 +248,28 @@ def _flatten(histories: Histories) -> tuple[list[Any], list[int], list[Any]]:
     return users, [len(items) for items in lists], [item for items in lists for item in items]
 
 
-def _times(histories: pd.DataFrame) -> NDArray[np.int64] | None:
-    """The times of all events in the order of ``_flatten``; None without a column of them."""
-    if "timestamp" not in histories.columns:
+def _reads_times(model: SequenceModel) -> bool:
+    return bool(getattr(model, "reads_times", False))
+
+
+def _times(histories: Histories, unit: str | None) -> NDArray[np.int64] | None:
+    """The times of all events in the order of ``_flatten``, in ``unit``; None without a column of them."""
+    if not isinstance(histories, pd.DataFrame) or not {"timestamp", "user_id"} <= set(histories.columns):
         return None
-    if not pd.api.types.is_integer_dtype(histories["timestamp"]) or histories["timestamp"].isna().any():
+    column = histories["timestamp"]
+    if pd.api.types.is_datetime64_any_dtype(column) and not column.isna().any():
+        if unit is None:
+            raise UserError(
+                "column 'timestamp' of the histories holds dates, and the training data held whole numbers of a unit "
+                "that it does not say; give whole numbers in that unit"
+            )
+        utc = column.dt.tz_convert("UTC").dt.tz_localize(None) if column.dt.tz is not None else column
+        ticks = utc.to_numpy().astype(f"datetime64[{unit}]").astype(np.int64)
+        column = pd.Series(ticks, index=column.index)
+    if not pd.api.types.is_integer_dtype(column) or column.isna().any():
         raise UserError(
-            f"column 'timestamp' of the histories has type {histories['timestamp'].dtype}; give whole numbers in the "
-            "unit of the training data, without blanks"
+            f"column 'timestamp' of the histories has type {column.dtype}; give dates, or whole numbers in the unit of "
+            "the training data, without blanks"
         )
-    grouped = histories.groupby("user_id", sort=False, observed=True)["timestamp"]
+    grouped = column.groupby(histories["user_id"], sort=False, observed=True)
     return np.concatenate([times.to_numpy(dtype=np.int64) for _, times in grouped])

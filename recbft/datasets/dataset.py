@@ -11,6 +11,7 @@ Shapes: U users, V items, E events.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ class Dataset:
         >>> dataset.items.tolist(), dataset.decode([2]).tolist()
         ([1, 2, 1], ['milk'])
         """
+        user, item, time = str(user), str(item), None if time is None else str(time)  # pandas numbers columns too
         wanted = [user, item, *([time] if time is not None else []), *preparation.columns()]
         table = _as_table(frame, wanted, name)
         events = Events.from_table(table, source=name, user=user, item=item, time=time, extra=preparation.columns())
@@ -216,20 +218,26 @@ class Dataset:
 def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
     """The wanted columns as a pyarrow table; a column arrow cannot hold is refused by name."""
     if isinstance(frame, pd.DataFrame):
-        check_columns([str(column) for column in frame.columns], wanted, name)
+        frame = frame.set_axis([str(column) for column in frame.columns], axis=1)
+        check_columns(list(frame.columns), wanted, name)
         return pa.table({column: _as_array(frame[column], column, name) for column in dict.fromkeys(wanted)})
     if isinstance(frame, pa.Table):
         return frame
-    if hasattr(frame, "__arrow_c_stream__"):
-        return pa.table(frame)
+    if hasattr(frame, "__arrow_c_stream__") and not isinstance(frame, pd.Series):
+        with contextlib.suppress(pa.ArrowInvalid):  # a single column is no table
+            return pa.RecordBatchReader.from_stream(frame).read_all()
     raise UserError(f"a {type(frame).__name__} is not a table; give a pandas data frame or a pyarrow table")
 
 
 def _as_array(column: pd.Series, name: str, source: str) -> Any:
     try:
         return pa.Array.from_pandas(column)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except pa.ArrowException as error:
         kinds = sorted({type(value).__name__ for value in column.dropna()})
+        if len(kinds) < 2:
+            raise UserError(
+                f"{source}: column {name!r} has type {column.dtype}, which cannot be read; make it numbers, text or dates"
+            ) from error
         raise UserError(
             f"{source}: column {name!r} mixes values of type {', '.join(kinds)}; use one type per column"
         ) from error

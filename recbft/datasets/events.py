@@ -81,7 +81,10 @@ def _flat(table: Any, name: str) -> Any:
     """One column as one array, dictionaries (pandas categories) decoded."""
     column = table.column(name)
     if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
+        kind = pa.large_string() if is_text(column.type.value_type) else column.type.value_type
+        # A cast of the column itself does not know text views, which polars gives.
+        decoded = [chunk.dictionary.cast(kind).take(chunk.indices) for chunk in column.chunks]
+        column = pa.chunked_array(decoded, type=kind)
     if is_text(column.type):
         column = column.cast(pa.large_string())  # 64-bit offsets: joining chunks cannot overflow
     return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)

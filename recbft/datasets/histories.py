@@ -30,7 +30,8 @@ def read_histories(
         separator, columns: for delimited files, see ``readers.read_table``.
 
     Returns:
-        Columns user_id, item_id and, where ``time`` is given, timestamp (int64); ids as the file has them.
+        Columns user_id, item_id and, where ``time`` is given, timestamp (int64, or dates where the file holds dates);
+        ids as the file has them.
 
     Raises:
         UserError: the file is missing or damaged, or a column is missing or holds what it may not.
@@ -44,5 +45,6 @@ def read_histories(
     if events.time is not None:
         # stable: ties keep the row order
         order = np.argsort(events.time, kind="stable")
-        frame = frame.assign(timestamp=events.time).iloc[order].reset_index(drop=True)
+        times = events.time if events.time_unit is None else events.time.astype(f"datetime64[{events.time_unit}]")
+        frame = frame.assign(timestamp=times).iloc[order].reset_index(drop=True)
     return frame

@@ -228,3 +228,24 @@ def test_the_same_events_give_the_same_hashes_in_every_format(tmp_path):
     text = "".join(f"{u} {i}\n" for u, i in zip(frame.user_id, frame.item_id, strict=True))
     (tmp_path / "a.txt").write_text(text)
     assert Dataset.load(tmp_path / "a.txt").content_hash == Dataset.from_frame(frame).content_hash
+
+
+def test_tables_of_other_libraries_and_numbered_columns_are_read():
+    frame = pd.DataFrame([["ann", "tea"], ["ann", "milk"], ["ann", "egg"]])
+    made = Dataset.from_frame(frame, user=0, item=1)
+    kinds = pa.dictionary(pa.int32(), pa.string_view())
+    items = pa.DictionaryArray.from_arrays([0, 1, 2], pa.array(["tea", "milk", "egg"], pa.string_view()))
+    table = pa.table({"0": ["ann"] * 3, "1": items.cast(kinds)})
+    assert Dataset.from_frame(table, user="0", item="1").content_hash == made.content_hash
+
+
+@pytest.mark.parametrize("frame", [pd.Series(["a", "b"]), "ratings.csv", pa.chunked_array([["a"]])])
+def test_what_is_no_table_is_refused(frame):
+    with pytest.raises(UserError, match="is not a table; give a pandas data frame"):
+        Dataset.from_frame(frame)
+
+
+@pytest.mark.parametrize("column", [pd.arrays.SparseArray([1, 2, 3]), np.array([1j, 2j, 3j])])
+def test_a_column_of_a_type_that_cannot_be_read_is_named_with_its_type(column):
+    with pytest.raises(UserError, match=r"column 'item_id' has type (Sparse|complex).*, which cannot be read"):
+        Dataset.from_frame(pd.DataFrame({"user_id": ["a"] * 3, "item_id": column}))

@@ -22,6 +22,13 @@ def test_a_time_column_sorts_stably_and_is_kept(tmp_path):
     assert read.to_numpy().tolist() == [[2, 8, 1], [1, 6, 2], [1, 9, 5], [1, 7, 5]]
 
 
+def test_dates_come_back_as_dates(tmp_path):
+    dates = pd.to_datetime(["2020-01-02 00:00:00.0", "2020-01-01 00:00:00.5"])
+    pd.DataFrame({"user_id": [1, 1], "item_id": [8, 9], "t": dates}).to_parquet(tmp_path / "h.parquet")
+    read = read_histories(tmp_path / "h.parquet", time="t")
+    assert read["item_id"].tolist() == [9, 8] and read["timestamp"].tolist() == sorted(dates)
+
+
 def test_a_missing_column_is_refused_by_name(tmp_path):
     (tmp_path / "h.csv").write_text("user,item_id\nbob,tea\n")
     with pytest.raises(UserError, match=r"h\.csv: no column 'user_id'; did you mean 'user'"):
