@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ RENAMED = {
     **MODEL_KEYS,
     "USER_ID_FIELD": "user",
     "ITEM_ID_FIELD": "item",
-    "TIME_FIELD": "time",
+    "TIME_FIELD": "data.time",  # some mixers have a time of their own
     "rm_dup_inter": "deduplicate",
     "topk": "ks",
     "eval_step": "eval_every",
@@ -91,7 +92,7 @@ _HANDLED = frozenset(
 def is_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> bool:
     """Whether a flat config speaks RecBole: a key that only RecBole has, or a model by RecBole's name."""
     known = (set(RENAMED) | IGNORED | _HANDLED) - set(ours)
-    return any(key in known for key in tree) or tree.get("model") in {*MODELS, *GENERAL, *FEATURES, *SEQUENTIAL}
+    return any(key in known for key in tree) or tree.get("model") in [*MODELS, *GENERAL, *FEATURES, *SEQUENTIAL]
 
 
 def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[str, Any], list[str]]:
@@ -106,7 +107,7 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     """
     known = set(RENAMED) | IGNORED | _HANDLED | set(ours)
     for key in tree:
-        if key.partition(".")[0] not in known:
+        if str(key).partition(".")[0] not in known:
             raise UserError(f"unknown key {key!r}; {did_you_mean(str(key), known)}")
     refuse_other_losses(tree.get("loss_type", "CE"))
     _refuse_sampled_negatives(tree)
@@ -148,8 +149,7 @@ def _refuse_other_evaluation(tree: Mapping[str, Any]) -> None:
     given = tree.get("eval_args")
     if given is None:
         return
-    if not isinstance(given, Mapping):
-        raise UserError(f"eval_args is {given!r}; give keys and values, such as order: TO")
+    _check_mapping("eval_args", given, "order: TO")
     split, mode = given.get("split", {"RS": None}), given.get("mode", "full")
     if split != {"LS": "valid_and_test"}:
         raise UserError(
@@ -158,7 +158,8 @@ def _refuse_other_evaluation(tree: Mapping[str, Any]) -> None:
     if given.get("order", "RO") != "TO":
         said = "left out, which RecBole reads as RO" if "order" not in given else repr(given["order"])
         raise UserError(f"eval_args.order is {said}: a random order; histories are ordered by time: write order: TO")
-    if set(mode.values() if isinstance(mode, Mapping) else [mode]) != {"full"}:
+    modes = list(mode.values()) if isinstance(mode, Mapping) else [mode]
+    if not modes or any(each != "full" for each in modes):
         raise UserError(f"eval_args.mode is {mode!r}; recbft ranks among all items: write mode: full")
 
 
@@ -171,8 +172,13 @@ def _refuse_other_data(tree: Mapping[str, Any]) -> None:
     time = tree.get("TIME_FIELD", tree.get("time", "timestamp"))
     if time is None:
         raise UserError("TIME_FIELD is empty; histories are ordered by time: name the time column")
-    load = (tree.get("load_col") or {}).get("inter", "*")
-    if load != "*" and time not in load:
+    load_col = _check_mapping("load_col", tree.get("load_col") or {}, "inter: [user_id, item_id, timestamp]")
+    load = load_col.get("inter", "*")
+    if load == "*":
+        return
+    if isinstance(load, str) or not isinstance(load, Collection):
+        raise UserError(f"load_col.inter is {load!r}; give a list, such as [user_id, item_id, {time}], or '*' for all")
+    if time not in load:
         raise UserError(
             f"load_col.inter is {list(load)} without the time column {time!r}, by which histories are ordered; add it"
         )
@@ -182,6 +188,8 @@ def _model(tree: Mapping[str, Any]) -> dict[str, Any]:
     name = tree.get("model")
     if name is None:
         return {}
+    if not isinstance(name, str):
+        raise UserError(f"model is {name!r}; give one name, such as SASRec")
     if name in MODELS:
         model, arm = MODELS[name]
         return {"model": model, **({"arm": arm} if arm is not None else {})}
@@ -199,11 +207,12 @@ def _data(tree: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     name = tree.get("dataset")
     if name is not None:
-        folder = Path(str(tree.get("data_path", "dataset/"))).expanduser() / str(name)
+        folder = Path(os.path.expanduser(str(tree.get("data_path", "dataset/")))) / str(name)
         file = folder / f"{name}.inter"
         # RecBole reads ml-100k from its own copy, wherever data_path points.
         if name != "ml-100k" and (file.is_file() or "data_path" in tree):
-            made = {"dataset": str(file), "user": "user_id", "item": "item_id", "time": "timestamp"}
+            made = {"dataset": str(file), "user": "user_id", "item": "item_id"}
+            made |= {} if "time" in tree else {"data.time": "timestamp"}
         else:
             made = {"dataset": name}
     if tree.get("field_separator", "\t") != "\t":
@@ -212,7 +221,8 @@ def _data(tree: Mapping[str, Any]) -> dict[str, Any]:
         interval = tree.get(f"{side}_inter_num_interval")
         if interval is not None:
             made[f"min_{side}_events"] = _minimum(f"{side}_inter_num_interval", str(interval))
-    conditions = [_condition(field, str(interval)) for field, interval in (tree.get("val_interval") or {}).items()]
+    intervals = _check_mapping("val_interval", tree.get("val_interval") or {}, "rating: '[4,inf)'")
+    conditions = [_condition(field, str(interval)) for field, interval in intervals.items()]
     if any(conditions):
         made["where"] = " and ".join(filter(None, conditions))
     return made
@@ -246,7 +256,8 @@ def _training(tree: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-_INTERVAL = re.compile(r"\s*([\[(])\s*(-?[\d.]+|-inf)\s*,\s*(-?[\d.]+|inf)\s*([\])])\s*")
+_NUMBER = r"-?(?:\d+\.?\d*|\.\d+)"
+_INTERVAL = re.compile(rf"\s*([\[(])\s*({_NUMBER}|-inf)\s*,\s*({_NUMBER}|inf)\s*([\])])\s*")
 
 
 def _bounds(key: str, text: str) -> tuple[str, str, str, str]:
@@ -272,6 +283,12 @@ def _condition(field: str, text: str) -> str:
     lower = f"{field}>{'=' if left == '[' else ''}{low}" if low != "-inf" else ""
     upper = f"{field}<{'=' if right == ']' else ''}{high}" if high != "inf" else ""
     return " and ".join(filter(None, (lower, upper)))
+
+
+def _check_mapping(key: str, value: Any, example: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{key} is {value!r}; give keys and values, such as {example}")
+    return value
 
 
 def _listed(value: Any) -> list[Any]:
@@ -317,7 +334,7 @@ def recbole_name(name: str) -> str:
 
 def ready_to_run(title: str, file: Path, name: str, *, has_times: bool) -> str:
     """The text of a config for the data set ``name`` in the folder of ``file``."""
-    time = "Real times; rows are sorted by them, since RecBole rounds them to single precision."
+    time = "Real times; each user's rows are sorted by them, since RecBole rounds them to single precision."
     if not has_times:
         time = "The data have no real times: timestamp is the number of the event in its history."
     return READY.format(title=title, file=file, name=name, folder=json.dumps(str(file.parent)), time=time)

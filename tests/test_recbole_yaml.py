@@ -52,6 +52,9 @@ def read(tmp_path):
         ("user_inter_num_interval: '[5,inf)'", "data", "min_user_events", 5),
         ("item_inter_num_interval: '(5,inf)'", "data", "min_item_events", 6),
         ("val_interval: {rating: '[4,inf)'}", "data", "where", "rating>=4"),
+        ("load_col: ~\nval_interval: ~", "data", "where", None),
+        ("eval_args: {split: {LS: valid_and_test}, order: TO, mode: {valid: full, test: full}}", "data", "where", None),
+        ("val_interval: {rating: [4, 5]}", "data", "where", "rating>=4 and rating<=5"),
         ("val_interval: {rating: '(3.5,5]'}", "data", "where", "rating>3.5 and rating<=5"),
         ("val_interval: {rating: '[4,inf)', year: '(-inf,2000)'}", "data", "where", "rating>=4 and year<2000"),
         ("model: BERT4Rec\nmask_ratio: 0.3", "backbone", "mask_probability", 0.3),
@@ -117,7 +120,13 @@ def test_an_atomic_file_is_found_where_recbole_looks_and_ordered_by_time(read, t
     data = read(f"dataset: shop\ndata_path: {tmp_path}").data
     assert data.dataset == str(tmp_path / "shop" / "shop.inter")
     assert (data.user, data.item, data.time) == ("user_id", "item_id", "timestamp")
+    timed = read(f"dataset: shop\ndata_path: {tmp_path}\nTIME_FIELD: when\n", mixer="rfa")  # which has a time too
+    assert timed.data.time == "when" and timed.mixing.time is False
     assert read(f"dataset: shop\ndata_path: {tmp_path}\nTIME_FIELD: when").data.time == "when"
+
+
+def test_a_home_that_is_not_there_is_kept_as_written(read):
+    assert read("dataset: shop\ndata_path: ~nobody-here").data.dataset == "~nobody-here/shop/shop.inter"
 
 
 def test_ml_100k_is_the_bundled_one_wherever_data_path_points(read, tmp_path):
@@ -150,6 +159,18 @@ def test_ml_100k_is_the_bundled_one_wherever_data_path_points(read, tmp_path):
         ("eval_step: 1\nvalid_metric: AUC", "valid_metric is 'AUC'"),
         ("field_separator: ','", "field_separator is ','; atomic files are read with tabs"),
         ("stopping_step: many", "training.patience is 'many'"),
+        ("model: [sasrec]", "model is ['sasrec']; give text"),
+        ("model: [sasrec]\nstopping_step: 3", "model is ['sasrec']; give one name, such as SASRec"),
+        ("5: 3\nstopping_step: 3", "unknown key 5; choose one of"),
+        ("val_interval: 3", "val_interval is 3; give keys and values, such as rating: '[4,inf)'"),
+        ("val_interval: {rating: 3}", "val_interval.rating is '3'; write one interval, such as '[5,inf)'"),
+        ("user_inter_num_interval: '[1.2.3,inf)'", "user_inter_num_interval is '[1.2.3,inf)'; write one interval"),
+        ("load_col: [user_id]", "load_col is ['user_id']; give keys and values, such as inter: [user_id, item_id"),
+        ("load_col: {inter: 3}", "load_col.inter is 3; give a list, such as [user_id, item_id, timestamp], or '*'"),
+        ("load_col: {inter: ~}", "load_col.inter is None; give a list"),
+        ("load_col: {inter: timestamp}", "load_col.inter is 'timestamp'; give a list"),
+        (f"{EVALUATION.replace('full', '{valid: [a]}')}", "mode is {'valid': ['a']}; recbft ranks among all items"),
+        (f"{EVALUATION.replace('full', '[full]')}", "eval_args.mode is ['full']; recbft ranks among all items"),
     ],
 )  # fmt: skip
 def test_what_recbft_does_not_do_is_refused_in_one_line_with_the_file(read, text, message):

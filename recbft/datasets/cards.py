@@ -100,7 +100,7 @@ def root_folder(data_root: str | Path | None) -> Path | None:
     chosen = data_root or os.environ.get(DATA_ROOT_VARIABLE) or None
     if chosen is None:
         return None
-    folder = Path(chosen).expanduser()
+    folder = Path(os.path.expanduser(chosen))
     if not folder.is_dir():
         said_by = "the data root" if data_root else f"the data root (from {DATA_ROOT_VARIABLE})"
         raise UserError(f"{folder}: {said_by} is not a folder; create it or name another")

@@ -43,7 +43,7 @@ class DataConfig:
         """The same with the data set named; a warning says so where a stand-in takes the default's place."""
         if self.dataset is not None:
             return self
-        name, notice = default_dataset()
+        name, notice = default_dataset(self.data_root)
         if notice is not None:
             warnings.warn(notice, stacklevel=2)
         return replace(self, dataset=name)

@@ -236,7 +236,7 @@ def _as_array(column: pd.Series, name: str, source: str) -> Any:
         kinds = sorted({type(value).__name__ for value in column.dropna()})
         if len(kinds) < 2:
             raise UserError(
-                f"{source}: column {name!r} has type {column.dtype}, which cannot be read; make it numbers, text or dates"
+                f"{source}: column {name!r} has type {column.dtype}, which is not read; make it numbers, text or dates"
             ) from error
         raise UserError(
             f"{source}: column {name!r} mixes values of type {', '.join(kinds)}; use one type per column"

@@ -7,6 +7,7 @@ real times; its name and preparation travel in the Parquet metadata, so that a l
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +81,7 @@ def _locate(name_or_path: str | Path, data_root: str | Path | None) -> _Found:
     if name in cards.card_names():
         path, file = cards.find(cards.card(name), data_root)
         return _Found(path=path, file=file, card=cards.card(name))
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     looks_like_a_file = isinstance(name_or_path, Path) or path.suffix != "" or len(path.parts) > 1
     folder = None if looks_like_a_file or path.exists() else cards.root_folder(data_root)
     if folder is not None:

@@ -7,20 +7,21 @@
     .json .jsonl .ndjson [.gz]     one object per line
     .txt [.gz]          "user item" on each line, or "user item1 item2 ..." with one line per user
 
-Text is UTF-8, with or without a byte order mark, with \\n or \\r\\n. Ids of text files are read as text and kept
-exactly; only plain text histories split at white space. Nothing loops over rows unless an error has to name one.
+Text is UTF-8, with or without a byte order mark; a line ends in \\n or \\r\\n, outside JSON also in \\r. Ids of text
+files are read as text and kept exactly; only plain text histories split at white space. Nothing loops over rows unless
+an error has to name one.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
+import io
 import json
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +31,7 @@ import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
 from recbft.datasets.events import check_columns
+from recbft.datasets.opening import is_gzip, one_line, open_bytes, reading
 from recbft.errors import UserError
 
 FORMATS = {
@@ -46,7 +48,7 @@ FORMATS = {
 ATOMIC_TYPES = ("token", "token_seq", "float", "float_seq")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 EMPTY = "the file is empty"
-UNIT_SEPARATOR = "\x1f"  # stands for a separator of several characters while arrow reads
+UNIT_SEPARATOR = "\x1f"  # stands for a separator that is not one ASCII character while arrow reads
 
 
 def read_table(
@@ -67,7 +69,7 @@ def read_table(
     kind = file_format(path, delimited=separator is not None or columns is not None)
     if not path.is_file():
         raise UserError(f"{path}: no such file; check the path")
-    with _reading(path):
+    with reading(path):
         if path.stat().st_size == 0:
             raise UserError(f"{path}: {EMPTY}")
         if kind == "parquet":
@@ -85,7 +87,7 @@ def column_names(path: str | Path) -> list[str]:
     if not path.is_file():
         return []
     kind = FORMATS.get(_ending(path))
-    try:
+    with suppress(UserError), reading(path):
         if kind == "parquet":
             return list(pq.read_schema(path).names)
         if kind == "json lines":
@@ -93,8 +95,6 @@ def column_names(path: str | Path) -> list[str]:
         if kind in ("inter", "csv", "tsv"):
             header = _header(path, "," if kind == "csv" else "\t", quoted=kind != "inter")
             return [name.rpartition(":")[0] or name for name in header] if kind == "inter" else header
-    except (UserError, pa.ArrowInvalid, OSError):
-        pass
     return []
 
 
@@ -133,45 +133,6 @@ def _ending(path: Path) -> str:
     return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else "".join(suffixes[-1:])
 
 
-# Opening and its errors ------------------------------------------------------------------------------
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Name the file, and the row where it can be found, in whatever goes wrong."""
-    try:
-        yield
-    except UnicodeDecodeError:
-        raise _not_utf8(path) from None
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(f"{path}: the gzip file is damaged ({error}); fetch it again") from None
-    except pa.ArrowException as error:
-        if isinstance(error, pa.ArrowInvalid) and "utf8" in str(error).lower().replace("-", ""):
-            raise _not_utf8(path) from None
-        raise UserError(f"{path}: cannot be read: {_one_line(error)}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {_one_line(error)}; check the file and its permissions") from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-def _open(path: Path) -> BinaryIO | gzip.GzipFile:
-    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
-
-
-def _not_utf8(path: Path) -> UserError:
-    advice = "save the file as UTF-8"
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                return UserError(f"{path}: line {number}: byte 0x{line[error.start]:02x} is not UTF-8; {advice}")
-    return UserError(f"{path}: the file is not UTF-8; {advice}")
-
-
 # Parquet ---------------------------------------------------------------------------------------------
 
 
@@ -179,7 +140,7 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> Any:
     try:
         schema = pq.read_schema(path)
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path}: is not a whole Parquet file ({_one_line(error)}); fetch or write it again") from None
+        raise UserError(f"{path}: is not a whole Parquet file ({one_line(error)}); fetch or write it again") from None
     check_columns(schema.names, wanted, str(path))
     return pq.ParquetFile(path).read(columns=list(dict.fromkeys(wanted)))
 
@@ -191,21 +152,22 @@ def _read_delimited(
     path: Path, wanted: Sequence[str], kind: str, separator: str | None, columns: Sequence[str] | None
 ) -> Any:
     separator = {"csv": ",", "tsv": "\t", "inter": "\t"}[kind] if separator is None else separator.replace("\\t", "\t")
-    if not separator:
-        raise UserError(f"{path}: the separator is empty; give the text between two fields, such as ',' or '::'")
-    quoted = kind != "inter" and len(separator) == 1  # RecBole's format knows no quotes: an id may hold one
+    if separator in ("", "\n", "\r", "\0"):
+        said = repr(separator) if separator else "empty"
+        raise UserError(f"{path}: the separator is {said}; give the text between two fields, such as ',' or '::'")
+    quoted = kind != "inter" and _arrow_takes(separator)  # RecBole's format knows no quotes: an id may hold one
     raw_names = list(columns) if columns is not None else _header(path, separator, quoted=quoted)
     names = [_untyped(name, path) for name in raw_names] if kind == "inter" else raw_names
     check_columns(names, wanted, str(path))
     chosen = {f"c{names.index(name)}": name for name in wanted}
     unique = [f"c{index}" for index in range(len(names))]
     source = _arrow_source(path, separator)
-    delimiter = separator if len(separator) == 1 else UNIT_SEPARATOR
+    delimiter = separator if _arrow_takes(separator) else UNIT_SEPARATOR
     first_row = 1 if columns is None else 0
 
     def parse(handler: Any = None) -> Any:
         return pa_csv.read_csv(
-            source() if callable(source) else source,
+            source(),
             pa_csv.ReadOptions(column_names=unique, skip_rows=first_row, use_threads=handler is None),
             pa_csv.ParseOptions(
                 delimiter=delimiter,
@@ -246,11 +208,15 @@ def _parse_or_name_the_row(parse: Any, path: Path, num_columns: int, first_row: 
     )
 
 
-def _arrow_source(path: Path, separator: str) -> Any:
-    """What arrow reads: the path, or the bytes with one character in place of a separator of several."""
-    if len(separator) == 1:
-        return str(path)
-    with _open(path) as file:
+def _arrow_takes(separator: str) -> bool:
+    return len(separator) == 1 and separator.isascii()
+
+
+def _arrow_source(path: Path, separator: str) -> Callable[[], Any]:
+    """Opens what arrow reads: the file, or its bytes with one character in place of a separator arrow does not take."""
+    if _arrow_takes(separator):
+        return lambda: pa.input_stream(str(path), compression="gzip" if is_gzip(path) else "detect")
+    with open_bytes(path) as file:
         content = file.read()
     if UNIT_SEPARATOR.encode() in content:
         raise UserError(f"{path}: holds the character 0x1f, so separator {separator!r} cannot be used; replace either")
@@ -259,12 +225,12 @@ def _arrow_source(path: Path, separator: str) -> Any:
 
 
 def _header(path: Path, separator: str, *, quoted: bool) -> list[str]:
-    with _open(path) as file:
-        line = file.readline().decode("utf-8-sig")
+    with open_bytes(path) as file:
+        start = file.readline()
+    line = re.split(rb"[\r\n]", start, maxsplit=1)[0].decode("utf-8-sig")
     if not line.strip():
-        raise UserError(f"{path}: {'the first line is blank, but it must name the columns' if line else EMPTY}")
-    line = line.rstrip("\r\n")
-    if len(separator) == 1 and quoted:
+        raise UserError(f"{path}: {'the first line is blank, but it must name the columns' if start else EMPTY}")
+    if quoted:
         return next(csv.reader([line], delimiter=separator))
     return line.split(separator)
 
@@ -282,7 +248,7 @@ def _untyped(name: str, path: Path) -> str:
 
 
 def _first_object(path: Path) -> dict[str, Any]:
-    with _open(path) as file:
+    with open_bytes(path) as file:
         content = next((text for text in file if text.removeprefix(BYTE_ORDER_MARK).strip()), b"")
     line = content.decode("utf-8-sig").strip()
     if not line:
@@ -295,8 +261,9 @@ def _first_object(path: Path) -> dict[str, Any]:
 def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {number}: is not JSON ({error.msg}); write one object per line") from None
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "a number too long or a list too deep"
+        raise UserError(f"{path}: line {number}: is not JSON ({reason}); write one object per line") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: line {number}: is not a JSON object; write one object per line")
     return value
@@ -312,7 +279,7 @@ def _read_json_lines(path: Path, wanted: Sequence[str]) -> Any:
         schema = pa.schema(list(types.items()))
         options = pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
         try:
-            with _open(path) as file:
+            with open_bytes(path) as file:
                 file.seek(3 if file.read(3) == BYTE_ORDER_MARK else 0)
                 return pa_json.read_json(file, pa_json.ReadOptions(block_size=16 << 20), options)
         except pa.ArrowInvalid:
@@ -323,7 +290,7 @@ def _read_json_lines(path: Path, wanted: Sequence[str]) -> Any:
 def _read_json_slowly(path: Path, wanted: Sequence[str]) -> Any:
     """One line after the other: for mixed number types, and to name the line at fault."""
     columns: dict[str, list[Any]] = {name: [] for name in wanted}
-    with _open(path) as file:
+    with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             if text:
@@ -334,15 +301,20 @@ def _read_json_slowly(path: Path, wanted: Sequence[str]) -> Any:
 
 
 def _from_python(values: list[Any], name: str, source: str) -> Any:
-    """A column of Python values of one type (whole numbers and floats may mix)."""
+    """A column of Python values of one type; whole numbers and floats may mix, and beyond 64 bits text is kept."""
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         pass
     kinds = {type(value) for value in values if value is not None}
+    if kinds == {int}:
+        return pa.array([None if value is None else str(value) for value in values], pa.large_string())
     if kinds == {int, float}:
-        return pa.array([None if value is None else float(value) for value in values])
+        with suppress(OverflowError):
+            return pa.array([None if value is None else float(value) for value in values])
     first = type(next(value for value in values if value is not None))
+    if len(kinds) == 1:
+        raise UserError(f"{source}: column {name!r} holds a {first.__name__} in each row; give numbers or text")
     row = next(i for i, value in enumerate(values) if value is not None and type(value) is not first)
     raise UserError(
         f"{source}: row {row + 1}: column {name!r} holds {values[row]!r}, but row 1 holds a {first.__name__}; "
@@ -357,8 +329,8 @@ def _read_text(path: Path, wanted: Sequence[str]) -> Any:
     if len(wanted) > 2:
         advice = "give separator and column names to read one"
         raise UserError(f"{path}: a plain text history has no column {wanted[2]!r}; {advice}")
-    with _open(path) as file:
-        content = file.read().decode("utf-8-sig")
+    with open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+        content = text.read()  # every line ends in \n, whatever it ends in on disk
     lines = pc.ascii_trim_whitespace(pa.array(content.split("\n"), pa.large_string()))
     numbers = np.flatnonzero(pc.not_equal(lines, "").to_numpy(zero_copy_only=False)) + 1
     if len(numbers) == 0:

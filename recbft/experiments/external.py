@@ -3,7 +3,7 @@
     user             raw id, as text or number; every user of the comparison once (per seed)
     rank             of the user's test target among all items, 1 is best; also read as rank_unfiltered
     rank_filtered    the same with the user's seen items masked
-    seed             optional; without it the ranks stand for every seed
+    seed             optional, from 0; without it the ranks stand for every seed
 
 Either kind of rank will do. So a ``per_user.parquet`` of ours is such a file too.
 """
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from recbft.errors import UserError
 
 IntArray = NDArray[np.int64]
+_LAST_SEED = 2**32 - 1
 _SETTINGS = {"rank": "unfiltered", "rank_unfiltered": "unfiltered", "rank_filtered": "filtered"}
 
 
@@ -40,7 +41,7 @@ def read_external(path: Path, users: NDArray[Any], *, num_items: int) -> Externa
         num_items: the worst rank there can be.
 
     Raises:
-        UserError: a column is missing, a user is missing or listed twice, or a rank is not one.
+        UserError: a column is missing, a user is missing or listed twice, or a rank or seed is not one.
     """
     table = _read(path)
     columns = {column: setting for column, setting in _SETTINGS.items() if column in table}
@@ -49,12 +50,14 @@ def read_external(path: Path, users: NDArray[Any], *, num_items: int) -> Externa
     if len(set(columns.values())) < len(columns):
         raise UserError(f"{path} has both 'rank' and 'rank_unfiltered', which mean the same; keep one")
     for column in columns:
-        _check_ranks(table[column], f"{path}: column {column!r}", num_items)
+        table[column] = _whole(table[column], f"{path}: column {column!r}", "ranks", 1, num_items)
+    if "seed" in table:
+        table["seed"] = _whole(table["seed"], f"{path}: column 'seed'", "seeds", 0, _LAST_SEED)
     place = {str(user): n for n, user in enumerate(users)}
     position = table["user"].astype(str).map(place)
     known = table[position.notna()].assign(position=position.dropna().astype(int))
     seeds: list[int | None] = [None]
-    if "seed" in table:
+    if "seed" in table and len(known):
         seeds = [*sorted(map(int, known["seed"].unique()))]
     parts = [known if seed is None else known[known["seed"] == seed] for seed in seeds]
     for seed, part in zip(seeds, parts, strict=True):
@@ -75,7 +78,7 @@ def _read(path: Path) -> pd.DataFrame:
         if path.suffix.lower() == ".parquet":
             return pd.read_parquet(path)
         if path.suffix.lower() == ".csv":
-            return pd.read_csv(path, dtype={"user": str}, keep_default_na=False, na_values={"rank": [""]})
+            return pd.read_csv(path, dtype={"user": str}, keep_default_na=False)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give a .csv or .parquet file with columns user and rank") from None
     except (ValueError, OSError, pa.ArrowInvalid) as error:
@@ -83,14 +86,15 @@ def _read(path: Path) -> pd.DataFrame:
     raise UserError(f"{path}: the ending {path.suffix!r} is not known; give a .csv or .parquet file")
 
 
-def _check_ranks(column: pd.Series[Any], name: str, num_items: int) -> None:
+def _whole(column: pd.Series[Any], name: str, kind: str, first: int, last: int) -> pd.Series[int]:
     values = pd.to_numeric(column, errors="coerce")
-    bad = values.isna() | (values < 1) | (values > num_items) | (values != values.round())
+    bad = values.isna() | (values < first) | (values > last) | (values != values.round())
     if bad.any():
-        worst = column[bad].iloc[0]
+        worst = str(column[bad].iloc[0]) or "nothing"
         raise UserError(
-            f"{name} holds {worst!s} ({int(bad.sum()):,} such values); give whole ranks from 1 to {num_items:,}"
+            f"{name} holds {worst} ({int(bad.sum()):,} such values); give whole {kind} from {first} to {last:,}"
         )
+    return values.astype(np.int64)
 
 
 def _check_users(part: pd.DataFrame, place: dict[str, int], name: object) -> None:

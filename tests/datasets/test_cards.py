@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from recbft.datasets import Dataset, Preparation, card, card_names, dataset_names, default_dataset, is_available
+from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 
 INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
@@ -114,6 +115,23 @@ def test_the_default_is_synthetic_with_a_notice_where_recbole_is_missing(tmp_pat
     assert name == "synthetic" and "RecBole, which carries it, is not installed" in notice
     (tmp_path / "ml-100k.inter").write_text(INTER)
     assert default_dataset(tmp_path) == ("ml-100k", None)
+
+
+def test_the_default_is_looked_for_where_the_config_says_that_data_lie(tmp_path, monkeypatch):
+    without_recbole(monkeypatch)
+    (tmp_path / "ml-100k").mkdir()
+    (tmp_path / "ml-100k" / "ml-100k.inter").write_text(INTER + "1\t2\t3\t4\n" * 3)
+    config = DataConfig(data_root=str(tmp_path))
+    assert config.resolved().dataset == "ml-100k"
+    with pytest.warns(UserWarning, match="expects 943 users"):
+        assert config.load().num_events == 3
+
+
+def test_a_home_that_is_not_there_is_refused_like_any_folder_that_is_not():
+    with pytest.raises(UserError, match=r"~nobody-here/a\.csv: no such file; check the path"):
+        Dataset.load("~nobody-here/a.csv")
+    with pytest.raises(UserError, match="~nobody-here/data: the data root is not a folder; create it or name another"):
+        Dataset.load("ml-100k", data_root="~nobody-here/data")
 
 
 def test_a_name_without_card_is_looked_for_under_the_data_root(tmp_path):

@@ -34,11 +34,16 @@ FILES = {
     "bom.inter": "\ufeff" + as_lines("\t", header=ATOMIC_HEADER),
     "a.inter.gz": as_lines("\t", header=ATOMIC_HEADER),
     "no_newline_at_end.inter": as_lines("\t", header=ATOMIC_HEADER).rstrip("\n"),
+    "cr.inter": as_lines("\t", "\r", header=ATOMIC_HEADER),
+    "UPPER.INTER.GZ": as_lines("\t", header=ATOMIC_HEADER),
     "a.csv": as_csv(),
     "crlf.csv": as_csv("\r\n"),
+    "cr.csv": as_csv("\r"),
     "bom.csv": "\ufeff" + as_csv(),
     "a.csv.gz": as_csv(),
+    "UPPER.CSV.GZ": as_csv(),
     "a.tsv": as_csv().replace(",", "\t"),
+    "cr.tsv": as_csv("\r").replace(",", "\t"),
     "a.json": OBJECTS,
     "a.jsonl": OBJECTS,
     "bom.jsonl": "\ufeff" + OBJECTS,
@@ -49,7 +54,7 @@ FILES = {
 
 def write(path, content):
     content = content.encode() if isinstance(content, str) else content
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    path.write_bytes(gzip.compress(content) if path.suffix.lower() == ".gz" else content)
     return path
 
 
@@ -68,7 +73,7 @@ def test_parquet_gives_the_columns_as_they_are(tmp_path):
     assert rows_of(read_table(tmp_path / "a.parquet", WANTED)) == ROWS
 
 
-@pytest.mark.parametrize("separator", ["::", ",", "\t", "\\t", "|", " || "])
+@pytest.mark.parametrize("separator", ["::", ",", "\t", "\\t", "|", " || ", "¦"])
 @pytest.mark.parametrize("prefix", ["", "\ufeff"])
 def test_a_file_without_header_is_read_by_given_columns_and_separator(tmp_path, separator, prefix):
     content = prefix + as_lines(separator.replace("\\t", "\t")).replace('"', "")
@@ -79,8 +84,9 @@ def test_a_file_without_header_is_read_by_given_columns_and_separator(tmp_path, 
 def test_the_two_plain_text_forms_give_the_same_rows(tmp_path):
     pairs = write(tmp_path / "pairs.txt", "\ufeffann 007\r\nann 7\r\n\r\nbob  7 \r\nann x\u00a0y\r\n")
     sequences = write(tmp_path / "sequences.txt.gz", "ann 007 7\tx\u00a0y\nbob 7")
+    old = write(tmp_path / "old.txt", "ann 007\rann 7\r\rbob 7\rann x\u00a0y\r")
     expected = {("ann", "007"), ("ann", "7"), ("ann", "x\u00a0y"), ("bob", "7")}
-    for path in (pairs, sequences):
+    for path in (pairs, sequences, old):
         table = read_table(path, ["user_id", "item_id"])
         assert set(zip(*(column.to_pylist() for column in table.columns), strict=True)) == expected
     assert read_table(sequences, ["user_id", "item_id"])["item_id"].to_pylist() == ["007", "7", "x\u00a0y", "7"]
@@ -111,6 +117,15 @@ def test_json_numbers_may_mix_whole_and_float_times(tmp_path):
     rows = [{"user_id": 1, "item_id": i, "timestamp": t} for i, t in enumerate([3, 4.0, 5])]
     path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
     assert Dataset.load(path, time="timestamp").times.tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("ids", [[2**63, 5], [5, 2**70], [-(2**63) - 1, 2**64]])
+def test_json_ids_beyond_64_bits_are_kept_as_their_text(tmp_path, ids):
+    rows = [{"user_id": 1, "item_id": item, "timestamp": 2**64} for item in [*ids, ids[0]]]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    assert Dataset.load(path).item_ids.tolist() == list(map(str, ids))
+    with pytest.raises(UserError, match=r"row 1: .* holds '18446744073709551616', but a time must fit in 64 bits"):
+        Dataset.load(path, time="timestamp")
 
 
 ERRORS = {
@@ -150,6 +165,24 @@ ERRORS = {
         '{"user_id": 1, "item_id": 2}\n{"user_id": 1, "item_id": "b"}\n',
         r"mixed\.jsonl: row 2: column 'item_id' holds 'b', but row 1 holds a int; use one type per column",
     ),
+    "huge.jsonl": (
+        f'{{"user_id": 1, "item_id": {10**400}}}\n{{"user_id": 1, "item_id": 1.5}}\n',
+        r"huge\.jsonl: row 2: column 'item_id' holds 1\.5, but row 1 holds a int",
+    ),
+    "lists.jsonl": (
+        '{"user_id": 1, "item_id": [1]}\n{"user_id": 1, "item_id": ["b"]}\n',
+        r"lists\.jsonl: column 'item_id' holds a list in each row; give numbers or text",
+    ),
+    "surrogate.jsonl": (
+        r'{"user_id": 1, "item_id": "\ud800"}',
+        r"surrogate\.jsonl: the text '\\ud800' has no UTF-8; replace it",
+    ),
+    "digits.jsonl": (f'{{"user_id": 1, "item_id": {"9" * 5000}}}', r"digits\.jsonl: line 1: .*\(a number too long or"),
+    "deep.jsonl": (f'{{"user_id": 1, "item_id": {"[" * 100_000}}}', r"deep\.jsonl: line 1: .* a list too deep\)"),
+    "wide.csv": (
+        f"user_id,item_id,{'x' * 200_000}\n1,2,3\n",
+        r"wide\.csv: the header cannot be read \(field larger than .*\); check the separator",
+    ),
     "damaged.parquet": ("PAR1 and then nothing", r"damaged\.parquet: is not a whole Parquet file"),
     "what.xyz": ("1 2\n", r"what\.xyz: unknown file ending '\.xyz'; known are \.inter, .*give its separator"),
 }
@@ -169,15 +202,32 @@ def test_a_missing_file_is_refused_by_name(tmp_path, name):
         read_table(tmp_path / name, ["user_id", "item_id"])
 
 
+@pytest.mark.parametrize("name", ["latin.csv", "latin.jsonl"])
+def test_a_header_that_is_not_utf8_is_refused_before_its_names_are_looked_at(tmp_path, name):
+    content = {"latin.csv": b"user_id,item_id,caf\xe9\n1,2,3\n", "latin.jsonl": b'{"user_id": 1, "caf\xe9": 2}\n'}[name]
+    with pytest.raises(UserError, match=f"{name}: line 1: byte 0xe9 is not UTF-8; save the file as UTF-8"):
+        Dataset.load(write(tmp_path / name, content))
+
+
+def test_bytes_that_are_not_utf8_may_stand_in_a_column_that_is_not_read(tmp_path):
+    path = write(tmp_path / "a.csv", b"user_id,item_id,name\n1,2,caf\xe9\n")
+    assert read_table(path, ["user_id", "item_id"]).num_rows == 1
+
+
 def test_a_truncated_gzip_file_is_refused(tmp_path):
     for name in ("a.csv.gz", "a.inter.gz", "a.jsonl.gz"):
         whole = gzip.compress((FILES[name] * 200).encode())
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
         with pytest.raises(UserError, match=f"{name}: "):
             read_table(tmp_path / name, WANTED)
+        with pytest.raises(UserError, match=f"{name}: "):
+            Dataset.load(tmp_path / name)
     (tmp_path / "b.csv.gz").write_bytes(b"plain text")
     with pytest.raises(UserError, match=r"b\.csv\.gz: the gzip file is damaged"):
         read_table(tmp_path / "b.csv.gz", WANTED)
+    (tmp_path / "c.csv.gz").write_bytes(gzip.compress(b"user_id,item_id")[:10] + b"\x01\x08\x00\xf7\xff\xff\xff")
+    with pytest.raises(UserError, match=r"c\.csv\.gz: the gzip file is damaged"):
+        Dataset.load(tmp_path / "c.csv.gz")
 
 
 def test_a_truncated_parquet_file_is_refused(tmp_path):
@@ -199,9 +249,28 @@ def test_settings_that_do_not_fit_the_format_are_refused(tmp_path):
         UserError, match="a plain text history has no column 'timestamp'; give separator and column names"
     ):
         read_table(tmp_path / "a.txt", WANTED)
-    write(tmp_path / "a.dat", "a,b\n")
-    with pytest.raises(UserError, match="the separator is empty; give the text between two fields"):
-        read_table(tmp_path / "a.dat", ["a", "b"], separator="")
+
+
+@pytest.mark.parametrize(
+    ("separator", "complaint"),
+    [
+        ("", "the separator is empty; give the text between two fields, such as ',' or '::'"),
+        ("\n", r"the separator is '\\n'; give the text between two fields"),
+        ("\r", r"the separator is '\\r'; give"),
+        ("\0", r"the separator is '\\x00'; give"),
+    ],
+)
+@pytest.mark.parametrize("columns", [None, ["user_id", "item_id"]])
+def test_a_text_that_cannot_part_fields_is_refused_as_a_separator(tmp_path, separator, columns, complaint):
+    path = write(tmp_path / "a.dat", "user_id,item_id\n1,2\n")
+    with pytest.raises(UserError, match=complaint):
+        read_table(path, ["user_id", "item_id"], separator=separator, columns=columns)
+
+
+def test_a_separator_that_no_text_holds_is_refused(tmp_path):
+    path = write(tmp_path / "a.dat", b"1\xa62\n")
+    with pytest.raises(UserError, match=r"the text '\\udca6' has no UTF-8; replace it"):
+        read_table(path, ["user_id", "item_id"], separator="\udca6", columns=["user_id", "item_id"])
 
 
 def test_a_blank_or_bad_value_in_a_file_is_refused_with_file_and_row(tmp_path):

@@ -13,6 +13,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
 from recbft.experiments.comparison import comparison_of, load_comparison
+from recbft.experiments.external import read_external
 from recbft.experiments.results import results_of, write_comparison
 from recbft.files import write_json
 from recbft.training.run_folder import RunFolder
@@ -291,7 +292,13 @@ def replaced(column, value):
         (replaced("rank", 1.5), r"column 'rank' holds 1\.5"),
         (replaced("rank", "first"), "column 'rank' holds first"),
         (replaced("rank", 10**6), "column 'rank' holds 1000000"),
+        (replaced("rank", ""), r"column 'rank' holds nothing \(1 such values\)"),
         (lambda t: t.assign(seed=[0, *[1] * (len(t) - 1)]), r"seed 0 lacks \d+ of"),
+        (lambda t: t.assign(seed=["", *[1] * (len(t) - 1)]), r"'seed' holds nothing \(1 such .* whole seeds from 0 to"),
+        (lambda t: t.assign(seed="x"), r"column 'seed' holds x \(\d+ such values\); give whole seeds from 0 to 4,294,"),
+        (lambda t: t.assign(seed=0.5), r"column 'seed' holds 0\.5"),
+        (lambda t: t.assign(seed=-1), "column 'seed' holds -1"),
+        (lambda t: t.assign(seed=0, user="nobody"), r"lacks (\d+) of \1 users, such as"),
     ],
 )
 def test_a_file_that_is_not_of_ranks_is_refused(trained, tmp_path, change, message):
@@ -299,6 +306,13 @@ def test_a_file_that_is_not_of_ranks_is_refused(trained, tmp_path, change, messa
     change(pd.read_csv(file, dtype={"user": str})).to_csv(file, index=False)
     with pytest.raises(UserError, match=message):
         comparison_of(runs_in(trained), external={"other": file})
+
+
+def test_ranks_and_seeds_may_be_whole_numbers_written_as_text(tmp_path):
+    table = pd.DataFrame({"user": ["a", "b"], "rank": ["1", "2.0"], "seed": ["3", "3.0"]})
+    table.to_parquet(tmp_path / "other.parquet")
+    found = read_external(tmp_path / "other.parquet", np.array(["b", "a"]), num_items=2)
+    assert found.seeds == (3,) and found.ranks["unfiltered"].tolist() == [[2, 1]]
 
 
 @pytest.mark.parametrize(
