@@ -1,8 +1,9 @@
-"""Write a data set as a RecBole atomic file: tab-separated, a typed header, a row per event, sorted by time.
+"""Write a data set as a RecBole atomic file: tab-separated, a typed header, a row per event, user by user.
 
 RecBole holds times in single precision, in which unix seconds have steps of 64 and more, and sorts them stably: equal
-after rounding, rows keep their order in the file. So only a file that is sorted already is read in its exact order.
-Without real times an event's number in its history takes their place.
+after rounding, a user's rows keep their order in the file. So only histories that are sorted already are read in their
+exact order. Users stand in the data set's order, so that the file, read back, has the same hashes. Without real times
+an event's number in its history takes their place.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ def save_atomic(dataset: Dataset, folder: str | Path, name: str) -> Path:
     times = dataset.times
     if times is None:
         times = np.arange(dataset.num_events) - np.repeat(dataset.offsets[:-1], dataset.lengths)
-    order = np.argsort(times, kind="stable")  # ties keep the order within a user
-    frame = pd.DataFrame({"user": users[order], "item": items[order], "time": times[order]})
+    frame = pd.DataFrame({"user": users, "item": items, "time": times})
     rows = frame.to_csv(sep="\t", index=False, header=False, lineterminator="\n", quoting=3)
     path = Path(folder) / name / f"{name}.inter"
     path.parent.mkdir(parents=True, exist_ok=True)

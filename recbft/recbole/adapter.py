@@ -43,7 +43,7 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         if run is None:
             run = run_config(self.name, config.final_config_dict)
             recbole_knows = {key for keys in config.parameters.values() for key in keys}
-            warn_about_unknown(self.name, config.external_config_dict, recbole_knows | set(config.internal_config_dict))
+            warn_about_unknown(run, config.external_config_dict, recbole_knows | set(config.internal_config_dict))
         refuse_short_window(self.max_seq_length, run.backbone.max_length)
         self.run = run
         self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding

@@ -1,13 +1,14 @@
 """What a RecBole config says about one of our models, as the run it describes.
 
-RecBole's config is one flat space of names. Those of the backbone and the core are read by their bare names, and by
-RecBole's own names where it has others (``hidden_dropout_prob``); of training, only what the adapter's trainer uses.
+RecBole's config is one flat space of names. Those of the backbone, the mixer, the experts and the core are read by
+their bare names or in sections, and by RecBole's own names where it has others (``hidden_dropout_prob``). Training is
+RecBole's: only what its trainer does not know is read here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from recbft.config import check_choice, field_types
@@ -16,8 +17,27 @@ from recbft.models import MODELS
 from recbft.recbole.registry import ADAPTED
 from recbft.recbole_yaml import MODEL_KEYS, refuse_other_losses
 from recbft.run_config import RunConfig, load_run_config, sections_of
+from recbft.training.config import TrainingConfig
 
-TRAINING = ("epochs", "learning_rate", "weight_decay", "precision_lr_multiplier", "warmup_steps")
+MODEL_SECTIONS = ("backbone", "mixing", "moe", "core")
+OWN_TRAINING = ("precision_lr_multiplier", "warmup_steps")  # what RecBole has no key for
+TRAINING = ("epochs", "learning_rate", "weight_decay", *OWN_TRAINING)
+
+# The rest of training by RecBole's keys, which its trainer reads.
+RECBOLE_TRAINING = {
+    "epochs": "epochs",
+    "batch_size": "train_batch_size",
+    "batch_targets": "train_batch_size",
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+    "clip_norm": "clip_grad_norm",
+    "patience": "stopping_step",
+    "valid_metric": "valid_metric",
+    "eval_every": "eval_step",
+    "deterministic": "reproducibility",
+    "autocast": "enable_amp",
+    "device": "gpu_id",
+}
 
 log = logging.getLogger(__name__)
 
@@ -39,27 +59,30 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
     if mixer is not None:
         check_choice("mixer", mixer, MODELS[adapted.model].mixers)
     sections = sections_of(adapted.model, mixer)
-    ours: dict[str, dict[str, Any]] = {section: {} for section in ("backbone", "mixing", "moe", "core", "training")}
-    for recbole_name, our_name in MODEL_KEYS.items():
-        if values.get(recbole_name) is not None and our_name in field_types(sections["backbone"]):
-            ours["backbone"][our_name] = values[recbole_name]
+    _refuse_recboles_training(_section(values, "training"))
+    ours: dict[str, Any] = {section: _bare(values, section, sections) for section in MODEL_SECTIONS}
+    ours["training"] = {key: values[key] for key in TRAINING if values.get(key) is not None}
     for section, named in ours.items():
-        known = TRAINING if section == "training" else field_types(sections[section])
-        named.update({key: values[key] for key in known if values.get(key) is not None})
-        named.update(values.get(section) or {})
-    named_values: dict[str, Any] = {**ours, "model": adapted.model, "arm": arm, "seed": values.get("seed", 0)}
-    named_values["mixer"] = mixer
-    return load_run_config(**named_values)
+        named.update(_section(values, section))
+    return load_run_config(**ours, model=adapted.model, arm=arm, seed=values.get("seed", 0), mixer=mixer)
 
 
-def warn_about_unknown(name: str, given: Iterable[str], known_to_recbole: Iterable[str]) -> None:
-    """RecBole takes any key in silence: name those that neither it nor we know."""
-    ours = {"arm", "backbone", "mixer", "mixing", "moe", "core", "training", "model", "dataset", *TRAINING, *MODEL_KEYS}
-    for cls in (MODELS[ADAPTED[name].model].config, sections_of(ADAPTED[name].model)["core"]):
-        ours |= set(field_types(cls))
+def warn_about_unknown(run: RunConfig, given: Collection[str], known_to_recbole: Collection[str]) -> None:
+    """RecBole takes any key in silence: name those that neither it nor this run's model knows."""
+    sections = sections_of(run.model, run.mixer)
+    ours = {"model", "dataset", "arm", "mixer", "training", *TRAINING, *MODEL_SECTIONS}
+    for section in MODEL_SECTIONS:
+        ours |= set(field_types(sections[section]))
+    ours |= {key for key, name in MODEL_KEYS.items() if name in field_types(sections["backbone"])}
     known = ours | set(known_to_recbole)
     for key in given:
-        if key not in known:
+        if key in known:
+            continue
+        if key in MODEL_KEYS:
+            log.warning("key %r has no effect: model %r has no %r", key, run.model, MODEL_KEYS[key])
+        elif key in RECBOLE_TRAINING:
+            log.warning("unknown key %r has no effect; RecBole calls it %r", key, RECBOLE_TRAINING[key])
+        else:
             hint = did_you_mean(key, known)
             log.warning("unknown key %r has no effect%s", key, f"; {hint}" if hint.startswith("did") else "")
 
@@ -70,3 +93,34 @@ def refuse_short_window(window: int, needed: int) -> None:
         raise UserError(
             f"MAX_ITEM_LIST_LENGTH is {window}, but the run reads {needed} events; set it to {needed} or more"
         )
+
+
+def _bare(values: Mapping[str, Any], section: str, sections: Mapping[str, type]) -> dict[str, Any]:
+    """What the config says of a section by bare names, RecBole's and ours."""
+    names = field_types(sections[section])
+    recboles = MODEL_KEYS.items() if section == "backbone" else ()
+    named = {name: values[key] for key, name in recboles if name in names and values.get(key) is not None}
+    for key in names:
+        if values.get(key) is not None:
+            owners = [owner for owner in MODEL_SECTIONS if key in field_types(sections[owner])]
+            if len(owners) > 1:
+                raise UserError(f"key {key!r} is in {' and '.join(owners)}; write it inside the section that is meant")
+            named[key] = values[key]
+    return named
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of the config, empty where there is none."""
+    section = values.get(name)
+    if section is not None and not isinstance(section, Mapping):
+        raise UserError(f"{name} is {section!r}; it is a section: give keys and values")
+    return section or {}
+
+
+def _refuse_recboles_training(section: Mapping[str, Any]) -> None:
+    """Refuse keys of ``training`` that RecBole's trainer would not read."""
+    for key in section:
+        if key in field_types(TrainingConfig) and key not in OWN_TRAINING:
+            theirs = RECBOLE_TRAINING.get(key)
+            use = f"write {theirs} at the top of the config" if theirs else "leave it out"
+            raise UserError(f"training.{key} has no effect, since RecBole's own trainer runs; {use}")

@@ -1,12 +1,14 @@
 """RecBole's trainer for our models, and its data set with one more check.
 
-The trainer adds what the precision channel needs: its own group in the optimiser, at a higher rate and without weight
-decay, and the warm-up, which depends on the step alone, so that a resumed training goes on with it. It trains with
-autograd's anomaly mode off, which importing RecBole's models switches on.
+The trainer adds what the model needs: the groups of ``training.optimiser`` (precision at a higher rate and without
+weight decay, stochastic dynamics with a clipped gradient), all from RecBole's rate and weight decay, and the warm-up,
+which depends on the step alone, so that a resumed training goes on with it. It trains with autograd's anomaly mode off,
+which importing RecBole's models switches on.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +17,23 @@ from recbole.trainer import Trainer
 from torch import Tensor
 
 from recbft.errors import UserError
-from recbft.training.optimiser import parameter_groups, warmup_ramp
+from recbft.training.optimiser import clip_gradients, parameter_groups, warmup_ramp
 
 
 class PrecisionTrainer(Trainer):  # type: ignore[misc]
-    """RecBole's ``Trainer`` with the precision group and the warm-up."""
+    """RecBole's ``Trainer`` with our parameter groups and the warm-up."""
 
     def _build_optimizer(self, **given: Any) -> torch.optim.Optimizer:
-        groups = parameter_groups(self.model.recommender, self.model.run.training)
+        model = self.model.recommender
+        # RecBole's numbers also where the model comes from a run that was trained with others.
+        rates = {key: given.get(key, getattr(self, key)) for key in ("learning_rate", "weight_decay")}
+        groups = parameter_groups(model, replace(self.model.run.training, **rates))
         optimizer: torch.optim.Optimizer = super()._build_optimizer(params=groups, **given)
+
+        def clip_groups(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            clip_gradients(model, optimizer, clip_norm=None)  # clip_grad_norm is RecBole's to do
+
+        optimizer.register_step_pre_hook(clip_groups)
         return optimizer
 
     def _train_epoch(

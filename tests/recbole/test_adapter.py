@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from recbft.errors import UserError
+from recbft.training.optimiser import DYNAMICS
 from tests.recbole.conftest import NAMES
 
 
@@ -19,6 +20,14 @@ def training_counts(config, dataset):
 
 def rows_of(loader):
     return next(iter(loader))[0]
+
+
+def trainer_of(config, model):
+    from recbole.utils import get_trainer
+
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer.tensorboard.close()
+    return trainer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,6 +113,69 @@ def test_the_trainer_has_a_precision_group_and_warms_up(built):
     trainer._train_epoch(parts[0], 2)
     assert float(model.recommender.ramp) == pytest.approx(min(1, (3 * len(parts[0]) - 1) / 50))
     trainer.tensorboard.close()
+
+
+def test_sections_say_what_bare_keys_say(built):
+    sections = {"core": {"lam_max": 7.0}, "mixing": {"rounds": 1}, "moe": {"experts": 3}}
+    config, _, model = built(mixer="boosted", **sections, training={"warmup_steps": 5, "precision_lr_multiplier": 10})
+    run = model.run
+    assert (run.core.lam_max, run.mixing.rounds, run.moe.experts, run.training.warmup_steps) == (7.0, 1, 3, 5)
+    backbone, precision = trainer_of(config, model).optimizer.param_groups
+    assert precision["lr"] == 10 * backbone["lr"]
+
+
+@pytest.mark.parametrize(
+    ("key", "use"),
+    [
+        ("epochs", "write epochs at the top of the config"),
+        ("learning_rate", "write learning_rate at the top of the config"),
+        ("weight_decay", "write weight_decay at the top of the config"),
+        ("patience", "write stopping_step at the top of the config"),
+        ("batch_size", "write train_batch_size at the top of the config"),
+        ("clip_norm", "write clip_grad_norm at the top of the config"),
+        ("autocast", "write enable_amp at the top of the config"),
+        ("threads", "leave it out"),
+    ],
+)
+def test_a_training_key_that_recboles_trainer_would_not_read_is_refused(key, use):
+    with pytest.raises(UserError) as error:
+        read_settings(training={"warmup_steps": 5, key: 1})
+    assert str(error.value) == f"training.{key} has no effect, since RecBole's own trainer runs; {use}"
+
+
+def test_every_key_of_training_is_read_here_or_has_its_reason():
+    from recbft.config import field_types
+    from recbft.recbole.settings import OWN_TRAINING, RECBOLE_TRAINING
+    from recbft.training.config import TrainingConfig
+
+    assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_TRAINING} == {"threads", "tensorboard"}
+
+
+def test_a_section_that_is_none_is_refused():
+    with pytest.raises(UserError, match="core is 5; it is a section: give keys and values"):
+        read_settings(core=5)
+
+
+def test_a_bare_key_of_two_sections_is_refused():
+    with pytest.raises(UserError, match="key 'gate' is in mixing and core; write it inside the section that is meant"):
+        read_settings(mixer="boosted", gate="headwise")
+    assert read_settings(mixer="boosted", core={"update": "gate", "gate": "headwise"}).core.gate == "headwise"
+
+
+def read_settings(**values):
+    from recbft.recbole.settings import run_config
+
+    return run_config("SASRecBFT", {"loss_type": "CE", **values})
+
+
+def test_stochastic_dynamics_take_half_the_rate_and_a_clipped_gradient(built):
+    config, parts, model = built(mixer="rfa", learning_rate=0.01)
+    trainer = trainer_of(config, model)
+    *_, dynamics = trainer.optimizer.param_groups
+    assert dynamics["lr"] == 0.005 and dynamics["clip_norm"] == DYNAMICS["clip_norm"]
+    trainer._train_epoch(parts[0], 0)
+    gradients = torch.cat([p.grad.flatten() for p in dynamics["params"] if p.grad is not None])
+    assert 0 < gradients.norm() <= DYNAMICS["clip_norm"] * (1 + 1e-5)
 
 
 def test_training_runs_without_anomaly_mode_and_leaves_it_as_it_was(built):
@@ -233,6 +305,22 @@ def test_a_key_that_nobody_knows_is_warned_about(built, caplog):
     with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
         built(estimatr="reml")
     assert "unknown key 'estimatr' has no effect; did you mean 'estimator'?" in caplog.text
+
+
+def test_keys_of_the_mixer_and_of_the_experts_are_applied_without_a_warning(built, caplog):
+    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
+        run = built(mixer="rfa", horizon=3.0, experts=3)[2].run
+    assert (run.mixing.horizon, run.moe.experts) == (3.0, 3)
+    assert not [record for record in caplog.records if record.name == "recbft.recbole.settings"]
+
+
+def test_known_keys_without_effect_in_this_model_are_warned_about(built, caplog):
+    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
+        built(mask_ratio=0.3, patience=3, horizon=3.0)
+    said = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.settings"]
+    assert "key 'mask_ratio' has no effect: model 'sasrec' has no 'mask_probability'" in said
+    assert "unknown key 'patience' has no effect; RecBole calls it 'stopping_step'" in said
+    assert any(message.startswith("unknown key 'horizon' has no effect") for message in said)
 
 
 def test_equal_seeds_give_equal_models(built):

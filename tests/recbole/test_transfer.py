@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -93,6 +94,54 @@ def test_a_run_with_a_time_bias_has_equal_metrics_in_recbole(dataset, prepared, 
     config, parts, model = in_recbole(run, prepared, dataset="tiny")
     ours, theirs = run.metrics["test"]["unfiltered"], recbole_metrics(config, model, parts[2])
     assert theirs["ndcg@10"] == pytest.approx(ours["ndcg@10"], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mixer": "rfa", "horizon": 3.0}, {"mixer": "boosted", "rounds": 1, "experts": 3}],
+    ids=["mixer", "experts"],
+)
+def test_the_settings_of_a_run_build_its_model(changes, dataset, built, at_home):
+    run = trained(dataset, at_home / "run", "sasrec", "bft", epochs=1, **changes)
+    ours, (*_, weights) = load_run_config(run.config_file), load_trained(run.path)
+    settings = recbft.recbole.recbole_settings(run.path)
+    model = built(settings.pop("model"), **settings)[2]
+    for part in ("model", "arm", "seed", "mixer", "mixing", "moe", "backbone", "core"):
+        assert getattr(model.run, part) == getattr(ours, part), part
+    shapes = {name: tensor.shape for name, tensor in model.recommender.state_dict().items()}
+    assert shapes == {name: tensor.shape for name, tensor in weights.state_dict().items()}
+
+
+def test_a_run_trained_further_in_recbole_takes_recboles_rate_in_every_group(dataset, prepared, at_home):
+    from recbole.utils import get_trainer
+
+    run = trained(dataset, at_home / "run", epochs=1)
+    config, _, model = in_recbole(run, prepared, dataset="tiny", learning_rate=0.02, weight_decay=0.1)
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer.tensorboard.close()
+    backbone, precision = trainer.optimizer.param_groups
+    assert (backbone["lr"], backbone["weight_decay"]) == (0.02, 0.1)
+    assert (precision["lr"], precision["weight_decay"]) == (pytest.approx(2.0), 0.0)
+
+
+def test_recbole_reads_the_exported_histories_in_their_exact_order(prepared, at_home):
+    # Real seconds, closer than single precision can tell, of users that stand in no order of time.
+    random = np.random.default_rng(0)
+    users, items = random.permutation(np.repeat(np.arange(12), 9)), random.integers(0, 9, 108)
+    events = pd.DataFrame({"user_id": users, "item_id": items, "at": 1_600_000_000 + random.integers(0, 300, 108)})
+    dataset = Dataset.from_frame(events, time="at")
+    save_atomic(dataset, at_home, "close")
+    config, (*_, test) = prepared(dataset="close", data_path=str(at_home))
+    rows = test._dataset.inter_feat
+    user_of, item_of = (test._dataset.field2id_token[config[side]] for side in ("USER_ID_FIELD", "ITEM_ID_FIELD"))
+    read = {
+        user_of[user]: [*item_of[history[:length]], item_of[target]]
+        for user, history, length, target in zip(
+            *(rows[key].numpy() for key in ("user_id", "item_id_list", "item_length", "item_id")), strict=True
+        )
+    }
+    ours = np.split(dataset.decode(dataset.items).astype(str), dataset.offsets[1:-1])
+    assert read == {str(user): list(history) for user, history in zip(dataset.user_ids, ours, strict=True)}
 
 
 @pytest.mark.slow
