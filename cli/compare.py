@@ -169,7 +169,7 @@ def print_commands(jobs: Sequence[Any]) -> None:
 
 def default_jobs() -> int:
     """One per core, with room for other people on a large machine."""
-    from recbft.experiments.provenance import cores
+    from recbft.machine import cores
 
     return min(cores(), 4)
 
@@ -205,9 +205,7 @@ def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, job
     from recbft.experiments.experiment import conclude, train_missing
     from recbft_cli.queue_view import view_for
 
-    config = planned[0].config
-    made = provenance.header(asked.command, data, device=provenance.device_of(config))
-    made["threads"] = config.training.threads
+    made = provenance.header(asked.command, data, device=provenance.device_of(planned[0].config))
     train_missing(planned, asked.out, workers=jobs, watch=view_for(), together=together)
     comparison = comparison_of(
         [job.path for job in planned],
@@ -216,7 +214,7 @@ def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, job
         names={job.path: job.arm.label for job in planned},
         skip_broken=asked.skip_broken,
     )
-    made = provenance.close(made)
+    made = provenance.close(made, comparison.run_folders)
     text = conclude(comparison, asked.out, made=made, external=asked.external, metrics=asked.metrics)
     typer.echo(f"{text}\nwritten to {asked.out}: comparison.md, comparison.json, commands.txt, runs/")
 
@@ -230,14 +228,14 @@ def _compare_runs(runs: Sequence[Path], asked: _Asked) -> None:
         if (path / COMPARISON_FILE).is_file():
             raise UserError(f"{path} is a comparison, not a run; give its runs ({path}/runs/*), or pool with --pool")
     comparison = comparison_of(runs, baseline=asked.baseline, external=asked.external, skip_broken=asked.skip_broken)
-    made = provenance.close(provenance.header(asked.command) | {"data": _data(comparison.protocol)})
+    made = {"command": asked.command, **provenance.of_runs(comparison.run_folders), "data": _data(comparison.protocol)}
     text = conclude(comparison, asked.out, made=made, external=asked.external, metrics=asked.metrics)
     typer.echo(f"{text}\nwritten to {asked.out}: comparison.md, comparison.json")
 
 
 def _data(protocol: dict[str, Any]) -> dict[str, Any]:
     names = ("users", "items", "events", "content_hash", "target_hash")
-    return {"name": protocol.get("dataset", "data of several names"), **{name: protocol[name] for name in names}}
+    return {"name": protocol["dataset"], **{name: protocol[name] for name in names}}
 
 
 def _pool(folders: Sequence[Path], out: Path | None) -> None:

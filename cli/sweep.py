@@ -74,13 +74,12 @@ def sweep(
         print_commands(runs)
         return
     made = provenance.header(recorded_command(context), data, device=provenance.device_of(runs[0].config))
-    made["threads"] = runs[0].config.training.threads
     workers = default_jobs() if jobs is None else jobs
     train_missing(runs, out, workers=workers, watch=view_for(), together=batch_seeds)
     comparison = comparison_of(
         [job.path for job in runs], baseline=planned.arms[0].label, names={job.path: job.arm.label for job in runs}
     )
-    made = provenance.close(made)
+    made = provenance.close(made, comparison.run_folders)
     conclude(comparison, out, made=made)
     result = {
         "made": made, "seeds": wanted, "protocol": comparison.protocol, "notes": [], **sweep_results(planned, runs),

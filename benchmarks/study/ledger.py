@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ import pandas as pd
 from benchmarks.command import finish
 from benchmarks.study.choose import difference, finished_runs, mean_and_spread, percent
 from recbft.errors import UserError, did_you_mean
-from recbft.experiments import provenance
 from recbft.experiments.runs import Run, arm_name, read_run, settings_of
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_atomic
+from recbft.training.run_folder import RunFolder
 
 METRICS = {
     f"{metric} {items}": (setting, metric)
@@ -68,7 +67,12 @@ def add(places: Sequence[str], file: Path) -> int:
 
 def line(run: Run) -> dict[str, Any]:
     """What the file keeps of a run."""
-    environment = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
+    environment = RunFolder.open(run.path).environment
+    if missing := [name for name in ("cpu", "date") if name not in environment]:
+        raise UserError(
+            f"{run.path}/environment.json lacks {' and '.join(missing)}, as runs of earlier versions do; add them by "
+            'hand if you know them ("cpu": the processor\'s model, "date": the day it was made)'
+        )
     metrics = run.metrics
     return {
         "dataset": run.protocol["dataset"],
@@ -79,8 +83,8 @@ def line(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "recbft": environment["recbft"],
         "torch": environment["torch"],
-        "processor": provenance.cpu_model(),
-        "date": date.fromtimestamp((run.path / "metrics.json").stat().st_mtime).isoformat(),
+        "processor": environment["cpu"],
+        "date": environment["date"],
         "epochs": metrics["epochs"],
         "best_epoch": metrics["best_epoch"],
         "validation ndcg@10": round(metrics["validation"]["unfiltered"]["ndcg@10"], 12),

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import platform
 import shlex
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from recbft.datasets import Dataset
+from recbft.machine import environment
 from recbft.run_config import RunConfig
-from recbft.training.run_folder import environment
-
-ROOT = Path(__file__).resolve().parents[2]
+from recbft.training.run_folder import RunFolder
 
 # Options whose values are places on one machine, and the word that a recorded command has instead.
 _PLACES = {"--data-root": "DIR", "--out": "OUT", "--json": "FILE", "--config": "FILE"}
@@ -46,15 +41,10 @@ def recorded(program: str, arguments: Sequence[str]) -> str:
 
 
 def header(command: str, dataset: Dataset | None = None, *, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Date, command, device, versions, load and data; call ``close`` on it when the work is done."""
+    """Command, date, machine, versions, load and data; call ``close`` on it when the work is done."""
     made: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
         "command": command,
-        "cpu": cpu_model(),
-        "cores": cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         **environment(device),
-        "commit": commit(),
         "load_average_before": os.getloadavg()[0],
     }
     if dataset is not None:
@@ -69,22 +59,39 @@ def header(command: str, dataset: Dataset | None = None, *, device: torch.device
     return made
 
 
-def close(header: dict[str, Any]) -> dict[str, Any]:
-    """Add the load after the work."""
-    return header | {"load_average_after": os.getloadavg()[0]}
+def of_runs(runs: Sequence[Path]) -> dict[str, Any]:
+    """The entries of a header that say where and with what runs were made, which may be another machine than this.
+
+    An entry in which runs differ names all values; what a run of an earlier version does not say is "unknown".
+    """
+    made = [RunFolder.open(run).environment for run in runs]
+    values = {name: [each.get(name, "unknown") for each in made] for name in environment()}
+    return {
+        name: found[0] if len(set(found)) == 1 else " or ".join(sorted(map(str, set(found))))
+        for name, found in values.items()
+    }
 
 
-def lines(header: dict[str, Any]) -> list[str]:
+def close(header: dict[str, Any], runs: Sequence[Path] = ()) -> dict[str, Any]:
+    """Add the load after the work, and where these runs were made: a study may go on on another machine."""
+    return header | {"load_average_after": os.getloadavg()[0]} | (of_runs(runs) if runs else {})
+
+
+def lines(header: Mapping[str, Any]) -> list[str]:
     """The header as text."""
     h = header
     device = h["cpu"] if h["device"] == "cpu" else f"{h['device']}, {h['cpu']}"
-    load = f"load average {h['load_average_before']:.1f} before"
+    where = (
+        f"{h['date']}, {device} ({h['machine']}, {h['system']}), {h['cores']} cores, {h['memory_gib']} GiB, "
+        f"{h['threads']} threads per process"
+    )
+    if "load_average_before" in h:
+        where += f", load average {h['load_average_before']:.1f} before"
     if "load_average_after" in h:
-        load += f", {h['load_average_after']:.1f} after"
+        where += f", {h['load_average_after']:.1f} after"
     text = [
         f"`{h['command']}`",
-        f"{h['date']}, {device} ({h['machine']}, {h['system']}), {h['cores']} cores, {h['memory_gib']:g} GiB, "
-        f"{h['threads']} threads per process, {load}",
+        where,
         f"recbft {h['recbft']} (commit {h['commit']}), Python {h['python']}, torch {h['torch']}, numpy {h['numpy']}",
     ]
     if "data" in h:
@@ -100,39 +107,3 @@ def device_of(config: RunConfig) -> torch.device:
     """Where a run with this config takes place."""
     name = config.training.device
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-
-
-def cpu_model() -> str:
-    """The processor's model as the system names it."""
-    try:
-        if sys.platform == "darwin":
-            return _output("sysctl", "-n", "machdep.cpu.brand_string")
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    except (OSError, subprocess.CalledProcessError):
-        pass
-    return platform.processor() or "unknown CPU"
-
-
-def commit() -> str:
-    """The commit of the source, marked where tracked files differ from it; "unknown" for an installed package."""
-    try:
-        # An installed package may lie inside a repository of its user's, whose commit says nothing about it.
-        if Path(_output("git", "rev-parse", "--show-toplevel")).resolve() != ROOT:
-            return "unknown"
-        changed = _output("git", "status", "--porcelain", "--untracked-files=no")
-        return _output("git", "rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _output(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return done.stdout.strip()

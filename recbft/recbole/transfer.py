@@ -20,13 +20,15 @@ from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.machine import environment
 from recbft.recbole.adapter import Adapter
 from recbft.recbole.models import adapter_for
 from recbft.recbole.registry import ADAPTED
+from recbft.recbole.settings import MODEL_SECTIONS
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import checkpoint
 from recbft.training.bundle import load_trained, write_vocabulary
-from recbft.training.run_folder import RunFolder, environment
+from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import build_model, new_state, run_protocol
 
 
@@ -42,8 +44,7 @@ def recbole_settings(run: str | Path) -> dict[str, Any]:
         "arm": config.arm,
         "seed": config.seed,
         "MAX_ITEM_LIST_LENGTH": config.backbone.max_length,
-        "backbone": written["backbone"],
-        **({"core": written["core"]} if config.core is not None else {}),
+        **{key: written[key] for key in ("mixer", *MODEL_SECTIONS) if written[key] is not None},
         **{key: written["training"][key] for key in ("learning_rate", "weight_decay", "warmup_steps")},
         "precision_lr_multiplier": config.training.precision_lr_multiplier,
     }

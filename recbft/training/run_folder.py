@@ -2,7 +2,7 @@
 
     config.yaml       what to do: enough to repeat the run
     protocol.json     how its numbers are made
-    environment.json  the versions and the machine's kind
+    environment.json  the day, the versions and the machine's kind
     history.csv       a line per epoch
     checkpoint/       the state after the last epoch, and the best weights
     per_user.parquet  a rank per user
@@ -18,22 +18,18 @@ import csv
 import io
 import json
 import os
-import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
-import torch
 
 from recbft.config_file import read_yaml
 from recbft.errors import UserError
 from recbft.files import json_text, new_folder, write_atomic, write_json, write_parquet
 from recbft.training import checkpoint
-from recbft.version import recbft_version
 
 Row = dict[str, "int | float | str | None"]
 
@@ -66,7 +62,7 @@ class RunFolder:
         Args:
             path: does not exist, or is an empty folder; missing parents are made.
             config: the text of ``config.yaml``.
-            protocol, environment: what ``protocol`` and ``environment`` return.
+            protocol, environment: what ``run_protocol`` and ``machine.environment`` return.
             overwrite: put it in the place of a run that stands there.
 
         Raises:
@@ -147,6 +143,11 @@ class RunFolder:
         return _read_json(self.protocol_file)
 
     @property
+    def environment(self) -> dict[str, Any]:
+        """The content of ``environment.json``; UserError if it cannot be read."""
+        return _read_json(self.environment_file)
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """The content of ``metrics.json``; UserError if the run is not finished or the file cannot be read."""
         if not self.is_finished:
@@ -184,23 +185,6 @@ class RunFolder:
                 return [row for row in rows if up_to_epoch is None or int(row["epoch"] or 0) <= up_to_epoch]
             except (csv.Error, KeyError, TypeError, ValueError):
                 raise UserError(f"{self.history_file} is damaged; remove it to go on without its rows") from None
-
-
-def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Versions and kind of machine, nothing that tells whose it is."""
-    kind = torch.device(device).type
-    return {
-        "recbft": recbft_version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "pandas": pd.__version__,
-        "pyarrow": pa.__version__,
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
-        "threads": torch.get_num_threads(),
-    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:

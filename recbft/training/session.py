@@ -19,6 +19,7 @@ from recbft.datasets import Dataset
 from recbft.datasets.batches import EpochBatches
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import Evaluation, Part, evaluate
+from recbft.machine import environment
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig, load_run_config
@@ -30,7 +31,7 @@ from recbft.training.loop import Row, fit, moment_of
 from recbft.training.optimiser import make_optimizer
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
-from recbft.training.run_folder import RunFolder, environment
+from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import build_model, new_state, run_protocol, training_batches
 from recbft.training.run_settings import rng_state, run_settings, set_rng_state
 

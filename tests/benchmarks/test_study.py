@@ -138,6 +138,8 @@ def test_a_ledger_keeps_runs_once_and_pairs_arms_by_seed(train_arms, tmp_path, c
     table = ledger.read(file)
     said = json.loads((out / "runs" / "bft-seed1" / "metrics.json").read_text())["test"]["filtered"]["ndcg@10"]
     line = table[(table["arm"] == "bft") & (table["seed"] == 1)].iloc[0]
+    made = json.loads((out / "runs" / "bft-seed1" / "environment.json").read_text())
+    assert (line["processor"], line["date"]) == (made["cpu"], made["date"])
     assert line["ndcg@10 seen masked"] == pytest.approx(said, abs=1e-11)
     assert ledger.main(["show", "--file", str(file), "-d", line["dataset"], "--baseline", "matched+recency"]) == 0
     shown = capsys.readouterr().out
@@ -163,6 +165,10 @@ def test_a_ledger_refuses_another_figure_of_the_same_seed_and_what_it_does_not_k
     ):
         with pytest.raises(UserError, match=said):
             ledger.main(["show", "--file", str(file), *options])
+    environment = out / "runs" / "matched-seed0" / "environment.json"
+    environment.write_text(json.dumps({"recbft": "0"}))
+    with pytest.raises(UserError, match=r"environment\.json lacks cpu and date"):
+        ledger.main(["add", str(out), "--file", str(tmp_path / "new.csv")])
     file.write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match="has other columns"):
         ledger.main(["show", "--file", str(file), "-d", "tiny"])

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from recbft.errors import RunError, UserError
+from recbft.machine import environment
 from recbft.training import checkpoint
-from recbft.training.run_folder import RunFolder, environment
+from recbft.training.run_folder import RunFolder
 
 CONFIG = "model: sasrec\ntraining:\n  epochs: 3\n"
 
