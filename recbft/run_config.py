@@ -34,6 +34,7 @@ DEFAULT_MODEL = "sasrec"
 DEFAULT_ARM = "bft"  # where the model has it, else the model's first arm
 
 _TOP = ("model", "arm", "seed", "mixer")
+_UNTRAINED = ("threads", "device", "deterministic")  # of ``training``: what evaluation heeds too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +55,18 @@ class RunConfig:
     evaluation: EvaluationConfig
 
     def __post_init__(self) -> None:
-        metric, _, k = self.training.valid_metric.partition("@")
-        if MODELS[self.model].trainable and k and int(k) not in self.evaluation.ks:
-            raise UserError(
-                f"training.valid_metric is '{metric}@{k}', but evaluation.ks is {list(self.evaluation.ks)}; "
-                f"add {k} to ks, or choose another metric"
-            )
+        if not MODELS[self.model].trainable:
+            return
+        watched = {"training.valid_metric": self.training.valid_metric}
+        if self.controllers.swa is not None:
+            watched["controllers.swa.value"] = self.controllers.swa.value
+        for key, metric in watched.items():
+            k = metric.partition("@")[2]
+            if k and int(k) not in self.evaluation.ks:
+                raise UserError(
+                    f"{key} is {metric!r}, but evaluation.ks is {list(self.evaluation.ks)}; "
+                    f"add {k} to ks, or choose another metric"
+                )
 
     @property
     def reads_times(self) -> str | None:
@@ -96,11 +103,11 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     Raises:
         UserError: a key is unknown, a value wrong, or a setting would have no effect in this model and arm.
     """
-    layers: list[tuple[str, Mapping[str, Any]]] = []
-    if file is not None:
-        layers.append((f"{file}: ", _read(file)))
-    layers += [("", dict([parse_setting(text)])) for text in settings]
+    layers: list[tuple[str, Mapping[str, Any]]] = [("", dict([parse_setting(text)])) for text in settings]
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
+    if file is not None:
+        asked = [layer["model"] for _, layer in layers if "model" in layer]
+        layers.insert(0, (f"{file}: ", _read(file, asked[-1] if asked else None)))
 
     model, mixer = DEFAULT_MODEL, None
     for source, layer in layers:
@@ -144,8 +151,12 @@ def _options_of(mixer: str | None) -> type:
     return NoOptions if mixer is None else MIXERS[mixer].options
 
 
-def _read(file: Path | str) -> Mapping[str, Any]:
-    """The keys of a file; a RecBole config is translated, and a warning names what has no meaning here."""
+def _read(file: Path | str, model: Any = None) -> Mapping[str, Any]:
+    """The keys of a file; a RecBole config is translated, and a warning names what has no meaning here.
+
+    Args:
+        model: the one to be run if it is not the file's; RecBole has a batch size and the like for any model.
+    """
     tree = read_yaml(file)
     ours = {*_TOP, *(name for model in MODELS for name in sections_of(model))}
     ours |= {key for model in MODELS for section in sections_of(model).values() for key in field_types(section)}
@@ -153,6 +164,11 @@ def _read(file: Path | str) -> Mapping[str, Any]:
         return tree
     with _naming(f"{file}: "):
         translated, ignored = from_recbole(tree, ours)
+    model = translated.get("model") if model is None else model
+    if isinstance(model, str) and model in MODELS and not MODELS[model].trainable:
+        unused = [key for key in translated if key in field_types(TrainingConfig) and key not in _UNTRAINED]
+        ignored += [f"training.{key} ({model!r} is not trained)" for key in unused]
+        translated = {key: value for key, value in translated.items() if key not in unused}
     if ignored:
         warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=3)
     return translated
@@ -169,8 +185,10 @@ def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConf
         use = f" or take arm {' or '.join(spec.precision_arms)}" if spec.precision_arms else ""
         raise UserError(f"core.{next(iter(core))} has no effect in arm {arm!r} of {model}; leave it out{use}")
     moe = from_dict(FuzzyMoEConfig, tree.get("moe", {}), "moe")
-    if moe.experts and not spec.trainable:
-        raise UserError(f"moe.experts has no effect in model {model!r}, which has no layers; leave it out")
+    training = from_dict(TrainingConfig, tree.get("training", {}), "training")
+    controllers = from_dict(ControllersConfig, tree.get("controllers", {}), "controllers")
+    if not spec.trainable:
+        _refuse_training(model, moe, training, controllers)
     return RunConfig(
         model=model,
         arm=arm,
@@ -181,10 +199,21 @@ def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConf
         moe=moe,
         backbone=from_dict(spec.config, {**spec.arms[arm], **tree.get("backbone", {})}, "backbone"),
         core=from_dict(CoreConfig, {**spec.core, **core}, "core") if arm in spec.precision_arms else None,
-        training=from_dict(TrainingConfig, tree.get("training", {}), "training"),
-        controllers=from_dict(ControllersConfig, tree.get("controllers", {}), "controllers"),
+        training=training,
+        controllers=controllers,
         evaluation=from_dict(EvaluationConfig, tree.get("evaluation", {}), "evaluation"),
     )
+
+
+def _refuse_training(model: str, moe: FuzzyMoEConfig, training: TrainingConfig, controllers: ControllersConfig) -> None:
+    """Refuse what has no effect in a model that is not trained."""
+    if moe.experts:
+        raise UserError(f"moe.experts has no effect in model {model!r}, which has no layers; leave it out")
+    usual = TrainingConfig()
+    keys = [key for key in field_types(TrainingConfig) if key not in _UNTRAINED]
+    changed = [f"training.{key}" for key in keys if getattr(training, key) != getattr(usual, key)]
+    for key in [*changed, *(f"controllers.{name}" for name in controllers.named)]:
+        raise UserError(f"{key} has no effect in model {model!r}, which is not trained; leave it out")
 
 
 @contextmanager

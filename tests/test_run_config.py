@@ -33,7 +33,8 @@ def test_leaf_names_differ_between_sections_so_that_a_bare_key_is_enough(model):
 
 @pytest.mark.parametrize(("model", "arm"), ARMS)
 def test_the_saved_text_reads_back_to_an_equal_config(model, arm, write):
-    config = load_run_config(model=model, arm=arm, seed=3, epochs=7, k_core=5, ks=[1, 10], data_root="/somewhere")
+    trained = {"epochs": 7} if MODELS[model].trainable else {"threads": 2}
+    config = load_run_config(model=model, arm=arm, seed=3, k_core=5, ks=[1, 10], data_root="/somewhere", **trained)
     again = load_run_config(write(config.to_yaml()))
     assert again == config
     assert "/somewhere" not in config.to_yaml()
@@ -131,6 +132,14 @@ def test_arms_differ_in_nothing_but_their_presets():
         ({"epochs": "many"}, "training.epochs is 'many'; give a whole number"),
         ({"valid_metric": "NDCG@10"}, "training.valid_metric is 'NDCG@10'; give hr@K, ndcg@K, mrr@K or mrr"),
         ({"valid_metric": "hr@7"}, "training.valid_metric is 'hr@7', but evaluation.ks is [5, 10, 20]; add 7 to ks"),
+        (
+            {"controllers": {"swa": {"value": "valid_ndgc@10"}}},
+            "controllers.swa.value is 'valid_ndgc@10'; give valid_hr",
+        ),
+        (
+            {"controllers": {"swa": {}}, "ks": [5], "valid_metric": "mrr"},
+            "controllers.swa.value is 'valid_ndcg@10', but",
+        ),
         ({"device": "gpu"}, "training.device is 'gpu'; give auto, cpu, cuda or cuda:N"),
         ({"ks": []}, "evaluation.ks is empty; give at least one cut-off"),
         ({"ks": [0]}, "evaluation.ks is 0; give a whole number >= 1"),
@@ -140,6 +149,9 @@ def test_arms_differ_in_nothing_but_their_presets():
         ({"estimator": "remml"}, "core.estimator is 'remml'; did you mean 'reml'?"),
         ({"arm": "matched", "lam_max": 3}, "core.lam_max has no effect in arm 'matched' of sasrec; leave it out"),
         ({"model": "pop", "hidden_size": 3}, "unknown key 'hidden_size'"),
+        ({"model": "pop", "epochs": 5}, "training.epochs has no effect in model 'pop', which is not trained; leave it"),
+        ({"model": "pop", "tensorboard": True}, "training.tensorboard has no effect in model 'pop'"),
+        ({"model": "pop", "controllers": {"ema": {}}}, "controllers.ema has no effect in model 'pop', which is not"),
         ({"hiden_size": 3}, "unknown key 'hiden_size'; did you mean 'hidden_size'?"),
     ],
 )
@@ -157,13 +169,37 @@ def test_a_key_that_a_file_has_wrong_is_refused_by_the_files_name(write):
 def test_a_run_may_leave_the_data_set_open_and_then_it_is_found_or_replaced_aloud(monkeypatch):
     config = load_run_config()
     assert config.data.dataset is None
-    monkeypatch.setattr("recbft.datasets.config.default_dataset", lambda: ("ml-100k", None))
+    monkeypatch.setattr("recbft.datasets.config.default_dataset", lambda root: ("ml-100k", None))
     assert config.data.resolved().dataset == "ml-100k"
-    monkeypatch.setattr("recbft.datasets.config.default_dataset", lambda: ("synthetic", "using 'synthetic' instead"))
+    monkeypatch.setattr(
+        "recbft.datasets.config.default_dataset", lambda root: ("synthetic", "using 'synthetic' instead")
+    )
     with pytest.warns(UserWarning, match="using 'synthetic' instead"):
         assert config.data.resolved().dataset == "synthetic"
 
 
 def test_a_named_data_set_is_never_replaced(monkeypatch):
-    monkeypatch.setattr("recbft.datasets.config.default_dataset", lambda: ("synthetic", "using 'synthetic' instead"))
+    monkeypatch.setattr(
+        "recbft.datasets.config.default_dataset", lambda root: ("synthetic", "using 'synthetic' instead")
+    )
     assert load_run_config(dataset="ml-100k").data.resolved().dataset == "ml-100k"
+
+
+def test_what_a_machine_decides_may_be_said_of_a_model_that_is_not_trained():
+    config = load_run_config(model="pop", device="cpu", threads=2, deterministic=True, epochs=200)
+    assert (config.training.device, config.training.threads) == ("cpu", 2)
+
+
+RECBOLE = "train_batch_size: 2048\nepochs: 5\nstopping_step: 3\nvalid_metric: NDCG@7\nuse_gpu: False\n"
+
+
+def test_how_recbole_would_train_a_model_that_is_not_trained_is_ignored_aloud(write):
+    with pytest.warns(
+        UserWarning, match=r"ignored: training\.batch_targets \('pop' is not trained\), training\.patience"
+    ):
+        config = load_run_config(write(f"model: Pop\n{RECBOLE}"))
+    assert config.training == load_run_config(model="pop", device="cpu").training
+    assert config.evaluation.ks == (5, 7, 10, 20)
+    with pytest.warns(UserWarning, match="'pop' is not trained"):
+        assert load_run_config(write(f"model: SASRec\n{RECBOLE}"), model="pop").training.epochs == 200
+    assert load_run_config(write(f"model: Pop\n{RECBOLE}"), model="sasrec").training.epochs == 5

@@ -144,6 +144,11 @@ class EpochBatches(Protocol):
         """Tokens read per epoch."""
         ...
 
+    @property
+    def num_targets(self) -> float:
+        """Targets per epoch; their expectation where they are drawn."""
+        ...
+
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in an order of its own; they depend on the epoch's number alone."""
         ...
@@ -189,6 +194,11 @@ class TrainingBatches:
     def num_tokens(self) -> int:
         """Training positions per epoch."""
         return int((self.stop - self.start).sum())
+
+    @property
+    def num_targets(self) -> float:
+        """One per training position."""
+        return self.num_tokens
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
@@ -252,6 +262,13 @@ class ClozeBatches:
     def num_tokens(self) -> int:
         """Tokens read per epoch at most, masked ones among them; histories that are cut have fewer."""
         return int((self.stop - self.start).sum())
+
+    @property
+    def num_targets(self) -> float:
+        """Events expected to be masked per epoch: of a history of L events last + (1 - last) (L p + (1 - p)^L)."""
+        lengths, p = self.stop - self.start, self.mask_probability
+        several = lengths * p + (1 - p) ** lengths  # the second term: where none would be masked, one is
+        return float((self.last_item_probability + (1 - self.last_item_probability) * several).sum())
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""

@@ -9,6 +9,8 @@ from typing import Literal
 from recbft.config import check_range
 from recbft.errors import UserError
 
+METRIC = r"(hr|ndcg|mrr)@[1-9]\d*|mrr"  # a validation metric by name, as a regular expression
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -43,7 +45,7 @@ class TrainingConfig:
         check_range("patience", self.patience, at_least=1)
         check_range("eval_every", self.eval_every, at_least=1)
         check_range("threads", self.threads, at_least=1)
-        if not re.fullmatch(r"(hr|ndcg|mrr)@[1-9]\d*|mrr", self.valid_metric):
+        if not re.fullmatch(METRIC, self.valid_metric):
             raise UserError(
                 f"valid_metric is {self.valid_metric!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'"
             )

@@ -4,6 +4,9 @@ The models are trained as stacks (``models.stacked``), one forward for all seeds
 of its own, the same as if it had been trained alone: saved after every epoch, resumable one by one or together, stopped
 early by its own validation. A seed that has stopped leaves its stack, the rest goes on.
 
+A run equals one trained alone to rounding, not bit for bit: the size of its stack decides in which order numbers are
+added. So do runs that go on after an interrupt (3e-6): those that it left an epoch behind catch up in a smaller stack.
+
 A stack holds as many seeds as fit the cache; each of the threads that a run would have trains a stack of its own, one
 operation at a time, so no thread ever waits for another within an operation.
 """
@@ -16,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +34,7 @@ from recbft.evaluation.protocol import config_hash
 from recbft.models.backbone import Backbone
 from recbft.models.stacked import Stacked
 from recbft.run_config import RunConfig
+from recbft.training import tensorboard
 from recbft.training.loop import Row, close_epoch, is_over, not_finite
 from recbft.training.optimiser import make_optimizer, warmup_ramp
 from recbft.training.out_of_memory import memory_explained
@@ -62,38 +67,39 @@ def train_seeds(
 
     Raises:
         UserError: the configs differ in more than the seed, the model cannot be stacked, a folder is taken by another
-            run, or data and config do not fit.
+            run, data and config do not fit, or another process trains one of the runs.
         RunError: training was interrupted, or some runs failed, the others being finished.
     """
     check_together(configs)
     first = configs[0]
-    if first.controllers.named:
-        raise UserError(
-            f"controllers.{first.controllers.named[0]} steers one run, and these are trained together; leave it out, "
-            "or train the seeds one by one"
-        )
+    if first.training.tensorboard:
+        tensorboard.check_available()
     data = first.data if dataset is not None else first.data.resolved()
     dataset = data.load() if dataset is None else dataset
     data = data if data.dataset is not None else replace(data, dataset=dataset.name)
     configs = [replace(config, data=data) for config in configs]
     runs = [_existing(config, path) for config, path in zip(configs, paths, strict=True)]
-    with memory_explained(first, dataset), run_settings(first.training) as device:
+    with ExitStack() as held, memory_explained(first, dataset), run_settings(first.training) as device:
         if device.type != "cpu":
             raise UserError(f"several seeds together are trained on the CPU only, and device is {device.type}; set cpu")
         Stacked([_backbone(build_model(first, dataset))], [torch.Generator()])  # whatever it refuses, it refuses now
         together = {"trained_together": [config.seed for config in configs]}
-        sessions = []
-        for n, (config, path, run) in enumerate(zip(configs, paths, runs, strict=True)):
+        sessions: dict[int, Session] = {}
+        # Runs that stand there go first: what is refused of them is refused before a folder is made.
+        for n in sorted(range(len(runs)), key=lambda n: runs[n] is None):
+            config, run = configs[n], runs[n]
             listener = Silent() if progresses is None else progresses[n]
             generator = torch.Generator().manual_seed(config.seed)
             if run is None:
-                made = begin(config, path, dataset, device, listener, generator=generator, remarks=together)
-                sessions.append(made)
+                made = begin(config, paths[n], dataset, device, listener, generator=generator, remarks=together)
+                sessions[n] = made
             elif not run.is_finished:
-                sessions.append(go_on(run, config, dataset, device, listener, generator=generator))
+                sessions[n] = go_on(run, config, dataset, device, listener, generator=generator)
+            if n in sessions:
+                held.enter_context(sessions[n].locked())
         workers = torch.get_num_threads()
         torch.set_num_threads(1)
-        _Group(sessions, workers).finish()
+        _Group([sessions[n] for n in sorted(sessions)], workers).finish()
     return [RunFolder.open(path) for path in paths]
 
 
@@ -106,6 +112,11 @@ def check_together(configs: Sequence[RunConfig]) -> None:
     """
     if not configs:
         raise UserError("there are no runs to train; give at least one seed")
+    if configs[0].controllers.named:
+        raise UserError(
+            f"controllers.{configs[0].controllers.named[0]} steers one run, and these are trained together; leave it "
+            "out, or train the seeds one by one"
+        )
     if configs[0].training.autocast is not None:
         raise UserError(
             "training.autocast has no effect on seeds that are trained together, whose products are float32; leave it "

@@ -14,12 +14,15 @@ the checkpoint and drops the line.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from recbft.config_file import read_yaml
 from recbft.errors import UserError
 from recbft.files import json_text, new_folder, write_atomic, write_json, write_parquet
 from recbft.training import checkpoint
+from recbft.training.run_lock import locked
 
 Row = dict[str, "int | float | str | None"]
 
@@ -57,7 +61,7 @@ class RunFolder:
         environment: Mapping[str, Any],
         overwrite: bool = False,
     ) -> RunFolder:
-        """Make the folder with its first three files, all at once.
+        """Make the folder with its first three files, all at once; a run that it replaces stands until then.
 
         Args:
             path: does not exist, or is an empty folder; missing parents are made.
@@ -67,19 +71,20 @@ class RunFolder:
 
         Raises:
             UserError: the folder is taken; the message says by what.
-            RunError: the disk is full; nothing is left.
+            RunError: the disk is full; what was there before is there still.
         """
-        path = Path(path)
+        run = cls(Path(path))
         cls.refuse_taken(path, overwrite=overwrite)
-        if overwrite and path.exists():
-            shutil.rmtree(path)
-        with new_folder(path) as made:
+        with contextlib.ExitStack() as replacing, new_folder(path) as made:
             new = cls(made)
             new.config_file.write_text(config, encoding="utf-8")
             new.protocol_file.write_text(json_text(protocol), encoding="utf-8")
             new.environment_file.write_text(json_text(environment), encoding="utf-8")
             new.checkpoint.mkdir()
-        return cls(path)
+            if overwrite and run.config_file.is_file():
+                replacing.enter_context(run.locked())
+                replacing.enter_context(_put_aside(run.path))
+        return run
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
@@ -154,6 +159,10 @@ class RunFolder:
             raise UserError(f"{self.path} is not finished; go on with `recbft train --resume {self.path}`")
         return _read_json(self.metrics_file)
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other processes from training or replacing this run; UserError if one is at it."""
+        return locked(self.config_file)
+
     def remove_leftovers(self) -> None:
         """Remove the hidden files that a killed process left half-written."""
         for path in self.path.glob(".*.tmp"):
@@ -185,6 +194,20 @@ class RunFolder:
                 return [row for row in rows if up_to_epoch is None or int(row["epoch"] or 0) <= up_to_epoch]
             except (csv.Error, KeyError, TypeError, ValueError):
                 raise UserError(f"{self.history_file} is damaged; remove it to go on without its rows") from None
+
+
+@contextlib.contextmanager
+def _put_aside(path: Path) -> Iterator[None]:
+    """Give the folder a hidden name; it is removed if the block ends well, else it comes back."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+    try:
+        os.replace(path, aside)
+        yield
+    except BaseException:
+        if not path.exists():
+            os.replace(aside, path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +14,35 @@ from recbft.datasets.batches import EpochBatches
 from recbft.errors import UserError
 from recbft.evaluation.protocol import config_hash, protocol
 from recbft.models import MODELS
+from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig
 from recbft.training.checkpoint import TrainState, vocabulary_hash
+from recbft.training.controllers import Controllers, make_controllers
+from recbft.training.optimiser import make_optimizer
+
+
+class Parts(NamedTuple):
+    """What a run trains with; batches and optimiser are None where the model is not trained."""
+
+    model: nn.Module
+    batches: EpochBatches | None
+    optimizer: torch.optim.Adam | None
+    controllers: Controllers
+
+
+def make_parts(config: RunConfig, dataset: Dataset, device: torch.device) -> Parts:
+    """All of them untrained, before there is a folder: what config and data cannot have is refused here.
+
+    Raises:
+        UserError: a part cannot be made.
+    """
+    model = build_model(config, dataset).to(device)
+    return Parts(
+        model=model,
+        batches=training_batches(config, dataset),
+        optimizer=make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None,
+        controllers=make_controllers(config.controllers, model, seed=config.seed),
+    )
 
 
 def build_model(config: RunConfig, dataset: Dataset) -> nn.Module:
@@ -54,7 +81,7 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
             "(two to train, one to validate, one to test)"
         )
     if config.training.batch_targets is not None:
-        batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_tokens))
+        batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_targets))
     return batches
 
 

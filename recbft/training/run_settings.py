@@ -41,16 +41,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def rng_state(generator: torch.Generator) -> dict[str, Any]:
-    """The random state of a run: of what dropout is drawn from and, where there is one in use, of the GPU."""
+def rng_state(generator: torch.Generator, device: torch.device) -> dict[str, Any]:
+    """The random state of a run: of what dropout is drawn from and, where it trains on one, of its GPU."""
     state: dict[str, Any] = {"cpu": generator.get_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_rng_state(generator: torch.Generator, state: dict[str, Any]) -> None:
+def set_rng_state(generator: torch.Generator, state: dict[str, Any], device: torch.device) -> None:
     """Take up what ``rng_state`` gave."""
     generator.set_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -6,17 +6,15 @@ initial weights and dropout come from its seed, and the caller's random state is
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from recbft.datasets import Dataset
-from recbft.datasets.batches import EpochBatches
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import Evaluation, Part, evaluate
 from recbft.machine import environment
@@ -26,13 +24,12 @@ from recbft.run_config import RunConfig, load_run_config
 from recbft.training import checkpoint, tensorboard
 from recbft.training.bundle import write_vocabulary
 from recbft.training.checkpoint import TrainState
-from recbft.training.controllers import CROSS_ENTROPY, make_controllers, validation_cross_entropy
+from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
 from recbft.training.loop import Row, fit, moment_of
-from recbft.training.optimiser import make_optimizer
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
-from recbft.training.run_parts import build_model, new_state, run_protocol, training_batches
+from recbft.training.run_parts import Parts, make_parts, new_state, run_protocol
 from recbft.training.run_settings import rng_state, run_settings, set_rng_state
 
 
@@ -63,7 +60,7 @@ def train(
         The finished run.
 
     Raises:
-        UserError: the folder is taken, or data and config do not fit.
+        UserError: the folder is taken, data and config do not fit, or another process trains this run.
         RunError: training failed, was interrupted or ran out of memory; the message says how to go on.
     """
     RunFolder.refuse_taken(out, overwrite=overwrite)
@@ -90,6 +87,8 @@ def resume(
     if run.is_finished:
         return run
     config = load_run_config(run.config_file, data_root=None if data_root is None else str(data_root))
+    if config.training.tensorboard:
+        tensorboard.check_available()
     dataset = config.data.load() if dataset is None else dataset
     with memory_explained(config, dataset), run_settings(config.training) as device:
         return go_on(run, config, dataset, device, progress or Silent()).finish()
@@ -113,17 +112,15 @@ def begin(
         remarks: what ``environment.json`` says besides.
         overwrite: as in ``train``.
     """
-    model = build_model(config, dataset).to(device)
-    batches = training_batches(config, dataset)
+    parts = make_parts(config, dataset, device)
     run = RunFolder.create(
         out,
         config=config.to_yaml(),
-        protocol=run_protocol(config, dataset, model),
+        protocol=run_protocol(config, dataset, parts.model),
         environment=environment(device) | dict(remarks or {}),
         overwrite=overwrite,
     )
-    write_vocabulary(run.checkpoint, dataset)
-    return Session(run, config, dataset, model, batches, new_state(config, dataset), progress, generator)
+    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator)
 
 
 def go_on(
@@ -135,12 +132,11 @@ def go_on(
     *,
     generator: torch.Generator = torch.default_generator,
 ) -> Session:
-    """An unfinished run as it was saved last, within ``run_settings``.
+    """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last.
 
     Raises:
         UserError: data or config are not those it was begun with.
     """
-    run.remove_leftovers()
     state = new_state(config, dataset)
     if run.has_checkpoint:
         _check(checkpoint.load_state(run.checkpoint), state, run)
@@ -149,13 +145,7 @@ def go_on(
             f"{run.path} was begun with content {run.protocol['content_hash'][:12]}, but {dataset.name!r} as "
             f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
         )
-    model = build_model(config, dataset).to(device)
-    batches = training_batches(config, dataset)
-    write_vocabulary(run.checkpoint, dataset)
-    session = Session(run, config, dataset, model, batches, state, progress, generator)
-    if run.has_checkpoint:
-        session.restore()
-    return session
+    return Session(run, config, dataset, device, make_parts(config, dataset, device), state, progress, generator)
 
 
 class Session:
@@ -166,54 +156,49 @@ class Session:
         run: RunFolder,
         config: RunConfig,
         dataset: Dataset,
-        model: nn.Module,
-        batches: EpochBatches | None,
+        device: torch.device,
+        parts: Parts,
         state: TrainState,
         progress: Progress,
         generator: torch.Generator,
     ) -> None:
-        self.run, self.config, self.dataset, self.model = run, config, dataset, model
-        self.batches, self.state, self.generator = batches, state, generator
-        self.progress = progress
+        self.run, self.config, self.dataset, self.device = run, config, dataset, device
+        self.model, self.batches, self.optimizer, self.controllers = parts
+        self.state, self.progress, self.generator = state, progress, generator
         if config.training.tensorboard:
             self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
-        self.optimizer = make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None
-        self.controllers = make_controllers(config.controllers, model, seed=config.seed)
         self.rows: list[Row] = []
-        self.began = time.perf_counter()
 
-    def restore(self) -> None:
-        """Take up the state saved last."""
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The run in this process's hands alone, in the state saved last if there is one.
+
+        Raises:
+            UserError: another process trains it, or what was saved is damaged.
+        """
+        with self.run.locked():
+            self.run.remove_leftovers()
+            write_vocabulary(self.run.checkpoint, self.dataset)
+            if self.run.has_checkpoint:
+                self._restore()
+            yield
+
+    def _restore(self) -> None:
         loaded = checkpoint.load(self.run.checkpoint)
         self.state = loaded.state
         self.model.load_state_dict(loaded.model_state)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded.optimizer_state)
         self.controllers.load_state_dict(loaded.controllers_state)
-        set_rng_state(self.generator, loaded.rng_state)
+        set_rng_state(self.generator, loaded.rng_state, self.device)
         self.rows = self.run.read_history(up_to_epoch=self.state.epoch)
 
     def finish(self) -> RunFolder:
         """Train to the end, evaluate the best weights, write the results."""
         try:
-            if self.batches is None:
-                self._save(best=self.model.state_dict())
-            else:
-                self.make_resumable()
-                assert self.optimizer is not None and isinstance(self.model, TrainableModel)
-                fit(
-                    self.model,
-                    self.optimizer,
-                    self.batches,
-                    self.config.training,
-                    self.state,
-                    validate=self.validate,
-                    keep=self.keep,
-                    progress=self.progress,
-                    controllers=self.controllers,
-                )
-                self._offer_final_weights()
-            self.report()
+            with self.locked():
+                self._train()
+                self.report()
         except KeyboardInterrupt:
             saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
             raise RunError(
@@ -221,6 +206,25 @@ class Session:
                 f"go on with: recbft train --resume {self.run.path}"
             ) from None
         return self.run
+
+    def _train(self) -> None:
+        if self.batches is None:
+            self._save(best=self.model.state_dict())
+            return
+        self.make_resumable()
+        assert self.optimizer is not None and isinstance(self.model, TrainableModel)
+        fit(
+            self.model,
+            self.optimizer,
+            self.batches,
+            self.config.training,
+            self.state,
+            validate=self.validate,
+            keep=self.keep,
+            progress=self.progress,
+            controllers=self.controllers,
+        )
+        self._offer_final_weights()
 
     def make_resumable(self) -> None:
         """Save the state before the first epoch, unless one is saved: from here on a killed run can be resumed."""
@@ -282,7 +286,7 @@ class Session:
             self.run.checkpoint,
             model_state=self.model.state_dict(),
             optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
-            rng_state=rng_state(self.generator),
+            rng_state=rng_state(self.generator, self.device),
             controllers_state=self.controllers.state_dict(),
             state=self.state,
             best_model_state=best,

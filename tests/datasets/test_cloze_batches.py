@@ -51,6 +51,13 @@ def test_the_last_item_case_masks_the_end_of_a_history_cut_at_random():
     assert max(map(max, lengths)) == 8 and 2 in lengths[1]
 
 
+@pytest.mark.parametrize(("probability", "last"), [(0.1, 0.5), (0.4, 0.0), (0.2, 1.0)])
+def test_the_targets_of_an_epoch_are_foretold(probability, last):
+    batches = cloze(num_users=3000, mask_probability=probability, last_item_probability=last)[-1]
+    found = [sum(int((batch.target > 0).sum()) for batch in batches.epoch(epoch)) for epoch in range(5)]
+    assert np.mean(found) == pytest.approx(batches.num_targets, rel=0.02)
+
+
 @pytest.mark.parametrize("probability", [0.1, 0.4])
 def test_tokens_are_masked_as_often_as_asked(probability):
     batches = cloze(num_users=3000, mask_probability=probability, last_item_probability=0.0)[-1]

@@ -19,6 +19,7 @@ from recbft.mixers import SoftmaxAttention
 from recbft.mixers.regime import RegimeAttention, RegimeConfig
 from recbft.models.backbone import Backbone, make_blocks
 from recbft.models.sasrec import SASRecConfig
+from recbft.run_config import load_run_config
 from recbft.training.checkpoint import TrainState, load, save
 from recbft.training.controllers import (
     VALIDATION_LOSS,
@@ -31,7 +32,7 @@ from recbft.training.controllers import (
 )
 from recbft.training.controllers.averaging import Ema, EmaConfig, SelectiveSwa, SwaConfig, replaced
 from recbft.training.controllers.chaos import ChaosConfig, ChaosSchedule
-from recbft.training.controllers.context_game import ContextGame, ContextGameConfig, cut
+from recbft.training.controllers.context_game import ContextGameConfig
 from recbft.training.controllers.guardian import Guardian, GuardianConfig, act, reward
 from recbft.training.controllers.schedules import (
     DropoutGlide,
@@ -259,13 +260,18 @@ def test_the_learning_rate_is_flat_then_a_cosine_to_its_floor():
 
 
 def test_label_smoothing_decays_to_its_floor(dataset):
-    smoothing = LabelSmoothing(LabelSmoothingConfig(start=0.1, floor=0.02, until=0.5))
     model = make_model(dataset)
+    smoothing = LabelSmoothing(LabelSmoothingConfig(start=0.1, floor=0.02, until=0.5), model)
     for step, expected in ((0, 0.1), (25, 0.06), (50, 0.02), (90, 0.02)):
         smoothing.on_epoch_start(moment(model, step=step))
         assert model.item_loss.label_smoothing == pytest.approx(expected)
-    with pytest.raises(UserError, match="needs a model whose loss is 'ce'"):
-        smoothing.on_epoch_start(moment(torch.nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize("loss", ["bce", "gbce", "sampled_softmax"])
+def test_label_smoothing_is_refused_where_the_loss_is_not_smoothed(loss):
+    model = load_run_config(loss=loss, hidden_size=8, max_length=4).build(torch.arange(9))
+    with pytest.raises(UserError, match=f"label_smoothing has no effect with loss '{loss}'; leave it out, or take lo"):
+        LabelSmoothing(LabelSmoothingConfig(), model)
 
 
 def test_dropout_glides_from_the_rate_it_was_built_with(dataset):
@@ -370,53 +376,6 @@ def test_the_guardian_learns_at_validated_epochs_alone_and_needs_a_regime_mixer(
     assert guardian.taken is not None and guardian.zone == 5.0 and model.temperature != 1.0
     with pytest.raises(UserError, match="moves the temperature of mixer 'regime', which this model does not have"):
         Guardian(GuardianConfig(), make_model(dataset, regime=False))
-
-
-def test_the_replicator_step_by_hand():
-    game = ContextGame(ContextGameConfig(lengths=(5, 10, 20), eta=1.0), torch.nn.Linear(1, 1))
-    for chosen, losses in ((0, (2.0, 4.0)), (1, (2.0,))):  # means 3 and 2; 20 was not played, it earns -2.5
-        for loss in losses:
-            game.chosen = chosen
-            game.after_step(moment(), loss)
-    game.on_epoch_end(moment(), {})
-    weights = [math.exp(-3), math.exp(-2), math.exp(-2.5)]
-    assert list(game.shares) == [5, 10, 20]
-    assert list(game.shares.values()) == pytest.approx([w / sum(weights) for w in weights])
-    before = game.shares
-    game.on_epoch_end(moment(), {})
-    assert game.shares == pytest.approx(before), "an epoch without a step changes nothing"
-
-
-def test_the_game_comes_to_rest_at_the_length_that_earns_most():
-    game = ContextGame(ContextGameConfig(lengths=(5, 10), eta=0.5), torch.nn.Linear(1, 1), seed=2)
-    batch = pack_histories(np.arange(1, 13), np.array([0]), np.array([12]))
-    for _ in range(60):
-        for _ in range(5):
-            played = game.on_batch(batch)
-            game.after_step(moment(), {5: 3.0, 10: 2.0}[int((played.segment >= 0).sum())])
-        game.on_epoch_end(moment(), {})
-    assert game.shares[10] > 0.99
-
-
-def test_a_cut_batch_is_the_batch_of_shorter_histories():
-    items, times = np.arange(1, 31), np.arange(30) * 7
-    start, stop = np.array([0, 9, 12]), np.array([8, 11, 27])
-    whole = pack_histories(items, start, stop, times=times, with_targets=True)
-    found = cut(whole, 4)
-    expected = pack_histories(items, np.maximum(start, stop - 4), stop, times=times, with_targets=True)
-    for segment in range(3):
-        mine, theirs = found.segment == segment, expected.segment == segment
-        for name in ("items", "position", "time", "target"):
-            assert torch.equal(getattr(found, name)[mine], getattr(expected, name)[theirs])
-    empty = found.segment < 0
-    assert not found.items[empty].any() and not found.target[empty].any() and not found.position[empty].any()
-    assert torch.equal(found.items.flatten()[found.last], whole.items.flatten()[whole.last])
-    assert cut(whole, 15) is whole
-
-
-def test_a_game_needs_two_lengths():
-    with pytest.raises(UserError, match=r"lengths is \[5\]; give two different lengths or more"):
-        ContextGameConfig(lengths=(5,))
 
 
 def test_the_tail_objective_rewards_late_progress():

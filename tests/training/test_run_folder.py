@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import os
 import platform
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -18,8 +20,8 @@ from recbft.training.run_folder import RunFolder
 CONFIG = "model: sasrec\ntraining:\n  epochs: 3\n"
 
 
-def create(path):
-    return RunFolder.create(path, config=CONFIG, protocol={"seed": 0}, environment=environment())
+def create(path, **options):
+    return RunFolder.create(path, config=CONFIG, protocol={"seed": 0}, environment=environment(), **options)
 
 
 def save_checkpoint(run, epoch):
@@ -83,6 +85,47 @@ def test_a_run_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(ValueError):
         RunFolder.create(tmp_path / "a", config=CONFIG, protocol={"x": float("nan")}, environment={})
     assert os.listdir(tmp_path) == []
+
+
+def test_a_run_is_replaced_when_the_new_one_stands(tmp_path, monkeypatch):
+    old, removed = create(tmp_path / "a"), []
+    old.history_file.write_text("old")
+    rmtree = shutil.rmtree
+
+    def recorded(path, **options):
+        if (path / "history.csv").exists():
+            removed.append(path.name)
+            assert old.config_file.is_file() and not old.history_file.exists()
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", recorded)
+    new = create(tmp_path / "a", overwrite=True)
+    assert len(removed) == 1 and os.listdir(tmp_path) == ["a"] and not new.history_file.exists()
+    assert create(tmp_path / "b", overwrite=True).config_file.is_file(), "there need be nothing to replace"
+
+
+@pytest.mark.parametrize("call", [1, 2])  # the old folder gets another name, then the new one gets its own
+def test_a_run_that_cannot_be_replaced_is_left_as_it_was(tmp_path, monkeypatch, call):
+    create(tmp_path / "a").history_file.write_text("old")
+    kept, calls = os.replace, []
+
+    def refused(*arguments):
+        calls.append(1)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        kept(*arguments)
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(RunError, match=r"no space left while writing .*a; nothing there was changed"):
+        create(tmp_path / "a", overwrite=True)
+    assert (tmp_path / "a" / "history.csv").read_text() == "old" and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_run_outlives_one_that_cannot_be_written(tmp_path):
+    create(tmp_path / "a").history_file.write_text("old")
+    with pytest.raises(ValueError):
+        RunFolder.create(tmp_path / "a", config=CONFIG, protocol={"x": float("nan")}, environment={}, overwrite=True)
+    assert (tmp_path / "a" / "history.csv").read_text() == "old" and os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="the system has no /dev/full")

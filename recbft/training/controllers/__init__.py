@@ -69,7 +69,7 @@ def make_controllers(config: ControllersConfig, model: nn.Module, *, seed: int) 
         "chaos": c.chaos and ChaosSchedule(c.chaos),
         "context_game": c.context_game and ContextGame(c.context_game, model, seed=seed),
         "lr_floor": c.lr_floor and LrFloor(c.lr_floor),
-        "label_smoothing": c.label_smoothing and LabelSmoothing(c.label_smoothing),
+        "label_smoothing": c.label_smoothing and LabelSmoothing(c.label_smoothing, model),
         "dropout_glide": c.dropout_glide and DropoutGlide(c.dropout_glide, model),
         "ema": c.ema and Ema(c.ema),
         "swa": c.swa and SelectiveSwa(c.swa),

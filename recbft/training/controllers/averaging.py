@@ -12,6 +12,7 @@ Source: Izmailov et al. (2018); Fuzzy-Gated Training for Transformers, section 4
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from recbft.config import check_range
+from recbft.errors import UserError
+from recbft.training.config import METRIC
 from recbft.training.controllers.hooks import Moment, value_of
 
 
@@ -40,11 +43,16 @@ class SwaConfig:
 
     start: float = 0.5  # share of the epochs after which averaging may begin
     gain: float = 0.002  # least relative gain of an epoch over the validation before it
-    value: str = "valid_ndcg@10"  # what should rise, a column of history.csv
+    value: str = "valid_ndcg@10"  # what should rise: a validation metric by its column of history.csv
 
     def __post_init__(self) -> None:
         check_range("start", self.start, at_least=0, below=1)
         check_range("gain", self.gain, at_least=0)
+        if not re.fullmatch(rf"valid_({METRIC})", self.value):
+            raise UserError(
+                f"value is {self.value!r}; give valid_hr@K, valid_ndcg@K, valid_mrr@K or valid_mrr, "
+                "such as 'valid_ndcg@10'"
+            )
 
 
 class Ema:

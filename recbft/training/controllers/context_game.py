@@ -3,9 +3,10 @@
     q(c) proportional to q(c) exp(eta u(c))                            once per epoch                           (1)
     u(c) = -loss(c) - l_s max(0, sat(c) - s_0) + l_h H(c) / log R      means over the steps that played c       (2)
 
-Each step draws c from q and cuts the histories of its batch to their last c events. A length that no step played earns
-the mean of the others, which leaves its share to them. sat and H are the saturated share and the entropy of the regime
-mixers' memberships, 0 without one.
+Each step draws c from q and cuts the histories of its batch to their last c events; where no target would be left (of
+masked items there may be few), the batch stays whole and c is not played. A length that no step played earns the mean
+of the others, which leaves its share to them. sat and H are the saturated share and the entropy of the regime mixers'
+memberships, 0 without one.
 
 Source: Fuzzy-Gated Training for Transformers, section 4.1.
 Shapes: B rows, T tokens, S histories.
@@ -63,7 +64,7 @@ class ContextGame:
         self.log_share = torch.zeros(len(config.lengths), dtype=torch.float64)
         self.earned = torch.zeros_like(self.log_share)
         self.played = torch.zeros_like(self.log_share)
-        self.chosen = 0
+        self.chosen: int | None = None  # the length that the batch in progress plays
 
     @property
     def shares(self) -> dict[int, float]:
@@ -74,10 +75,16 @@ class ContextGame:
         """The batch with its histories cut to a length drawn from q."""
         share = torch.softmax(self.log_share, dim=0)
         self.chosen = int(torch.multinomial(share, 1, generator=self.generator))
-        return cut(batch, self.config.lengths[self.chosen])
+        shorter = cut(batch, self.config.lengths[self.chosen])
+        if shorter.target is not None and not bool(shorter.target.any()):
+            self.chosen = None
+            return batch
+        return shorter
 
     def after_step(self, moment: Moment, loss: float) -> None:
         """What the step earned, (2)."""
+        if self.chosen is None:
+            return
         c, utility = self.config, -loss
         for mixer in self.mixers:
             seen = mixer.diagnosis()

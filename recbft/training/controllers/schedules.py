@@ -89,10 +89,15 @@ class LabelSmoothing(_Stateless):
     """Equation (2), put into ``model.item_loss.label_smoothing`` at the start of an epoch.
 
     Raises:
-        UserError: the model's loss has no such attribute.
+        UserError: the model's loss is not ``ce``, the only one that is smoothed.
     """
 
-    def __init__(self, config: LabelSmoothingConfig) -> None:
+    def __init__(self, config: LabelSmoothingConfig, model: nn.Module) -> None:
+        loss = getattr(getattr(model, "item_loss", None), "name", None)
+        if loss != "ce":
+            raise UserError(
+                f"controllers.label_smoothing has no effect with loss {loss!r}; leave it out, or take loss 'ce'"
+            )
         self.config = config
 
     def smoothing(self, progress: float) -> float:
@@ -102,9 +107,7 @@ class LabelSmoothing(_Stateless):
 
     def on_epoch_start(self, moment: Moment) -> None:
         """Set it for an epoch."""
-        loss: Any = getattr(moment.model, "item_loss", None)
-        if not hasattr(loss, "label_smoothing"):
-            raise UserError("label smoothing needs a model whose loss is 'ce'; leave label_smoothing out")
+        loss: Any = moment.model.item_loss
         loss.label_smoothing = self.smoothing(moment.progress)
 
 

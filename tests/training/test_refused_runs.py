@@ -1,0 +1,86 @@
+"""What a run cannot have is refused before its folder is made, and before another gives way to it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.errors import UserError
+from recbft.run_config import load_run_config
+from recbft.training import session, tensorboard
+from recbft.training.many_seeds import train_seeds
+from recbft.training.progress import Silent
+from recbft.training.run_folder import RunFolder
+from recbft.training.run_parts import training_batches
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
+
+
+def config(**settings):
+    small = {"hidden_size": 8, "max_length": 8, "batch_size": 32, "epochs": 1, "arm": "matched", "device": "cpu"}
+    return load_run_config(**{**small, **settings})
+
+
+def begun(made, path, dataset):
+    """The folder of a run that was stopped before its first step."""
+    return session.begin(made, path, dataset, torch.device("cpu"), Silent()).run
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"controllers": {"guardian": {}}},
+            "the guardian moves the temperature of mixer 'regime', which this model do",
+        ),
+        ({"controllers": {"label_smoothing": {}}, "loss": "bce"}, "label_smoothing has no effect with loss 'bce'"),
+        (
+            {"controllers": {"label_smoothing": {}}, "loss": "sampled_softmax"},
+            "label_smoothing has no effect with loss 'sampled_softmax'; leave it out, or take loss 'ce'",
+        ),
+    ],
+)
+def test_a_controller_that_does_not_fit_takes_no_folder_and_no_finished_run(settings, message, dataset, tmp_path):
+    finished = session.train(config(), tmp_path / "a", dataset=dataset)
+    before = finished.metrics
+    for path in (tmp_path / "a", tmp_path / "new"):
+        with pytest.raises(UserError, match=message):
+            session.train(config(**settings), path, dataset=dataset, overwrite=True)
+    assert os.listdir(tmp_path) == ["a"] and finished.metrics == before
+
+
+def test_seeds_that_cannot_go_on_are_refused_before_a_folder_is_made_for_others(dataset, tmp_path):
+    other = synthetic_dataset(SyntheticConfig(num_users=40, num_items=60, mean_length=7, seed=2))
+    configs, paths = [config(), config(seed=1)], [tmp_path / "0", tmp_path / "1"]
+    begun(replace(configs[1], data=replace(configs[1].data, dataset=dataset.name)), paths[1], dataset)
+    with pytest.raises(UserError, match=r"1 was begun with content \w{12}, but 'synthetic' as loaded has \w{12}"):
+        train_seeds(configs, paths, dataset=other)
+    assert os.listdir(tmp_path) == ["1"]
+
+
+def test_a_missing_tensorboard_is_named_whichever_way_a_run_is_trained(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    asked = config(tensorboard=True)
+    begun(asked, tmp_path / "begun", dataset)
+    for go in (
+        lambda: session.train(asked, tmp_path / "new", dataset=dataset),
+        lambda: session.resume(tmp_path / "begun", dataset=dataset),
+        lambda: train_seeds([asked], [tmp_path / "new"], dataset=dataset),
+    ):
+        with pytest.raises(UserError, match=r"tensorboard: true needs a package: pip install 'recbft\[tensorboard\]'"):
+            go()
+    assert os.listdir(tmp_path) == ["begun"] and not RunFolder.open(tmp_path / "begun").has_checkpoint
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec"])
+def test_a_batch_holds_about_as_many_targets_as_asked(model, dataset):
+    batches = training_batches(config(model=model, batch_targets=8), dataset)
+    num_targets = [int((batch.target > 0).sum()) for epoch in range(10) for batch in batches.epoch(epoch)]
+    assert batches.num_batches > 3 and sum(num_targets) / (10 * batches.num_batches) == pytest.approx(8, rel=0.25)

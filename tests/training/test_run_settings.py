@@ -1,0 +1,31 @@
+"""The random state of a run is that of the device it trains on."""
+
+from __future__ import annotations
+
+import torch
+
+from recbft.training.run_settings import rng_state, set_rng_state
+
+
+def test_the_random_state_is_of_the_device_that_is_trained_on(monkeypatch):
+    states = {torch.device("cuda:0"): 10, torch.device("cuda:1"): 11}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda:0": states[torch.device(device)])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda:0": states.update({device: state}))
+    generator, second = torch.Generator().manual_seed(3), torch.device("cuda:1")
+    saved = rng_state(generator, second)
+    assert saved["cuda"] == 11
+    torch.rand(5, generator=generator)
+    states[second] = 12
+    set_rng_state(generator, saved, second)
+    assert states == {torch.device("cuda:0"): 10, second: 11}
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
+
+
+def test_on_the_cpu_a_gpu_s_random_state_is_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    generator, cpu = torch.Generator(), torch.device("cpu")
+    assert set(rng_state(generator, cpu)) == {"cpu"}
+    set_rng_state(generator, {"cpu": generator.get_state(), "cuda": torch.zeros(16, dtype=torch.uint8)}, cpu)
