@@ -206,7 +206,7 @@ def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, job
     from recbft_cli.queue_view import view_for
 
     made = provenance.header(asked.command, data, device=provenance.device_of(planned[0].config))
-    train_missing(planned, asked.out, workers=jobs, watch=view_for(), together=together)
+    train_missing(planned, data, asked.out, workers=jobs, watch=view_for(), together=together)
     comparison = comparison_of(
         [job.path for job in planned],
         baseline=asked.baseline,

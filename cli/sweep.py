@@ -75,7 +75,7 @@ def sweep(
         return
     made = provenance.header(recorded_command(context), data, device=provenance.device_of(runs[0].config))
     workers = default_jobs() if jobs is None else jobs
-    train_missing(runs, out, workers=workers, watch=view_for(), together=batch_seeds)
+    train_missing(runs, data, out, workers=workers, watch=view_for(), together=batch_seeds)
     comparison = comparison_of(
         [job.path for job in runs], baseline=planned.arms[0].label, names={job.path: job.arm.label for job in runs}
     )

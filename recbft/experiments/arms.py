@@ -85,11 +85,18 @@ def check_distinct(arms: Sequence[ArmSpec], configs: Sequence[RunConfig]) -> Non
 
 def settings_of(config: RunConfig) -> list[str]:
     """The ``key=value`` settings that make this run from its model, arm, data set and seed alone."""
-    default = to_dict(load_run_config(model=config.model, arm=config.arm, seed=config.seed))
-    ours = leaves(to_dict(config))
-    known = leaves(default)
+    default = by_setting(load_run_config(model=config.model, arm=config.arm, seed=config.seed))
     named = ("model", "arm", "seed", "data.dataset")
-    return [_setting(key, value) for key, value in ours.items() if key not in named and value != known.get(key)]
+    ours = {key: value for key, value in by_setting(config).items() if key not in named}
+    return [_setting(key, value) for key, value in ours.items() if value != default.get(key)]
+
+
+def by_setting(config: RunConfig) -> dict[str, Any]:
+    """The values of a config by the keys that ``--set`` takes; what is nested deeper (a controller) stays whole."""
+    found: dict[str, Any] = {}
+    for key, value in to_dict(config).items():
+        found |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+    return found
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
 from recbft.experiments.arms import ArmSpec
 from recbft.experiments.comparison import Comparison
 from recbft.experiments.document import comparison_document
-from recbft.experiments.plan import Job, plan, status, write_commands
+from recbft.experiments.plan import Job, first_difference, plan, status, write_commands
 from recbft.experiments.queue import Watcher, train_all
 from recbft.experiments.results import METRICS, write_comparison
 from recbft.files import write_atomic
@@ -34,42 +35,46 @@ def prepare(
     """The runs of an experiment and its data, checked before anything is trained or written.
 
     Raises:
-        UserError: an arm cannot be configured or is not trained, or a folder holds another run.
+        UserError: an arm cannot be configured, is not trained or cannot be compared, or a folder holds another run.
     """
     jobs = plan(arms, seeds, out / "runs", configure)
     for job in jobs:
         if not MODELS[job.config.model].trainable:
             raise UserError(f"model {job.config.model!r} is not trained: its seeds are all alike; choose another")
+    _check_comparable(jobs)
     dataset = jobs[0].config.data.load()
     for job in jobs:
         status(job, dataset)
     return jobs, dataset
 
 
-def train_missing(jobs: Sequence[Job], out: Path, *, workers: int, watch: Watcher, together: int = 1) -> None:
+def train_missing(
+    jobs: Sequence[Job], dataset: Dataset, out: Path, *, workers: int, watch: Watcher, together: int = 1
+) -> None:
     """Train what is not finished, several runs at a time, after writing down the command of each.
 
     Args:
+        jobs, dataset: as ``prepare`` returns them.
         workers: processes at a time.
         together: most runs of an arm, which differ in their seed alone, that one process trains together.
 
     Raises:
-        UserError: ``workers`` or ``together`` is not positive, or an arm's seeds cannot be trained together.
+        UserError: ``workers`` or ``together`` is not positive, or another command has put another run in a job's place.
         RunError: runs failed, or the user broke it off; the message says how to go on.
     """
-    if workers < 1:
-        raise UserError(f"--jobs is {workers}; give a whole number of at least 1")
-    if together < 1:
-        raise UserError(f"--batch-seeds is {together}; give a whole number of at least 1")
+    check_positive("--jobs", workers)
+    check_positive("--batch-seeds", together)
     out.mkdir(parents=True, exist_ok=True)
     write_commands(jobs, out / "commands.txt")
-    train_or_say(jobs, out, workers=workers, watch=watch, together=together)
+    train_or_say(jobs, dataset, out, workers=workers, watch=watch, together=together)
 
 
-def train_or_say(jobs: Sequence[Job], out: Path, *, workers: int, watch: Watcher, together: int = 1) -> None:
-    """``train_all`` whose bad ends are one line each."""
+def train_or_say(
+    jobs: Sequence[Job], dataset: Dataset, out: Path, *, workers: int, watch: Watcher, together: int = 1
+) -> None:
+    """``train_all`` whose bad ends are one line each, and after which every job's run is the one asked for."""
     try:
-        failed = train_all(jobs, out / "queue", workers, watch, together)
+        failed = train_all(jobs, dataset, out / "queue", workers, watch, together)
     except KeyboardInterrupt:
         done = sum(RunFolder(job.path).is_finished for job in jobs)
         raise RunError(f"interrupted; {done} of {len(jobs)} runs are finished, the same command goes on") from None
@@ -80,6 +85,14 @@ def train_or_say(jobs: Sequence[Job], out: Path, *, workers: int, watch: Watcher
             f"{len(failed)} of {len(jobs)} runs failed ({names}{more}: {failed[0].reason}); what they said is in "
             f"{out / 'queue'}; mend the cause and give the same command again"
         )
+    for job in jobs:
+        status(job, dataset)
+
+
+def check_positive(option: str, value: int) -> None:
+    """Refuse a number of processes or runs below 1."""
+    if value < 1:
+        raise UserError(f"{option} is {value}; give a whole number of at least 1")
 
 
 def conclude(
@@ -94,3 +107,19 @@ def conclude(
     result = write_comparison(comparison, out, made=made, external=external, metrics=metrics)
     write_atomic(out / "comparison.md", comparison_document(result, markdown=True).encode())
     return comparison_document(result, markdown=False)
+
+
+def _check_comparable(jobs: Sequence[Job]) -> None:
+    """Refuse before training what a comparison would refuse after it: other data, or another headline."""
+    first = jobs[0]
+    for job in jobs[1:]:
+        before, now = _compared_on(first.config), _compared_on(job.config)
+        if before != now:
+            raise UserError(
+                f"arm {job.arm.label} cannot be compared with {first.arm.label}, which has "
+                f"{first_difference(before, now)}; give all arms the same"
+            )
+
+
+def _compared_on(config: RunConfig) -> dict[str, Any]:
+    return {"data": to_dict(config.data), "evaluation": {"filter_seen": config.evaluation.filter_seen}}

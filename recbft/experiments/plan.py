@@ -6,6 +6,7 @@ its place otherwise is refused with the field that differs: nothing is trained o
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -71,6 +72,8 @@ def status(job: Job, dataset: Dataset) -> Status:
     Raises:
         UserError: its folder holds a run with another config, other data or another version, or something else.
     """
+    if not os.path.lexists(job.path):  # asked first: a folder that another command makes has its config from the start
+        return "missing"
     if not (job.path / "config.yaml").is_file():
         RunFolder.refuse_taken(job.path)
         return "missing"

@@ -6,7 +6,8 @@
 
 Nothing else has to be remembered, so whatever stops a process, the same command goes on: a killed worker leaves the
 state after its last epoch, a worker whose parent was killed ends itself, and two commands on the same folders take
-turns at the runs. A worker that the system ended is started again once, and again for as long as the run gets further.
+turns at the runs; one that finds a run of other settings there is refused. A worker that the system ended is started
+again once, and again for as long as the run gets further.
 Runs that differ in their seed alone can share a worker, which trains them together (``training.many_seeds``).
 """
 
@@ -28,9 +29,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from recbft.allocator import keep_freed_memory
+from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks
-from recbft.experiments.plan import Job
+from recbft.experiments.plan import Job, status
 from recbft.training.many_seeds import train_seeds
 from recbft.training.run_folder import Row, RunFolder
 from recbft.training.session import resume, train
@@ -84,21 +86,25 @@ class Watcher(Protocol):
         """No more is to come; called exactly once after ``start``."""
 
 
-def train_all(jobs: Sequence[Job], queue: Path, workers: int, watch: Watcher, together: int = 1) -> list[Failure]:
+def train_all(
+    jobs: Sequence[Job], dataset: Dataset, queue: Path, workers: int, watch: Watcher, together: int = 1
+) -> list[Failure]:
     """Train what is not finished in ``workers`` processes at a time; returns the runs that failed.
 
     Args:
+        dataset: the data of all jobs.
         queue: folder for locks and logs; shared by all commands that share the runs.
         together: most runs of an arm that one process trains together.
 
     Raises:
+        UserError: another command has put another run in a job's place; the workers have ended.
         KeyboardInterrupt: at Ctrl-C or SIGTERM, after the workers have ended.
     """
-    todo = [job for job in jobs if not RunFolder(job.path).is_finished]
+    todo = [job for job in jobs if status(job, dataset) != "finished"]
     watch.start(len(jobs), len(jobs) - len(todo))
     try:
         with _environment(), _terminable():
-            return _Queue(_bundles(todo, together), queue, workers, watch).work()
+            return _Queue(_bundles(todo, together), dataset, queue, workers, watch).work()
     finally:
         watch.stop()
 
@@ -118,8 +124,8 @@ class _Worker:
 class _Queue:
     """The state of ``train_all``."""
 
-    def __init__(self, bundles: Sequence[Bundle], folder: Path, workers: int, watch: Watcher) -> None:
-        self.waiting = list(bundles)
+    def __init__(self, bundles: Sequence[Bundle], dataset: Dataset, folder: Path, workers: int, watch: Watcher) -> None:
+        self.waiting, self.dataset = list(bundles), dataset
         self.running: dict[Any, _Worker] = {}  # by sentinel
         self.failed: list[Failure] = []
         self.folder, self.workers, self.watch = folder, workers, watch
@@ -147,8 +153,9 @@ class _Queue:
         return self.failed
 
     def _drop_finished(self) -> None:
-        """Runs that another command has finished in the meantime."""
-        for job in [job for bundle in self.waiting for job in bundle if RunFolder(job.path).is_finished]:
+        """Runs that another command has finished in the meantime; what it has begun must be the run asked for, too."""
+        waiting = [job for bundle in self.waiting for job in bundle]
+        for job in [job for job in waiting if status(job, self.dataset) == "finished"]:
             since, _ = self.seen_elsewhere.pop(job.path, (time.monotonic(), 0))
             self.watch.finished(job, time.monotonic() - since)
             self.waiting = _without(self.waiting, {job.path})
@@ -272,6 +279,8 @@ def _work(jobs: Bundle, queue: Path) -> None:
         for job in jobs:
             _remove_leftovers(job.path)
         dataset = jobs[0].config.data.load()
+        for job in jobs:
+            status(job, dataset)  # the lock may have been another command's until now
         if len(jobs) > 1:
             train_seeds([job.config for job in jobs], [job.path for job in jobs], dataset=dataset)
         elif (jobs[0].path / "config.yaml").is_file():

@@ -6,24 +6,32 @@ validation alone; the test column beside it is for reading, since choosing by it
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from recbft.config import to_dict
 from recbft.config_file import parse_setting
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS
-from recbft.experiments.arms import ArmSpec, leaves
+from recbft.experiments.arms import ArmSpec, by_setting
 from recbft.experiments.document import Table, difference_cells, head, mean_sd, p_text
 from recbft.experiments.lists import split_list
 from recbft.experiments.plan import Job
 from recbft.experiments.tables import markdown_table, text_table
 from recbft.run_config import RunConfig
 from recbft.training.run_folder import RunFolder
+
+# What the other options of the command decide for all of its runs.
+_GIVEN_ELSEWHERE = {
+    "seed": "every value is trained on the seeds that --seeds gives",
+    "model": "its runs are of one model, -m; `recbft compare -m A,B` takes several",
+    "arm": "its runs are of one arm, --arm; `recbft compare --arms A,B` takes several",
+    "dataset": "its runs are on one data set, -d; make a sweep for each",
+}
 
 
 @dataclass(frozen=True)
@@ -40,27 +48,32 @@ def plan_sweep(vary: str, arm: str, configure: Callable[[ArmSpec], RunConfig]) -
     """The arms that ``key=value,value,...`` asks for; a value that is the default is the default's arm.
 
     Raises:
-        UserError: no such key, no value, or a value that the key cannot take.
+        UserError: no such key, a key that another option gives, no value, or a value that the key cannot take.
     """
     key, equals, text = vary.partition("=")
     texts = [part for part in split_list(text) if part]
     if not equals or not texts:
         raise UserError(f"--vary {vary!r} is not KEY=VALUE,VALUE,...; write for example core.lam_max=10,20,50")
+    if (bare := key.strip().removeprefix("data.")) in _GIVEN_ELSEWHERE:
+        raise UserError(f"--vary cannot vary {key}: {_GIVEN_ELSEWHERE[bare]}")
     base = ArmSpec(arm, arm)
-    default = leaves(to_dict(configure(base)))
-    arms, values, full = [base], {}, key
+    default = by_setting(configure(base))
+    arms, values, full = [base], {}, ""
     for text in texts:
         spec = ArmSpec(f"{arm}[{key}={text}]", arm, (f"{key}={text}",))
-        made = leaves(to_dict(configure(spec)))
-        differing = [name for name, value in made.items() if value != default[name]]
-        full = differing[0] if differing else full
-        if not differing:
+        made = by_setting(configure(spec))
+        # Of a mixer's own options, which come and go with it, the mixer is the first.
+        changed = next((name for name, value in made.items() if name not in default or value != default[name]), None)
+        if changed is None:
             values[arm] = parse_setting(f"{key}={text}")[1]
-        elif made[full] in values.values():
+            continue
+        full = full or changed
+        if changed != full:
+            raise UserError(f"--vary {vary!r} changes {full} and {changed}; vary one setting at a time")
+        if made[full] in values.values() or spec.folder in [other.folder for other in arms]:
             raise UserError(f"--vary names {key}={text} twice; name each value once")
-        else:
-            arms.append(spec)
-            values[spec.label] = made[full]
+        arms.append(spec)
+        values[spec.label] = made[full]
     if len(arms) == 1:
         raise UserError(f"--vary {vary!r} names only the default; give at least one other value")
     return Sweep(key=full, default=default[full], arms=tuple(arms), values={**values, arm: default[full]})
@@ -103,15 +116,15 @@ def sweep_document(result: Mapping[str, Any], *, markdown: bool) -> str:
     names = [result["key"], *(f"{part} {cell}" for part in ("validation", "test") for cell in cells)]
     rows = []
     for row in result["rows"]:
-        label = f"{row['value']}{' (default)' if row['is_default'] else ''}"
+        label = f"{_text(row['value'])}{' (default)' if row['is_default'] else ''}"
         rows.append([label, *(cell for part in ("validation", "test") for cell in _part_cells(row[part]))])
     chosen = "the default, " if result["chosen"] == result["default"] else ""
     return (
         f"{head(result, markdown=markdown)}\n\n"
-        f"{metric}; differences from the default {result['default']} are paired by seed, p by paired t-test, "
+        f"{metric}; differences from the default {_text(result['default'])} are paired by seed, p by paired t-test, "
         f"Holm over the {len(rows) - 1} other values.\n\n"
         f"{table(names, rows)}\n\n"
-        f"Chosen by validation: {chosen}{result['key']}={result['chosen']}. The test columns played no part in "
+        f"Chosen by validation: {chosen}{result['key']}={_text(result['chosen'])}. The test columns played no part in "
         "the choice: report the chosen value on fresh seeds.\n"
     )
 
@@ -135,6 +148,11 @@ def _part_cells(part: Mapping[str, Any]) -> list[str]:
     if d is None:
         return [mean_sd(part), "", "", "", "", ""]
     return [mean_sd(part), *difference_cells(d), p_text(d["p_t"]), p_text(d["p_holm"])]
+
+
+def _text(value: Any) -> str:
+    """A value as ``--set`` takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _order(value: Any) -> tuple[float, str]:

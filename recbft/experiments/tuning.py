@@ -8,19 +8,22 @@ Test metrics are not looked at. Optuna is an extra, ``recbft[tune]``.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
+import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recbft.config_file import parse_setting
 from recbft.errors import RunError, UserError
+from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec
-from recbft.experiments.experiment import prepare, train_or_say
+from recbft.experiments.experiment import check_positive, prepare, train_or_say
 from recbft.experiments.lists import split_list
 from recbft.experiments.queue import Watcher
 from recbft.run_config import RunConfig
@@ -40,6 +43,11 @@ class Dimension:
     low: float = 0.0
     high: float = 0.0
     log: bool = False
+
+    @property
+    def first(self) -> Any:
+        """The first value, or the lowest."""
+        return self.choices[0] if self.choices else self.low
 
     def suggest(self, trial: Any) -> Any:
         """A value of this trial."""
@@ -77,45 +85,42 @@ def search(
     """Go on with the study in ``out`` until it has so many trials; the trials, best first.
 
     Raises:
-        UserError: Optuna is missing, the study is of another search, or a setting cannot take a value.
+        UserError: Optuna is missing, ``workers`` is not positive, the study is of another search, in another command's
+            hands or unreadable, or a setting cannot take a value.
         RunError: interrupted, or every trial failed.
     """
+    check_positive("--jobs", workers)
     optuna = load_optuna()
-    out.mkdir(parents=True, exist_ok=True)
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=4) if prune else optuna.pruners.NopPruner()
-    storage = f"sqlite:///{(out / 'study.db').resolve()}"
-    study = optuna.create_study(
-        storage=storage, study_name=_STUDY, direction="maximize", load_if_exists=True, pruner=pruner
-    )
-    _check_same(study, space, configure(ArmSpec(arm, arm), 0))
-    _take_up_broken_trials(study, optuna)
-    # A study that goes on must not draw the points again that it began with.
-    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
-    while _number(study) < trials:
-        trial = study.ask()
-        settings = tuple(f"{dimension.key}={dimension.suggest(trial)}" for dimension in space)
+    base = configure(ArmSpec(arm, arm), 0)
+    # A key or value that no run can have is refused before a study is begun with it.
+    configure(ArmSpec(arm, arm, tuple(f"{dimension.key}={dimension.first}" for dimension in space)), 0)
+
+    def evaluate(trial: Any, settings: tuple[str, ...]) -> float | None:
         spec = ArmSpec(f"trial-{hashlib.sha256(repr(settings).encode()).hexdigest()[:10]}", arm, settings)
-        watch.note(f"trial {_number(study) + 1} of {trials}: {' '.join(settings)}")
-        try:
-            value = _evaluate(trial, spec, seeds, out, configure, workers=workers, prune=prune, watch=watch)
-        except RunError as error:
-            if str(error).startswith("interrupted"):
-                raise RunError("interrupted; the same command goes on with this trial") from None
-            watch.note(f"this trial failed: {error}")
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            continue
-        state = optuna.trial.TrialState.COMPLETE if value is not None else optuna.trial.TrialState.PRUNED
-        study.tell(trial, value, state=state)
-    done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
-    if not done:
-        raise RunError(f"none of the trials came to its end; what they said is in {out / 'queue'}")
-    done.sort(key=lambda trial: -trial.value)
-    ended = [trial.state.name for trial in _counted(study)]
-    return {
-        "trials": [{"settings": trial.params, "validation": trial.value} for trial in done],
-        "pruned": ended.count("PRUNED"),
-        "failed": ended.count("FAIL"),
-    }
+        return _evaluate(trial, spec, seeds, out, configure, workers=workers, prune=prune, watch=watch)
+
+    out.mkdir(parents=True, exist_ok=True)
+    with _alone(out):
+        study = _open_study(out / "study.db", optuna, prune)
+        _check_same(study, space, base)
+        _take_up_broken_trials(study, optuna)
+        # A study that goes on must not draw the points again that it began with.
+        study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+        while (number := _number(study)) < trials:
+            trial = study.ask()
+            settings = tuple(f"{dimension.key}={dimension.suggest(trial)}" for dimension in space)
+            watch.note(f"trial {number + 1} of {trials}: {' '.join(settings)}")
+            try:
+                value = evaluate(trial, settings)
+            except RunError as error:
+                if str(error).startswith("interrupted"):
+                    raise RunError("interrupted; the same command goes on with this trial") from None
+                watch.note(f"this trial failed: {error}")
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                continue
+            state = optuna.trial.TrialState.COMPLETE if value is not None else optuna.trial.TrialState.PRUNED
+            study.tell(trial, value, state=state)
+        return _results(study, out)
 
 
 def load_optuna() -> Any:
@@ -128,6 +133,37 @@ def load_optuna() -> Any:
     return optuna
 
 
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """No second command searches here: each would take the other's open trial for one that was broken off."""
+    if not locks.acquire(out / "queue", _STUDY):
+        raise UserError(f"another `recbft tune` is at work in {out}; wait for its end, or give another --out")
+    try:
+        yield
+    finally:
+        locks.release(out / "queue", _STUDY)
+
+
+def _open_study(file: Path, optuna: Any, prune: bool) -> Any:
+    """The study in a file, or a new one."""
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=4) if prune else optuna.pruners.NopPruner()
+    # Optuna lets the errors of SQLAlchemy through, and has a RuntimeError for a study of another version.
+    sql_errors = importlib.import_module("sqlalchemy.exc").SQLAlchemyError
+    try:
+        return optuna.create_study(
+            storage=f"sqlite:///{file.resolve()}",
+            study_name=_STUDY,
+            direction="maximize",
+            load_if_exists=True,
+            pruner=pruner,
+        )
+    except (sql_errors, optuna.exceptions.OptunaError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{file} cannot be read as a study ({reason}); move it away to begin anew, or give another --out"
+        ) from None
+
+
 def _dimension(text: str) -> Dimension:
     key, equals, values = text.partition("=")
     if not (key.strip() and equals and values.strip()):
@@ -136,7 +172,7 @@ def _dimension(text: str) -> Dimension:
     if found is None:
         return Dimension(key.strip(), choices=tuple(parse_setting(f"{key}={part}")[1] for part in split_list(values)))
     low, high = (parse_setting(f"{key}={part}")[1] for part in found.group(2, 3))
-    numbers = all(isinstance(bound, (int, float)) and not isinstance(bound, bool) for bound in (low, high))
+    numbers = all(type(bound) in (int, float) and math.isfinite(bound) for bound in (low, high))
     if not numbers or low >= high or (found[1] and low <= 0):
         raise UserError(f"--space {text!r}: give numbers low..high with low < high, and low > 0 after log:")
     return Dimension(key.strip(), low=low, high=high, log=bool(found[1]))
@@ -151,6 +187,20 @@ def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig) -> None
                 f"the study in --out has another {name}; give another --out, or the options it was begun with"
             )
         study.set_user_attr(name, value)
+
+
+def _results(study: Any, out: Path) -> dict[str, Any]:
+    """The trials that came to their end, best first, and how many did not."""
+    done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
+    if not done:
+        raise RunError(f"none of the trials came to its end; what they said is in {out / 'queue'}")
+    done.sort(key=lambda trial: -trial.value)
+    ended = [trial.state.name for trial in _counted(study)]
+    return {
+        "trials": [{"settings": trial.params, "validation": trial.value} for trial in done],
+        "pruned": ended.count("PRUNED"),
+        "failed": ended.count("FAIL"),
+    }
 
 
 def _take_up_broken_trials(study: Any, optuna: Any) -> None:
@@ -187,8 +237,8 @@ def _evaluate(
     values: list[float] = []
     at_once = workers if prune else len(seeds)
     for first in range(0, len(seeds), at_once):
-        jobs, _ = prepare([spec], seeds[first : first + at_once], out, configure)
-        train_or_say(jobs, out, workers=workers, watch=watch)
+        jobs, dataset = prepare([spec], seeds[first : first + at_once], out, configure)
+        train_or_say(jobs, dataset, out, workers=workers, watch=watch)
         for job in jobs:
             metrics, config = RunFolder(job.path).metrics, job.config
             setting = "filtered" if config.evaluation.filter_seen else "unfiltered"

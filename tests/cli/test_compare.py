@@ -78,6 +78,16 @@ def test_the_same_command_trains_nothing_again(capsys, made, events):
     assert code == 2 and "matched-seed0 holds a run with training.epochs 2, and 3 is asked for" in err
 
 
+def test_a_run_of_another_command_is_not_compared(capsys, made, events, tmp_path, monkeypatch):
+    def meanwhile(*_):
+        shutil.copytree(made / "runs", tmp_path / "runs", dirs_exist_ok=True)
+
+    monkeypatch.setattr("recbft.experiments.experiment.train_all", meanwhile)
+    code, out, err = run(capsys, "compare", *options(events, tmp_path, "--set", "epochs=3"))
+    assert code == 2 and out == "" and "matched-seed0 holds a run with training.epochs 2, and 3 is asked for" in err
+    assert not (tmp_path / "comparison.json").exists()
+
+
 def test_a_dry_run_prints_the_commands_and_leaves_nothing(capsys, events, tmp_path):
     code, out, err = run(capsys, "compare", *options(events, tmp_path / "out", "--dry-run", "--data-root", tmp_path))
     assert code == 0 and err == "" and len(out.splitlines()) == 4 and list(tmp_path.iterdir()) == []
@@ -112,6 +122,16 @@ def test_runs_that_exist_and_another_systems_ranks_are_compared(capsys, made, tm
     assert "MRR" not in out
     ranks.unlink()
     assert list(load_comparison(tmp_path / "out").arms) == ["bft", "matched", "other"]
+
+
+def test_the_header_is_of_the_machines_that_trained(capsys, made, tmp_path):
+    moved = shutil.copytree(made, tmp_path / "moved")
+    elsewhere = moved / "runs" / "matched-seed0" / "environment.json"
+    here = json.loads(elsewhere.read_text())
+    elsewhere.write_text(json.dumps(here | {"cpu": "A far processor", "date": "2001-01-01"}))
+    code, out, _ = run(capsys, "compare", *sorted((moved / "runs").iterdir()), "--out", tmp_path / "read")
+    assert code == 0 and f"2001-01-01 or {here['date']}, " in out and "A far processor" in out
+    assert "load average" not in out  # which nobody took there
 
 
 def test_a_broken_run_is_left_out_when_asked(capsys, made, tmp_path):

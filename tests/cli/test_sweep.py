@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 
 import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate
+from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds
+from recbft.experiments import locks
 from recbft.experiments.comparison import load_comparison
+from recbft.experiments.sweep import plan_sweep
 from recbft.training.run_folder import RunFolder
 from recbft_cli.main import main
 
@@ -64,6 +69,14 @@ def test_a_sweep_compares_each_value_with_the_default_and_chooses_by_validation(
         (["--vary", "lam_max"], "--vary 'lam_max' is not KEY=VALUE,VALUE,...; write for example core.lam_max=10,20,50"),
         (["--vary", "lam_max="], "is not KEY=VALUE,VALUE"),
         (["--vary", "lam_max=100"], "names only the default; give at least one other value"),
+        (["--vary", "seed=1,2"], "--vary cannot vary seed: every value is trained on the seeds that --seeds gives"),
+        (["--vary", "model=sasrec,hstu"], "--vary cannot vary model: its runs are of one model, -m; `recbft compare"),
+        (["--vary", "arm=bft,matched"], "--vary cannot vary arm: its runs are of one arm, --arm; `recbft compare"),
+        (["--vary", "data.dataset=a,b"], "--vary cannot vary data.dataset: its runs are on one data set, -d"),
+        (["--vary", "k_core=0,2"], "cannot be compared with bft, which has data.k_core 0, and 2 is asked for"),
+        (["--vary", "core={lam_max: 5},{q_max: 2}"], "changes core.lam_max and core.q_max; vary one setting at a time"),
+        (["--vary", "controllers.ema=[5]"], "controllers.ema is [5]"),
+        (["--vary", "mixer=attention,rfaa"], "mixer is 'rfaa'; did you mean 'rfa'?"),
         (["--vary", "lam_max=5,5.0"], "--vary names lam_max=5.0 twice; name each value once"),
         (["--vary", "lam_maxx=5"], "unknown key 'lam_maxx'; did you mean 'lam_max'?"),
         (["--vary", "lam_max=-5"], "lam_max is -5"),
@@ -76,6 +89,35 @@ def test_a_sweep_that_cannot_be_meant_is_refused(capsys, monkeypatch, events, tm
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, "sweep", "-d", events, *SETTINGS, "--out", "x", *more)
     assert code == 2 and out == "" and message in err and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("vary", "values"),
+    [
+        ("mixer=attention,rfa,alibi", {"bft": "attention", "bft[mixer=rfa]": "rfa", "bft[mixer=alibi]": "alibi"}),
+        ("controllers.ema=none,{},{decay: 0.5}", {"bft": None, "bft[controllers.ema={}]": {"decay": 0.999},
+                                                  "bft[controllers.ema={decay: 0.5}]": {"decay": 0.5}}),
+        ("ema={}", {"bft": None, "bft[ema={}]": {"decay": 0.999}}),
+        ("mixing.time=false,true", {"bft": False, "bft[mixing.time=true]": True}),
+    ],
+)  # fmt: skip
+def test_a_mixer_or_a_controller_can_be_varied(vary, values):
+    settings = ("mixer=rfa",) if vary.startswith("mixing") else ()
+    planned = plan_sweep(vary, "bft", lambda spec: spec.config(settings, dataset="synthetic"))
+    assert planned.values == values and [arm.label for arm in planned.arms] == list(values)
+    assert planned.default == values["bft"]
+
+
+def test_two_values_that_would_share_a_folder_are_refused():
+    with pytest.raises(UserError, match="--vary names ema=~ twice; name each value once"):
+        plan_sweep("ema={},~", "bft", lambda spec: spec.config(("ema={decay: 0.5}",), dataset="synthetic"))
+
+
+def test_a_sweep_over_a_controller_is_written_as_it_is_set(capsys, events, tmp_path):
+    command = ["sweep", "-d", events, *SETTINGS, "--set", "epochs=1", "--vary", "ema={decay: 0.5}", "--seeds", "0-1"]
+    code, out, _ = run(capsys, *command, "--out", tmp_path)
+    assert code == 0 and '{"decay": 0.5} ' in out and "null (default)" in out and "controllers.ema=" in out
+    assert json.loads((tmp_path / "sweep.json").read_text())["rows"][1]["value"] == {"decay": 0.5}
 
 
 def tune(events, out, *more):
@@ -125,12 +167,49 @@ def test_a_trial_below_the_median_is_given_up(capsys, events, tmp_path):
         ("dropout=0.5..0.1", "give numbers low..high with low < high"),
         ("dropout=log:0..0.5", "low > 0 after log:"),
         ("dropout=a..b", "give numbers low..high"),
+        ("dropout=0.1...inf", "give numbers low..high"),
+        ("dropoutt=0.1..0.5", "unknown key 'dropoutt'; did you mean 'dropout'?"),
     ],
 )
 def test_a_space_that_cannot_be_meant_is_refused(capsys, events, tmp_path, space, message):
     pytest.importorskip("optuna")
     code, _, err = run(capsys, "tune", "-d", events, "--space", space, "--out", tmp_path / "x")
     assert code == 2 and message in err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--prune"]])
+def test_no_workers_are_refused_before_a_study_is_begun(capsys, events, tmp_path, more):
+    pytest.importorskip("optuna")
+    code, _, err = run(capsys, *tune(events, tmp_path / "x", "--jobs", "0", *more))
+    assert (code, err) == (2, "error: --jobs is 0; give a whole number of at least 1\n")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_file_that_holds_no_study_is_refused_by_its_name(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    study = tmp_path / "study.db"
+    study.write_text("not a database " * 100)
+    code, _, err = run(capsys, *tune(events, tmp_path))
+    assert code == 2 and f"{study} cannot be read as a study (" in err and "file is not a database" in err
+    assert err.count("\n") == 1 and "move it away to begin anew, or give another --out" in err
+    study.unlink()
+    study.mkdir()
+    code, _, err = run(capsys, *tune(events, tmp_path))
+    assert code == 2 and f"{study} cannot be read as a study (" in err
+
+
+def test_a_second_search_in_one_folder_is_refused(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = {"pid": sleeper.pid, "host": socket.gethostname(), "started": locks.started(sleeper.pid)}
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "queue" / "recbft.lock").write_text(json.dumps(owner))
+    try:
+        code, _, err = run(capsys, *tune(events, tmp_path))
+    finally:
+        sleeper.communicate()
+    assert code == 2 and f"another `recbft tune` is at work in {tmp_path}; wait for its end, or give another" in err
+    assert not (tmp_path / "study.db").exists()
 
 
 def test_without_optuna_one_line_says_how_to_get_it(capsys, monkeypatch, events, tmp_path):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
+from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms, settings_of
 from recbft.experiments.lists import parse_seeds
 
 
@@ -42,6 +42,12 @@ def test_two_names_for_one_configuration_are_refused():
     configs = [arm.config(dataset="synthetic") for arm in arms]
     with pytest.raises(UserError, match=r"arms bft and bft\+recency are the same configuration; leave one out"):
         check_distinct(arms, configs)
+
+
+def test_what_a_command_sets_is_named_by_section_and_key_and_a_controller_is_whole():
+    config = ArmSpec("matched", "matched").config(("ema={decay: 0.9}", "mixer=rfa", "rotate=off"), dataset="synthetic")
+    assert settings_of(config)[-1] == 'controllers.ema={"decay": 0.9}'
+    assert {"mixer=rfa", "mixing.rotate=off"} <= set(settings_of(config))
 
 
 def test_an_unknown_arm_is_named_with_the_nearest():

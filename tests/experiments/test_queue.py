@@ -15,10 +15,10 @@ import pandas as pd
 import pytest
 
 from recbft.errors import RunError, UserError
-from recbft.experiments import locks, queue
-from recbft.experiments.arms import settings_of
+from recbft.experiments import experiment, locks, queue
+from recbft.experiments.arms import ArmSpec, parse_arms, settings_of
 from recbft.experiments.experiment import prepare, train_missing
-from recbft.experiments.plan import status
+from recbft.experiments.plan import plan, status, write_commands
 from recbft.experiments.queue import train_all
 from recbft.run_config import load_run_config
 from recbft.training.run_folder import RunFolder
@@ -34,6 +34,10 @@ def ranks(path):
     return pd.read_parquet(path / "per_user.parquet")
 
 
+def data_of(jobs):
+    return jobs[0].config.data.load()
+
+
 def wait_for(condition, seconds=240):  # a new session may get a tenth of a busy machine
     deadline = time.monotonic() + seconds
     while not condition():
@@ -44,19 +48,19 @@ def wait_for(condition, seconds=240):  # a new session may get a tenth of a busy
 def test_the_queue_trains_what_is_missing_and_the_numbers_are_those_of_training_alone(events, trained, tmp_path):
     jobs, watch = jobs_of(events, tmp_path), Watch()
     before = dict(os.environ)
-    assert train_all(jobs, tmp_path / "queue", 2, watch) == []
+    assert train_all(jobs, data_of(jobs), tmp_path / "queue", 2, watch) == []
     assert dict(os.environ) == before
     assert watch.said[0] == "0 of 4" and sorted(watch.said[1:-1]) == [f"finished {p.name}" for p in runs_in(tmp_path)]
     assert {path.name for path in (tmp_path / "queue").iterdir()} == {"mutex"}, "no lock and no log is left"
     for path in runs_in(tmp_path):
         pd.testing.assert_frame_equal(ranks(path), ranks(trained / "runs" / path.name))
     again = Watch()
-    assert train_all(jobs, tmp_path / "queue", 2, again) == [] and again.said == ["4 of 4", "stop"]
+    assert train_all(jobs, data_of(jobs), tmp_path / "queue", 2, again) == [] and again.said == ["4 of 4", "stop"]
 
 
 def test_seeds_of_an_arm_are_trained_together_and_rank_as_when_trained_alone(events, trained, tmp_path):
     jobs, watch = jobs_of(events, tmp_path), Watch()
-    train_missing(jobs, tmp_path, workers=1, watch=watch, together=2)
+    train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=watch, together=2)
     assert sorted(watch.said[1:-1]) == [f"finished {path.name}" for path in runs_in(tmp_path)]
     assert {path.name for path in (tmp_path / "queue").iterdir()} == {"mutex"}, "no lock and no log is left"
     for path in runs_in(tmp_path):
@@ -68,27 +72,28 @@ def test_seeds_of_an_arm_are_trained_together_and_rank_as_when_trained_alone(eve
 def test_seeds_that_cannot_be_trained_together_are_refused_by_the_reason(events, tmp_path):
     jobs = jobs_of(events, tmp_path, "matched[mixer=rfa]")
     with pytest.raises(RunError, match="2 of 2 runs failed"):
-        train_missing(jobs, tmp_path, workers=1, watch=Watch(), together=2)
+        train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch(), together=2)
     with pytest.raises(UserError, match="--batch-seeds is 0; give a whole number of at least 1"):
-        train_missing(jobs, tmp_path, workers=1, watch=Watch(), together=0)
+        train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch(), together=0)
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(events, tmp_path):
     jobs = jobs_of(events, tmp_path, "matched,bft[learning_rate=1e30]")
     watch = Watch()
     with pytest.raises(RunError) as caught:
-        train_missing(jobs, tmp_path, workers=2, watch=watch)
+        train_missing(jobs, data_of(jobs), tmp_path, workers=2, watch=watch)
     message = str(caught.value)
     assert message.startswith("2 of 4 runs failed (bft[learning_rate=1e30] seed 0, bft[learning_rate=1e30] seed 1: the")
     assert "the loss is" in message and message.endswith("mend the cause and give the same command again")
-    assert [status(job, job.config.data.load()) for job in jobs] == ["finished", "unfinished"] * 2
+    assert [status(job, data_of(jobs)) for job in jobs] == ["finished", "unfinished"] * 2
     assert "the loss is" in (tmp_path / "queue" / "bft_learning_rate=1e30-seed0.log").read_text()
     assert len((tmp_path / "commands.txt").read_text().splitlines()) == 4
 
 
 def test_no_workers_are_refused(events, tmp_path):
+    jobs = jobs_of(events, tmp_path)
     with pytest.raises(UserError, match="--jobs is 0; give a whole number of at least 1"):
-        train_missing(jobs_of(events, tmp_path), tmp_path, workers=0, watch=Watch())
+        train_missing(jobs, data_of(jobs), tmp_path, workers=0, watch=Watch())
 
 
 @pytest.mark.slow
@@ -96,13 +101,13 @@ def test_a_killed_worker_is_started_again_and_its_run_is_the_same(events, tmp_pa
     jobs = jobs_of(events, tmp_path / "a", "bft", (0,), LONG)
     whole = jobs_of(events, tmp_path / "b", "bft", (0,), LONG)
     folder, watch, failed = tmp_path / "a" / "queue", Watch(), []
-    thread = threading.Thread(target=lambda: failed.extend(train_all(jobs, folder, 1, watch)))
+    thread = threading.Thread(target=lambda: failed.extend(train_all(jobs, data_of(jobs), folder, 1, watch)))
     thread.start()
     wait_for(lambda: len(queue._history(jobs[0])) >= 2)
     os.kill(locks.holder(folder, jobs[0].path.name).pid, signal.SIGKILL)
     thread.join(120)
     assert failed == [] and "bft seed 0: ended by signal 9; going on with it" in watch.said
-    assert train_all(whole, tmp_path / "b" / "queue", 1, Watch()) == []
+    assert train_all(whole, data_of(whole), tmp_path / "b" / "queue", 1, Watch()) == []
     pd.testing.assert_frame_equal(ranks(jobs[0].path), ranks(whole[0].path))
 
 
@@ -119,7 +124,7 @@ def test_a_worker_killed_again_and_again_without_progress_counts_as_failed(event
     killer = threading.Thread(target=kill_all)
     killer.start()
     try:
-        failed = train_all(jobs, folder, 1, Watch())
+        failed = train_all(jobs, data_of(jobs), folder, 1, Watch())
     finally:
         stop.set()
         killer.join()
@@ -184,6 +189,65 @@ def test_two_commands_share_one_queue(events, tmp_path):
     assert not list(out.glob("queue/*.lock")) and not list(out.glob("queue/*.log"))
 
 
+OTHER_RUN = r"seed0 holds a run with training\.epochs 2, and 3 is asked for; give another --out"
+
+
+def command_before_ours(trained, out, finished=True):
+    """The runs of another command, of 2 epochs, appear in ``out``."""
+    left_out = None if finished else shutil.ignore_patterns("metrics.json", "per_user.parquet")
+    shutil.copytree(trained / "runs", out / "runs", ignore=left_out)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_that_another_command_makes_with_other_settings_is_refused(events, trained, tmp_path, finished):
+    jobs, watch = jobs_of(events, tmp_path, settings=SHORT), Watch()
+    watch.start = lambda *_: command_before_ours(trained, tmp_path, finished)
+    with pytest.raises(UserError, match=OTHER_RUN):
+        train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=watch)
+    assert watch.said == ["stop"] and RunFolder(jobs[0].path).is_finished == finished
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_worker_that_has_the_lock_looks_whose_run_it_is(events, trained, tmp_path, monkeypatch, together):
+    jobs = jobs_of(events, tmp_path, "matched", settings=SHORT)
+    command_before_ours(trained, tmp_path, finished=False)
+    monkeypatch.setattr(queue, "status", lambda job, dataset: "missing")  # in this process, not in the workers
+    with pytest.raises(RunError, match=rf"2 of 2 runs failed \(.*{OTHER_RUN}"):
+        train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch(), together=together)
+
+
+def test_what_the_queue_leaves_is_looked_at_before_it_is_compared(events, trained, tmp_path, monkeypatch):
+    jobs = jobs_of(events, tmp_path, settings=SHORT)
+    monkeypatch.setattr(experiment, "train_all", lambda *_: command_before_ours(trained, tmp_path))
+    with pytest.raises(UserError, match=OTHER_RUN):
+        train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch())
+
+
+@pytest.mark.slow
+def test_two_commands_with_other_settings_do_not_share_a_table(events, tmp_path):
+    out = tmp_path / "out"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    commands = [command(events, out, length) for length in (SHORT, ("epochs=4",))]
+    both = [subprocess.Popen(words, env=ENVIRONMENT, **pipes) for words in commands]
+    told = [process.communicate(timeout=180) for process in both]
+    epochs = [json.loads(path.read_text())["epochs"] for path in out.glob("runs/*/metrics.json")]
+    assert all(process.returncode for process in both) or len(set(epochs)) == 1, told
+    refused = [err for process, (_, err) in zip(both, told, strict=True) if process.returncode]
+    assert refused and all("holds a run with training.epochs" in err and "Traceback" not in err for err in refused)
+
+
+def test_arms_that_cannot_be_compared_are_refused_before_training(events, tmp_path):
+    def prepared(arms):
+        return prepare(
+            parse_arms(arms), (0, 1), tmp_path, lambda arm, seed: arm.config(SMALL, dataset=str(events), seed=seed)
+        )
+
+    with pytest.raises(UserError, match=r"arm bft\[k_core=2\] cannot .* with bft, which has data\.k_core 0, and 2 is"):
+        prepared("bft,bft[k_core=2]")
+    with pytest.raises(UserError, match=r"has evaluation\.filter_seen False, and True is asked for; give all arms"):
+        prepared("bft,bft[filter_seen=true]")
+
+
 def test_a_run_made_elsewhere_by_its_command_is_taken_up(events, tmp_path, capsys):
     job = jobs_of(events, tmp_path / "elsewhere", "bft[lam_max=10,ks=[5,10]]", (3,))[0]
     assert "--set 'evaluation.ks=[5, 10]'" in job.command
@@ -191,9 +255,40 @@ def test_a_run_made_elsewhere_by_its_command_is_taken_up(events, tmp_path, capsy
     capsys.readouterr()
     here = jobs_of(events, tmp_path / "here", "bft[lam_max=10,ks=[5,10]]", (3,))
     shutil.copytree(job.path, here[0].path)
-    watch = Watch()
-    assert train_all(here, tmp_path / "here" / "queue", 1, watch) == [] and watch.said == ["1 of 1", "stop"]
-    assert status(here[0], here[0].config.data.load()) == "finished"
+    data, watch = data_of(here), Watch()
+    assert train_all(here, data, tmp_path / "here" / "queue", 1, watch) == [] and watch.said == ["1 of 1", "stop"]
+    assert status(here[0], data) == "finished"
+
+
+CONTROLLERS = ("guardian", "chaos", "lr_floor", "label_smoothing", "dropout_glide", "ema")
+
+
+@pytest.mark.parametrize(
+    ("arm", "settings"),
+    [
+        ("matched", ("controllers.ema={decay: 0.9}", "clip_norm=1.5")),
+        ("bft", tuple(f"controllers.{name}={{}}" for name in CONTROLLERS)),
+        ("bft", ("controllers.swa={}", "controllers.context_game={lengths: [5, 10]}", "controllers.ema={}")),
+        ("bft", ("experts=4", "lam_max=10", "process_noise=false", "prior_scale=off")),
+        ("matched", ("mixer=rfa", "data.time=timestamp", "mixing.time=true", "rotate=off", "undamped_heads=1")),
+        ("bft", ("mixer=bayesian", "ks=[5,10]", "where=rating >= 3 and item_id != 7", "columns=['1', 'b: c']")),
+    ],
+)
+def test_the_command_of_a_run_makes_its_config(events, tmp_path, monkeypatch, arm, settings):
+    made = []
+
+    def stop_there(config, *_):
+        made.append(config)
+        raise UserError("enough")
+
+    monkeypatch.setattr("recbft_cli.train._train", stop_there)
+    jobs = plan(
+        [ArmSpec(arm, arm)], (3,), tmp_path, lambda spec, seed: spec.config(settings, dataset=str(events), seed=seed)
+    )
+    write_commands(jobs, tmp_path / "commands.txt")
+    for line in (tmp_path / "commands.txt").read_text().splitlines():
+        assert main(shlex.split(line)[1:]) == 2
+    assert made == [job.config for job in jobs]
 
 
 @pytest.mark.parametrize("settings", [(), ("recency_decay=true", "clip_norm=1.5", "ks=[5,10]", "where=rating>=3")])
