@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from recbft.experiments.plan import Job
     from recbft.run_config import RunConfig
 
-ARMS, SEEDS = "matched,matched+recency,bft", "0-9"
+ARMS, SEEDS, METRICS = "matched,matched+recency,bft", "0-9", "hr@10,ndcg@10,mrr"
 EXAMPLES = """Examples:
 
 recbft compare -m sasrec -d amazon-instruments --arms matched,bft --seeds 0-19 --out comparisons/instruments
@@ -73,8 +73,9 @@ def compare(
         str | None, typer.Option(metavar="ARM", help="What others are compared with; matched, else the first arm.")
     ] = None,
     metrics: Annotated[
-        str, typer.Option(help="What is tested; with the arms, the family of Holm's adjustment.")
-    ] = "hr@10,ndcg@10,mrr",
+        str | None,
+        typer.Option(help=f"What is tested; with the arms, the family of Holm's adjustment. {METRICS} if left out."),
+    ] = None,
     external: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=FILE", help="Ranks of another system: columns user, rank (rank_filtered, seed)."),
@@ -87,11 +88,16 @@ def compare(
     training = {
         "--model": models, "--dataset": dataset, "--arms": arms, "--seeds": seeds, "--jobs": jobs, "--set": settings,
         "--batch-seeds": batch_seeds if batch_seeds != 1 else None,
-        "--config": config, "--dry-run": dry_run or None,
+        "--config": config, "--dry-run": dry_run or None, "--data-root": data_root,
     }  # fmt: skip
     if runs and (unused := [option for option, value in training.items() if value not in (None, [])]):
         raise UserError(f"{unused[0]} has no effect with run folders, which are compared as they are; leave it out")
     if pool:
+        chosen = {
+            "--metrics": metrics, "--baseline": baseline, "--external": external, "--skip-broken": skip_broken or None,
+        }  # fmt: skip
+        if made := [option for option, value in chosen.items() if value not in (None, [])]:
+            raise UserError(f"{made[0]} has no effect with --pool; give it to each comparison that is pooled")
         _pool(runs or [], out)
         return
     if out is None:
@@ -101,7 +107,7 @@ def compare(
         command=recorded_command(context, runs or ()),
         baseline=baseline,
         external=_external(external or ()),
-        metrics=tuple(part.strip() for part in metrics.split(",")),
+        metrics=_metrics(metrics or METRICS),
         skip_broken=skip_broken,
     )
     if runs:
@@ -190,6 +196,9 @@ def _plan(
         raise UserError(f"--arms {arms!r} names one arm; a comparison needs at least 2, such as matched,bft")
     if len(set(names)) < len(names):
         raise UserError(f"--external has the name of an arm among {', '.join(names)}; give it another")
+    for name, file in asked.external.items():
+        if not file.is_file():
+            raise UserError(f"--external {name}: there is no file {file}")
     if asked.baseline is not None and asked.baseline not in names:
         raise UserError(f"--baseline {asked.baseline!r} is not an arm; choose one of {', '.join(names)}")
 
@@ -249,6 +258,16 @@ def _pool(folders: Sequence[Path], out: Path | None) -> None:
         write_json(out / "pooled.json", pooled)
         write_atomic(out / "pooled.md", pooled_document(pooled, markdown=True).encode())
         typer.echo(f"\nwritten to {out}: pooled.md, pooled.json")
+
+
+def _metrics(text: str) -> tuple[str, ...]:
+    from recbft.evaluation.metrics import check_metric
+    from recbft.experiments.lists import split_list
+
+    names = tuple(split_list(text))
+    for name in names:
+        check_metric(name)
+    return names
 
 
 def _external(texts: Sequence[str]) -> dict[str, Path]:

@@ -9,10 +9,11 @@ Shapes: N users.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from recbft.errors import UserError
 
@@ -20,6 +21,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 KS = (5, 10, 20)
+METRIC = r"(hr|ndcg|mrr)@[1-9]\d*|mrr"  # a metric's name, as a regular expression
 
 
 def hit_rate(ranks: IntArray, k: int) -> FloatArray:
@@ -38,6 +40,12 @@ def reciprocal_rank(ranks: IntArray, k: int | None = None) -> FloatArray:
     return values if k is None else np.where(ranks <= k, values, 0.0)
 
 
+def check_metric(name: str) -> None:
+    """UserError unless this is a metric's name."""
+    if not re.fullmatch(METRIC, name):
+        raise UserError(f"unknown metric {name!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'")
+
+
 def values_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, FloatArray]:
     """Every metric's value per user, by name ("hr@10", "ndcg@10", "mrr@10", "mrr").
 
@@ -52,6 +60,17 @@ def values_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, Floa
     values |= {f"ndcg@{k}": ndcg(ranks, k) for k in ks}
     values |= {f"mrr@{k}": reciprocal_rank(ranks, k) for k in ks}
     return values | {"mrr": reciprocal_rank(ranks)}
+
+
+def one_from_ranks(ranks: ArrayLike, metric: str) -> FloatArray:
+    """A metric of each rank by its name, in the ranks' shape; UserError where there is none of this name.
+
+    >>> one_from_ranks([[1, 3], [11, 2]], "hr@10").tolist()
+    [[1.0, 1.0], [0.0, 1.0]]
+    """
+    check_metric(metric)
+    cutoff = metric.partition("@")[2]
+    return values_from_ranks(np.asarray(ranks, dtype=np.int64), (int(cutoff),) if cutoff else ())[metric]
 
 
 def metrics_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, float]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from recbft.errors import UserError
-from recbft.evaluation.metrics import hit_rate, values_from_ranks
+from recbft.evaluation.metrics import hit_rate, one_from_ranks
 from recbft.evaluation.paired import (
     SeedComparison,
     UserComparison,
@@ -87,7 +87,7 @@ def stratify(
     arrays = {arm: _checked(arm, of_arm, strata) for arm, of_arm in ranks.items()}
     if baseline is not None:
         _check_seeds(arrays, baseline)
-    values = {arm: user_values(of_arm, metric) for arm, of_arm in arrays.items()}
+    values = {arm: one_from_ranks(of_arm, metric) for arm, of_arm in arrays.items()}
     hits = {arm: hit_rate(of_arm, _cutoff(metric) or 10).mean(axis=0) for arm, of_arm in arrays.items()}
     targets, frequency = np.asarray(target), np.asarray(target_frequency)
     rows = []
@@ -117,22 +117,9 @@ def p_of(difference: Difference) -> float:
     return difference.p_t if isinstance(difference, SeedComparison) else difference.p_sign_flip
 
 
-def user_values(ranks: ArrayLike, metric: str) -> NDArray[np.float64]:
-    """A metric of each rank, in the ranks' shape.
-
-    >>> user_values([[1, 3], [11, 2]], "hr@10").tolist()
-    [[1.0, 1.0], [0.0, 1.0]]
-    """
-    cutoff = _cutoff(metric)
-    found = values_from_ranks(np.asarray(ranks, dtype=np.int64), () if cutoff is None else (cutoff,))
-    if metric not in found:
-        raise UserError(f"unknown metric {metric!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'")
-    return found[metric]
-
-
 def _cutoff(metric: str) -> int | None:
     cutoff = metric.partition("@")[2]
-    return int(cutoff) if cutoff.isdecimal() else None
+    return int(cutoff) if cutoff else None
 
 
 def _level(values: NDArray[np.float64]) -> Level:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recbft.errors import UserError, did_you_mean
-from recbft.evaluation.metrics import values_from_ranks
+from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.arms import leaves
 from recbft.experiments.external import read_external
@@ -85,11 +85,7 @@ class Comparison:
             raise UserError(f"unknown arm {arm!r}; {did_you_mean(arm, self.arms)}")
         if setting not in self.arms[arm].ranks:
             raise UserError(f"arm {arm} has no {setting} ranks; use {' or '.join(self.arms[arm].ranks)}")
-        cutoff = metric.partition("@")[2]
-        found = values_from_ranks(self.arms[arm].ranks[setting], (int(cutoff),) if cutoff.isdecimal() else ())
-        if metric not in found:
-            raise UserError(f"unknown metric {metric!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'")
-        return found[metric]
+        return one_from_ranks(self.arms[arm].ranks[setting], metric)
 
 
 def comparison_of(

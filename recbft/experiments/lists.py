@@ -46,14 +46,14 @@ def seeds_text(seeds: list[int] | tuple[int, ...]) -> str:
 
 
 def split_list(text: str) -> list[str]:
-    """Parts of a list at the commas outside brackets.
+    """Parts of a list at the commas outside brackets and braces.
 
-    >>> split_list("matched, bft[lam_max=10,ks=[5,10]]")
-    ['matched', 'bft[lam_max=10,ks=[5,10]]']
+    >>> split_list("matched, bft[lam_max=10,ks=[5,10]], bft[ema={a: 1, b: 2}]")
+    ['matched', 'bft[lam_max=10,ks=[5,10]]', 'bft[ema={a: 1, b: 2}]']
     """
     parts, depth = [""], 0
     for letter in text:
-        depth += (letter == "[") - (letter == "]")
+        depth += (letter in "[{") - (letter in "]}")
         if letter == "," and depth == 0:
             parts.append("")
         else:

@@ -8,8 +8,7 @@ from typing import Literal
 
 from recbft.config import check_range
 from recbft.errors import UserError
-
-METRIC = r"(hr|ndcg|mrr)@[1-9]\d*|mrr"  # a validation metric by name, as a regular expression
+from recbft.evaluation.metrics import METRIC
 
 
 @dataclass(frozen=True, kw_only=True)

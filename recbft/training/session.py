@@ -137,6 +137,10 @@ def go_on(
     Raises:
         UserError: data or config are not those it was begun with.
     """
+    if not run.checkpoint.is_dir():
+        raise UserError(
+            f"{run.checkpoint} is gone, and what was trained with it; restore it, or train with --overwrite"
+        )
     state = new_state(config, dataset)
     if run.has_checkpoint:
         _check(checkpoint.load_state(run.checkpoint), state, run)

@@ -184,6 +184,10 @@ def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path)
         (["run", "--out", "x"], "there is no run folder run"),
         (["run", "--out", "x", "--seeds", "0-3"], "--seeds has no effect with run folders"),
         (["run", "--out", "x", "--dry-run"], "--dry-run has no effect with run folders"),
+        (["run", "--out", "x", "--data-root", "."], "--data-root has no effect with run folders"),
+        (["run", "--pool", "--metrics", "hr@10"], "--metrics has no effect with --pool; give it to each comparison"),
+        (["--out", "x", "--metrics", "hr@10,auc"], "unknown metric 'auc'; give hr@K, ndcg@K"),
+        (["--out", "x", "--external", "other=none.csv"], "--external other: there is no file none.csv"),
         (["run", "--pool"], "run holds no comparison.json; --pool takes folders written by recbft compare"),
     ],
 )

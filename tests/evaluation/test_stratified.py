@@ -7,9 +7,10 @@ import pytest
 from scipy import stats
 
 from recbft.errors import UserError
+from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.paired import SeedComparison, UserComparison, bootstrap_interval, holm, seed_interval
 from recbft.evaluation.strata import item_frequency, user_activity
-from recbft.evaluation.stratified import MIN_HITS, MIN_USERS, p_of, stratify, user_values
+from recbft.evaluation.stratified import MIN_HITS, MIN_USERS, p_of, stratify
 
 
 def within(ranks, *, counts, metric="hr@10", baseline="plain", strata=None):
@@ -49,7 +50,7 @@ def test_seeds_are_paired_by_scipys_test_in_each_stratum_and_holm_is_over_the_ta
     expected = []
     for stratum, row in enumerate(rows):
         inside = {
-            arm: user_values(of_arm[:, strata.member == stratum], metric).mean(1) for arm, of_arm in ranks.items()
+            arm: one_from_ranks(of_arm[:, strata.member == stratum], metric).mean(1) for arm, of_arm in ranks.items()
         }
         for arm in ("bft", "other"):
             test = stats.ttest_rel(inside[arm], inside["plain"])
@@ -67,7 +68,7 @@ def test_a_single_pair_of_runs_is_compared_over_users():
     for stratum, row in enumerate(within(ranks, counts=counts)):
         found = row.differences["bft"]
         assert isinstance(found, UserComparison) and found.num_users == 50
-        inside = {arm: user_values(of_arm[0, counts == (1, 9)[stratum]], "hr@10") for arm, of_arm in ranks.items()}
+        inside = {arm: one_from_ranks(of_arm[0, counts == (1, 9)[stratum]], "hr@10") for arm, of_arm in ranks.items()}
         assert found.difference == pytest.approx(inside["bft"].mean() - inside["plain"].mean())
         assert row.levels["bft"].interval == bootstrap_interval(inside["bft"], samples=2000)
 

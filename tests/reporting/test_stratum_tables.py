@@ -11,7 +11,7 @@ import pytest
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
-from recbft.evaluation.stratified import user_values
+from recbft.evaluation.metrics import one_from_ranks
 from recbft.reporting.stratum_tables import STRATA, available, confound_line, make_strata, stratified
 from recbft.reporting.subject import Items, Subject, subject_of_comparison, subject_of_runs
 
@@ -59,7 +59,7 @@ def test_every_partition_of_real_runs_holds_every_user_once(subject, comparison)
     for made in stratified(subject, by=names, metrics=["ndcg@10"], quantiles=3, setting="unfiltered"):
         assert sum(column(made.table, "users")) == comparison.users.size
         total = np.dot(column(made.table, "users"), column(made.table, "bft")) / comparison.users.size
-        assert total == pytest.approx(user_values(comparison.arms["bft"].ranks["unfiltered"], "ndcg@10").mean())
+        assert total == pytest.approx(one_from_ranks(comparison.arms["bft"].ranks["unfiltered"], "ndcg@10").mean())
         assert not re.search(r"\bnan\b", str(made.table.texts()).lower())
 
 

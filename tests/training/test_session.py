@@ -309,6 +309,12 @@ def test_resuming_from_a_state_changed_by_hand_is_refused(stopped, dataset):
     refused(stopped, dataset, r"state.json was changed after it was written")
 
 
+def test_resuming_without_the_checkpoint_folder_is_refused(stopped, dataset):
+    shutil.rmtree(stopped.checkpoint)
+    with pytest.raises(UserError, match="checkpoint is gone, and what was trained with it; restore it, or train with"):
+        session.resume(stopped.path, dataset=dataset)
+
+
 def test_resuming_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"there is no run folder .*nowhere"):
         session.resume(tmp_path / "nowhere")

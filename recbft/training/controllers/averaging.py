@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from recbft.config import check_range
 from recbft.errors import UserError
-from recbft.training.config import METRIC
+from recbft.evaluation.metrics import METRIC
 from recbft.training.controllers.hooks import Moment, value_of
 
 
