@@ -85,10 +85,13 @@ def compare(
     dry_run: DryRun = False,
 ) -> None:
     """Compare arms, paired by seed and by user: is one better, and could it be chance?"""
+    # A data root of the environment is nobody's wish for this comparison.
+    root_source = context.get_parameter_source("data_root")
+    root_given = root_source is not None and root_source.name == "COMMANDLINE"
     training = {
         "--model": models, "--dataset": dataset, "--arms": arms, "--seeds": seeds, "--jobs": jobs, "--set": settings,
         "--batch-seeds": batch_seeds if batch_seeds != 1 else None,
-        "--config": config, "--dry-run": dry_run or None, "--data-root": data_root,
+        "--config": config, "--dry-run": dry_run or None, "--data-root": data_root if root_given else None,
     }  # fmt: skip
     if runs and (unused := [option for option, value in training.items() if value not in (None, [])]):
         raise UserError(f"{unused[0]} has no effect with run folders, which are compared as they are; leave it out")

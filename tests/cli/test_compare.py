@@ -134,6 +134,12 @@ def test_the_header_is_of_the_machines_that_trained(capsys, made, tmp_path):
     assert "load average" not in out  # which nobody took there
 
 
+def test_run_folders_are_compared_where_a_data_root_is_set_for_other_commands(capsys, made, monkeypatch, tmp_path):
+    monkeypatch.setenv("RECBFT_DATA_ROOT", str(tmp_path / "gone"))
+    code, out, err = run(capsys, "compare", *sorted((made / "runs").iterdir()), "--out", tmp_path / "read")
+    assert code == 0 and "mean" in out, err
+
+
 def test_a_broken_run_is_left_out_when_asked(capsys, made, tmp_path):
     copied = Path(shutil.copytree(made, tmp_path / "copied"))
     runs = sorted(copied.glob("runs/*"))
