@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from recbft.kernels.transforms import transformed
+from recbft.kernels.transforms import applied, beyond_first_gradients
 
 HALF_WIDTH = 1.5  # of a block of (3), in T / R
 
@@ -104,10 +104,10 @@ def standardised_bias(
     Returns:
         The bias, (B, T, T), and sum_k s_k b_k without gradients.
     """
-    if transformed():
+    if beyond_first_gradients():
         raw = (shares[..., None] * terms).sum(dim=0)
         return ((raw - mean) / deviation).clamp(-limit, limit) * scale, raw.detach()
-    bias, raw = _StandardisedBias.apply(shares, terms, mean, deviation, limit, scale)
+    bias, raw = applied(_StandardisedBias, shares, terms, mean, deviation, limit, scale)
     return bias, raw
 
 

@@ -1,9 +1,9 @@
 """Which path of a mechanism serves a call, and why another declined: said once per reason.
 
-A mechanism lists its paths fastest first. ``auto`` takes the first that is made for the device of the tensors and does
-not decline the call, under a transform of torch.func the last; a path asked for by name must serve it. Nothing here
-imports Triton: a path is loaded when it is taken. Triton's interpreter (``TRITON_INTERPRET=1``) runs the kernels on a
-CPU, for tests, where they are asked for.
+A mechanism lists its paths fastest first. ``auto`` takes the first that is made for the device of the tensors, is open
+to the transform of torch.func that is at work, if any, and does not decline the call; a path asked for by name must
+serve it. Nothing here imports Triton: a path is loaded when it is taken. Triton's interpreter (``TRITON_INTERPRET=1``)
+runs the kernels on a CPU, for tests, where they are asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from recbft.kernels.full_precision import autocast_device, in_full_precision
-from recbft.kernels.transforms import transformed
+from recbft.kernels.transforms import beyond_first_gradients, transformed
 
 
 def serves_all(*arguments: Any, **named: Any) -> None:
@@ -35,12 +35,14 @@ class Path:
         load: what returns the function; may import.
         device: the kind of tensors it is made for, or None for any.
         decline: why it cannot serve a call, or None where it can; takes what ``choose`` is given.
+        opened: torch.func's vmap and grad see through it (``transforms.applied``).
         takes_halves: it takes what autocast hands it, and sums up in float32; others are given float32.
     """
 
     load: Callable[[], Callable[..., Any]]
     device: str | None = None
     decline: Callable[..., str | None] = serves_all
+    opened: bool = False
     takes_halves: bool = False
 
     def taken(self) -> Callable[..., Any]:
@@ -71,22 +73,34 @@ def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) ->
     Raises:
         ValueError: an unknown name, or the path cannot serve; the message says why.
     """
+    reference = list(paths)[-1]
     if impl == "auto":
-        if transformed():
-            return list(paths.values())[-1].taken()
         for name, path in paths.items():
             if path.device in (None, tensor.device.type):
-                reason = missing(name) or path.decline(tensor, **call)
+                reason = missing(name) or (None if name == reference else _closed(path)) or path.decline(tensor, **call)
                 if reason is None:
                     return path.taken()
                 _log_once(f"{name} path declined: {reason}")
         raise AssertionError("the last path serves everything")
     if impl not in paths:
         raise ValueError(f"unknown impl {impl!r}; choose one of auto, {', '.join(sorted(paths))}")
-    reason = missing(impl) or _wrong_device(impl, paths[impl], tensor) or paths[impl].decline(tensor, **call)
+    path = paths[impl]
+    reason = missing(impl) or _wrong_device(impl, path, tensor) or (None if impl == reference else _closed(path))
+    reason = reason or path.decline(tensor, **call)
     if reason is not None:
         raise ValueError(f"{impl} path declined: {reason}")
-    return paths[impl].taken()
+    return path.taken()
+
+
+def _closed(path: Path) -> str | None:
+    """Why a path cannot serve under the transforms of torch.func that are at work, or None where it can."""
+    if not transformed():
+        return None
+    if not path.opened:
+        return "a transform of torch.func is at work, which sees through the reference alone"
+    if beyond_first_gradients():
+        return "torch.func asks for more than vmap and one gradient, which the reference alone gives"
+    return None
 
 
 def missing(name: str) -> str | None:

@@ -26,7 +26,7 @@ from recbft.config import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import transformed
+from recbft.kernels.transforms import applied, beyond_first_gradients
 from recbft.mixers.attention import Estimator, SoftmaxAttention
 from recbft.mixers.observation import Observation, projected
 
@@ -197,10 +197,10 @@ class MlpGate(nn.Module):
     @in_full_precision
     def forward(self, total: Tensor, correction: Tensor) -> Tensor:
         """F and c, (B, T, D), to the next F."""
-        if transformed():
+        if beyond_first_gradients():
             gate: Tensor = self.read(torch.cat([total, correction], dim=-1)).sigmoid()
             return total + gate * correction
-        gated: Tensor = _AddGated.apply(total, correction, self.read.weight, self.read.bias)
+        gated: Tensor = applied(_AddGated, total, correction, self.read.weight, self.read.bias)
         return gated
 
 

@@ -36,7 +36,7 @@ from recbft.core import (
     silu_weights,
 )
 from recbft.kernels.dropout import dropout as drop
-from recbft.kernels.transforms import transformed
+from recbft.kernels.transforms import applied, beyond_first_gradients
 from recbft.mixers.observation import Observation
 
 BUCKET_WIDTH = 0.301  # as in the authors' code
@@ -187,9 +187,9 @@ def _joined(heads: Tensor) -> Tensor:  # (B, H, T, K) -> (B, T, D)
 def look_up(table: Tensor, index: Tensor) -> Tensor:
     """Rows of a table of one column, (N, 1), at an index of any shape; an index out of range gives row N - 1 or 0."""
     index = index.clamp(0, table.shape[0] - 1)
-    if transformed():
+    if beyond_first_gradients():
         return table[:, 0][index]
-    looked_up: Tensor = _LookUp.apply(table, index)
+    looked_up: Tensor = applied(_LookUp, table, index)
     return looked_up
 
 

@@ -32,7 +32,7 @@ from recbft.config import check_range
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import transformed
+from recbft.kernels.transforms import applied, beyond_first_gradients
 from recbft.models.label_smoothing import smoothing_term
 
 LossName = Literal["ce", "sampled_softmax", "bce", "gbce"]
@@ -164,9 +164,9 @@ def gbce_beta(num_negatives: int, num_items: int, t: float) -> float:
 @in_full_precision
 def gathered_scores(states: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """``states[n] . weight[index[n, j]]`` as (N, k), the (N, k, D) gathered vectors only ever a block at a time."""
-    if transformed():
+    if beyond_first_gradients():
         return (weight[index] * states[:, None]).sum(dim=-1)
-    scores: Tensor = _GatheredScores.apply(states, weight, index)
+    scores: Tensor = applied(_GatheredScores, states, weight, index)
     return scores
 
 

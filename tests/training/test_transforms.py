@@ -1,4 +1,4 @@
-"""torch.func's grad and vmap take every model: by the references, since hand-written gradients are closed to them."""
+"""torch.func's grad and vmap take every model, and give the gradients that each seed has by itself."""
 
 from __future__ import annotations
 

@@ -31,13 +31,17 @@ def product_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
 
 
 PATHS = {
-    "triton": Path(late("cross_entropy", "full_cross_entropy"), "cuda", _triton_declines, takes_halves=True),
-    "cpu": Path(lambda: cpu.full_cross_entropy, "cpu"),
+    "triton": Path(
+        late("cross_entropy", "full_cross_entropy"), "cuda", _triton_declines, opened=True, takes_halves=True
+    ),
+    "cpu": Path(lambda: cpu.full_cross_entropy, "cpu", opened=True),
     "reference": Path(lambda: reference.full_cross_entropy),
 }
 SEVERAL = {
-    "triton": Path(late("cross_entropy", "full_cross_entropies"), "cuda", _triton_declines, takes_halves=True),
-    "cpu": Path(lambda: cpu.full_cross_entropies, "cpu"),
+    "triton": Path(
+        late("cross_entropy", "full_cross_entropies"), "cuda", _triton_declines, opened=True, takes_halves=True
+    ),
+    "cpu": Path(lambda: cpu.full_cross_entropies, "cpu", opened=True),
     "reference": Path(lambda: reference.full_cross_entropies),
 }
 

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from recbft.kernels.cross_entropy import tiles
 from recbft.kernels.product import add_product, fastest_layout, product
+from recbft.kernels.transforms import applied
 
 BLOCK_ELEMENTS = 1_600_000  # about 6 MB in float32: the block of logits stays in a shared cache
 LONGEST_ROW = 50_000  # of logits; from here on tiles are faster: 1.1 times at 50,000 items, 3.4 times at 1,000,000
@@ -32,20 +33,20 @@ SAFE_LOGIT = 60.0  # exp(+-60) times a vocabulary of any size is far from float3
 
 def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The same as the reference."""
-    loss: Tensor = _FullCrossEntropy.apply(states, weight, target)
+    loss: Tensor = applied(_FullCrossEntropy, states, weight, target)
     return loss
 
 
 def full_cross_entropies(states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int]) -> Tensor:
     """The same as the reference."""
-    losses: Tensor = _FullCrossEntropies.apply(states, weight, target, counts)
+    losses: Tensor = applied(_FullCrossEntropies, states, weight, target, counts)
     return losses
 
 
 class _FullCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        loss, d_states, d_weight = _mean_loss(states, weight, target, states.requires_grad or weight.requires_grad)
+        loss, d_states, d_weight = _mean_loss(states, weight, target, any(ctx.needs_input_grad))
         if d_states is not None and d_weight is not None:
             ctx.save_for_backward(d_states, d_weight)
         return loss

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recbft.kernels.cross_entropy import product_dtype
+from recbft.kernels.transforms import applied
 
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H200; one number for all GPUs gives equal sums on all
@@ -52,8 +53,8 @@ def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor) -> Tensor
 
 def full_cross_entropies(states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int]) -> Tensor:
     """The same as the reference, in float32."""
-    learns = torch.is_grad_enabled() and states.requires_grad
-    losses: Tensor = _FullCrossEntropies.apply(states, weight, target.contiguous(), list(counts), learns)
+    learns = torch.is_grad_enabled()
+    losses: Tensor = applied(_FullCrossEntropies, states, weight, target.contiguous(), list(counts), learns)
     return losses
 
 
@@ -62,7 +63,9 @@ class _FullCrossEntropies(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, weight: Tensor, target: Tensor, counts: list[int], learns: bool) -> Tensor:
         shape = _Shape.of(states, weight)
         offsets = _offsets(counts, states.device)
-        losses, log_total, d_states = _forward(shape, states, weight, target, offsets, max(counts), learns)
+        losses, log_total, d_states = _forward(
+            shape, states, weight, target, offsets, max(counts), learns and ctx.needs_input_grad[0]
+        )
         ctx.save_for_backward(states, weight, target, offsets, log_total, d_states)
         ctx.shape = shape
         return torch.stack([own.mean() for own in losses.split(counts)])

@@ -1,7 +1,7 @@
 """REML, Kalman update and prediction with analytic backwards: a third of the passes that autograd makes.
 
 The functions and their meaning are those of ``recbft.core``, which is the reference; on other devices than the CPU
-and under torch.func it is also what runs.
+and beyond one gradient of torch.func it is also what runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from recbft import core
 from recbft.core import Belief
 from recbft.kernels.filter_step import cpu
 from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import transformed
+from recbft.kernels.transforms import beyond_first_gradients
 
 
 @in_full_precision
@@ -46,4 +46,4 @@ def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor
 
 
 def _by_the_core(x: Tensor) -> bool:
-    return x.device.type != "cpu" or transformed()
+    return x.device.type != "cpu" or beyond_first_gradients()

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import Belief
 from recbft.core.observation import epsilon_of
+from recbft.kernels.transforms import applied
 
 FLOOR = 0.01  # the least (1 + J)^2, as in core.predict_precision
 
@@ -30,18 +31,18 @@ def reml_precision(
 ) -> Tensor:
     """Equation (1); S (B, H, T, K), n (B, H, T)."""
     constant = prior_dof * prior_scale + epsilon_of(residual_variance)
-    precision: Tensor = _Reml.apply(residual_variance, effective_sample_size, prior_dof, constant, cap)
+    precision: Tensor = applied(_Reml, residual_variance, effective_sample_size, prior_dof, constant, cap)
     return precision
 
 
 def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float) -> Belief:
     """Equation (2); all (B, T, D)."""
-    return Belief(*_Update.apply(belief.mean, belief.precision, innovation, observation_precision, ramp))
+    return Belief(*applied(_Update, belief.mean, belief.precision, innovation, observation_precision, ramp))
 
 
 def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
     """Equation (3); precision (B, T, D), J broadcastable to it, Q (D,) or scalar."""
-    predicted: Tensor = _Predict.apply(precision, jacobian, process_noise, low, cap)
+    predicted: Tensor = applied(_Predict, precision, jacobian, process_noise, low, cap)
     return predicted
 
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.process import gelu_slope
 from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import transformed
+from recbft.kernels.transforms import applied, beyond_first_gradients, transformed
 
 BLOCK_ELEMENTS = 524_288
 
@@ -48,10 +48,10 @@ def gelu_with_slope(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (..., F) and (..., r).
     """
-    if transformed():
+    if beyond_first_gradients():
         return gelu_with_slope_reference(a, factor.detach())
     flat = a.reshape(-1, a.shape[-1])
-    y, z = _GeluWithSlope.apply(flat, factor.detach())
+    y, z = applied(_GeluWithSlope, flat, factor.detach())
     return y.view_as(a), z.view(*a.shape[:-1], factor.shape[-1])
 
 

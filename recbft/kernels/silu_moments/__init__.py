@@ -32,13 +32,13 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 PATHS = {
-    "triton": Path(late("silu_moments", "silu_moments"), "cuda", _triton_declines, takes_halves=True),
-    "cpu": Path(lambda: cpu.silu_moments, "cpu"),
+    "triton": Path(late("silu_moments", "silu_moments"), "cuda", _triton_declines, opened=True, takes_halves=True),
+    "cpu": Path(lambda: cpu.silu_moments, "cpu", opened=True),
     "reference": Path(lambda: reference.silu_moments),
 }
 MEAN_PATHS = {
-    "triton": Path(late("silu_moments", "silu_mean"), "cuda", _triton_declines, takes_halves=True),
-    "cpu": Path(lambda: cpu.silu_mean, "cpu"),
+    "triton": Path(late("silu_moments", "silu_mean"), "cuda", _triton_declines, opened=True, takes_halves=True),
+    "cpu": Path(lambda: cpu.silu_mean, "cpu", opened=True),
     "reference": Path(lambda: reference.silu_mean),
 }
 

@@ -20,18 +20,19 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
+from recbft.kernels.transforms import applied
 
 
 def silu_moments(
     q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None
 ) -> SiluMoments:
     """The same as the reference."""
-    return SiluMoments(*_SiluMoments.apply(q, k, v, bias, _shares(context, q, length)))
+    return SiluMoments(*applied(_SiluMoments, q, k, v, bias, _shares(context, q, length)))
 
 
 def silu_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None) -> Tensor:
     """The mean alone, by the same arithmetic."""
-    mean: Tensor = _SiluMean.apply(q, k, v, bias, _shares(context, q, length))
+    mean: Tensor = applied(_SiluMean, q, k, v, bias, _shares(context, q, length))
     return mean
 
 

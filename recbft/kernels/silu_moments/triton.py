@@ -25,6 +25,7 @@ from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels.silu_moments import product_dtype
 from recbft.kernels.silu_moments.triton_passes import forward_pass, keys_pass, readers_pass
+from recbft.kernels.transforms import applied
 
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -34,7 +35,7 @@ def silu_moments(
 ) -> SiluMoments:
     """The same as the reference; e in the type of v, the other moments in float32."""
     history = (context.segment.contiguous(), context.position.contiguous())
-    return SiluMoments(*_SiluMoments.apply(_dense(q), _dense(k), _dense(v), bias, *history, context.causal, length))
+    return SiluMoments(*applied(_SiluMoments, _dense(q), _dense(k), _dense(v), bias, *history, context.causal, length))
 
 
 def silu_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None) -> Tensor:

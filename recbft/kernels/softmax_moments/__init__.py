@@ -33,13 +33,13 @@ def decline_triton(q: Tensor, *, dropout: float = 0.0) -> str | None:
 
 
 PATHS = {
-    "triton": Path(late("softmax_moments", "softmax_moments"), "cuda", decline_triton, takes_halves=True),
-    "cpu": Path(lambda: cpu.softmax_moments, "cpu", cpu.decline),
+    "triton": Path(late("softmax_moments", "softmax_moments"), "cuda", decline_triton, opened=True, takes_halves=True),
+    "cpu": Path(lambda: cpu.softmax_moments, "cpu", cpu.decline, opened=True),
     "reference": Path(lambda: reference.softmax_moments),
 }
 MEAN_PATHS = {
-    "triton": Path(late("softmax_moments", "softmax_mean"), "cuda", decline_triton, takes_halves=True),
-    "cpu": Path(lambda: cpu.softmax_mean, "cpu"),
+    "triton": Path(late("softmax_moments", "softmax_mean"), "cuda", decline_triton, opened=True, takes_halves=True),
+    "cpu": Path(lambda: cpu.softmax_mean, "cpu", cpu.decline_mean, opened=True),
     "reference": Path(lambda: reference.softmax_mean),
 }
 

@@ -29,11 +29,19 @@ from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
 from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.softmax_moments.cpu_blocks import WHOLE, Block, Joined, blocks_of
+from recbft.kernels.transforms import applied, transformed
 
 
 def decline(q: Tensor, *, dropout: float) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
     return "moments with attention dropout are served by the reference" if dropout > 0 else None
+
+
+def decline_mean(q: Tensor, *, dropout: float) -> str | None:
+    """The same of the mean alone."""
+    if dropout > 0 and transformed():
+        return "what is drawn under a transform of torch.func is drawn by PyTorch"
+    return None
 
 
 def softmax_moments(
@@ -49,7 +57,7 @@ def softmax_moments(
 ) -> Moments:
     """The same as the reference."""
     biases = _biases(q, context, log_precision, log_decay, bias)
-    return Moments(*_SoftmaxMoments.apply(q, k, v, *biases, context))
+    return Moments(*applied(_SoftmaxMoments, q, k, v, *biases, context))
 
 
 def softmax_mean(
@@ -65,7 +73,7 @@ def softmax_mean(
 ) -> Tensor:
     """The mean alone, by the same arithmetic."""
     biases = _biases(q, context, log_precision, log_decay, bias)
-    mean: Tensor = _SoftmaxMean.apply(q, k, v, *biases, context, dropout)
+    mean: Tensor = applied(_SoftmaxMean, q, k, v, *biases, context, dropout)
     return mean
 
 

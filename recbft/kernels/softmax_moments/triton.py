@@ -25,6 +25,7 @@ from recbft.kernels.dispatch import interpreted
 from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_kernel
 from recbft.kernels.softmax_moments.triton_forward import forward_kernel
 from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
+from recbft.kernels.transforms import applied, outside_transforms
 
 SPANS_TILE = 32
 # Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
@@ -64,7 +65,7 @@ def softmax_moments(
     """The same as the reference."""
     assert dropout == 0
     q, k = q.to(v.dtype), k.to(v.dtype)
-    mean, size, residual, _ = _SoftmaxMoments.apply(q, k, v, log_precision, log_decay, bias, spans_of(context), True)
+    mean, size, residual = applied(_SoftmaxMoments, q, k, v, log_precision, log_decay, bias, spans_of(context), True)
     return Moments(mean, residual, size)
 
 
@@ -82,8 +83,8 @@ def softmax_mean(
     """The mean alone, by the same arithmetic."""
     assert dropout == 0
     q, k = q.to(v.dtype), k.to(v.dtype)
-    mean, *_ = _SoftmaxMoments.apply(q, k, v, log_precision, log_decay, bias, spans_of(context), False)
-    return mean  # type: ignore[no-any-return]
+    mean: Tensor = applied(_SoftmaxMoments, q, k, v, log_precision, log_decay, bias, spans_of(context), False)[0]
+    return mean
 
 
 def softmax_reml(
@@ -104,7 +105,7 @@ def softmax_reml(
     assert dropout == 0
     q, k = q.to(v.dtype), k.to(v.dtype)
     reml = _Reml(float(prior_dof), prior_dof * prior_scale + epsilon_of(v), float(cap))
-    mean, _, _, precision = _SoftmaxMoments.apply(q, k, v, log_precision, log_decay, bias, spans_of(context), reml)
+    mean, precision = applied(_SoftmaxMoments, q, k, v, log_precision, log_decay, bias, spans_of(context), reml)
     return mean, precision
 
 
@@ -112,7 +113,8 @@ def spans_of(context: SequenceContext) -> Spans:
     """Which token reads which; found once per batch and kept with it for all layers."""
     kept = vars(context)  # where functools.cached_property keeps what it found
     if "_triton_spans" not in kept:
-        kept["_triton_spans"] = _find_spans(context.segment, context.position, causal=context.causal)
+        with outside_transforms():  # a kernel takes no tensor that is wrapped in a transform
+            kept["_triton_spans"] = _find_spans(context.segment, context.position, causal=context.causal)
     spans: Spans = kept["_triton_spans"]
     return spans
 
@@ -136,7 +138,7 @@ class _Reml(NamedTuple):
 
 
 class _SoftmaxMoments(torch.autograd.Function):
-    """e; n and S where ``moments`` is True, and r in their place where it says how."""
+    """(e,); (e, n, S) where ``moments`` is True, and (e, r) where it says how."""
 
     @staticmethod
     def forward(
@@ -149,7 +151,7 @@ class _SoftmaxMoments(torch.autograd.Function):
         bias: Tensor | None,
         spans: Spans,
         moments: bool | _Reml,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, ...]:
         mean, lse = _heads(v, v.dtype), _output(v, *v.shape[:3])
         offset = _heads(v, torch.float32 if v.dtype == torch.float32 else torch.float16)
         size = _output(v, *v.shape[:3]) if moments else None
@@ -160,17 +162,21 @@ class _SoftmaxMoments(torch.autograd.Function):
         call = _Call.of(q, k, v, log_precision, log_decay, bias, spans)
         call.run(forward_kernel, spans.read, mean, *statistics, **ctx.reml)
         ctx.save_for_backward(q, k, v, log_precision, log_decay, bias, *spans[:4], *statistics)
-        ctx.causal = spans.causal
+        ctx.causal, ctx.whole = spans.causal, moments is True
         ctx.set_materialize_grads(False)
-        return mean, size if precision is None else None, residual, precision
+        if size is not None and residual is not None:
+            return mean, size, residual
+        return (mean,) if precision is None else (mean, precision)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, g_mean: Tensor | None, *others: Tensor | None) -> Any:
         q, k, v, log_precision, log_decay, bias, home, place, read, readers, *statistics = ctx.saved_tensors
         spans = Spans(home, place, read, readers, ctx.causal)
         wants_precision, wants_decay, wants_bias = ctx.needs_input_grad[3:6]
-        g_mean, g_size, g_residual, g_precision = gradients
+        g_size, g_residual = others if ctx.whole else (None, None)
+        g_precision = others[0] if others and not ctx.whole else None
+        gradients = g_mean, g_size, g_residual, g_precision
         B, H, T, _ = q.shape
         call = _Call.of(q, k, v, log_precision, log_decay, bias, spans)
         d_q, d_k, d_v, pulled = (_heads(v, v.dtype) for _ in range(4))

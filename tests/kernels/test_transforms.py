@@ -1,0 +1,214 @@
+"""torch.func's vmap and grad through the fast paths, beside one call after another; what is beyond them is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacrev, jvp, vmap
+
+from recbft.core import Belief, SequenceContext
+from recbft.kernels import cross_entropy, dispatch, filter_step, silu_moments, softmax_moments
+from recbft.kernels.gelu import gelu_with_slope
+from recbft.models.losses import gathered_scores
+
+S, B, H, T, K, V = 3, 2, 2, 5, 4, 9
+CONTEXT = SequenceContext(
+    torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 2, -1]]), torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
+)
+TARGET = torch.tensor([1, 4, 2, 8, 0, 3])
+TRITON = pytest.param(
+    "triton", marks=pytest.mark.skipif(not dispatch.interpreted(), reason="needs Triton's interpreter")
+)
+
+
+@pytest.fixture(autouse=True)
+def without_references(monkeypatch):
+    """No path but the one that is tested may serve."""
+    for package in (softmax_moments, silu_moments, cross_entropy):
+        for name in ("PATHS", "MEAN_PATHS", "SEVERAL"):
+            if hasattr(package, name):
+                monkeypatch.delitem(getattr(package, name), "reference")
+                monkeypatch.setitem(getattr(package, name), "none", dispatch.Path(lambda: pytest.fail("a reference")))
+
+
+def mixed(found):
+    """A number that depends on every output, whose gradients differ from place to place."""
+    found = found if isinstance(found, tuple) else (found,)
+    places = (torch.arange(1, x.numel() + 1, dtype=x.dtype).cos().view(x.shape) for x in found)
+    return sum((x * place).sum() for x, place in zip(found, places, strict=True))
+
+
+def softmax(impl, q, k, v, log_precision, log_decay, bias):
+    path = softmax_moments.choose(impl, q, dropout=0.0)
+    return tuple(path(q, k, v, CONTEXT, log_precision=log_precision, log_decay=log_decay, dropout=0.0, bias=bias))
+
+
+def softmax_mean(impl, q, k, v, log_precision, log_decay, bias):
+    path = softmax_moments.choose_mean(impl, q, dropout=0.0)
+    return path(q, k, v, CONTEXT, log_precision=log_precision, log_decay=log_decay, dropout=0.0, bias=bias)
+
+
+def silu(impl, q, k, v, bias):
+    return tuple(silu_moments.choose(impl, q)(q, k, v, CONTEXT, length=T, bias=bias))
+
+
+def silu_mean(impl, q, k, v, bias):
+    return silu_moments.choose_mean(impl, q)(q, k, v, CONTEXT, length=T, bias=bias)
+
+
+def loss(impl, states, weight):
+    return cross_entropy.full_cross_entropy(states, weight, TARGET, impl=impl)
+
+
+def losses(impl, states, weight):
+    return cross_entropy.full_cross_entropies(states, weight, TARGET, [2, 4], impl=impl)
+
+
+def reml(impl, residual, size):
+    return filter_step.reml_precision(residual.exp(), size.exp(), prior_scale=1.0, prior_dof=1.0, cap=3.0)
+
+
+def update(impl, mean, precision, innovation, observed):
+    belief = Belief(mean, precision.exp())
+    return tuple(filter_step.kalman_update(belief, innovation, observed.exp(), ramp=0.7))
+
+
+def predict(impl, precision, jacobian, noise):
+    return filter_step.predict_precision(precision.exp(), jacobian, noise.exp(), low=0.01, cap=3.0)
+
+
+def gelu(impl, x):
+    return gelu_with_slope(x, torch.linspace(-1, 1, K * 3, dtype=x.dtype).view(K, 3))
+
+
+def gathered(impl, states, weight):
+    return gathered_scores(states, weight, TARGET.view(-1, 1).expand(-1, 2))
+
+
+HEADS, TOKENS = (B, H, T, K), (B, T, K)
+MECHANISMS = {
+    softmax: (HEADS, HEADS, HEADS, (B, T), (1,), (1, H, T, T)),
+    softmax_mean: (HEADS, HEADS, HEADS, (B, T), (1,), (1, H, T, T)),
+    silu: (HEADS, HEADS, HEADS, (1, H, T, T)),
+    silu_mean: (HEADS, HEADS, HEADS, (1, H, T, T)),
+    loss: ((6, K), (V, K)),
+    losses: ((6, K), (2, V, K)),
+    reml: (HEADS, HEADS[:3]),
+    update: (TOKENS, TOKENS, TOKENS, TOKENS),
+    predict: (TOKENS, TOKENS, (K,)),
+    gelu: (TOKENS,),
+    gathered: ((6, K), (V, K)),
+}
+CASES = [(mechanism, "cpu") for mechanism in MECHANISMS] + [
+    pytest.param(mechanism, *TRITON.values, marks=TRITON.marks)
+    for mechanism in (softmax, softmax_mean, silu, silu_mean, loss, losses)
+]
+
+
+def drawn(mechanism, impl, *, stacked=True):
+    g = torch.Generator().manual_seed(3)
+    dtype = torch.float64 if impl == "cpu" else torch.float32
+    return [torch.randn((S, *shape) if stacked else shape, generator=g).to(dtype) for shape in MECHANISMS[mechanism]]
+
+
+def close(found, expected):
+    exact = found[0].dtype == torch.float64
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9 if exact else 1e-4, atol=1e-12 if exact else 1e-5)
+
+
+def alone(mechanism, impl, inputs):
+    """The gradients of one call by autograd."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    return torch.autograd.grad(mixed(mechanism(impl, *inputs)), inputs)
+
+
+@pytest.mark.parametrize(("mechanism", "impl"), CASES)
+def test_stacked_gradients_are_those_of_each(mechanism, impl):
+    stacked = drawn(mechanism, impl)
+    every = tuple(range(len(stacked)))
+    found = vmap(grad(lambda *own: mixed(mechanism(impl, *own)), argnums=every))(*stacked)
+    each = [alone(mechanism, impl, own) for own in zip(*stacked, strict=True)]
+    close(found, [torch.stack(same) for same in zip(*each, strict=True)])
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_what_is_not_stacked_is_shared(mechanism):
+    """With the first input alone stacked, along its last dimension; and the gradient of the sum over the stack."""
+    first, *others = drawn(mechanism, "cpu")
+    others = [x[0] for x in others]
+    every = tuple(range(1 + len(others)))
+
+    def total(first, *others):
+        each = vmap(lambda own: mixed(mechanism("cpu", own, *others)), in_dims=-1)(first.movedim(0, -1))
+        return each.sum()
+
+    found = grad(total, argnums=every)(first, *others)
+    each = [alone(mechanism, "cpu", [own, *others]) for own in first]
+    close(found, [torch.stack([one[0] for one in each]), *(sum(same) for same in list(zip(*each, strict=True))[1:])])
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_only_what_is_asked_for_gets_a_gradient(mechanism):
+    inputs = drawn(mechanism, "cpu", stacked=False)
+    expected = alone(mechanism, "cpu", inputs)
+    for which in range(len(inputs)):
+        found = grad(lambda *own: mixed(mechanism("cpu", *own)), argnums=which)(*inputs)
+        close([found], [expected[which]])
+
+
+@pytest.mark.parametrize("mechanism", [softmax_mean, silu_mean, losses, predict])
+def test_a_jacobian_is_the_gradients_of_the_outputs(mechanism):
+    inputs = [x.requires_grad_() for x in drawn(mechanism, "cpu", stacked=False)]
+    outputs = mechanism("cpu", *inputs)
+    rows = [torch.autograd.grad(y, inputs[0], retain_graph=True)[0] for y in mechanism("cpu", *inputs).flatten()[:7]]
+    found = jacrev(lambda first: mechanism("cpu", first, *(x.detach() for x in inputs[1:])))(inputs[0].detach())
+    close(found.flatten(0, outputs.dim() - 1)[:7], rows)
+
+
+def test_stacks_of_stacks():
+    def loss_of(states, weight):
+        return loss("cpu", states, weight)
+
+    g = torch.Generator().manual_seed(0)
+    states, weight = torch.randn(2, 3, 6, K, generator=g).double(), torch.randn(2, V, K, generator=g).double()
+    found = vmap(vmap(loss_of, in_dims=(0, None)))(states, weight)
+    for i, j in ((0, 0), (1, 2)):
+        close([found[i, j]], [loss_of(states[i, j], weight[i])])
+
+
+def test_beyond_one_gradient_only_the_reference_serves():
+    q = torch.zeros(HEADS).double()
+    paths = {"cpu": dispatch.Path(lambda: "cpu", "cpu", opened=True), "reference": dispatch.Path(lambda: "plain")}
+    closed = {"cpu": dispatch.Path(lambda: "cpu", "cpu"), "reference": dispatch.Path(lambda: "plain")}
+    taken = []
+
+    def taking(of):
+        def function(x):
+            taken.append(dispatch.choose("auto", of, q))
+            return x.square().sum()
+
+        return function
+
+    x = torch.ones(2)
+    grad(taking(paths))(x)
+    vmap(grad(taking(paths)))(x)
+    grad(taking(closed))(x)
+    grad(grad(taking(paths)))(x[0])
+    jvp(taking(paths), (x,), (x,))
+    assert taken == ["cpu", "cpu", "plain", "plain", "plain"]
+    assert dispatch.choose("auto", closed, q) == "cpu"
+    with pytest.raises(ValueError, match=r"cpu path declined: torch.func asks for more than vmap and one gradient"):
+        grad(grad(lambda x: dispatch.choose("cpu", paths, q) and x**2))(x[0])
+    with pytest.raises(ValueError, match=r"cpu path declined: a transform of torch.func is at work"):
+        grad(lambda x: dispatch.choose("cpu", closed, q) and x**2)(x[0])
+
+
+def test_a_curvature_is_that_of_the_reference():
+    residual, size = drawn(reml, "cpu", stacked=False)
+    found = hessian(lambda x: mixed(reml("cpu", x, size)))(residual)
+    step = 1e-6
+    direction = torch.randn(residual.shape, generator=torch.Generator().manual_seed(1)).double()
+    sides = [alone(reml, "cpu", [residual + sign * step * direction, size])[0] for sign in (1, -1)]
+    along = torch.einsum("abcdefgh,efgh->abcd", found, direction)
+    torch.testing.assert_close(along, (sides[0] - sides[1]) / (2 * step), rtol=1e-5, atol=1e-7)
