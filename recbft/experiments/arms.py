@@ -20,6 +20,14 @@ from recbft.errors import UserError
 from recbft.experiments.lists import split_list
 from recbft.run_config import RunConfig, load_run_config
 
+# What other options of a command decide for all of its runs.
+_GIVEN_ELSEWHERE = {
+    "seed": "every value is trained on the seeds that --seeds gives",
+    "model": "its runs are of one model, -m; `recbft compare -m A,B` takes several",
+    "arm": "its runs are of one arm, --arm; `recbft compare --arms A,B` takes several",
+    "dataset": "its runs are on one data set, -d; take each by itself",
+}
+
 
 @dataclass(frozen=True)
 class ArmSpec:
@@ -83,18 +91,28 @@ def check_distinct(arms: Sequence[ArmSpec], configs: Sequence[RunConfig]) -> Non
         seen[key] = arm.label
 
 
+def check_varies(option: str, key: str) -> None:
+    """Refuse to vary what another option of the command decides for all of its runs.
+
+    Raises:
+        UserError: it is such a key.
+    """
+    if (bare := key.strip().removeprefix("data.")) in _GIVEN_ELSEWHERE:
+        raise UserError(f"{option} cannot vary {key}: {_GIVEN_ELSEWHERE[bare]}")
+
+
 def settings_of(config: RunConfig) -> list[str]:
     """The ``key=value`` settings that make this run from its model, arm, data set and seed alone."""
-    default = by_setting(load_run_config(model=config.model, arm=config.arm, seed=config.seed))
+    default = by_setting(to_dict(load_run_config(model=config.model, arm=config.arm, seed=config.seed)))
     named = ("model", "arm", "seed", "data.dataset")
-    ours = {key: value for key, value in by_setting(config).items() if key not in named}
+    ours = {key: value for key, value in by_setting(to_dict(config)).items() if key not in named}
     return [_setting(key, value) for key, value in ours.items() if value != default.get(key)]
 
 
-def by_setting(config: RunConfig) -> dict[str, Any]:
+def by_setting(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config by the keys that ``--set`` takes; what is nested deeper (a controller) stays whole."""
     found: dict[str, Any] = {}
-    for key, value in to_dict(config).items():
+    for key, value in config.items():
         found |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
     return found
 

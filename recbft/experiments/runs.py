@@ -22,7 +22,7 @@ from recbft.config import to_dict
 from recbft.errors import UserError
 from recbft.evaluation.metrics import reciprocal_rank
 from recbft.evaluation.protocol import config_hash
-from recbft.experiments.arms import leaves
+from recbft.experiments.arms import by_setting
 from recbft.run_config import load_run_config
 from recbft.training.run_folder import RunFolder
 
@@ -129,8 +129,8 @@ def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def settings_of(run: Run) -> dict[str, Any]:
     """The settings of a run that are not its arm's defaults, by their full names."""
     config = run.config
-    default = leaves(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
-    return {key: value for key, value in leaves(_identifying(config)).items() if default.get(key) != value}
+    default = by_setting(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
+    return {key: value for key, value in by_setting(_identifying(config)).items() if default.get(key) != value}
 
 
 def arm_name(name: str, settings: Mapping[str, Any]) -> str:
@@ -145,7 +145,9 @@ def arm_name(name: str, settings: Mapping[str, Any]) -> str:
 
 def _name(run: Run, others: Sequence[Run], with_model: bool) -> str:
     config = run.config
-    alike = [leaves(_identifying(o.config)) for o in others if all(o.config[k] == config[k] for k in ("model", "arm"))]
+    alike = [
+        by_setting(_identifying(o.config)) for o in others if all(o.config[k] == config[k] for k in ("model", "arm"))
+    ]
     own = {key: v for key, v in settings_of(run).items() if any(other.get(key) != v for other in alike)}
     return arm_name(f"{config['model']}/{config['arm']}" if with_model else str(config["arm"]), own)
 

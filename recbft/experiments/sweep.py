@@ -13,25 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from recbft.config import to_dict
 from recbft.config_file import parse_setting
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS
-from recbft.experiments.arms import ArmSpec, by_setting
+from recbft.experiments.arms import ArmSpec, by_setting, check_varies
 from recbft.experiments.document import Table, difference_cells, head, mean_sd, p_text
 from recbft.experiments.lists import split_list
 from recbft.experiments.plan import Job
 from recbft.experiments.tables import markdown_table, text_table
 from recbft.run_config import RunConfig
 from recbft.training.run_folder import RunFolder
-
-# What the other options of the command decide for all of its runs.
-_GIVEN_ELSEWHERE = {
-    "seed": "every value is trained on the seeds that --seeds gives",
-    "model": "its runs are of one model, -m; `recbft compare -m A,B` takes several",
-    "arm": "its runs are of one arm, --arm; `recbft compare --arms A,B` takes several",
-    "dataset": "its runs are on one data set, -d; make a sweep for each",
-}
 
 
 @dataclass(frozen=True)
@@ -54,14 +47,13 @@ def plan_sweep(vary: str, arm: str, configure: Callable[[ArmSpec], RunConfig]) -
     texts = [part for part in split_list(text) if part]
     if not equals or not texts:
         raise UserError(f"--vary {vary!r} is not KEY=VALUE,VALUE,...; write for example core.lam_max=10,20,50")
-    if (bare := key.strip().removeprefix("data.")) in _GIVEN_ELSEWHERE:
-        raise UserError(f"--vary cannot vary {key}: {_GIVEN_ELSEWHERE[bare]}")
+    check_varies("--vary", key)
     base = ArmSpec(arm, arm)
-    default = by_setting(configure(base))
+    default = by_setting(to_dict(configure(base)))
     arms, values, full = [base], {}, ""
     for text in texts:
         spec = ArmSpec(f"{arm}[{key}={text}]", arm, (f"{key}={text}",))
-        made = by_setting(configure(spec))
+        made = by_setting(to_dict(configure(spec)))
         # Of a mixer's own options, which come and go with it, the mixer is the first.
         changed = next((name for name, value in made.items() if name not in default or value != default[name]), None)
         if changed is None:

@@ -22,7 +22,7 @@ from typing import Any
 from recbft.config_file import parse_setting
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks
-from recbft.experiments.arms import ArmSpec
+from recbft.experiments.arms import ArmSpec, check_varies
 from recbft.experiments.experiment import check_positive, prepare, train_or_say
 from recbft.experiments.lists import split_list
 from recbft.experiments.queue import Watcher
@@ -65,6 +65,8 @@ def parse_space(texts: Sequence[str]) -> list[Dimension]:
     Dimension(key='training.learning_rate', choices=(), low=0.0001, high=0.01, log=True)
     """
     space = [_dimension(text) for text in texts]
+    for dimension in space:
+        check_varies("--space", dimension.key)
     if len({dimension.key for dimension in space}) < len(space):
         raise UserError("--space names a setting twice; name each once")
     return space

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from recbft.config import to_dict
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms, settings_of
+from recbft.experiments.arms import ArmSpec, by_setting, check_distinct, parse_arms, settings_of
 from recbft.experiments.lists import parse_seeds
+from recbft.experiments.runs import arm_name
+from recbft.run_config import load_run_config
 
 
 def test_an_arm_is_a_name_with_recency_and_settings_of_its_own():
@@ -70,3 +73,12 @@ def test_seeds_are_numbers_and_ranges():
 def test_seeds_that_cannot_be_meant_are_refused(text, message):
     with pytest.raises(UserError, match=message):
         parse_seeds(text)
+
+
+def test_the_name_of_a_run_is_an_arm_that_can_be_asked_for():
+    text = 'bft[controllers.ema={"decay": 0.5},controllers.swa={},core.lam_max=20.0]'
+    config = parse_arms(text)[0].config(model="sasrec", dataset="x.csv")
+    default = by_setting(to_dict(load_run_config(model="sasrec", arm="bft", dataset="x.csv")))
+    own = {key: value for key, value in by_setting(to_dict(config)).items() if default[key] != value}
+    again = parse_arms(arm_name("bft", own))
+    assert len(again) == 1 and again[0].config(model="sasrec", dataset="x.csv") == config
