@@ -2,29 +2,27 @@
 
 Each patch waits for the import of the module it changes, asks there whether it is needed (``needed``: a trial, not a
 version number), and is logged once. A RecBole that works as it is stays as it is. Nothing is switched on for the
-process: ``torch.load`` is replaced in RecBole's own two places, by a reader that refuses what no checkpoint of RecBole
-holds. Anomaly mode, which RecBole switches on by importing its models, is off inside our trainer only.
+process: ``torch.load`` is replaced in RecBole's own two places (``checkpoints``). Anomaly mode, which RecBole switches
+on by importing its models, is off inside our trainer only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import importlib
 import importlib.util
-import io
 import logging
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from recbft.errors import UserError
-from recbft.recbole import hooks
+from recbft.recbole import checkpoints, hooks
+from recbft.recbole.hooks import Changed
 
 RUNTIME = ("texttable", "colorlog", "colorama", "tensorboard", "tqdm", "scikit-learn", "psutil")
 
@@ -141,111 +139,6 @@ def _set_aliases_that_numpy_has_types_for(configurator: Any) -> None:
     configurator.Config.compatibility_settings = compatibility_settings
 
 
-# torch 2.6 --------------------------------------------------------------------------------------------
-
-
-def _checkpoints_are_refused(module: Any) -> bool:
-    """Whether torch.load turns down what RecBole's trainer saves: objects, in pickle protocol 4."""
-    import torch
-
-    file = io.BytesIO()
-    torch.save({"config": SimpleNamespace()}, file, pickle_protocol=4)
-    file.seek(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            torch.load(file)
-        except pickle.UnpicklingError:
-            return True
-    return False
-
-
-def _enum_member(kind: Any, name: str) -> Any:
-    if isinstance(kind, enum.EnumMeta):
-        return kind[name]
-    raise pickle.UnpicklingError(f"the checkpoint asks for attribute {name!r} of {kind!r}; load only your own files")
-
-
-class _CheckpointUnpickler(pickle.Unpickler):
-    """Finds the classes that a checkpoint of RecBole is made of, and no other."""
-
-    names: ClassVar[dict[str, set[str]]] = {
-        "collections": {"OrderedDict", "defaultdict"},
-        "builtins": {"set", "frozenset", "slice", "complex", "range", "bytearray"},
-        "_codecs": {"encode"},
-        "torch": {"device", "Size", "dtype"},
-        "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter"},
-        "torch.storage": {"UntypedStorage", "TypedStorage"},
-        "numpy": {"dtype", "ndarray"},
-        "numpy.core.multiarray": {"scalar", "_reconstruct"},
-        "numpy._core.multiarray": {"scalar", "_reconstruct"},
-        "yaml.loader": {"FullLoader"},
-    }
-    packages = ("recbole.config", "recbole.model", "recbole.utils.enum_type", "recbft.recbole.models")
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11 pickles the member of an enumeration so
-            return _enum_member
-        if name in self.names.get(module, ()) or (module == "torch" and name.endswith("Storage")):
-            return super().find_class(module, name)
-        if module.startswith(self.packages) and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type):
-                return found
-        raise pickle.UnpicklingError(
-            f"the checkpoint asks for {module}.{name}, which no checkpoint of RecBole needs; load only files that you "
-            "have made"
-        )
-
-
-def load_checkpoint(file: Any, **given: Any) -> Any:
-    """``torch.load`` for a checkpoint of RecBole's, which holds its Config: only the classes known from there are made.
-
-    Raises:
-        pickle.UnpicklingError: the file asks for anything else.
-    """
-    import torch
-
-    reader = SimpleNamespace(Unpickler=_CheckpointUnpickler, __name__=__name__)
-    return torch.load(file, **{**given, "pickle_module": reader, "weights_only": False})
-
-
-class _Changed:
-    """A module as one module of RecBole sees it: some of its names stand for others."""
-
-    def __init__(self, module: Any, **others: Any) -> None:
-        self._module = module
-        vars(self).update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _read_checkpoints_in_trainer(trainer: Any) -> None:
-    trainer.torch = _Changed(trainer.torch, load=load_checkpoint)
-
-
-def _read_checkpoints_in_quick_start(quick_start: Any) -> None:
-    def load_data_and_model(model_file: str) -> tuple[Any, ...]:
-        """The config, model, dataset and the three data loaders of a saved model."""
-        checkpoint = load_checkpoint(model_file)
-        config = checkpoint["config"]
-        quick_start.init_seed(config["seed"], config["reproducibility"])
-        quick_start.init_logger(config)
-        dataset = quick_start.create_dataset(config)
-        parts = quick_start.data_preparation(config, dataset)
-        quick_start.init_seed(config["seed"], config["reproducibility"])
-        model = quick_start.get_model(config["model"])(config, parts[0]._dataset).to(config["device"])
-        model.load_state_dict(checkpoint["state_dict"])
-        model.load_other_parameter(checkpoint.get("other_parameter"))
-        return config, model, dataset, *parts
-
-    quick_start.load_data_and_model = load_data_and_model
-    package = sys.modules.get("recbole.quick_start")
-    if hasattr(package, "load_data_and_model"):
-        package.load_data_and_model = load_data_and_model  # type: ignore[union-attr]
-
-
 # thop -------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +188,7 @@ def _fill_nan_by_assignment(dataset: Any) -> None:
         return table
 
     pandas = dataset.pd
-    dataset.pd = _Changed(pandas, read_csv=read_csv)
+    dataset.pd = Changed(pandas, read_csv=read_csv)
     dataset.Dataset._fill_nan = fill_nan
 
 
@@ -357,7 +250,7 @@ def _draw_as_hyperopt_does(hyper_tuning: Any) -> None:
             return np.random.default_rng(seed)
         return np.random.RandomState(seed)
 
-    hyper_tuning.np = _Changed(np, random=_Changed(np.random, RandomState=random_state))
+    hyper_tuning.np = Changed(np, random=Changed(np.random, RandomState=random_state))
 
 
 def _installed(package: str) -> bool:
@@ -374,14 +267,14 @@ PATCHES = (
     Patch(
         "recbole.trainer.trainer",
         "torch.load refuses the checkpoints that RecBole's trainer writes",
-        _checkpoints_are_refused,
-        _read_checkpoints_in_trainer,
+        checkpoints.are_refused,
+        checkpoints.read_in_trainer,
     ),
     Patch(
         "recbole.quick_start.quick_start",
         "torch.load refuses the checkpoints that RecBole's trainer writes",
-        _checkpoints_are_refused,
-        _read_checkpoints_in_quick_start,
+        checkpoints.are_refused,
+        checkpoints.read_in_quick_start,
     ),
     Patch("recbole.quick_start.quick_start", "thop is not installed", _thop_is_missing, _leave_flops_uncounted),
     Patch(

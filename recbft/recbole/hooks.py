@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
+from typing import Any
 
 Act = Callable[[ModuleType], None]
 Around = Callable[[], AbstractContextManager[object]]
@@ -64,3 +65,14 @@ _FINDER = _Finder()
 def _listen() -> None:
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+
+
+class Changed:
+    """A module as one module of RecBole sees it: some of its names stand for others."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self._module = module
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from recbft.recbole import compat
+from recbft.recbole import checkpoints, compat
 
 
 def test_a_patch_that_is_not_needed_is_not_applied():
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_asks_for_anything_else_is_refused(payload):
     torch.save({"config": payload}, file, pickle_protocol=4)
     file.seek(0)
     with pytest.raises(pickle.UnpicklingError, match="the checkpoint asks for"):
-        compat.load_checkpoint(file)
+        checkpoints.load_checkpoint(file)
 
 
 def test_a_checkpoint_of_recboles_own_models_is_read(settings):

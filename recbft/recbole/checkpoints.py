@@ -1,0 +1,111 @@
+"""The checkpoints of RecBole, which hold its Config and other objects: torch 2.6 and later refuses to read them.
+
+``load_checkpoint`` reads them and makes only the classes known from there; ``compat`` puts it in the place of
+``torch.load`` in RecBole's own two modules, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+import sys
+import warnings
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from recbft.recbole.hooks import Changed
+
+
+def are_refused(module: Any) -> bool:
+    """Whether torch.load turns down what RecBole's trainer saves: objects, in pickle protocol 4."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save({"config": SimpleNamespace()}, file, pickle_protocol=4)
+    file.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.load(file)
+        except pickle.UnpicklingError:
+            return True
+    return False
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    if isinstance(kind, enum.EnumMeta):
+        return kind[name]
+    raise pickle.UnpicklingError(f"the checkpoint asks for attribute {name!r} of {kind!r}; load only your own files")
+
+
+class _CheckpointUnpickler(pickle.Unpickler):
+    """Finds the classes that a checkpoint of RecBole is made of, and no other."""
+
+    names: ClassVar[dict[str, set[str]]] = {
+        "collections": {"OrderedDict", "defaultdict"},
+        "builtins": {"set", "frozenset", "slice", "complex", "range", "bytearray"},
+        "_codecs": {"encode"},
+        "torch": {"device", "Size", "dtype"},
+        "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter"},
+        "torch.storage": {"UntypedStorage", "TypedStorage"},
+        "numpy": {"dtype", "ndarray"},
+        "numpy.core.multiarray": {"scalar", "_reconstruct"},
+        "numpy._core.multiarray": {"scalar", "_reconstruct"},
+        "yaml.loader": {"FullLoader"},
+    }
+    packages = ("recbole.config", "recbole.model", "recbole.utils.enum_type", "recbft.recbole.models")
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11 pickles the member of an enumeration so
+            return _enum_member
+        if name in self.names.get(module, ()) or (module == "torch" and name.endswith("Storage")):
+            return super().find_class(module, name)
+        if module.startswith(self.packages) and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(
+            f"the checkpoint asks for {module}.{name}, which no checkpoint of RecBole needs; load only files that you "
+            "have made"
+        )
+
+
+def load_checkpoint(file: Any, **given: Any) -> Any:
+    """``torch.load`` for a checkpoint of RecBole's, which holds its Config: only the classes known from there are made.
+
+    Raises:
+        pickle.UnpicklingError: the file asks for anything else.
+    """
+    import torch
+
+    reader = SimpleNamespace(Unpickler=_CheckpointUnpickler, __name__=__name__)
+    return torch.load(file, **{**given, "pickle_module": reader, "weights_only": False})
+
+
+def read_in_trainer(trainer: Any) -> None:
+    """Let RecBole's trainer read checkpoints by ``load_checkpoint``."""
+    trainer.torch = Changed(trainer.torch, load=load_checkpoint)
+
+
+def read_in_quick_start(quick_start: Any) -> None:
+    """Let ``load_data_and_model`` read checkpoints by ``load_checkpoint``."""
+
+    def load_data_and_model(model_file: str) -> tuple[Any, ...]:
+        """The config, model, dataset and the three data loaders of a saved model."""
+        checkpoint = load_checkpoint(model_file)
+        config = checkpoint["config"]
+        quick_start.init_seed(config["seed"], config["reproducibility"])
+        quick_start.init_logger(config)
+        dataset = quick_start.create_dataset(config)
+        parts = quick_start.data_preparation(config, dataset)
+        quick_start.init_seed(config["seed"], config["reproducibility"])
+        model = quick_start.get_model(config["model"])(config, parts[0]._dataset).to(config["device"])
+        model.load_state_dict(checkpoint["state_dict"])
+        model.load_other_parameter(checkpoint.get("other_parameter"))
+        return config, model, dataset, *parts
+
+    quick_start.load_data_and_model = load_data_and_model
+    package = sys.modules.get("recbole.quick_start")
+    if hasattr(package, "load_data_and_model"):
+        package.load_data_and_model = load_data_and_model  # type: ignore[union-attr]
