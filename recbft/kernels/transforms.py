@@ -147,10 +147,16 @@ def _one_by_one(
     tensors: Sequence[Tensor],
 ) -> Any:
     """What vmap asks of a Function: the outputs of each, stacked, and where; ``dims`` is what it has stacked along."""
-    each = [
-        function.apply(call, *(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims, strict=True)))
-        for i in range(size)
-    ]
+
+    def of(i: int) -> tuple[Tensor, ...]:
+        return tuple(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims, strict=True))
+
+    if size == 0:  # one that is not there has the shapes
+        pairs = zip(tensors, dims, strict=True)
+        tensors = [
+            x if dim is None else x.new_zeros([1 if n == dim else m for n, m in enumerate(x.shape)]) for x, dim in pairs
+        ]
+    each = [function.apply(call, *of(i)) for i in range(max(size, 1))]
     if isinstance(each[0], Tensor):
-        return torch.stack(each), 0
-    return tuple(torch.stack(outputs) for outputs in zip(*each, strict=True)), (0,) * len(each[0])
+        return torch.stack(each)[:size], 0
+    return tuple(torch.stack(outputs)[:size] for outputs in zip(*each, strict=True)), (0,) * len(each[0])

@@ -177,6 +177,13 @@ def test_stacks_of_stacks():
         close([found[i, j]], [loss_of(states[i, j], weight[i])])
 
 
+def test_a_stack_of_nothing():
+    states, weight = torch.zeros(0, 6, K), torch.ones(V, K)
+    of_one = grad(lambda own: loss("cpu", own, weight))
+    assert vmap(of_one)(states).shape == states.shape
+    assert vmap(of_one, in_dims=1, out_dims=1)(states.movedim(0, 1)).shape == (6, 0, K)
+
+
 def test_beyond_one_gradient_only_the_reference_serves():
     q = torch.zeros(HEADS).double()
     paths = {"cpu": dispatch.Path(lambda: "cpu", "cpu", opened=True), "reference": dispatch.Path(lambda: "plain")}
