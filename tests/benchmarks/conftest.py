@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.experiments.arms import parse_arms
@@ -10,6 +11,15 @@ from recbft.experiments.plan import plan
 from recbft.training.session import train
 
 SMALL = ("time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "epochs=2")
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards():
+    """A command sets the threads and the seed of its process, which here is that of all tests."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
 
 
 @pytest.fixture(scope="session")

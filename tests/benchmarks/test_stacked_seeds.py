@@ -3,18 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from benchmarks import stacked_seeds
 from benchmarks.stacked_seeds import main
 from recbft.errors import RunError
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_table_and_the_json_hold_every_arm(small, tmp_path, capsys):

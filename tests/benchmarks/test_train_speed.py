@@ -15,14 +15,6 @@ from recbft.training.checkpoint import load
 from recbft.training.session import train
 
 
-@pytest.fixture(autouse=True)
-def same_threads_afterwards():
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    yield
-    torch.set_num_threads(threads)
-    torch.set_rng_state(state)
-
-
 def test_the_table_and_the_json_hold_every_arm(small, tmp_path, capsys):
     file = tmp_path / "speed.json"
     assert main([*small, "--repeats", "2", "--chunk-steps", "2", "--threads", "1", "--json", str(file)]) == 0
