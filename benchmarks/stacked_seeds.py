@@ -95,12 +95,9 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     arms = parse_arms(options.arms)
     named = {"model": options.model, "dataset": options.dataset, "data_root": options.data_root}
-    # Kept factors of the Jacobian would be those of one seed.
-    own = {"dropout": 0.0, "jacobian": "exact", "threads": options.threads, "device": "cpu"}
-    configs = [
-        arm.config(options.settings, **named, **{k: v for k, v in own.items() if k != "jacobian" or arm.name == "bft"})
-        for arm in arms
-    ]
+    named |= {"dropout": 0.0, "threads": options.threads, "device": "cpu"}
+    exact = {"jacobian": "exact"}  # kept factors of the Jacobian would be those of one seed
+    configs = [arm.config(options.settings, **named, **(exact if arm.name == "bft" else {})) for arm in arms]
     check_distinct(arms, configs)
     dataset = configs[0].data.load()
     header = machine.header(recorded(NAME, arguments), dataset)

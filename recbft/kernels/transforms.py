@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def transformed() -> bool:
@@ -46,7 +45,8 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
         return function.apply(*arguments)
     at = tuple(i for i, argument in enumerate(arguments) if isinstance(argument, Tensor))
     constants = tuple(None if i in at else argument for i, argument in enumerate(arguments))
-    return _Opened.apply(_Call(function, at, constants), *(arguments[i] for i in at))
+    call = _Call(function, at, constants, wanted=(False,) * len(at))
+    return _Opened.apply(call, *(arguments[i] for i in at))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +56,13 @@ class _Call:
     function: type[torch.autograd.Function]
     at: tuple[int, ...]  # where tensors stand among the arguments
     constants: tuple[Any, ...]  # the other arguments, None where tensors stand
-    wanted: tuple[bool, ...] = ()  # which tensors need a gradient; of a backward
+    wanted: tuple[bool, ...]  # which of the tensors need a gradient
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, _Kept]:
         """Its outputs, and what its backward needs."""
         arguments, needs = list(self.constants), [False] * len(self.constants)
-        for position, tensor in zip(self.at, tensors, strict=True):
-            arguments[position] = tensor
-        for position, wanted in zip(self.at, self.wanted, strict=False):
-            needs[position] = wanted
+        for position, tensor, wanted in zip(self.at, tensors, self.wanted, strict=True):
+            arguments[position], needs[position] = tensor, wanted
         kept = _Kept(tuple(needs))
         return self.function.forward(kept, *arguments), kept
 
@@ -107,8 +105,8 @@ class _Opened(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        call, wanted = ctx.call, ctx.needs_input_grad[1:]
-        call = _Call(call.function, call.at, call.constants, tuple(wanted))
+        wanted = ctx.needs_input_grad[1:]
+        call = replace(ctx.call, wanted=wanted)
         found = iter(_OpenedBackward.apply(call, *ctx.saved_tensors, *gradients))
         return None, *(next(found) if wants else None for wants in wanted)
 
@@ -130,7 +128,6 @@ class _OpenedBackward(torch.autograd.Function):
         """Nothing is kept."""
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise RuntimeError("gradients written by hand have no gradient of their own; ask for impl='reference'")
 
