@@ -27,6 +27,8 @@ from recbft.mixers.positive import positive, raw_of
 
 OnOff = Literal["on", "off"]
 
+DAY = 86_400.0  # seconds
+
 # Where the noises start: measurement above process noise, the integrative regime; about 1 in sum.
 PROCESS_START, KEY_NOISE_START, QUERY_NOISE_START = 0.25, 0.5, 0.25
 DIFFUSION_START = 1e-3  # per unit of time, of heads that do not decay
@@ -67,7 +69,7 @@ class RobustFilterConfig:
     damping: float = 0.05
     undamped_heads: int | None = None
     time: bool = False
-    time_unit: float = 86_400.0
+    time_unit: float = DAY
     learn_time_unit: bool = False
     horizon: float = 0.0
     confidence_gate: bool = False
@@ -81,7 +83,7 @@ class RobustFilterConfig:
         check_range("time_unit", self.time_unit, above=0)
         check_range("horizon", self.horizon, at_least=0)
         if not self.time:
-            for name, default in (("time_unit", 86_400.0), ("learn_time_unit", False)):
+            for name, default in (("time_unit", DAY), ("learn_time_unit", False)):
                 if getattr(self, name) != default:
                     raise UserError(f"{name} has no effect without real times; leave it out or set time: true")
         if self.rotate == "off" and self.rotate_values == "off":

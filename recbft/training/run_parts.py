@@ -11,8 +11,10 @@ from torch import nn
 from recbft.config import to_dict
 from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.batches import EpochBatches
+from recbft.datasets.events import TICKS_PER_SECOND
 from recbft.errors import UserError
 from recbft.evaluation.protocol import config_hash, protocol
+from recbft.mixers.head_dynamics import DAY
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig
@@ -64,6 +66,7 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
             f"{config.reads_times} is true, but data set {dataset.name!r} has no real times; "
             f"set {config.reads_times}: false, or give data with a time column"
         )
+    _check_clock(config, dataset)
     split = leave_one_out(dataset)
     batches = make(
         config.backbone,
@@ -83,6 +86,20 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
     if config.training.batch_targets is not None:
         batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_targets))
     return batches
+
+
+def _check_clock(config: RunConfig, dataset: Dataset) -> None:
+    """A mixer's clock starts at a day of seconds: refuse that where the data's times are no seconds."""
+    if config.reads_times is None or dataset.times is None or getattr(config.mixing, "time_unit", None) != DAY:
+        return
+    unit, latest = dataset.preparation.get("time_unit"), int(dataset.times.max())
+    if unit is None:  # whole numbers: dates of our time in seconds have ten digits
+        unit = next((unit for unit, ticks in TICKS_PER_SECOND.items() if latest < 1e11 * ticks), "ns")
+    if unit != "s":
+        raise UserError(
+            f"mixing.time_unit is {DAY:g}, a day of seconds, but the times of data set {dataset.name!r} are in {unit} "
+            f"(up to {latest}); set mixing.time_unit to {DAY * TICKS_PER_SECOND[unit]:g} for a day of them"
+        )
 
 
 def run_protocol(config: RunConfig, dataset: Dataset, model: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from recbft import Recommender
+from recbft.datasets.events import TICKS_PER_SECOND
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
@@ -17,6 +19,7 @@ from recbft.run_config import load_run_config
 from recbft.training import checkpoint, session
 from recbft.training.bundle import load_trained
 from recbft.training.progress import Silent
+from recbft.training.run_parts import training_batches
 from recbft.training.tensor_tree import flatten
 
 SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 4, "warmup_steps": 6, "device": "cpu"}
@@ -97,6 +100,20 @@ def test_a_time_bias_without_real_times_is_refused(dataset, tmp_path):
     config = load_run_config(model="hstu", arm="bft", time_bias=True, **SMALL)
     with pytest.raises(UserError, match=r"backbone.time_bias is true, but data set 'synthetic' has no real times"):
         session.train(config, tmp_path / "run", dataset=replace(dataset, times=None))
+
+
+@pytest.mark.parametrize(("unit", "day"), [("ms", "8.64e+07"), ("us", "8.64e+10"), ("ns", "8.64e+13")])
+def test_a_clock_of_seconds_is_refused_where_times_are_not(unit, day, timed):
+    settings = {**SMALL, "mixer": "rfa", "mixing.time": True}
+    seconds = replace(timed, times=1_600_000_000 + np.arange(len(timed.items)))
+    finer = replace(timed, times=seconds.times * TICKS_PER_SECOND[unit])
+    dated = replace(seconds, preparation={**seconds.preparation, "time_unit": unit})  # what dates say goes first
+    told = f"mixing.time_unit is 86400, a day of seconds, .* are in {unit} .*; set mixing.time_unit to {re.escape(day)}"
+    for data in (finer, dated):
+        with pytest.raises(UserError, match=told):
+            training_batches(load_run_config(**settings), data)
+        assert training_batches(load_run_config(**settings, time_unit=float(day)), data)
+    assert training_batches(load_run_config(**settings), seconds)
 
 
 def test_the_protocol_says_whether_the_target_s_time_is_shown(timed, tmp_path):
