@@ -11,6 +11,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
+from recbft_cli.given import refuse_given
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from recbft.run_config import RunConfig
 
 ARMS, SEEDS, METRICS = "matched,matched+recency,bft", "0-9", "hr@10,ndcg@10,mrr"
+# Parameters that say what to train, and how to compare.
+TRAINING = (
+    "models", "dataset", "arms", "seeds", "jobs", "settings", "batch_seeds", "config", "dry_run", "data_root",
+)  # fmt: skip
+TESTING = ("metrics", "baseline", "external", "skip_broken")
 EXAMPLES = """Examples:
 
 recbft compare -m sasrec -d amazon-instruments --arms matched,bft --seeds 0-19 --out comparisons/instruments
@@ -85,22 +91,10 @@ def compare(
     dry_run: DryRun = False,
 ) -> None:
     """Compare arms, paired by seed and by user: is one better, and could it be chance?"""
-    # A data root of the environment is nobody's wish for this comparison.
-    root_source = context.get_parameter_source("data_root")
-    root_given = root_source is not None and root_source.name == "COMMANDLINE"
-    training = {
-        "--model": models, "--dataset": dataset, "--arms": arms, "--seeds": seeds, "--jobs": jobs, "--set": settings,
-        "--batch-seeds": batch_seeds if batch_seeds != 1 else None,
-        "--config": config, "--dry-run": dry_run or None, "--data-root": data_root if root_given else None,
-    }  # fmt: skip
-    if runs and (unused := [option for option, value in training.items() if value not in (None, [])]):
-        raise UserError(f"{unused[0]} has no effect with run folders, which are compared as they are; leave it out")
+    if runs:
+        refuse_given(context, TRAINING, "with run folders, which are compared as they are; leave it out")
     if pool:
-        chosen = {
-            "--metrics": metrics, "--baseline": baseline, "--external": external, "--skip-broken": skip_broken or None,
-        }  # fmt: skip
-        if made := [option for option, value in chosen.items() if value not in (None, [])]:
-            raise UserError(f"{made[0]} has no effect with --pool; give it to each comparison that is pooled")
+        refuse_given(context, TESTING, "with --pool; give it to each comparison that is pooled")
         _pool(runs or [], out)
         return
     if out is None:

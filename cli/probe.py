@@ -11,6 +11,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
+from recbft_cli.given import refuse_given
 from recbft_cli.tables import table
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Split(str, Enum):
 
 
 def probe(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     split: Annotated[Split, typer.Option(help="Which held-out item is asked for.")] = Split.test,
     users: Annotated[
@@ -59,10 +61,8 @@ def probe(
     """Print how precision flows through a trained model, and whether it knows when it is right."""
     if out is not None and no_write:
         raise UserError("--out has no effect with --no-write; give one of them")
-    given = {"--users": users, "--out": out, "--no-write": no_write or None}
-    named = [option for option, value in given.items() if value is not None]
-    if explain is not None and named:
-        raise UserError(f"{named[0]} has no effect with --explain, which explains one user; leave it out")
+    if explain is not None:
+        refuse_given(context, ("users", "out", "no_write"), "with --explain, which explains one user; leave it out")
 
     from recbft.api import Recommender
     from recbft.evaluation.protocol import protocol_lines

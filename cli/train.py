@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
+from recbft_cli.given import refuse_given
 from recbft_cli.progress import progress_for
 
 if TYPE_CHECKING:
     from recbft.run_config import RunConfig
     from recbft.training.run_folder import RunFolder
 
+# Parameters of a run that begins.
+NEW_RUN = (
+    "model", "dataset", "arm", "mixer", "update", "seed", "settings", "config", "deterministic", "overwrite", "name",
+    "out",
+)  # fmt: skip
 EXAMPLES = """Examples:
 
 recbft train -m sasrec -d amazon-beauty --arm bft --data-root DIR --set epochs=50
@@ -27,6 +32,7 @@ recbft train --resume runs/sasrec-bft-ml-100k-seed0
 
 
 def train(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option("-m", "--model", help="One of `recbft models`; sasrec if left out.")
     ] = None,
@@ -61,14 +67,8 @@ def train(
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run exactly.")] = None,
 ) -> None:
     """Train a model and evaluate it; everything about the run goes to a folder of its own."""
-    given = {
-        "--model": model, "--dataset": dataset, "--arm": arm, "--mixer": mixer, "--update": update, "--seed": seed,
-        "--set": settings, "--config": config,
-        "--deterministic": deterministic or None, "--overwrite": overwrite or None, "--name": name, "--out": out,
-    }  # fmt: skip
-    named = [option for option, value in given.items() if value not in (None, [])]
-    if resume is not None and named:
-        raise UserError(f"{named[0]} has no effect with --resume, which continues {resume} as it was; leave it out")
+    if resume is not None:
+        refuse_given(context, NEW_RUN, f"with --resume, which continues {resume} as it was; leave it out")
 
     run = _resume(resume, data_root, quiet) if resume is not None else None
     if run is None:
