@@ -183,6 +183,8 @@ def _read_delimited(
         )
 
     table = _parse_or_name_the_row(parse, path, len(names), first_row)
+    if quoted:
+        _refuse_open_quotes(path, separator, first_row + table.num_rows)
     if table.num_rows == 0:
         raise UserError(f"{path}: the file has a header but no rows")
     return table.rename_columns([chosen[name] for name in table.column_names])
@@ -206,6 +208,33 @@ def _parse_or_name_the_row(parse: Any, path: Path, num_columns: int, first_row: 
     raise UserError(
         f"{path}: {place}{actual} fields where {num_columns} are expected; check the separator and the column names"
     )
+
+
+def _refuse_open_quotes(path: Path, separator: str, num_rows: int) -> None:
+    """Refuse a stray quote, which arrow lets swallow all rows up to the next one; values may hold line ends.
+
+    Args:
+        num_rows: that arrow found, the header included. Where there are as many lines, no value spans several.
+    """
+    with open_bytes(path) as file:
+        if not any(b'"' in part for part in iter(lambda: file.read(2**20), b"")):
+            return
+        file.seek(0)
+        if sum(1 for line in file if line.strip()) <= num_rows:
+            return
+        file.seek(0)
+        limit, begins = csv.field_size_limit(2**31 - 1), 0
+        lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator, strict=True)
+        try:
+            for _ in lines:
+                begins = lines.line_num
+        except csv.Error:
+            raise UserError(
+                f"{path}: line {begins + 1}: a quote is opened and not closed before the next separator or line; "
+                "write a quote within a value twice, and the value in quotes"
+            ) from None
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _arrow_takes(separator: str) -> bool:

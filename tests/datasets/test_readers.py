@@ -290,3 +290,26 @@ def test_a_blank_or_bad_value_in_a_file_is_refused_with_file_and_row(tmp_path):
 def test_a_quoted_field_may_hold_separators_and_line_breaks(tmp_path):
     path = write(tmp_path / "a.csv", 'user_id,note,item_id\nu,"a,\nb",x\nu,"c\r\nd",y\n')
     assert read_table(path, ["user_id", "item_id"])["item_id"].to_pylist() == ["x", "y"]
+
+
+@pytest.mark.parametrize("ending", ["csv", "csv.gz"])
+@pytest.mark.parametrize(
+    ("titles", "line"),
+    [
+        ({5: '"Heat (1995)'}, 7),  # open to the end
+        ({5: '"Heat (1995)', 9: '"Casino'}, 7),  # open to the next quote
+        ({3: '"a\nb"', 6: '"c"d'}, 9),  # beside a value of two lines any quote must be in order
+    ],
+)
+def test_a_quote_that_is_not_closed_is_named_and_swallows_no_rows(titles, line, ending, tmp_path):
+    rows = [f"{n // 4},{n},{titles.get(n, 'title')}\n" for n in range(12)]
+    path = tmp_path / f"a.{ending}"
+    with gzip.open(path, "wt") if ending.endswith("gz") else path.open("w") as file:
+        file.write("user_id,item_id,title\n" + "".join(rows))
+    with pytest.raises(UserError, match=rf"{ending}: line {line}: a quote is opened and not closed before the next"):
+        read_table(path, ["user_id", "item_id"])
+
+
+def test_quotes_within_a_line_need_not_be_in_order(tmp_path):
+    path = write(tmp_path / "a.csv", 'user_id,item_id,title\n1,2,a "good" one\n1,3,"b"\n\n1,4,5" disc\n')
+    assert read_table(path, ["user_id", "item_id"]).num_rows == 3
