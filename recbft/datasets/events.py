@@ -96,7 +96,7 @@ def is_text(kind: Any) -> bool:
 
 
 def as_floats(column: Any) -> NDArray[np.float64] | None:
-    """A column of numbers or times as float64, NaN where blank; None where its type has no number."""
+    """A column of numbers as float64, NaN where blank; None where its type has no number, as dates."""
     try:
         return np.asarray(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):

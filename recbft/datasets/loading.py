@@ -70,7 +70,9 @@ def load_dataset(
     if stored is not None:
         earlier = stored["preparation"]
         untouched = not asked and preparation == Preparation()
-        dataset = replace(dataset, preparation=earlier if untouched else {**dataset.preparation, "earlier": earlier})
+        unit = earlier.get("time_unit") if "time" not in asked and dataset.times is not None else None
+        again = {**dataset.preparation, "time_unit": unit, "earlier": earlier}
+        dataset = replace(dataset, preparation=earlier if untouched else again)
     if found.card is not None and not asked and preparation == Preparation():
         _compare(dataset, found.card, found)
     return dataset
@@ -117,12 +119,14 @@ def _read(path: Path, file: CardFile, *, name: str) -> Dataset:
 
 def _warn_if_out_of_order(events: Events, times: Any, path: Path) -> None:
     """The row order is taken as it is: say so where a column that looks like the time contradicts it."""
-    seconds = as_floats(times)
-    if seconds is None:
+    if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
+        times = times.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+    ticks = as_floats(times)
+    if ticks is None:
         return
     users = events.user.dictionary_encode().indices.to_numpy()
     order = np.argsort(users, kind="stable")
-    backwards = (np.diff(seconds[order]) < 0) & (np.diff(users[order]) == 0)
+    backwards = (np.diff(ticks[order]) < 0) & (np.diff(users[order]) == 0)
     if backwards.any():
         warnings.warn(
             f"{path}: rows are taken in file order, but column {USUAL_TIME!r} goes backwards within a user "

@@ -200,7 +200,8 @@ def test_a_file_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_wa
     frame = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "timestamp": [3, 2, 1, 1, 2, 3]})
     frame.to_csv(tmp_path / "a.csv", index=False)
     frame.to_parquet(tmp_path / "a.parquet")
-    for name in ("a.csv", "a.parquet"):
+    frame.assign(timestamp=pd.to_datetime(frame["timestamp"], unit="s")).to_parquet(tmp_path / "dates.parquet")
+    for name in ("a.csv", "a.parquet", "dates.parquet"):
         with pytest.warns(
             UserWarning, match="column 'timestamp' goes backwards within a user 2 times; name it as the time"
         ):
