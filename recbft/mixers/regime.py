@@ -253,7 +253,9 @@ class RegimeAttention(nn.Module):
     @in_full_precision
     def _leave_penalty(self, mu: Tensor, context: SequenceContext) -> None:
         """Equation (5)."""
-        entropy = _mean_over_tokens(torch.special.entr(mu).sum(dim=-1), context)
+        # Not entr: its gradient at a membership of 0 is infinite, and the clamp below makes that NaN.
+        least = torch.finfo(mu.dtype).tiny
+        entropy = _mean_over_tokens(-torch.special.xlogy(mu, mu.clamp(min=least)).sum(dim=-1), context)
         missing = (self.config.entropy_floor * math.log(self.config.regimes) - entropy).clamp(min=0)
         held = self.drift.clone() * (self.temperature - self.temperature_before.clone()).square()
         self.penalty.leave(0.5 * self.config.entropy_weight * (1 + self.pressure.clone()) * missing + held)

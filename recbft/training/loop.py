@@ -44,7 +44,7 @@ def fit(
         controllers: steer the steps of an epoch.
 
     Raises:
-        RunError: the loss is not finite; the optimiser step is not taken.
+        RunError: the loss is not finite, and the optimiser step is not taken; or a weight is not, after an epoch.
     """
     progress.start(config.epochs, state.epoch + 1)
     try:
@@ -119,6 +119,7 @@ def _train_epoch(
         controllers.after_step(moment_of(model, optimizer, batches, config, state), value)
         tokens, total = tokens + learned, total + value * learned
         progress.batch(done, batches.num_batches, total / tokens, tokens)
+    check_weights(model, config, state)
     state.epoch += 1
     seconds = time.perf_counter() - began
     return {
@@ -155,6 +156,20 @@ def _judge(state: TrainState, metric: float) -> bool:
     else:
         state.bad_epochs += 1
     return improved
+
+
+def check_weights(model: torch.nn.Module, config: TrainingConfig, state: TrainState) -> None:
+    """A finite loss can have a gradient that is not: what it leaves is told before it is saved.
+
+    Raises:
+        RunError: a weight is not a number.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise RunError(
+                f"{name} is not finite after step {state.step} (epoch {state.epoch + 1}), which is not saved: "
+                f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
+            )
 
 
 def not_finite(loss: float, config: TrainingConfig, state: TrainState) -> RunError:

@@ -357,3 +357,13 @@ def test_more_regimes_than_positions_and_values_out_of_range_are_refused():
 def test_centres_start_as_far_from_each_other_as_random_ones_in_the_paper():
     centres = GaussianMemberships(D, R).centres[:, 0]
     torch.testing.assert_close(centres @ centres.T, torch.eye(R))
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.9])
+def test_a_membership_of_zero_spoils_no_gradient(floor):
+    mixer = regime(entropy_floor=floor)
+    mu = torch.eye(R).repeat(3, 1)[None].requires_grad_()
+    mixer._leave_penalty(mu, context((T,)))
+    penalty = take_penalties(mixer)
+    penalty.backward()
+    assert penalty.isfinite() and mu.grad.isfinite().all()

@@ -220,3 +220,10 @@ def test_progress_is_stopped_when_something_fails():
     with pytest.raises(ZeroDivisionError):
         train(build(), progress=progress)
     assert progress.calls == [("start", 3, 1), ("stop",)]
+
+
+def test_a_gradient_that_is_not_finite_is_told_before_its_weights_are_kept():
+    model = build()
+    model.item_embedding.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(RunError, match=r"item_embedding\.weight is not finite after step 1 \(epoch 1\), which is not"):
+        train(model, data=batches(num_users=4), eval_every=3)
