@@ -272,16 +272,16 @@ class Session:
 
     def keep(self, row: Row, best: bool) -> None:
         """Save the state after an epoch, and the weights that were judged as the best ones if they are."""
+        judged = None
+        if best:  # before controllers move them
+            with self.controllers.evaluation_weights(self.model):
+                judged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         if self.optimizer is not None and self.batches is not None:
             assert isinstance(self.model, TrainableModel)
             moment = moment_of(self.model, self.optimizer, self.batches, self.config.training, self.state)
             self.controllers.on_epoch_end(moment, row)
         self.rows.append(row)
         self.run.write_history(self.rows)
-        judged = None
-        if best:
-            with self.controllers.evaluation_weights(self.model):
-                judged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self._save(best=judged)
 
     def _save(self, *, best: Mapping[str, torch.Tensor] | None) -> None:

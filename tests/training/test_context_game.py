@@ -93,3 +93,10 @@ def test_masked_items_one_history_at_a_time_can_be_learned_under_the_game(tmp_pa
         last_item_probability=0.0, controllers={"context_game": {"lengths": [1, 2]}},
     )  # fmt: skip
     assert train(config, tmp_path / "run", dataset=dataset).is_finished
+
+
+def test_a_game_whose_lengths_cut_nothing_is_refused():
+    model = load_run_config(hidden_size=8, max_length=50).build(torch.arange(9))
+    with pytest.raises(UserError, match=r"lengths is \[100, 200\], but the model reads 50 events at most"):
+        ContextGame(ContextGameConfig(lengths=(100, 200)), model)
+    ContextGame(ContextGameConfig(lengths=(49, 200)), model)

@@ -284,6 +284,15 @@ def test_dropout_glides_from_the_rate_it_was_built_with(dataset):
         assert model.dropout.p == 0.04, "a rate below the floor is left alone"
 
 
+@pytest.mark.parametrize(("model", "arm"), [("sasrec", "published"), ("bert4rec", "published"), ("hstu", "published")])
+def test_dropout_within_mixers_glides_too(model, arm):
+    made = load_run_config(model=model, arm=arm, hidden_size=8, max_length=4, dropout=0.2).build(torch.arange(9))
+    glide = DropoutGlide(DropoutGlideConfig(floor=0.1), made)
+    assert made.blocks[0].mixer.dropout == pytest.approx(0.2)
+    glide.on_epoch_start(moment(made, step=100))
+    assert made.blocks[0].mixer.dropout == pytest.approx(0.1)
+
+
 def test_ema_is_the_decayed_mean_and_gives_the_weights_back():
     model = torch.nn.Linear(1, 1, bias=False)
     ema, values = Ema(EmaConfig(decay=0.5)), [1.0, 3.0, 7.0, 2.0]

@@ -65,7 +65,6 @@ def make_controllers(config: ControllersConfig, model: nn.Module, *, seed: int) 
     """
     c = config
     made: dict[str, Any] = {
-        "guardian": c.guardian and Guardian(c.guardian, model, seed=seed),
         "chaos": c.chaos and ChaosSchedule(c.chaos),
         "context_game": c.context_game and ContextGame(c.context_game, model, seed=seed),
         "lr_floor": c.lr_floor and LrFloor(c.lr_floor),
@@ -73,5 +72,7 @@ def make_controllers(config: ControllersConfig, model: nn.Module, *, seed: int) 
         "dropout_glide": c.dropout_glide and DropoutGlide(c.dropout_glide, model),
         "ema": c.ema and Ema(c.ema),
         "swa": c.swa and SelectiveSwa(c.swa),
+        # Last: at an epoch's end it moves the model, which the others are to see as it was validated.
+        "guardian": c.guardian and Guardian(c.guardian, model, seed=seed),
     }
     return Controllers({name: one for name, one in made.items() if one is not None})

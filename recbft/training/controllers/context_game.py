@@ -56,9 +56,18 @@ class ContextGame:
         config: lengths and utility.
         model: whose regime mixers are asked for (2).
         seed: of its draws; the default generator is left alone.
+
+    Raises:
+        UserError: the model reads no history that one of the lengths would cut.
     """
 
     def __init__(self, config: ContextGameConfig, model: nn.Module, *, seed: int = 0) -> None:
+        longest = getattr(model, "max_length", math.inf)
+        if min(config.lengths) >= longest:
+            raise UserError(
+                f"controllers.context_game.lengths is {list(config.lengths)}, but the model reads {longest} events at "
+                "most, so that none would cut a history; give a shorter one"
+            )
         self.config, self.mixers = config, regime_mixers(model)
         self.generator = torch.Generator().manual_seed(seed)
         self.log_share = torch.zeros(len(config.lengths), dtype=torch.float64)

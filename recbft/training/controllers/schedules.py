@@ -12,7 +12,7 @@ Source: Fuzzy-Gated Training for Transformers, section 4 and listing 8.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,11 +112,11 @@ class LabelSmoothing(_Stateless):
 
 
 class DropoutGlide(_Stateless):
-    """Equation (3), for every dropout layer of the model by the rate that it was built with."""
+    """Equation (3), for every dropout of the model, layers and those within mixers, by the rate it was built with."""
 
     def __init__(self, config: DropoutGlideConfig, model: nn.Module) -> None:
         self.config = config
-        self.built = {name: layer.p for name, layer in _dropouts(model)}
+        self.built = {name: getattr(holder, key) for name, holder, key in _dropouts(model)}
 
     def rate(self, built: float, progress: float) -> float:
         """Of a layer that was built with this rate."""
@@ -126,9 +126,14 @@ class DropoutGlide(_Stateless):
 
     def on_epoch_start(self, moment: Moment) -> None:
         """Set the rates for an epoch."""
-        for name, layer in _dropouts(moment.model):
-            layer.p = self.rate(self.built[name], moment.progress)
+        for name, holder, key in _dropouts(moment.model):
+            setattr(holder, key, self.rate(self.built[name], moment.progress))
 
 
-def _dropouts(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, (Dropout, nn.Dropout))]
+def _dropouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Each rate: the name of what holds it, that module, and its attribute there."""
+    for name, module in model.named_modules():
+        if isinstance(module, (Dropout, nn.Dropout)):
+            yield name, module, "p"
+        elif isinstance(vars(module).get("dropout"), float):  # of a mixer's weights
+            yield name, module, "dropout"
