@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ import pandas as pd
 from torch import nn
 
 from recbft.datasets import Dataset
+from recbft.datasets.config import DataConfig
+from recbft.datasets.prepare import Preparation
 from recbft.datasets.synth import planted_reliability
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -76,13 +79,19 @@ class Recommender:
         Args:
             out: the run's folder; a temporary one, gone with this object, unless given.
             progress: who is told how it goes; nobody unless given.
+
+        Raises:
+            UserError: as ``train``; a data set is given, and settings of this object would have prepared another.
         """
         _check_dataset(dataset)
+        config = self.config if dataset is None else self._config_for(dataset)
+        temporary = None
         if out is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="recbft-")
-            out = Path(self._temporary.name) / "run"
-        run = session.train(self.config, out, dataset=dataset, progress=progress)
-        self._open(run.path)
+            temporary = tempfile.TemporaryDirectory(prefix="recbft-")
+            out = Path(temporary.name) / "run"
+        run = session.train(config, out, dataset=dataset, progress=progress)
+        self._open(run.path, config.data.data_root)
+        self._temporary = temporary  # only now: a fit that fails leaves the one before it as it was
         return self
 
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
@@ -168,8 +177,9 @@ class Recommender:
         """
         model, _, _ = self._fitted()
         dataset = self._data(dataset)
-        if users is not None and not 1 <= users <= dataset.num_users:
-            raise UserError(f"users is {users}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
+        whole = isinstance(users, (int, np.integer)) and not isinstance(users, bool)
+        if users is not None and not (whole and 1 <= users <= dataset.num_users):
+            raise UserError(f"users is {users!r}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
         rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:users])
         memory_mb = self.config.evaluation.memory_mb
         planted = planted_reliability(dataset, str(self.config.data.dataset))
@@ -189,23 +199,39 @@ class Recommender:
             shutil.copytree(run.path, made, dirs_exist_ok=True)
 
     @classmethod
-    def load(cls, path: str | Path) -> Recommender:
+    def load(cls, path: str | Path, *, data_root: str | Path | None = None) -> Recommender:
         """The recommender of a run folder, with its best weights.
+
+        Args:
+            data_root: the folder of data sets in which ``evaluate`` and ``probe`` look for the run's own.
 
         Raises:
             UserError: there is no run, it has no weights yet, or a file is damaged.
         """
         recommender = cls.__new__(cls)
         recommender._temporary = None
-        recommender._open(Path(path))
+        recommender._open(Path(path), None if data_root is None else str(data_root))
         return recommender
 
-    def _open(self, path: Path) -> None:
-        self.run, self.config, self._vocabulary, self._model = load_trained(path)
+    def _open(self, path: Path, data_root: str | None) -> None:
+        self.run, config, self._vocabulary, self._model = load_trained(path)
+        self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
+
+    def _config_for(self, dataset: Dataset) -> RunConfig:
+        """The settings with the name of a data set that is given; UserError if they ask for another preparation."""
+        own, made = self.config.data, dataset.preparation.get("filters", {})
+        asked = own.preparation().to_dict() if self.run is None else {}  # else they are a run's, not asked for here
+        for key, value in asked.items():
+            if value not in (made.get(key), getattr(Preparation(), key)):
+                raise UserError(
+                    f"data.{key} is {value!r}, but the data set that is given was prepared with {made.get(key)!r}; "
+                    "leave it out here, and prepare the data with Dataset.from_frame or Dataset.load"
+                )
+        return replace(self.config, data=DataConfig(dataset=dataset.name, data_root=own.data_root, **asked))
 
     def _data(self, dataset: Dataset | None) -> Dataset:
-        """The data set, or the configured one; UserError if its vocabulary is not the model's."""
-        _, _, run = self._fitted()
+        """The data set, or the configured one; UserError if its items or its unit of time are not the model's."""
+        model, _, run = self._fitted()
         _check_dataset(dataset)
         dataset = self.config.data.load() if dataset is None else dataset
         check_vocabulary(
@@ -214,6 +240,13 @@ class Recommender:
             vocabulary_hash=vocabulary_hash(dataset.item_ids),
             folder=run.checkpoint,
         )
+        unit = dataset.preparation.get("time_unit")
+        if getattr(model, "reads_times", False) and unit is not None and unit != self._time_unit:
+            known = self._time_unit or "whole numbers of a unit that it does not say"
+            raise UserError(
+                f"the times of data set {dataset.name!r} are in {unit}, but the model reads times and its training "
+                f"data had {known}; give the times in that unit"
+            )
         return dataset
 
     @property

@@ -55,8 +55,7 @@ def recommend(
         UserError: no history, none with a known item, fewer than k items left for a user, no times for a model that
             reads them, or a model that was trained with the target's time, which nobody knows here.
     """
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
-        raise UserError(f"k is {k!r}; give a whole number, the length of the lists")
+    _check_length(k)
     _refuse_target_time(model)
     histories = _as_frame(histories)
     encoded = _encode(histories, vocabulary, _times(histories, time_unit) if _reads_times(model) else None)
@@ -86,6 +85,8 @@ def explain(
     """
     if item is not None and k is not None:
         raise UserError(f"k is {k}, which has no effect where an item is named; give one of them")
+    if k is not None:
+        _check_length(k)
     _refuse_target_time(model)
     histories, raw = _one(_as_frame(history))
     encoded = _encode(histories, vocabulary, _times(histories, time_unit) if _reads_times(model) else None)
@@ -118,6 +119,11 @@ def explain(
         "unknown_events": encoded.unknown_events,
     }
     return table
+
+
+def _check_length(k: Any) -> None:
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+        raise UserError(f"k is {k!r}; give a whole number, the length of the lists")
 
 
 def _as_frame(histories: Any) -> Any:

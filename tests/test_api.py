@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -269,3 +270,51 @@ def test_a_second_fit_starts_afresh(dataset):
     recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
     one = recommender.recommend(histories_of(dataset), 3)
     pd.testing.assert_frame_equal(recommender.fit(dataset).recommend(histories_of(dataset), 3), one, check_exact=True)
+
+
+def test_settings_that_would_have_prepared_other_data_are_refused(dataset):
+    with pytest.raises(
+        UserError, match=r"data.k_core is 5, but the data set that is given was prepared with 0; leave it"
+    ):
+        Recommender("sasrec", k_core=5, **SMALL).fit(dataset)
+
+
+def test_a_second_fit_on_other_data_records_their_name(dataset, tmp_path):
+    other = replace(dataset, name="other")
+    recommender = Recommender("sasrec", **SMALL).fit(dataset)
+    recommender.fit(other, out=tmp_path / "run")
+    assert recommender.config.data.dataset == recommender.run.protocol["dataset"] == "other"
+
+
+def test_the_data_root_is_known_after_a_fit(dataset, tmp_path):
+    dataset.save(tmp_path / "mine.parquet")
+    recommender = Recommender("sasrec", dataset="mine", data_root=str(tmp_path), **SMALL).fit(out=tmp_path / "run")
+    recommender.evaluate()
+    Recommender.load(tmp_path / "run", data_root=tmp_path).evaluate()
+
+
+def test_a_fit_that_fails_leaves_the_one_before_it(dataset, tmp_path):
+    recommender = Recommender("sasrec", **SMALL).fit(dataset)
+    nothing = Dataset.from_frame(pd.DataFrame({"user_id": [1, 1, 1], "item_id": [1, 2, 3]}))
+    with pytest.raises(UserError, match="has nothing to learn from"):
+        recommender.fit(nothing)
+    recommender.evaluate(dataset)
+    recommender.save(tmp_path / "kept")
+
+
+def test_a_model_that_reads_times_is_not_evaluated_in_another_unit(dataset):
+    dated = replace(dataset, preparation={**dataset.preparation, "time_unit": "s"})
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(dated)
+    recommender.evaluate(dated)
+    with pytest.raises(UserError, match=r"are in ms, but the model reads times and its training data had s; give the"):
+        recommender.evaluate(replace(dated, preparation={**dataset.preparation, "time_unit": "ms"}))
+
+
+@pytest.mark.parametrize("ask", ["recommend", "explain"])
+def test_ids_that_are_lists_and_lengths_that_are_no_whole_numbers_are_refused(fitted, ask):
+    method = getattr(fitted["bft"], ask)
+    nested = [[[1, 2], [3, 4]]] if ask == "recommend" else [[1, 2], [3, 4]]
+    with pytest.raises(UserError, match=r"an item id is \[1, 2\]; give ids that are whole numbers or text"):
+        method(nested)
+    with pytest.raises(UserError, match=r"k is 1.5; give a whole number"):
+        method([["1"]] if ask == "recommend" else ["1"], k=1.5)

@@ -232,7 +232,7 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
 def _as_array(column: pd.Series, name: str, source: str) -> Any:
     try:
         return pa.Array.from_pandas(column)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         kinds = sorted({type(value).__name__ for value in column.dropna()})
         if len(kinds) < 2:
             raise UserError(

@@ -55,6 +55,7 @@ class Preparation:
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
                 raise UserError(f"{name} is {value!r}; give a whole number >= 0 (0 is off)")
+            object.__setattr__(self, name, int(value))  # numpy's cannot be written down
         if self.deduplicate not in (None, "first", "last"):
             raise UserError(f"deduplicate is {self.deduplicate!r}; choose 'first', 'last' or None")
         self.conditions()

@@ -57,6 +57,8 @@ def canonical_text(value: Any) -> str | None:
     """The text of one raw id: whole floats as integers, None for a blank."""
     if isinstance(value, str):
         return str(value)
+    if isinstance(value, (list, tuple, set, dict, np.ndarray)):
+        raise UserError(f"an item id is {value!r}; give ids that are whole numbers or text, one per event")
     if value is None or value is pd.NA or value != value:
         return None
     whole = isinstance(value, (float, np.floating)) and float(value).is_integer()
