@@ -164,6 +164,11 @@ def _refuse_other_evaluation(tree: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_data(tree: Mapping[str, Any]) -> None:
+    if tree.get("rm_dup_inter") is not None and tree.get("val_interval"):
+        raise UserError(
+            "rm_dup_inter and val_interval do not go together: RecBole removes repeated pairs before it filters by "
+            "value, recbft after; write recbft's deduplicate and where if that order will do"
+        )
     for key in ("benchmark_filename", "alias_of_item_id"):
         if tree.get(key) is not None:
             raise UserError(

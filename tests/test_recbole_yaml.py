@@ -151,6 +151,7 @@ def test_ml_100k_is_the_bundled_one_wherever_data_path_points(read, tmp_path):
         ("eval_args: full", "eval_args is 'full'; give keys and values"),
         ("repeatable: False", "RecBole's sequential models need True, and filter_seen: true masks what was seen"),
         ("benchmark_filename: [train, test]", "recbft splits itself: give the whole .inter file"),
+        ("rm_dup_inter: first\nval_interval: {rating: '[4,inf)'}", "RecBole removes repeated pairs before it filters"),
         ("learner: sgd", "learner is 'sgd'; recbft trains with adam"),
         ("user_inter_num_interval: '[5,10]'", "recbft knows no upper bound: write '[5,inf)'"),
         ("item_inter_num_interval: five", "item_inter_num_interval is 'five'; write one interval, such as '[5,inf)'"),
