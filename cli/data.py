@@ -118,7 +118,7 @@ def prepare(
 @app.command("synth", epilog="Example: recbft data synth --out synthetic --seed 1")
 def synth(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal data.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal data; 0 if left out.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as num_users=500; repeat for more.")
     ] = None,
@@ -128,7 +128,9 @@ def synth(
     from recbft.config_file import parse_setting
     from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic
 
-    config = from_dict(SyntheticConfig, {**dict(map(parse_setting, settings or ())), "seed": seed})
+    config = from_dict(
+        SyntheticConfig, dict(map(parse_setting, settings or ())) | ({} if seed is None else {"seed": seed})
+    )
     synthetic = generate(config)
     out.mkdir(parents=True, exist_ok=True)
     files = save_synthetic(synthetic, out / "synthetic.parquet")

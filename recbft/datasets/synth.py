@@ -64,6 +64,7 @@ class SyntheticConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _require(self.seed >= 0, "seed", self.seed, ">= 0")
         _require(self.num_users >= 1, "num_users", self.num_users, ">= 1")
         _require(self.num_items >= 4 * SHORTEST, "num_items", self.num_items, f">= {4 * SHORTEST}")
         _require(SHORTEST <= self.mean_length <= self.num_items / 8, "mean_length", self.mean_length,

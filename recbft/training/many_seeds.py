@@ -251,7 +251,8 @@ class _Stack:
         failed: list[RunError | None] = [None] * num
         self.model.body.train()
         self.model.refresh()
-        epochs = [s.batches.epoch(s.state.epoch) for s in self.sessions if s.batches is not None]
+        own = [session.batches for session in self.sessions if session.batches is not None]
+        epochs = [batches.epoch(state.epoch) for batches, state in zip(own, states, strict=True)]
         for done, batches in enumerate(zip(*epochs, strict=True), start=1):
             if self.stop.is_set():
                 raise RunError("another run broke off")
@@ -272,7 +273,7 @@ class _Stack:
                 learned = int((batch.target > 0).sum())
                 tokens[n], total[n] = tokens[n] + learned, total[n] + values[n] * learned
                 if failed[n] is None:
-                    self.sessions[n].progress.batch(done, len(epochs), total[n] / tokens[n], tokens[n])
+                    self.sessions[n].progress.batch(done, own[n].num_batches, total[n] / tokens[n], tokens[n])
         # Each run's share: what the epoch would have cost if all had taken their turns.
         seconds = (time.perf_counter() - began) / num
         rows: list[Row | RunError] = []
