@@ -26,6 +26,7 @@ from torch import Tensor
 
 from recbft.core.statistics import SiluMoments
 from recbft.errors import UserError
+from recbft.kernels.full_precision import in_full_precision
 
 # Kind of attention weights -> the estimators defined for it.
 ESTIMATORS: dict[str, tuple[str, ...]] = {
@@ -147,6 +148,7 @@ def design_effect_precision(
     return (size / (key_variance + (prior_dof * prior_scale + epsilon_of(key_variance)))).clamp(max=cap)
 
 
+@in_full_precision
 def projected_precision(precision: Tensor, weight: Tensor, *, cap: float = 100.0) -> Tensor:
     """Equation (6): the precision of ``W e`` from that of ``e``.
 

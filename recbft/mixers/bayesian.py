@@ -27,7 +27,6 @@ from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace, choose
 from recbft.kernels.memory.positivity import check_positive
-from recbft.kernels.memory.reference import filter_memory as reference
 from recbft.kernels.memory.reference import prior, step
 from recbft.kernels.transforms import transformed
 from recbft.mixers.memory_maps import (
@@ -109,7 +108,7 @@ def filter_memory(
         observation_noise=observation_noise,
         prior_variance=prior_variance,
         first=first,
-        **({} if path is reference else {"chunk": chunk}),
+        chunk=chunk,
     )
     check_positive(trace.readout_variance, trace.gain, observation_noise)
     return trace

@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from recbft.config import check_range
 from recbft.core import ffn_jacobian
 from recbft.errors import UserError
+from recbft.kernels.full_precision import in_full_precision
 from recbft.mixers.penalty import PenaltySlot
 from recbft.mixers.regime import GaussianMemberships
 
 SHARPNESS = 0.5  # of (1)
+_slope = in_full_precision(ffn_jacobian)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class FuzzyMoEConfig:
                     raise UserError(f"{field.name} has no effect without experts; leave it out or set experts: 4")
             return
         check_range("experts", self.experts, at_least=2)
-        check_range("experts_per_token", self.experts_per_token, at_least=1)
+        check_range("experts_per_token", self.experts_per_token, at_least=2)  # the share of one is 1: nothing learns
         check_range("gate_regimes", self.gate_regimes, at_least=2)
         check_range("gate_width", self.gate_width, at_least=self.gate_regimes)
         check_range("load_balance", self.load_balance, at_least=0)
@@ -108,7 +110,7 @@ class FuzzyMoE(nn.Module):
             a = inner(tokens[chosen])
             output = output.index_add(0, chosen, (share * outer(F.gelu(a))).to(output.dtype))  # (3)
             if jacobian is not None:
-                slope = ffn_jacobian(a, inner.weight.detach(), outer.weight.detach())
+                slope = _slope(a, inner.weight.detach(), outer.weight.detach())
                 jacobian = jacobian.index_add(0, chosen, (share * slope).to(jacobian.dtype))  # (5)
         return Prediction(output.view_as(x), None if jacobian is None else jacobian.view_as(x))
 

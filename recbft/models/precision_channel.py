@@ -16,6 +16,7 @@ Shapes: B rows, T tokens, D model width, F feed-forward width, V items.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +118,15 @@ class LayerPrecision(nn.Module):
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.factors: tuple[Tensor, Tensor] | None = None
 
+    def _apply(self, fn: Any, recurse: bool = True) -> LayerPrecision:
+        self.factors = None  # of weights of another type, or elsewhere
+        moved: LayerPrecision = super()._apply(fn, recurse)
+        return moved
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        self.factors = None  # of other weights
+        super()._load_from_state_dict(*arguments, **named)
+
     @property
     def mode(self) -> JacobianMode:
         """How the Jacobian is had at present."""
@@ -137,7 +147,8 @@ class LayerPrecision(nn.Module):
         if self.core.propagation != "jacobian":
             return
         if "low_rank" in (self.core.jacobian, self.core.jacobian_in_evaluation) or self.core.jacobian == "running_mean":
-            self.factors = jacobian_factors(w1.detach(), w2.detach(), self.core.jacobian_rank)
+            with torch.inference_mode(False):  # training goes on with what evaluation has made
+                self.factors = jacobian_factors(w1.detach(), w2.detach(), self.core.jacobian_rank)
 
     def prior(self, precision: Tensor, context: SequenceContext) -> Tensor:
         """Equation (2): the incoming precision a layer works with, (B, T, D)."""

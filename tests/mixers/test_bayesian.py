@@ -350,6 +350,18 @@ def test_retnet_keeps_the_share_of_its_authors():
     assert kept.flatten().tolist() == [1 - 1 / 32, 1 - 1 / 64]
 
 
+def test_autocast_takes_the_loop_too():
+    q, k, v = (torch.randn(1, 1, 4, 2) for _ in range(3))
+    noises = {"process_noise": torch.ones(1, 1, 4), "observation_noise": torch.ones(1, 1, 4)}
+
+    def read():
+        return filter_memory(q, k, v, transition=None, prior_variance=1.0, **noises, impl="reference").readout
+
+    plain = read()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(read(), plain)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_half_precision_filters_in_float32(dtype):
     torch.manual_seed(0)

@@ -159,6 +159,21 @@ def test_a_low_rank_jacobian_of_full_rank_is_the_exact_one(lab):
             lab.assert_same(one, two)
 
 
+def test_kept_factors_of_the_jacobian_go_with_the_weights_they_are_of(lab):
+    model, other = (lab.build("bft low rank in evaluation", seed=seed) for seed in (0, 1))
+    model.refresh()
+    model.double().train().encode(lab.packed([[1, 2, 3]]))  # of another type
+    with torch.inference_mode():
+        model.eval().encode(lab.packed([[1, 2, 3]]))  # factors made here serve in training
+    states = model.train().encode(lab.packed([[1, 2, 3]]))
+    states.mean.sum().backward()
+    other = other.double()
+    other.refresh()
+    other.load_state_dict(model.state_dict())
+    one, two = (lab.beliefs(each, [[1, 2, 3, 4]])[0] for each in (model, other))
+    lab.assert_same(one, two)
+
+
 def test_a_lower_rank_changes_scores_little_but_not_nothing(lab):
     exact, low = lab.shaken(lab.build("bft exact")), lab.shaken(lab.build("bft low rank in evaluation"))
     one, two = (lab.beliefs(model, [[1, 2, 3, 4]])[0][0] for model in (exact, low))

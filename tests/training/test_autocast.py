@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from recbft.core import projected_precision
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
 from recbft.kernels.full_precision import autocast_device, in_full_precision
@@ -81,6 +82,13 @@ def test_what_runs_in_full_precision_gets_float32_and_knows_no_autocast():
     assert seen == [(None, torch.float32, torch.float32)] and made.dtype == torch.float32
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
     assert product(x.detach(), x.detach(), z=torch.ones(1)).dtype == torch.bfloat16  # outside, nothing is touched
+
+
+def test_precision_is_carried_through_an_output_map_in_full():
+    precision, weight = torch.rand(5, 8) + 0.1, torch.randn(8, 8)
+    with autocast("bf16", torch.device("cpu")):
+        found = projected_precision(precision, weight)
+    assert torch.equal(projected_precision(precision, weight), found)
 
 
 def test_a_run_trains_in_it_and_is_nearly_the_run(dataset, tmp_path):

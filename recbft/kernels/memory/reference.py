@@ -71,8 +71,12 @@ def filter_memory(
     observation_noise: Tensor,
     prior_variance: Tensor,
     first: Tensor | None,
+    chunk: int | None = None,
 ) -> MemoryTrace:
-    """Filter histories laid out one after another; ``first`` (B, T) is True where one begins, None for column 0."""
+    """Filter histories laid out one after another; ``first`` (B, T) is True where one begins, None for column 0.
+
+    It goes token by token: ``chunk``, which the other paths take, has no effect.
+    """
     start = prior(k[:, :, 0], v[:, :, 0], prior_variance)
     state, readings = start, []
     for t in range(k.shape[2]):
