@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.command import finish
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.paired import SeedComparison, compare_seeds
-from recbft.experiments.runs import Run, label_runs, read_run
+from recbft.experiments.runs import Run, check_same, label_runs, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.training.run_folder import RunFolder
 
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     runs = [read_run(path) for out in options.out for path in finished_runs(Path(out))]
     if not runs:
         raise UserError(f"no finished run in {', '.join(options.out)}; name folders that `recbft compare` wrote")
+    check_same(runs)
     arms = label_runs(runs)
     baseline = options.baseline or next(iter(arms))
     if baseline not in arms:
@@ -73,6 +74,8 @@ def validations(runs: Sequence[Run], metric: str) -> dict[int, float]:
         values = run.metrics["validation"]["unfiltered"]
         if metric not in values:
             raise UserError(f"unknown metric {metric!r}; {did_you_mean(metric, values)}")
+        if run.seed in found:
+            raise UserError(f"{run.path} has seed {run.seed} of an arm a second time; name each run once")
         found[run.seed] = values[metric]
     return found
 

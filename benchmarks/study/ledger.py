@@ -54,6 +54,7 @@ def add(places: Sequence[str], file: Path) -> int:
         there = known.get(_key(row))
         if there is None:
             new.append(row)
+            known[_key(row)] = row
         elif any(abs(there[name] - row[name]) > 1e-9 for name in METRICS):
             raise UserError(
                 f"{file} has seed {row['seed']} of {row['arm']} on {row['dataset']} with other figures (made on "

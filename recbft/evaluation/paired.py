@@ -78,9 +78,10 @@ def compare_seeds(baseline: ArrayLike, other: ArrayLike, *, samples: int = 100_0
     """
     a, b = _pair(baseline, other, "seeds")
     d, n = b - a, a.size
-    mean, sd = float(d.mean()), _spread(d)
+    mean, sd = float(d.mean()), _spread(d, a, b)
     quantile = float(stats.t.ppf(0.975, n - 1))
     half = quantile * sd / math.sqrt(n)
+    p_signs = sign_flip_p(d, samples=samples, seed=seed)
     return SeedComparison(
         num_seeds=n,
         mean_baseline=float(a.mean()),
@@ -90,8 +91,9 @@ def compare_seeds(baseline: ArrayLike, other: ArrayLike, *, samples: int = 100_0
         difference=mean,
         relative=_ratio(mean, float(a.mean())),
         interval=(mean - half, mean + half),
-        p_t=_t_test(mean, sd, n),
-        p_sign_flip=sign_flip_p(d, samples=samples, seed=seed),
+        # Equal differences leave the t-test without a spread to judge by; how few they are the signs know.
+        p_t=_t_test(mean, sd, n) if sd else p_signs,
+        p_sign_flip=p_signs,
         wins=int((d > 0).sum()),
         cohen_d=_ratio(mean, sd),
         smallest_effect=_smallest_standard_effect(n) * sd,
@@ -193,16 +195,14 @@ def _pair(baseline: ArrayLike, other: ArrayLike, what: str) -> tuple[FloatArray,
     return a, b
 
 
-def _spread(d: FloatArray) -> float:
-    """Standard deviation, exactly 0 where all differences are equal up to rounding."""
+def _spread(d: FloatArray, a: FloatArray, b: FloatArray) -> float:
+    """Standard deviation of the differences b - a, exactly 0 where all are equal up to the rounding of the values."""
     sd = float(d.std(ddof=1))
-    return 0.0 if sd <= 1e-14 * float(np.abs(d).max(initial=0.0)) else sd
+    return 0.0 if sd <= 1e-14 * float(np.abs([a, b]).max(initial=0.0)) else sd
 
 
 def _t_test(mean: float, sd: float, n: int) -> float:
-    """Two-sided p of (1); 1 for equal arms, 0 where all differences are the same and not 0."""
-    if sd == 0:
-        return 1.0 if mean == 0 else 0.0
+    """Two-sided p of (1); sd > 0."""
     return float(2 * stats.t.sf(abs(mean) / (sd / math.sqrt(n)), n - 1))
 
 

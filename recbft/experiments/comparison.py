@@ -20,7 +20,7 @@ from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.arms import leaves
-from recbft.experiments.external import read_external
+from recbft.experiments.external import ExternalRanks, read_external
 from recbft.experiments.lists import seeds_text
 from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, check_same, label_runs, read_run
 
@@ -130,6 +130,7 @@ def comparison_of(
         arms[name] = Arm(name, seeds, (None,) * len(seeds), ranks, tuple([] for _ in seeds), {})
         notes += _notes_on_file(name, file.seeds, file.others)
     chosen = _baseline(baseline, arms)
+    _refuse_without_seeds(chosen, files)
     per_user = runs[0].per_user
     return Comparison(
         path=None,
@@ -229,6 +230,17 @@ def _baseline(name: str | None, arms: Mapping[str, Arm]) -> str:
     if name is not None and name not in arms:
         raise UserError(f"baseline {name!r} is not an arm; {did_you_mean(name, arms)}")
     return name or (BASELINE if BASELINE in arms else next(iter(arms)))
+
+
+def _refuse_without_seeds(baseline: str, files: Mapping[str, ExternalRanks]) -> None:
+    """Two files of ranks that hold for all seeds differ alike in each: there is nothing to test over seeds."""
+    single = [name for name, file in files.items() if file.seeds is None]
+    if baseline in single and len(single) > 1:
+        other = next(name for name in single if name != baseline)
+        raise UserError(
+            f"--external {baseline} and {other} have ranks of one seed each, which no test over seeds tells apart; "
+            "take a trained arm as --baseline, or give ranks of several seeds (a column seed)"
+        )
 
 
 def _shared_protocol(runs: Sequence[Run], arms: Mapping[str, Arm], seeds: tuple[int, ...]) -> dict[str, Any]:

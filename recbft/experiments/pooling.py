@@ -53,6 +53,9 @@ def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise UserError(f"the comparisons have baselines {', '.join(sorted(baselines))}; give --baseline to each alike")
     baseline = baselines.pop()
     each = [{cell[:3]: cell[3] for cell in cells_of(result["comparisons"].get(baseline, {}))} for result in results]
+    models = {str(result["protocol"].get("config", {}).get("model")) for result in results}
+    if len(models) > 1:
+        raise UserError(f"the comparisons are of {', '.join(sorted(models))}; pool those of one model")
     shared = [key for key in each[0] if all(key in one for one in each)]
     if not shared:
         raise UserError("the comparisons have no arm and metric in common; compare the same arms on each data set")
@@ -60,6 +63,7 @@ def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "baseline": baseline,
         "data": [result["protocol"]["dataset"] for result in results],
         "pooled": [_pooled(key, [one[key]["over_seeds"] for one in each]) for key in shared],
+        "left_out": sorted({key[0] for one in each for key in one} - {key[0] for key in shared}),
     }
 
 
@@ -76,10 +80,11 @@ def pooled_document(pooled: dict[str, Any], *, markdown: bool) -> str:
         ]
         for one in pooled["pooled"]
     ]  # fmt: skip
+    absent = ", ".join(pooled.get("left_out", []))
     return (
         f"Relative difference from {pooled['baseline']} per data set, and Fisher's pooled p of the paired t-tests over "
         "seeds. A small p says that there is a difference somewhere; read its direction from the data sets.\n\n"
-        f"{table(names, rows)}\n"
+        f"{table(names, rows)}\n" + (f"\nLeft out, not in every comparison: {absent}\n" if absent else "")
     )
 
 

@@ -80,7 +80,7 @@ def write_comparison(
     result = results_of(comparison, metrics=metrics)
     result = {"format": FORMAT, "made": dict(made), **result, "environments": _environments(comparison)}
     for name, arm in comparison.arms.items():
-        runs = {str(seed): os.path.relpath(run, folder)
+        runs = {str(seed): os.path.relpath(run.resolve(), folder.resolve())
                 for seed, run in zip(arm.seeds, arm.runs, strict=True) if run is not None}  # fmt: skip
         copied = None if not external or name not in external else _keep(external[name], folder / "external", name)
         result["arms"][name] |= {"runs": runs, "external": copied}

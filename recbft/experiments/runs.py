@@ -148,7 +148,12 @@ def _name(run: Run, others: Sequence[Run], with_model: bool) -> str:
     alike = [
         by_setting(_identifying(o.config)) for o in others if all(o.config[k] == config[k] for k in ("model", "arm"))
     ]
-    own = {key: v for key, v in settings_of(run).items() if any(other.get(key) != v for other in alike)}
+    # The decay is always said: a plain layer with it is another baseline than one without.
+    own = {
+        key: value
+        for key, value in settings_of(run).items()
+        if key == "backbone.recency_decay" or any(other.get(key) != value for other in alike)
+    }
     return arm_name(f"{config['model']}/{config['arm']}" if with_model else str(config["arm"]), own)
 
 

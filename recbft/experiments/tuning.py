@@ -19,8 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recbft.config import field_types
 from recbft.config_file import parse_setting
+from recbft.datasets.config import DataConfig
 from recbft.errors import RunError, UserError
+from recbft.evaluation.config import EvaluationConfig
 from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec, check_varies
 from recbft.experiments.experiment import check_positive, prepare, train_or_say
@@ -58,6 +61,11 @@ class Dimension:
         return trial.suggest_float(self.key, self.low, self.high, log=self.log)
 
 
+# What makes the value of a trial: sections, and their keys where they are named alone.
+_JUDGES = ("evaluation", "data")
+_JUDGING = {*field_types(EvaluationConfig), *field_types(DataConfig)}
+
+
 def parse_space(texts: Sequence[str]) -> list[Dimension]:
     """The dimensions that ``key=a,b,c``, ``key=low..high`` and ``key=log:low..high`` name.
 
@@ -67,6 +75,9 @@ def parse_space(texts: Sequence[str]) -> list[Dimension]:
     space = [_dimension(text) for text in texts]
     for dimension in space:
         check_varies("--space", dimension.key)
+        section, _, name = dimension.key.rpartition(".")
+        if section in _JUDGES or name == "valid_metric" or (not section and name in _JUDGING):
+            raise UserError(f"--space cannot vary {dimension.key}: trials are ranked by one metric on one data set")
     if len({dimension.key for dimension in space}) < len(space):
         raise UserError("--space names a setting twice; name each once")
     return space
@@ -104,7 +115,7 @@ def search(
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         study = _open_study(out / "study.db", optuna, prune)
-        _check_same(study, space, base)
+        _check_same(study, space, base, seeds)
         _take_up_broken_trials(study, optuna)
         # A study that goes on must not draw the points again that it began with.
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
@@ -180,9 +191,9 @@ def _dimension(text: str) -> Dimension:
     return Dimension(key.strip(), low=low, high=high, log=bool(found[1]))
 
 
-def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig) -> None:
-    """A study is of one search: its model, data, fixed settings and space."""
-    now = {"space": [repr(dimension) for dimension in space], "config": base.to_yaml()}
+def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: Sequence[int]) -> None:
+    """A study is of one search: its model, data, fixed settings, space and seeds."""
+    now = {"space": [repr(dimension) for dimension in space], "config": base.to_yaml(), "list of seeds": list(seeds)}
     for name, value in now.items():
         if study.user_attrs.setdefault(name, value) != value:
             raise UserError(

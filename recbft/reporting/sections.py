@@ -71,7 +71,8 @@ def strata_section(comparison: Comparison, *, data_root: str | None, quantiles: 
     names, left_out = available(subject)
     first = headline(comparison.protocol)
     # An external system may know the other setting only.
-    setting = next(s for s in (first, *SETTINGS) if comparison.baseline in subject.ranks[s])
+    known = [s for s in (first, *SETTINGS) if comparison.baseline in subject.ranks[s]]
+    setting = next((s for s in known if len(subject.ranks[s]) > 1), known[0])
     made = stratified(subject, by=names, quantiles=quantiles, setting=setting)
     absent = [name for name in comparison.arms if name not in subject.ranks[setting]]
     left_out += [f"{name} has no {setting} ranks and is in none of these tables." for name in absent]

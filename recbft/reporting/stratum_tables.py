@@ -79,6 +79,11 @@ def _ranks(subject: Subject, setting: str) -> dict[str, np.ndarray]:
     ranks = dict(subject.ranks.get(setting, {}))
     if not ranks or (subject.baseline is not None and subject.baseline not in ranks):
         raise UserError(f"there are no ranks {SETTINGS.get(setting, setting)}; choose the other --setting")
+    if subject.baseline is not None and len(ranks) == 1:
+        raise UserError(
+            f"only {subject.baseline} has ranks {SETTINGS.get(setting, setting)}, and nothing to be compared with; "
+            "choose the other --setting"
+        )
     return ranks
 
 

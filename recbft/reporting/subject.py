@@ -62,6 +62,8 @@ def subject_of_runs(
     run = read_run(path)
     runs = [run] if baseline is None else [read_run(baseline), run]
     check_same(runs)
+    if len(runs) > 1 and runs[0].path.resolve() == run.path.resolve():
+        raise UserError(f"{path} is its own baseline; give another run")
     names = [str(run.config["arm"])] if baseline is None else _names(runs)
     users = run.per_user["user"].to_numpy()
     items, missing = load_items(run.config, run.protocol["content_hash"], users, data_root)
@@ -151,6 +153,9 @@ def _in_seconds(dataset: Dataset) -> bool:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Two runs by their arms, by their folders where the arms are the same."""
-    labels = [label for label, group in label_runs(runs).items() for _ in group]
-    return labels if len(set(labels)) == len(runs) else [str(run.path) for run in runs]
+    """Two runs by their arms, and by their seeds where these differ; by their folders where the arms are the same."""
+    labels = {run.path: label for label, group in label_runs(runs).items() for run in group}
+    if len(set(labels.values())) < len(runs):
+        return [str(run.path) for run in runs]
+    apart = len({run.seed for run in runs}) > 1
+    return [f"{labels[run.path]} (seed {run.seed})" if apart else labels[run.path] for run in runs]

@@ -124,17 +124,19 @@ def test_a_choice_refuses_what_is_not_there(trained, tmp_path):
         choose.main([str(tmp_path)])
     with pytest.raises(UserError, match="unknown arm 'bft'"):
         choose.main([str(trained), "--baseline", "bft"])
+    with pytest.raises(UserError, match="of an arm a second time; name each run once"):
+        choose.main([str(trained), str(trained)])
     with pytest.raises(UserError, match="unknown metric 'ndcg@7'"):
         choose.main([str(trained), "--metric", "ndcg@7"])
 
 
 def test_a_ledger_keeps_runs_once_and_pairs_arms_by_seed(train_arms, tmp_path, capsys):
     out, file = train_arms("matched,matched+recency,bft"), tmp_path / "runs.csv"
-    assert ledger.main(["add", str(out), "--file", str(file)]) == 0
+    assert ledger.main(["add", str(out / "runs" / "bft-seed0"), str(out), "--file", str(file)]) == 0
     written = file.read_bytes()
     assert ledger.main(["add", str(out / "runs" / "bft-seed1"), str(out), "--file", str(file)]) == 0
     assert file.read_bytes() == written
-    assert "6 runs added, 0 were there, 6 in all" in capsys.readouterr().out
+    assert "6 runs added, 1 were there, 6 in all" in capsys.readouterr().out
     table = ledger.read(file)
     said = json.loads((out / "runs" / "bft-seed1" / "metrics.json").read_text())["test"]["filtered"]["ndcg@10"]
     line = table[(table["arm"] == "bft") & (table["seed"] == 1)].iloc[0]

@@ -165,6 +165,9 @@ def test_a_trial_below_the_median_is_given_up(capsys, events, tmp_path):
     [
         ("seed=0,1", "--space cannot vary seed: every value is trained on the seeds that --seeds gives"),
         ("data.dataset=a.csv,b.csv", "--space cannot vary data.dataset: its runs are on one data set, -d"),
+        ("training.valid_metric=ndcg@10,hr@10", "--space cannot vary training.valid_metric: trials are ranked by one"),
+        ("filter_seen=false,true", "--space cannot vary filter_seen: trials are ranked by one metric on one data set"),
+        ("data.k_core=0..5", "--space cannot vary data.k_core"),
         ("epochs", "--space 'epochs' is not KEY=VALUES; write a,b,c or low..high or log:low..high"),
         ("dropout=0.5..0.1", "give numbers low..high with low < high"),
         ("dropout=log:0..0.5", "low > 0 after log:"),

@@ -63,10 +63,17 @@ def test_identical_arms_differ_by_nothing_with_p_one():
     assert (users.difference, users.interval, users.p_sign_flip) == (0, (0, 0), 1)
 
 
-def test_a_constant_difference_is_certain_to_the_t_test_and_not_to_the_signs():
-    found = compare_seeds([0.1, 0.2, 0.3], [0.2, 0.3, 0.4])
-    assert found.p_t == 0 and found.cohen_d is None
-    assert found.p_sign_flip == 2 / 8
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_a_constant_difference_is_no_more_certain_than_so_many_seeds_can_make_it(n):
+    values = np.linspace(0.1, 0.3, n)
+    found = compare_seeds(values, values + 1e-3)
+    assert found.p_t == found.p_sign_flip == 2 / 2**n and found.cohen_d is None
+    assert compare_seeds(values, values).p_t == 1
+
+
+def test_equal_differences_are_seen_through_the_rounding_of_the_values():
+    hits = np.array([100, 133, 171]) / 4385
+    assert compare_seeds(hits, hits + 2 / 4385).cohen_d is None
 
 
 def test_zero_metrics_give_no_nan():

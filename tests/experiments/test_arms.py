@@ -33,6 +33,8 @@ def test_an_arms_own_settings_win_over_common_ones():
         ("bft[lam_max=10", r"arm 'bft\[lam_max=10' cannot be read"),
         ("bft+decay", r"arm 'bft\+decay' cannot be read"),
         ("bft,matched,bft", r"arm 'bft' is named twice; name each once"),
+        ("matched[model=hstu]", r"arm 'matched\[model=hstu\]' cannot vary model: its runs are of one model"),
+        ("bft[seed=7]", r"arm 'bft\[seed=7\]' cannot vary seed"),
     ],
 )
 def test_a_list_that_is_not_of_arms_is_refused(text, message):

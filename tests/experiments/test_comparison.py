@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from recbft.errors import UserError
 from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.external import read_external
 from recbft.experiments.results import results_of, write_comparison
+from recbft.experiments.runs import label_runs, read_run
 from recbft.files import write_json
 from recbft.training.run_folder import RunFolder
 from recbft.training.session import train
@@ -329,6 +331,21 @@ def test_a_file_that_cannot_be_read_is_refused(trained, tmp_path, name, content,
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         comparison_of(runs_in(trained), external={"other": tmp_path / name})
+
+
+def test_two_files_of_one_seed_are_not_told_apart_over_seeds(trained, tmp_path):
+    run = runs_in(trained, "bft")[0]
+    files = {name: ranks_file(tmp_path / f"{name}.csv", run) for name in ("pop", "peer")}
+    assert comparison_of(runs_in(trained), external=files).baseline == "matched"
+    with pytest.raises(UserError, match="--external pop and peer have ranks of one seed each"):
+        comparison_of(runs_in(trained), external=files, baseline="pop")
+
+
+def test_a_plain_layer_with_the_decay_is_never_called_without(trained):
+    plain, tracked = (read_run(runs_in(trained, arm)[0]) for arm in ("matched", "bft"))
+    config = plain.config | {"backbone": plain.config["backbone"] | {"recency_decay": True}}
+    decayed = replace(plain, protocol=plain.protocol | {"config": config})
+    assert list(label_runs([decayed, tracked])) == ["matched+recency", "bft"]
 
 
 def test_an_external_arm_may_not_take_a_trained_arms_name(trained, tmp_path):

@@ -100,6 +100,8 @@ def test_pooling_is_fishers_and_tells_the_direction():
     assert first["p_fisher"] == pytest.approx(stats.combine_pvalues([c["p_t"] for c in cells]).pvalue)
     assert first["better_on"] == sum(c["difference"] > 0 for c in cells) == 2
     text = pooled_document(found, markdown=False)
+    results[0]["comparisons"]["matched"]["more"] = results[0]["comparisons"]["matched"]["bft"]
+    assert "Left out, not in every comparison: more" in pooled_document(pool(results), markdown=False)
     assert "2 of 3" in text and "read its direction from the data sets" in text
 
 
@@ -111,5 +113,9 @@ def test_what_cannot_be_pooled_is_refused():
         pool([one, results_with(2, "beauty")])
     with pytest.raises(UserError, match="have baselines bft, matched; give --baseline"):
         pool([one, {**results_with(2, "games"), "baseline": "bft"}])
+    models = [{**each, "protocol": {**each["protocol"], "config": {"model": model}}}
+              for each, model in ((one, "sasrec"), (results_with(2, "games"), "hstu"))]  # fmt: skip
+    with pytest.raises(UserError, match="the comparisons are of hstu, sasrec; pool those of one model"):
+        pool(models)
     with pytest.raises(UserError, match="no arm and metric in common"):
         pool([one, {**results_with(2, "games"), "comparisons": {}}])

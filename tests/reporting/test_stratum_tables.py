@@ -47,7 +47,7 @@ def test_a_table_worked_by_hand():
     assert column(table, "mean frequency") == [0.5, 9.0]
     assert column(table, "plain") == [0.5, 0.5] and column(table, "bft") == [1.0, 0.5]
     assert column(table, "difference") == [0.5, 0.0] and column(table, "relative") == [1.0, 0.0]
-    assert column(table, "p") == [0.0, 1.0] and column(table, "Holm p") == [0.0, 1.0]
+    assert column(table, "p") == [0.5, 1.0] and column(table, "Holm p") == [1.0, 1.0]
     assert column(table, "remark") == ["too small: 2 users", "too small: 2 users"]
     assert "Edges of item frequency from the training counts of all 4 items" in table.caption
     assert "Holm over the 2 tests of this table" in table.caption and "Confound check: Pearson r" in table.caption
@@ -98,6 +98,10 @@ def test_two_runs_are_compared_over_users(trained):
     assert {"matched", "bft", "difference"} <= {c.heading for c in made.table.columns}
     again = subject_of_runs(runs / "bft-seed0", baseline=runs / "bft-seed1")
     assert list(again.ranks["unfiltered"]) == [str(runs / "bft-seed1"), str(runs / "bft-seed0")]
+    other = subject_of_runs(runs / "bft-seed0", baseline=runs / "matched-seed1")
+    assert list(other.ranks["unfiltered"]) == ["matched (seed 1)", "bft (seed 0)"]
+    with pytest.raises(UserError, match="is its own baseline; give another run"):
+        subject_of_runs(runs / "bft-seed0", baseline=runs / "bft-seed0")
 
 
 def test_without_the_data_set_edges_come_from_the_targets_and_the_table_says_so():
