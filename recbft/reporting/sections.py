@@ -70,11 +70,11 @@ def strata_section(comparison: Comparison, *, data_root: str | None, quantiles: 
     subject = subject_of_comparison(comparison, data_root=data_root)
     names, left_out = available(subject)
     first = headline(comparison.protocol)
-    # An external system may know the other setting only.
-    known = [s for s in (first, *SETTINGS) if comparison.baseline in subject.ranks[s]]
-    setting = next((s for s in known if len(subject.ranks[s]) > 1), known[0])
+    # An external system may know the other setting only; a trained arm, which is always there, knows both.
+    there = subject.ranks
+    setting = next(s for s in (first, *SETTINGS) if comparison.baseline in there[s] and len(there[s]) > 1)
     made = stratified(subject, by=names, quantiles=quantiles, setting=setting)
-    absent = [name for name in comparison.arms if name not in subject.ranks[setting]]
+    absent = [name for name in comparison.arms if name not in there[setting]]
     left_out += [f"{name} has no {setting} ranks and is in none of these tables." for name in absent]
     # The grid has as many rows as all other tables together.
     shown = [one for one in made if one.metric == made[0].metric and one.by != "grid"]
