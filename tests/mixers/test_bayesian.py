@@ -15,6 +15,7 @@ from recbft.core import SequenceContext
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError
 from recbft.kernels.memory import reference
+from recbft.kernels.memory.positivity import check_positive
 from recbft.mixers import bayesian
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer, MemoryEvent, MemoryState, filter_memory, step
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyConfig, MemoryFamilyMixer, unfiltered_memory
@@ -469,6 +470,12 @@ def test_a_covariance_that_lost_positive_definiteness_is_reported(monkeypatch):
     monkeypatch.setattr(reference, "prior", lambda *_: broken)
     with pytest.warns(RuntimeWarning, match=r"lost positive definiteness at 2 of 3 steps \(worst variance -"):
         filter_memory(k, k, k, prior_variance=1.0, impl="reference", **how)
+
+
+def test_a_loss_of_positive_definiteness_beyond_all_numbers_is_reported_too():
+    margin, gain = torch.tensor([0.5, -torch.inf]), torch.tensor([0.5, 1.0])
+    with pytest.warns(RuntimeWarning, match=r"at 1 of 2 steps \(worst variance -inf"):
+        check_positive(margin, gain, torch.ones(2))
 
 
 def test_names_that_others_rely_on():

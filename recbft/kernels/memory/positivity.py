@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -25,7 +26,8 @@ def check_positive(readout_variance: Tensor, gain: Tensor, observation_noise: Te
     if bool(lost.any()):
         predicted = gain.detach() / (1 - gain.detach())  # k' Pb k over the noise
         worst = torch.minimum(margin, predicted)[lost]
-        report_loss(int(lost.sum()), lost.numel(), worst[worst.isfinite()].min().item())
+        told = worst[worst.isfinite()]
+        report_loss(int(lost.sum()), lost.numel(), told.min().item() if told.numel() else -math.inf)
 
 
 def report_loss(count: int, total: int, worst: float) -> None:
