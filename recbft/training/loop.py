@@ -50,7 +50,7 @@ def fit(
     try:
         while not is_over(config, state):
             row = _train_epoch(model, optimizer, batches, config, state, progress, controllers)
-            close_epoch(row, config, state, validate=validate, keep=keep, progress=progress)
+            close_epoch(row, model, config, state, validate=validate, keep=keep, progress=progress)
     finally:
         progress.stop()
 
@@ -62,6 +62,7 @@ def is_over(config: TrainingConfig, state: TrainState) -> bool:
 
 def close_epoch(
     row: Row,
+    model: torch.nn.Module,
     config: TrainingConfig,
     state: TrainState,
     *,
@@ -69,7 +70,12 @@ def close_epoch(
     keep: Callable[[Row, bool], None],
     progress: Progress,
 ) -> None:
-    """Validate where it is due, judge, save and tell; ``state`` counts the epoch already. Arguments as in ``fit``."""
+    """Validate where it is due, judge, save and tell; ``state`` counts the epoch already. Arguments as in ``fit``.
+
+    Raises:
+        RunError: a weight is not finite.
+    """
+    check_weights(model, config, state)
     improved = False
     if state.epoch % config.eval_every == 0 or state.epoch == config.epochs:
         metrics = validate()
@@ -119,7 +125,6 @@ def _train_epoch(
         controllers.after_step(moment_of(model, optimizer, batches, config, state), value)
         tokens, total = tokens + learned, total + value * learned
         progress.batch(done, batches.num_batches, total / tokens, tokens)
-    check_weights(model, config, state)
     state.epoch += 1
     seconds = time.perf_counter() - began
     return {
@@ -159,7 +164,7 @@ def _judge(state: TrainState, metric: float) -> bool:
 
 
 def check_weights(model: torch.nn.Module, config: TrainingConfig, state: TrainState) -> None:
-    """A finite loss can have a gradient that is not: what it leaves is told before it is saved.
+    """A finite loss can have a gradient that is not: what an epoch leaves of it is told before it is saved.
 
     Raises:
         RunError: a weight is not a number.
@@ -167,7 +172,7 @@ def check_weights(model: torch.nn.Module, config: TrainingConfig, state: TrainSt
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise RunError(
-                f"{name} is not finite after step {state.step} (epoch {state.epoch + 1}), which is not saved: "
+                f"{name} is not finite after step {state.step} (epoch {state.epoch}), which is not saved: "
                 f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
             )
 

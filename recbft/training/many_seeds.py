@@ -209,6 +209,7 @@ class _Group:
             try:
                 close_epoch(
                     row,
+                    session.model,
                     session.config.training,
                     session.state,
                     validate=session.validate,

@@ -234,6 +234,29 @@ def test_a_run_whose_loss_is_not_finite_fails_alone(dataset, tmp_path, monkeypat
     assert not failed.is_finished and checkpoint.load_state(failed.checkpoint).epoch == 0
 
 
+def test_a_run_whose_weights_are_not_finite_fails_alone_and_does_not_save_them(
+    dataset, tmp_path, monkeypatch, in_float64
+):
+    def begin(config, *arguments, **options):
+        made = session.begin(config, *arguments, **options)
+        if config.seed == 1:
+            with torch.no_grad():  # of a position that no history reaches: the loss does not tell
+                made.model.position_embedding.weight[-1] = float("nan")
+        return made
+
+    base = config(max_length=100)
+    monkeypatch.setattr(many_seeds, "begin", begin)
+    message = (
+        r"the run of seed 1 failed: position_embedding\.weight is not finite after step \d+ \(epoch 1\), which is not"
+    )
+    with pytest.raises(RunError, match=message):
+        together(base, tmp_path / "together", dataset)
+    for seed, expected in zip((0, 5), alone(base, tmp_path / "alone", dataset, [0, 5]), strict=True):
+        assert_close_runs(RunFolder.open(tmp_path / f"together/seed{seed}"), expected)
+    failed = RunFolder.open(tmp_path / "together/seed1")
+    assert not failed.is_finished and checkpoint.load_state(failed.checkpoint).epoch == 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs processes that are forked"
