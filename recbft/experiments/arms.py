@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recbft.config import to_dict
+from recbft.config import field_types, to_dict
 from recbft.config_file import parse_setting
+from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
+from recbft.evaluation.config import EvaluationConfig
 from recbft.experiments.lists import split_list
 from recbft.run_config import RunConfig, load_run_config
 
@@ -27,6 +29,7 @@ _GIVEN_ELSEWHERE = {
     "arm": "its runs are of one arm, --arm; `recbft compare --arms A,B` takes several",
     "dataset": "its runs are on one data set, -d; take each by itself",
 }
+_JUDGING = {*field_types(EvaluationConfig), *field_types(DataConfig)}
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,17 @@ def check_varies(option: str, key: str) -> None:
     """
     if (bare := key.strip().removeprefix("data.")) in _GIVEN_ELSEWHERE:
         raise UserError(f"{option} cannot vary {key}: {_GIVEN_ELSEWHERE[bare]}")
+
+
+def check_judges(option: str, key: str) -> None:
+    """Refuse to vary what values are judged by: the data, how they are evaluated, and the metric that is validated.
+
+    Raises:
+        UserError: it is such a key.
+    """
+    section, _, name = key.strip().rpartition(".")
+    if section in ("evaluation", "data") or name == "valid_metric" or (not section and name in _JUDGING):
+        raise UserError(f"{option} cannot vary {key}: its values are judged by one metric on one data set")
 
 
 def settings_of(config: RunConfig) -> list[str]:

@@ -18,7 +18,7 @@ from recbft.config_file import parse_setting
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS
-from recbft.experiments.arms import ArmSpec, by_setting, check_varies
+from recbft.experiments.arms import ArmSpec, by_setting, check_judges, check_varies
 from recbft.experiments.document import Table, difference_cells, head, mean_sd, p_text
 from recbft.experiments.lists import split_list
 from recbft.experiments.plan import Job
@@ -48,6 +48,7 @@ def plan_sweep(vary: str, arm: str, configure: Callable[[ArmSpec], RunConfig]) -
     if not equals or not texts:
         raise UserError(f"--vary {vary!r} is not KEY=VALUE,VALUE,...; write for example core.lam_max=10,20,50")
     check_varies("--vary", key)
+    check_judges("--vary", key)
     base = ArmSpec(arm, arm)
     default = by_setting(to_dict(configure(base)))
     arms, values, full = [base], {}, ""

@@ -19,13 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recbft.config import field_types
 from recbft.config_file import parse_setting
-from recbft.datasets.config import DataConfig
 from recbft.errors import RunError, UserError
-from recbft.evaluation.config import EvaluationConfig
 from recbft.experiments import locks
-from recbft.experiments.arms import ArmSpec, check_varies
+from recbft.experiments.arms import ArmSpec, check_judges, check_varies
 from recbft.experiments.experiment import check_positive, prepare, train_or_say
 from recbft.experiments.lists import split_list
 from recbft.experiments.queue import Watcher
@@ -61,11 +58,6 @@ class Dimension:
         return trial.suggest_float(self.key, self.low, self.high, log=self.log)
 
 
-# What makes the value of a trial: sections, and their keys where they are named alone.
-_JUDGES = ("evaluation", "data")
-_JUDGING = {*field_types(EvaluationConfig), *field_types(DataConfig)}
-
-
 def parse_space(texts: Sequence[str]) -> list[Dimension]:
     """The dimensions that ``key=a,b,c``, ``key=low..high`` and ``key=log:low..high`` name.
 
@@ -75,9 +67,7 @@ def parse_space(texts: Sequence[str]) -> list[Dimension]:
     space = [_dimension(text) for text in texts]
     for dimension in space:
         check_varies("--space", dimension.key)
-        section, _, name = dimension.key.rpartition(".")
-        if section in _JUDGES or name == "valid_metric" or (not section and name in _JUDGING):
-            raise UserError(f"--space cannot vary {dimension.key}: trials are ranked by one metric on one data set")
+        check_judges("--space", dimension.key)
     if len({dimension.key for dimension in space}) < len(space):
         raise UserError("--space names a setting twice; name each once")
     return space
