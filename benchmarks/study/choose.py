@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.command import finish
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.paired import SeedComparison, compare_seeds
-from recbft.experiments.runs import Run, check_same, label_runs, read_run
+from recbft.experiments.runs import Run, by_seed, check_same, label_runs, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.training.run_folder import RunFolder
 
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     baseline = options.baseline or next(iter(arms))
     if baseline not in arms:
         raise UserError(f"unknown arm {baseline!r}; {did_you_mean(baseline, arms)}")
-    rows = [row(name, group, arms[baseline], options.metric) for name, group in arms.items()]
+    found = {name: validations(name, group, options.metric) for name, group in arms.items()}
+    rows = [row(name, group, found[name], found[baseline]) for name, group in arms.items()]
     rows.sort(key=lambda cells: cells[2], reverse=True)
     print(f"validation {options.metric}, all items; differences from {baseline}\n\n{markdown_table(HEAD, rows)}")
     return 0
@@ -48,9 +49,8 @@ def finished_runs(out: Path) -> list[Path]:
     return [path for path in found if RunFolder.open(path).is_finished]
 
 
-def row(name: str, runs: Sequence[Run], baseline: Sequence[Run], metric: str) -> list[str]:
-    """The cells of an arm."""
-    own, other = validations(runs, metric), validations(baseline, metric)
+def row(name: str, runs: Sequence[Run], own: Mapping[int, float], other: Mapping[int, float]) -> list[str]:
+    """The cells of an arm, from its validations by seed and the baseline's."""
     against = ["", "", "", ""]
     if own != other and (d := difference(own, other)) is not None:
         against = [f"{d.difference:+.4f}", percent(d), f"{d.p_t:.3f}", f"{d.wins} of {d.num_seeds}"]
@@ -67,16 +67,14 @@ def row(name: str, runs: Sequence[Run], baseline: Sequence[Run], metric: str) ->
     ]
 
 
-def validations(runs: Sequence[Run], metric: str) -> dict[int, float]:
-    """The best validation of each seed."""
+def validations(name: str, runs: Sequence[Run], metric: str) -> dict[int, float]:
+    """The best validation of each seed of an arm."""
     found: dict[int, float] = {}
-    for run in runs:
+    for seed, run in by_seed(name, runs).items():
         values = run.metrics["validation"]["unfiltered"]
         if metric not in values:
             raise UserError(f"unknown metric {metric!r}; {did_you_mean(metric, values)}")
-        if run.seed in found:
-            raise UserError(f"{run.path} has seed {run.seed} of an arm a second time; name each run once")
-        found[run.seed] = values[metric]
+        found[seed] = values[metric]
     return found
 
 

@@ -22,7 +22,7 @@ from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.arms import leaves
 from recbft.experiments.external import ExternalRanks, read_external
 from recbft.experiments.lists import seeds_text
-from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, check_same, label_runs, read_run
+from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, by_seed, check_same, label_runs, read_run
 
 COMPARISON_FILE = "comparison.json"
 BASELINE = "matched"  # where it takes part and no other is named
@@ -112,7 +112,7 @@ def comparison_of(
         raise UserError("there is no run to compare; give the folders of finished runs")
     check_same(runs)
     grouped = label_runs(runs) if names is None else _grouped(runs, names)
-    by_seed = {name: _by_seed(name, group) for name, group in grouped.items()}
+    seeds_of = {name: by_seed(name, group) for name, group in grouped.items()}
     users = runs[0].per_user[COLUMNS["user"]].to_numpy()
     files = {name: read_external(Path(path), users, num_items=runs[0].protocol["items"])
              for name, path in (external or {}).items()}  # fmt: skip
@@ -120,10 +120,10 @@ def comparison_of(
         raise UserError(f"external arm {clash[0]!r} has the name of a trained arm; give it another")
     if len(grouped) + len(files) < 2:
         raise UserError(f"there is one arm, {next(iter(grouped))}; a comparison needs at least 2")
-    have = {name: set(each) for name, each in by_seed.items()}
+    have = {name: set(each) for name, each in seeds_of.items()}
     have |= {name: set(file.seeds) for name, file in files.items() if file.seeds is not None}
     seeds, left_out = _common_seeds(have)
-    arms = {name: _trained_arm(name, each, seeds) for name, each in by_seed.items()}
+    arms = {name: _trained_arm(name, each, seeds) for name, each in seeds_of.items()}
     for name, file in files.items():
         rows = [0] * len(seeds) if file.seeds is None else [file.seeds.index(seed) for seed in seeds]
         ranks = {setting: each[rows] for setting, each in file.ranks.items()}
@@ -184,17 +184,6 @@ def _grouped(runs: Sequence[Run], names: Mapping[Path, str]) -> dict[str, list[R
     for run in runs:
         grouped.setdefault(names[run.path], []).append(run)
     return grouped
-
-
-def _by_seed(name: str, runs: Sequence[Run]) -> dict[int, Run]:
-    found: dict[int, Run] = {}
-    for run in runs:
-        if run.seed in found:
-            raise UserError(
-                f"arm {name} has two runs of seed {run.seed}: {found[run.seed].path} and {run.path}; give one of them"
-            )
-        found[run.seed] = run
-    return found
 
 
 def _common_seeds(have: Mapping[str, set[int]]) -> tuple[tuple[int, ...], list[str]]:

@@ -126,6 +126,22 @@ def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return dict(zip(names, groups, strict=True))
 
 
+def by_seed(name: str, runs: Sequence[Run]) -> dict[int, Run]:
+    """The runs of an arm by seed.
+
+    Raises:
+        UserError: two of them have one seed.
+    """
+    found: dict[int, Run] = {}
+    for run in runs:
+        if run.seed in found:
+            raise UserError(
+                f"arm {name} has two runs of seed {run.seed}: {found[run.seed].path} and {run.path}; give one of them"
+            )
+        found[run.seed] = run
+    return found
+
+
 def settings_of(run: Run) -> dict[str, Any]:
     """The settings of a run that are not its arm's defaults, by their full names."""
     config = run.config
