@@ -4,7 +4,7 @@ A Function whose forward keeps buffers for its backward is closed to them. ``app
 forward runs for the values and, where gradients are asked for, again beside its backward, so that nothing but inputs
 and outputs passes through the transform; what vmap has stacked is taken one after another, each by the fast path.
 (Folded into rows instead, stacked seeds were no faster on a CPU.) Forward mode and gradients of gradients stay with the
-references, which are plain operations; so do mechanisms whose Functions are not applied by ``applied``.
+references, which are plain operations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DRAWN_BY_PYTORCH = "what is drawn under a transform of torch.func is drawn by PyTorch"  # why dropout is declined
+
 
 def transformed() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp, ...) is at work on what runs now."""
@@ -28,6 +30,13 @@ def outside_transforms() -> AbstractContextManager[Any]:
     """What is computed in here is no part of a transform: for what batches are described by, which has no gradient."""
     disabled: AbstractContextManager[Any] = torch._C._DisableFuncTorch() if transformed() else nullcontext()
     return disabled
+
+
+def behind_transforms(x: Tensor) -> Tensor:
+    """All that vmap has stacked, as numbers: for what is decided for the whole stack, ``outside_transforms``."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def beyond_first_gradients() -> bool:

@@ -188,7 +188,8 @@ class RobustFilterAttention(nn.Module):
         v = self._heads(self.value(source))
         sampled = self.training and self.config.latent_sampling
         dynamics = self.sde()
-        value, evidence = choose("auto", v)(
+        dropout = self.dropout if self.training else 0.0
+        value, evidence = choose("auto", v, dropout=dropout)(
             *self._sightings(x, source),
             v,
             context,
@@ -196,7 +197,7 @@ class RobustFilterAttention(nn.Module):
             self._clock(context, x),
             self.config.variant,
             key_bias=self._key_bias(precision, ramp),
-            dropout=self.dropout if self.training else 0.0,
+            dropout=dropout,
             with_evidence=self.gives_precision or sampled or self.gate is not None,
         )
         if self.gate is not None:

@@ -170,7 +170,7 @@ def test_one_chunk_passes_gradcheck(kind):
 
     def run(half, M, *parts):
         P = half + half.mT  # a covariance is symmetric, and its gradient is taken so
-        return FilterChunk.apply(P, M, *parts, noise, None, masks, False, True)
+        return FilterChunk.apply(P, M, *parts, noise, None, *masks, False, True)
 
     assert torch.autograd.gradcheck(run, [state[0].requires_grad_(), state[1].requires_grad_(), *one, decay])
 
@@ -297,7 +297,7 @@ def test_a_pivot_that_is_not_positive_is_raised_and_reported():
     with pytest.warns(RuntimeWarning, match=r"lost positive definiteness at 2 of 3 steps \(worst variance -"):
         readout, *_ = FilterChunk.apply(
             broken, torch.zeros(1, K, 1), k, k, 0 * k, k[..., :1], torch.full((1, C), 0.1), None,
-            torch.zeros(1, 1), None, masks, True, True,
+            torch.zeros(1, 1), None, *masks, True, True,
         )  # fmt: skip
     assert torch.isfinite(readout).all()
 

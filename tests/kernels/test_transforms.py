@@ -7,8 +7,12 @@ import torch
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from recbft.core import Belief, SequenceContext
-from recbft.kernels import cross_entropy, dispatch, filter_step, silu_moments, softmax_moments
+from recbft.kernels import cross_entropy, dispatch, filter_step, memory, robust_filter, silu_moments, softmax_moments
 from recbft.kernels.gelu import gelu_with_slope
+from recbft.kernels.robust_filter import Dynamics, Variant, read_clock
+from recbft.kernels.softmax_moments.reml import softmax_reml
+from recbft.mixers.bayesian import filter_memory
+from recbft.mixers.memory_family import unfiltered_memory
 from recbft.models.losses import gathered_scores
 
 S, B, H, T, K, V = 3, 2, 2, 5, 4, 9
@@ -22,8 +26,8 @@ INTERPRETED = pytest.mark.skipif(not dispatch.interpreted(), reason="needs Trito
 @pytest.fixture(autouse=True)
 def without_references(monkeypatch):
     """No path but the one that is tested may serve."""
-    for package in (softmax_moments, silu_moments, cross_entropy):
-        for name in ("PATHS", "MEAN_PATHS", "SEVERAL"):
+    for package in (softmax_moments, silu_moments, cross_entropy, robust_filter, memory):
+        for name in ("PATHS", "MEAN_PATHS", "SEVERAL", "FILTER", "UNFILTERED"):
             if hasattr(package, name):
                 monkeypatch.delitem(getattr(package, name), "reference")
                 monkeypatch.setitem(getattr(package, name), "none", dispatch.Path(lambda: pytest.fail("a reference")))
@@ -44,6 +48,40 @@ def softmax(impl, q, k, v, log_precision, log_decay, bias):
 def softmax_mean(impl, q, k, v, log_precision, log_decay, bias):
     path = softmax_moments.choose_mean(impl, q, dropout=0.0)
     return path(q, k, v, CONTEXT, log_precision=log_precision, log_decay=log_decay, dropout=0.0, bias=bias)
+
+
+def softmax_with_reml(impl, q, k, v, log_precision, log_decay, bias):
+    biases = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
+    prior = {"prior_scale": 0.3, "prior_dof": 1.0, "cap": 100.0}
+    return softmax_reml(q, k, v, CONTEXT, dropout=0.0, impl=impl, **biases, **prior)
+
+
+def robust(impl, q, k, v, frequency, scalars, key_bias):
+    q, k, v = (torch.view_as_complex(x.unflatten(-1, (K, 2))) for x in (q, k, v))
+    dynamics = Dynamics(frequency, *(0.3 * scalars).exp())
+    clock = read_clock(CONTEXT, dtype=q.real.dtype)
+    path = robust_filter.choose(impl, q)
+    mean, evidence = path(q, k, v, CONTEXT, dynamics, clock, Variant(), key_bias=key_bias)
+    return torch.view_as_real(mean), evidence
+
+
+def filtered(impl, q, k, v, transition, process, observed, prior):
+    noise = {"process_noise": 0.1 * process.exp(), "observation_noise": observed.exp()}
+    path, more = ("chunked", {"chunk": 2}) if impl == "cpu" else (impl, {})
+    more |= {"transition": transition.sigmoid(), "prior_variance": prior.exp(), "first": CONTEXT.position == 0}
+    return tuple(filter_memory(0.5 * q, 0.5 * k, v, impl=path, **noise, **more))
+
+
+def rotated(impl, q, k, v, transition, process, observed, prior):
+    turned = torch.polar(transition.sigmoid(), transition)
+    noise = {"process_noise": 0.1 * process.exp(), "observation_noise": observed.exp()}
+    more = {"transition": turned, "prior_variance": prior.exp(), "chunk": 2}
+    return tuple(filter_memory(0.5 * q, 0.5 * k, v, impl="chunked", **noise, **more))
+
+
+def unfiltered(impl, q, k, v, transition, observed):
+    more = {"transition": transition.sigmoid(), "observation_noise": observed.exp(), "variance": 1.0, "rule": "reset"}
+    return tuple(unfiltered_memory(0.5 * q, 0.5 * k, v, first=CONTEXT.position == 0, impl="chunked", **more))
 
 
 def silu(impl, q, k, v, bias):
@@ -83,10 +121,15 @@ def gathered(impl, states, weight):
     return gathered_scores(states, weight, TARGET.view(-1, 1).expand(-1, 2))
 
 
-HEADS, TOKENS = (B, H, T, K), (B, T, K)
+HEADS, TOKENS, DOUBLE = (B, H, T, K), (B, T, K), (B, H, T, 2 * K)
 MECHANISMS = {
     softmax: (HEADS, HEADS, HEADS, (B, T), (1,), (1, H, T, T)),
     softmax_mean: (HEADS, HEADS, HEADS, (B, T), (1,), (1, H, T, T)),
+    softmax_with_reml: (HEADS, HEADS, HEADS, (B, T), (1,), (1, H, T, T)),
+    robust: (DOUBLE, DOUBLE, DOUBLE, (H, K), (6, H), (B, T)),
+    filtered: (HEADS, HEADS, HEADS, HEADS, HEADS[:3], HEADS[:3], HEADS[:2]),
+    rotated: (HEADS, HEADS, HEADS, (B, H, T, K // 2), HEADS[:3], HEADS[:3], HEADS[:2]),
+    unfiltered: (HEADS, HEADS, HEADS, HEADS, HEADS),
     silu: (HEADS, HEADS, HEADS, (1, H, T, T)),
     silu_mean: (HEADS, HEADS, HEADS, (1, H, T, T)),
     loss: ((6, K), (V, K)),
@@ -97,9 +140,10 @@ MECHANISMS = {
     gelu: (TOKENS,),
     gathered: ((6, K), (V, K)),
 }
-CASES = [(mechanism, "cpu") for mechanism in MECHANISMS] + [
+ON_CPU = [mechanism for mechanism in MECHANISMS if mechanism is not softmax_with_reml]
+CASES = [(mechanism, "cpu") for mechanism in ON_CPU] + [
     pytest.param(mechanism, "triton", marks=INTERPRETED)
-    for mechanism in (softmax, softmax_mean, silu, silu_mean, loss, losses)
+    for mechanism in (softmax, softmax_mean, softmax_with_reml, robust, filtered, silu, silu_mean, loss, losses)
 ]
 
 
@@ -130,7 +174,7 @@ def test_stacked_gradients_are_those_of_each(mechanism, impl):
     close(found, [torch.stack(same) for same in zip(*each, strict=True)])
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", ON_CPU)
 def test_what_is_not_stacked_is_shared(mechanism):
     """With the first input alone stacked, along its last dimension; and the gradient of the sum over the stack."""
     first, *others = drawn(mechanism, "cpu")
@@ -146,7 +190,7 @@ def test_what_is_not_stacked_is_shared(mechanism):
     close(found, [torch.stack([one[0] for one in each]), *(sum(same) for same in list(zip(*each, strict=True))[1:])])
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", ON_CPU)
 def test_only_what_is_asked_for_gets_a_gradient(mechanism):
     inputs = drawn(mechanism, "cpu", stacked=False)
     expected = alone(mechanism, "cpu", inputs)

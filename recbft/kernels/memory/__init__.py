@@ -13,14 +13,20 @@ from recbft.kernels.memory import chunked, reference, unfiltered
 from recbft.kernels.memory.reference import Rule
 from recbft.kernels.memory.trace import MemoryEvent, MemoryReading, MemoryState, MemoryTrace, UnfilteredTrace
 
+
+def _decline_triton(v: Tensor, **call: Any) -> str | None:
+    reason: str | None = late("memory", "decline")()(v, **call)
+    return reason
+
+
 # Each mechanism's paths, by name.
 FILTER = {
-    "triton": Path(late("memory", "filter_memory"), "cuda", lambda v, **call: late("memory", "decline")()(v, **call)),
-    "chunked": Path(lambda: chunked.filter_memory, decline=chunked.decline),
+    "triton": Path(late("memory", "filter_memory"), "cuda", _decline_triton, opened=True),
+    "chunked": Path(lambda: chunked.filter_memory, decline=chunked.decline, opened=True),
     "reference": Path(lambda: reference.filter_memory),
 }
 UNFILTERED = {
-    "chunked": Path(lambda: unfiltered.unfiltered_memory, decline=chunked.decline),
+    "chunked": Path(lambda: unfiltered.unfiltered_memory, decline=chunked.decline, opened=True),
     "reference": Path(lambda: reference.unfiltered_memory),
 }
 

@@ -60,7 +60,7 @@ class _Filtered(NamedTuple):
 
 
 class FilterChunk(torch.autograd.Function):
-    """(P, M, q, k, s, v, r2, c, S, skew; masks, kept, mended) -> (y, q' P q less q' S q, gain, P, M at the exit, info).
+    """(P, M, q, k, s, v, r2, c, S, skew; *masks, kept, mended) -> (y, q' P q - q' S q, gain, P, M at the exit, info).
 
     S is the diagonal (N, K or 1) and ``skew`` what stands between the two rows of a pair (N, K / 2); c (N, K or 1).
     ``kept`` saves what the backward would else make again. P and M are None before the first chunk. ``info`` (N,) is
@@ -80,10 +80,14 @@ class FilterChunk(torch.autograd.Function):
         log_decay: Tensor | None,
         noise: Tensor,
         skew: Tensor | None,
-        masks: ChunkMasks,
+        same: Tensor,
+        entry: Tensor | None,
+        last: Tensor | None,
+        stays: Tensor | None,
         kept: bool,
         mended: bool,
     ) -> tuple[Tensor, ...]:
+        masks = ChunkMasks(same, entry, last, stays)
         row, info = _filter(P, M, q, k, s, v, r2, masks, mended=mended)
         F, E, B = row.F, row.E, row.B
         spread = torch.linalg.vector_norm(B, dim=-1).square_().neg_()
@@ -104,8 +108,8 @@ class FilterChunk(torch.autograd.Function):
         if skew is not None:
             P_out.diagonal(1, dim1=-2, dim2=-1)[..., ::2] += skew
             P_out.diagonal(-1, dim1=-2, dim2=-1)[..., ::2] += skew
-        ctx.save_for_backward(P, M, q, k, s, v, r2, log_decay, *(row if kept else ()))
-        ctx.masks, ctx.mended, ctx.noise_shape, ctx.with_skew = masks, mended, noise.shape, skew is not None
+        ctx.save_for_backward(P, M, q, k, s, v, r2, log_decay, *masks, *(row if kept else ()))
+        ctx.mended, ctx.noise_shape, ctx.with_skew = mended, noise.shape, skew is not None
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(info)
         return readout, spread, 1 - r2 / row.pivot, P_out, M_out, info
@@ -115,10 +119,10 @@ class FilterChunk(torch.autograd.Function):
     def backward(
         ctx: Any, g_y: Tensor | None, g_rho: Tensor | None, g_gain: Tensor | None, g_P: Any, g_M: Any, _: None
     ) -> Any:
-        P, M, q, k, s, v, r2, log_decay, *kept = ctx.saved_tensors
-        masks = ctx.masks
+        P, M, q, k, s, v, r2, log_decay, *others = ctx.saved_tensors
+        masks, kept = ChunkMasks(*others[:4]), others[4:]
         row = _Filtered(*kept) if kept else _filter(P, M, q, k, s, v, r2, masks, mended=ctx.mended)[0]
-        f, e, g_P, g_M, g_decay, g_noise, g_skew = _exit_gradients(ctx, P, M, row, log_decay, g_P, g_M)
+        f, e, g_P, g_M, g_decay, g_noise, g_skew = _exit_gradients(ctx, P, M, row, log_decay, masks, g_P, g_M)
         g_q = None
         if g_y is not None or g_rho is not None:
             f, e, g_B = _reading_gradients(g_y, g_rho, f, e, q, row, masks)
@@ -132,7 +136,7 @@ class FilterChunk(torch.autograd.Function):
             g_k += _masked(from_entry, masks.entry)
             g_P = _plus_product(g_P, seen.mT, g_R)
             g_M = _plus_product(g_M, seen.mT, g_v, alpha=-1)
-        return g_P, g_M, g_q, g_k, g_R, g_v, g_r2, g_decay, g_noise, g_skew, None, None, None
+        return g_P, g_M, g_q, g_k, g_R, g_v, g_r2, g_decay, g_noise, g_skew, None, None, None, None, None, None
 
 
 def _filter(
@@ -188,18 +192,25 @@ def _leave(
 
 
 def _exit_gradients(
-    ctx: Any, P: Tensor | None, M: Tensor | None, row: _Filtered, log_decay: Tensor | None, g_P: Any, g_M: Any
+    ctx: Any,
+    P: Tensor | None,
+    M: Tensor | None,
+    row: _Filtered,
+    log_decay: Tensor | None,
+    masks: ChunkMasks,
+    g_P: Any,
+    g_M: Any,
 ) -> tuple[Tensor | None, ...]:
     """What (5) sends back: f and e of (6), and the gradients of P, M, c, S and skew; None where nothing comes back."""
     if g_P is None and g_M is None:
         return (None,) * 7
-    Y, left, carried = _leave(P, M, row.F, log_decay, ctx.masks)
+    Y, left, carried = _leave(P, M, row.F, log_decay, masks)
     g_P = Y.new_zeros(len(Y), Y.shape[-1], Y.shape[-1]) if g_P is None else (g_P + g_P.mT).mul_(0.5)
     g_M = row.E.new_zeros(len(Y), Y.shape[-1], row.E.shape[-1]) if g_M is None else g_M
     g_noise = g_P.diagonal(dim1=-2, dim2=-1).sum_to_size(ctx.noise_shape)
     g_skew = 2 * g_P.diagonal(1, dim1=-2, dim2=-1)[..., ::2] if ctx.with_skew else None
     f = torch.bmm(left, g_P).mul_(-2)
-    f -= _masked(torch.bmm(row.E, g_M.mT), ctx.masks.last)
+    f -= _masked(torch.bmm(row.E, g_M.mT), masks.last)
     e = torch.bmm(left, g_M).neg_()
     g_decay = None
     if log_decay is not None:
@@ -213,7 +224,7 @@ def _exit_gradients(
         g_decay = g_decay.sum_to_size(log_decay.shape)
     if P is None:
         return f, e, None, None, g_decay, g_noise, g_skew
-    return f, e, _masked(g_P, ctx.masks.stays), _masked(g_M, ctx.masks.stays), g_decay, g_noise, g_skew
+    return f, e, _masked(g_P, masks.stays), _masked(g_M, masks.stays), g_decay, g_noise, g_skew
 
 
 def _reading_gradients(

@@ -16,6 +16,7 @@ from torch import Tensor
 from recbft.kernels.memory.chunk import ChunkMasks, FilterChunk
 from recbft.kernels.memory.trace import MemoryTrace
 from recbft.kernels.memory.transport import transport, turn_back
+from recbft.kernels.transforms import applied, behind_transforms, outside_transforms, transformed
 
 CHUNK = 32
 LEAST_CHUNK = 4
@@ -70,7 +71,7 @@ def filter_memory(
     chunks = list(zip(*([None] * r2.shape[1] if part is None else part.unbind(1) for part in inputs), strict=True))
     masks = history_masks(starts, C, like=r2)
     kept = B * H * T * (3 * k.shape[-1] + v.shape[-1] + 2 * C) * v.element_size() <= KEPT_BYTES
-    mended = not _waits(v)
+    mended = transformed() or not _waits(v)
     readings, P, M, failed = _sweep(chunks, masks, kept, mended)
     if not mended and bool(torch.stack(failed).any()):
         readings, P, M, _ = _sweep(chunks, masks, kept, True)
@@ -93,7 +94,7 @@ def _sweep(
     P = M = None
     readings, failed = [], []
     for parts, of_chunk in zip(chunks, masks, strict=True):
-        *reading, P, M, info = FilterChunk.apply(P, M, *parts, of_chunk, kept, mended)
+        *reading, P, M, info = applied(FilterChunk, P, M, *parts, *of_chunk, kept, mended)
         readings.append(reading)
         failed.append(info)
     assert P is not None and M is not None
@@ -140,6 +141,7 @@ def _decay_rate(transition: Tensor) -> float:
     """The largest -log |a|; infinite where a transition is not positive."""
     if transition.numel() == 0:
         return 0.0
-    a = transition.detach()
-    least = (a.abs() if a.is_complex() else a).min().item()
+    with outside_transforms():
+        a = behind_transforms(transition).detach()
+        least = (a.abs() if a.is_complex() else a).min().item()
     return -math.log(least) if least > 0 else math.inf

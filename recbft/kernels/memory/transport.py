@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recbft.kernels.transforms import applied
+
 
 class Transported(NamedTuple):
     """Chunks of a sequence by (1) to (3)."""
@@ -54,7 +56,7 @@ def transport(q: Tensor, k: Tensor, a: Tensor | None, ell2: Tensor, prior: Tenso
         return Transported(q, k, S * k, S[..., 0] * q.square().sum(-1), None, S[:, :, -1], None, None)
     if a.is_complex():
         return _turned(q, k, a, ell2, prior, first)
-    moved_q, moved_k, s, read, decay, noise = _Decay.apply(q, k, a.log(), ell2, prior, first)
+    moved_q, moved_k, s, read, decay, noise = applied(_Decay, q, k, a.log(), ell2, prior, first)
     return Transported(moved_q, moved_k, s, read, decay, noise, None, None)
 
 

@@ -20,6 +20,7 @@ from recbft.kernels.memory.chunked import chunk_length, decay_refusal
 from recbft.kernels.memory.positivity import report_loss
 from recbft.kernels.memory.trace import MemoryTrace
 from recbft.kernels.memory.triton_sweeps import backwards, forwards
+from recbft.kernels.transforms import applied, transformed
 
 CHUNK = 16  # the factor takes as many steps whatever the length, and shorter chunks leave registers to the belief
 MAX_WIDTH = 64  # what a belief and its gradient may take of the chip
@@ -53,9 +54,9 @@ def filter_memory(
     longest = CHUNK if chunk is None else min(chunk, CHUNK)
     step = chunk_length(k.shape[2], longest, transition, MAX_LOG_DECAY)
     inputs = (q, k, v, transition, process_noise, observation_noise, prior_variance)
-    kept = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    *trace, raised, least = _Filter.apply(*inputs, first, step, kept)
-    if bool(raised.any()):
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    *trace, raised, least = applied(_Filter, *inputs, first, step, learns or transformed())
+    if not transformed() and bool(raised.any()):
         report_loss(int(raised.sum()), observation_noise.numel(), least.min().item() - 1)
     return MemoryTrace(*trace)
 

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from recbft.kernels.memory.chunked import CHUNK, MAX_LOG_DECAY, chunk_length, cut, cut_scalar, history_masks, join
 from recbft.kernels.memory.reference import Rule
 from recbft.kernels.memory.transport import restarted_sum
+from recbft.kernels.transforms import applied
 
 
 def unfiltered_memory(
@@ -57,7 +58,7 @@ def unfiltered_memory(
         entry = 1.0 if masks.entry is None else masks.entry
         if rule == "reset":
             overlap = torch.bmm(ks, bs.mT) * masks.same
-            written = _Substitute.apply(overlap, shares, vs - torch.bmm(ks, state) * entry)
+            written = applied(_Substitute, overlap, shares, vs - torch.bmm(ks, state) * entry)
         else:
             written = shares * vs
         readouts.append(torch.bmm(qs, state) * entry + torch.bmm(torch.bmm(qs, bs.mT) * masks.same, written))

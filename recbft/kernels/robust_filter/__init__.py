@@ -13,9 +13,15 @@ from recbft.kernels.robust_filter import cpu, isotropic, reference
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, read_clock, turns
 from recbft.kernels.robust_filter.isotropic import as_complex, decayed_weights, real
 
+
+def _decline_triton(q: Tensor, **call: Any) -> str | None:
+    reason: str | None = late("robust_filter", "decline")()(q, **call)
+    return reason
+
+
 PATHS = {
-    "triton": Path(late("robust_filter", "robust_filter"), "cuda", lambda q: late("robust_filter", "decline")()(q)),
-    "cpu": Path(lambda: cpu.robust_filter, "cpu"),
+    "triton": Path(late("robust_filter", "robust_filter"), "cuda", _decline_triton, opened=True),
+    "cpu": Path(lambda: cpu.robust_filter, "cpu", cpu.decline, opened=True),
     "isotropic": Path(lambda: isotropic.robust_filter),
     "reference": Path(lambda: reference.robust_filter),
 }
@@ -34,6 +40,6 @@ __all__ = [
 ]
 
 
-def choose(impl: str, q: Tensor) -> Callable[..., Any]:
+def choose(impl: str, q: Tensor, *, dropout: float = 0.0) -> Callable[..., Any]:
     """The path for a call."""
-    return dispatch.choose(impl, PATHS, q)
+    return dispatch.choose(impl, PATHS, q, dropout=dropout)

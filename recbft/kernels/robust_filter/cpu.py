@@ -29,6 +29,7 @@ from recbft.core.belief import SequenceContext
 from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, in_columns, turns
 from recbft.kernels.robust_filter.isotropic import as_complex, lag_tables, real
+from recbft.kernels.transforms import DRAWN_BY_PYTORCH, applied, transformed
 
 _At = tuple[slice, slice, slice]  # rows, readers, keys
 
@@ -55,12 +56,13 @@ def robust_filter(
     turned = _Turns(turn, turn if clock.key is clock.query else turns(dynamics.frequency, clock.key))
     if variant.rotate_values:
         turned = turned._replace(value=turned.key, back=turn)
-    outside = turned
-    if turn.requires_grad:  # a learned unit of time: the rotations are left to autograd
+    outside, by_autograd = turned, turn.requires_grad or transformed()
+    if by_autograd:  # a learned unit of time, or frequencies that torch.func may ask about
         q, k, v = (x if by is None else x * by for x, by in ((q, turned.query), (k, turned.key), (v, turned.value)))
         turned = _Turns()
     kappa = (dynamics.dof + q.shape[-1]) / q.shape[-1]
-    mean, *evidence = _RobustFilter.apply(
+    mean, *evidence = applied(
+        _RobustFilter,
         q,
         k,
         v,
@@ -74,9 +76,16 @@ def robust_filter(
         context.blind,
         _Options(variant.kernel == "student", with_evidence, dropout, context.causal and in_columns(context)),
     )
-    if turn.requires_grad and outside.back is not None:
+    if by_autograd and outside.back is not None:
         mean = mean * outside.back.conj()
     return mean, evidence[0] if with_evidence else None
+
+
+def decline(q: Tensor, *, dropout: float = 0.0) -> str | None:
+    """Why this path cannot serve a call, or None where it can."""
+    if dropout > 0 and transformed():
+        return DRAWN_BY_PYTORCH
+    return None
 
 
 class _Options(NamedTuple):

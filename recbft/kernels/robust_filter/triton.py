@@ -20,14 +20,17 @@ from recbft.core.belief import SequenceContext
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
+from recbft.kernels.transforms import DRAWN_BY_PYTORCH, applied, transformed
 
 OWN, STEP = 16, 16  # tokens of a program, and those it goes over at once: larger tiles spill (benchmarks.gpu_registers)
 MAX_WIDTH = 64  # complex coordinates that the registers hold
 NUM_SCALARS = 8  # mu, s2, eta2, gamma2, nu, kappa, tau, scale
 
 
-def decline(q: Tensor) -> str | None:
+def decline(q: Tensor, *, dropout: float = 0.0) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
+    if dropout > 0 and transformed():
+        return DRAWN_BY_PYTORCH
     if q.dtype != torch.complex64:
         return f"needs complex64, got {q.dtype}"
     if q.shape[-1] > MAX_WIDTH:
@@ -52,7 +55,8 @@ def robust_filter(
     K = q.shape[-1]
     asks = turns(dynamics.frequency, clock.query)
     reads = asks if clock.key is clock.query else turns(dynamics.frequency, clock.key)
-    outside = asks.requires_grad  # learned frequencies or unit of time: the rotations are left to autograd
+    # Learned frequencies or unit of time, or what torch.func may ask about: the rotations are left to autograd.
+    outside = asks.requires_grad or transformed()
     if outside:
         q, k = q * asks, k * reads
         v = v * reads if variant.rotate_values else v
@@ -62,13 +66,14 @@ def robust_filter(
         scale = scale * (clock.unit.detach() / clock.unit)  # 1, with the gradient of the unit
     scalars = torch.stack((*dynamics[1:6], kappa, dynamics.temperature, scale), dim=-1)
     seed = int(torch.randint(2**31 - 1, ())) if dropout > 0 else 0
-    mean, evidence = _RobustFilter.apply(
+    mean, evidence = applied(
+        _RobustFilter,
         q,
         k,
         v,
         scalars,
         key_bias,
-        _Places(
+        *_Places(
             context.segment.contiguous(),
             context.position.contiguous(),
             _in_two(clock.query),
@@ -132,9 +137,15 @@ class _RobustFilter(torch.autograd.Function):
         v: Tensor,
         scalars: Tensor,
         key_bias: Tensor | None,
-        places: _Places,
+        segment: Tensor,
+        position: Tensor,
+        asked: Tensor,
+        read: Tensor,
+        asks: Tensor,
+        reads: Tensor,
         options: _Options,
     ) -> tuple[Tensor, Tensor]:
+        places = _Places(segment, position, asked, read, asks, reads)
         q, k, v = _alike(q, k, v)
         scalars, bias = scalars.contiguous(), None if key_bias is None else key_bias.contiguous()
         mean = _heads_last(q)
@@ -143,28 +154,28 @@ class _RobustFilter(torch.autograd.Function):
             forward[_grid(q)](
                 *_pairs(q, k, v, mean), evidence, log_sum, scalars, bias, *places, **_settings(q, mean, places, options)
             )
-        ctx.save_for_backward(q, k, v, mean, log_sum, scalars, bias)
-        ctx.places, ctx.options = places, options
+        ctx.save_for_backward(q, k, v, mean, log_sum, scalars, bias, *places)
+        ctx.options = options
         return mean, evidence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_mean: Tensor, grad_evidence: Tensor) -> Any:
-        q, k, v, mean, log_sum, scalars, bias = ctx.saved_tensors
+        q, k, v, mean, log_sum, scalars, bias, *places = ctx.saved_tensors
         (g,), grad_evidence = _alike(grad_mean), grad_evidence.contiguous()
         B, H, T, _ = q.shape
         dq, dk, dv = (_heads_last(q) for _ in range(3))
         parts = scalars.new_empty(B, _tiles(T), H, NUM_SCALARS)
         spent, d_bias = (scalars.new_empty(B, H, T) for _ in range(2))
         if mean.numel():
-            settings = _settings(q, mean, ctx.places, ctx.options)
-            shared = (scalars, bias, *ctx.places, *(2 * step for step in g.stride()[:3]))
+            settings = _settings(q, mean, _Places(*places), ctx.options)
+            shared = (scalars, bias, *places, *(2 * step for step in g.stride()[:3]))
             pairs = _pairs(q, k, v, g)
             readers_backward[_grid(q)](
                 *pairs, *_pairs(mean, dq), grad_evidence, log_sum, spent, parts, *shared, **settings
             )
             keys_backward[_grid(q)](*pairs, *_pairs(dk, dv), grad_evidence, log_sum, spent, d_bias, *shared, **settings)
-        return dq, dk, dv, parts.sum(dim=(0, 1)), None if bias is None else d_bias.sum(dim=1), None, None
+        return dq, dk, dv, parts.sum(dim=(0, 1)), None if bias is None else d_bias.sum(dim=1), *(None,) * 7
 
 
 def _settings(q: Tensor, mean: Tensor, places: _Places, options: _Options) -> dict[str, Any]:

@@ -65,6 +65,6 @@ def _composed(
 
 
 PATHS = {
-    "triton": Path(late("softmax_moments", "softmax_reml"), "cuda", decline_triton, takes_halves=True),
+    "triton": Path(late("softmax_moments", "softmax_reml"), "cuda", decline_triton, opened=True, takes_halves=True),
     "composed": Path(lambda: _composed, takes_halves=True),
 }
