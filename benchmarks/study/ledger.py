@@ -3,9 +3,9 @@
     python -m benchmarks.study.ledger add OUT|RUN ... --file docs/reports/runs.csv
     python -m benchmarks.study.ledger show --file docs/reports/runs.csv --dataset amazon-beauty [--baseline ARM]
 
-A line is a run: what it was trained on and with, its seed, the processor, the day, and its metrics of the test. Lines
-are added and never changed. ``show`` pairs arms by the seeds that both have; ranks of single users are not kept here,
-so what needs them (strata, tests over users) stays with ``recbft compare`` and the folders of the runs.
+A line is a run: what it was trained on and with, its seed, the commit, the processor, the day, and its metrics of the
+test. Lines are added and never changed. ``show`` pairs arms by the seeds that both have; ranks of single users are not
+kept here, so what needs them (strata, tests over users) stays with ``recbft compare`` and the folders of the runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,18 @@ METRICS = {
 SHOWN = ["hr@10 all items", "ndcg@10 all items", "hr@10 seen masked", "ndcg@10 seen masked"]
 ORDER = ["published", "matched", "bft"]
 KEY = ["dataset", "targets", "model", "arm", "settings", "seed"]
-COLUMNS = [*KEY, "recbft", "torch", "processor", "date", "epochs", "best_epoch", "validation ndcg@10", *METRICS]
+COLUMNS = [
+    *KEY,
+    "recbft",
+    "commit",
+    "torch",
+    "processor",
+    "date",
+    "epochs",
+    "best_epoch",
+    "validation ndcg@10",
+    *METRICS,
+]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,6 +94,7 @@ def line(run: Run) -> dict[str, Any]:
         "settings": json.dumps(settings_of(run), sort_keys=True),
         "seed": run.seed,
         "recbft": environment["recbft"],
+        "commit": environment.get("commit") or "",  # none of an installed package
         "torch": environment["torch"],
         "processor": environment["cpu"],
         "date": environment["date"],
@@ -96,7 +108,7 @@ def line(run: Run) -> dict[str, Any]:
 def read(file: Path) -> pd.DataFrame:
     """The lines of a file that ``add`` wrote."""
     try:
-        table = pd.read_csv(file, dtype={"targets": str})
+        table = pd.read_csv(file, dtype={"targets": str, "commit": str}).fillna({"commit": ""})
     except FileNotFoundError:
         raise UserError(f"{file} does not exist; `add` writes it") from None
     except (ValueError, UnicodeDecodeError) as error:

@@ -141,7 +141,7 @@ def test_a_ledger_keeps_runs_once_and_pairs_arms_by_seed(train_arms, tmp_path, c
     said = json.loads((out / "runs" / "bft-seed1" / "metrics.json").read_text())["test"]["filtered"]["ndcg@10"]
     line = table[(table["arm"] == "bft") & (table["seed"] == 1)].iloc[0]
     made = json.loads((out / "runs" / "bft-seed1" / "environment.json").read_text())
-    assert (line["processor"], line["date"]) == (made["cpu"], made["date"])
+    assert (line["commit"], line["processor"], line["date"]) == (made.get("commit") or "", made["cpu"], made["date"])
     assert line["ndcg@10 seen masked"] == pytest.approx(said, abs=1e-11)
     assert ledger.main(["show", "--file", str(file), "-d", line["dataset"], "--baseline", "matched+recency"]) == 0
     shown = capsys.readouterr().out
