@@ -174,7 +174,7 @@ def _read(run_dirs: Sequence[str | Path], skip_broken: bool) -> tuple[list[Run],
             runs.append(read_run(path))
         except UserError as error:
             if not skip_broken:
-                raise UserError(f"{error}; --skip-broken leaves such a run out") from None
+                raise UserError(f"{error}; `recbft compare --skip-broken` leaves such a run out") from None
             notes.append(f"left out, broken: {error}")
     return runs, notes
 

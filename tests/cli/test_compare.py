@@ -146,7 +146,11 @@ def test_a_broken_run_is_left_out_when_asked(capsys, made, tmp_path):
     extra = copied / "runs" / "extra"
     extra.mkdir()
     code, _, err = run(capsys, "compare", *runs, extra, "--out", tmp_path / "out")
-    assert code == 2 and "extra is not a run folder" in err and "--skip-broken leaves such a run out" in err
+    assert (
+        code == 2
+        and "extra is not a run folder" in err
+        and "`recbft compare --skip-broken` leaves such a run out" in err
+    )
     code, out, _ = run(capsys, "compare", *runs, extra, "--out", tmp_path / "out", "--skip-broken")
     assert code == 0 and "note: left out, broken: " in out
 

@@ -185,7 +185,9 @@ def drop_column(run):
 def test_a_broken_run_is_named_and_left_out_only_when_asked(copied, damage, message):
     runs = runs_in(copied)
     damage(copied / "runs" / "bft-seed1")
-    with pytest.raises(UserError, match=f"{message}.*; --skip-broken leaves such a run out$") as caught:
+    with pytest.raises(
+        UserError, match=f"{message}.*; `recbft compare --skip-broken` leaves such a run out$"
+    ) as caught:
         comparison_of(runs)
     assert "bft-seed1" in str(caught.value)
     found = comparison_of(runs, skip_broken=True)
