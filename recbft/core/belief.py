@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recbft.kernels.transforms import untransformed
+
 
 class Belief(NamedTuple):
     """What a layer knows of every position: a mean and a precision (1 / variance), coordinate by coordinate."""
@@ -40,11 +42,13 @@ class SequenceContext:
     query_time: Tensor | None = None
 
     @cached_property
+    @untransformed
     def valid(self) -> Tensor:
         """(B, T) bool, True for real tokens."""
         return self.segment >= 0
 
     @cached_property
+    @untransformed
     def allowed(self) -> Tensor:
         """(B, T, T) bool, True where token t (second axis) may read token j (third axis)."""
         same = self.segment[:, :, None] == self.segment[:, None, :]
@@ -54,17 +58,20 @@ class SequenceContext:
         return allowed
 
     @cached_property
+    @untransformed
     def blind(self) -> Tensor | None:
         """(B, T) bool, True for tokens that may read nothing; None where there are none."""
         blind = ~self.allowed.any(dim=-1)
         return blind if bool(blind.any()) else None
 
     @cached_property
+    @untransformed
     def lag(self) -> Tensor:
         """(B, T, T) integers, the distance in positions between token t and token j."""
         return (self.position[:, :, None] - self.position[:, None, :]).abs()
 
     @cached_property
+    @untransformed
     def log_elapsed(self) -> Tensor:
         """(B, T, T) floats >= 0, the log of the time between token t and token j, of 1 where it is less."""
         if self.time is None:
@@ -73,6 +80,7 @@ class SequenceContext:
         return (query[:, :, None] - self.time[:, None, :]).abs().clamp_(min=1).float().log_()
 
     @cached_property
+    @untransformed
     def first(self) -> Tensor:
         """(B, T) integers, the column of the earliest token of each token's segment; its own column for padding."""
         early = self.position.argsort(dim=1)
@@ -89,6 +97,7 @@ class SequenceContext:
     def _masks(self) -> dict[torch.dtype, Tensor]:
         return {}
 
+    @untransformed
     def mask(self, dtype: torch.dtype) -> Tensor:
         """(B, T, T), 0 where allowed and -inf elsewhere; made once per dtype and shared by all layers."""
         if dtype not in self._masks:

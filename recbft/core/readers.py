@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from recbft.core.belief import SequenceContext
+from recbft.kernels.transforms import untransformed
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,22 @@ class _ReadBySome(SequenceContext):
     column: Tensor = field(kw_only=True)
 
     @cached_property
+    @untransformed
     def allowed(self) -> Tensor:
         return self._rows(self.whole.allowed)
 
     @cached_property
+    @untransformed
     def lag(self) -> Tensor:
         return (self.position.gather(1, self.column)[:, :, None] - self.position[:, None, :]).abs()
 
     @cached_property
+    @untransformed
     def log_elapsed(self) -> Tensor:
         return self._rows(self.whole.log_elapsed)
 
     @cached_property
+    @untransformed
     def first(self) -> Tensor:
         return self.whole.first  # of keys, of which there are as many as ever
 

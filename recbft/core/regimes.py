@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from recbft.kernels.transforms import applied, beyond_first_gradients
+from recbft.kernels.transforms import applied, beyond_first_gradients, untransformed
 
 HALF_WIDTH = 1.5  # of a block of (3), in T / R
 
@@ -67,6 +67,7 @@ def soft_blocks(length: int, num_blocks: int) -> Tensor:
 
 
 @lru_cache(maxsize=4)
+@untransformed
 def block_table(longest: int, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(3) for every length: (R + 1, longest, longest), entry [k, T - 1, j] is phi_jk at length T, 0 where j >= T.
 

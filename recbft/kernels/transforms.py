@@ -9,14 +9,17 @@ references, which are plain operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
 DRAWN_BY_PYTORCH = "what is drawn under a transform of torch.func is drawn by PyTorch"  # why dropout is declined
 
 
@@ -30,6 +33,17 @@ def outside_transforms() -> AbstractContextManager[Any]:
     """What is computed in here is no part of a transform: for what batches are described by, which has no gradient."""
     disabled: AbstractContextManager[Any] = torch._C._DisableFuncTorch() if transformed() else nullcontext()
     return disabled
+
+
+def untransformed(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, ``outside_transforms``: what it returns may be kept, since no transform has wrapped it."""
+
+    @wraps(function)
+    def outside(*arguments: P.args, **named: P.kwargs) -> R:
+        with outside_transforms():
+            return function(*arguments, **named)
+
+    return outside
 
 
 def behind_transforms(x: Tensor) -> Tensor:

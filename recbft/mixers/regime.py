@@ -37,7 +37,7 @@ from recbft.core import SequenceContext
 from recbft.core.regimes import block_table, memberships, sinkhorn, standardised_bias
 from recbft.errors import UserError
 from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import transformed
+from recbft.kernels.transforms import transformed, untransformed
 from recbft.mixers.attention import Estimator, SoftmaxAttention
 from recbft.mixers.observation import Observation, projected
 from recbft.mixers.penalty import PenaltySlot
@@ -309,6 +309,7 @@ _BUFFERS = {
 _TERMS: WeakKeyDictionary[SequenceContext, dict[tuple[int, torch.dtype], Tensor]] = WeakKeyDictionary()
 
 
+@untransformed
 def _terms(context: SequenceContext, regimes: int, dtype: torch.dtype) -> Tensor:
     """phi_j(n_t) of (2) and |t - j| / (n_t - 1) for all pairs, (R + 1, B, T, T)."""
     made = _TERMS.setdefault(context, {})

@@ -7,6 +7,8 @@ import torch
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from recbft.core import Belief, SequenceContext
+from recbft.core.readers import Readers
+from recbft.core.regimes import block_table
 from recbft.kernels import cross_entropy, dispatch, filter_step, memory, robust_filter, silu_moments, softmax_moments
 from recbft.kernels.gelu import gelu_with_slope
 from recbft.kernels.robust_filter import Dynamics, Variant, read_clock
@@ -261,3 +263,21 @@ def test_a_curvature_is_that_of_the_reference():
     sides = [alone(reml, "cpu", [residual + sign * step * direction, size])[0] for sign in (1, -1)]
     along = torch.einsum("abcdefgh,efgh->abcd", found, direction)
     torch.testing.assert_close(along, (sides[0] - sides[1]) / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_kept_of_a_batch_outlives_the_transform_it_was_first_asked_in():
+    context = SequenceContext(CONTEXT.segment, CONTEXT.position, time=CONTEXT.position)
+    some = Readers(torch.tensor([[2], [3]]), torch.tensor([0, 1])).context(context)
+    kept = [(c, name) for c in (context, some) for name in ("valid", "allowed", "lag", "log_elapsed", "first")]
+    kept.append((context, "blind"))
+
+    def read(x):
+        asked = [getattr(c, name).sum() for c, name in kept]
+        table = block_table(16, 3, torch.float64, x.device)
+        return x * (sum(asked) + context.mask(torch.float64).exp().sum() + table.sum())
+
+    block_table.cache_clear()
+    vmap(grad(read))(torch.ones(2, dtype=torch.float64))
+    found = [getattr(c, name) for c, name in kept]
+    found += [context.mask(torch.float64), block_table(16, 3, torch.float64, torch.device("cpu"))]
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in found)
