@@ -81,6 +81,7 @@ def seed_scatter(
             axes.plot(values[baseline], values[arm], _marker(colours[arm]), color=colour, alpha=0.85, label=_label(arm))
         axes.set_xlim(ends)
         axes.set_ylim(ends)
+        axes.locator_params(nbins=5)  # more labels of four digits run into each other
         axes.set_xlabel(f"{metric.upper()} of {baseline}, one point per seed")
         axes.set_ylabel(f"{metric.upper()} of {others[0] if len(others) == 1 else 'the arm'}")
         _legend(axes, len(others))
