@@ -61,6 +61,16 @@ def late(package: str, name: str) -> Callable[[], Callable[..., Any]]:
     return load
 
 
+def late_decline(package: str) -> Callable[..., str | None]:
+    """What asks a mechanism's Triton module, loaded when it is asked, why it cannot serve a call."""
+
+    def decline(tensor: Tensor, **call: Any) -> str | None:
+        reason: str | None = late(package, "decline")()(tensor, **call)
+        return reason
+
+    return decline
+
+
 def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) -> Callable[..., Any]:
     """The path for a call.
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-DRAWN_BY_PYTORCH = "what is drawn under a transform of torch.func is drawn by PyTorch"  # why dropout is declined
 
 
 def transformed() -> bool:
@@ -51,6 +50,13 @@ def behind_transforms(x: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
+
+
+def decline_dropout(dropout: float) -> str | None:
+    """Why a path that draws for itself cannot serve a call, or None where it can."""
+    if dropout > 0 and transformed():
+        return "what is drawn under a transform of torch.func is drawn by PyTorch"
+    return None
 
 
 def beyond_first_gradients() -> bool:

@@ -8,20 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path, late
+from recbft.kernels.dispatch import Path, late, late_decline
 from recbft.kernels.memory import chunked, reference, unfiltered
 from recbft.kernels.memory.reference import Rule
 from recbft.kernels.memory.trace import MemoryEvent, MemoryReading, MemoryState, MemoryTrace, UnfilteredTrace
 
-
-def _decline_triton(v: Tensor, **call: Any) -> str | None:
-    reason: str | None = late("memory", "decline")()(v, **call)
-    return reason
-
-
 # Each mechanism's paths, by name.
 FILTER = {
-    "triton": Path(late("memory", "filter_memory"), "cuda", _decline_triton, opened=True),
+    "triton": Path(late("memory", "filter_memory"), "cuda", late_decline("memory"), opened=True),
     "chunked": Path(lambda: chunked.filter_memory, decline=chunked.decline, opened=True),
     "reference": Path(lambda: reference.filter_memory),
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from recbft.kernels.memory.chunk import ChunkMasks, FilterChunk
 from recbft.kernels.memory.trace import MemoryTrace
 from recbft.kernels.memory.transport import transport, turn_back
-from recbft.kernels.transforms import applied, behind_transforms, outside_transforms, transformed
+from recbft.kernels.transforms import applied, behind_transforms, transformed, untransformed
 
 CHUNK = 32
 LEAST_CHUNK = 4
@@ -137,11 +137,11 @@ def cut_scalar(x: Tensor, C: int, *, fill: float) -> Tensor:  # (B, H, T) -> (B 
     return cut(x[..., None], C, fill=fill)[..., 0]
 
 
+@untransformed
 def _decay_rate(transition: Tensor) -> float:
     """The largest -log |a|; infinite where a transition is not positive."""
     if transition.numel() == 0:
         return 0.0
-    with outside_transforms():
-        a = behind_transforms(transition).detach()
-        least = (a.abs() if a.is_complex() else a).min().item()
+    a = behind_transforms(transition).detach()
+    least = (a.abs() if a.is_complex() else a).min().item()
     return -math.log(least) if least > 0 else math.inf

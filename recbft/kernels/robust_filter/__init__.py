@@ -8,19 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path, late
+from recbft.kernels.dispatch import Path, late, late_decline
 from recbft.kernels.robust_filter import cpu, isotropic, reference
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, read_clock, turns
 from recbft.kernels.robust_filter.isotropic import as_complex, decayed_weights, real
 
-
-def _decline_triton(q: Tensor, **call: Any) -> str | None:
-    reason: str | None = late("robust_filter", "decline")()(q, **call)
-    return reason
-
-
 PATHS = {
-    "triton": Path(late("robust_filter", "robust_filter"), "cuda", _decline_triton, opened=True),
+    "triton": Path(late("robust_filter", "robust_filter"), "cuda", late_decline("robust_filter"), opened=True),
     "cpu": Path(lambda: cpu.robust_filter, "cpu", cpu.decline, opened=True),
     "isotropic": Path(lambda: isotropic.robust_filter),
     "reference": Path(lambda: reference.robust_filter),

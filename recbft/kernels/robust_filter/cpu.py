@@ -29,7 +29,7 @@ from recbft.core.belief import SequenceContext
 from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, in_columns, turns
 from recbft.kernels.robust_filter.isotropic import as_complex, lag_tables, real
-from recbft.kernels.transforms import DRAWN_BY_PYTORCH, applied, transformed
+from recbft.kernels.transforms import applied, decline_dropout, transformed
 
 _At = tuple[slice, slice, slice]  # rows, readers, keys
 
@@ -83,9 +83,7 @@ def robust_filter(
 
 def decline(q: Tensor, *, dropout: float = 0.0) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
-    if dropout > 0 and transformed():
-        return DRAWN_BY_PYTORCH
-    return None
+    return decline_dropout(dropout)
 
 
 class _Options(NamedTuple):

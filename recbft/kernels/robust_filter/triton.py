@@ -20,7 +20,7 @@ from recbft.core.belief import SequenceContext
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
-from recbft.kernels.transforms import DRAWN_BY_PYTORCH, applied, transformed
+from recbft.kernels.transforms import applied, decline_dropout, transformed
 
 OWN, STEP = 16, 16  # tokens of a program, and those it goes over at once: larger tiles spill (benchmarks.gpu_registers)
 MAX_WIDTH = 64  # complex coordinates that the registers hold
@@ -29,8 +29,8 @@ NUM_SCALARS = 8  # mu, s2, eta2, gamma2, nu, kappa, tau, scale
 
 def decline(q: Tensor, *, dropout: float = 0.0) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
-    if dropout > 0 and transformed():
-        return DRAWN_BY_PYTORCH
+    if (reason := decline_dropout(dropout)) is not None:
+        return reason
     if q.dtype != torch.complex64:
         return f"needs complex64, got {q.dtype}"
     if q.shape[-1] > MAX_WIDTH:

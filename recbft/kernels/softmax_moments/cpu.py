@@ -29,7 +29,7 @@ from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
 from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.softmax_moments.cpu_blocks import WHOLE, Block, Joined, blocks_of
-from recbft.kernels.transforms import DRAWN_BY_PYTORCH, applied, transformed
+from recbft.kernels.transforms import applied, decline_dropout
 
 
 def decline(q: Tensor, *, dropout: float) -> str | None:
@@ -39,9 +39,7 @@ def decline(q: Tensor, *, dropout: float) -> str | None:
 
 def decline_mean(q: Tensor, *, dropout: float) -> str | None:
     """The same of the mean alone."""
-    if dropout > 0 and transformed():
-        return DRAWN_BY_PYTORCH
-    return None
+    return decline_dropout(dropout)
 
 
 def softmax_moments(

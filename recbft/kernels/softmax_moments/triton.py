@@ -25,7 +25,7 @@ from recbft.kernels.dispatch import interpreted
 from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_kernel
 from recbft.kernels.softmax_moments.triton_forward import forward_kernel
 from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
-from recbft.kernels.transforms import applied, outside_transforms
+from recbft.kernels.transforms import applied, untransformed
 
 SPANS_TILE = 32
 # Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
@@ -113,12 +113,12 @@ def spans_of(context: SequenceContext) -> Spans:
     """Which token reads which; found once per batch and kept with it for all layers."""
     kept = vars(context)  # where functools.cached_property keeps what it found
     if "_triton_spans" not in kept:
-        with outside_transforms():  # a kernel takes no tensor that is wrapped in a transform
-            kept["_triton_spans"] = _find_spans(context.segment, context.position, causal=context.causal)
+        kept["_triton_spans"] = _find_spans(context.segment, context.position, causal=context.causal)
     spans: Spans = kept["_triton_spans"]
     return spans
 
 
+@untransformed  # a kernel takes no tensor that is wrapped in a transform
 def _find_spans(segment: Tensor, position: Tensor, *, causal: bool) -> Spans:
     B, T = segment.shape
     home, place = (_output(segment, B, T, dtype=torch.int32) for _ in range(2))
