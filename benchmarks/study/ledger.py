@@ -129,7 +129,7 @@ def show(options: argparse.Namespace) -> int:
         raise UserError(f"{options.file} has no run of {options.model} on {options.dataset}; it has {had or 'none'}")
     if (targets := own["targets"].unique()).size > 1:
         raise UserError(f"{options.file} has {options.dataset} with other targets ({', '.join(targets)})")
-    common, arms = _arms(own)
+    common, arms = arms_of(own)
     baselines = options.baseline or list(arms)
     for name in baselines:
         if name not in arms:
@@ -148,7 +148,7 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _arms(table: pd.DataFrame) -> tuple[str, dict[str, pd.DataFrame]]:
+def arms_of(table: pd.DataFrame) -> tuple[str, dict[str, pd.DataFrame]]:
     """The settings that all arms share, and the lines of each arm by name and seed."""
     groups = sorted(table.groupby(["arm", "settings"]), key=_place)
     settings = [json.loads(own) for (_, own), _ in groups]

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recbft.errors import UserError
+from recbft.evaluation.paired import SeedComparison
 from recbft.evaluation.stratified import StratumResult
 from recbft.reporting.findings import Finding
 
@@ -49,21 +50,38 @@ def check_available() -> None:
 
 def differences(found: Sequence[Finding], colours: Mapping[str, int]) -> str:
     """Every arm's relative difference from the baseline with its interval, metric by metric."""
-    shown = [one for one in found if one.seeds.mean_baseline]
-    with _figure(0.6 + 0.3 * len(shown)) as (figure, axes):
-        ticks = []
-        for place, one in enumerate(reversed(shown)):
-            low, high = (100 * end / one.seeds.mean_baseline for end in one.seeds.interval)
-            colour = _series(colours[one.arm])
-            axes.plot([low, high], [place, place], color=colour, linewidth=2)
-            middle = 100 * one.seeds.difference / one.seeds.mean_baseline
-            axes.plot(middle, place, _marker(colours[one.arm]), color=colour)
-            ticks.append(f"{one.arm}, {one.metric.upper()}")
+    rows = [
+        (f"{one.arm}, {one.metric.upper()}", [(colours[one.arm], one.seeds)])
+        for one in found
+        if one.seeds.mean_baseline
+    ]
+    said = f"difference from {found[0].baseline}, % (95 % interval)"
+    return intervals(rows, said, "Relative differences from the baseline with 95 % intervals")
+
+
+def intervals(
+    rows: Sequence[tuple[str, Sequence[tuple[int, SeedComparison]]]],
+    x_label: str,
+    title: str,
+    names: Mapping[int, str] | None = None,
+) -> str:
+    """Relative differences in per cent with their intervals; a row has one or more, each in a series of ``names``."""
+    height = 0.3 + 0.13 * (max((len(row) for _, row in rows), default=1) - 1)
+    with _figure(0.6 + height * len(rows)) as (figure, axes):
+        for place, (_, row) in enumerate(reversed(rows)):
+            for number, (series, found) in enumerate(row):
+                at = place + 0.26 * ((len(row) - 1) / 2 - number)
+                middle, low, high = (100 * end / found.mean_baseline for end in (found.difference, *found.interval))
+                axes.plot([low, high], [at, at], color=_series(series), linewidth=2)
+                axes.plot(middle, at, _marker(series), color=_series(series))
+        for series, name in (names or {}).items():
+            axes.plot([], [], f"{_marker(series)}-", color=_series(series), linewidth=2, label=_label(name))
         axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set_yticks(range(len(shown)), ticks)
-        axes.set_ylim(-0.6, len(shown) - 0.4)
-        axes.set_xlabel(f"difference from {found[0].baseline}, % (95 % interval)")
-        return svg(figure, "Relative differences from the baseline with 95 % intervals")
+        axes.set_yticks(range(len(rows)), [label for label, _ in reversed(rows)])
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.set_xlabel(x_label)
+        _legend(axes, len(names or {}))
+        return svg(figure, title)
 
 
 def seed_scatter(

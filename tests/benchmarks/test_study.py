@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.study import choose, corrupted, ledger, planted
+from benchmarks.study import choose, corrupted, ledger, overview, planted
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.errors import UserError
 from recbft.training.run_parts import build_model
@@ -176,3 +176,28 @@ def test_a_ledger_refuses_another_figure_of_the_same_seed_and_what_it_does_not_k
         ledger.main(["show", "--file", str(file), "-d", "tiny"])
     with pytest.raises(UserError, match="does not exist"):
         ledger.main(["show", "--file", str(tmp_path / "none.csv"), "-d", "tiny"])
+
+
+def test_an_overview_has_a_line_and_intervals_per_data_set_and_model(train_arms, tmp_path, capsys):
+    out, file, svg = train_arms("matched,matched+recency,bft"), tmp_path / "runs.csv", tmp_path / "figure.svg"
+    ledger.main(["add", str(out), "--file", str(file)])
+    with pytest.raises(SystemExit):
+        overview.main(["--file", str(file), "--metric", "ndcg@7"])
+    capsys.readouterr()
+    assert overview.main(["--file", str(file), "--svg", str(svg), "--metric", "mrr seen masked"]) == 0
+    told, _, head, _, line = capsys.readouterr().out.strip().splitlines()
+    assert told.startswith("mrr seen masked / mrr all items")
+    cells = dict(zip(*([cell.strip() for cell in row.split("|")] for row in (head, line)), strict=True))
+    values = ledger.read(file).set_index(["arm", "seed"])["mrr seen masked"]
+    assert (cells["model"], cells["data"], cells["seeds"], cells["`published`"]) == ("sasrec", "tiny", "2", "")
+    assert cells["`bft`"].startswith(f"{values['bft'].mean():.4f} / ")
+    assert "% (p " in cells["`bft` from `matched+recency`"]
+    drawn = svg.read_text()
+    assert "MRR of bft, seen masked" in drawn and "sasrec, tiny" in drawn and "from matched+recency" in drawn
+
+
+def test_an_overview_of_plain_layers_alone_is_refused(train_arms, tmp_path):
+    file = tmp_path / "runs.csv"
+    ledger.main(["add", str(train_arms("matched")), "--file", str(file)])
+    with pytest.raises(UserError, match="no data set on which `bft` met `matched`"):
+        overview.main(["--file", str(file)])

@@ -64,6 +64,7 @@ def test_equal_points_and_constant_curves_can_be_drawn():
     values = {"matched": np.zeros(3), "bft": np.zeros(3)}
     assert "<svg" in plots.seed_scatter("matched", values, "hr@10", {"matched": 0, "bft": 1})
     assert "<svg" in plots.training_curves({"bft": [([1.0], [0.0])]}, "validation HR@10", {"bft": 0})
+    assert "<svg" in plots.intervals([], "x", "t")
     assert "<svg" in plots.lines({"a": ([0.0, 0.0], [0.0, 0.0])}, "x", "y", "t", diagonal=True)
 
 

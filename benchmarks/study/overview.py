@@ -1,0 +1,107 @@
+"""All comparisons of a ledger at a glance: a table with a line per data set and model, and a figure of the differences.
+
+    python -m benchmarks.study.overview --file docs/reports/runs.csv [--svg FILE] [--metric "ndcg@10 seen masked"]
+
+A comparison is one in which ``bft`` met ``matched`` over two or more seeds. Differences of ``bft`` are paired by seed,
+relative to the other arm's mean; p is by paired t-test, not corrected for how many lines there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.command import finish
+from benchmarks.study.choose import difference, percent
+from benchmarks.study.ledger import METRICS, arms_of, read
+from recbft.errors import UserError
+from recbft.evaluation.paired import SeedComparison
+from recbft.experiments.tables import markdown_table
+from recbft.files import write_atomic
+from recbft.models import MODELS
+from recbft.reporting import plots
+
+ARMS = ["published", "matched", "matched+recency", "bft"]
+BASELINES = ["matched", "matched+recency"]
+Arms = Mapping[str, pd.DataFrame]
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    found = comparisons(read(Path(options.file)))
+    if not found:
+        raise UserError(f"{options.file} has no data set on which `bft` met `matched` with two seeds or more")
+    metric, other = options.metric, _other_items(options.metric)
+    head = ["model", "data", "seeds", *(f"`{arm}`" for arm in ARMS), *(f"`bft` from `{name}`" for name in BASELINES)]
+    rows = [
+        [model, data, str(len(arms["bft"]))]
+        + [" / ".join(_mean(arms, arm, column) for column in (metric, other)).strip(" /") for arm in ARMS]
+        + ["" if (d := _lead(arms, name, metric)) is None else f"{percent(d)} ({_p(d.p_t)})" for name in BASELINES]
+        for (model, data), arms in found.items()
+    ]
+    print(f"{metric} / {other}, means over seeds; differences: {metric}\n\n{markdown_table(head, rows)}")
+    if options.svg:
+        write_atomic(Path(options.svg), figure(found, metric).encode())
+    return 0
+
+
+def comparisons(table: pd.DataFrame) -> dict[tuple[str, str], Arms]:
+    """By model and data set, the lines of the arms by seed, where ``bft`` and ``matched`` share two seeds or more."""
+    found = {}
+    for (model, data), lines in table.groupby(["model", "dataset"]):
+        arms = arms_of(lines)[1]
+        if _lead(arms, "matched", next(iter(METRICS))) is not None:
+            found[str(model), str(data)] = arms
+    return dict(sorted(found.items(), key=lambda one: (list(MODELS).index(one[0][0]), one[0][1])))
+
+
+def figure(found: Mapping[tuple[str, str], Arms], metric: str) -> str:
+    """Differences of ``bft`` from each baseline with their intervals, as an SVG file."""
+    names = {number: f"from {name}" for number, name in enumerate(BASELINES)}
+    rows = [
+        (
+            f"{model}, {data}",
+            [(n, d) for n, name in enumerate(BASELINES) if (d := _lead(arms, name, metric)) is not None],
+        )
+        for (model, data), arms in found.items()
+    ]
+    name, items = metric.split(" ", 1)
+    said = f"{name.upper()} of bft, {items}"
+    title = f"{said}: relative differences with 95 % intervals"
+    return plots.standalone(plots.intervals(rows, f"{said}: difference in % (95 % interval)", title, names))
+
+
+def _lead(arms: Arms, baseline: str, metric: str) -> SeedComparison | None:
+    """``bft`` against a baseline; None where one of them is missing, or they share fewer than two seeds."""
+    if "bft" not in arms or baseline not in arms:
+        return None
+    return difference(arms["bft"][metric].to_dict(), arms[baseline][metric].to_dict())
+
+
+def _mean(arms: Arms, arm: str, metric: str) -> str:
+    return f"{arms[arm][metric].mean():.4f}" if arm in arms else ""
+
+
+def _p(value: float) -> str:
+    return "p < .001" if value < 0.001 else f"p {value:.2g}"
+
+
+def _other_items(metric: str) -> str:
+    """The same metric in the other setting."""
+    name, items = metric.split(" ", 1)
+    return next(other for other in METRICS if other.startswith(f"{name} ") and not other.endswith(items))
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    options = argparse.ArgumentParser(prog="python -m benchmarks.study.overview", description="A ledger at a glance.")
+    options.add_argument("--file", required=True, metavar="CSV", help="what `benchmarks.study.ledger add` wrote")
+    options.add_argument("--metric", default="ndcg@10 all items", choices=list(METRICS))
+    options.add_argument("--svg", metavar="FILE", help="write the figure of the differences here")
+    return options.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    finish(main)
