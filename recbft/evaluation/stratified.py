@@ -148,8 +148,8 @@ def _adjusted(rows: list[StratumResult]) -> list[StratumResult]:
 
 def _too_small(num_users: int, hits: float) -> str:
     if num_users < MIN_USERS:
-        return f"{num_users} users"
-    return f"{hits:.3g} hits" if hits < MIN_HITS else ""
+        return f"{num_users} user{'s' * (num_users != 1)}"
+    return f"{hits:.3g} hit{'s' * (hits != 1)}" if hits < MIN_HITS else ""
 
 
 def _checked(arm: str, ranks: ArrayLike, strata: Strata) -> IntArray:
