@@ -181,6 +181,8 @@ class Recommender:
         if users is not None and not (whole and 1 <= users <= dataset.num_users):
             raise UserError(f"users is {users!r}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
         rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:users])
+        if not isinstance(samples, (int, np.integer)) or isinstance(samples, bool) or samples < 1:
+            raise UserError(f"samples is {samples!r}; give a whole number of at least 1")
         memory_mb = self.config.evaluation.memory_mb
         planted = planted_reliability(dataset, str(self.config.data.dataset))
         return {
@@ -214,13 +216,19 @@ class Recommender:
         return recommender
 
     def _open(self, path: Path, data_root: str | None) -> None:
-        self.run, config, self._vocabulary, self._model = load_trained(path)
+        run, config, self._vocabulary, self._model = load_trained(path)
+        self.run = RunFolder(run.path.absolute())  # it is still read when the program has gone to another folder
         self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
 
     def _config_for(self, dataset: Dataset) -> RunConfig:
         """The settings with the name of a data set that is given; UserError if they ask for another preparation."""
         own, made = self.config.data, dataset.preparation.get("filters", {})
         asked = own.preparation().to_dict() if self.run is None else {}  # else they are a run's, not asked for here
+        for key in ("user", "item", "time", "separator", "columns") if self.run is None else ():
+            if getattr(own, key) is not None:
+                raise UserError(
+                    f"data.{key} is {getattr(own, key)!r}, but a data set is given, which has its columns; leave it out"
+                )
         for key, value in asked.items():
             if value not in (made.get(key), getattr(Preparation(), key)):
                 raise UserError(

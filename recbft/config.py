@@ -196,7 +196,7 @@ def _convert_plain(value: Any, annotation: Any, name: str) -> Any:
     kind = bool if isinstance(value, bool) else type(value)
     if kind is annotation and not (kind is float and not math.isfinite(value)):
         return value
-    if annotation is float and kind is int:
+    if annotation is float and kind is int and abs(value) < 2**1023:
         return float(value)
     if annotation is float and kind is str and _NUMBER.fullmatch(value):
         return float(value)

@@ -87,6 +87,8 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         RunError: the disk is full.
     """
     path = Path(path)
+    if not path.name:
+        raise UserError(f"'{path}' is not a folder that can be made; give it a name")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -342,4 +342,4 @@ def ready_to_run(title: str, file: Path, name: str, *, has_times: bool) -> str:
     time = "Real times; each user's rows are sorted by them, since RecBole rounds them to single precision."
     if not has_times:
         time = "The data have no real times: timestamp is the number of the event in its history."
-    return READY.format(title=title, file=file, name=name, folder=json.dumps(str(file.parent)), time=time)
+    return READY.format(title=title, file=file, name=json.dumps(name), folder=json.dumps(str(file.parent)), time=time)

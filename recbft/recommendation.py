@@ -229,7 +229,7 @@ def _flatten(histories: Histories) -> tuple[list[Any], list[int], list[Any]]:
             raise UserError(
                 f"row {int(blank.argmax()) + 1} of the histories has a blank user_id; fill it in or leave it out"
             )
-        grouped = histories.groupby("user_id", sort=False, observed=True)["item_id"]
+        grouped = histories.reset_index(drop=True).groupby("user_id", sort=False, observed=True)["item_id"]
         histories = {user: items.tolist() for user, items in grouped}
     if isinstance(histories, pd.Series):  # of lists, by user
         if (twice := histories.index.duplicated()).any():

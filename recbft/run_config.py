@@ -127,10 +127,22 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     tree: dict[str, Any] = {}
     sections = sections_of(model, mixer)
     for source, layer in layers:
+        own: dict[str, Any] = {}
         for key, value in layer.items():
             with _naming(source):
-                place(tree, str(key), value, _TOP, sections)
+                place(own, str(key), value, _TOP, sections)
+        _put_over(tree, own)
     return _assemble(model, mixer, tree)
+
+
+def _put_over(tree: dict[str, Any], later: Mapping[str, Any]) -> None:
+    """Put later settings over earlier ones; a batch size takes the place of a number of targets too."""
+    for key, value in later.items():
+        if isinstance(value, Mapping):
+            instead = {"batch_targets": None} if key == "training" and "batch_size" in value else {}
+            tree[key] = {**tree.get(key, {}), **instead, **value}
+        else:
+            tree[key] = value
 
 
 def sections_of(model: str, mixer: str | None = None) -> dict[str, type]:

@@ -318,3 +318,39 @@ def test_ids_that_are_lists_and_lengths_that_are_no_whole_numbers_are_refused(fi
         method(nested)
     with pytest.raises(UserError, match=r"k is 1.5; give a whole number"):
         method([["1"]] if ask == "recommend" else ["1"], k=1.5)
+
+
+def test_columns_beside_a_data_set_that_is_given_are_refused(dataset):
+    with pytest.raises(UserError, match=r"data.user is 'nobody', but a data set is given, which has its columns"):
+        Recommender("sasrec", user="nobody", **SMALL).fit(dataset)
+
+
+def test_a_recommender_knows_its_folder_wherever_the_program_goes(dataset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recommender = Recommender("sasrec", **SMALL).fit(dataset, out="run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(recommender.recommend(histories_of(dataset), 3)) == 3 * dataset.num_users
+    recommender.save("kept")
+    assert (tmp_path / "elsewhere" / "kept" / "config.yaml").is_file()
+    for path in (".", ""):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        with pytest.raises(UserError, match="folder"):
+            recommender.save(path)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UserError, match="not a folder that can be made; give it a name"):
+        recommender.save(".")
+
+
+@pytest.mark.parametrize("samples", [0, 2.5, True])
+def test_a_probe_takes_a_number_of_samples(fitted, dataset, samples):
+    with pytest.raises(UserError, match=f"samples is {samples!r}; give a whole number of at least 1"):
+        fitted["bft"].probe(dataset, samples=samples)
+
+
+def test_a_frame_may_have_the_users_as_its_index_too(fitted, dataset):
+    frame = pd.DataFrame([(user, item) for user, items in histories_of(dataset).items() for item in items])
+    frame.columns = ["user_id", "item_id"]
+    lists = [fitted["bft"].recommend(one, 3) for one in (frame, frame.set_index("user_id", drop=False))]
+    pd.testing.assert_frame_equal(*lists)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from recbft.config_file import parse_setting, place, read_yaml, to_yaml
 from recbft.errors import UserError
+from recbft.run_config import load_run_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,3 +154,16 @@ def test_written_yaml_reads_back_equal_here_and_in_yaml_1_1(tmp_path_factory, tr
     path.write_text(to_yaml(tree), encoding="utf-8")
     assert read_yaml(path) == tree
     assert yaml.safe_load(to_yaml(tree)) == tree
+
+
+@pytest.mark.parametrize(
+    "text", ["epochs=!!int abc", "epochs=!!bool maybe", "epochs=!!timestamp x", "epochs=" + "9" * 5000]
+)
+def test_a_value_that_is_not_what_its_tag_says_is_refused_in_one_line(text):
+    with pytest.raises(UserError, match=r"mend the YAML|give a whole number"):
+        load_run_config(settings=[text])
+
+
+def test_a_whole_number_beyond_all_floats_is_refused():
+    with pytest.raises(UserError, match="give a number"):
+        load_run_config(settings=["learning_rate=" + "9" * 400])

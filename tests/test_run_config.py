@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from recbft.config import field_types
+from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.run_config import load_run_config, sections_of
+from recbft.training.run_parts import build_model
 
 ARMS = [(model, arm) for model, spec in MODELS.items() for arm in spec.arms]
 
@@ -203,3 +205,26 @@ def test_how_recbole_would_train_a_model_that_is_not_trained_is_ignored_aloud(wr
     with pytest.warns(UserWarning, match="'pop' is not trained"):
         assert load_run_config(write(f"model: SASRec\n{RECBOLE}"), model="pop").training.epochs == 200
     assert load_run_config(write(f"model: Pop\n{RECBOLE}"), model="sasrec").training.epochs == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["recency_decay=true", "mixer=rope"], "recency_decay has no effect with mixer 'rope'"),
+        (["activation=relu", "moe.experts=2"], "activation relu has no effect with experts"),
+    ],
+)
+def test_a_setting_that_a_layer_would_not_hear_is_refused(settings, message):
+    data = synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
+    with pytest.raises(UserError, match=message):
+        build_model(load_run_config(settings=settings, arm="matched", hidden_size=8), data)
+
+
+def test_a_later_batch_size_takes_the_place_of_a_number_of_targets(write):
+    file = write("train_batch_size: 2048\nMAX_ITEM_LIST_LENGTH: 20")
+    assert load_run_config(file).training.batch_targets == 2048
+    assert load_run_config(file, ["epochs=3"]).training.batch_targets == 2048
+    made = load_run_config(file, ["batch_size=8"]).training
+    assert (made.batch_size, made.batch_targets) == (8, None)
+    assert load_run_config(file, ["batch_size=8", "batch_targets=99"]).training.batch_targets == 99
+    assert load_run_config(write("training: {batch_size: 8, batch_targets: 99}")).training.batch_targets == 99

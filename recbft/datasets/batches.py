@@ -220,7 +220,7 @@ class ClozeBatches:
     probability ``last_item_probability`` the history is cut after a random event and that event alone is masked, which
     is what prediction asks; otherwise each event is masked with ``mask_probability``, and at least one. What is masked
     depends on (mask_seed, epoch) and the histories, not on their order, which is drawn from (seed, epoch) as in
-    ``TrainingBatches``.
+    ``TrainingBatches``. A masked last event has the time of the one before it, as the mask has at prediction.
 
     Args:
         mask: the item index that stands for a masked item.
@@ -275,9 +275,14 @@ class ClozeBatches:
         masked, ends = self._draw(epoch)
         hidden = np.where(masked, self.mask, self.items)
         targets = np.where(masked, self.items, 0)
+        times = self.times
+        if times is not None:
+            asked = (ends - 1)[masked[ends - 1]]
+            times = times.copy()
+            times[asked] = times[asked - 1]
         for chosen in _chosen(self.seed, epoch, self.start.size, self.batch_size):
             start, stop = self.start[chosen], ends[chosen]
-            batch = pack_histories(hidden, start, stop, times=self.times)
+            batch = pack_histories(hidden, start, stop, times=times)
             yield batch._replace(target=pack_histories(targets, start, stop).items)
 
     def _draw(self, epoch: int) -> tuple[NDArray[np.bool_], IntArray]:

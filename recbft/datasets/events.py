@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from recbft.errors import UserError, did_you_mean
 
-LARGEST_EXACT_FLOAT = 2**53
+LARGEST_EXACT_FLOAT = 2**53 - 1  # 2**53 may have been 2**53 + 1
 TICKS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 

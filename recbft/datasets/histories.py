@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from recbft.datasets.events import Events
-from recbft.datasets.readers import read_table
+from recbft.datasets.loading import USUAL_TIME, read_peeking, warn_if_out_of_order
 
 
 def read_histories(
@@ -38,8 +38,11 @@ def read_histories(
     """
     user, item = user or "user_id", item or "item_id"
     wanted = [user, item, *([time] if time is not None else [])]
-    table = read_table(path, wanted, separator=separator, columns=columns)
+    peek = time is None and USUAL_TIME not in wanted
+    table = read_peeking(Path(path), wanted, peek=peek, separator=separator, columns=columns)
     events = Events.from_table(table, source=str(path), user=user, item=item, time=time)
+    if peek and USUAL_TIME in table.column_names:
+        warn_if_out_of_order(events, table.column(USUAL_TIME), Path(path))
     ids = {"user_id": events.user.to_pylist(), "item_id": events.item.to_pylist()}
     frame: pd.DataFrame = pd.DataFrame(ids, dtype=object)
     if events.time is not None:

@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def load_dataset(
     found = _locate(name_or_path, data_root)
     chosen = replace(found.file, **asked)
     stored = _stored_record(found.path)
-    if stored is not None and not asked:
+    if stored is not None and "time" not in asked:
         chosen = replace(chosen, time=USUAL_TIME if stored["has_times"] else None)
     if preparation != Preparation():
         chosen = replace(chosen, preparation=preparation)
@@ -106,18 +107,26 @@ def _name(found: _Found, stored: dict[str, Any] | None) -> str:
 def _read(path: Path, file: CardFile, *, name: str) -> Dataset:
     extra = file.preparation.columns()
     named = [file.user, file.item, *([file.time] if file.time is not None else []), *extra]
-    peek = []
-    if file.time is None and USUAL_TIME not in named and USUAL_TIME in column_names(path) and file.columns is None:
-        peek = [USUAL_TIME]
-    table = read_table(path, [*named, *peek], separator=file.separator, columns=file.columns)
+    peek = file.time is None and USUAL_TIME not in named
+    table = read_peeking(path, named, peek=peek, separator=file.separator, columns=file.columns)
     events = Events.from_table(table, source=str(path), user=file.user, item=file.item, time=file.time, extra=extra)
-    if peek:
-        _warn_if_out_of_order(events, table.column(USUAL_TIME), path)
+    if peek and USUAL_TIME in table.column_names:
+        warn_if_out_of_order(events, table.column(USUAL_TIME), path)
     dataset = Dataset.from_events(events, name=name, preparation=file.preparation)
     return replace(dataset, preparation={**dataset.preparation, "source": path.name, "time": file.time})
 
 
-def _warn_if_out_of_order(events: Events, times: Any, path: Path) -> None:
+def read_peeking(
+    path: Path, named: Sequence[str], *, peek: bool, separator: str | None, columns: Sequence[str] | None
+) -> Any:
+    """The named columns, and with ``peek`` the usual time's beside them, where there is one that can be read."""
+    if peek and columns is None and USUAL_TIME in column_names(path):
+        with suppress(UserError):  # a column that nobody named may be damaged
+            return read_table(path, [*named, USUAL_TIME], separator=separator)
+    return read_table(path, named, separator=separator, columns=columns)
+
+
+def warn_if_out_of_order(events: Events, times: Any, path: Path) -> None:
     """The row order is taken as it is: say so where a column that looks like the time contradicts it."""
     if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
         times = times.cast(pa.timestamp("us"), safe=False).cast(pa.int64())

@@ -33,6 +33,8 @@ def reading(path: Path) -> Iterator[None]:
             raise _not_utf8(path) from None
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from None
     except OSError as error:
+        if error.errno is None and is_gzip(path):  # arrow's, of a stream that ends too early
+            raise UserError(f"{path}: the gzip file is damaged ({one_line(error)}); fetch it again") from None
         raise UserError(f"{path}: cannot be read: {one_line(error)}; check the file and its permissions") from None
 
 

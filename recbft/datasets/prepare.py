@@ -60,7 +60,7 @@ class Preparation:
             raise UserError(f"deduplicate is {self.deduplicate!r}; choose 'first', 'last' or None")
         self.conditions()
 
-    def conditions(self) -> list[tuple[str, str, float]]:
+    def conditions(self) -> list[tuple[str, str, int | float]]:
         """The row filter as (column, comparison, number)."""
         if self.where is None:
             return []
@@ -69,7 +69,7 @@ class Preparation:
             match = _CONDITION.match(part)
             try:
                 assert match is not None
-                parsed.append((match["column"], match["sign"], float(match["number"])))
+                parsed.append((match["column"], match["sign"], _number(match["number"])))
             except (AssertionError, ValueError):
                 advice = "write COLUMN>=NUMBER (also > < <= == !=), joined by 'and'"
                 raise UserError(f"row filter {self.where!r} cannot be read; {advice}") from None
@@ -157,8 +157,18 @@ def _satisfies(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
     return keep
 
 
-def _numbers(column: Any, name: str, source: str) -> NDArray[np.float64]:
-    """A filter column as float64, NaN where blank."""
+def _number(text: str) -> int | float:
+    """A number of a row filter; a whole one exactly, since floats hold those beyond 2**53 by rounding."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _numbers(column: Any, name: str, source: str) -> NDArray[Any]:
+    """A filter column as integers where it holds nothing else, or as float64 with NaN where blank."""
+    if pa.types.is_integer(column.type) and column.null_count == 0:
+        return np.asarray(column.to_numpy(zero_copy_only=False))
     if is_text(column.type):
         values = np.asarray(pd.to_numeric(column.to_pandas(), errors="coerce"), dtype=np.float64)
         for row in np.flatnonzero(np.isnan(values)):

@@ -214,13 +214,18 @@ def _refuse_open_quotes(path: Path, separator: str, num_rows: int) -> None:
     """Refuse a stray quote, which arrow lets swallow all rows up to the next one; values may hold line ends.
 
     Args:
-        num_rows: that arrow found, the header included. Where there are as many lines, no value spans several.
+        num_rows: that arrow found, the header included. Where there are as many lines and every quote has its second,
+            no value spans several.
     """
     with open_bytes(path) as file:
-        if not any(b'"' in part for part in iter(lambda: file.read(2**20), b"")):
+        quotes = sum(part.count(b'"') for part in iter(lambda: file.read(2**20), b""))
+        if not quotes:
             return
         file.seek(0)
-        if sum(1 for line in file if line.strip()) <= num_rows:
+        text = io.TextIOWrapper(file, "latin-1")  # lines end in CR, LF or both, as arrow takes them
+        num_lines = sum(1 for line in text if line.strip())
+        text.detach()
+        if num_lines <= num_rows and quotes % 2 == 0:
             return
         file.seek(0)
         limit, begins = csv.field_size_limit(2**31 - 1), 0

@@ -77,7 +77,7 @@ def compare_seeds(baseline: ArrayLike, other: ArrayLike, *, samples: int = 100_0
         UserError: fewer than two seeds, or unequal numbers of them.
     """
     a, b = _pair(baseline, other, "seeds")
-    d, n = b - a, a.size
+    d, n = _differences(a, b), a.size
     mean, sd = float(d.mean()), _spread(d, a, b)
     quantile = float(stats.t.ppf(0.975, n - 1))
     half = quantile * sd / math.sqrt(n)
@@ -112,7 +112,7 @@ def compare_users(baseline: ArrayLike, other: ArrayLike, *, samples: int = 10_00
         UserError: fewer than two users, or unequal numbers of them.
     """
     a, b = _pair(baseline, other, "users")
-    d = b - a
+    d = _differences(a, b)
     return UserComparison(
         num_users=d.size,
         difference=float(d.mean()),
@@ -195,10 +195,20 @@ def _pair(baseline: ArrayLike, other: ArrayLike, what: str) -> tuple[FloatArray,
     return a, b
 
 
+def _differences(a: FloatArray, b: FloatArray) -> FloatArray:
+    """b - a, exactly 0 where the two are equal up to the rounding of means: that is neither a win nor a loss."""
+    d = b - a
+    return np.where(np.abs(d) <= _rounding(a, b), 0.0, d)
+
+
 def _spread(d: FloatArray, a: FloatArray, b: FloatArray) -> float:
     """Standard deviation of the differences b - a, exactly 0 where all are equal up to the rounding of the values."""
     sd = float(d.std(ddof=1))
-    return 0.0 if sd <= 1e-14 * float(np.abs([a, b]).max(initial=0.0)) else sd
+    return 0.0 if sd <= _rounding(a, b) else sd
+
+
+def _rounding(a: FloatArray, b: FloatArray) -> float:
+    return 1e-14 * float(np.abs([a, b]).max(initial=0.0))
 
 
 def _t_test(mean: float, sd: float, n: int) -> float:

@@ -88,7 +88,7 @@ def stratify(
     if baseline is not None:
         _check_seeds(arrays, baseline)
     values = {arm: one_from_ranks(of_arm, metric) for arm, of_arm in arrays.items()}
-    hits = {arm: hit_rate(of_arm, _cutoff(metric) or 10).mean(axis=0) for arm, of_arm in arrays.items()}
+    hits = {arm: hit_rate(of_arm, _cutoff(metric) or 10) for arm, of_arm in arrays.items()}
     targets, frequency = np.asarray(target), np.asarray(target_frequency)
     rows = []
     for stratum, name in enumerate(strata.names):
@@ -106,7 +106,7 @@ def stratify(
                 levels={arm: _level(of_arm) for arm, of_arm in inside.items()},
                 differences={arm: found for arm, found in differences.items() if found is not None},
                 holm_p={},
-                too_small=_too_small(users.size, max(float(of_arm[users].sum()) for of_arm in hits.values())),
+                too_small=_too_small(users.size, max(float(hit[:, users].sum()) / len(hit) for hit in hits.values())),
             )
         )
     return _adjusted(rows)

@@ -137,5 +137,6 @@ def _check_k(k: int, num_items: int, excluded: _Excluded, user_ids: NDArray[np.g
         worst = int(left.argmin())
         name = f"row {worst}" if user_ids is None else f"user {user_ids[worst : worst + 1].tolist()[0]!r}"
         raise UserError(
-            f"k is {k}, but only {left[worst]} of {num_items} items are left for {name}; lower k or exclude fewer"
+            f"k is {k}, but only {left[worst]} of {num_items} items are left for {name}; "
+            "lower k or exclude fewer (filter_seen=False, or --keep-seen, excludes none)"
         )

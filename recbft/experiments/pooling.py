@@ -45,8 +45,12 @@ def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     if len(results) < 2:
         raise UserError("pooling needs at least 2 comparisons; give more folders")
-    hashes = [result["protocol"]["content_hash"] for result in results]
-    if len(set(hashes)) < len(hashes):
+    # The content of a data set has another hash with its times than without; its targets have not.
+    hashes = [
+        [result["protocol"][of] for result in results if of in result["protocol"]]
+        for of in ("content_hash", "target_hash")
+    ]
+    if any(len(set(found)) < len(found) for found in hashes):
         raise UserError("two comparisons are on the same data; pooled p-values must come from different data sets")
     baselines = {result["baseline"] for result in results}
     if len(baselines) > 1:

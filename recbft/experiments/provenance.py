@@ -18,6 +18,7 @@ from recbft.training.run_folder import RunFolder
 # Options whose values are places on one machine, and the word that a recorded command has instead.
 _PLACES = {"--data-root": "DIR", "--out": "OUT", "--json": "FILE", "--config": "FILE"}
 _FILES = ("-d", "--dataset")  # a name, or a file of which the name is kept
+_NAMED = ("--external", "--set")  # NAME=FILE or KEY=VALUE
 
 
 def recorded(program: str, arguments: Sequence[str]) -> str:
@@ -28,16 +29,26 @@ def recorded(program: str, arguments: Sequence[str]) -> str:
     """
     words: list[str] = []
     for argument in arguments:
-        option, equals, _ = argument.partition("=")
-        if words and words[-1] in _PLACES:
-            words.append(_PLACES[words[-1]])
-        elif words and words[-1] in _FILES:
-            words.append(Path(argument).name)
-        elif equals and option in _PLACES:
-            words += [option, _PLACES[option]]
+        option, equals, value = argument.partition("=")
+        if words and words[-1] in (*_PLACES, *_FILES, *_NAMED):
+            words.append(_without_place(words[-1], argument))
+        elif equals and option in (*_PLACES, *_FILES, *_NAMED):
+            words += [option, _without_place(option, value)]
+        elif argument.startswith("-d") and len(argument) > 2:
+            words += ["-d", _without_place("-d", argument[2:])]
         else:
-            words.append(argument)
+            words.append(Path(argument).name if os.path.isabs(argument) else argument)
     return f"{program} {shlex.join(words)}".rstrip()
+
+
+def _without_place(option: str, value: str) -> str:
+    """The value of an option as another machine would be given it."""
+    if option in _PLACES:
+        return _PLACES[option]
+    if option in _FILES:
+        return Path(value).name
+    key, equals, file = value.partition("=")
+    return f"{key}{equals}{Path(file).name}" if os.path.isabs(file) else value
 
 
 def header(command: str, dataset: Dataset | None = None, *, device: torch.device | str = "cpu") -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
-from recbft.files import write_json
+from recbft.files import write_atomic, write_json
 from recbft.training.run_folder import RunFolder
 
 FORMAT = 1
@@ -120,7 +119,7 @@ def _against(
             for metric in metrics:
                 pair = [comparison.values(arm, setting, metric) for arm in (baseline, name)]
                 cell: dict[str, Any] = {"over_seeds": asdict(compare_seeds(*pair))}
-                if over_users:
+                if over_users and len(comparison.users) > 1:
                     pair = [comparison.per_user(arm, setting, metric) for arm in (baseline, name)]
                     cell["over_users"] = asdict(compare_users(*pair, samples=samples))
                 found[name][setting][metric] = cell
@@ -164,5 +163,5 @@ def _keep(file: Path, folder: Path, name: str) -> str:
     folder.mkdir(exist_ok=True)
     kept = folder / f"{name}{file.suffix.lower()}"
     if not (kept.exists() and kept.samefile(file)):
-        shutil.copyfile(file, kept)
+        write_atomic(kept, file.read_bytes())
     return os.path.relpath(kept, folder.parent)

@@ -199,7 +199,8 @@ def _read_per_user(run: RunFolder) -> pd.DataFrame:
 
 
 def _column(run: Run, column: str) -> NDArray[Any]:
-    return run.per_user[column].to_numpy()
+    values = run.per_user[column].to_numpy()
+    return values.astype(str) if column == "user" else values  # ids are equal by text, whatever file they came from
 
 
 def _short(value: object) -> str:

@@ -20,5 +20,6 @@ def text_table(head: Row, rows: Sequence[Row]) -> str:
 
 
 def markdown_table(head: Row, rows: Sequence[Row]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    """A Markdown table; a bar within a cell is escaped."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in [head, *rows]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], ["---"] * len(head), *cells[1:]])

@@ -114,6 +114,12 @@ def search(
             settings = tuple(f"{dimension.key}={dimension.suggest(trial)}" for dimension in space)
             watch.note(f"trial {number + 1} of {trials}: {' '.join(settings)}")
             try:
+                configure(ArmSpec(arm, arm, settings), seeds[0])
+            except UserError as error:  # values that no run can have together, such as 2 heads at a width of 9
+                watch.note(f"this trial cannot be run: {error}")
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                continue
+            try:
                 value = evaluate(trial, settings)
             except RunError as error:
                 if str(error).startswith("interrupted"):

@@ -108,7 +108,7 @@ class Transition(nn.Module):
 
 
 class Noise(nn.Module):
-    """Equation (4): (B, T, D) -> (B, width, T), >= ``floor``."""
+    """Equation (4): (B, T, D) -> (B, width, T), >= ``floor``; it begins at ``start`` + ``floor``."""
 
     def __init__(self, hidden_size: int, width: int, *, start: float, floor: float) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.core import SequenceContext, projected_precision, scalar_log_precision
-from recbft.kernels.robust_filter import Clock, Dynamics, Variant, choose, decayed_weights, read_clock
+from recbft.kernels.robust_filter import Clock, Dynamics, Variant, as_complex, choose, decayed_weights, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,
     QUERY_NOISE_START,
@@ -254,7 +254,7 @@ class RobustFilterAttention(nn.Module):
         return projected_precision(per_token.repeat_interleave(columns, dim=-1), self.out.weight, cap=self.cap)
 
     def _heads(self, x: Tensor) -> Tensor:  # (B, T, 2 H K) -> (B, H, T, K) complex
-        return torch.view_as_complex(x.unflatten(-1, (self.n_heads, -1, 2))).transpose(1, 2)
+        return as_complex(x.unflatten(-1, (self.n_heads, -1))).transpose(1, 2)
 
 
 def _real_parts(n_heads: int, width: int, K: int) -> Tensor:

@@ -265,6 +265,8 @@ def make_blocks(
         raise UserError(f"experts need a pre-norm layer with a feed-forward network, got {kind}; leave them out")
     if moe is not None and core is not None:
         core.refuse_idle(("jacobian_rank",), "with experts, whose Jacobian is exact; leave it out")
+    if moe is not None and activation != "gelu":
+        raise UserError(f"activation {activation} has no effect with experts, whose activation is gelu; leave it out")
     blocks = []
     for number in range(config.n_layers):
         precision, update = None, None
@@ -325,6 +327,9 @@ def mixer_maker(
     spec = MIXERS[mixing.name]
     if attention_dropout is not None and "dropout" not in spec.hears:
         raise UserError(f"attention_dropout has no effect with mixer {mixing.name!r}, which has no weights to drop")
+    # `bft` has the decay by default, so that there it is left out where a mixer has a decay of its own, or none.
+    if core is None and config.recency_decay and "recency_decay" not in spec.hears:
+        raise UserError(f"recency_decay has no effect with mixer {mixing.name!r}; leave it out (and `+recency`)")
     estimation: dict[str, Any] | None = None
     if core is not None:
         check_core(core, spec.precision, config.max_length)

@@ -64,6 +64,8 @@ class HSTUConfig(BackboneConfig):
             raise UserError("show_target_time has no effect without time_bias; leave it out or set time_bias: true")
         if self.inner_size is not None and not self.feed_forward:
             raise UserError("inner_size has no effect with feed_forward false; leave it out or set feed_forward: true")
+        if self.activation != "gelu" and not self.feed_forward:
+            raise UserError("activation has no effect with feed_forward false; leave it out or set feed_forward: true")
 
 
 def hstu(

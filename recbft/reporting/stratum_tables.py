@@ -65,9 +65,7 @@ def make_strata(subject: Subject, name: str, quantiles: int) -> Strata:
 def available(subject: Subject) -> tuple[list[str], list[str]]:
     """The partitions that a subject's data has, and a line for each that it has not."""
     if subject.items is None:
-        return [name for name in STRATA if name != "recency"], [
-            f"recency is left out: {subject.missing}; name the folder with --data-root"
-        ]
+        return [name for name in STRATA if name != "recency"], [f"recency is left out: {subject.missing}"]
     if subject.items.gap is None:
         return [name for name in STRATA if name != "recency"], [
             f"recency is left out: {subject.dataset} has no real times"
@@ -105,7 +103,7 @@ def _first_time(subject: Subject, quantiles: int) -> Strata:
 
 def _recency(subject: Subject, quantiles: int) -> Strata:
     if subject.items is None:
-        raise UserError(f"recency needs the data set: {subject.missing}; name the folder with --data-root")
+        raise UserError(f"recency needs the data set: {subject.missing}")
     if subject.items.gap is None:
         raise UserError(f"recency needs real times, and {subject.dataset} has none; leave recency out of --by")
     return partition.recency(subject.items.gap, seconds=subject.items.seconds, quantiles=quantiles)

@@ -127,7 +127,7 @@ def load_items(
     if dataset.content_hash != content_hash:
         return None, (
             f"{dataset.name} as loaded has content {dataset.content_hash[:12]}, the runs were made on "
-            f"{content_hash[:12]}"
+            f"{content_hash[:12]}; name the folder of theirs with --data-root"
         )
     if not np.array_equal(dataset.user_ids.astype(str), np.asarray(users).astype(str)):
         return None, f"{dataset.name} as loaded lists other users than the runs"

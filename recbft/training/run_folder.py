@@ -20,6 +20,7 @@ import io
 import json
 import os
 import secrets
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -75,15 +76,16 @@ class RunFolder:
         """
         run = cls(Path(path))
         cls.refuse_taken(path, overwrite=overwrite)
-        with contextlib.ExitStack() as replacing, new_folder(path) as made:
+        place = run.path.resolve() if run.path.is_symlink() else run.path  # the link stays, and what it leads to is new
+        with contextlib.ExitStack() as replacing, new_folder(place) as made:
             new = cls(made)
             new.config_file.write_text(config, encoding="utf-8")
             new.protocol_file.write_text(json_text(protocol), encoding="utf-8")
             new.environment_file.write_text(json_text(environment), encoding="utf-8")
             new.checkpoint.mkdir()
-            if overwrite and run.config_file.is_file():
+            if overwrite and run.is_run:
                 replacing.enter_context(run.locked())
-                replacing.enter_context(_put_aside(run.path))
+                replacing.enter_context(_put_aside(place))
         return run
 
     @classmethod
@@ -114,18 +116,24 @@ class RunFolder:
         if not path.is_dir():
             raise UserError(f"{path} is a file; name another folder for the run")
         run = cls(path)
-        if overwrite and run.config_file.is_file():
+        if not run.is_run:
+            if any(path.iterdir()):
+                raise UserError(f"{path} is a folder with other files in it; name another folder for the run")
+            return
+        if overwrite:
             return
         if run.is_finished:
             raise UserError(f"{path} holds a finished run; name another folder, or replace it with --overwrite")
-        if run.config_file.exists():
-            epoch = checkpoint.load_state(run.checkpoint).epoch if run.has_checkpoint else 0
-            raise UserError(
-                f"{path} holds a run that stopped after epoch {epoch}; "
-                f"go on with `recbft train --resume {path}`, or name another folder"
-            )
-        if any(path.iterdir()):
-            raise UserError(f"{path} is a folder with other files in it; name another folder for the run")
+        epoch = checkpoint.load_state(run.checkpoint).epoch if run.has_checkpoint else 0
+        raise UserError(
+            f"{path} holds a run that stopped after epoch {epoch}; "
+            f"go on with `recbft train --resume {shlex.quote(str(path))}`, or name another folder"
+        )
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run was begun here: the files that ``create`` makes, all at once, and no mere ``config.yaml``."""
+        return self.config_file.is_file() and self.protocol_file.is_file() and self.checkpoint.is_dir()
 
     @property
     def is_finished(self) -> bool:
@@ -156,7 +164,9 @@ class RunFolder:
     def metrics(self) -> dict[str, Any]:
         """The content of ``metrics.json``; UserError if the run is not finished or the file cannot be read."""
         if not self.is_finished:
-            raise UserError(f"{self.path} is not finished; go on with `recbft train --resume {self.path}`")
+            raise UserError(
+                f"{self.path} is not finished; go on with `recbft train --resume {shlex.quote(str(self.path))}`"
+            )
         return _read_json(self.metrics_file)
 
     def locked(self) -> AbstractContextManager[None]:

@@ -158,7 +158,7 @@ def test_a_broken_run_is_left_out_when_asked(capsys, made, tmp_path):
 def test_comparisons_of_different_data_are_pooled(capsys, made, tmp_path):
     other = Path(shutil.copytree(made, tmp_path / "other"))
     saved = json.loads((other / "comparison.json").read_text())
-    saved["protocol"] |= {"content_hash": "f" * 64, "dataset": "another"}
+    saved["protocol"] |= {"content_hash": "f" * 64, "target_hash": "e" * 64, "dataset": "another"}
     (other / "comparison.json").write_text(json.dumps(saved))
     code, out, err = run(capsys, "compare", made, other, "--pool", "--out", tmp_path / "pooled")
     assert code == 0 and err == "" and "Fisher's p" in out and "another" in out

@@ -35,3 +35,14 @@ def test_ml_100k_gets_another_name_since_recbole_has_its_own_copy(tmp_path, caps
 def test_data_without_times_say_so_in_the_config(events, tmp_path):
     assert main(["data", "prepare", str(events), "--to", "recbole", "--out", str(tmp_path / "out")]) == 0
     assert "no real times" in (tmp_path / "out" / "tiny-shop.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["007", "1e5", "null", "2023-01-01"])
+def test_a_name_that_yaml_takes_for_something_else_is_quoted(name, events, tmp_path, capsys):
+    source = events.rename(tmp_path / f"{name}.parquet")
+    assert main(["data", "prepare", str(source), "--to", "recbole", "--out", str(tmp_path / "out")]) == 0
+    config = tmp_path / "out" / f"{name}.yaml"
+    assert read_yaml(config)["dataset"] == name
+    few = ["--set", "epochs=1", "--set", "hidden_size=8", "--out", str(tmp_path / "runs"), "-q"]
+    assert main(["train", "--config", str(config), *few]) == 0
+    assert "80 users" in capsys.readouterr().out

@@ -223,3 +223,12 @@ def test_without_optuna_one_line_says_how_to_get_it(capsys, monkeypatch, events,
     code, out, err = run(capsys, *tune(events, tmp_path / "x"))
     assert (code, out) == (2, "")
     assert err == "error: tuning needs Optuna, which is not installed; pip install 'recbft[tune]'\n"
+
+
+def test_a_point_that_no_run_can_have_is_a_failed_trial_and_not_the_end(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    settings = [*SETTINGS, "--set", "epochs=1", "--set", "n_heads=2"]
+    space = ["--space", "backbone.hidden_size=8,9", "--trials", "6"]
+    code, _, err = run(capsys, "tune", "-d", events, *settings, *space, "--seeds", "0-1", "--out", tmp_path)
+    assert code == 0 and "this trial cannot be run: arm bft: backbone.n_heads is 2, which does not divide" in err
+    assert 0 < json.loads((tmp_path / "tune.json").read_text())["failed"] < 6

@@ -97,3 +97,19 @@ def test_the_time_of_the_next_event_is_given_where_asked_for():
     (batch,) = history_batches(items, np.array([0]), np.array([5]), max_length=3, times=times, with_next_times=True)
     assert batch.time.tolist() == [[4, 9, 16]] and batch.next_time.tolist() == [[9, 16, 25]]
     assert torch.equal(batch.to("cpu").next_time, batch.next_time)
+
+
+def test_a_masked_last_event_has_the_time_that_prediction_gives_the_mask():
+    items, start, stop, _ = cloze()
+    times = np.arange(items.size) * 10
+    batches = ClozeBatches(items, start, stop, seed=0, max_length=8, batch_size=64, mask=MASK, times=times)
+    inner = 0
+    for batch in batches.epoch(0):
+        for number in range(len(batch.last)):
+            own = batch.segment == number
+            order = batch.position[own].argsort()
+            gaps = batch.time[own][order].diff().tolist()
+            asked = int(batch.target[own][order][-1]) > 0
+            assert gaps == [10] * (len(gaps) - asked) + [0] * asked
+            inner += not asked
+    assert inner > 0 and times[-1] == (items.size - 1) * 10

@@ -196,6 +196,24 @@ def test_a_saved_data_set_keeps_its_name_and_record_and_can_be_filtered_again(tm
     assert [p.name for p in tmp_path.iterdir()] == ["file.parquet"]
 
 
+def test_naming_the_usual_columns_of_a_saved_data_set_changes_nothing(tmp_path):
+    frame = pd.DataFrame({"user_id": list("aaaabbb"), "item_id": [1, 2, 3, 1, 1, 2, 3], "t": [1, 2, 3, 4, 1, 2, 3]})
+    Dataset.from_frame(frame, time="t").save(tmp_path / "file.parquet")
+    plain, named = (Dataset.load(tmp_path / "file.parquet", **asked) for asked in ({}, {"user": "user_id"}))
+    assert named.times is not None and named.content_hash == plain.content_hash
+
+
+def test_a_time_column_that_nobody_named_may_be_damaged(tmp_path):
+    (tmp_path / "a.csv").write_text("user_id,item_id,timestamp,timestamp\n" + "1,2,3,4\n" * 3)
+    (tmp_path / "b.jsonl").write_text(
+        "".join(f'{{"user_id": 1, "item_id": 2, "timestamp": {time}}}\n' for time in ("1", '"x"', "[2]"))
+    )
+    for name in ("a.csv", "b.jsonl"):
+        assert Dataset.load(tmp_path / name).num_events == 3
+    with pytest.raises(UserError, match="column 'timestamp' occurs 2 times"):
+        Dataset.load(tmp_path / "a.csv", time="timestamp")
+
+
 def test_a_file_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_warning(tmp_path):
     frame = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "timestamp": [3, 2, 1, 1, 2, 3]})
     frame.to_csv(tmp_path / "a.csv", index=False)

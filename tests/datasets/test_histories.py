@@ -33,3 +33,13 @@ def test_a_missing_column_is_refused_by_name(tmp_path):
     (tmp_path / "h.csv").write_text("user,item_id\nbob,tea\n")
     with pytest.raises(UserError, match=r"h\.csv: no column 'user_id'; did you mean 'user'"):
         read_histories(tmp_path / "h.csv")
+
+
+def test_rows_that_go_back_in_time_are_taken_as_they_are_with_a_warning(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("user_id,item_id,timestamp\nu,1,30\nu,2,20\nv,3,10\n")
+    with pytest.warns(
+        UserWarning, match="column 'timestamp' goes backwards within a user 1 times; name it as the time"
+    ):
+        assert read_histories(path)["item_id"].tolist() == ["1", "2", "3"]
+    assert read_histories(path, time="timestamp")["item_id"].tolist() == ["3", "2", "1"]

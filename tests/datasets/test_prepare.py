@@ -96,6 +96,15 @@ def test_k_core_equals_dropping_one_user_or_item_at_a_time(seed):
     assert histories(dataset) == expected
 
 
+def test_a_row_filter_knows_whole_numbers_that_floats_do_not():
+    large = 2**53 + 1  # as float64 the one before it
+    h = np.repeat([large, large - 1], 4)
+    frame = pd.DataFrame({"user_id": np.repeat([1, 2], 4), "item_id": [1, 2, 3, 4] * 2, "h": h})
+    dataset = Dataset.from_frame(frame, preparation=Preparation(where=f"h=={large}"))
+    assert dataset.user_ids.tolist() == [1]
+    assert Dataset.from_frame(frame, preparation=Preparation(where=f"h<={large}.5")).num_users == 2
+
+
 @pytest.mark.parametrize(
     ("where", "kept"),
     [

@@ -218,9 +218,9 @@ def test_a_truncated_gzip_file_is_refused(tmp_path):
     for name in ("a.csv.gz", "a.inter.gz", "a.jsonl.gz"):
         whole = gzip.compress((FILES[name] * 200).encode())
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(UserError, match=f"{name}: "):
+        with pytest.raises(UserError, match=f"{name}: the gzip file is damaged"):
             read_table(tmp_path / name, WANTED)
-        with pytest.raises(UserError, match=f"{name}: "):
+        with pytest.raises(UserError, match=f"{name}: the gzip file is damaged"):
             Dataset.load(tmp_path / name)
     (tmp_path / "b.csv.gz").write_bytes(b"plain text")
     with pytest.raises(UserError, match=r"b\.csv\.gz: the gzip file is damaged"):
@@ -307,6 +307,21 @@ def test_a_quote_that_is_not_closed_is_named_and_swallows_no_rows(titles, line, 
     with gzip.open(path, "wt") if ending.endswith("gz") else path.open("w") as file:
         file.write("user_id,item_id,title\n" + "".join(rows))
     with pytest.raises(UserError, match=rf"{ending}: line {line}: a quote is opened and not closed before the next"):
+        read_table(path, ["user_id", "item_id"])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        (["u,a", "u,b", 'u,"c'], 4),  # the last value would take the end of the file, and no line less is read
+        (["u,a", "u,b", 'u,"c', "", "", ""], 4),
+        (["u,a", 'u,"b', "u,c", 'u,"d', "u,e"], 3),  # two that are open, of which the first takes the rows between
+    ],
+)
+def test_an_open_quote_is_found_whatever_ends_a_line(rows, line, end, tmp_path):
+    path = write(tmp_path / "a.csv", end.join(["user_id,item_id", *rows, ""]).encode())
+    with pytest.raises(UserError, match=f"line {line}: a quote is opened and not closed"):
         read_table(path, ["user_id", "item_id"])
 
 

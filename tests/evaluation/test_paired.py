@@ -42,6 +42,15 @@ def test_differences_that_cancel_but_for_rounding_are_no_difference():
     assert sign_flip_p([0.1, 0.2, 0.4, -0.7]) == 1.0
 
 
+def test_the_rounding_of_means_is_neither_a_win_nor_a_difference():
+    values = np.random.default_rng(0).random((10, 999))
+    baseline, other = values.mean(axis=1), np.array([row[::-1].cumsum()[-1] / row.size for row in values])
+    assert (baseline != other).any()
+    found = compare_seeds(baseline, other)
+    assert (found.wins, found.difference, found.p_t, found.p_sign_flip) == (0, 0.0, 1.0, 1.0)
+    assert compare_users(baseline, other).p_sign_flip == 1.0
+
+
 def test_sign_flip_equals_scipys_for_twelve_seeds():
     d = np.random.default_rng(1).normal(0.3, 1, 12)
     expected = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)

@@ -87,7 +87,10 @@ def test_strata_too_small_say_so_and_why():
     assert few.too_small == "29 users"
     assert rare.too_small == "4 hits"
     hits[-MIN_HITS:] = 10
-    assert within({"plain": np.stack([hits, hits])}, counts=counts, baseline=None)[1].too_small == ""
+    for seeds in (2, 10, 20):  # means over ten seeds do not sum to whole numbers
+        assert within({"plain": np.stack([hits] * seeds)}, counts=counts, baseline=None)[1].too_small == ""
+    hits[-MIN_HITS + 1 :] = 11
+    assert within({"plain": np.stack([hits, hits])}, counts=counts, baseline=None)[1].too_small == "1 hit"
 
 
 def test_constant_metrics_and_single_users_give_no_nan():

@@ -130,6 +130,14 @@ def test_other_targets_under_the_same_hash_are_refused(copied):
         comparison_of(runs_in(copied))
 
 
+def test_ids_are_equal_by_text_whatever_file_they_came_from(copied):
+    path = copied / "runs" / "matched-seed1" / "per_user.parquet"
+    table = pd.read_parquet(path)
+    assert pd.api.types.is_integer_dtype(table["user"])
+    table.assign(user=table["user"].astype(str)).to_parquet(path)
+    assert comparison_of(runs_in(copied)).seeds == (0, 1, 2)
+
+
 def test_unequal_seeds_are_cut_to_the_common_ones_and_the_others_named(copied):
     shutil.rmtree(copied / "runs" / "bft-seed1")
     found = comparison_of(runs_in(copied))

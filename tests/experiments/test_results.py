@@ -47,6 +47,12 @@ def test_figures_are_scipys_and_holm_is_over_all_tests_of_the_table(seed):
     assert [c["p_holm"] for c in cells] == holm([c["p_t"] for c in cells]) and len(cells) == 6
 
 
+def test_one_user_is_compared_over_seeds_alone():
+    rng = np.random.default_rng(0)
+    found = results_of(made_up({name: rng.integers(1, 40, (4, 1)) for name in ("matched", "bft")}), metrics=["mrr"])
+    assert set(found["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"]) == {"over_seeds"}
+
+
 def test_where_nothing_differs_five_in_a_hundred_tables_say_otherwise():
     rng = np.random.default_rng(0)
     p_t, p_flip = [], []
@@ -111,6 +117,11 @@ def test_what_cannot_be_pooled_is_refused():
         pool([one])
     with pytest.raises(UserError, match="two comparisons are on the same data"):
         pool([one, results_with(2, "beauty")])
+    untimed = results_with(2, "games")  # the same targets from a file without times
+    untimed["protocol"]["target_hash"] = one["protocol"]["target_hash"] = "t"
+    with pytest.raises(UserError, match="two comparisons are on the same data"):
+        pool([one, untimed])
+    del one["protocol"]["target_hash"]
     with pytest.raises(UserError, match="have baselines bft, matched; give --baseline"):
         pool([one, {**results_with(2, "games"), "baseline": "bft"}])
     models = [{**each, "protocol": {**each["protocol"], "config": {"model": model}}}

@@ -113,9 +113,7 @@ def test_without_the_data_set_edges_come_from_the_targets_and_the_table_says_so(
         in made.table.caption
     )
     names, left_out = available(subject)
-    assert "recency" not in names and left_out[0].startswith(
-        "recency is left out: the file is not here; name the folder"
-    )
+    assert "recency" not in names and left_out[0].startswith("recency is left out: the file is not here")
 
 
 def test_other_data_under_the_same_name_is_not_taken(copied):
@@ -137,7 +135,7 @@ def test_other_data_under_the_same_name_is_not_taken(copied):
             "recency",
             "recency needs real times, and hand has none; leave",
         ),
-        ({"items": None, "missing": "gone"}, "recency", "recency needs the data set: gone; name the folder with"),
+        ({"items": None, "missing": "gone"}, "recency", "recency needs the data set: gone"),
     ],
 )
 def test_what_the_data_does_not_have_is_refused(changes, name, message):

@@ -9,11 +9,12 @@ import pandas as pd
 import pytest
 import torch
 
-from recbft.core import projected_precision
+from recbft.core import SequenceContext, projected_precision
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
 from recbft.kernels.full_precision import autocast_device, in_full_precision
 from recbft.mixers import MIXERS
+from recbft.mixers.registry import Place
 from recbft.models import MODELS
 from recbft.run_config import load_run_config
 from recbft.training import run_parts, session
@@ -114,3 +115,24 @@ def test_seeds_together_refuse_it(dataset, tmp_path):
 def test_another_type_is_refused():
     with pytest.raises(UserError, match="autocast"):
         load_run_config(model="sasrec", autocast="fp16")
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if name != "pointwise"])
+def test_a_mixer_needs_no_rule_of_autocast_that_only_a_cpu_has(name, monkeypatch):
+    """On a CPU, and there alone, autocast widens what becomes complex."""
+
+    def plain(function):
+        def without_autocast(*arguments):
+            with torch.autocast("cpu", enabled=False):
+                return function(*arguments)
+
+        return without_autocast
+
+    for function in ("view_as_complex", "polar"):
+        monkeypatch.setattr(torch, function, plain(getattr(torch, function)))
+    places = torch.arange(6)[None]
+    mixer = MIXERS[name].make(Place(hidden_size=8, n_heads=2, length=8))
+    with autocast("bf16", torch.device("cpu")):
+        innovation = mixer(torch.randn(1, 6, 8), None, SequenceContext(places * 0, places, places * 1000)).innovation
+    innovation.float().sum().backward()
+    assert innovation.isfinite().all()

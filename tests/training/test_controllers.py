@@ -30,7 +30,7 @@ from recbft.training.controllers import (
     tail_score,
     validation_cross_entropy,
 )
-from recbft.training.controllers.averaging import Ema, EmaConfig, SelectiveSwa, SwaConfig, replaced
+from recbft.training.controllers.averaging import Ema, EmaConfig, SelectiveSwa, SwaConfig, replaced, take_in
 from recbft.training.controllers.chaos import ChaosConfig, ChaosSchedule
 from recbft.training.controllers.context_game import ContextGameConfig
 from recbft.training.controllers.guardian import Guardian, GuardianConfig, act, reward
@@ -406,3 +406,11 @@ def test_the_validation_loss_is_the_mean_cross_entropy_over_all_items(dataset):
     assert model.training
     some = validation_cross_entropy(model, dataset, most_users=7)
     assert some != expected and some == pytest.approx(expected, rel=0.2)
+
+
+def test_a_mean_that_was_loaded_goes_to_where_the_parameters_are():
+    """A checkpoint is read to the CPU; tensors without content stand for another device."""
+    model = torch.nn.Linear(2, 2, device="meta")
+    mean = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
+    take_in(mean, model, 0.5)
+    assert {value.device.type for value in mean.values()} == {"meta"}

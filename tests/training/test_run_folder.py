@@ -202,3 +202,22 @@ def test_an_environment_tells_versions_and_not_whose_machine_it_is():
     for private in (platform.node(), str(Path.home()), os.getcwd()):
         assert len(private) < 3 or private not in text
     assert getpass.getuser() not in made.values()
+
+
+def test_overwrite_replaces_runs_and_nothing_else(tmp_path):
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "config.yaml").write_text("foo: bar")
+    (project / "src" / "code.py").write_text("x = 1")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="project is a folder with other files in it; name another folder"):
+            create(project, overwrite=overwrite)
+    assert (project / "src" / "code.py").read_text() == "x = 1"
+
+
+def test_a_run_behind_a_link_is_replaced_where_it_lies(tmp_path):
+    create(tmp_path / "disk" / "a").history_file.write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "a")
+    made = create(tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink() and made.config_file.is_file() and not made.history_file.exists()
+    assert os.listdir(tmp_path / "disk") == ["a"] and sorted(os.listdir(tmp_path)) == ["disk", "link"]

@@ -107,5 +107,5 @@ def real(x: Tensor) -> Tensor:
 
 
 def as_complex(x: Tensor) -> Tensor:
-    """The inverse of ``real``."""
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    """The inverse of ``real``; half precision, which has no complex numbers here, is widened."""
+    return torch.view_as_complex((x.float() if x.dtype.itemsize < 4 else x).unflatten(-1, (-1, 2)))

@@ -66,11 +66,7 @@ class Ema:
     def after_step(self, moment: Moment, loss: float) -> None:
         """Take the weights of this step in."""
         decay = min(self.config.decay, (1 + self.steps) / (10 + self.steps))
-        for name, parameter in moment.model.named_parameters():
-            if name in self.mean:
-                self.mean[name].lerp_(parameter, 1 - decay)
-            else:
-                self.mean[name] = parameter.detach().clone()
+        take_in(self.mean, moment.model, 1 - decay)
         self.steps += 1
 
     def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -106,11 +102,7 @@ class SelectiveSwa:
         if not late or previous is None or value - previous < self.config.gain * abs(previous):
             return
         self.epochs += 1
-        for name, parameter in moment.model.named_parameters():
-            if name in self.mean:
-                self.mean[name].lerp_(parameter, 1 / self.epochs)
-            else:
-                self.mean[name] = parameter.detach().clone()
+        take_in(self.mean, moment.model, 1 / self.epochs)
 
     def final_weights(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """The model with the mean in place of its parameters; None where fewer than two epochs are in it."""
@@ -124,6 +116,19 @@ class SelectiveSwa:
         """Go on from there."""
         self.epochs, self.previous = state["epochs"], state["previous"]
         self.mean = {name: tensor.clone() for name, tensor in state["mean"].items()}
+
+
+@torch.no_grad()
+def take_in(mean: dict[str, Tensor], model: nn.Module, share: float) -> None:
+    """Move a mean towards the model's parameters by a share; what it lacks it takes as it is.
+
+    A mean that was loaded lies on the CPU, and goes to where the parameters are.
+    """
+    for name, parameter in model.named_parameters():
+        if name in mean:
+            mean[name] = mean[name].to(parameter.device).lerp_(parameter, share)
+        else:
+            mean[name] = parameter.detach().clone()
 
 
 @contextmanager
