@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from recbft.datasets.events import Events
-from recbft.datasets.loading import USUAL_TIME, read_peeking, warn_if_out_of_order
+from recbft.datasets.loading import read_events
 
 
 def read_histories(
@@ -37,12 +36,7 @@ def read_histories(
         UserError: the file is missing or damaged, or a column is missing or holds what it may not.
     """
     user, item = user or "user_id", item or "item_id"
-    wanted = [user, item, *([time] if time is not None else [])]
-    peek = time is None and USUAL_TIME not in wanted
-    table = read_peeking(Path(path), wanted, peek=peek, separator=separator, columns=columns)
-    events = Events.from_table(table, source=str(path), user=user, item=item, time=time)
-    if peek and USUAL_TIME in table.column_names:
-        warn_if_out_of_order(events, table.column(USUAL_TIME), Path(path))
+    events = read_events(Path(path), user=user, item=item, time=time, separator=separator, columns=columns)
     ids = {"user_id": events.user.to_pylist(), "item_id": events.item.to_pylist()}
     frame: pd.DataFrame = pd.DataFrame(ids, dtype=object)
     if events.time is not None:

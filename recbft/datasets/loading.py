@@ -105,28 +105,46 @@ def _name(found: _Found, stored: dict[str, Any] | None) -> str:
 
 
 def _read(path: Path, file: CardFile, *, name: str) -> Dataset:
-    extra = file.preparation.columns()
-    named = [file.user, file.item, *([file.time] if file.time is not None else []), *extra]
-    peek = file.time is None and USUAL_TIME not in named
-    table = read_peeking(path, named, peek=peek, separator=file.separator, columns=file.columns)
-    events = Events.from_table(table, source=str(path), user=file.user, item=file.item, time=file.time, extra=extra)
-    if peek and USUAL_TIME in table.column_names:
-        warn_if_out_of_order(events, table.column(USUAL_TIME), path)
+    events = read_events(
+        path,
+        user=file.user,
+        item=file.item,
+        time=file.time,
+        separator=file.separator,
+        columns=file.columns,
+        extra=file.preparation.columns(),
+    )
     dataset = Dataset.from_events(events, name=name, preparation=file.preparation)
     return replace(dataset, preparation={**dataset.preparation, "source": path.name, "time": file.time})
 
 
-def read_peeking(
-    path: Path, named: Sequence[str], *, peek: bool, separator: str | None, columns: Sequence[str] | None
-) -> Any:
-    """The named columns, and with ``peek`` the usual time's beside them, where there is one that can be read."""
-    if peek and columns is None and USUAL_TIME in column_names(path):
+def read_events(
+    path: Path,
+    *,
+    user: str,
+    item: str,
+    time: str | None,
+    separator: str | None,
+    columns: Sequence[str] | None,
+    extra: Sequence[str] = (),
+) -> Events:
+    """The events of a file in its order, with a warning where no time is named and the usual one contradicts it."""
+    named = [user, item, *([time] if time is not None else []), *extra]
+    table = None
+    peek = time is None and columns is None and USUAL_TIME not in named and USUAL_TIME in column_names(path)
+    if peek:
         with suppress(UserError):  # a column that nobody named may be damaged
-            return read_table(path, [*named, USUAL_TIME], separator=separator)
-    return read_table(path, named, separator=separator, columns=columns)
+            table = read_table(path, [*named, USUAL_TIME], separator=separator)
+    times = None if table is None else table.column(USUAL_TIME)
+    if table is None:
+        table = read_table(path, named, separator=separator, columns=columns)
+    events = Events.from_table(table, source=str(path), user=user, item=item, time=time, extra=extra)
+    if times is not None:
+        _warn_if_out_of_order(events, times, path)
+    return events
 
 
-def warn_if_out_of_order(events: Events, times: Any, path: Path) -> None:
+def _warn_if_out_of_order(events: Events, times: Any, path: Path) -> None:
     """The row order is taken as it is: say so where a column that looks like the time contradicts it."""
     if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
         times = times.cast(pa.timestamp("us"), safe=False).cast(pa.int64())

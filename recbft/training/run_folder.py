@@ -127,13 +127,18 @@ class RunFolder:
         epoch = checkpoint.load_state(run.checkpoint).epoch if run.has_checkpoint else 0
         raise UserError(
             f"{path} holds a run that stopped after epoch {epoch}; "
-            f"go on with `recbft train --resume {shlex.quote(str(path))}`, or name another folder"
+            f"go on with `{run.resume_command}`, or name another folder"
         )
 
     @property
     def is_run(self) -> bool:
         """Whether a run was begun here: the files that ``create`` makes, all at once, and no mere ``config.yaml``."""
         return self.config_file.is_file() and self.protocol_file.is_file() and self.checkpoint.is_dir()
+
+    @property
+    def resume_command(self) -> str:
+        """What goes on with this run in a shell."""
+        return f"recbft train --resume {shlex.quote(str(self.path))}"
 
     @property
     def is_finished(self) -> bool:
@@ -164,9 +169,7 @@ class RunFolder:
     def metrics(self) -> dict[str, Any]:
         """The content of ``metrics.json``; UserError if the run is not finished or the file cannot be read."""
         if not self.is_finished:
-            raise UserError(
-                f"{self.path} is not finished; go on with `recbft train --resume {shlex.quote(str(self.path))}`"
-            )
+            raise UserError(f"{self.path} is not finished; go on with `{self.resume_command}`")
         return _read_json(self.metrics_file)
 
     def locked(self) -> AbstractContextManager[None]:

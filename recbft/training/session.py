@@ -6,7 +6,6 @@ initial weights and dropout come from its seed, and the caller's random state is
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -207,8 +206,7 @@ class Session:
         except KeyboardInterrupt:
             saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
             raise RunError(
-                f"interrupted; the state after epoch {saved} is saved, "
-                f"go on with: recbft train --resume {shlex.quote(str(self.run.path))}"
+                f"interrupted; the state after epoch {saved} is saved, go on with: {self.run.resume_command}"
             ) from None
         return self.run
 
