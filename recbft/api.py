@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
+from recbft.config import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.datasets.prepare import Preparation
@@ -177,11 +178,10 @@ class Recommender:
         """
         model, _, _ = self._fitted()
         dataset = self._data(dataset)
-        whole = isinstance(users, (int, np.integer)) and not isinstance(users, bool)
-        if users is not None and not (whole and 1 <= users <= dataset.num_users):
+        if users is not None and not (is_whole(users) and 1 <= users <= dataset.num_users):
             raise UserError(f"users is {users!r}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
         rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:users])
-        if not isinstance(samples, (int, np.integer)) or isinstance(samples, bool) or samples < 1:
+        if not (is_whole(samples) and samples >= 1):
             raise UserError(f"samples is {samples!r}; give a whole number of at least 1")
         memory_mb = self.config.evaluation.memory_mb
         planted = planted_reliability(dataset, str(self.config.data.dataset))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 import re
 import types
 import typing
@@ -107,6 +108,11 @@ def describe(annotation: Any) -> str:
     if origin is tuple:
         return f"a list, each {describe(args[0])}"
     return _WORDS.get(annotation, "keys and values")
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python or numpy; true and false are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_range(

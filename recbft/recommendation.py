@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from recbft.config import is_whole
 from recbft.datasets.events import check_columns
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -122,7 +123,7 @@ def explain(
 
 
 def _check_length(k: Any) -> None:
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+    if not is_whole(k):
         raise UserError(f"k is {k!r}; give a whole number, the length of the lists")
 
 

@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from recbft.config import is_whole
 from recbft.datasets.events import Events, as_floats, is_text
 from recbft.errors import UserError, did_you_mean
 
@@ -53,7 +54,7 @@ class Preparation:
     def __post_init__(self) -> None:
         for name in ("k_core", "min_user_events", "min_item_events"):
             value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
+            if not (is_whole(value) and value >= 0):
                 raise UserError(f"{name} is {value!r}; give a whole number >= 0 (0 is off)")
             object.__setattr__(self, name, int(value))  # numpy's cannot be written down
         if self.deduplicate not in (None, "first", "last"):
