@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -45,7 +44,7 @@ def evaluate(
 
     recommender = Recommender.load(run)
     config = recommender.config
-    data = replace(config.data, data_root=data_root, dataset=dataset or config.data.dataset).load()
+    data = config.data.load_again(dataset, data_root)
     evaluation = recommender.evaluate(data, part.value)
     filter_seen = filter_seen or config.evaluation.filter_seen
     setting = "filtered" if filter_seen else "unfiltered"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,11 +50,15 @@ def probe(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The JSON file; if left out RUN/probe.json, which reports show, for all users of the test, else none.",
+            help="The JSON file; if left out RUN/probe.json, which reports show, for all users of the run's own test, "
+            "else none.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Write no file.")] = False,
+    dataset: Annotated[
+        str | None, typer.Option("-d", "--dataset", help="Other data with the same items; that of the run if left out.")
+    ] = None,
     data_root: DataRoot = None,
 ) -> None:
     """Print how precision flows through a trained model, and whether it knows when it is right."""
@@ -67,14 +70,16 @@ def probe(
     from recbft.api import Recommender
     from recbft.evaluation.protocol import protocol_lines
     from recbft.files import json_text, write_json
+    from recbft.training.run_folder import RunFolder
 
     recommender = Recommender.load(run)
-    dataset = replace(recommender.config.data, data_root=data_root).load()
+    data = recommender.config.data.load_again(dataset, data_root)
     if explain is not None:
-        _explain(recommender, dataset, explain, split.value, as_json)
+        _explain(recommender, data, explain, split.value, as_json)
         return
-    found = recommender.probe(dataset, split.value, users=users)
-    whole = users is None and split is Split.test
+    found = recommender.probe(data, split.value, users=users)
+    own = found["protocol"]["content_hash"] == RunFolder.open(run).protocol["content_hash"]
+    whole = users is None and split is Split.test and own
     if not no_write and (whole or out is not None):
         path = run / PROBE_FILE if out is None else out
         write_json(path, found)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Parameters of a run that begins.
 NEW_RUN = (
-    "model", "dataset", "arm", "mixer", "update", "seed", "settings", "config", "deterministic", "overwrite", "name",
+    "model", "arm", "mixer", "update", "seed", "settings", "config", "deterministic", "overwrite", "name",
     "out",
 )  # fmt: skip
 EXAMPLES = """Examples:
@@ -38,7 +38,11 @@ def train(
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option("-d", "--dataset", help="A name of `recbft data list`, or a file; ml-100k if left out."),
+        typer.Option(
+            "-d",
+            "--dataset",
+            help="A name of `recbft data list`, or a file; ml-100k if left out, with --resume the run's.",
+        ),
     ] = None,
     arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
     mixer: Annotated[str | None, typer.Option(help="What moves information along a history: `recbft models`.")] = None,
@@ -70,7 +74,7 @@ def train(
     if resume is not None:
         refuse_given(context, NEW_RUN, f"with --resume, which continues {resume} as it was; leave it out")
 
-    run = _resume(resume, data_root, quiet) if resume is not None else None
+    run = _resume(resume, dataset, data_root, quiet) if resume is not None else None
     if run is None:
         from recbft.run_config import load_run_config
 
@@ -105,10 +109,10 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
     return train(config, path, dataset=dataset, progress=progress, overwrite=overwrite)
 
 
-def _resume(path: Path, data_root: str | None, quiet: bool) -> RunFolder:
+def _resume(path: Path, dataset: str | None, data_root: str | None, quiet: bool) -> RunFolder:
     from recbft.run_config import load_run_config
     from recbft.training.run_folder import RunFolder
     from recbft.training.session import resume
 
     metric = load_run_config(RunFolder.open(path).config_file).training.valid_metric
-    return resume(path, data_root=data_root, progress=progress_for(metric, quiet=quiet))
+    return resume(path, data_root=data_root, dataset=dataset, progress=progress_for(metric, quiet=quiet))

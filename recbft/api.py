@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +28,7 @@ from recbft.datasets.config import DataConfig
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.synth import planted_reliability
 from recbft.datasets.vocabulary import Vocabulary
-from recbft.errors import UserError
+from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.uncertainty import uncertainty
@@ -70,7 +73,6 @@ class Recommender:
         self.run: RunFolder | None = None
         self._model: nn.Module | None = None
         self._vocabulary: Vocabulary | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def fit(
         self, dataset: Dataset | None = None, *, out: str | Path | None = None, progress: Progress | None = None
@@ -83,17 +85,41 @@ class Recommender:
 
         Raises:
             UserError: as ``train``; a data set is given, and settings of this object would have prepared another.
+            RunError: training failed; after an interruption the folder stays, and ``resume`` goes on with it.
         """
         _check_dataset(dataset)
         config = self.config if dataset is None else self._config_for(dataset)
-        temporary = None
-        if out is None:
-            temporary = tempfile.TemporaryDirectory(prefix="recbft-")
-            out = Path(temporary.name) / "run"
-        run = session.train(config, out, dataset=dataset, progress=progress)
-        self._open(run.path, config.data.data_root)
-        self._temporary = temporary  # only now: a fit that fails leaves the one before it as it was
+        with _folder(out) as (path, remove), _python_way_on(path, dataset):
+            self._open(session.train(config, path, dataset=dataset, progress=progress).path, config.data.data_root)
+            if remove is not None:
+                weakref.finalize(self.run, remove)
         return self
+
+    @classmethod
+    def resume(
+        cls,
+        path: str | Path,
+        dataset: Dataset | None = None,
+        *,
+        data_root: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> Recommender:
+        """Go on with a fit that was stopped, exactly as if it had not been; a finished one is loaded.
+
+        Args:
+            path: the run's folder, as the interruption's message or ``fit``'s ``out`` names it.
+            dataset: what it was fitted on; looked for by the name of the run's own unless given.
+            data_root: the folder of data sets to look in.
+            progress: as in ``fit``.
+
+        Raises:
+            UserError: there is no run, or the data are not those it was begun with.
+            RunError: as in ``fit``.
+        """
+        _check_dataset(dataset)
+        with _python_way_on(Path(path), dataset):
+            session.resume(path, data_root=data_root, dataset=dataset, progress=progress)
+        return cls.load(path, data_root=data_root)
 
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
         """Full-ranking metrics and ranks on a part of a data set with the vocabulary this model was trained with."""
@@ -211,7 +237,6 @@ class Recommender:
             UserError: there is no run, it has no weights yet, or a file is damaged.
         """
         recommender = cls.__new__(cls)
-        recommender._temporary = None
         recommender._open(Path(path), None if data_root is None else str(data_root))
         return recommender
 
@@ -241,7 +266,7 @@ class Recommender:
         """The data set, or the configured one; UserError if its items or its unit of time are not the model's."""
         model, _, run = self._fitted()
         _check_dataset(dataset)
-        dataset = self.config.data.load() if dataset is None else dataset
+        dataset = self.config.data.load_again(None, self.config.data.data_root) if dataset is None else dataset
         check_vocabulary(
             load_state(run.checkpoint),
             dataset=dataset.name,
@@ -268,6 +293,33 @@ class Recommender:
         if self._model is None or self._vocabulary is None or self.run is None:
             raise UserError("this recommender is not trained; call fit(dataset), or Recommender.load(folder)")
         return self._model, self._vocabulary, self.run
+
+
+@contextmanager
+def _folder(out: str | Path | None) -> Iterator[tuple[Path, Callable[[], None] | None]]:
+    """The run's folder and, for a temporary one, what removes it; after an interruption that stays as well."""
+    if out is not None:
+        yield Path(out), None
+        return
+    place = tempfile.mkdtemp(prefix="recbft-")
+    remove = partial(shutil.rmtree, place, ignore_errors=True)
+    try:
+        yield Path(place) / "run", remove
+    except RunInterruptedError:
+        raise
+    except BaseException:
+        remove()
+        raise
+
+
+@contextmanager
+def _python_way_on(path: Path, dataset: Dataset | None) -> Iterator[None]:
+    """Say after an interruption how a program goes on."""
+    try:
+        yield
+    except RunInterruptedError as error:
+        given = "" if dataset is None else ", dataset"
+        raise RunInterruptedError(f"{error} (in Python: Recommender.resume({str(path)!r}{given}))") from None
 
 
 def _check_dataset(dataset: object) -> None:

@@ -18,6 +18,10 @@ class RunError(RuntimeError):
     """A run that failed or cannot be continued; the message says why and what is left."""
 
 
+class RunInterruptedError(RunError):
+    """A run that its user stopped; its last whole epoch is saved, and the message says how to go on."""
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Close a message about an unknown ``name``: the nearest choice if there is one, else the whole list."""
     known = sorted(choices)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,7 +17,8 @@ import torch
 import recbft
 from recbft import Dataset, Recommender
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
-from recbft.errors import UserError
+from recbft.errors import RunError, UserError
+from recbft.training.progress import Silent
 
 SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 2, "device": "cpu", "warmup_steps": 4}
 ARMS = ["published", "matched", "bft"]
@@ -74,6 +79,68 @@ def test_a_run_folder_that_was_asked_for_stays(dataset, tmp_path):
     expected = recommender.recommend(histories_of(dataset), 3)
     del recommender
     pd.testing.assert_frame_equal(Recommender.load(tmp_path / "run").recommend(histories_of(dataset), 3), expected)
+
+
+class StopAfter(Silent):
+    """Ctrl-C at the end of an epoch."""
+
+    def __init__(self, epoch):
+        self.at = epoch
+
+    def epoch(self, row):
+        if row["epoch"] == self.at:
+            raise KeyboardInterrupt
+
+
+def place_of(error):
+    """The folder that an interruption's message says to go on with in Python."""
+    return Path(re.search(r"Recommender\.resume\('(.*)', dataset\)", str(error.value)).group(1))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_interrupted_fit_goes_on_as_its_message_says_as_if_nothing_had_been(dataset, tmp_path, named):
+    expected = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+    out = tmp_path / "run" if named else None
+    with pytest.raises(RunError, match="the state after epoch 1 is saved") as error:
+        Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=out, progress=StopAfter(1))
+    place = place_of(error)
+    try:
+        assert out in (None, place)
+        assert os.path.isdir(place), "what is said to be saved is there"
+        resumed = Recommender.resume(place, dataset)
+        assert resumed.run.metrics["epochs"] == 2
+        pd.testing.assert_frame_equal(resumed.evaluate(dataset).per_user, expected.evaluate(dataset).per_user)
+        again = Recommender.resume(place, dataset)  # a finished run is only opened
+        assert again.run.metrics == resumed.run.metrics
+    finally:
+        shutil.rmtree(place.parent if out is None else place)
+
+
+def test_a_fit_that_is_stopped_leaves_the_one_before_it_as_it_was(dataset):
+    recommender = Recommender("sasrec", arm="matched", **SMALL).fit(dataset)
+    before = recommender.recommend([[1, 2, 3]], 3)
+    with pytest.raises(RunError) as error:
+        recommender.fit(dataset, progress=StopAfter(1))
+    shutil.rmtree(place_of(error).parent)
+    pd.testing.assert_frame_equal(recommender.recommend([[1, 2, 3]], 3), before)
+    first = recommender.run.path
+    recommender.fit(dataset)
+    assert not first.exists() and recommender.run.path.exists(), "one temporary folder is enough"
+
+
+def test_a_fit_that_cannot_begin_leaves_no_folder_behind(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError, match=r"data\.k_core is 3"):
+        Recommender("sasrec", k_core=3, **SMALL).fit(dataset)
+    with pytest.raises(RunError, match=r"not finite|loss is"):
+        Recommender("sasrec", **{**SMALL, "learning_rate": 1e30}).fit(dataset)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_whose_data_had_no_file_says_how_to_give_them(dataset, tmp_path):
+    Recommender("sasrec", **SMALL).fit(replace(dataset, name="frame"), out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"unknown data set 'frame'.*give it with -d, or in Python as dataset"):
+        Recommender.load(tmp_path / "run").evaluate()
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])

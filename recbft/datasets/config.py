@@ -61,6 +61,26 @@ class DataConfig:
             preparation=self.preparation(),
         )
 
+    def load_again(self, dataset: str | None = None, data_root: str | None = None) -> Dataset:
+        """The data of a run that was begun earlier, from where they lie now.
+
+        Args:
+            dataset: data set or file to read in the place of the run's own, in the same way.
+            data_root: where to look for it.
+
+        Raises:
+            UserError: the data cannot be loaded; for the run's own, the message says how to give others.
+        """
+        try:
+            return replace(self, dataset=dataset or self.dataset, data_root=data_root).load()
+        except UserError as error:
+            if dataset is not None:
+                raise
+            raise UserError(
+                f"{error} (the run's own data set is {self.dataset!r}: if it lies elsewhere, or was made of a frame in "
+                "Python, give it with -d, or in Python as dataset)"
+            ) from None
+
     def preparation(self) -> Preparation:
         """What is done to the events before they become histories."""
         return Preparation(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from recbft.datasets import Dataset
-from recbft.errors import RunError, UserError
+from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, Part, evaluate
 from recbft.machine import environment
 from recbft.models import MODELS
@@ -79,17 +79,29 @@ def resume(
     path: str | Path,
     *,
     data_root: str | Path | None = None,
-    dataset: Dataset | None = None,
+    dataset: Dataset | str | None = None,
     progress: Progress | None = None,
 ) -> RunFolder:
-    """Go on with a run that was stopped, exactly as if it had not been; a finished run is returned as it is."""
+    """Go on with a run that was stopped, exactly as if it had not been; a finished run is returned as it is.
+
+    Args:
+        path: the run's folder.
+        data_root: where its data set lies now.
+        dataset: its data, loaded or by name or file; otherwise ``config.yaml`` says which.
+        progress: as in ``train``.
+
+    Raises:
+        UserError: there is no run, or the data are not those it was begun with.
+        RunError: as in ``train``.
+    """
     run = RunFolder.open(path)
     if run.is_finished:
         return run
-    config = load_run_config(run.config_file, data_root=None if data_root is None else str(data_root))
+    config = load_run_config(run.config_file)
     if config.training.tensorboard:
         tensorboard.check_available()
-    dataset = config.data.load() if dataset is None else dataset
+    if not isinstance(dataset, Dataset):
+        dataset = config.data.load_again(dataset, None if data_root is None else str(data_root))
     with memory_explained(config, dataset), run_settings(config.training) as device:
         return go_on(run, config, dataset, device, progress or Silent()).finish()
 
@@ -205,7 +217,7 @@ class Session:
                 self.report()
         except KeyboardInterrupt:
             saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
-            raise RunError(
+            raise RunInterruptedError(
                 f"interrupted; the state after epoch {saved} is saved, go on with: {self.run.resume_command}"
             ) from None
         return self.run

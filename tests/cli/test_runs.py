@@ -227,6 +227,31 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_the_rest_is_the_same(capsys, eve
     )
 
 
+def test_a_run_whose_data_moved_goes_on_with_the_file_that_is_named(capsys, events, finished, tmp_path, monkeypatch):
+    moved, folder = tmp_path / "moved.parquet", tmp_path / finished.name
+    moved.write_bytes(events.read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(Lines, "epoch", lambda self, row: (_ for _ in ()).throw(KeyboardInterrupt()))
+        assert train(capsys, moved, tmp_path, "--name", finished.name)[0] == 1
+    moved.unlink()
+    code, _, err = run(capsys, "train", "--resume", folder)
+    assert code == 2 and "moved.parquet" in err and "give it with -d" in err
+    code, _, err = run(capsys, "train", "--resume", folder, "-d", events, "-q")
+    assert (code, err) == (0, "")
+    pd.testing.assert_frame_equal(
+        pd.read_parquet(folder / "per_user.parquet"), pd.read_parquet(finished / "per_user.parquet")
+    )
+    fewer = tmp_path / "fewer.parquet"
+    pd.read_parquet(events).iloc[:-1].to_parquet(fewer)
+    for command, words in (("evaluate", ()), ("probe", ("--no-write",))):
+        assert run(capsys, command, folder, *words)[0] == 2
+        assert run(capsys, command, folder, "-d", events, *words)[0] == 0
+    assert run(capsys, "probe", folder, "-d", events)[0] == 0 and (folder / "probe.json").is_file()
+    (folder / "probe.json").unlink()
+    assert run(capsys, "probe", folder, "-d", fewer)[0] == 0
+    assert not (folder / "probe.json").exists(), "a probe of other data is none that the run's report may show"
+
+
 def test_resuming_a_finished_run_prints_its_results(capsys, finished):
     code, out, _ = run(capsys, "train", "--resume", finished)
     assert code == 0 and out.splitlines()[-1] == f"run folder: {finished}"
