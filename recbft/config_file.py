@@ -119,6 +119,9 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
         tree: changed in place; section -> {name: value}.
         top: keys that belong to no section.
         sections: section name -> config class, whose fields are its names.
+
+    Raises:
+        UserError: the key is unknown, belongs to more than one section, or stands in the tree already.
     """
     section, dot, name = key.partition(".")
     if dot:
@@ -126,7 +129,7 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
             raise UserError(f"unknown section {section!r} in key {key!r}; {did_you_mean(section, sections)}")
         if name not in field_types(sections[section]):
             raise UserError(f"unknown key {key!r}; {_nearest(name, top, {section: sections[section]})}")
-        _section(tree, section)[name] = value
+        _put(tree, section, name, value)
     elif key in top:
         tree[key] = value
     elif key in sections:
@@ -140,12 +143,14 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
             raise UserError(f"unknown key {key!r}; {_nearest(key, top, sections)}")
         if len(owners) > 1:
             raise UserError(f"key {key!r} is in {' and '.join(owners)}; write {owners[0]}.{key} or {owners[1]}.{key}")
-        _section(tree, owners[0])[key] = value
+        _put(tree, owners[0], key, value)
 
 
-def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    section: dict[str, Any] = tree.setdefault(name, {})
-    return section
+def _put(tree: dict[str, Any], section: str, name: str, value: Any) -> None:
+    values = tree.setdefault(section, {})
+    if name in values:
+        raise UserError(f"{section}.{name} is given twice, as {values[name]!r} and as {value!r}; leave one of them out")
+    values[name] = value
 
 
 def _nearest(name: str, top: Collection[str], sections: Mapping[str, type]) -> str:

@@ -57,6 +57,16 @@ def test_a_model_without_that_arm_takes_its_own():
     assert load_run_config(model="pop").arm == "published"
 
 
+@pytest.mark.parametrize("text", ["epochs: 3\ntraining: {epochs: 5}", "training.epochs: 3\nepochs: 5"])
+def test_a_key_that_a_file_has_in_two_forms_is_refused(tmp_path, text):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"run.yaml: training\.epochs is given twice, as 3 and as 5; leave one of them"):
+        load_run_config(file)
+    file.write_text(text.splitlines()[0])
+    assert load_run_config(file, ["epochs=7"], training={"epochs": 9}).training.epochs == 9, "layers may differ"
+
+
 def test_experts_take_the_place_of_the_feed_forward_network():
     config = load_run_config(arm="matched", experts=3, hidden_size=8, max_length=4)
     assert (config.moe.experts, config.moe.experts_per_token) == (3, 2)
