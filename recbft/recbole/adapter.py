@@ -10,6 +10,7 @@ Shapes: B rows, L the window, V items, D state width.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from recbole.model.abstract_recommender import SequentialRecommender
 from torch import Tensor
 
+from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.models.contract import ItemTable, read_histories
@@ -51,10 +53,8 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         self.recommender: Any = run.build(counts)
         self.time = config["TIME_FIELD"] if self.recommender.reads_times else None
         self.time_list = f"{self.time}{config['LIST_SUFFIX']}"
-        if self.time is not None and (config["normalize_all"] or self.time in (config["normalize_field"] or ())):
-            raise UserError(
-                f"{run.reads_times} reads {self.time!r}, but RecBole scales it to [0, 1]; set normalize_all: False"
-            )
+        if self.time is not None:
+            self._refuse_unreadable_times(config, dataset.inter_feat)
 
     def train(self, mode: bool = True) -> Adapter:
         """Set the mode; entering either brings what is kept from the weights up to date."""
@@ -71,9 +71,11 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         items, times, start, stop = self._histories(interaction, interaction[self.POS_ITEM_ID])
         make = MODELS[self.run.model].batches
         assert make is not None
+        mask, backbone = self.recommender.append, self.run.backbone
         draw = int(torch.randint(2**31, ()))
         batches = make(
-            self.run.backbone,
+            # A row's history is not cut again: where it ends early, an earlier row does.
+            backbone if mask is None else replace(backbone, last_item_probability=0.0),
             items,
             start,
             stop + 1,
@@ -83,11 +85,13 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
             times=times,
         )
         [batch] = batches.epoch(draw)
-        if self.recommender.append is None:  # a next-item model: the last target is the row's own
+        if mask is None:  # a next-item model: the last target is the row's own
             assert batch.target is not None
             own = torch.zeros_like(batch.target).flatten()
             own[batch.last] = batch.target.flatten()[batch.last]
             batch = batch._replace(target=own.view_as(batch.target))
+        else:
+            batch = mask_own_target_only(batch, torch.rand(len(batch.last)) < backbone.last_item_probability, mask)
         loss: Tensor = self.recommender.loss(batch.to(self.device))
         return loss
 
@@ -112,6 +116,23 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         state: Tensor = self.recommender.user_states(batch.to(self.device)).state
         return state
 
+    def _refuse_unreadable_times(self, config: Any, rows: Any) -> None:
+        """Refuse times that are scaled, not whole (they are read as whole numbers), or not known of every event."""
+        reads = f"{self.run.reads_times} reads {self.time!r}"
+        if config["normalize_all"] or self.time in (config["normalize_field"] or ()):
+            raise UserError(f"{reads}, but RecBole scales it to [0, 1]; set normalize_all: False")
+        if self.time not in rows or self.time_list not in rows:
+            raise UserError(
+                f"{reads}, but the rows lack {self.time!r} or {self.time_list!r}; have both in the files and in "
+                "load_col.inter"
+            )
+        times = rows[self.time]
+        if (times != times.round()).any():
+            example = times[times != times.round()][0].item()
+            raise UserError(
+                f"{reads}, which holds {example:g}, not a whole number; give integer seconds or milliseconds"
+            )
+
     def _histories(
         self, interaction: Any, target: Tensor | None = None
     ) -> tuple[IntArray, IntArray | None, IntArray, IntArray]:
@@ -120,6 +141,10 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         In RecBole's padded rows a history begins at the left.
         """
         length = interaction[self.ITEM_SEQ_LEN].cpu().numpy()
+        if self.recommender.append is None and not length.all():
+            raise UserError(
+                f"the data hold a row with an empty history, which {self.name} cannot read; leave such rows out"
+            )
         stop = np.cumsum(length + 1) - 1
         items = _joined(interaction[self.ITEM_SEQ], length, target)
         times = None
@@ -131,7 +156,8 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
 def training_counts(config: Any, dataset: Any) -> IntArray:
     """Events per item in RecBole's training rows, (V + 1,); index 0 holds 0.
 
-    Every row's target is one event. A user's first event is no target, but stands alone in the history of the second.
+    Every row's target is one event. A user's first event is no target, but stands alone in the history of the second:
+    in the first row whose history has one event, or the only one where the window holds more.
     Pre-split files (``benchmark_filename``) hold whole histories instead: there, each user's longest row is counted.
     """
     rows, size = dataset.inter_feat, dataset.num(config["ITEM_ID_FIELD"])
@@ -144,10 +170,29 @@ def training_counts(config: Any, dataset: Any) -> IntArray:
         longest = order[np.append(user[order][1:] != user[order][:-1], True)]
         events = [target[longest], history[longest].ravel()]
     else:
-        events = [target, history[length == 1, 0]]
+        alone = np.flatnonzero(length == 1)
+        first = np.unique(rows[config["USER_ID_FIELD"]].numpy()[alone], return_index=True)[1]
+        events = [target, history[alone[first], 0]]
     counts = np.bincount(np.concatenate(events), minlength=size)
     counts[0] = 0
     return counts.astype(np.int64)
+
+
+def mask_own_target_only(batch: Batch, rows: Tensor, mask: int) -> Batch:
+    """The Cloze of a batch, with the last item as the only one that is masked in ``rows``, (B,) True."""
+    assert batch.target is not None
+    target, last = batch.target.flatten(), batch.last[rows]
+    shown = torch.where(target > 0, target, batch.items.flatten())
+    chosen = (rows[batch.segment] & (batch.segment >= 0)).flatten()
+    items, found = torch.where(chosen, shown, batch.items.flatten()), torch.where(chosen, 0, target)
+    items[last], found[last] = mask, shown[last]
+    time = batch.time
+    if time is not None:  # the mask has the time of the event before it, as at prediction
+        time = time.flatten().clone()
+        alone = batch.position.flatten()[last] == 0
+        time[last] = torch.where(alone, time[last], time[last - 1])
+        time = time.view_as(batch.items)
+    return batch._replace(items=items.view_as(batch.items), target=found.view_as(batch.items), time=time)
 
 
 def _joined(history: Tensor, length: IntArray, own: Tensor | None) -> IntArray:

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import io
 import pickle
-import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -89,23 +89,27 @@ def read_in_trainer(trainer: Any) -> None:
 
 
 def read_in_quick_start(quick_start: Any) -> None:
-    """Let ``load_data_and_model`` read checkpoints by ``load_checkpoint``."""
+    """Let ``load_data_and_model`` read checkpoints by ``load_checkpoint``, also where a caller holds it already."""
 
-    def load_data_and_model(model_file: str) -> tuple[Any, ...]:
-        """The config, model, dataset and the three data loaders of a saved model."""
-        checkpoint = load_checkpoint(model_file)
-        config = checkpoint["config"]
-        quick_start.init_seed(config["seed"], config["reproducibility"])
-        quick_start.init_logger(config)
-        dataset = quick_start.create_dataset(config)
-        parts = quick_start.data_preparation(config, dataset)
-        quick_start.init_seed(config["seed"], config["reproducibility"])
-        model = quick_start.get_model(config["model"])(config, parts[0]._dataset).to(config["device"])
-        model.load_state_dict(checkpoint["state_dict"])
-        model.load_other_parameter(checkpoint.get("other_parameter"))
-        return config, model, dataset, *parts
+    def read(model_file: str) -> tuple[Any, ...]:
+        from recbft.recbole.checkpoints import load_data_and_model
 
-    quick_start.load_data_and_model = load_data_and_model
-    package = sys.modules.get("recbole.quick_start")
-    if hasattr(package, "load_data_and_model"):
-        package.load_data_and_model = load_data_and_model  # type: ignore[union-attr]
+        return load_data_and_model(model_file)
+
+    quick_start.load_data_and_model.__code__ = read.__code__
+
+
+def load_data_and_model(model_file: str) -> tuple[Any, ...]:
+    """The config, model, dataset and the three data loaders of a saved model."""
+    quick_start = importlib.import_module("recbole.quick_start.quick_start")
+    checkpoint = load_checkpoint(model_file)
+    config = checkpoint["config"]
+    quick_start.init_seed(config["seed"], config["reproducibility"])
+    quick_start.init_logger(config)
+    dataset = quick_start.create_dataset(config)
+    parts = quick_start.data_preparation(config, dataset)
+    quick_start.init_seed(config["seed"], config["reproducibility"])
+    model = quick_start.get_model(config["model"])(config, parts[0]._dataset).to(config["device"])
+    model.load_state_dict(checkpoint["state_dict"])
+    model.load_other_parameter(checkpoint.get("other_parameter"))
+    return config, model, dataset, *parts

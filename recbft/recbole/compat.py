@@ -47,6 +47,7 @@ def install() -> None:
     hooks.around_import("recbole.quick_start.quick_start", _without_ray)
     for name in ("recbole.quick_start.quick_start", "recbole.config.configurator", "recbole.trainer.trainer"):
         hooks.around_import(name, _missing_requirement_explained)
+    hooks.around_import("recbole.model.exlib_recommender", _without_tree_libraries)
     for patch in PATCHES:
         hooks.after_import(patch.module, partial(_consider, patch))
 
@@ -110,6 +111,19 @@ def _without_ray() -> Iterator[None]:
     finally:
         del sys.modules["ray"]
     log.info("recbole.quick_start imported without ray (%s is missing): results go to no ray session", missing)
+
+
+@contextlib.contextmanager
+def _without_tree_libraries() -> Iterator[None]:
+    """RecBole looks for a name last among its LightGBM and XGBoost, which it has to import for that.
+
+    Where they are not installed, it comes to its own message that there is no model of the name.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("lightgbm", "xgboost"):
+            raise
 
 
 # numpy 2 ----------------------------------------------------------------------------------------------

@@ -64,7 +64,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _read_our_defaults(configurator: ModuleType) -> None:
-    """Let a Config read a model's defaults here, above RecBole's own files and below everything a user writes."""
+    """Let a Config read a model's defaults here, above RecBole's own files and below everything a user writes.
+
+    The columns that are read unless ``load_col`` says otherwise are those that the config calls user, item and time:
+    RecBole's own default leaves out the time that orders the events, and has fixed names.
+    """
     config: Any = configurator.Config
     read_own = config._load_internal_config_dict
 
@@ -72,5 +76,8 @@ def _read_our_defaults(configurator: ModuleType) -> None:
         read_own(self, model, model_class, dataset)
         if model in ADAPTED:
             self._update_internal_config_dict(str(DEFAULTS / f"{model}.yaml"))
+            known = {**self.internal_config_dict, **self.external_config_dict}
+            names = [known[key] for key in ("USER_ID_FIELD", "ITEM_ID_FIELD", "TIME_FIELD")]
+            self.internal_config_dict["load_col"] = {"inter": [name for name in names if name is not None]}
 
     config._load_internal_config_dict = read

@@ -39,6 +39,9 @@ RECBOLE_TRAINING = {
     "device": "gpu_id",
 }
 
+# What RecBole reads without naming it among its arguments, and what its own ``run`` adds for several processes.
+UNLISTED = frozenset(["encoding", "tail_ratio", "world_size", "ip", "port", "nproc", "offset", "local_rank"])
+
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +67,10 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
     ours["training"] = {key: values[key] for key in TRAINING if values.get(key) is not None}
     for section, named in ours.items():
         named.update(_section(values, section))
-    return load_run_config(**ours, model=adapted.model, arm=arm, seed=values.get("seed", 0), mixer=mixer)
+    try:
+        return load_run_config(**ours, model=adapted.model, arm=arm, seed=values.get("seed", 0), mixer=mixer)
+    except UserError as error:
+        raise UserError(_in_recboles_words(str(error), values)) from None
 
 
 def warn_about_unknown(run: RunConfig, given: Collection[str], known_to_recbole: Collection[str]) -> None:
@@ -74,7 +80,7 @@ def warn_about_unknown(run: RunConfig, given: Collection[str], known_to_recbole:
     for section in MODEL_SECTIONS:
         ours |= set(field_types(sections[section]))
     ours |= {key for key, name in MODEL_KEYS.items() if name in field_types(sections["backbone"])}
-    known = ours | set(known_to_recbole)
+    known = ours | UNLISTED | set(known_to_recbole)
     for key in given:
         if key in known:
             continue
@@ -107,6 +113,16 @@ def _bare(values: Mapping[str, Any], section: str, sections: Mapping[str, type])
                 raise UserError(f"key {key!r} is in {' and '.join(owners)}; write it inside the section that is meant")
             named[key] = values[key]
     return named
+
+
+def _in_recboles_words(message: str, values: Mapping[str, Any]) -> str:
+    """The message about a value, by the key that the config has it from."""
+    written = {f"training.{key}": key for key in TRAINING if key not in _section(values, "training")}
+    for key, name in MODEL_KEYS.items():
+        if values.get(key) is not None and values.get(name) is None and name not in _section(values, "backbone"):
+            written[f"backbone.{name}"] = key
+    subject, space, rest = message.partition(" ")
+    return written.get(subject, subject) + space + rest
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

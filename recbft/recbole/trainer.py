@@ -56,13 +56,23 @@ class PrecisionTrainer(Trainer):  # type: ignore[misc]
 
 
 class TimedDataset(SequentialDataset):  # type: ignore[misc]
-    """RecBole's ``SequentialDataset``; a missing time column is named as what it is."""
+    """RecBole's ``SequentialDataset``; a column that is missing is named as what it is."""
 
-    def data_augmentation(self) -> None:
-        if self.time_field not in self.inter_feat:
-            read = ", ".join(self.inter_feat.columns)
-            raise UserError(
-                f"data set {self.dataset_name!r} has no time column {self.time_field!r} among those read ({read}), and "
-                "histories are ordered by time; name the column in TIME_FIELD and in load_col.inter"
-            )
-        super().data_augmentation()
+    def _data_processing(self) -> None:
+        if self.benchmark_filename_list is None:
+            self._refuse_missing_columns()
+        super()._data_processing()
+
+    def _refuse_missing_columns(self) -> None:
+        columns = [] if self.inter_feat is None else list(self.inter_feat.columns)
+        wanted = {
+            "user": (self.uid_field, "USER_ID_FIELD", ""),
+            "item": (self.iid_field, "ITEM_ID_FIELD", ""),
+            "time": (self.time_field, "TIME_FIELD", ", and histories are ordered by time"),
+        }
+        for kind, (field, key, reason) in wanted.items():
+            if field not in columns:
+                raise UserError(
+                    f"data set {self.dataset_name!r} has no {kind} column {field!r} among those read "
+                    f"({', '.join(columns) or 'none'}){reason}; name the column in {key} and in load_col.inter"
+                )

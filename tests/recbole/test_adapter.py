@@ -65,6 +65,14 @@ def test_item_numbers_are_recboles_and_counts_are_of_the_training_events(built, 
     assert model.recommender.item_table().weight.shape[0] == parts[0]._dataset.item_num == dataset.num_items + 1
 
 
+@pytest.mark.parametrize("window", [1, 2, 50])
+def test_counts_do_not_depend_on_the_window(window, prepared, dataset):
+    config, (train, *_) = prepared(MAX_ITEM_LIST_LENGTH=window)
+    number = train._dataset.field2token_id["item_id"]
+    counts = training_counts(config, train._dataset)
+    assert [counts[number[str(raw)]] for raw in dataset.item_ids] == dataset.training_counts[1:].tolist()
+
+
 def test_a_row_trains_the_cross_entropy_of_its_own_target(built):
     _, parts, model = built(hidden_dropout_prob=0.0, arm="matched")
     rows = rows_of(parts[2])
@@ -72,6 +80,54 @@ def test_a_row_trains_the_cross_entropy_of_its_own_target(built):
     scores = state @ model.recommender.item_table().weight[1:].T
     expected = F.cross_entropy(scores, rows["item_id"] - 1)
     torch.testing.assert_close(model.calculate_loss(rows), expected)
+
+
+@pytest.mark.parametrize(("ft_ratio", "mask_ratio"), [(1.0, 0.5), (0.0, 1e-9), (0.5, 0.5)])
+def test_a_row_of_bert4rec_keeps_its_whole_history_and_masks_its_target_alone_as_often_as_asked(
+    ft_ratio, mask_ratio, built, monkeypatch
+):
+    _, parts, model = built("BERT4RecBFT", ft_ratio=ft_ratio, mask_ratio=mask_ratio, mixer="attention")
+    rows, seen = rows_of(parts[2]), []
+    monkeypatch.setattr(model.recommender, "loss", lambda batch: seen.append(batch) or torch.zeros(()))
+    model.calculate_loss(rows)
+    [batch] = seen
+    mask, found = model.recommender.append, batch.target > 0
+    assert torch.equal(found, batch.items == mask)
+    whole = torch.where(found, batch.target, batch.items)
+    histories = [
+        [*history[:length][-11:], target]  # the window of 12 holds the target too
+        for history, length, target in zip(
+            *(rows[key].tolist() for key in ("item_id_list", "item_length", "item_id")), strict=True
+        )
+    ]
+    read = [whole[batch.segment == segment].tolist() for segment in range(len(batch.last))]
+    assert sorted(read) == sorted(histories)
+    masked = torch.stack([found[batch.segment == segment].sum() for segment in range(len(batch.last))])
+    alone = found.flatten()[batch.last] & (masked == 1)
+    if ft_ratio == 1:
+        assert alone.all()
+    elif ft_ratio == 0:
+        assert (masked == 1).all() and not alone.all()
+    else:
+        assert 0.3 < alone.float().mean() < 0.8
+
+
+def test_a_target_that_is_masked_alone_has_the_time_of_the_event_before_it():
+    from recbft.datasets.batches import ClozeBatches
+    from recbft.recbole.adapter import mask_own_target_only
+
+    items, times = np.array([1, 2, 3, 4, 5]), np.array([10, 20, 30, 40, 50])
+    batches = ClozeBatches(
+        items, np.array([0, 2]), np.array([2, 5]), max_length=9, batch_size=2, seed=0, mask=6, times=times,
+        mask_probability=1e-9, last_item_probability=0.0,
+    )  # fmt: skip
+    [batch] = batches.epoch(0)
+    alone = mask_own_target_only(batch, torch.tensor([True, True]), 6)
+    assert alone.time is not None
+    assert sorted(alone.time[alone.target > 0].tolist()) == [10, 40]
+    assert sorted(alone.time[(alone.target == 0) & (alone.segment >= 0)].tolist()) == [10, 30, 40]
+    kept = mask_own_target_only(batch, torch.tensor([False, False]), 6)
+    assert all(torch.equal(one, other) for one, other in zip(kept, batch, strict=True) if one is not None)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -279,7 +335,13 @@ def test_recboles_tuner_takes_our_models(settings, at_home):
         ({"hidden_size": 9}, "n_heads is 2, which does not divide hidden_size 9"),
         ({"estimator": "rmel"}, "core.estimator is 'rmel'; did you mean 'reml'?"),
         ({"estimator": "sandwhich"}, "did you mean 'sandwich'?"),
-        ({"TIME_FIELD": "when"}, "has no time column 'when' among those read (user_id, item_id, timestamp)"),
+        ({"TIME_FIELD": "when"}, "has no time column 'when' among those read (user_id, item_id)"),
+        ({"USER_ID_FIELD": "uid"}, "has no user column 'uid' among those read (item_id, timestamp); name the column"),
+        (
+            {"ITEM_ID_FIELD": "iid"},
+            "no item column 'iid' among those read (user_id, timestamp); name the column in ITEM",
+        ),
+        ({"load_col": {"inter": ["uid"]}}, "has no user column 'user_id' among those read (none); name the column in"),
         ({"load_col": {"inter": ["user_id", "item_id"]}}, "has no time column 'timestamp' among those read"),
     ],
 )
@@ -287,6 +349,29 @@ def test_what_cannot_be_run_is_refused_in_one_line(changes, message, built):
     with pytest.raises(UserError) as error:
         built(**changes)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_dropout_prob": 2}, "hidden_dropout_prob is 2.0; give a number >= 0 and < 1"),
+        ({"MAX_ITEM_LIST_LENGTH": 0}, "MAX_ITEM_LIST_LENGTH is 0; give a whole number >= 1"),
+        ({"learning_rate": "fast"}, "learning_rate is 'fast'; give a number"),
+        ({"MAX_ITEM_LIST_LENGTH": 12, "max_length": 0}, "backbone.max_length is 0; give a whole number >= 1"),
+        (
+            {"MAX_ITEM_LIST_LENGTH": 12, "backbone": {"max_length": 0}},
+            "backbone.max_length is 0; give a whole number >= 1",
+        ),
+        (
+            {"warmup_steps": 5, "training": {"warmup_steps": -1}},
+            "training.warmup_steps is -1; give a whole number >= 0",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_by_the_key_that_the_config_has_it_from(changes, message):
+    with pytest.raises(UserError) as error:
+        read_settings(**changes)
+    assert str(error.value) == message
 
 
 def test_an_estimator_that_is_not_defined_for_hstu_is_refused(built):
@@ -301,10 +386,64 @@ def test_a_time_bias_reads_real_times_and_refuses_scaled_ones(built):
         built("HSTU", time_bias=True, normalize_all=True)
 
 
+def write_data(folder, name, header, rows):
+    (folder / name).mkdir()
+    lines = ["\t".join(header), *("\t".join(map(str, row)) for row in rows)]
+    (folder / name / f"{name}.inter").write_text("\n".join(lines) + "\n")
+
+
+def test_fields_by_other_names_are_loaded_without_load_col(built, at_home):
+    rows = [(f"u{user}", f"i{(user + step) % 9}", 60 * step) for user in range(6) for step in range(7)]
+    write_data(at_home, "other", ["uid:token", "iid:token", "when:float", "stars:float"], [(*row, 1) for row in rows])
+    names = {"USER_ID_FIELD": "uid", "ITEM_ID_FIELD": "iid", "TIME_FIELD": "when"}
+    config, parts, model = built(dataset="other", data_path=str(at_home), **names)
+    assert config["load_col"] == {"inter": ["uid", "iid", "when"]}
+    assert torch.isfinite(model.calculate_loss(rows_of(parts[2])))
+
+
+def test_a_time_bias_refuses_times_that_are_not_whole(built, at_home):
+    rows = [(f"u{user}", f"i{(user + step) % 9}", step / 8) for user in range(6) for step in range(7)]
+    write_data(at_home, "parts", ["user_id:token", "item_id:token", "timestamp:float"], rows)
+    data = {"dataset": "parts", "data_path": str(at_home)}
+    assert torch.isfinite(built("HSTU", **data)[2].calculate_loss(rows_of(built("HSTU", **data)[1][2])))
+    with pytest.raises(
+        UserError, match=r"backbone.time_bias reads 'timestamp', which holds 0\.\d+, not a whole number"
+    ):
+        built("HSTU", time_bias=True, **data)
+
+
+def test_a_time_bias_refuses_rows_without_times(built, at_home):
+    (at_home / "split").mkdir()
+    for part in ("train", "valid", "test"):
+        header = "user_id:token\titem_id_list:token_seq\titem_id:token\n"
+        (at_home / "split" / f"split.{part}.inter").write_text(header + "1\ta b\tc\n2\tb a\tc\n")
+    with pytest.raises(UserError, match="but the rows lack 'timestamp' or 'timestamp_list'; have both in the files"):
+        built(
+            "HSTU", time_bias=True, dataset="split", data_path=str(at_home), alias_of_item_id=["item_id_list"],
+            benchmark_filename=["train", "valid", "test"], load_col={"inter": ["user_id", "item_id_list", "item_id"]},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["SASRecBFT", "HSTU"])
+def test_an_empty_history_is_refused_by_models_that_start_from_an_event(name, built):
+    _, parts, model = built(name)
+    rows = rows_of(parts[2])
+    rows["item_length"][3], rows["item_id_list"][3] = 0, 0
+    for use in (model.calculate_loss, model.predict, model.full_sort_predict):
+        with pytest.raises(UserError, match=f"a row with an empty history, which {name} cannot read"):
+            use(rows)
+
+
 def test_a_key_that_nobody_knows_is_warned_about(built, caplog):
     with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
         built(estimatr="reml")
     assert "unknown key 'estimatr' has no effect; did you mean 'estimator'?" in caplog.text
+
+
+def test_keys_that_recbole_reads_without_listing_them_are_known(built, caplog):
+    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
+        built(encoding="utf-8", tail_ratio=0.1)
+    assert not [record for record in caplog.records if record.name == "recbft.recbole.settings"]
 
 
 def test_keys_of_the_mixer_and_of_the_experts_are_applied_without_a_warning(built, caplog):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -81,6 +82,18 @@ def test_a_checkpoint_of_recboles_own_models_is_read(settings):
     [file] = glob.glob(f"{settings['checkpoint_dir']}/*.pth")
     config, model, *_ = load_data_and_model(file)
     assert config["model"] == "GRU4Rec" and type(model).__name__ == "GRU4Rec" and result["test_result"]
+
+
+def test_a_loader_that_is_held_by_name_already_reads_checkpoints():
+    # ray is stood in for, as nothing of ours is there yet to do without it.
+    code = (
+        "import sys, types; ray = sys.modules['ray'] = types.ModuleType('ray'); ray.tune = None; "
+        "from recbole.quick_start import load_data_and_model; import recbft.recbole; "
+        "from recbft.recbole import checkpoints; checkpoints.load_data_and_model = lambda file: f'read {file}'; "
+        "print(load_data_and_model('model.pth'))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "read model.pth"
 
 
 def test_missing_values_are_filled_and_sequences_counted(prepared, at_home):

@@ -29,6 +29,13 @@ def test_it_does_not_matter_whether_recbole_is_imported_first():
     assert in_a_new_process(code) == "HSTUBFT recbft.recbole.registry"
 
 
+def test_a_model_that_is_not_there_is_named():
+    from recbole.utils import get_model
+
+    with pytest.raises(ValueError, match=r"\[SASRecBTF\] is not the name of an existing model"):
+        get_model("SASRecBTF")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_recbole_finds_each_model_its_trainer_and_its_defaults_by_name(name):
     from recbole.config import Config
