@@ -9,7 +9,9 @@
    peak memory. The cross-entropy against the one over logits.
 3. A training step of ``bft`` against ``matched``, at two lengths, in single and in mixed precision.
 
-It keeps to ``--minutes`` in all: what no time is left for is named. Exit code 1 where a kernel is wrong.
+It keeps to ``--minutes`` in all: what no time is left for is named. Results are on disk line by line, and what fails is
+a line of its own, so that the rest is still told (but for an illegal access to memory, after which all fails). Exit
+code 1 where a kernel is wrong or something failed.
 
 Shapes: B rows, H heads, T tokens, K head width.
 """
@@ -17,10 +19,11 @@ Shapes: B rows, H heads, T tokens, K head width.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,7 @@ class Clock:
         self.ends, self.device = time.monotonic() + 60 * minutes, device
 
     def is_over(self) -> bool:
-        """Whether no further part should begin."""
+        """Whether nothing further should begin."""
         return time.monotonic() > self.ends
 
     def seconds(self, work: Callable[[], Any], *, at_least: float = 0.2) -> float:
@@ -96,40 +99,80 @@ def main(arguments: Sequence[str]) -> int:
     clock = Clock(options.minutes, device)
     made = machine.header(recorded(NAME, arguments), device=device)
     print("\n".join(machine.lines(made)), flush=True)
-    found: dict[str, Any] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
+    file = out / "gpu_suite.json"
     for name, part in (
         ("correctness", correctness),
         ("attention", attention),
         ("vocabulary", vocabulary),
         ("steps", steps),
     ):
-        if clock.is_over():
-            print(f"\n{name}: no time left")
-            continue
-        rows = part(clock, small=options.dry_run)
-        found[name] = rows
+        rows = found[name] = []
+        lines = iter(part(clock, small=options.dry_run))
+        while not clock.is_over() and (row := _next(lines)) is not None:
+            rows.append(row)
+            write_json(file, machine.close(made) | _storable(found), durable=False)
         print(f"\n{name}\n\n" + _table(rows), flush=True)
-        write_json(out / "gpu_suite.json", machine.close(made) | found)
-    print(f"\nwritten to {out / 'gpu_suite.json'}")
-    wrong = [row for row in found.get("correctness", ()) if not row["right"]]
-    if wrong:
-        raise RunError(f"{len(wrong)} of {len(found['correctness'])} checks failed, first {wrong[0]['kernel']}")
+        if clock.is_over():
+            print(f"{name}: no time left for more", flush=True)
+    print(f"\nwritten to {file}")
+    _judge(found)
     return 0
 
 
-def correctness(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
+def _next(lines: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+    """The next line of a part, or why there is none, or None at its end."""
+    try:
+        return next(lines, None)
+    except Exception as error:  # nothing more comes of this part
+        return _failure(error)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def _storable(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """The lines as JSON holds them, which knows neither infinity nor NaN."""
+    return {
+        name: [
+            {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+            for row in rows
+        ]
+        for name, rows in found.items()
+    }
+
+
+def _judge(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Raise RunError where a kernel is wrong, or a line is one of failure."""
+    checks = found["correctness"]
+    wrong = [row for row in checks if not row.get("right")]
+    broken = [f"{name}: {row['failed']}" for name, rows in found.items() for row in rows if "failed" in row]
+    if wrong:
+        first = wrong[0].get("kernel", wrong[0].get("failed"))
+        raise RunError(f"{len(wrong)} of {len(checks)} checks failed, first {first}")
+    if broken:
+        raise RunError(f"{len(broken)} measurements failed, first {broken[0]}")
+
+
+def correctness(clock: Clock, *, small: bool) -> Iterator[dict[str, Any]]:
     """One row per kernel and type."""
-    rows = []
     for case in gpu_cases.all_cases(small=small):
         halves = [torch.float16] if small else [torch.float16, torch.bfloat16]  # the interpreter's bf16 dots are wrong
         for dtype in [torch.float32, *(halves if case.half else [])]:
-            rows.append(check(case, dtype, clock.device))
-    return rows
+            yield check(case, dtype, clock.device)
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """A kernel in one type against the reference in double, and the reference in the same type."""
     row: dict[str, Any] = {"kernel": case.name, "type": str(dtype).removeprefix("torch.")}
+    try:
+        return row | _compared(case, dtype, device)
+    except Exception as error:  # a kernel that does not compile is a finding like any other
+        return row | {"right": False} | _failure(error)
+
+
+def _compared(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
     inputs = case.inputs(dtype, device)
     exact_inputs = {
         name: leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64).requires_grad_()
@@ -137,16 +180,13 @@ def check(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
     }
     exact = _values_and_gradients(case, exact_inputs, "reference")
     plain = _values_and_gradients(case, inputs, "reference")
-    try:
-        fast, again = (_values_and_gradients(case, inputs, "triton") for _ in range(2))
-    except Exception as error:  # a kernel that does not compile is a finding like any other
-        return row | {"right": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+    fast, again = (_values_and_gradients(case, inputs, "triton") for _ in range(2))
     least = LAST_DIGITS[dtype] * torch.finfo(dtype).eps
     errors = {name: (_error(fast[name], exact[name]), _error(plain[name], exact[name])) for name in exact}
     worst = max(errors, key=lambda name: errors[name][0] / max(2 * errors[name][1], least))
     equal = all(torch.equal(fast[name], again[name]) for name in fast)
     right = equal and all(ours <= max(2 * theirs, least) for ours, theirs in errors.values())
-    return row | {
+    return {
         "right": right,
         "worst": worst,
         "error": errors[worst][0],
@@ -181,9 +221,8 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return float((found.to(wide) - exact).norm() / size)
 
 
-def attention(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
+def attention(clock: Clock, *, small: bool) -> Iterator[dict[str, Any]]:
     """Kriging moments and what they are compared with, by shape and type."""
-    rows: list[dict[str, Any]] = []
     shapes = [(2, 1, 20, 16)] if small else SHAPES
     for B, H, T, K in shapes:
         for dtype in [torch.float32] if small else [torch.bfloat16, torch.float32]:
@@ -192,15 +231,12 @@ def attention(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
             for name, run in gpu_cases.contestants(B, T, clock.device, impl=_impl(clock)).items():
                 row = _times(clock, lambda run=run, q=q, k=k, v=v: run(q, k, v), (q, k, v))  # type: ignore[misc]
                 stock = stock or row
-                for part in ("forward_ms", "both_ms"):
-                    row[part.replace("_ms", "_x")] = row[part] / stock[part]
-                rows.append({"shape": f"{B}x{H}x{T}x{K}", "type": str(dtype).removeprefix("torch."), "way": name} | row)
-    return rows
+                row |= _ratios(row, stock, ("forward", "both"))
+                yield {"shape": f"{B}x{H}x{T}x{K}", "type": str(dtype).removeprefix("torch."), "way": name} | row
 
 
-def vocabulary(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
+def vocabulary(clock: Clock, *, small: bool) -> Iterator[dict[str, Any]]:
     """The cross-entropy and the one over logits."""
-    rows = []
     for N, V, D in [(20, 50, 16)] if small else VOCABULARIES:
         states, weight = (torch.randn(n, D, device=clock.device, requires_grad=True) for n in (N, V))
         target = torch.randint(V, (N,), device=clock.device)
@@ -209,9 +245,13 @@ def vocabulary(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
         for name, run in ways.items():
             row = _times(clock, run, (states, weight))
             first = first or row
-            row["both_x"] = row["both_ms"] / first["both_ms"]
-            rows.append({"shape": f"{N}x{V}x{D}", "way": name} | row)
-    return rows
+            row |= _ratios(row, first, ("both",))
+            yield {"shape": f"{N}x{V}x{D}", "way": name} | row
+
+
+def _ratios(row: Mapping[str, Any], stock: Mapping[str, Any], parts: Sequence[str]) -> dict[str, float]:
+    """The times over those of the first way, where both were had."""
+    return {f"{p}_x": row[f"{p}_ms"] / stock[f"{p}_ms"] for p in parts if "failed" not in row | stock}
 
 
 def _impl(clock: Clock) -> str:
@@ -220,7 +260,7 @@ def _impl(clock: Clock) -> str:
 
 
 def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> dict[str, Any]:
-    """Milliseconds forward, and forward and backward, and the memory of both."""
+    """Milliseconds forward, and forward and backward, and the memory of both; or what failed."""
     forward, both = gpu_cases.forward_pass(run), gpu_cases.both_passes(run, leaves)
     try:
         return {
@@ -230,11 +270,12 @@ def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> di
         }
     except torch.OutOfMemoryError:
         return {"forward_ms": float("nan"), "both_ms": float("nan"), "peak_mb": None}
+    except Exception as error:
+        return _failure(error)
 
 
-def steps(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
+def steps(clock: Clock, *, small: bool) -> Iterator[dict[str, Any]]:
     """A training step of each arm, and evaluation, on generated histories that fill most of their rows."""
-    rows = []
     arms = parse_arms("matched,bft,matched[training.autocast=bf16],bft[training.autocast=bf16]")
     for length in LENGTHS[:1] if small else LENGTHS:
         size = SyntheticConfig(
@@ -250,17 +291,14 @@ def steps(clock: Clock, *, small: bool) -> list[dict[str, Any]]:
         contestants = train_speed.measure(arms, configs, dataset, epochs=1 if small else 3, chunk_steps=8, times=1)
         for contestant in contestants:
             found = train_speed.result_of(contestant, contestants[0])
-            rows.append(
-                {
-                    "T": length,
-                    "arm": contestant.arm.label,
-                    "step_ms": 1e3 * found["seconds_per_epoch"] / contestant.batches.num_batches,
-                    "x": found["ratio"]["median"],
-                    "tokens_per_second": found["tokens_per_second"],
-                    "evaluation_s": found["evaluation_seconds"],
-                }
-            )
-    return rows
+            yield {
+                "T": length,
+                "arm": contestant.arm.label,
+                "step_ms": 1e3 * found["seconds_per_epoch"] / contestant.batches.num_batches,
+                "x": found["ratio"]["median"],
+                "tokens_per_second": found["tokens_per_second"],
+                "evaluation_s": found["evaluation_seconds"],
+            }
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -279,7 +317,7 @@ def _cell(value: Any) -> str:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Kernels on a GPU.")
     options.add_argument("--out", required=True, metavar="DIR", help="folder for the results")
-    options.add_argument("--minutes", type=float, default=7.0, help="no part begins later than this")
+    options.add_argument("--minutes", type=float, default=7.0, help="nothing begins later than this")
     options.add_argument("--dry-run", action="store_true", help="small shapes in Triton's interpreter, without a GPU")
     return options.parse_args(arguments)
 

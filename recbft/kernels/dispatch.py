@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from logging import getLogger
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recbft.kernels.full_precision import autocast_device, in_full_precision
@@ -45,10 +46,12 @@ class Path:
     opened: bool = False
     takes_halves: bool = False
 
-    def taken(self) -> Callable[..., Any]:
-        """The function, as a call takes it."""
+    def taken(self, tensor: Tensor) -> Callable[..., Any]:
+        """The function, as a call with this tensor takes it."""
         function = self.load()
-        return function if self.takes_halves or autocast_device() is None else in_full_precision(function)
+        if not (self.takes_halves or autocast_device() is None):
+            function = in_full_precision(function)
+        return _launched_beside(tensor, function) if tensor.device.type == "cuda" else function
 
 
 def late(package: str, name: str) -> Callable[[], Callable[..., Any]]:
@@ -89,7 +92,7 @@ def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) ->
             if path.device in (None, tensor.device.type):
                 reason = missing(name) or (None if name == reference else _closed(path)) or path.decline(tensor, **call)
                 if reason is None:
-                    return path.taken()
+                    return path.taken(tensor)
                 _log_once(f"{name} path declined: {reason}")
         raise AssertionError("the last path serves everything")
     if impl not in paths:
@@ -99,7 +102,7 @@ def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) ->
     reason = reason or path.decline(tensor, **call)
     if reason is not None:
         raise ValueError(f"{impl} path declined: {reason}")
-    return path.taken()
+    return path.taken(tensor)
 
 
 def _closed(path: Path) -> str | None:
@@ -126,6 +129,17 @@ def _wrong_device(name: str, path: Path, tensor: Tensor) -> str | None:
         return None
     kind = {"cpu": "CPU tensors", "cuda": "tensors on a CUDA GPU"}[str(path.device)]
     return f"needs {kind}, got {found}"
+
+
+def _launched_beside(tensor: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on the tensor's GPU: Triton launches on the current one, whichever its arguments lie on."""
+
+    @wraps(function)
+    def launched(*arguments: Any, **named: Any) -> Any:
+        with torch.cuda.device(tensor.device):
+            return function(*arguments, **named)
+
+    return launched
 
 
 def interpreted() -> bool:

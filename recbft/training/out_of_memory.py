@@ -15,6 +15,14 @@ from recbft.run_config import RunConfig
 
 _SIZE = re.compile(r"allocate ([\d.]+) (bytes|[KMGTPE]iB)")  # in the words of PyTorch, for CPU and CUDA, and of numpy
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_GPU_PIECE = 2 * 1024**2  # PyTorch asks a GPU for multiples of so many bytes, and tells them to two places
+# Where no exception of its own says so: PyTorch's on the CPU, CUDA's and Triton's, cuBLAS's.
+_REFUSALS = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 _NUMBER_BYTES = 4  # parameters are float32
 
 
@@ -35,7 +43,9 @@ def memory_explained(config: RunConfig, dataset: Dataset) -> Iterator[None]:
 
 def is_shortage(error: BaseException) -> bool:
     """Whether an allocator refused: Python's, numpy's, or PyTorch's for the CPU or a GPU."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(words in str(error) for words in _REFUSALS)
 
 
 def _explanation(error: BaseException, config: RunConfig, dataset: Dataset) -> str:
@@ -48,7 +58,7 @@ def _explanation(error: BaseException, config: RunConfig, dataset: Dataset) -> s
     width = getattr(config.backbone, "hidden_size", None)
     length = f"backbone.max_length ({getattr(config.backbone, 'max_length', None)})"
     tensor, size = "a tensor", _asked_for(error)
-    if width is not None and size is not None and size in _table_sizes(dataset.num_items, width):
+    if width is not None and _is_table(error, _table_sizes(dataset.num_items, width)):
         tensor = f"a tensor as large as the item table ({dataset.num_items:,} x {width})"
         doing, setting = "", f"backbone.hidden_size ({width})"
     elif "evaluation" in rooms and "models" not in rooms:
@@ -69,6 +79,17 @@ def _asked_for(error: BaseException) -> int | None:
     """Bytes, or None where the message does not say."""
     found = _SIZE.search(str(error))
     return None if found is None else round(float(found[1]) * 1024 ** _UNITS.index(found[2]))
+
+
+def _is_table(error: BaseException, tables: list[int]) -> bool:
+    """Whether what was asked for may be as large as one of the tables, as exactly as the message says it."""
+    found = _SIZE.search(str(error))
+    if found is None:
+        return False
+    size, unit = float(found[1]), 1024 ** _UNITS.index(found[2])
+    if unit == 1:
+        return size in tables
+    return any(-0.01 * unit < size * unit - table < 0.01 * unit + _GPU_PIECE for table in tables)
 
 
 def _table_sizes(num_items: int, width: int) -> list[int]:

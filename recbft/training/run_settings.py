@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,9 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
             if config.deterministic:
+                if device.type == "cuda":
+                    # PyTorch 2.6 refuses products without it, and looks once: at the first product.
+                    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True)
             yield device
         finally:

@@ -50,6 +50,71 @@ def test_a_wrong_kernel_is_found_and_ends_the_command_with_an_error(tmp_path, mo
 
 
 @without_gpu
+def test_what_fails_is_a_line_and_the_rest_is_told(tmp_path, monkeypatch):
+    honest = gpu_cases.vocabulary(5, 9, 16)
+
+    def infinite(x, impl):
+        (loss,) = honest.run(x, impl)
+        return (loss / (0.0 if impl == "triton" else 1.0),)
+
+    def broken(x, impl):
+        raise RuntimeError("no such kernel" if impl == "triton" else "no memory for the reference")
+
+    def breaks_off(clock, *, small):
+        yield {"way": "one", "forward_ms": float("nan")}
+        raise RuntimeError("the next one is too large")
+
+    cases = [gpu_cases.Case(run.__name__, honest.leaves, run) for run in (infinite, broken, honest.run)]
+    monkeypatch.setattr(gpu_cases, "all_cases", lambda *, small: cases)
+    monkeypatch.setattr(gpu_suite, "attention", breaks_off)
+    monkeypatch.setattr(gpu_suite, "vocabulary", lambda clock, *, small: [{"way": "two"}])
+    monkeypatch.setattr(gpu_suite, "steps", lambda clock, *, small: [])
+    with pytest.raises(RunError, match="4 of 6 checks failed, first infinite"):
+        gpu_suite.main(["--out", str(tmp_path), "--dry-run"])
+    found = json.loads((tmp_path / "gpu_suite.json").read_text())
+    assert [row["right"] for row in found["correctness"]] == [False] * 4 + [True] * 2
+    assert found["correctness"][0]["error"] == "inf"
+    assert found["correctness"][2]["failed"] == "RuntimeError: no memory for the reference"
+    assert found["attention"] == [
+        {"way": "one", "forward_ms": "nan"},
+        {"failed": "RuntimeError: the next one is too large"},
+    ]
+    assert found["vocabulary"] == [{"way": "two"}]
+
+
+@without_gpu
+def test_a_way_that_fails_is_timed_as_such_beside_the_others(monkeypatch):
+    def fails(q, k, v):
+        raise RuntimeError("out of registers")
+
+    ways = {"stock": gpu_cases.stock_attention, "ours": fails}
+    monkeypatch.setattr(gpu_cases, "contestants", lambda B, T, device, *, impl: ways)
+    monkeypatch.setattr(gpu_suite.Clock, "seconds", lambda self, work: work() or 0.5)
+    stock, ours = gpu_suite.attention(gpu_suite.Clock(1.0, "cpu"), small=True)
+    assert stock["both_ms"] == 500 and stock["both_x"] == 1
+    assert ours["failed"] == "RuntimeError: out of registers" and "both_x" not in ours
+
+
+@without_gpu
+def test_nothing_begins_after_its_time(tmp_path, monkeypatch, capsys):
+    began = []
+
+    def part(clock, *, small):
+        for number in range(3):
+            began.append(number)
+            clock.ends = 0.0
+            yield {"number": number}
+
+    monkeypatch.setattr(gpu_suite, "correctness", lambda clock, *, small: [])
+    for name in ("attention", "vocabulary", "steps"):
+        monkeypatch.setattr(gpu_suite, name, part)
+    assert gpu_suite.main(["--out", str(tmp_path), "--dry-run"]) == 0
+    assert began == [0]
+    assert json.loads((tmp_path / "gpu_suite.json").read_text())["attention"] == [{"number": 0}]
+    assert "steps: no time left for more" in capsys.readouterr().out
+
+
+@without_gpu
 @pytest.mark.slow
 def test_the_dry_run_goes_through_all_parts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_cases, "all_cases", small_cases)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,3 +56,22 @@ def test_the_interpreter_stands_for_a_gpu_where_triton_is_asked_for(monkeypatch)
     monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
     assert choose("triton", paths(), torch.zeros(1), width=2) == "fast"
     assert choose("auto", paths(), torch.zeros(1), width=2) == "cpu"
+
+
+def test_a_kernel_is_launched_on_the_gpu_of_the_tensor(monkeypatch):
+    current = []
+
+    @contextmanager
+    def device(found):
+        current.append(found)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
+    second = torch.device("cuda:1")
+    launching = {"triton": Path(lambda: lambda *given, **named: (given, named, list(current)), "cuda")}
+    for impl in ("auto", "triton"):
+        function = choose(impl, launching, SimpleNamespace(device=second))
+        assert function(1, more=2) == ((1,), {"more": 2}, [second])
+    assert current == []

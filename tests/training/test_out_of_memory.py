@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +84,9 @@ def test_histories_that_do_not_fit_name_their_length(tmp_path, dataset, monkeypa
             "a tensor of 2.0 GiB does not fit",
         ),
         (MemoryError(), "a tensor does not fit"),
+        (RuntimeError("CUDA error: out of memory"), "a tensor does not fit"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "a tensor does not fit"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "a tensor does not fit"),
     ],
 )
 def test_the_words_of_a_gpu_are_understood_and_silence_is_not_made_up(error, message, dataset):
@@ -103,6 +107,19 @@ def test_what_has_the_size_of_the_item_table_is_called_so(rows, dataset):
         f"out of memory: a tensor as large as the item table ({dataset.num_items} x 8) of {size / 1024:.1f} KiB does "
         "not fit; lower backbone.hidden_size (8)"
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_table"),
+    [("238.42 MiB", True), ("240.00 MiB", True), ("0.23 GiB", True), ("238.40 MiB", False), ("242.00 MiB", False)],
+)
+def test_a_gpu_s_rounded_size_of_the_item_table_is_known_too(asked, is_table, dataset):
+    """A table of 250,000,000 bytes, 238.42 MiB, with padding."""
+    error = torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has 79.00 GiB in all.")
+    large = replace(dataset, item_ids=np.arange(976_562))
+    with pytest.raises(RunError) as caught, memory_explained(config(hidden_size=64), large):
+        raise error
+    assert ("a tensor as large as the item table (976,562 x 64)" in str(caught.value)) == is_table
 
 
 def test_other_errors_pass(dataset):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
+import pytest
 import torch
 
+from recbft.training import run_settings
+from recbft.training.config import TrainingConfig
 from recbft.training.run_settings import rng_state, set_rng_state
 
 
@@ -29,3 +35,15 @@ def test_on_the_cpu_a_gpu_s_random_state_is_left_alone(monkeypatch):
     generator, cpu = torch.Generator(), torch.device("cpu")
     assert set(rng_state(generator, cpu)) == {"cpu"}
     set_rng_state(generator, {"cpu": generator.get_state(), "cuda": torch.zeros(16, dtype=torch.uint8)}, cpu)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("", ":4096:8"), (":16:8", ":16:8")])
+def test_a_deterministic_run_on_a_gpu_has_what_its_products_ask_for(given, kept, monkeypatch):
+    monkeypatch.setattr(run_settings, "_device", torch.device)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    if not given:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with run_settings.run_settings(TrainingConfig(device="cuda", deterministic=True)):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept and torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
