@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.command import finish
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.paired import SeedComparison, compare_seeds
+from recbft.experiments.document import p_text
 from recbft.experiments.runs import Run, by_seed, check_same, label_runs, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.training.run_folder import RunFolder
@@ -35,8 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     if baseline not in arms:
         raise UserError(f"unknown arm {baseline!r}; {did_you_mean(baseline, arms)}")
     found = {name: validations(name, group, options.metric) for name, group in arms.items()}
-    rows = [row(name, group, found[name], found[baseline]) for name, group in arms.items()]
-    rows.sort(key=lambda cells: cells[2], reverse=True)
+    best_first = sorted(arms, key=lambda name: statistics.mean(found[name].values()), reverse=True)
+    rows = [row(name, arms[name], found[name], found[baseline]) for name in best_first]
     print(f"validation {options.metric}, all items; differences from {baseline}\n\n{markdown_table(HEAD, rows)}")
     return 0
 
@@ -53,7 +54,7 @@ def row(name: str, runs: Sequence[Run], own: Mapping[int, float], other: Mapping
     """The cells of an arm, from its validations by seed and the baseline's."""
     against = ["", "", "", ""]
     if own != other and (d := difference(own, other)) is not None:
-        against = [f"{d.difference:+.4f}", percent(d), f"{d.p_t:.3f}", f"{d.wins} of {d.num_seeds}"]
+        against = [f"{d.difference:+.4f}", percent(d), p_text(d.p_t), f"{d.wins} of {d.num_seeds}"]
     epochs, best, seconds = (
         statistics.mean(run.metrics[key] for run in runs) for key in ("epochs", "best_epoch", "training_seconds")
     )

@@ -21,6 +21,7 @@ import pandas as pd
 from benchmarks.command import finish
 from benchmarks.study.choose import difference, finished_runs, mean_and_spread, percent
 from recbft.errors import UserError, did_you_mean
+from recbft.experiments.document import p_text
 from recbft.experiments.runs import Run, arm_name, read_run, settings_of
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_atomic
@@ -168,7 +169,7 @@ def _place(group: tuple[Any, pd.DataFrame]) -> tuple[int, int]:
 
 def _against(arm: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> str:
     d = difference(arm[metric].to_dict(), baseline[metric].to_dict())
-    return "" if arm is baseline or d is None else f"{percent(d)} (p {d.p_t:.3f}, {d.wins} of {d.num_seeds})"
+    return "" if arm is baseline or d is None else f"{percent(d)} (p {p_text(d.p_t)}, {d.wins} of {d.num_seeds})"
 
 
 def _runs_of(place: Path) -> list[Path]:

@@ -3,7 +3,8 @@
     python -m benchmarks.study.overview --file docs/reports/runs.csv [--svg FILE] [--metric "ndcg@10 seen masked"]
 
 A comparison is one in which ``bft`` met ``matched`` over two or more seeds. Differences of ``bft`` are paired by seed,
-relative to the other arm's mean; p is by paired t-test, not corrected for how many lines there are.
+relative to the other arm's mean; p is by paired t-test, not corrected for how many lines there are. The seeds of a line
+are those that both have; means over others, and differences over fewer, say which.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from benchmarks.study.choose import difference, percent
 from benchmarks.study.ledger import METRICS, arms_of, read
 from recbft.errors import UserError
 from recbft.evaluation.paired import SeedComparison
+from recbft.experiments.lists import seeds_text
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_atomic
 from recbft.models import MODELS
@@ -36,12 +38,12 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{options.file} has no data set on which `bft` met `matched` with two seeds or more")
     metric, other = options.metric, _other_items(options.metric)
     head = ["model", "data", "seeds", *(f"`{arm}`" for arm in ARMS), *(f"`bft` from `{name}`" for name in BASELINES)]
-    rows = [
-        [model, data, str(len(arms["bft"]))]
-        + [" / ".join(_mean(arms, arm, column) for column in (metric, other)).strip(" /") for arm in ARMS]
-        + ["" if (d := _lead(arms, name, metric)) is None else f"{percent(d)} ({_p(d.p_t)})" for name in BASELINES]
-        for (model, data), arms in found.items()
-    ]
+    rows = []
+    for (model, data), arms in found.items():
+        seeds = sorted(set(arms["bft"].index) & set(arms["matched"].index))
+        means = [_means(arms, arm, (metric, other), seeds) for arm in ARMS]
+        leads = [_said(_lead(arms, name, metric), len(seeds)) for name in BASELINES]
+        rows.append([model, data, str(len(seeds)), *means, *leads])
     print(f"{metric} / {other}, means over seeds; differences: {metric}\n\n{markdown_table(head, rows)}")
     if options.svg:
         write_atomic(Path(options.svg), figure(found, metric).encode())
@@ -52,6 +54,10 @@ def comparisons(table: pd.DataFrame) -> dict[tuple[str, str], Arms]:
     """By model and data set, the lines of the arms by seed, where ``bft`` and ``matched`` share two seeds or more."""
     found = {}
     for (model, data), lines in table.groupby(["model", "dataset"]):
+        if (targets := lines["targets"].unique()).size > 1:
+            raise UserError(
+                f"the ledger has {data} ({model}) with other targets ({', '.join(targets)}); keep one of them"
+            )
         arms = arms_of(lines)[1]
         if _lead(arms, "matched", next(iter(METRICS))) is not None:
             found[str(model), str(data)] = arms
@@ -81,8 +87,21 @@ def _lead(arms: Arms, baseline: str, metric: str) -> SeedComparison | None:
     return difference(arms["bft"][metric].to_dict(), arms[baseline][metric].to_dict())
 
 
-def _mean(arms: Arms, arm: str, metric: str) -> str:
-    return f"{arms[arm][metric].mean():.4f}" if arm in arms else ""
+def _means(arms: Arms, arm: str, metrics: Sequence[str], seeds: Sequence[int]) -> str:
+    """An arm's means over its own seeds, which are named where they are not those of the line."""
+    if arm not in arms:
+        return ""
+    own = sorted(arms[arm].index)
+    apart = "" if own == list(seeds) else f" (seeds {seeds_text(own)})"
+    return " / ".join(f"{arms[arm][metric].mean():.4f}" for metric in metrics) + apart
+
+
+def _said(lead: SeedComparison | None, num_seeds: int) -> str:
+    """A difference over the seeds of both arms, whose number is said where it is not that of the line."""
+    if lead is None:
+        return ""
+    seeds = "" if lead.num_seeds == num_seeds else f", {lead.num_seeds} seeds"
+    return f"{percent(lead)} ({_p(lead.p_t)}{seeds})"
 
 
 def _p(value: float) -> str:

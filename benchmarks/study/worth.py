@@ -33,7 +33,7 @@ from recbft.evaluation.calibration import predicted
 from recbft.evaluation.confidence import Ranking
 from recbft.evaluation.evaluate import Part, evaluate, evaluation_mode, view_of
 from recbft.evaluation.paired import seed_interval
-from recbft.experiments.runs import label_runs, read_run
+from recbft.experiments.runs import by_seed, check_same, label_runs, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
 from recbft.models.contract import SequenceModel, read_histories
@@ -56,13 +56,21 @@ FloatArray = NDArray[np.float64]
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     check_folder_of(options.json)
-    arms = label_runs([read_run(path) for out in options.out for path in finished_runs(Path(out))])
+    runs = [read_run(path) for out in options.out for path in finished_runs(Path(out))]
+    if runs:
+        check_same(runs)
+    arms = label_runs(runs)
     if options.arm not in arms:
         raise UserError(f"unknown arm {options.arm!r}; {did_you_mean(options.arm, arms)}")
     rows, dataset = [], None
-    for run in arms[options.arm]:
+    for _, run in sorted(by_seed(options.arm, arms[options.arm]).items()):
         config = load_run_config(run.path / "config.yaml", data_root=options.data_root)
         dataset = config.data.load() if dataset is None else dataset
+        if dataset.content_hash != run.protocol["content_hash"]:
+            raise UserError(
+                f"{dataset.name} as loaded has content {dataset.content_hash[:12]}, {run.path} was made on "
+                f"{run.protocol['content_hash'][:12]}; name the folder of its data with --data-root"
+            )
         *_, model = load_trained(run.path)
         rows.append({"seed": config.seed} | worth(model, dataset))
     said = ["OUT" if argument in options.out else argument for argument in arguments]

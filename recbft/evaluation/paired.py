@@ -52,6 +52,11 @@ class SeedComparison:
     cohen_d: float | None  # (4); 0 for equal arms, None where all differences are the same and not 0
     smallest_effect: float  # (5), in the metric's own unit
 
+    @property
+    def is_constant(self) -> bool:
+        """One difference in every seed, and not 0: there is no spread for (1), (2), (5); ``p_t`` is the sign flips'."""
+        return self.cohen_d is None
+
 
 @dataclass(frozen=True, kw_only=True)
 class UserComparison:

@@ -65,13 +65,17 @@ def cells_of(against: Mapping[str, Any]) -> list[tuple[str, str, str, dict[str, 
 
 
 def difference_cells(d: Mapping[str, Any]) -> list[str]:
-    """Difference, relative change and 95 % interval."""
+    """Difference, relative change and 95 % interval; the same difference in every seed has no spread to judge by."""
     relative = d.get("relative")
     return [
-        f"{d['difference']:+.4f}",
-        "" if relative is None else f"{100 * relative:+.1f} %",
-        f"{d['interval'][0]:+.4f} to {d['interval'][1]:+.4f}",
+        f"{round(d['difference'], 4) + 0.0:+.4f}",  # without the sign of -0.0
+        "" if relative is None else f"{round(100 * relative, 1) + 0.0:+.1f} %",
+        "" if _is_constant(d) else f"{d['interval'][0]:+.4f} to {d['interval'][1]:+.4f}",
     ]
+
+
+def _is_constant(d: Mapping[str, Any]) -> bool:
+    return "cohen_d" in d and d["cohen_d"] is None
 
 
 def p_text(p: float) -> str:
@@ -122,7 +126,7 @@ def _seed_cells(against: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
         size = "" if d["cohen_d"] is None else f"{d['cohen_d']:+.2f}"
         ps = [p_text(d[name]) for name in ("p_t", "p_sign_flip", "p_holm")]
         rows.append([arm, metric.upper(), SETTINGS[setting], *difference_cells(d), *ps, wins, size,
-                     f"{d['smallest_effect']:.4f}"])  # fmt: skip
+                     "" if _is_constant(d) else f"{d['smallest_effect']:.4f}"])  # fmt: skip
     return [*names, "Cohen's d", "could show"], rows
 
 

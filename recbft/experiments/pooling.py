@@ -3,7 +3,7 @@
     X = -2 sum_k log p_k  ~  chi-square with 2 k degrees of freedom where nothing differs on any data set         (1)
 
 (1) asks whether there is a difference somewhere, whichever way: a gain here and a loss there add up to a small p too.
-So the number of data sets on which the arm is better stands beside it.
+So the number of data sets on which the arm is better stands beside it. Holm's adjustment is over the rows of the table.
 
 Source: Fisher, Statistical Methods for Research Workers (1925), section 21.1.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recbft.errors import UserError
-from recbft.evaluation.paired import fisher
+from recbft.evaluation.paired import fisher, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import COMPARISON_FILE
 from recbft.experiments.document import cells_of, p_text
@@ -63,10 +63,13 @@ def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shared = [key for key in each[0] if all(key in one for one in each)]
     if not shared:
         raise UserError("the comparisons have no arm and metric in common; compare the same arms on each data set")
+    pooled = [_pooled(key, [one[key]["over_seeds"] for one in each]) for key in shared]
+    for row, p in zip(pooled, holm([row["p_fisher"] for row in pooled]), strict=True):
+        row["p_holm"] = p
     return {
         "baseline": baseline,
         "data": [result["protocol"]["dataset"] for result in results],
-        "pooled": [_pooled(key, [one[key]["over_seeds"] for one in each]) for key in shared],
+        "pooled": pooled,
         "left_out": sorted({key[0] for one in each for key in one} - {key[0] for key in shared}),
     }
 
@@ -74,20 +77,21 @@ def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def pooled_document(pooled: dict[str, Any], *, markdown: bool) -> str:
     """The pooled figures as a table."""
     table = markdown_table if markdown else text_table
-    names = ["arm", "metric", "items", *pooled["data"], "mean", "better on", "Fisher's p"]
+    names = ["arm", "metric", "items", *pooled["data"], "mean", "better on", "Fisher's p", "p Holm"]
     rows = [
         [
             one["arm"], one["metric"].upper(), SETTINGS[one["setting"]],
             *("" if r is None else f"{100 * r:+.1f} %" for r in one["relative"]),
             "" if one["mean_relative"] is None else f"{100 * one['mean_relative']:+.1f} %",
-            f"{one['better_on']} of {len(pooled['data'])}", p_text(one["p_fisher"]),
+            f"{one['better_on']} of {len(pooled['data'])}", p_text(one["p_fisher"]), p_text(one["p_holm"]),
         ]
         for one in pooled["pooled"]
     ]  # fmt: skip
     absent = ", ".join(pooled.get("left_out", []))
     return (
         f"Relative difference from {pooled['baseline']} per data set, and Fisher's pooled p of the paired t-tests over "
-        "seeds. A small p says that there is a difference somewhere; read its direction from the data sets.\n\n"
+        f"seeds, by itself and by Holm over the {len(rows)} rows. A small p says that there is a difference somewhere; "
+        "read its direction from the data sets.\n\n"
         f"{table(names, rows)}\n" + (f"\nLeft out, not in every comparison: {absent}\n" if absent else "")
     )
 

@@ -35,10 +35,13 @@ def answer(found: Finding, dataset: str, *, p: float, num_arms: int = 1) -> str:
             "difference 0, p = 1, nothing to tell apart."
         )
     n = found.seeds.num_seeds
-    low, high = (_amount(found, end) for end in found.seeds.interval)
+    low, high = (_end(found, end) for end in found.seeds.interval)
+    within = f"95 % interval {low.removesuffix(' %')} to {high}"
+    if found.seeds.is_constant:
+        within = "the same in every seed and so without an interval, p by sign flips"
     evidence = (
         f"{_amount(found, found.seeds.difference)} {found.metric.upper()} ({SETTINGS[found.setting]}), "
-        f"95 % interval {low.removesuffix(' %')} to {high}, {n} seeds, p {_p(p)}"
+        f"{within}, {n} seeds, p {_p(p)}"
     )
     if num_arms > 1:
         alone = f"; {p_text(found.seeds.p_t)} by itself" if p_text(found.seeds.p_t) != p_text(p) else ""
@@ -46,11 +49,12 @@ def answer(found: Finding, dataset: str, *, p: float, num_arms: int = 1) -> str:
     if p < LEVEL:
         better = "better" if found.seeds.difference > 0 else "worse"
         return f"{found.arm} is {better} than {found.baseline} on {dataset}: {evidence}. {_signs(found)}"
+    said = f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}: {evidence}"
+    if not found.seeds.smallest_effect:  # equal differences leave no spread to tell it from
+        return f"{said}."
     effect = _amount(found, found.seeds.smallest_effect).lstrip("+")
-    return (
-        f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}: {evidence}; "
-        f"with {n} seeds an effect of {effect} would have been found with 80 % power."
-    )
+    alone = " by a test alone, without Holm's adjustment" if num_arms > 1 else ""
+    return f"{said}; with {n} seeds an effect of {effect} would have been found with 80 % power{alone}."
 
 
 def _signs(found: Finding) -> str:
@@ -67,6 +71,12 @@ def _signs(found: Finding) -> str:
 def _amount(found: Finding, difference: float) -> str:
     share = found.share(difference)
     return f"{difference:+.4f}" if share is None else percent(share)
+
+
+def _end(found: Finding, end: float) -> str:
+    """An end of the interval; one that rounds to zero keeps its sign, which says on which side of zero it lies."""
+    share = found.share(end)
+    return _amount(found, end) if not share else f"{100 * share:+.1f} %"
 
 
 def _p(p: float) -> str:

@@ -22,6 +22,10 @@ from recbft.reporting.subject import headline
 from recbft.reporting.tables import Cell, Column, Table, slug
 
 HEADLINE_METRIC = "ndcg@10"
+WITHOUT_SPREAD = (
+    "A difference without an interval is the same in every seed: there is no spread to judge by, and p is the sign "
+    "flips'."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +98,13 @@ def seed_table(comparison: Comparison, found: Sequence[Finding]) -> Table:
     for one in found:
         s = one.seeds
         rows.append(
-            [one.arm, one.metric.upper(), SETTINGS[one.setting], s.difference, s.relative, s.interval, s.p_t,
-             one.holm_p, s.p_sign_flip, f"{s.wins} of {s.num_seeds}",
-             None if s.cohen_d is None else f"{s.cohen_d:+.2f}", one.share(s.smallest_effect)]
+            [one.arm, one.metric.upper(), SETTINGS[one.setting], s.difference, s.relative,
+             None if s.is_constant else s.interval, s.p_t, one.holm_p, s.p_sign_flip, f"{s.wins} of {s.num_seeds}",
+             None if s.cohen_d is None else f"{s.cohen_d:+.2f}",
+             None if s.is_constant else one.share(s.smallest_effect)]
         )  # fmt: skip
     baseline = found[0].baseline
+    constant = f" {WITHOUT_SPREAD}" if any(one.seeds.is_constant for one in found) else ""
     return Table(
         name=f"seeds-against-{slug(baseline)}",
         title=f"Difference from {baseline} over seeds",
@@ -106,7 +112,7 @@ def seed_table(comparison: Comparison, found: Sequence[Finding]) -> Table:
         f"{seeds_text(comparison.seeds)}. p: two-sided paired t-test; interval: t; Holm p: over the {len(rows)} tests "
         f"of this table; sign-flip p: permutation test, exact up to {EXACT_SEEDS} seeds; wins: seeds in which the arm "
         "is strictly better; d: Cohen's; 80 % power: the smallest difference that the t-test would have found with "
-        "that chance, given how much the seeds vary.",
+        f"that chance, given how much the seeds vary.{constant}",
         columns=[
             Column("arm"), Column("metric"), Column("items"), Column("difference", "signed"),
             Column("relative", "percent"), Column("95 % interval", "interval"), Column("p", "p"), Column("Holm p", "p"),

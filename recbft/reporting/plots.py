@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ INK = "#010203"  # stands in for the page's text colour
 PALETTE = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a7400", "#56b4e9")
 MARKERS = "osD^vP*"
 WIDTH = 5.0  # inches of 72 px: a phone's width less its margins
+LETTERS = 30  # of a line of a name; longer ones would take the room of the drawing
 INSTALL = "plots need matplotlib; install it with: pip install 'recbft[report]'"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
@@ -66,21 +68,25 @@ def intervals(
     names: Mapping[int, str] | None = None,
 ) -> str:
     """Relative differences in per cent with their intervals; a row has one or more, each in a series of ``names``."""
+    labels = [_broken(label) for label, _ in reversed(rows)]
     height = 0.3 + 0.13 * (max((len(row) for _, row in rows), default=1) - 1)
+    height = max([height, *(0.17 * (label.count("\n") + 1.5) for label in labels)])
     with _figure(0.6 + height * len(rows)) as (figure, axes):
         for place, (_, row) in enumerate(reversed(rows)):
             for number, (series, found) in enumerate(row):
                 at = place + 0.26 * ((len(row) - 1) / 2 - number)
                 middle, low, high = (100 * end / found.mean_baseline for end in (found.difference, *found.interval))
-                axes.plot([low, high], [at, at], color=_series(series), linewidth=2)
-                axes.plot(middle, at, _marker(series), color=_series(series))
+                colour = _series(series)
+                filled = "none" if found.is_constant else colour
+                axes.plot([low, high], [at, at], color=colour, linewidth=0 if found.is_constant else 2)
+                axes.plot(middle, at, _marker(series), color=colour, markerfacecolor=filled)
         for series, name in (names or {}).items():
             axes.plot([], [], f"{_marker(series)}-", color=_series(series), linewidth=2, label=_label(name))
         axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set_yticks(range(len(rows)), [label for label, _ in reversed(rows)])
+        axes.set_yticks(range(len(rows)), labels)
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlabel(x_label)
-        _legend(axes, len(names or {}))
+        axes.set_xlabel(_broken(x_label, 2 * LETTERS))
+        _legend(axes, (names or {}).values())
         return svg(figure, title)
 
 
@@ -100,9 +106,9 @@ def seed_scatter(
         axes.set_xlim(ends)
         axes.set_ylim(ends)
         axes.locator_params(nbins=5)  # more labels of four digits run into each other
-        axes.set_xlabel(f"{metric.upper()} of {baseline}, one point per seed")
-        axes.set_ylabel(f"{metric.upper()} of {others[0] if len(others) == 1 else 'the arm'}")
-        _legend(axes, len(others))
+        axes.set_xlabel(_broken(f"{metric.upper()} of {baseline}, one point per seed", 2 * LETTERS))
+        axes.set_ylabel(_broken(f"{metric.upper()} of {others[0] if len(others) == 1 else 'the arm'}", 40))
+        _legend(axes, others)
         return svg(figure, f"{metric.upper()} of each arm against {baseline}, seed by seed")
 
 
@@ -116,17 +122,21 @@ def strata_bars(results: Sequence[StratumResult], unit: str, metric: str, colour
                 level = row.levels[arm]
                 at = place + (number - (len(arms) - 1) / 2) * width
                 alpha = 0.35 if row.too_small else 1.0
-                label = _label(arm) if place == 0 else None
-                axes.bar(at, level.mean, width * 0.92, color=_series(colours[arm]), alpha=alpha, label=label)
+                axes.bar(at, level.mean, width * 0.92, color=_series(colours[arm]), alpha=alpha)
                 if level.interval is not None:
-                    low, high = max(0.0, level.interval[0]), level.interval[1]
+                    low, high = max(0.0, level.interval[0]), min(1.0, level.interval[1])
                     axes.plot([at, at], [low, high], color=INK, linewidth=0.8, alpha=max(alpha, 0.5))
-        axes.set_xticks(range(len(results)), [f"{row.name}\n{row.bounds}\n{row.num_users:,} users" for row in results])
+            # For the legend, which shows no arm pale.
+            axes.bar(0, 0, 0, color=_series(colours[arm]), label=_label(arm))
+        long = any(len(row.bounds) > 10 for row in results)
+        bounds = [row.bounds.replace("-", "-\n", 1) if long else row.bounds for row in results]
+        ticks = [f"{row.name}\n{b}\n{row.num_users:,} users" for row, b in zip(results, bounds, strict=True)]
+        axes.set_xticks(range(len(results)), ticks)
         axes.tick_params(axis="x", length=0, labelsize=7.5)
         axes.grid(visible=False, axis="x")
         axes.set_ylabel(metric.upper())
         axes.set_xlabel(unit)
-        _legend(axes, len(arms))
+        _legend(axes, arms)
         return svg(figure, f"{metric.upper()} of each arm by {unit}")
 
 
@@ -145,7 +155,7 @@ def training_curves(
         axes.set_xlabel("epoch")
         axes.locator_params(axis="x", integer=True)
         axes.set_ylabel(label)
-        _legend(axes, len(curves))
+        _legend(axes, curves)
         return svg(figure, f"{label} by epoch")
 
 
@@ -172,7 +182,7 @@ def lines(
             axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        _legend(axes, len(series))
+        _legend(axes, series)
         return svg(figure, title)
 
 
@@ -181,7 +191,9 @@ def svg(figure: Figure, title: str) -> str:
     import matplotlib as mpl
 
     out = io.StringIO()
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": title}):
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": title}), warnings.catch_warnings():
+        # Letters are drawn by the page, which has fonts that matplotlib has not.
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")
         figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
     drawn = out.getvalue()
     drawn = drawn[drawn.index("<svg") :]
@@ -223,22 +235,43 @@ def _figure(height: float) -> Iterator[tuple[Figure, Axes]]:
         yield figure, figure.add_subplot()
 
 
-def _legend(axes: Axes, entries: int) -> None:
-    if entries > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(entries, 3), borderaxespad=0.2)
+def _legend(axes: Axes, names: Iterable[str]) -> None:
+    widths = [max(map(len, _broken(name).split("\n"))) for name in names]
+    if len(widths) > 1:
+        columns = max(1, min(len(widths), 3, 2 * LETTERS // (max(widths) + 4)))
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2)
 
 
 def _label(name: str) -> str:
     """A name as the legend shows it; one that begins with an underscore matplotlib would leave out."""
-    return f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name
+    return f"\N{ZERO WIDTH SPACE}{_broken(name)}" if name.startswith("_") else _broken(name)
+
+
+def _broken(name: str, letters: int = LETTERS) -> str:
+    """A name in lines of so many letters at most, broken after a comma, bracket or space where there is one.
+
+    >>> _broken("bft[core.initial=count,backbone.dropout=0.3]")
+    'bft[core.initial=count,\\nbackbone.dropout=0.3]'
+    """
+    pieces = re.split(r"(?<=[,\[ ])", name)
+    parts = [piece[at : at + letters] for piece in pieces for at in range(0, len(piece), letters)]
+    lines = [""]
+    for part in parts:
+        if len(lines[-1]) + len(part.rstrip()) > letters:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() if len(lines) > 1 else line for line in lines)
 
 
 def _series(number: int) -> str:
-    return PALETTE[number % len(PALETTE)]
+    """The baseline's grey is its own: the others share the rest."""
+    return PALETTE[1 + (number - 1) % (len(PALETTE) - 1)] if number else PALETTE[0]
 
 
 def _marker(number: int) -> str:
-    return MARKERS[number % len(MARKERS)]
+    """Where colours begin again, markers do not."""
+    others = len(MARKERS) - 1
+    return MARKERS[1 + (number - 1 + (number - 1) // others) % others] if number else MARKERS[0]
 
 
 def _dashes(number: int) -> str:

@@ -113,7 +113,8 @@ def _frequency_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
         name="mechanism",
         title="By how often the item occurs in training",
         caption=f"Means over tokens, and over the probed seeds ({_probed(parts)}). Bins hold equal numbers of items: "
-        + ", ".join(f"{row['name']} {row['counts']} training events" for row in bins)
+        + ", ".join(f"{row['name']} {row['counts']} training events" for row in bins if row["name"] != "mask")
+        + ("; mask: the token that stands for the item asked for" if any(row["name"] == "mask" for row in bins) else "")
         + ". rho: Spearman's with the training count, over items; last column: seeds in which its p is below 0.05.",
         columns=[Column("arm"), Column("layer"), Column("quantity"), *(Column(row["name"], "short") for row in bins),
                  Column("rho", "short"), Column("p < 0.05")],
@@ -170,15 +171,15 @@ def _confidence_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
             above = [one["reference_above"] for one in found if "reference_above" in one]
             rows.append(
                 [arm, name.replace("_", " "), _mean([one["auroc"] for one in found]),
-                 _interval([one["auroc"] for one in found], found[0]["auroc_interval"]),
+                 _interval([(one["auroc"], one["auroc_interval"]) for one in found]),
                  _mean([one["aurc"] for one in found]), _mean([one["excess_aurc"] for one in found]),
                  _mean([one["auroc"] for one in above]),
-                 _interval([one["auroc"] for one in above], above[0]["interval"]) if above else None]
+                 _interval([(one["auroc"], one["interval"]) for one in above])]
             )  # fmt: skip
     first = next(iter(next(iter(parts.values())).values()))
     return Table(
         name="uncertainty",
-        title=f"Does a confidence tell hits (target among the first {first['k']}) from misses?",
+        title=f"Does a confidence tell hits (target among the first {first['k']} of all items) from misses?",
         caption="AUROC 0.5 says nothing, 1 all. AURC: mean share of misses as ever more users are served, surest first "
         f"(unsorted {first['random_aurc']:.4f}, at best {first['optimal_aurc']:.4f} in the first probe); excess: above "
         f"the best. Last columns: how far the precision's AUROC lies above this one's. {_interval_words(parts)}",
@@ -202,12 +203,14 @@ def _calibration_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
                  *(_mean([one[key] for one in own]) for key in ("ece", "floor", "mean_probability", "hit_rate"))]
             )  # fmt: skip
     one = next(iter(next(iter(parts.values())).values()))["calibration"]
+    at_bound = [arm for arm, each in parts.items() if any(one["calibration"]["at_bound"] for one in each.values())]
+    beyond = f" T of {', '.join(at_bound)} lies at an end of the range that is searched." if at_bound else ""
     return Table(
         name="calibration",
         title="Are its probabilities true?",
         caption=f"Softmax over all items, as trained (T = 1) and at the temperature fitted on {one['fitted_on']}. NLL: "
         f"of the target (equal probabilities: {one['nll']['uniform']:.4f}). ECE: how far claimed and happened lie "
-        "apart over ten groups of users; if true: what chance alone would show. Means over the probed seeds.",
+        f"apart over ten groups of users; if true: what chance alone would show. Means over the probed seeds.{beyond}",
         columns=[Column("arm"), Column("T", "value"), Column("NLL", "value"), Column("of"), Column("ECE", "value"),
                  Column("if true", "value"), Column("claimed", "value"), Column("happened", "value")],
         rows=rows,
@@ -305,16 +308,19 @@ def _probed(parts: Mapping[str, Mapping[int, Any]]) -> str:
 
 
 def _interval_words(parts: Mapping[str, Mapping[int, Any]]) -> str:
-    several = any(len(each) > 1 for each in parts.values())
-    how = "t over seeds where several are probed" if several else "bootstrap over users"
+    several = [len(each) > 1 for each in parts.values()]
+    how = "bootstrap over users"
+    if any(several):
+        how = "t over seeds" if all(several) else f"t over seeds where several are probed, {how} where one is"
     return f"Probed seeds: {_probed(parts)}; intervals: {how}."
 
 
-def _interval(values: Sequence[float | None], own: Sequence[float] | None) -> tuple[float, float] | None:
-    """Over seeds where there are several, else the probe's own over users."""
-    known = [value for value in values if value is not None]
+def _interval(found: Sequence[tuple[float | None, Sequence[float] | None]]) -> tuple[float, float] | None:
+    """Over seeds where several have a value, else the one's own over users."""
+    known = [(value, own) for value, own in found if value is not None]
     if len(known) > 1:
-        return seed_interval(known)
+        return seed_interval([value for value, _ in known])
+    own = known[0][1] if known else None
     return None if own is None else (own[0], own[1])
 
 

@@ -25,7 +25,7 @@ from recbft.reporting.findings import findings, headline_findings
 from recbft.reporting.page import page
 from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
 from recbft.reporting.sections import Section
-from recbft.reporting.tables import Table, markdown, write_tables
+from recbft.reporting.tables import Table, markdown, markdown_words, write_tables
 from recbft.version import recbft_version
 
 FORMATS = ("html", "md", "latex", "csv", "svg")
@@ -108,14 +108,15 @@ def write_report(report: Report, out: str | Path, formats: Iterable[str] = FORMA
 
 def document(report: Report) -> str:
     """The report as Markdown, without plots."""
-    parts = [f"# {report.title}\n", *(f"{line}\n" for line in report.answer)]
+    parts = [f"# {markdown_words(report.title)}\n", *(f"{markdown_words(line)}\n" for line in report.answer)]
     for section in report.sections:
         parts.append(f"## {section.title}\n")
-        parts += [f"{line}\n" for line in section.words]
+        parts += [f"{markdown_words(line)}\n" for line in section.words]
         parts += [markdown(table) for table in (*section.tables, *section.folded)]
         parts += [f"    {command}\n" for command in section.commands]
         if section.items:
-            parts.append("\n".join(f"- {key}: {value}" for key, value in section.items.items()) + "\n")
+            items = (markdown_words(f"- {key}: {value}") for key, value in section.items.items())
+            parts.append("\n".join(items) + "\n")
     return "\n".join(parts)
 
 

@@ -78,7 +78,7 @@ def strata_section(comparison: Comparison, *, data_root: str | None, quantiles: 
     left_out += [f"{name} has no {setting} ranks and is in none of these tables." for name in absent]
     # The grid has as many rows as all other tables together.
     shown = [one for one in made if one.metric == made[0].metric and one.by != "grid"]
-    drawn = [_strata_plot(comparison, one) for one in shown if one.by != "first-time"] if draw else []
+    drawn = [_strata_plot(comparison, one, setting) for one in shown if one.by != "first-time"] if draw else []
     return Section(
         name="strata",
         title="Where it comes from: strata",
@@ -161,27 +161,33 @@ def _difference_plots(comparison: Comparison, found: Sequence[Finding]) -> list[
     colours = colours_of(comparison)
     setting = headline(comparison.protocol)
     inside = [one for one in found if one.setting == setting] or list(found)
-    drawn = [
-        Plot(
-            name="differences",
-            svg=plots.differences(inside, colours),
-            caption=f"Difference from {comparison.baseline} in percent of its mean, 95 % t interval over seeds.",
-        )
-    ]
+    caption = (
+        f"Difference from {comparison.baseline} in percent of its mean, {SETTINGS[inside[0].setting]}, "
+        "95 % t interval over seeds."
+    )
+    if any(one.seeds.is_constant for one in inside):
+        caption += " Hollow: the same difference in every seed, so there is no interval."
+    drawn = [Plot(name="differences", svg=plots.differences(inside, colours), caption=caption)]
     chosen = [one for one, _ in headline_findings(comparison, found)]
     if chosen:
         setting, metric = chosen[0].setting, chosen[0].metric
         arms = [comparison.baseline, *(one.arm for one in chosen if one.setting == setting)]
         values = {arm: comparison.values(arm, setting, metric) for arm in arms}
-        caption = "One point per seed; above the line the arm is better than the baseline of the same seed."
+        caption = (
+            f"One point per seed, {SETTINGS[setting]}; above the line the arm is better than the baseline of the same "
+            "seed."
+        )
         svg = plots.seed_scatter(comparison.baseline, values, metric, colours)
         drawn.append(Plot(name="seeds", svg=svg, caption=caption))
     return drawn
 
 
-def _strata_plot(comparison: Comparison, one: Stratified) -> Plot:
+def _strata_plot(comparison: Comparison, one: Stratified, setting: str) -> Plot:
     colours = {arm: n for arm, n in colours_of(comparison).items() if n < MAX_ARMS_IN_BARS}
-    caption = f"{one.metric.upper()} by {one.strata.axis}, 95 % interval over seeds; pale: too small to say anything."
+    caption = (
+        f"{one.metric.upper()} by {one.strata.axis}, {SETTINGS[setting]}, 95 % interval over seeds; pale: too small to "
+        "say anything."
+    )
     if len(comparison.arms) > len(colours):
         caption += f" The baseline and the first {len(colours) - 1} other arms."
     svg = plots.strata_bars(one.results, one.strata.unit, one.metric, colours)
@@ -200,7 +206,8 @@ def _curves(comparison: Comparison) -> list[Plot]:
         return []
     label = f"validation {metric.upper()}"
     svg = plots.training_curves(curves, label, colours_of(comparison))
-    return [Plot(name="training", svg=svg, caption=f"{label} by epoch, one line per run.")]
+    caption = f"{label} by epoch, {SETTINGS[headline(comparison.protocol)]}, one line per run."
+    return [Plot(name="training", svg=svg, caption=caption)]
 
 
 def _curve(history: Sequence[Mapping[str, Any]], column: str) -> tuple[list[float], list[float]]:

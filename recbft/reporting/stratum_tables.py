@@ -13,6 +13,7 @@ from recbft.evaluation.paired import SeedComparison
 from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, MIN_USERS, StratumResult, p_of, stratify
+from recbft.reporting.findings import WITHOUT_SPREAD
 from recbft.reporting.subject import Subject
 from recbft.reporting.tables import Cell, Column, Table, p_text, slug
 
@@ -167,7 +168,8 @@ def _rows(subject: Subject, row: StratumResult) -> list[list[Cell]]:
         test: list[Cell] = [None] * 5
         if found is not None:
             relative = found.difference / base.mean if base.mean else (0.0 if found.difference == 0 else None)
-            test = [found.difference, relative, found.interval, p_of(found), row.holm_p[arm]]
+            inside = None if isinstance(found, SeedComparison) and found.is_constant else found.interval
+            test = [found.difference, relative, inside, p_of(found), row.holm_p[arm]]
         named: list[Cell] = [] if len(others) == 1 else [arm]
         intervals = [base.interval, level.interval]
         lines.append([*who, *named, base.mean, level.mean, *test, _remark(row), row.num_targets, *intervals])
@@ -177,7 +179,8 @@ def _rows(subject: Subject, row: StratumResult) -> list[list[Cell]]:
 def _remark(row: StratumResult) -> str:
     if row.too_small:
         return f"too small: {row.too_small}"
-    same = row.differences and all(found.difference == 0 and p_of(found) == 1 for found in row.differences.values())
+    # Differences that cancel have a mean of 0 and a p of 1 too, but an interval of some width.
+    same = row.differences and all(found.interval == (0, 0) for found in row.differences.values())
     return "no difference at all" if same else ""
 
 
@@ -219,7 +222,8 @@ def _tests(subject: Subject, results: Sequence[StratumResult]) -> str:
     else:
         how = "one seed, so paired over users: bootstrap interval and sign-flip test; it says nothing about other seeds"
     family = f"Holm over the {len(found)} tests of this table" if len(found) > 1 else "one test, so no adjustment"
-    return f"Difference from {subject.baseline}, {how}; {family}."
+    constant = any(isinstance(one, SeedComparison) and one.is_constant for one in found)
+    return f"Difference from {subject.baseline}, {how}; {family}.{f' {WITHOUT_SPREAD}' if constant else ''}"
 
 
 def confound_line(subject: Subject) -> str:

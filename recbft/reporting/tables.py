@@ -97,7 +97,7 @@ def markdown(table: Table) -> str:
     lines = [[_markdown_cell(c.heading) for c in table.columns], rule]
     lines += [[_markdown_cell(cell) for cell in row] for row in table.texts()]
     body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"### {table.title}\n\n{body}\n\n{table.caption}\n"
+    return f"### {markdown_words(table.title)}\n\n{body}\n\n{markdown_words(table.caption)}\n"
 
 
 def latex(table: Table) -> str:
@@ -158,12 +158,21 @@ def write_tables(tables: Sequence[Table], out: str | Path, formats: Iterable[str
 
 
 def slug(name: str) -> str:
-    """A name in letters that files and labels take.
+    """A name in letters that files and labels take, cut to a length that a file system takes.
 
     >>> slug("bft[core.lam_max=10]")
     'bft-core.lam_max-10'
     """
-    return re.sub(r"[^\w.]+", "-", name).strip("-.")
+    return re.sub(r"[^\w.]+", "-", name).strip("-.")[:60].strip("-.")
+
+
+def markdown_words(words: str) -> str:
+    """Words in which nothing is an HTML tag, which Markdown would hand on as one.
+
+    >>> markdown_words("p < 0.001 of <b>other</b>")
+    'p < 0.001 of &lt;b>other&lt;/b>'
+    """
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", words)
 
 
 def percent(share: float) -> str:
@@ -235,7 +244,7 @@ def _class(column: Column) -> str:
 
 
 def _markdown_cell(cell: str) -> str:
-    return " ".join(cell.split()).replace("|", r"\|")
+    return markdown_words(" ".join(cell.split())).replace("|", r"\|")
 
 
 def _latex(words: str) -> str:

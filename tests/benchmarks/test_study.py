@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -194,6 +195,46 @@ def test_an_overview_has_a_line_and_intervals_per_data_set_and_model(train_arms,
     assert "% (p " in cells["`bft` from `matched+recency`"]
     drawn = svg.read_text()
     assert "MRR of bft, seen masked" in drawn and "sasrec, tiny" in drawn and "from matched+recency" in drawn
+
+
+def test_an_overview_names_the_seeds_where_they_are_not_those_of_the_line(train_arms, tmp_path, capsys):
+    file = tmp_path / "runs.csv"
+    ledger.main(["add", str(train_arms("matched,matched+recency,bft")), "--file", str(file)])
+    table = ledger.read(file)
+    more = table[(table["arm"] == "matched") & (table["settings"].str.contains("recency"))].assign(
+        seed=lambda t: t["seed"] + 2
+    )
+    pd.concat([table, more]).to_csv(file, index=False)
+    capsys.readouterr()
+    overview.main(["--file", str(file)])
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[3] == "2" and cells[6].endswith(" (seeds 0-3)") and line.count("seeds") == 1
+    fewer = table[~((table["settings"].str.contains("recency")) & (table["seed"] == 1))]
+    pd.concat([fewer, table[table["arm"] == "bft"].assign(seed=lambda t: t["seed"] + 2)]).to_csv(file, index=False)
+    overview.main(["--file", str(file)])
+    cells = [cell.strip() for cell in capsys.readouterr().out.strip().splitlines()[-1].split("|")]
+    assert cells[3] == "2" and cells[6].endswith(" (seeds 0)") and cells[7].endswith(" (seeds 0-3)") and cells[9] == ""
+    pd.concat([table, table.assign(targets="other")]).to_csv(file, index=False)
+    with pytest.raises(UserError, match=r"has tiny .* with other targets"):
+        overview.main(["--file", str(file)])
+
+
+def test_a_small_p_is_never_said_to_be_zero(trained, capsys):
+    for run in (trained / "runs").iterdir():
+        metrics = json.loads((run / "metrics.json").read_text())
+        seed = int(run.name[-1])
+        metrics["validation"]["unfiltered"]["ndcg@10"] = (
+            0.25 + 0.1 * seed + (0.25 + 1e-6 * seed) * ("n_heads" in run.name)
+        )
+        (run / "metrics.json").write_text(json.dumps(metrics))
+    choose.main([str(trained), "--baseline", "matched"])
+    first, last = capsys.readouterr().out.splitlines()[-2:]
+    assert (
+        first.startswith("| matched[backbone.n_heads=1] |")
+        and "| < 0.001 |" in first
+        and last.startswith("| matched |")
+    )
 
 
 def test_an_overview_of_plain_layers_alone_is_refused(train_arms, tmp_path):

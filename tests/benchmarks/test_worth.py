@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -32,6 +33,22 @@ def test_every_run_of_the_arm_is_judged_and_the_folder_is_not_named(trained, tmp
     assert [row["seed"] for row in rows] == [0, 1]
     assert all(0 <= row[name] <= 1 for row in rows for name in worth.JOINED)
     assert "| precision adds to all |" in said and "study.worth OUT" in said and str(tmp_path) not in said
+
+
+def test_runs_of_other_data_than_is_at_hand_are_refused(trained, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(trained, other)
+    for file in other.glob("runs/bft-seed*/protocol.json"):
+        said = json.loads(file.read_text()) | {"content_hash": "0" * 64}
+        file.write_text(json.dumps(said))
+    with pytest.raises(UserError, match="the runs differ in content_hash"):
+        worth.main([str(trained), str(other)])
+    for path in other.glob("runs/matched-*"):
+        shutil.rmtree(path)
+    with pytest.raises(UserError, match="was made on 000000000000; name the folder of its data with --data-root"):
+        worth.main([str(other)])
+    with pytest.raises(UserError, match="arm bft has two runs of seed 0"):
+        worth.main([str(trained), str(trained)])
 
 
 def test_an_arm_without_precision_is_refused(trained):

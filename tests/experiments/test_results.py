@@ -9,7 +9,7 @@ from scipy import stats
 from recbft.errors import UserError
 from recbft.evaluation.paired import holm
 from recbft.experiments.comparison import Arm, Comparison
-from recbft.experiments.document import comparison_document
+from recbft.experiments.document import comparison_document, difference_cells
 from recbft.experiments.pooling import pool, pooled_document
 from recbft.experiments.results import results_of
 
@@ -97,6 +97,13 @@ def results_with(shift, content):
     return results_of(made_up({"matched": base, "bft": other}, content=content), over_users=False)
 
 
+def test_one_difference_in_every_seed_has_no_interval_and_no_smallest_effect_in_the_document():
+    found = {"difference": -1e-7, "relative": -1e-4, "interval": [0.0, 0.0], "cohen_d": None}
+    assert difference_cells(found) == ["+0.0000", "+0.0 %", ""]
+    assert difference_cells({**found, "cohen_d": 0.3, "interval": [-0.01, 0.02]})[2] == "-0.0100 to +0.0200"
+    assert difference_cells({"difference": 0.01, "interval": [0.0, 0.02]}) == ["+0.0100", "", "+0.0000 to +0.0200"]
+
+
 def test_pooling_is_fishers_and_tells_the_direction():
     results = [results_with(-2, "beauty"), results_with(-1, "games"), results_with(2, "toys")]
     found = pool(results)
@@ -105,7 +112,9 @@ def test_pooling_is_fishers_and_tells_the_direction():
     cells = [r["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]["over_seeds"] for r in results]
     assert first["p_fisher"] == pytest.approx(stats.combine_pvalues([c["p_t"] for c in cells]).pvalue)
     assert first["better_on"] == sum(c["difference"] > 0 for c in cells) == 2
+    assert [row["p_holm"] for row in found["pooled"]] == holm([row["p_fisher"] for row in found["pooled"]])
     text = pooled_document(found, markdown=False)
+    assert f"by Holm over the {len(found['pooled'])} rows" in text and "p Holm" in text
     results[0]["comparisons"]["matched"]["more"] = results[0]["comparisons"]["matched"]["bft"]
     assert "Left out, not in every comparison: more" in pooled_document(pool(results), markdown=False)
     assert "2 of 3" in text and "read its direction from the data sets" in text

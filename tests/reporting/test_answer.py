@@ -71,6 +71,24 @@ def test_identical_arms_are_called_so():
     )
     equal = say(BASE, BASE)  # equal metrics from other ranks
     assert "No difference" in equal and "0.0 % NDCG@10" in equal and "nan" not in equal
+    assert "would have been found" not in equal
+
+
+@pytest.mark.parametrize("n", [3, 10])
+def test_the_same_difference_in_every_seed_has_no_interval_and_no_power(n):
+    said = say(BASE[:n], BASE[:n] + 5e-4)
+    share = 100 * 5e-4 / BASE[:n].mean()
+    assert (
+        f"{share:+.1f} % NDCG@10 (all items), the same in every seed and so without an interval, p by sign fl" in said
+    )
+    assert ("p = 0.250." in said and "No difference" in said) if n == 3 else "bft is better" in said
+    assert "95 % interval" not in said and "80 % power" not in said
+
+
+def test_an_end_of_the_interval_that_rounds_to_zero_keeps_its_side():
+    d = np.array([1, 3.5, 1, 2.5, 1, 3.25, 2, 2.25]) * 1e-5  # from 0.024 to 0.055 % of the baseline
+    assert "95 % interval +0.0 to +0.1 %" in say(np.full(8, 0.05), 0.05 + d)
+    assert "95 % interval -0.1 to -0.0 %" in say(np.full(8, 0.05), 0.05 - d)
 
 
 def test_a_baseline_of_zero_is_compared_in_the_metrics_own_unit():
@@ -85,3 +103,10 @@ def test_several_arms_are_adjusted_and_the_p_alone_is_said_too(num_arms):
     said = answers([(found, min(1.0, num_arms * found.seeds.p_t))] * num_arms, "ml-1m")
     assert len(said) == num_arms
     assert ("Holm over 3 arms" in said[0]) == (num_arms == 3)
+
+
+def test_what_could_have_been_found_is_said_of_the_test_that_it_holds_for():
+    found = finding(BASE, BASE + np.random.default_rng(1).normal(0, 0.002, 10))
+    (one,), several = answers([(found, found.seeds.p_t)], "ml-1m"), answers([(found, 1.0)] * 3, "ml-1m")
+    assert one.endswith("with 80 % power.")
+    assert all(said.endswith("with 80 % power by a test alone, without Holm's adjustment.") for said in several)

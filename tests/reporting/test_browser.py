@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,19 @@ def test_the_page_fits_shows_everything_and_is_silent(chromium, page, width, dar
     assert all(one["text"] > 6 for one in drawings), "text in a drawing is too small to read"
     assert chromium.value(CONTRAST) > 3
     assert chromium.complaints() == []
+
+
+def test_a_long_name_leaves_the_numbers_beside_it_in_sight(chromium, comparison, tmp_path):
+    name = "bft[core.initial=empirical_bayes,core.prior_scale=per_layer,training.learning_rate=0.0005]"
+    arm = replace(comparison.arms["bft"], name=name)
+    renamed = replace(comparison, arms={"matched": comparison.arms["matched"], name: arm})
+    (path,) = write_report(make_report(renamed), tmp_path, ("html",))
+    chromium.open(path, width=390)
+    names = chromium.value("[...document.querySelectorAll('tbody th')].map(one => one.getBoundingClientRect().width)")
+    assert max(names) < 200 and min(names) > 20
+    assert chromium.value("document.documentElement.scrollWidth") == 390
+    texts = chromium.value(DRAWINGS)
+    assert all(one["text"] > 5 for one in texts), texts
 
 
 def test_light_and_dark_are_two(chromium, page):

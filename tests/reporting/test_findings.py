@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
@@ -39,6 +42,15 @@ def test_the_tables_show_them(comparison, results):
     assert [row[3] for row in seeds.rows] == [one.seeds.difference for one in found]
     assert "Holm p: over the 6 tests" in seeds.caption and "ties against the target" in seeds.caption
     assert "Another claim than over seeds" in users.caption and len(users.rows) == 6
+
+
+def test_the_same_difference_in_every_seed_has_dashes_and_a_reason(comparison, results):
+    found = findings(comparison, results)["matched"]
+    equal = replace(found[0], seeds=compare_seeds(np.array([0.1, 0.12, 0.15]), np.array([0.11, 0.13, 0.16])))
+    before, table = seed_table(comparison, found[1:]), seed_table(comparison, [equal, *found[1:]])
+    cells = dict(zip([c.heading for c in table.columns], table.texts()[0], strict=True))
+    assert (cells["95 % interval"], cells["d"], cells["80 % power"], cells["p"]) == ("-", "-", "-", "0.250")
+    assert "p is the sign flips'" in table.caption and "p is the sign flips'" not in before.caption
 
 
 def test_the_headline_is_one_metric_per_arm_adjusted_over_arms_alone(comparison, results):

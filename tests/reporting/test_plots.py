@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from recbft.errors import UserError
+from recbft.evaluation.paired import compare_seeds
+from recbft.evaluation.stratified import Level, StratumResult
 from recbft.reporting import plots
 
 pytest.importorskip("matplotlib")
@@ -78,6 +80,65 @@ def test_every_name_stands_in_the_legend_as_it_is_written():
     for svg in drawings:
         written = [word.lstrip("\u200b") for word in words(svg)]
         assert all(name in written for name in names)
+
+
+LONG = "bft[core.initial=empirical_bayes,core.prior_scale=per_layer,training.learning_rate=0.0005]"
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_long_name_is_broken_and_leaves_the_drawing_its_room(number):
+    names = [f"{n}{LONG}" for n in range(number)]
+    values = {name: np.linspace(0.1, 0.2, 3) for name in ("matched", *names)}
+    colours = {name: n for n, name in enumerate(values)}
+    found = compare_seeds([0.1, 0.2, 0.15], [0.11, 0.22, 0.15])
+    drawings = [
+        plots.seed_scatter("matched", values, "hr@10", colours),
+        plots.intervals([(f"{name}, HR@10", [(1, found)]) for name in names], f"difference from {LONG}", "t"),
+        plots.training_curves({name: [([1.0], [0.0])] for name in values}, "validation HR@10", colours),
+    ]
+    for svg in drawings:
+        assert float(ET.fromstring(svg).get("width")) < 560
+        assert all(name in "".join(words(svg)) for name in names)
+        assert max(map(len, words(svg))) <= 2 * plots.LETTERS
+
+
+def test_every_series_of_many_looks_different_and_none_is_the_baseline():
+    looks = [(plots._series(n), plots._marker(n)) for n in range(20)]
+    assert len(set(looks)) == 20
+    assert not [look for look in looks[1:] if looks[0][0] in look or looks[0][1] in look]
+
+
+def stratum(name, bounds, mean, too_small=""):
+    levels = {arm: Level(mean=mean, interval=(mean - 2, mean + 2)) for arm in ("matched", "bft")}
+    return StratumResult(
+        name=name, bounds=bounds, num_users=400, num_targets=9, mean_target_frequency=1.0, levels=levels,
+        differences={}, holm_p={}, too_small=too_small,
+    )  # fmt: skip
+
+
+def test_bars_have_a_full_legend_whiskers_within_the_metric_and_bounds_that_do_not_meet():
+    rows = [stratum("Q0", "0-2.13 min", 0.1, "3 hits"), stratum("Q1", "2.15 min-5.55 min", 0.2)]
+    svg = plots.strata_bars(rows, "time since the event before", "ndcg@10", {"matched": 0, "bft": 1})
+    for place in ("2.15 min-", "5.55 min", "0-", "2.13 min"):
+        assert place in words(svg)
+    scale = [float(word) for word in words(svg) if re.fullmatch(r"[\d.]+", word)]
+    assert 0.9 < max(scale) <= 1.2  # no NDCG is above 1, whatever a t interval over two seeds says
+    swatches = re.findall(r'style="fill: var\(--series[^"]*"', svg)[-2:]
+    assert not any("opacity" in swatch for swatch in swatches) and "opacity: 0.35" in svg
+    short = plots.strata_bars([stratum("Q0", "8-19", 0.1)], "training events", "ndcg@10", {"matched": 0, "bft": 1})
+    assert "8-19" in words(short)
+
+
+def test_a_difference_without_an_interval_is_hollow():
+    values = np.array([0.1, 0.2, 0.15])
+    for other, hollow in ((values + 0.01, True), (values * 1.1, False)):
+        svg = plots.intervals([("bft, HR@10", [(1, compare_seeds(values, other))])], "x", "t")
+        assert ("fill-opacity: 0" in svg) == hollow
+
+
+def test_letters_that_matplotlib_has_no_font_for_are_drawn_without_a_warning(recwarn):
+    assert "日本語" in words(plots.lines({"日本語": ([0.0, 1.0], [0.0, 1.0]), "b": ([0.0], [0.0])}, "x", "y", "t"))
+    assert not [one for one in recwarn if "Glyph" in str(one.message)]
 
 
 def test_a_missing_matplotlib_is_one_line(monkeypatch):

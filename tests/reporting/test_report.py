@@ -94,6 +94,13 @@ def test_names_from_outside_are_escaped(with_external, tmp_path):
     content = path.read_text()
     assert "<b>other" not in content and "&lt;b&gt;other&lt;/b&gt;" in content
     assert "is external" in content
+    assert "<b>" not in document(make_report(with_external, draw=False))
+
+
+def test_every_plot_of_ranks_says_among_which_items(report):
+    captions = {plot.name: plot.caption for section in report.sections for plot in section.plots}
+    for name in ("differences", "seeds", "strata-item-frequency", "strata-user-activity", "training"):
+        assert ", all items" in captions[name]
 
 
 def test_probes_become_two_sections(report):
@@ -103,6 +110,50 @@ def test_probes_become_two_sections(report):
     assert "bft 0,1" in mechanism.tables[0].caption
     assert {row[0] for row in uncertainty.tables[0].rows} == {"bft", "matched"}
     assert any(line.startswith("Posterior precision of bft") for line in uncertainty.words)
+
+
+def test_intervals_of_probes_say_what_they_are_over(report, copied):
+    assert (
+        "t over seeds where several are probed, bootstrap over users where one is"
+        in report.sections[3].tables[0].caption
+    )
+    (copied / "runs" / "matched-seed0" / "probe.json").unlink()
+    runs = sorted((copied / "runs").iterdir())
+    assert "intervals: t over seeds." in make_report(comparison_of(runs), draw=False).sections[3].tables[0].caption
+    (copied / "runs" / "bft-seed0" / "probe.json").unlink()
+    alone = make_report(comparison_of(runs), draw=False).sections[3].tables[0].caption
+    assert "intervals: bootstrap over users." in alone
+
+
+def changed_probe(folder, change):
+    """Change the part ``uncertainty`` of a run's probe and return it."""
+    file = folder / "probe.json"
+    probe = json.loads(file.read_text())
+    change(probe["uncertainty"])
+    file.write_text(json.dumps(probe))
+    return probe["uncertainty"]
+
+
+def test_what_only_one_probed_seed_has_keeps_that_seeds_own_interval(copied):
+    def silence(found):
+        for one in found["confidences"].values():
+            one |= {"auroc": None, "auroc_interval": None}
+
+    changed_probe(copied / "runs" / "bft-seed0", silence)
+    other = changed_probe(copied / "runs" / "bft-seed1", lambda found: None)["confidences"]
+    section = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False).sections[3]
+    own = {row[1]: row[3] for row in section.tables[0].rows if row[0] == "bft"}
+    assert own["history length"] == tuple(other["history_length"]["auroc_interval"])
+
+
+@pytest.mark.parametrize("at_bound", [False, True])
+def test_a_temperature_at_the_end_of_its_range_is_said_to_be(copied, at_bound):
+    for name in ("bft-seed0", "bft-seed1", "matched-seed0"):
+        bound = at_bound and name == "bft-seed1"
+        changed_probe(copied / "runs" / name, lambda found, bound=bound: found["calibration"].update(at_bound=bound))
+    section = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False).sections[3]
+    said = "T of bft lies at an end of the range that is searched."
+    assert (said in section.tables[1].caption) == at_bound
 
 
 def test_without_probes_a_line_says_what_makes_them(copied):

@@ -51,6 +51,23 @@ def test_a_table_worked_by_hand():
     assert column(table, "remark") == ["too small: 2 users", "too small: 2 users"]
     assert "Edges of item frequency from the training counts of all 4 items" in table.caption
     assert "Holm over the 2 tests of this table" in table.caption and "Confound check: Pearson r" in table.caption
+    assert column(table, "95 % interval") == [None, (0.0, 0.0)] and "without an interval is the same" in table.caption
+
+
+def test_differences_that_cancel_are_not_called_no_difference():
+    def hits(*numbers):
+        return np.stack([np.where(np.arange(40) < number, 1, 20) for number in numbers])
+
+    remarks = {}
+    for arm, ranks in {"same": hits(20, 20), "more and less": hits(21, 19)}.items():
+        subject = by_hand(
+            ranks={"unfiltered": {"plain": hits(20, 20), arm: ranks}, "filtered": {}},
+            target=np.arange(40), target_frequency=np.ones(40, int), training_length=np.full(40, 3),
+        )  # fmt: skip
+        (made,) = stratified(subject, by=["first-time"], metrics=["hr@10"], quantiles=2, setting="unfiltered")
+        assert column(made.table, "difference") == [0.0] and column(made.table, "p") == [1.0]
+        remarks[arm] = column(made.table, "remark")
+    assert remarks == {"same": ["no difference at all"], "more and less": [""]}
 
 
 def test_every_partition_of_real_runs_holds_every_user_once(subject, comparison):

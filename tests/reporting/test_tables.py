@@ -42,10 +42,10 @@ def test_csv_keeps_all_digits_and_gives_pairs_two_columns():
     assert second == ["c_d", "2", "0.1", "0.0", "", "", "", "1.23e-05", ""]
 
 
-def test_markdown_escapes_the_bar():
+def test_markdown_escapes_the_bar_and_hands_on_no_tag():
     lines = markdown(TABLE).splitlines()
     assert lines[2].startswith("| arm | users |") and lines[3].startswith("| --- | ---: |")
-    assert lines[4].startswith(r"| a\|b <x> | 1,429 |") and lines[-1] == TABLE.caption
+    assert lines[4].startswith(r"| a\|b &lt;x> | 1,429 |") and lines[-1] == "50 % of &lt;all> users_"
 
 
 def test_latex_is_booktabs_with_every_special_letter_escaped():
@@ -94,3 +94,4 @@ def test_tables_are_written_as_files(tmp_path):
     assert [path.name for path in written] == ["tables.md", "tables.tex", "demo.csv"]
     assert all(path.stat().st_size for path in written)
     assert slug("a/b[c=1]+d") == "a-b-c-1-d"
+    assert len(f"seeds-against-{slug('語' * 300)}.csv".encode()) < 255
