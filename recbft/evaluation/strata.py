@@ -121,8 +121,8 @@ def _quantiles(axis: str, unit: str, values: IntArray, population: IntArray, qua
         raise UserError(f"quantiles is {quantiles}; give 2 or more")
     if values.size == 0 or population.size == 0:
         raise UserError("there is no user to stratify; evaluate a data set with users first")
-    shares = np.arange(1, quantiles) / quantiles
-    edges = np.quantile(population, shares, method="inverted_cdf")  # (1)
+    last = -(-np.arange(1, quantiles) * population.size // quantiles) - 1  # in whole numbers: shares of 1/K are rounded
+    edges = np.sort(population)[last]  # (1)
     member = np.searchsorted(edges, values, side="left")  # (2)
     low = np.concatenate([[population.min()], edges + 1])
     high = np.concatenate([edges, [population.max()]])

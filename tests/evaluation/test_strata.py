@@ -32,6 +32,13 @@ def test_users_are_cut_into_equal_numbers():
     assert found.bounds == ("4-5", "6-7", "8-9", "10-11", "12-40")
 
 
+@pytest.mark.parametrize("quantiles", range(2, 41))
+def test_strata_are_equal_where_the_number_of_users_allows_it(quantiles):
+    for each in (1, 2, 3, 7):
+        found = user_activity(np.arange(each * quantiles), quantiles=quantiles)
+        assert np.bincount(found.member).tolist() == [each] * quantiles
+
+
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=60), st.integers(2, 7))
 def test_every_user_has_one_stratum_and_strata_follow_the_values(lengths, quantiles):
     for found in (user_activity(lengths, quantiles=quantiles), recency(lengths, seconds=True, quantiles=quantiles)):
