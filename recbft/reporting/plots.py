@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#010203"  # stands in for the page's text colour
-PALETTE = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a7400", "#56b4e9")
+PALETTE = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#b5548a", "#8a7400", "#3a91c4")
 MARKERS = "osD^vP*"
 WIDTH = 5.0  # inches of 72 px: a phone's width less its margins
 LETTERS = 30  # of a line of a name; longer ones would take the room of the drawing

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,3 +151,10 @@ def test_a_missing_matplotlib_is_one_line(monkeypatch):
 def test_importing_a_report_needs_no_matplotlib():
     code = "import sys, recbft.reporting.report; sys.exit(any('matplotlib' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_plot_in_a_file_and_on_a_page_and_in_print_has_the_same_colours():
+    sheet = (Path(plots.__file__).parent / "page.css").read_text()
+    for part in (sheet.split("@media")[0], sheet.split("@media print")[1]):
+        found = dict(re.findall(r"--series-(\d): (#\w+)", part))
+        assert [found[str(number)] for number in range(len(plots.PALETTE))] == list(plots.PALETTE)
