@@ -266,7 +266,7 @@ class Recommender:
         """The data set, or the configured one; UserError if its items or its unit of time are not the model's."""
         model, _, run = self._fitted()
         _check_dataset(dataset)
-        dataset = self.config.data.load_again(None, self.config.data.data_root) if dataset is None else dataset
+        dataset = self.config.data.load_again() if dataset is None else dataset
         check_vocabulary(
             load_state(run.checkpoint),
             dataset=dataset.name,

@@ -216,11 +216,12 @@ class TrainingBatches:
 class ClozeBatches:
     """The batches of one epoch of the Cloze objective: masked items to be found from both sides.
 
-    Every user with two or more training events is read once an epoch, its last ``max_length`` of them. With
-    probability ``last_item_probability`` the history is cut after a random event and that event alone is masked, which
-    is what prediction asks; otherwise each event is masked with ``mask_probability``, and at least one. What is masked
-    depends on (mask_seed, epoch) and the histories, not on their order, which is drawn from (seed, epoch) as in
-    ``TrainingBatches``. A masked last event has the time of the one before it, as the mask has at prediction.
+    Every user with two or more training events is read once an epoch, its last ``max_length`` of them. With probability
+    ``last_item_probability`` the history is cut after a random event and that event alone is masked, which is what
+    prediction asks (without ``cut`` the history stays whole, and its last event alone is masked); otherwise each event
+    is masked with ``mask_probability``, and at least one. What is masked depends on (mask_seed, epoch) and the
+    histories, not on their order, which is drawn from (seed, epoch) as in ``TrainingBatches``. A masked last event has
+    the time of the one before it, as the mask has at prediction.
 
     Args:
         mask: the item index that stands for a masked item.
@@ -240,6 +241,7 @@ class ClozeBatches:
         last_item_probability: float = 0.5,
         mask_seed: int = 0,
         times: IntArray | None = None,
+        cut: bool = True,
     ) -> None:
         trainable = stop - start >= 2
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
@@ -247,6 +249,7 @@ class ClozeBatches:
         self.start = np.maximum(start[trainable], self.stop - max_length)
         self.mask, self.mask_seed = mask, mask_seed
         self.mask_probability, self.last_item_probability = mask_probability, last_item_probability
+        self.cut = cut
 
     @property
     def num_histories(self) -> int:
@@ -294,7 +297,8 @@ class ClozeBatches:
         least = np.repeat(np.minimum.reduceat(draw, first), lengths) if lengths.size else draw
         chosen = (draw < self.mask_probability) | (draw == least)
         only_last = rng.random(lengths.size) < self.last_item_probability
-        kept = np.where(only_last, rng.integers(2, lengths + 1), lengths)  # an item is seen before the last one
+        # An item is seen before the last one.
+        kept = np.where(only_last & self.cut, rng.integers(2, lengths + 1), lengths)
         chosen[np.repeat(only_last, lengths)] = False
         chosen[(first + kept - 1)[only_last]] = True
         masked = np.zeros(self.items.size, dtype=np.bool_)

@@ -72,7 +72,7 @@ class DataConfig:
             UserError: the data cannot be loaded; for the run's own, the message says how to give others.
         """
         try:
-            return replace(self, dataset=dataset or self.dataset, data_root=data_root).load()
+            return replace(self, dataset=dataset or self.dataset, data_root=data_root or self.data_root).load()
         except UserError as error:
             if dataset is not None:
                 raise

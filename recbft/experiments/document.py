@@ -79,8 +79,12 @@ def _is_constant(d: Mapping[str, Any]) -> bool:
 
 
 def p_text(p: float) -> str:
-    """A p-value to three digits."""
-    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+    """A p-value to three digits.
+
+    >>> p_text(0.0333), p_text(0.00001)
+    ('0.033', '< 0.001')
+    """
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def mean_sd(figures: Mapping[str, Any]) -> str:

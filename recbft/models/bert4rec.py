@@ -136,7 +136,7 @@ def cloze_batches(
     num_items: int,
     **order: Any,
 ) -> ClozeBatches:
-    """The batches that BERT4Rec is trained on; ``order`` is their batch_size, seed and times."""
+    """The batches that BERT4Rec is trained on; ``order`` is their batch_size, seed, times and cut."""
     return ClozeBatches(
         items,
         start,

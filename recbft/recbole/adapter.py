@@ -10,7 +10,6 @@ Shapes: B rows, L the window, V items, D state width.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 from recbole.model.abstract_recommender import SequentialRecommender
 from torch import Tensor
 
-from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.models.contract import ItemTable, read_histories
@@ -71,11 +69,11 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         items, times, start, stop = self._histories(interaction, interaction[self.POS_ITEM_ID])
         make = MODELS[self.run.model].batches
         assert make is not None
-        mask, backbone = self.recommender.append, self.run.backbone
         draw = int(torch.randint(2**31, ()))
+        # A row's history is not cut for the Cloze: where it ends early, an earlier row does.
+        whole: dict[str, Any] = {} if self.recommender.append is None else {"cut": False}
         batches = make(
-            # A row's history is not cut again: where it ends early, an earlier row does.
-            backbone if mask is None else replace(backbone, last_item_probability=0.0),
+            self.run.backbone,
             items,
             start,
             stop + 1,
@@ -83,15 +81,14 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
             batch_size=len(start),
             seed=draw,
             times=times,
+            **whole,
         )
         [batch] = batches.epoch(draw)
-        if mask is None:  # a next-item model: the last target is the row's own
+        if self.recommender.append is None:  # a next-item model: the last target is the row's own
             assert batch.target is not None
             own = torch.zeros_like(batch.target).flatten()
             own[batch.last] = batch.target.flatten()[batch.last]
             batch = batch._replace(target=own.view_as(batch.target))
-        else:
-            batch = mask_own_target_only(batch, torch.rand(len(batch.last)) < backbone.last_item_probability, mask)
         loss: Tensor = self.recommender.loss(batch.to(self.device))
         return loss
 
@@ -176,23 +173,6 @@ def training_counts(config: Any, dataset: Any) -> IntArray:
     counts = np.bincount(np.concatenate(events), minlength=size)
     counts[0] = 0
     return counts.astype(np.int64)
-
-
-def mask_own_target_only(batch: Batch, rows: Tensor, mask: int) -> Batch:
-    """The Cloze of a batch, with the last item as the only one that is masked in ``rows``, (B,) True."""
-    assert batch.target is not None
-    target, last = batch.target.flatten(), batch.last[rows]
-    shown = torch.where(target > 0, target, batch.items.flatten())
-    chosen = (rows[batch.segment] & (batch.segment >= 0)).flatten()
-    items, found = torch.where(chosen, shown, batch.items.flatten()), torch.where(chosen, 0, target)
-    items[last], found[last] = mask, shown[last]
-    time = batch.time
-    if time is not None:  # the mask has the time of the event before it, as at prediction
-        time = time.flatten().clone()
-        alone = batch.position.flatten()[last] == 0
-        time[last] = torch.where(alone, time[last], time[last - 1])
-        time = time.view_as(batch.items)
-    return batch._replace(items=items.view_as(batch.items), target=found.view_as(batch.items), time=time)
 
 
 def _joined(history: Tensor, length: IntArray, own: Tensor | None) -> IntArray:

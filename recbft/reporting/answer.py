@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from recbft.evaluation.paired import EXACT_SEEDS
 from recbft.evaluation.protocol import SETTINGS
+from recbft.experiments.document import p_text
 from recbft.reporting.findings import Finding
-from recbft.reporting.tables import p_text, percent
+from recbft.reporting.tables import percent
 
 LEVEL = 0.05
 

@@ -13,9 +13,10 @@ from recbft.evaluation.paired import SeedComparison
 from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, MIN_USERS, StratumResult, p_of, stratify
+from recbft.experiments.document import p_text
 from recbft.reporting.findings import WITHOUT_SPREAD
 from recbft.reporting.subject import Subject
-from recbft.reporting.tables import Cell, Column, Table, p_text, slug
+from recbft.reporting.tables import Cell, Column, Table, slug
 
 METRICS = ("ndcg@10", "hr@10")
 

@@ -17,6 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
+from recbft.experiments.document import p_text
 from recbft.files import write_atomic
 
 Cell = str | int | float | tuple[float, float] | None
@@ -182,15 +183,6 @@ def percent(share: float) -> str:
     ('+1.7 %', '0.0 %')
     """
     return f"{_unsigned_zero(f'{100 * share:+.1f}')} %"
-
-
-def p_text(p: float) -> str:
-    """A p-value to three digits.
-
-    >>> p_text(0.0333), p_text(0.00001)
-    ('0.033', '< 0.001')
-    """
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _between(cell: Cell, spec: str) -> str:

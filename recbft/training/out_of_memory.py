@@ -57,8 +57,8 @@ def _explanation(error: BaseException, config: RunConfig, dataset: Dataset) -> s
     rooms = {module.partition(".")[0] for module, _ in frames}
     width = getattr(config.backbone, "hidden_size", None)
     length = f"backbone.max_length ({getattr(config.backbone, 'max_length', None)})"
-    tensor, size = "a tensor", _asked_for(error)
-    if width is not None and _is_table(error, _table_sizes(dataset.num_items, width)):
+    tensor, asked = "a tensor", _asked_for(error)
+    if width is not None and asked is not None and _is_table(*asked, _table_sizes(dataset.num_items, width)):
         tensor = f"a tensor as large as the item table ({dataset.num_items:,} x {width})"
         doing, setting = "", f"backbone.hidden_size ({width})"
     elif "evaluation" in rooms and "models" not in rooms:
@@ -70,26 +70,25 @@ def _explanation(error: BaseException, config: RunConfig, dataset: Dataset) -> s
     else:
         key = "batch_size" if config.training.batch_targets is None else "batch_targets"
         doing, setting = " in a training step", f"training.{key} ({getattr(config.training, key)}) or {length}"
-    amount = "" if size is None else f" of {_readable(size)}"
+    amount = "" if asked is None else f" of {_readable(round(asked[0]))}"
     maker = f" that {'.'.join(frames[-1])} makes" if frames else ""
     return f"out of memory{doing}: {tensor}{amount}{maker} does not fit; lower {setting}"
 
 
-def _asked_for(error: BaseException) -> int | None:
-    """Bytes, or None where the message does not say."""
-    found = _SIZE.search(str(error))
-    return None if found is None else round(float(found[1]) * 1024 ** _UNITS.index(found[2]))
-
-
-def _is_table(error: BaseException, tables: list[int]) -> bool:
-    """Whether what was asked for may be as large as one of the tables, as exactly as the message says it."""
+def _asked_for(error: BaseException) -> tuple[float, int] | None:
+    """Bytes, and how many of them the message counts by; None where it does not say."""
     found = _SIZE.search(str(error))
     if found is None:
-        return False
-    size, unit = float(found[1]), 1024 ** _UNITS.index(found[2])
+        return None
+    unit = 1024 ** _UNITS.index(found[2])
+    return float(found[1]) * unit, unit
+
+
+def _is_table(size: float, unit: int, tables: list[int]) -> bool:
+    """Whether what was asked for may be as large as one of the tables, as exactly as the message says it."""
     if unit == 1:
         return size in tables
-    return any(-0.01 * unit < size * unit - table < 0.01 * unit + _GPU_PIECE for table in tables)
+    return any(-0.01 * unit < size - table < 0.01 * unit + _GPU_PIECE for table in tables)
 
 
 def _table_sizes(num_items: int, width: int) -> list[int]:

@@ -113,3 +113,22 @@ def test_a_masked_last_event_has_the_time_that_prediction_gives_the_mask():
             assert gaps == [10] * (len(gaps) - asked) + [0] * asked
             inner += not asked
     assert inner > 0 and times[-1] == (items.size - 1) * 10
+
+
+def test_a_target_that_is_masked_alone_in_a_whole_history_has_the_time_of_the_event_before_it():
+    items, times = np.array([1, 2, 3, 4, 5]), np.array([10, 20, 30, 40, 50])
+
+    def batch_of(last_item_probability, cut):
+        batches = ClozeBatches(
+            items, np.array([0, 2]), np.array([2, 5]), max_length=9, batch_size=2, seed=0, mask=6, times=times,
+            mask_probability=1e-9, last_item_probability=last_item_probability, cut=cut,
+        )  # fmt: skip
+        [batch] = batches.epoch(0)
+        return batch
+
+    alone = batch_of(1.0, False)
+    assert alone.time is not None
+    assert sorted(alone.time[alone.target > 0].tolist()) == [10, 40]
+    assert sorted(alone.time[(alone.target == 0) & (alone.segment >= 0)].tolist()) == [10, 30, 40]
+    kept, usual = batch_of(0.0, False), batch_of(0.0, True)
+    assert all(torch.equal(one, other) for one, other in zip(kept, usual, strict=True) if one is not None)

@@ -112,24 +112,6 @@ def test_a_row_of_bert4rec_keeps_its_whole_history_and_masks_its_target_alone_as
         assert 0.3 < alone.float().mean() < 0.8
 
 
-def test_a_target_that_is_masked_alone_has_the_time_of_the_event_before_it():
-    from recbft.datasets.batches import ClozeBatches
-    from recbft.recbole.adapter import mask_own_target_only
-
-    items, times = np.array([1, 2, 3, 4, 5]), np.array([10, 20, 30, 40, 50])
-    batches = ClozeBatches(
-        items, np.array([0, 2]), np.array([2, 5]), max_length=9, batch_size=2, seed=0, mask=6, times=times,
-        mask_probability=1e-9, last_item_probability=0.0,
-    )  # fmt: skip
-    [batch] = batches.epoch(0)
-    alone = mask_own_target_only(batch, torch.tensor([True, True]), 6)
-    assert alone.time is not None
-    assert sorted(alone.time[alone.target > 0].tolist()) == [10, 40]
-    assert sorted(alone.time[(alone.target == 0) & (alone.segment >= 0)].tolist()) == [10, 30, 40]
-    kept = mask_own_target_only(batch, torch.tensor([False, False]), 6)
-    assert all(torch.equal(one, other) for one, other in zip(kept, batch, strict=True) if one is not None)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_depend_on_the_users_own_row_and_not_on_padding(name, built):
     _, parts, model = built(name)

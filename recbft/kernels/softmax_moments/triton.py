@@ -245,9 +245,8 @@ class _Call(NamedTuple):
 
 
 def _launch(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], scalars: dict[str, Any]) -> None:
-    with torch.cuda.device_of(tensors[0]):
-        if programs > 0:
-            kernel[(programs,)](*tensors, **scalars)
+    if programs > 0:
+        kernel[(programs,)](*tensors, **scalars)
 
 
 def _strides(letter: str, axes: str, x: Tensor | None) -> dict[str, int]:
