@@ -261,7 +261,7 @@ def _metrics(text: str) -> tuple[str, ...]:
     from recbft.evaluation.metrics import check_metric
     from recbft.experiments.lists import split_list
 
-    names = tuple(split_list(text))
+    names = tuple(dict.fromkeys(split_list(text)))  # a test counts once in its family
     for name in names:
         check_metric(name)
     return names

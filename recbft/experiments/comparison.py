@@ -41,6 +41,11 @@ class Arm:
     histories: tuple[list[dict[str, Any]], ...]  # rows of history.csv; none for external ranks
     config: dict[str, Any]  # of its first run; empty for external ranks
 
+    @property
+    def has_spread(self) -> bool:
+        """Whether its seeds were each trained; a file may have one set of ranks, which stands for every seed."""
+        return self.runs[0] is not None or any((ranks != ranks[0]).any() for ranks in self.ranks.values())
+
 
 @dataclass(frozen=True, eq=False)
 class Comparison:

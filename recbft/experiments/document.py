@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from recbft.evaluation.paired import holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments import provenance
 from recbft.experiments.lists import seeds_text
@@ -34,7 +35,8 @@ def comparison_document(result: Result, *, markdown: bool) -> str:
         if any("over_users" in cell for _, _, _, cell in cells_of(against)):
             parts.append(
                 f"Difference from {baseline} over users, seeds averaged away: another claim, that with these trained "
-                "models other users would show it too. Bootstrap interval and sign-flip p over users."
+                "models other users would show it too. Bootstrap interval and sign-flip p over users, by itself and by "
+                "Holm over the tests of this table."
             )
             parts.append(table(*_user_cells(against)))
     return "\n\n".join(parts) + "\n"
@@ -88,8 +90,8 @@ def p_text(p: float) -> str:
 
 
 def mean_sd(figures: Mapping[str, Any]) -> str:
-    """Mean and standard deviation over seeds."""
-    return f"{figures['mean']:.4f} ± {figures['sd']:.4f}"
+    """Mean and standard deviation over seeds; the mean alone where there is one set of ranks for all of them."""
+    return f"{figures['mean']:.4f}" + ("" if figures["sd"] is None else f" ± {figures['sd']:.4f}")
 
 
 def _setting(protocol: Mapping[str, Any]) -> str:
@@ -135,10 +137,11 @@ def _seed_cells(against: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
 
 
 def _user_cells(against: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    found = [(*key, cell["over_users"]) for *key, cell in cells_of(against) if "over_users" in cell]
+    adjusted = holm([d["p_sign_flip"] for *_, d in found])
     rows = []
-    for arm, setting, metric, cell in cells_of(against):
-        if (d := cell.get("over_users")) is not None:
-            difference, _, interval = difference_cells(d)
-            users = f"{d['num_users']:,}"
-            rows.append([arm, metric.upper(), SETTINGS[setting], difference, interval, p_text(d["p_sign_flip"]), users])
-    return ["arm", "metric", "items", "difference", "95 % interval", "p", "users"], rows
+    for (arm, setting, metric, d), p_holm in zip(found, adjusted, strict=True):
+        difference, _, interval = difference_cells(d)
+        ps = [p_text(p) for p in (d["p_sign_flip"], p_holm)]
+        rows.append([arm, metric.upper(), SETTINGS[setting], difference, interval, *ps, f"{d['num_users']:,}"])
+    return ["arm", "metric", "items", "difference", "95 % interval", "p", "p Holm", "users"], rows

@@ -88,16 +88,15 @@ def write_comparison(
 
 
 def _arm(comparison: Comparison, name: str, metrics: Sequence[str]) -> dict[str, Any]:
-    """Mean and standard deviation per metric, and how long the arm trained."""
+    """Mean and standard deviation (None without spread) per metric, and how long the arm trained."""
     arm = comparison.arms[name]
     figures: dict[str, dict[str, Any]] = {}
     for setting in comparison.settings(name):
         figures[setting] = {}
         for metric in metrics:
             values = comparison.values(name, setting, metric)
-            figures[setting][metric] = {
-                "mean": float(values.mean()), "sd": float(values.std(ddof=1)), "values": values.tolist()
-            }  # fmt: skip
+            sd = float(values.std(ddof=1)) if arm.has_spread else None
+            figures[setting][metric] = {"mean": float(values.mean()), "sd": sd, "values": values.tolist()}
     ran = [RunFolder(run).metrics for run in arm.runs if run is not None]
     return {
         "metrics": figures,

@@ -167,6 +167,9 @@ def _difference_plots(comparison: Comparison, found: Sequence[Finding]) -> list[
     )
     if any(one.seeds.is_constant for one in inside):
         caption += " Hollow: the same difference in every seed, so there is no interval."
+    without = dict.fromkeys(one.metric.upper() for one in inside if not one.seeds.mean_baseline)
+    if without:
+        caption += f" Left out, since {comparison.baseline} has 0 of it: {', '.join(without)}."
     drawn = [Plot(name="differences", svg=plots.differences(inside, colours), caption=caption)]
     chosen = [one for one, _ in headline_findings(comparison, found)]
     if chosen:

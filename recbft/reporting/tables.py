@@ -20,7 +20,7 @@ from typing import Literal
 from recbft.experiments.document import p_text
 from recbft.files import write_atomic
 
-Cell = str | int | float | tuple[float, float] | None
+Cell = str | int | float | tuple[float, float | None] | None
 Kind = Literal[
     "text", "count", "number", "value", "signed", "percent", "share", "short", "p", "spread", "range", "interval"
 ]
@@ -205,7 +205,7 @@ _WRITTEN: dict[Kind, Callable[..., str]] = {
     "share": lambda cell: f"{100 * cell:.1f} %",
     "short": lambda cell: f"{cell:.3g}",
     "p": p_text,
-    "spread": lambda cell: f"{cell[0]:.4f} ± {cell[1]:.4f}",
+    "spread": lambda cell: f"{cell[0]:.4f}" + ("" if cell[1] is None else f" ± {cell[1]:.4f}"),
     "range": lambda cell: _between(cell, ".4f"),
     "interval": lambda cell: _between(cell, "+.4f"),
 }
@@ -227,7 +227,7 @@ def _spread(cells: Iterable[tuple[Cell, Column]]) -> list[object]:
         elif isinstance(cell, str):  # the heading
             spread += [f"{cell} {part}" for part in _PAIRS[column.kind]]
         else:
-            spread += list(cell) if isinstance(cell, tuple) else ["", ""]
+            spread += ["" if part is None else part for part in cell] if isinstance(cell, tuple) else ["", ""]
     return spread
 
 

@@ -113,13 +113,16 @@ def test_runs_that_exist_and_another_systems_ranks_are_compared(capsys, made, tm
     per_user.rename(columns={"rank_unfiltered": "rank"})[["user", "rank", "rank_filtered"]].to_csv(ranks, index=False)
     code, out, err = run(
         capsys, "compare", *runs, "--out", tmp_path / "out", "--external", f"other={ranks}", "--baseline", "bft",
-        "--metrics", "ndcg@10,hr@5",
+        "--metrics", "ndcg@10,hr@5,ndcg@10",
     )  # fmt: skip
     assert code == 0 and err == ""
     first = out.splitlines()[0]
-    assert first == "`recbft compare --out OUT --external other=FILE --baseline bft --metrics ndcg@10,hr@5 RUN_DIR...`"
+    assert (
+        first
+        == "`recbft compare --out OUT --external other=FILE --baseline bft --metrics ndcg@10,hr@5,ndcg@10 RUN_DIR...`"
+    )
     assert "Difference from bft, paired by seed" in out and "note: arm other is external" in out and "HR@5" in out
-    assert "MRR" not in out
+    assert "MRR" not in out and "Holm over the 8 t-tests" in out  # a metric named twice counts once
     ranks.unlink()
     assert list(load_comparison(tmp_path / "out").arms) == ["bft", "matched", "other"]
 

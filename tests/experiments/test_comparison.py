@@ -14,6 +14,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
 from recbft.experiments.comparison import comparison_of, load_comparison
+from recbft.experiments.document import mean_sd
 from recbft.experiments.external import read_external
 from recbft.experiments.results import results_of, write_comparison
 from recbft.experiments.runs import label_runs, read_run
@@ -270,6 +271,14 @@ def test_ranks_of_another_system_join_as_an_arm(trained, tmp_path):
         "arm other",
     ]
     assert found.notes[2] == "arm other: 1 users of its file are not in this comparison and are left out"
+
+
+def test_one_set_of_ranks_for_all_seeds_has_no_standard_deviation(trained, tmp_path):
+    found = comparison_of(runs_in(trained), external={"other": ranks_file(tmp_path / "other.csv", runs_in(trained)[0])})
+    arms = results_of(found, over_users=False)["arms"]
+    other, bft = (arms[name]["metrics"]["unfiltered"]["mrr"] for name in ("other", "bft"))
+    assert other["sd"] is None and mean_sd(other) == f"{other['mean']:.4f}"
+    assert bft["sd"] > 0 and " ± " in mean_sd(bft)
 
 
 def test_external_ranks_with_seeds_are_paired_by_them(trained, tmp_path):

@@ -9,7 +9,7 @@ from scipy import stats
 from recbft.errors import UserError
 from recbft.evaluation.paired import holm
 from recbft.experiments.comparison import Arm, Comparison
-from recbft.experiments.document import comparison_document, difference_cells
+from recbft.experiments.document import cells_of, comparison_document, difference_cells, p_text
 from recbft.experiments.pooling import pool, pooled_document
 from recbft.experiments.results import results_of
 
@@ -88,6 +88,10 @@ def test_the_two_claims_are_told_apart_in_the_document():
         assert "paired by seed: would training again show it?" in text and "Holm over the 3 t-tests" in text
         assert "over users, seeds averaged away: another claim" in text
         assert text.count("NDCG@10") >= 3 and "nan" not in text
+        users = [one["over_users"]["p_sign_flip"] for _, _, _, one in cells_of(result["comparisons"]["matched"])]
+        lines = text[text.index("seeds averaged away") :].splitlines()
+        for line, p in zip([line for line in lines if "bft" in line], holm(users), strict=True):
+            assert p_text(p) in line
 
 
 def results_with(shift, content):

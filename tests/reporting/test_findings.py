@@ -10,6 +10,7 @@ import pytest
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
 from recbft.experiments.results import results_of
 from recbft.reporting.findings import findings, headline_findings, level_table, seed_table, user_table
+from recbft.reporting.tables import comma_separated
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +64,11 @@ def test_an_external_system_joins_with_the_setting_that_it_has(with_external):
     ours, other = [one for one, _ in headline_findings(with_external, found)]
     assert (ours.setting, other.arm, other.setting) == ("unfiltered", "<b>other</b>", "filtered")
     assert user_table(with_external, found) is None
+
+
+def test_one_set_of_ranks_for_all_seeds_has_a_mean_alone(with_external):
+    table = level_table(with_external, results_of(with_external, metrics=("mrr",), over_users=False))
+    cells = {row[0]: row[2] for row in table.texts()}
+    assert "±" not in cells["<b>other</b>"] and "±" in cells["bft"]
+    (line,) = (line for line in comma_separated(table).splitlines() if "other" in line)
+    assert line.endswith(",")  # no deviation, which is not one of 0

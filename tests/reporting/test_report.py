@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from recbft.errors import UserError
 from recbft.experiments.comparison import comparison_of, load_comparison
-from recbft.experiments.results import write_comparison
+from recbft.experiments.results import results_of, write_comparison
 from recbft.reporting.report import check_formats, document, make_report, write_report
+from recbft.reporting.sections import metrics_section
 from recbft.reporting.tables import text
 
 pytest.importorskip("matplotlib")
@@ -206,6 +208,13 @@ def test_runs_of_one_data_set_under_several_names_have_a_report(copied):
 def test_an_arm_that_strata_leave_out_is_named(with_external):
     strata = make_report(with_external, draw=False).sections[1]
     assert "<b>other</b> has no unfiltered ranks and is in none of these tables." in strata.words
+
+
+def test_a_metric_of_which_the_baseline_has_nothing_is_named_beside_the_plot(comparison):
+    far = {setting: ranks + 10 for setting, ranks in comparison.arms["matched"].ranks.items()}
+    changed = replace(comparison, arms={**comparison.arms, "matched": replace(comparison.arms["matched"], ranks=far)})
+    section = metrics_section(changed, results_of(changed, over_users=False), draw=True)
+    assert section.plots[0].caption.endswith(" Left out, since matched has 0 of it: HR@10, NDCG@10.")
 
 
 def test_a_saved_comparison_gives_its_own_figures_and_command(trained, comparison, tmp_path):
