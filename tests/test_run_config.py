@@ -221,13 +221,18 @@ def test_how_recbole_would_train_a_model_that_is_not_trained_is_ignored_aloud(wr
     ("settings", "message"),
     [
         (["recency_decay=true", "mixer=rope"], "recency_decay has no effect with mixer 'rope'"),
+        (["mixer=rfa", "key_precision=off"], "key_precision has no effect in an arm without precision"),
         (["activation=relu", "moe.experts=2"], "activation relu has no effect with experts"),
+        (
+            ["arm=bft", "mixer=rfa", "core.initial=uniform", "core.prior_variance=0.1"],
+            "prior_variance has no effect with a mixer that has no attention weights",
+        ),
     ],
 )
 def test_a_setting_that_a_layer_would_not_hear_is_refused(settings, message):
     data = synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
     with pytest.raises(UserError, match=message):
-        build_model(load_run_config(settings=settings, arm="matched", hidden_size=8), data)
+        build_model(load_run_config(settings=["arm=matched", "hidden_size=8", *settings]), data)
 
 
 def test_a_later_batch_size_takes_the_place_of_a_number_of_targets(write):

@@ -330,6 +330,8 @@ def mixer_maker(
     # `bft` has the decay by default, so that there it is left out where a mixer has a decay of its own, or none.
     if core is None and config.recency_decay and "recency_decay" not in spec.hears:
         raise UserError(f"recency_decay has no effect with mixer {mixing.name!r}; leave it out (and `+recency`)")
+    if core is None and getattr(mixing.options, "key_precision", "on") == "off":
+        raise UserError("key_precision has no effect in an arm without precision, where no key has one; leave it out")
     estimation: dict[str, Any] | None = None
     if core is not None:
         check_core(core, spec.precision, config.max_length)

@@ -65,6 +65,8 @@ class BERT4RecConfig(BackboneConfig):
     def __post_init__(self) -> None:
         check_backbone(self)
         check_range("max_length", self.max_length, at_least=2)  # an item and the mask
+        if self.positions != "latest" and not self.absolute_positions:
+            raise UserError("positions has no effect without absolute_positions; leave it out")
         check_range("attention_dropout", self.attention_dropout, at_least=0, below=1)
         check_range("mask_probability", self.mask_probability, above=0, below=1)
         check_range("last_item_probability", self.last_item_probability, at_least=0, at_most=1)

@@ -68,6 +68,12 @@ class CoreConfig:
             self.refuse_idle(("jacobian_rank",), f"with jacobian {self.jacobian!r}; leave it out or take low_rank")
         if self.jacobian in ("running_mean", "off"):
             self.refuse_idle(("jacobian_detach",), f"with jacobian {self.jacobian!r}, which passes no gradient")
+        if not self.starts_from_gain:
+            without = f"with initial {self.initial!r} and prior_scale 'off'"
+            if self.update != "gate":
+                self.refuse_idle(("initial_gain",), without)
+            if self.estimator not in _WITH_PRIOR:
+                self.refuse_idle(_PRIOR, f"{without} and estimator {self.estimator!r}")
         check_range("fixed_gain", self.fixed_gain, above=0, at_most=1)
         check_range("prior_dof", self.prior_dof, above=0)
         check_range("prior_variance", self.prior_variance, above=0)
@@ -76,6 +82,11 @@ class CoreConfig:
         check_range("lam_max", self.lam_max, above=0)
         check_range("jacobian_rank", self.jacobian_rank, at_least=1)
         check_range("q_max", self.q_max, above=0)
+
+    @property
+    def starts_from_gain(self) -> bool:
+        """Whether lam0, which follows from K0 and the estimator's prior, is where some precision starts."""
+        return self.initial in ("hybrid", "count", "credibility") or self.prior_scale == "per_layer"
 
     def refuse_idle(self, names: tuple[str, ...], why: str) -> None:
         """Refuse settings that were changed and would have no effect."""
@@ -92,7 +103,8 @@ def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
         max_length: the longest row of tokens.
     """
     if weights not in ESTIMATORS:
-        core.refuse_idle(("estimator", "sandwich_centre", "kriging"), "with a mixer that has no attention weights")
+        idle = ("estimator", "sandwich_centre", "kriging", *(() if core.starts_from_gain else _PRIOR))
+        core.refuse_idle(idle, "with a mixer that has no attention weights")
         return
     check_estimator(core.estimator, weights)
     if weights == "softmax" and core.sandwich_centre != "root":
@@ -106,6 +118,8 @@ def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
         )
 
 
+_PRIOR = ("prior_dof", "prior_variance")
+_WITH_PRIOR = ("reml", "design_effect")  # estimators that shrink to it
 # (key, value, what only counts where the key has that value)
 _ONLY_WITH: tuple[tuple[str, str | bool, tuple[str, ...]], ...] = (
     ("estimator", "sandwich", ("sandwich_centre",)),

@@ -301,6 +301,11 @@ def test_long_wide_and_deep_backbones_work():
         ("bert4rec", {"last_item_probability": 1.5}, "last_item_probability is 1.5; give a number >= 0 and <= 1"),
         ("hstu", {"show_target_time": True}, "show_target_time has no effect without time_bias"),
         ("hstu", {"feed_forward": False, "inner_size": 8}, "inner_size has no effect with feed_forward false"),
+        (
+            "bert4rec",
+            {"absolute_positions": False, "positions": "oldest"},
+            "positions has no effect without absolute_p",
+        ),
         ("sasrec", {"num_negatives": 5}, "num_negatives has no effect with loss 'ce'; leave it out or choose loss"),
         ("sasrec", {"loss": "bce", "negatives": "in_batch"}, "negatives has no effect with loss 'bce'"),
         ("hstu", {"loss": "bce", "gbce_t": 0.5}, "gbce_t has no effect with loss 'bce'"),

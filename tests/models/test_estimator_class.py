@@ -270,6 +270,14 @@ def test_a_mixer_without_a_precision_takes_any_update_but_kalman_s_which_is_refu
         ({"propagation": "decay", "jacobian": "exact"}, "core.jacobian has no effect with propagation 'decay'"),
         ({"propagation": "discount", "process_noise": False}, "core.process_noise has no effect with propagation"),
         ({"sandwich_centre": "innovation"}, "core.sandwich_centre has no effect with estimator 'reml'"),
+        (
+            {"initial": "table", "initial_gain": 0.5},
+            "core.initial_gain has no effect with initial 'table' and prior_sca",
+        ),
+        (
+            {"initial": "uniform", "estimator": "delta", "prior_dof": 2.0},
+            "core.prior_dof has no effect with initial 'uniform' and prior_scale 'off' and estimator 'delta'",
+        ),
         ({"process_noise": False, "q_max": 7.0}, "core.q_max has no effect with process_noise False"),
         (
             {"jacobian": "exact", "jacobian_rank": 3},
