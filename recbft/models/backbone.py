@@ -171,11 +171,11 @@ class Backbone(TrainableModel):
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss over the positions that have a target, by ``config.loss``."""
         assert batch.target is not None
+        target = batch.target.flatten()
+        learn = target.nonzero().squeeze(1)  # (N,); a device is waited for here, before it has much to do
         mean = self.encode(batch).mean.flatten(0, 1)
-        learn = batch.target.flatten().nonzero().squeeze(1)  # (N,)
         weight, bias = self.item_table()
-        target = batch.target.flatten()[learn] - 1
-        loss = self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], target)
+        loss = self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], target[learn] - 1)
         penalties = take_penalties(self)  # of mixers that have some; none at all for most
         return loss if penalties is None else loss + penalties
 

@@ -225,7 +225,7 @@ class LayerPrecision(nn.Module):
         """Running mean, started by the first batch; torch.func takes it as it stands."""
         if transformed():
             return
-        weight = 1.0 if int(self.updates) == 0 else 1 - MOMENTUM
+        weight = (self.updates == 0).to(mean.dtype).clamp(min=1 - MOMENTUM)  # 1 at first; no wait for a device
         mean.lerp_(value, weight)
 
 
