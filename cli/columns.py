@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from recbft_cli.given import refuse_given
+
 DataRoot = Annotated[
     str | None, typer.Option("--data-root", metavar="DIR", help="Folder with data sets.", envvar="RECBFT_DATA_ROOT")
 ]
@@ -27,6 +29,13 @@ Deduplicate = Annotated[
     str | None, typer.Option("--deduplicate", metavar="first|last", help="Of repeated user-item pairs keep one.")
 ]
 Where = Annotated[str | None, typer.Option("--where", metavar="FILTER", help="Keep rows such as 'rating>=4'.")]
+
+
+def of_other_data(context: typer.Context, dataset: str | None, **options: Any) -> dict[str, Any]:
+    """How to read the data that ``-d`` names; the run knows how its own were read."""
+    if dataset is None:
+        refuse_given(context, options, "without -d, which names other data than the run's; leave it out")
+    return from_shell(**options)
 
 
 def from_shell(**options: Any) -> dict[str, Any]:

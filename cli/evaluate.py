@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.columns import DataRoot
+from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
 
 EXAMPLES = "Example: recbft evaluate runs/sasrec-bft-ml-100k-seed0 --both"
 
@@ -22,6 +22,7 @@ class Part(str, Enum):
 
 
 def evaluate(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     part: Annotated[Part, typer.Option(help="Which held-out item is ranked.")] = Part.test,
     filter_seen: Annotated[
@@ -32,10 +33,16 @@ def evaluate(
         str | None, typer.Option("-d", "--dataset", help="Other data with the same items; that of the run if left out.")
     ] = None,
     data_root: DataRoot = None,
+    user: User = None,
+    item: Item = None,
+    time: Time = None,
+    separator: Separator = None,
+    columns: Columns = None,
 ) -> None:
     """Rank every user's held-out item among all items with a trained model."""
     if filter_seen and both:
         raise UserError("--filter-seen has no effect with --both, which prints both settings; give one of them")
+    how = of_other_data(context, dataset, user=user, item=item, time=time, separator=separator, columns=columns)
 
     from recbft.api import Recommender
     from recbft.config import to_dict
@@ -44,7 +51,7 @@ def evaluate(
 
     recommender = Recommender.load(run)
     config = recommender.config
-    data = config.data.load_again(dataset, data_root)
+    data = recommender.aligned(config.data.load_again(dataset, data_root, **how))
     evaluation = recommender.evaluate(data, part.value)
     filter_seen = filter_seen or config.evaluation.filter_seen
     setting = "filtered" if filter_seen else "unfiltered"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.columns import DataRoot
+from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
 from recbft_cli.given import refuse_given
 from recbft_cli.tables import table
 
@@ -60,12 +60,18 @@ def probe(
         str | None, typer.Option("-d", "--dataset", help="Other data with the same items; that of the run if left out.")
     ] = None,
     data_root: DataRoot = None,
+    user: User = None,
+    item: Item = None,
+    time: Time = None,
+    separator: Separator = None,
+    columns: Columns = None,
 ) -> None:
     """Print how precision flows through a trained model, and whether it knows when it is right."""
     if out is not None and no_write:
         raise UserError("--out has no effect with --no-write; give one of them")
     if explain is not None:
         refuse_given(context, ("users", "out", "no_write"), "with --explain, which explains one user; leave it out")
+    how = of_other_data(context, dataset, user=user, item=item, time=time, separator=separator, columns=columns)
 
     from recbft.api import Recommender
     from recbft.evaluation.protocol import protocol_lines
@@ -73,7 +79,7 @@ def probe(
     from recbft.training.run_folder import RunFolder
 
     recommender = Recommender.load(run)
-    data = recommender.config.data.load_again(dataset, data_root)
+    data = recommender.config.data.load_again(dataset, data_root, **how)
     if explain is not None:
         _explain(recommender, data, explain, split.value, as_json)
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from recbft.recommendation import Histories, explain, recommend
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import session
 from recbft.training.bundle import load_trained
-from recbft.training.checkpoint import check_vocabulary, load_state, vocabulary_hash
+from recbft.training.checkpoint import vocabulary_hash
 from recbft.training.progress import Progress
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import run_protocol
@@ -124,7 +125,7 @@ class Recommender:
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
         """Full-ranking metrics and ranks on a part of a data set with the vocabulary this model was trained with."""
         model, _, _ = self._fitted()
-        dataset = self._data(dataset)
+        dataset = self.aligned(dataset)
         settings = self.config.evaluation
         return evaluate(
             model,  # type: ignore[arg-type]
@@ -203,7 +204,7 @@ class Recommender:
             ``mechanism`` and ``uncertainty`` as those functions document it, and the ``protocol``; ready for JSON.
         """
         model, _, _ = self._fitted()
-        dataset = self._data(dataset)
+        dataset = self.aligned(dataset)
         if users is not None and not (is_whole(users) and 1 <= users <= dataset.num_users):
             raise UserError(f"users is {users!r}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
         rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:users])
@@ -216,6 +217,40 @@ class Recommender:
             "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),  # type: ignore[arg-type]
             "protocol": {**run_protocol(self.config, dataset, model), "part": part, "filter_seen": False},
         }
+
+    def aligned(self, dataset: Dataset | None = None) -> Dataset:
+        """A data set as ``evaluate`` and ``probe`` read it: its items have the indices that they have in the model.
+
+        Args:
+            dataset: the configured one unless given; any whose items the model knows.
+
+        Raises:
+            UserError: it has an item that the model does not know, or times in another unit.
+        """
+        model, vocabulary, run = self._fitted()
+        _check_dataset(dataset)
+        dataset = self.config.data.load_again() if dataset is None else dataset
+        if vocabulary_hash(dataset.item_ids) != vocabulary_hash(vocabulary.ids):
+            try:
+                dataset = dataset.numbered_as(vocabulary)
+            except UserError as error:
+                raise UserError(
+                    f"{run.path} is a model of data set {run.protocol['dataset']!r}: {error}; leave their events out, "
+                    "or give the data it was trained on"
+                ) from None
+            warnings.warn(
+                f"data set {dataset.name!r} has its items in another order than what the model was trained on, or "
+                f"fewer: they are found by their raw ids, and ranked among all {len(vocabulary):,} of the model",
+                stacklevel=3,
+            )
+        unit = dataset.preparation.get("time_unit")
+        if getattr(model, "reads_times", False) and unit is not None and unit != self._time_unit:
+            known = self._time_unit or "whole numbers of a unit that it does not say"
+            raise UserError(
+                f"the times of data set {dataset.name!r} are in {unit}, but the model reads times and its training "
+                f"data had {known}; give the times in that unit"
+            )
+        return dataset
 
     def save(self, path: str | Path) -> None:
         """Copy the run's folder; ``Recommender.load`` and the command line read it back."""
@@ -260,27 +295,9 @@ class Recommender:
                     f"data.{key} is {value!r}, but the data set that is given was prepared with {made.get(key)!r}; "
                     "leave it out here, and prepare the data with Dataset.from_frame or Dataset.load"
                 )
-        return replace(self.config, data=DataConfig(dataset=dataset.name, data_root=own.data_root, **asked))
-
-    def _data(self, dataset: Dataset | None) -> Dataset:
-        """The data set, or the configured one; UserError if its items or its unit of time are not the model's."""
-        model, _, run = self._fitted()
-        _check_dataset(dataset)
-        dataset = self.config.data.load_again() if dataset is None else dataset
-        check_vocabulary(
-            load_state(run.checkpoint),
-            dataset=dataset.name,
-            vocabulary_hash=vocabulary_hash(dataset.item_ids),
-            folder=run.checkpoint,
-        )
-        unit = dataset.preparation.get("time_unit")
-        if getattr(model, "reads_times", False) and unit is not None and unit != self._time_unit:
-            known = self._time_unit or "whole numbers of a unit that it does not say"
-            raise UserError(
-                f"the times of data set {dataset.name!r} are in {unit}, but the model reads times and its training "
-                f"data had {known}; give the times in that unit"
-            )
-        return dataset
+        # With its columns, so that the file behind it, given to this run with -d, is read as it was here.
+        data = {"dataset": dataset.name, "data_root": own.data_root, **dataset.columns, **asked}
+        return replace(self.config, data=DataConfig(**data))
 
     @property
     def _time_unit(self) -> str | None:

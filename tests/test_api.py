@@ -221,12 +221,31 @@ def test_popularity_recommends_the_most_frequent_items(dataset):
     assert counts[dataset.encode(table["item"].to_numpy()) - 1].tolist() == table["score"].tolist()
 
 
-def test_another_vocabulary_is_refused(fitted):
+def test_items_that_the_model_does_not_know_are_refused(fitted):
     other = synthetic_dataset(SyntheticConfig(num_users=50, num_items=70, mean_length=7, seed=2))
     with pytest.raises(
-        UserError, match=r"is a checkpoint of data set 'synthetic' .* a changed vocabulary of 'synthetic'"
+        UserError, match=r"is a model of data set 'synthetic': \d+ of the \d+ items of data set 'synthetic' are unknown"
     ):
         fitted["bft"].evaluate(other)
+
+
+def test_items_are_found_by_their_raw_ids_whatever_their_order(fitted, dataset):
+    users = np.repeat(dataset.user_ids, np.diff(dataset.offsets))[::-1]
+    frame = pd.DataFrame({"user_id": users, "item_id": dataset.decode(dataset.items)[::-1].astype(str)})
+    frame["place"] = np.arange(len(frame))[::-1]
+    other = Dataset.from_frame(frame, time="place", name="other")
+    assert other.item_ids.astype(str).tolist() != dataset.item_ids.astype(str).tolist()
+    with pytest.warns(
+        UserWarning, match=r"data set 'other' has its items in another order .* among all \d+ of the mode"
+    ):
+        found = fitted["bft"].evaluate(other)
+    expected = fitted["bft"].evaluate(dataset).per_user.set_index("user")
+    pd.testing.assert_frame_equal(found.per_user.set_index("user").loc[expected.index], expected, check_dtype=False)
+    fewer = Dataset.from_frame(frame[frame["user_id"].isin(dataset.user_ids[:5])], time="place")
+    with pytest.warns(UserWarning, match="'frame' has its items in another order"):
+        some = fitted["bft"].evaluate(fewer).per_user.set_index("user")
+    ranks = ["rank_unfiltered", "rank_filtered", "history_length"]
+    pd.testing.assert_frame_equal(some[ranks], expected.loc[some.index, ranks], check_dtype=False)
 
 
 def test_new_events_over_the_same_vocabulary_can_be_evaluated(fitted, dataset):

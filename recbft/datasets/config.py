@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from recbft.datasets.cards import default_dataset
 from recbft.datasets.dataset import Dataset
@@ -61,18 +61,20 @@ class DataConfig:
             preparation=self.preparation(),
         )
 
-    def load_again(self, dataset: str | None = None, data_root: str | None = None) -> Dataset:
+    def load_again(self, dataset: str | None = None, data_root: str | None = None, **how: Any) -> Dataset:
         """The data of a run that was begun earlier, from where they lie now.
 
         Args:
             dataset: data set or file to read in the place of the run's own, in the same way.
             data_root: where to look for it.
+            how: its columns, separator or column names where they are not those of the run's own.
 
         Raises:
             UserError: the data cannot be loaded; for the run's own, the message says how to give others.
         """
         try:
-            return replace(self, dataset=dataset or self.dataset, data_root=data_root or self.data_root).load()
+            place = replace(self, dataset=dataset or self.dataset, data_root=data_root or self.data_root)
+            return replace(place, **how).load()
         except UserError as error:
             if dataset is not None:
                 raise

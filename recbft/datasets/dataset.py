@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class Dataset:
     user_ids: NDArray[Any]  # (U,) int64, or object holding str
     item_ids: NDArray[Any]  # (V,) int64, or object holding str
     preparation: dict[str, Any] = field(default_factory=dict)  # source, filters, counts before and after; JSON-able
+    # user, item, time: the columns of the frame or file it was made of; empty where those need no telling (a card's)
+    columns: dict[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0 and self.offsets[-1] == len(self.items), "offsets span the events"
@@ -102,7 +104,8 @@ class Dataset:
         wanted = [user, item, *([time] if time is not None else []), *preparation.columns()]
         table = _as_table(frame, wanted, name)
         events = Events.from_table(table, source=name, user=user, item=item, time=time, extra=preparation.columns())
-        return cls.from_events(events, name=name, preparation=preparation)
+        made = cls.from_events(events, name=name, preparation=preparation)
+        return replace(made, columns={"user": user, "item": item, "time": time})
 
     @classmethod
     def load(
@@ -209,6 +212,20 @@ class Dataset:
     def encode(self, raw_ids: Iterable[Any]) -> NDArray[np.int64]:
         """Item indices of raw ids (a list, array or column), 0 where an id is unknown or blank."""
         return self.vocabulary.encode(raw_ids)
+
+    def numbered_as(self, vocabulary: Vocabulary) -> Dataset:
+        """The same histories with the items' indices of another vocabulary, such as a trained model's.
+
+        Raises:
+            UserError: it lacks some of the items.
+        """
+        index = vocabulary.encode(self.item_ids)
+        if unknown := int((index == 0).sum()):
+            raise UserError(
+                f"{unknown:,} of the {self.num_items:,} items of data set {self.name!r} are unknown there, such as "
+                f"{self.item_ids[index == 0][0]!r}"
+            )
+        return replace(self, items=index[self.items - 1], item_ids=vocabulary.ids)
 
     def decode(self, indices: ArrayLike) -> NDArray[Any]:
         """Raw ids of item indices 1..V, in the indices' shape."""

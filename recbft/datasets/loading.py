@@ -76,6 +76,8 @@ def load_dataset(
         dataset = replace(dataset, preparation=earlier if untouched else again)
     if found.card is not None and not asked and preparation == Preparation():
         _compare(dataset, found.card, found)
+    if found.card is None and stored is None:
+        dataset = replace(dataset, columns={"user": chosen.user, "item": chosen.item, "time": chosen.time})
     return dataset
 
 

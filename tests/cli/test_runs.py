@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from recbft import Dataset, Recommender
 from recbft.config_file import read_yaml
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft_cli.main import main
@@ -107,7 +108,37 @@ def test_evaluate_refuses_another_vocabulary(capsys, finished, tmp_path):
     other = tmp_path / "other.csv"
     other.write_text("user_id,item_id,timestamp\n" + "".join(f"u{u},i{i},{i}\n" for u in range(3) for i in range(4)))
     code, out, err = run(capsys, "evaluate", finished, "-d", other)
-    assert code == 2 and out == "" and "another data set" in err
+    assert code == 2 and out == "" and "4 of the 4 items of data set 'other' are unknown there" in err
+
+
+def test_other_data_are_read_by_the_columns_that_are_named(capsys, events, finished, tmp_path):
+    file = tmp_path / "other.csv"
+    frame = pd.read_parquet(events)
+    frame.rename(columns={"user_id": "who", "item_id": "what", "timestamp": "when"}).to_csv(file, index=False)
+    code, _, err = run(capsys, "evaluate", finished, "-d", file)
+    assert code == 2 and "no column 'user_id'" in err
+    named = ("-d", file, "--user", "who", "--item", "what", "--time", "when")
+    _, own, _ = run(capsys, "evaluate", finished, "--both")
+    code, other, err = run(capsys, "evaluate", finished, "--both", *named)
+    assert (code, err) == (0, "") and other.splitlines()[:3] == own.splitlines()[:3]
+    assert run(capsys, "probe", finished, "--no-write", *named)[0] == 0
+    code, _, err = run(capsys, "evaluate", finished, "--user", "who")
+    assert code == 2 and "--user has no effect without -d, which names other data than the run's; leave it out" in err
+
+
+def test_the_file_behind_a_frame_is_read_as_the_frame_was(capsys, events, tmp_path):
+    frame = pd.read_parquet(events).iloc[::-1].rename(columns={"user_id": "user", "item_id": "item"})
+    frame.to_csv(tmp_path / "ratings.csv", index=False)
+    made = [
+        Dataset.from_frame(frame, user="user", item="item", time="timestamp"),
+        Dataset.load(tmp_path / "ratings.csv", user="user", item="item", time="timestamp"),
+    ]
+    for number, dataset in enumerate(made):
+        folder = tmp_path / str(number)
+        recommender = Recommender("sasrec", epochs=1, hidden_size=8, max_length=10, device="cpu")
+        said = recommender.fit(dataset, out=folder).evaluate(dataset)
+        code, out, err = run(capsys, "evaluate", folder, "-d", tmp_path / "ratings.csv")
+        assert (code, err) == (0, "") and f"{said.headline['ndcg@10']:.4f}" in out.splitlines()[1]
 
 
 @pytest.fixture
