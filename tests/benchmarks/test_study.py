@@ -65,12 +65,12 @@ def test_the_oracle_knows_the_planted_truth_and_keeps_it():
     dataset, truth, users = planted.planted(0.5, num_users=60, num_items=80, mean_length=8.0)
     assert set(truth.tolist()) == {1.0, np.float32(planted.UNRELIABLE)} and len(truth) == dataset.num_items + 1
     assert set(users.tolist()) == {1.0} and len(users) == dataset.num_users
-    config = planted.ORACLE.config(["hidden_size=8", "n_heads=2", "initial_gain=0.5"], model="sasrec")
+    config = planted.ORACLE.config(["hidden_size=8", "n_heads=2"], model="sasrec")
     model = build_model(config, dataset)
     planted.fix(model, truth)
     items = torch.arange(1, dataset.num_items + 1)
     found = model.item_precision(items, model.item_embedding(items))[:, 0]
-    torch.testing.assert_close(found, 8 * truth[1:] ** 2)  # lam0 = 2 K (1 - K0) / K0, K = 4
+    torch.testing.assert_close(found, 8 / 9 * truth[1:] ** 2)  # lam0 = 2 K (1 - K0) / K0, K = 4, K0 = .9
     assert not [name for name, _ in model.named_parameters() if name.startswith("item_precision")]
 
 
