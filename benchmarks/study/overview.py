@@ -77,7 +77,8 @@ def figure(found: Mapping[tuple[str, str], Arms], metric: str) -> str:
     name, items = metric.split(" ", 1)
     said = f"{name.upper()} of bft, {items}"
     title = f"{said}: relative differences with 95 % intervals"
-    return plots.standalone(plots.intervals(rows, f"{said}: difference in % (95 % interval)", title, names))
+    drawn = plots.standalone(plots.intervals(rows, f"{said}: difference in % (95 % interval)", title, names))
+    return drawn.replace('style="', 'style="background: #ffffff; ', 1)  # black on white, on a dark page too
 
 
 def _lead(arms: Arms, baseline: str, metric: str) -> SeedComparison | None:

@@ -194,6 +194,7 @@ def test_an_overview_has_a_line_and_intervals_per_data_set_and_model(train_arms,
     assert cells["`bft`"].startswith(f"{values['bft'].mean():.4f} / ")
     assert "% (p " in cells["`bft` from `matched+recency`"]
     drawn = svg.read_text()
+    assert "background: #ffffff" in drawn
     assert "MRR of bft, seen masked" in drawn and "sasrec, tiny" in drawn and "from matched+recency" in drawn
 
 
