@@ -38,7 +38,6 @@ from recbft.recommendation import Histories, explain, recommend
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import session
 from recbft.training.bundle import load_trained
-from recbft.training.checkpoint import vocabulary_hash
 from recbft.training.progress import Progress
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import run_protocol
@@ -230,27 +229,27 @@ class Recommender:
         model, vocabulary, run = self._fitted()
         _check_dataset(dataset)
         dataset = self.config.data.load_again() if dataset is None else dataset
-        if vocabulary_hash(dataset.item_ids) != vocabulary_hash(vocabulary.ids):
-            try:
-                dataset = dataset.numbered_as(vocabulary)
-            except UserError as error:
-                raise UserError(
-                    f"{run.path} is a model of data set {run.protocol['dataset']!r}: {error}; leave their events out, "
-                    "or give the data it was trained on"
-                ) from None
+        try:
+            made = dataset.numbered_as(vocabulary)
+        except UserError as error:
+            raise UserError(
+                f"{run.path} is a model of data set {run.protocol['dataset']!r}: {error}; leave their events out, "
+                "or give the data it was trained on"
+            ) from None
+        if made is not dataset:
             warnings.warn(
                 f"data set {dataset.name!r} has its items in another order than what the model was trained on, or "
                 f"fewer: they are found by their raw ids, and ranked among all {len(vocabulary):,} of the model",
                 stacklevel=3,
             )
-        unit = dataset.preparation.get("time_unit")
+        unit = made.preparation.get("time_unit")
         if getattr(model, "reads_times", False) and unit is not None and unit != self._time_unit:
             known = self._time_unit or "whole numbers of a unit that it does not say"
             raise UserError(
                 f"the times of data set {dataset.name!r} are in {unit}, but the model reads times and its training "
                 f"data had {known}; give the times in that unit"
             )
-        return dataset
+        return made
 
     def save(self, path: str | Path) -> None:
         """Copy the run's folder; ``Recommender.load`` and the command line read it back."""

@@ -214,7 +214,7 @@ class Dataset:
         return self.vocabulary.encode(raw_ids)
 
     def numbered_as(self, vocabulary: Vocabulary) -> Dataset:
-        """The same histories with the items' indices of another vocabulary, such as a trained model's.
+        """The same histories with the items' indices of another vocabulary, or this data set where it has these.
 
         Raises:
             UserError: it lacks some of the items.
@@ -225,6 +225,8 @@ class Dataset:
                 f"{unknown:,} of the {self.num_items:,} items of data set {self.name!r} are unknown there, such as "
                 f"{self.item_ids[index == 0][0]!r}"
             )
+        if np.array_equal(index, np.arange(1, len(vocabulary) + 1)):
+            return self
         return replace(self, items=index[self.items - 1], item_ids=vocabulary.ids)
 
     def decode(self, indices: ArrayLike) -> NDArray[Any]:

@@ -91,7 +91,16 @@ def p_text(p: float) -> str:
 
 def mean_sd(figures: Mapping[str, Any]) -> str:
     """Mean and standard deviation over seeds; the mean alone where there is one set of ranks for all of them."""
-    return f"{figures['mean']:.4f}" + ("" if figures["sd"] is None else f" ± {figures['sd']:.4f}")
+    return spread_text(figures["mean"], figures["sd"])
+
+
+def spread_text(mean: float, sd: float | None) -> str:
+    """A mean and, where there is one, its standard deviation.
+
+    >>> spread_text(0.0571, 0.0023), spread_text(0.0571, None)
+    ('0.0571 ± 0.0023', '0.0571')
+    """
+    return f"{mean:.4f}" if sd is None else f"{mean:.4f} ± {sd:.4f}"
 
 
 def _setting(protocol: Mapping[str, Any]) -> str:

@@ -223,10 +223,13 @@ class LayerPrecision(nn.Module):
 
     def _remember(self, mean: Tensor, value: Tensor) -> None:
         """Running mean, started by the first batch; torch.func takes it as it stands."""
-        if transformed():
-            return
-        weight = (self.updates == 0).to(mean.dtype).clamp(min=1 - MOMENTUM)  # 1 at first; no wait for a device
-        mean.lerp_(value, weight)
+        if not transformed():
+            remember(mean, value, self.updates)
+
+
+def remember(mean: Tensor, value: Tensor, updates: Tensor) -> None:
+    """Move a running mean towards a value in place, or to it where there was no update yet; no device is waited for."""
+    mean.lerp_(value, (updates == 0).to(mean.dtype).clamp(min=1 - MOMENTUM))
 
 
 def _bounded(log_factor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from recbft.kernels import per_seed
 from recbft.kernels.dropout import mask_of, random_bits
 from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
-from recbft.models.precision_channel import LAM_MIN, MOMENTUM, SAMPLED_ROWS, LayerPrecision
+from recbft.models.precision_channel import LAM_MIN, SAMPLED_ROWS, LayerPrecision, remember
 
 
 class SeedRows:
@@ -206,7 +206,7 @@ class SeedPrecision(nn.Module):
 
     def _remember(self, mean: Tensor, value: Tensor) -> None:
         """As ``LayerPrecision``; seeds that train together have taken as many steps."""
-        mean.lerp_(value, 1.0 if int(self.updates[0]) == 0 else 1 - MOMENTUM)
+        remember(mean, value, self.updates[0])
 
     def _per_row(self, each: Tensor) -> Tensor:
         """(S,) -> (R, 1, 1), (S, D) -> (R, 1, D)."""

@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from recbft.experiments.document import p_text
+from recbft.experiments.document import p_text, spread_text
 from recbft.files import write_atomic
 
 Cell = str | int | float | tuple[float, float | None] | None
@@ -205,7 +205,7 @@ _WRITTEN: dict[Kind, Callable[..., str]] = {
     "share": lambda cell: f"{100 * cell:.1f} %",
     "short": lambda cell: f"{cell:.3g}",
     "p": p_text,
-    "spread": lambda cell: f"{cell[0]:.4f}" + ("" if cell[1] is None else f" ± {cell[1]:.4f}"),
+    "spread": lambda cell: spread_text(*cell),
     "range": lambda cell: _between(cell, ".4f"),
     "interval": lambda cell: _between(cell, "+.4f"),
 }
