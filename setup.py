@@ -8,7 +8,7 @@ setup(
     packages=[*find_packages(include=["recbft", "recbft.*"]), *RENAMED],
     package_dir=RENAMED,
     package_data={
-        "recbft": ["py.typed", "recbole/defaults/*.yaml", "reporting/page.css"],
+        "recbft": ["py.typed", "kernels/compiled/*.[ch]", "recbole/defaults/*.yaml", "reporting/page.css"],
         "recbft_cards": ["*.yaml"],
         "recbft_configs": ["**/*.yaml"],
     },

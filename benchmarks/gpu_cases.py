@@ -174,8 +174,10 @@ def stock_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def contestants(B: int, T: int, device: str, *, impl: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Any]]:
-    """Ways to compute attention over whole rows, by name, stock first; ours by the path named."""
+def contestants(
+    B: int, T: int, device: str, *, impl: str, others: Sequence[str] = ()
+) -> dict[str, Callable[[Tensor, Tensor, Tensor], Any]]:
+    """Ways to compute attention over whole rows, by name, stock first; ours by the path named, and by others."""
     context = whole(B, T, device=device)
     trust = torch.zeros(B, T, device=device, requires_grad=True)
     decay = torch.tensor(-0.01, device=device, requires_grad=True)
@@ -187,6 +189,7 @@ def contestants(B: int, T: int, device: str, *, impl: str) -> dict[str, Callable
         "scaled_dot_product_attention": stock_attention,
         "recbft mean": lambda q, k, v: softmax_mean(q, k, v, context),
         "recbft moments": ours(impl),
+        **{f"recbft moments, {other}": ours(other) for other in others},
         "eager moments": ours("reference"),
     }
 

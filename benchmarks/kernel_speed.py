@@ -49,7 +49,7 @@ def attention(shapes: Sequence[Shape]) -> dict[str, dict[str, Way]]:
     found: dict[str, dict[str, Way]] = {}
     for shape in shapes:
         q, k, v = (torch.randn(*shape, requires_grad=True) for _ in "qkv")
-        contestants = gpu_cases.contestants(shape.B, shape.T, "cpu", impl="cpu")
+        contestants = gpu_cases.contestants(shape.B, shape.T, "cpu", impl="auto", others=["cpu"])
         found[str(shape)] = {
             name: Way(lambda run=run, q=q, k=k, v=v: run(q, k, v), (q, k, v))  # type: ignore[misc]
             for name, run in contestants.items()

@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
+from recbft.kernels import compiled
 from recbft.version import recbft_version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +40,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
         "threads": torch.get_num_threads(),
+        "kernels": "plain" if compiled.missing() else "compiled",  # on a CPU
     }
 
 

@@ -47,6 +47,16 @@ class SequenceContext:
         """(B, T) bool, True for real tokens."""
         return self.segment >= 0
 
+    @property
+    def readers(self) -> tuple[Tensor, Tensor]:
+        """Segment and position of the tokens that read, (B, T) each."""
+        return self.segment, self.position
+
+    @property
+    def read_by_all(self) -> bool:
+        """Whether the tokens that read are those that may be read, column by column."""
+        return True
+
     @cached_property
     @untransformed
     def allowed(self) -> Tensor:

@@ -44,8 +44,8 @@ def softmax_moments(
         log_decay: log of the recency decay, a scalar or (B, 1), <= 0, multiplied by the lag in positions.
         dropout: probability of dropping a weight of (3); (4) and (5) always use the undropped weights.
         bias: any other bias of (1), finite, (B or 1, H or 1, T, T).
-        impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``cpu`` and ``reference`` force one.
-            Fewer queries than keys, as ``core.Readers`` has them, are for the reference.
+        impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``compiled``, ``cpu`` and ``reference``
+            force one. Fewer queries than keys, as ``core.Readers`` has them, are for ``compiled`` and ``reference``.
 
     Returns:
         The moments; a token that may read nothing (padding) gets zeros.
@@ -55,7 +55,7 @@ def softmax_moments(
     """
     if log_decay is not None and log_decay.numel() != 1 and log_decay.shape != (q.shape[0], 1):
         raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; give a scalar tensor, or (B, 1) per row")
-    path = paths.choose(impl, q, dropout=dropout)
+    path = paths.choose(impl, q, dropout=dropout, read_by_all=context.read_by_all, bias=bias is not None)
     moments: Moments = path(
         q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias
     )
@@ -75,7 +75,7 @@ def softmax_mean(
     impl: str = "auto",
 ) -> Tensor:
     """Equation (3) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``."""
-    path = paths.choose_mean(impl, q, dropout=dropout)
+    path = paths.choose_mean(impl, q, dropout=dropout, read_by_all=context.read_by_all, bias=bias is not None)
     mean: Tensor = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias)
     return mean
 

@@ -59,6 +59,14 @@ class _ReadBySome(SequenceContext):
     whole: SequenceContext = field(kw_only=True)
     column: Tensor = field(kw_only=True)
 
+    @property
+    def readers(self) -> tuple[Tensor, Tensor]:
+        return self.segment.gather(1, self.column), self.position.gather(1, self.column)
+
+    @property
+    def read_by_all(self) -> bool:
+        return False
+
     @cached_property
     @untransformed
     def allowed(self) -> Tensor:

@@ -125,7 +125,7 @@ class SoftmaxAttention(nn.Module):
         assert bias is None
         readers = Readers.of(only, *x.shape[:2])
         q, k, v = self.project(readers.take(x), x if source is None else source)
-        seen = self.observe(q, k, v, precision, readers.context(context), ramp=ramp, impl="reference")
+        seen = self.observe(q, k, v, precision, readers.context(context), ramp=ramp)
         return seen.at(readers.place)
 
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +144,6 @@ class SoftmaxAttention(nn.Module):
         ramp: float = 1.0,
         bias: Tensor | None = None,
         estimate: bool = True,
-        impl: str = "auto",
     ) -> Observation:
         """``forward`` from what ``project`` returns; without ``estimate`` the innovation alone."""
         estimator = self.estimator if estimate else None
@@ -158,12 +157,12 @@ class SoftmaxAttention(nn.Module):
             "bias": bias,
         }
         if estimator is None:
-            return Observation(self._join(softmax_mean(q, k, v, context, **known, impl=impl)), None)
-        if estimator == "reml" and impl == "auto":
+            return Observation(self._join(softmax_mean(q, k, v, context, **known)), None)
+        if estimator == "reml":
             s0, nu = self.prior_variance, self.prior_dof
             mean, found = softmax_reml(q, k, v, context, **known, prior_scale=s0, prior_dof=nu, cap=self.cap)
         else:
-            mean, S, n = softmax_moments(q, k, v, context, **known, impl=impl)
+            mean, S, n = softmax_moments(q, k, v, context, **known)
             found = self._by_residuals(S, n)
         return self._observation(mean, found)
 

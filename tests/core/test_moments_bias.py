@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from recbft.core import SequenceContext, per_dimension_weights, softmax_mean, softmax_moments, softmax_weights
-from recbft.kernels.softmax_moments import PATHS
 
-IMPLS = sorted(name for name, path in PATHS.items() if path.device != "cuda")  # those serve float64 on the CPU
+IMPLS = ("cpu", "reference")  # those serve float64 on the CPU
 B, H, T, K = 2, 3, 5, 4
 SHAPES = [(B, H, T, T), (B, 1, T, T), (1, H, T, T), (1, 1, T, T)]
 

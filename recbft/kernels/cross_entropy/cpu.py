@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recbft.kernels.cross_entropy import tiles
+from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.kernels.product import add_product, fastest_layout, product
 from recbft.kernels.transforms import applied
 
@@ -108,12 +109,9 @@ def _in_blocks(
     for first in range(0, N, rows):
         x = states[first : first + rows]
         logits = product(x, weight, room=room[: len(x)])
-        if not bounded:
-            shift = logits.amax(dim=1, keepdim=True)
-            logits -= shift
+        odds, total, shift = exponentials(logits, shifted=not bounded)
+        if shift is not None:
             loss += shift.sum(dtype=torch.float64)
-        odds = logits.exp_()
-        total = odds.sum(dim=1, keepdim=True)
         loss += total.log().sum(dtype=torch.float64)
         if with_gradients:
             share = 1 / (N * total)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.kernels.product import add_product, product
 
 POSITIONS, ITEMS = 256, 4096  # of a tile: 4 MB of logits in float32
@@ -41,7 +42,7 @@ def exponential_sums(states: Tensor, weight: Tensor, *, bounded: bool) -> Sums:
                 total[rows] *= (shift[rows] - higher).exp_()
                 shift[rows] = higher
                 logits -= higher
-            total[rows] += logits.exp_().sum(dim=1, keepdim=True)
+            total[rows] += exponentials(logits, shifted=False)[1]
     return Sums(shift, total)
 
 
@@ -57,7 +58,7 @@ def gradients(states: Tensor, weight: Tensor, sums: Sums) -> tuple[Tensor, Tenso
             logits = product(states[rows], weight[items])
             if sums.shift is not None:
                 logits -= sums.shift[rows]
-            odds = logits.exp_()
+            odds, _, _ = exponentials(logits, shifted=False)
             add_product(d_states[rows], odds, columns)
             add_product(d_columns, scaled[rows].T, odds.T)
         d_weight[items] = d_columns.T

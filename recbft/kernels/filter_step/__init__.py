@@ -1,4 +1,4 @@
-"""REML, Kalman update and prediction with analytic backwards: a third of the passes that autograd makes.
+"""REML, Kalman update and prediction with analytic backwards: a third of the passes that autograd makes, or one in C.
 
 The functions and their meaning are those of ``recbft.core``, which is the reference; on other devices than the CPU
 and beyond one gradient of torch.func it is also what runs.
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recbft import core
 from recbft.core import Belief
-from recbft.kernels.filter_step import cpu
+from recbft.kernels.filter_step import compiled, cpu
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import beyond_first_gradients
 
@@ -34,6 +34,8 @@ def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Ten
     """The belief of ``core.kalman_update``."""
     if _by_the_core(innovation):
         return core.kalman_update(belief, innovation, observation_precision, ramp=ramp)[0]
+    if compiled.serves_update(belief, innovation, observation_precision):
+        return compiled.kalman_update(belief, innovation, observation_precision, ramp=ramp)
     return cpu.kalman_update(belief, innovation, observation_precision, ramp=ramp)
 
 
@@ -42,6 +44,8 @@ def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor
     """``core.predict_precision`` kept at ``low`` or above."""
     if _by_the_core(precision):
         return core.predict_precision(precision, jacobian, process_noise, cap=cap).clamp(min=low)
+    if compiled.serves_prediction(precision, jacobian, process_noise):
+        return compiled.predict_precision(precision, jacobian, process_noise, low=low, cap=cap)
     return cpu.predict_precision(precision, jacobian, process_noise, low=low, cap=cap)
 
 

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.process import gelu_slope
 from recbft.kernels.full_precision import in_full_precision
+from recbft.kernels.gelu import compiled
 from recbft.kernels.transforms import applied, beyond_first_gradients, transformed
 
 BLOCK_ELEMENTS = 524_288
@@ -62,6 +63,8 @@ def slope_product(a: Tensor, factor: Tensor) -> Tensor:
     if transformed():
         return gelu_with_slope_reference(a, factor)[1]
     flat = a.reshape(-1, a.shape[-1])
+    if compiled.serves(flat, factor):
+        return compiled.slope_product(flat, factor).view(*a.shape[:-1], factor.shape[-1])
     z = a.new_empty(flat.shape[0], factor.shape[-1])
     rows = _rows(flat)
     slope, one = torch.empty_like(flat[:rows]), torch.ones_like(flat[:rows])
@@ -76,12 +79,15 @@ class _GeluWithSlope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(a, factor)
-        return F.gelu(a), slope_product(a, factor)
+        ctx.compiled = compiled.serves(a, factor)
+        return compiled.forward(a, factor) if ctx.compiled else (F.gelu(a), slope_product(a, factor))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_y: Tensor, g_z: Tensor) -> Any:
         a, factor = ctx.saved_tensors
+        if ctx.compiled:
+            return compiled.backward(a, factor, g_y, g_z), None
         d_a = torch.empty_like(a)
         rows = _rows(a)
         square, curvature, pull = (torch.empty_like(a[:rows]) for _ in range(3))

@@ -10,14 +10,17 @@ from torch import Tensor
 
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path, late
-from recbft.kernels.softmax_moments import cpu, reference
+from recbft.kernels.softmax_moments import compiled, cpu, reference
+from recbft.kernels.softmax_moments.cpu import SOME_READ
 
 # Of the Triton path, by what shared memory holds.
 WIDEST_HEAD = {torch.float32: 128, torch.float16: 256, torch.bfloat16: 256}
 
 
-def decline_triton(q: Tensor, *, dropout: float = 0.0) -> str | None:
+def decline_triton(q: Tensor, *, dropout: float = 0.0, read_by_all: bool = True, bias: bool = False) -> str | None:
     """Why the Triton path cannot serve a call, or None where it can."""
+    if not read_by_all:
+        return SOME_READ
     if dropout > 0:
         return "moments with attention dropout are served by the reference"
     dtype = str(q.dtype).removeprefix("torch.")
@@ -34,21 +37,29 @@ def decline_triton(q: Tensor, *, dropout: float = 0.0) -> str | None:
 
 PATHS = {
     "triton": Path(late("softmax_moments", "softmax_moments"), "cuda", decline_triton, opened=True, takes_halves=True),
+    "compiled": Path(lambda: compiled.softmax_moments, "cpu", compiled.decline, opened=True),
     "cpu": Path(lambda: cpu.softmax_moments, "cpu", cpu.decline, opened=True),
     "reference": Path(lambda: reference.softmax_moments),
 }
 MEAN_PATHS = {
     "triton": Path(late("softmax_moments", "softmax_mean"), "cuda", decline_triton, opened=True, takes_halves=True),
+    "compiled": Path(lambda: compiled.softmax_mean, "cpu", compiled.decline, opened=True),
     "cpu": Path(lambda: cpu.softmax_mean, "cpu", cpu.decline_mean, opened=True),
     "reference": Path(lambda: reference.softmax_mean),
 }
 
 
-def choose(impl: str, q: Tensor, *, dropout: float) -> Callable[..., Any]:
-    """The path for the moments."""
-    return dispatch.choose(impl, PATHS, q, dropout=dropout)
+def choose(impl: str, q: Tensor, **call: Any) -> Callable[..., Any]:
+    """The path for the moments.
+
+    Args:
+        impl: as in ``dispatch.choose``.
+        q: the queries.
+        call: ``dropout``; ``read_by_all``, as the context says it; ``bias``, whether there is one per pair.
+    """
+    return dispatch.choose(impl, PATHS, q, **call)
 
 
-def choose_mean(impl: str, q: Tensor, *, dropout: float) -> Callable[..., Any]:
-    """The path for the mean alone."""
-    return dispatch.choose(impl, MEAN_PATHS, q, dropout=dropout)
+def choose_mean(impl: str, q: Tensor, **call: Any) -> Callable[..., Any]:
+    """The path for the mean alone; arguments as in ``choose``."""
+    return dispatch.choose(impl, MEAN_PATHS, q, **call)

@@ -31,15 +31,19 @@ from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.softmax_moments.cpu_blocks import WHOLE, Block, Joined, blocks_of
 from recbft.kernels.transforms import applied, decline_dropout
 
+SOME_READ = "some tokens that read among all are left to another path"
 
-def decline(q: Tensor, *, dropout: float) -> str | None:
+
+def decline(q: Tensor, *, dropout: float, read_by_all: bool = True, bias: bool = False) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
+    if not read_by_all:
+        return SOME_READ
     return "moments with attention dropout are served by the reference" if dropout > 0 else None
 
 
-def decline_mean(q: Tensor, *, dropout: float) -> str | None:
+def decline_mean(q: Tensor, *, dropout: float, read_by_all: bool = True, bias: bool = False) -> str | None:
     """The same of the mean alone."""
-    return decline_dropout(dropout)
+    return decline_dropout(dropout) if read_by_all else SOME_READ
 
 
 def softmax_moments(

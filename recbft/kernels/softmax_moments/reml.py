@@ -11,7 +11,7 @@ from recbft.core import SequenceContext
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path, late
 from recbft.kernels.filter_step import reml_precision
-from recbft.kernels.softmax_moments import decline_triton
+from recbft.kernels.softmax_moments import compiled, decline_triton
 
 
 def softmax_reml(
@@ -34,7 +34,7 @@ def softmax_reml(
     Args:
         q, k, v, context, log_precision, log_decay, dropout, bias: as in ``core.softmax_moments``.
         prior_scale, prior_dof, cap: as in ``core.reml_precision``.
-        impl: ``auto`` takes the fastest path that serves the call; ``triton`` and ``composed`` force one.
+        impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``compiled`` and ``composed`` force one.
 
     Returns:
         Mean and precision, (B, H, T, K) each.
@@ -42,7 +42,7 @@ def softmax_reml(
     Raises:
         ValueError: unknown ``impl``, or the forced path cannot serve the call (the message says why).
     """
-    path = dispatch.choose(impl, PATHS, q, dropout=dropout)
+    path = dispatch.choose(impl, PATHS, q, dropout=dropout, read_by_all=context.read_by_all, bias=bias is not None)
     biases = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
     prior = {"prior_scale": prior_scale, "prior_dof": prior_dof, "cap": cap}
     mean, precision = path(q, k, v, context, dropout=dropout, **biases, **prior)
@@ -66,5 +66,6 @@ def _composed(
 
 PATHS = {
     "triton": Path(late("softmax_moments", "softmax_reml"), "cuda", decline_triton, opened=True, takes_halves=True),
+    "compiled": Path(lambda: compiled.softmax_reml, "cpu", compiled.decline, opened=True),
     "composed": Path(lambda: _composed, takes_halves=True),
 }

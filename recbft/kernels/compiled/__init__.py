@@ -1,0 +1,175 @@
+"""Fast paths in C, built where they run: by the compiler at hand, once, for this processor.
+
+The first process that wants them builds the sources beside this file into the user's cache, in about three seconds;
+later ones load what stands there. A build is known by its sources, its compiler and its processor, so that machines may
+share a home. Without a compiler, or elsewhere than on Linux, the other paths serve, and ``missing`` says why;
+``RECBFT_COMPILED=0`` in the environment asks for that.
+
+The threads are PyTorch's own: what OpenMP needs is left open in the build, and found in the library that PyTorch has
+loaded. All take single precision on a CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from recbft.kernels.full_precision import HALVES, autocast_device
+
+SWITCH = "RECBFT_COMPILED"
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+]
+WIDE = "-mprefer-vector-width=512"  # for what the compiler turns into vectors by itself, on processors that have them
+PATIENCE = 300.0  # seconds a build may take
+
+
+class UnavailableError(Exception):
+    """Why there is no build; the message is for people."""
+
+
+def missing() -> str | None:
+    """Why the compiled paths cannot be had on this machine, or None."""
+    found = _found()
+    return found if isinstance(found, str) else None
+
+
+def decline(tensor: Tensor) -> str | None:
+    """Why they cannot serve a tensor, or None."""
+    widened = tensor.dtype in HALVES and autocast_device() is not None  # by ``full_precision`` before it is called
+    if tensor.dtype != torch.float32 and not widened:
+        return f"serves float32, got {str(tensor.dtype).removeprefix('torch.')}"
+    return missing()
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether they can serve a tensor."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and missing() is None
+
+
+def library() -> ctypes.CDLL:
+    """The build, loaded."""
+    found = _found()
+    assert isinstance(found, ctypes.CDLL), found
+    return found
+
+
+def pointer(x: Tensor | None) -> int | None:
+    """Where the elements of a tensor begin."""
+    return None if x is None else x.data_ptr()
+
+
+@lru_cache
+def _found() -> ctypes.CDLL | str:
+    try:
+        return ctypes.CDLL(str(_built()))
+    except (UnavailableError, OSError) as error:
+        return f"no compiled kernels: {error}"
+
+
+def _built() -> Path:
+    """The build for this machine, made unless it stands in the cache."""
+    if os.environ.get(SWITCH, "1").strip().lower() in ("0", "off", "no", "false"):
+        raise UnavailableError(f"{SWITCH} is {os.environ[SWITCH]!r}")
+    if not sys.platform.startswith("linux"):
+        raise UnavailableError(f"they are built on Linux, and this is {platform.system()}")
+    compiler = _compiler()
+    sources = sorted(Path(__file__).parent.glob("*.[ch]"))
+    name = f"kernels-{_key(compiler, sources)}.so"
+    folder = _cache()
+    built = folder / name
+    if not built.exists():
+        _build(compiler, [source for source in sources if source.suffix == ".c"], built)
+    return built
+
+
+def _compiler() -> list[str]:
+    """The command that compiles: CC, or gcc, whose OpenMP is PyTorch's, or whatever cc is."""
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [["gcc"], ["cc"]]:
+        if shutil.which(command[0]) is not None:
+            return command
+    raise UnavailableError(f"no C compiler ({' '.join(named) or 'gcc'}); install gcc, or name it in CC")
+
+
+def _build(compiler: list[str], sources: list[Path], to: Path) -> None:
+    """Compile and link; the file appears whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix="build-") as made:
+        objects = [str(Path(made) / f"{source.stem}.o") for source in sources]
+        for source, out in zip(sources, objects, strict=True):
+            _call([*compiler, *FLAGS, *_wide(), "-c", str(source), "-o", out])
+        # Without -fopenmp: linked to its own OpenMP, the build would bring a second set of threads.
+        shared = Path(made) / to.name
+        _call([*compiler, "-shared", "-o", str(shared), *objects, "-lm"])
+        shared.replace(to)
+
+
+def _call(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        raise UnavailableError(f"{command[0]} could not build them: {said[0]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"{command[0]} took more than {PATIENCE:.0f} s") from error
+
+
+def _key(compiler: list[str], sources: list[Path]) -> str:
+    """What a build depends on."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    parts = [*compiler, version.stdout, *FLAGS, *_wide(), _processor(), torch.__version__]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _wide() -> list[str]:
+    return [WIDE] if "avx512f" in _processor().split() else []
+
+
+@lru_cache
+def _processor() -> str:
+    """What the compiler looks at for -march=native, as far as Linux says it."""
+    kept = ("model name", "cpu family", "model", "flags", "Features", "CPU part")
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    said = {line.split(":")[0].strip(): line for line in lines if ":" in line}
+    return "\n".join([platform.machine(), *(said[name] for name in kept if name in said)])
+
+
+def _cache() -> Path:
+    """The folder of builds: the user's, or one for this process where that cannot be written."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home) / "recbft"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(_own_folder().name)
+
+
+@lru_cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="recbft-kernels-")

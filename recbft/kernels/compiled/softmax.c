@@ -1,0 +1,434 @@
+/* Softmax moments of a packed batch, head by head in the cache: nothing of tokens by keys is kept.
+ *
+ * With u = v - the value of the first token of the history, and l the logits,
+ *
+ *     a = softmax(l)    o = sum a u    e = o + first value    S = sum a u^2 - o^2    n = 1 / sum a^2           (1)
+ *     r = min((n + nu) / (S + c), cap), 0 where nothing is read                        REML, where asked for   (2)
+ *
+ * and backwards, with G = g_e - 2 g_S o, as in cpu.py,
+ *
+ *     dA = G u' + g_S (u^2)' - 2 g_n n^2 a             dl = a (dA - sum a dA)                                  (3)
+ *     dq = dl k / sqrt(K)    dk = dl' q / sqrt(K)      dv = a' G + 2 u (a' g_S)                                (4)
+ *
+ * Weights are formed in blocks of tokens, against the keys from the first to the last that a few neighbouring tokens
+ * may read: short histories that share a row cost what they would cost alone, and a causal row half.
+ *
+ * Shapes: B rows, H heads, T tokens that read, J keys, K head width.
+ */
+
+#include "vectors.h"
+
+#define BLOCK 64 /* tokens whose weights are kept at a time */
+
+enum { MEAN, MOMENTS, REML };
+
+typedef struct { /* (B, H, tokens, K); the last stride is 1 */
+    float *data;
+    int64_t row, head, token;
+} View;
+
+typedef struct {
+    int64_t B, H, T, J, K;
+    int64_t kind;
+    float scale, nu, constant, cap; /* of the logits, 1 / sqrt(K); of (2) */
+    View q, k, v;
+    const float *key_bias;       /* (B, J) or NULL */
+    const float *log_decay;      /* (B) or NULL: per step of the lag */
+    const int32_t *start, *stop; /* (B, T) the keys from the first to the last that a token may read */
+    const int32_t *gaps;         /* (B, T) how many of these it may not read */
+    const int32_t *first;        /* (B, J) the column of the first token of the key's history */
+    const int32_t *token_history, *token_place, *key_history, *key_place; /* (B, T) and (B, J) */
+    int64_t causal;
+    View mean, second;       /* e; S or r */
+    float *size, *log_total; /* n and log sum exp l, (B, H, T) */
+    View grad_mean, grad_second;
+    const float *grad_size; /* (B, H, T), of MOMENTS */
+    View d_q, d_k, d_v;
+    float *d_key_bias, *d_log_decay; /* (B, H, J), (B, H, T), or NULL */
+} Call;
+
+INLINE float *at(View view, int64_t b, int64_t h) { return view.data + b * view.row + h * view.head; }
+
+/* What a head is worked on with; allocated once per thread. */
+typedef struct {
+    int64_t Kp, Jp, Up; /* K and J padded; width of the values beside their squares, or alone */
+    float *q, *k, *k_columns, *u, *u_columns;
+    float *weights, *d_weights; /* (BLOCK, Jp) */
+    float *pull;                /* (BLOCK, Up): G beside g_S */
+    float *sums;                /* (TALL, Up) */
+    float *bias, *d_bias;       /* (Jp) */
+    float *d_k, *d_u;           /* (Jp, Kp), (Jp, Up) */
+    void *all;
+} Room;
+
+static int take(Room *room, const Call *call, int backward)
+{
+    int64_t Kp = padded(call->K), Jp = padded(call->J), Up = call->kind == MEAN ? Kp : 2 * Kp;
+    int64_t size = call->T * Kp + 2 * Jp * Kp + 2 * Jp * Up + 2 * BLOCK * Jp + BLOCK * Up + TALL * Up + 2 * Jp;
+    if (backward)
+        size += Jp * Kp + Jp * Up;
+    float *next = NULL;
+    if (posix_memalign((void **)&next, 64, size * sizeof(float)))
+        return 0;
+    room->all = next;
+    room->Kp = Kp, room->Jp = Jp, room->Up = Up;
+    room->q = next, next += call->T * Kp;
+    room->k = next, next += Jp * Kp;
+    room->k_columns = next, next += Jp * Kp;
+    room->u = next, next += Jp * Up;
+    room->u_columns = next, next += Jp * Up;
+    room->weights = next, next += BLOCK * Jp;
+    room->d_weights = next, next += BLOCK * Jp;
+    room->pull = next, next += BLOCK * Up;
+    room->sums = next, next += TALL * Up;
+    room->bias = next, next += Jp;
+    room->d_bias = next, next += Jp;
+    room->d_k = next, next += backward ? Jp * Kp : 0;
+    room->d_u = next;
+    return 1;
+}
+
+/* Operands of a head, padded: q scaled, k, u = v - first value beside u^2, and k and u by columns. */
+static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backward)
+{
+    const int64_t K = call->K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
+    const float *q = at(call->q, b, h), *k = at(call->k, b, h), *v = at(call->v, b, h);
+    memset(room->q, 0, call->T * Kp * sizeof(float));
+    for (int64_t t = 0; t < call->T; t++)
+        for (int64_t i = 0; i < K; i++)
+            room->q[t * Kp + i] = q[t * call->q.token + i] * call->scale;
+    memset(room->k, 0, Jp * Kp * sizeof(float));
+    memset(room->u, 0, Jp * Up * sizeof(float));
+    for (int64_t j = 0; j < call->J; j++) {
+        const float *value = v + j * call->v.token;
+        memcpy(room->k + j * Kp, k + j * call->k.token, K * sizeof(float));
+        float *u = room->u + j * Up;
+        if (call->kind == MEAN) {
+            memcpy(u, value, K * sizeof(float));
+            continue;
+        }
+        const float *first = v + call->first[b * call->J + j] * call->v.token;
+        for (int64_t i = 0; i < K; i++) {
+            float centred = value[i] - first[i];
+            u[i] = centred;
+            u[Kp + i] = centred * centred;
+        }
+    }
+    transpose(room->k, Jp, Kp, room->k_columns);
+    if (backward)
+        transpose(room->u, Jp, Up, room->u_columns);
+    memset(room->bias, 0, Jp * sizeof(float));
+    if (call->key_bias)
+        memcpy(room->bias, call->key_bias + b * call->J, call->J * sizeof(float));
+}
+
+/* A few neighbouring tokens and the keys, in whole vectors, that any of them may read. */
+typedef struct {
+    int64_t from, count, low, width;
+} Tile;
+
+static Tile tile_of(const Call *call, int64_t b, int64_t from, int64_t end)
+{
+    int64_t low = call->J, high = 0;
+    for (int64_t t = from; t < end; t++) {
+        int64_t start = call->start[b * call->T + t], stop = call->stop[b * call->T + t];
+        if (start < stop)
+            low = least(low, start), high = most(high, stop);
+    }
+    low = low < high ? low / LANES * LANES : 0;
+    return (Tile){from, end - from, low, high > low ? padded(high - low) : 0};
+}
+
+/* Logits of a token, -inf where it may not read; the largest. */
+static float mask(const Room *room, const Call *call, int64_t b, int64_t t, Tile tile, float *row)
+{
+    const int64_t token = b * call->T + t, start = call->start[token] - tile.low, stop = call->stop[token] - tile.low;
+    const float *bias = room->bias + tile.low;
+    const int32_t *place = call->key_place + b * call->J, *history = call->key_history + b * call->J;
+    if (call->log_decay) {
+        const float decay = call->log_decay[b];
+        for (int64_t j = most(0, start); j < stop; j++)
+            row[j] += decay * (float)abs(place[tile.low + j] - call->token_place[token]);
+    }
+    if (call->gaps[token])
+        for (int64_t j = most(0, start); j < stop; j++) {
+            int reads = history[tile.low + j] == call->token_history[token];
+            if (!reads || (call->causal && place[tile.low + j] > call->token_place[token]))
+                row[j] = -INFINITY;
+        }
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < tile.width; j++) {
+        float x = j >= start && j < stop ? row[j] + bias[j] : -INFINITY;
+        row[j] = x;
+        top = x > top ? x : top;
+    }
+    return top;
+}
+
+/* exp(row - top) in its place; sum and sum of squares. */
+static void exponentials(float *row, int64_t width, float top, float *sum, float *squares)
+{
+    float total = 0, square = 0;
+#pragma omp simd reduction(+ : total, square)
+    for (int64_t j = 0; j < width; j++) {
+        float p = exponential(row[j] - top);
+        row[j] = p;
+        total += p;
+        square += p * p;
+    }
+    *sum = total, *squares = square;
+}
+
+static void forward_tile(Room *room, const Call *call, int64_t b, int64_t h, Tile tile)
+{
+    const int64_t K = call->K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
+    float *weights = room->weights;
+    product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
+    float size[TALL];
+    for (int64_t r = 0; r < tile.count; r++) {
+        const int64_t t = tile.from + r, token = b * call->T + t, own = (b * call->H + h) * call->T + t;
+        float *row = weights + r * Jp, total = 0, squares = 0, top = 0;
+        size[r] = 0;
+        if (call->start[token] < call->stop[token]) {
+            top = mask(room, call, b, t, tile, row);
+            exponentials(row, tile.width, top, &total, &squares);
+            size[r] = total * total / squares;
+            const float share = 1 / total;
+            for (int64_t j = 0; j < tile.width; j++)
+                row[j] *= share;
+        } else {
+            memset(row, 0, tile.width * sizeof(float));
+        }
+        call->log_total[own] = total == 0 ? INFINITY : top + logf(total);
+        if (call->kind != MEAN)
+            call->size[own] = size[r];
+    }
+    product(0, tile.count, tile.width, Up, weights, Jp, 1, room->u + tile.low * Up, Up, room->sums, Up);
+    const float *v = at(call->v, b, h);
+    for (int64_t r = 0; r < tile.count; r++) {
+        const int64_t t = tile.from + r, start = call->start[b * call->T + t];
+        const float *o = room->sums + r * Up;
+        float *mean = at(call->mean, b, h) + t * call->mean.token;
+        if (call->kind == MEAN) {
+            memcpy(mean, o, K * sizeof(float));
+            continue;
+        }
+        float *second = at(call->second, b, h) + t * call->second.token;
+        if (size[r] == 0) {
+            memset(mean, 0, K * sizeof(float));
+            memset(second, 0, K * sizeof(float));
+            continue;
+        }
+        const float *first = v + call->first[b * call->J + start] * call->v.token;
+        const float above = call->kind == REML ? size[r] + call->nu : 0;
+        for (int64_t i = 0; i < K; i++) {
+            mean[i] = o[i] + first[i];
+            float S = o[Kp + i] - o[i] * o[i];
+            S = S < 0 ? 0 : S;
+            if (call->kind == REML) {
+                float r = above / (S + call->constant);
+                second[i] = r > call->cap ? call->cap : r;
+            } else {
+                second[i] = S;
+            }
+        }
+    }
+}
+
+/* G beside g_S of a token, with 2 g_n n^2 returned. */
+static float pull_of(Room *room, const Call *call, int64_t b, int64_t h, int64_t t, float *pull)
+{
+    const int64_t K = call->K, own = (b * call->H + h) * call->T + t;
+    const float *g = at(call->grad_mean, b, h) + t * call->grad_mean.token;
+    memset(pull, 0, room->Up * sizeof(float));
+    if (call->kind == MEAN) {
+        memcpy(pull, g, K * sizeof(float));
+        return 0;
+    }
+    const float n = call->size[own];
+    if (n == 0)
+        return 0;
+    const float *g_second = at(call->grad_second, b, h) + t * call->grad_second.token;
+    const float *second = at(call->second, b, h) + t * call->second.token;
+    const float *mean = at(call->mean, b, h) + t * call->mean.token;
+    const int64_t start = call->start[b * call->T + t];
+    const float *first = at(call->v, b, h) + call->first[b * call->J + start] * call->v.token;
+    float g_n = call->kind == MOMENTS ? call->grad_size[own] : 0;
+    const float share = 1 / (n + call->nu);
+    float *g_S = pull + room->Kp;
+    if (call->kind == MOMENTS) {
+        memcpy(g_S, g_second, K * sizeof(float));
+    } else {
+#pragma omp simd reduction(+ : g_n)
+        for (int64_t i = 0; i < K; i++) {
+            float flow = second[i] < call->cap ? g_second[i] * second[i] * share : 0;
+            g_n += flow;
+            g_S[i] = -flow * second[i];
+        }
+    }
+    for (int64_t i = 0; i < K; i++)
+        pull[i] = g[i] - 2 * g_S[i] * (mean[i] - first[i]);
+    return 2 * g_n * n * n;
+}
+
+/* a and dl of a few tokens, in the rows that are theirs; dq of them. */
+static void backward_tile(Room *room, const Call *call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
+{
+    const int64_t K = call->K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
+    const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
+    float *weights = room->weights + row * Jp, *d_weights = room->d_weights + row * Jp, *pull = room->pull + row * Up;
+    float push[TALL];
+    for (int64_t r = 0; r < tile.count; r++)
+        push[r] = pull_of(room, call, b, h, tile.from + r, pull + r * Up);
+    float *a = weights + before, *d = d_weights + before;
+    product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);
+    product(0, tile.count, Up, tile.width, pull, Up, 1, room->u_columns + tile.low, Jp, d, Jp);
+    for (int64_t r = 0; r < tile.count; r++, a += Jp, d += Jp) {
+        const int64_t t = tile.from + r, own = (b * call->H + h) * call->T + t;
+        float total = 0, squares = 0, along = 0;
+        memset(weights + r * Jp, 0, before * sizeof(float));
+        memset(d_weights + r * Jp, 0, before * sizeof(float));
+        memset(a + tile.width, 0, after * sizeof(float));
+        memset(d + tile.width, 0, after * sizeof(float));
+        if (call->start[b * call->T + t] >= call->stop[b * call->T + t]) {
+            memset(a, 0, tile.width * sizeof(float));
+            memset(d, 0, tile.width * sizeof(float));
+            if (call->d_log_decay)
+                call->d_log_decay[own] = 0;
+            continue;
+        }
+        mask(room, call, b, t, tile, a);
+        exponentials(a, tile.width, call->log_total[own], &total, &squares);
+        const float against = push[r], share = 1 / total; /* near 1: what the log has lost would not cancel in dl */
+#pragma omp simd reduction(+ : along)
+        for (int64_t j = 0; j < tile.width; j++) {
+            float weight = a[j] * share, x = d[j] - against * weight;
+            a[j] = weight;
+            d[j] = x;
+            along += x * weight;
+        }
+        float *d_bias = room->d_bias + tile.low;
+        for (int64_t j = 0; j < tile.width; j++) {
+            float x = a[j] * (d[j] - along);
+            d[j] = x;
+            d_bias[j] += x;
+        }
+        if (call->d_log_decay) {
+            const int32_t *place = call->key_place + b * call->J + tile.low, here = call->token_place[b * call->T + t];
+            float sum = 0;
+            for (int64_t j = 0; j < least(tile.width, call->J - tile.low); j++)
+                sum += d[j] * (float)abs(place[j] - here);
+            call->d_log_decay[own] = sum;
+        }
+    }
+    d = d_weights + before;
+    product(0, tile.count, tile.width, Kp, d, Jp, 1, room->k + tile.low * Kp, Kp, room->sums, Kp);
+    for (int64_t r = 0; r < tile.count; r++) {
+        float *d_q = at(call->d_q, b, h) + (tile.from + r) * call->d_q.token;
+        for (int64_t i = 0; i < K; i++)
+            d_q[i] = room->sums[r * Kp + i] * call->scale;
+    }
+}
+
+static void backward_head(Room *room, const Call *call, int64_t b, int64_t h)
+{
+    const int64_t K = call->K, J = call->J, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
+    memset(room->d_k, 0, Jp * Kp * sizeof(float));
+    memset(room->d_u, 0, Jp * Up * sizeof(float));
+    memset(room->d_bias, 0, Jp * sizeof(float));
+    for (int64_t from = 0; from < call->T; from += BLOCK) {
+        Tile block = tile_of(call, b, from, least(from + BLOCK, call->T)), tiles[BLOCK / TALL];
+        int64_t num = 0;
+        for (int64_t row = 0; row < block.count; row += TALL) {
+            Tile tile = tile_of(call, b, from + row, from + least(row + TALL, block.count));
+            if (!tile.width)
+                tile.low = block.low;
+            tiles[num++] = tile;
+            backward_tile(room, call, b, h, tile, row, block);
+        }
+        for (int64_t j = 0; j < block.width; j += TALL) { /* keys, against the tokens that may read them */
+            int64_t first = num, last = 0, key = block.low + j;
+            for (int64_t i = 0; i < num; i++)
+                if (tiles[i].low <= key && key < tiles[i].low + tiles[i].width)
+                    first = least(first, i), last = i + 1;
+            if (first >= last)
+                continue;
+            const int64_t row = first * TALL, rows = least(last * TALL, block.count) - row;
+            const float *a = room->weights + row * Jp + j, *d = room->d_weights + row * Jp + j;
+            product(1, TALL, rows, Kp, d, 1, Jp, room->q + (from + row) * Kp, Kp, room->d_k + key * Kp, Kp);
+            product(1, TALL, rows, Up, a, 1, Jp, room->pull + row * Up, Up, room->d_u + key * Up, Up);
+        }
+    }
+    if (call->d_key_bias)
+        memcpy(call->d_key_bias + (b * call->H + h) * J, room->d_bias, J * sizeof(float));
+    for (int64_t j = 0; j < J; j++) {
+        const float *u = room->u + j * Up, *d_u = room->d_u + j * Up;
+        float *d_v = at(call->d_v, b, h) + j * call->d_v.token;
+        memcpy(at(call->d_k, b, h) + j * call->d_k.token, room->d_k + j * Kp, K * sizeof(float));
+        if (call->kind == MEAN)
+            memcpy(d_v, d_u, K * sizeof(float));
+        else
+            for (int64_t i = 0; i < K; i++)
+                d_v[i] = d_u[i] + 2 * u[i] * d_u[Kp + i];
+    }
+}
+
+static int each_head(const Call *call, int backward)
+{
+    int failed = 0;
+#pragma omp parallel
+    {
+        Room room;
+        const int ready = take(&room, call, backward);
+        if (!ready) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < call->B * call->H; i++) {
+            if (!ready)
+                continue;
+            const int64_t b = i / call->H, h = i % call->H;
+            fetch(&room, call, b, h, backward);
+            if (backward)
+                backward_head(&room, call, b, h);
+            else
+                for (int64_t from = 0; from < call->T; from += TALL)
+                    forward_tile(&room, call, b, h, tile_of(call, b, from, least(from + TALL, call->T)));
+        }
+        if (ready)
+            free(room.all);
+    }
+    return failed;
+}
+
+/* Equations (1) and (2); 0, or 1 where memory is short. */
+int softmax_forward(const Call *call) { return each_head(call, 0); }
+
+/* Equations (3) and (4). */
+int softmax_backward(const Call *call) { return each_head(call, 1); }
+
+/* Of each of T tokens of B rows, the columns from the first to the last it may read, and how many of them it may not. */
+void softmax_spans(int64_t B, int64_t T, int64_t J, int64_t causal, const int32_t *token_history,
+                   const int32_t *token_place, const int32_t *key_history, const int32_t *key_place, int32_t *start,
+                   int32_t *stop, int32_t *gaps)
+{
+#pragma omp parallel for schedule(static)
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t t = b * T; t < (b + 1) * T; t++) {
+            const int32_t *history = key_history + b * J, *place = key_place + b * J;
+            const int32_t own = token_history[t], here = token_place[t];
+            int32_t low = INT32_MAX, high = 0, count = 0;
+#pragma omp simd reduction(min : low) reduction(max : high) reduction(+ : count)
+            for (int32_t j = 0; j < (int32_t)J; j++) {
+                int reads = own >= 0 && history[j] == own && (!causal || place[j] <= here);
+                low = reads && j < low ? j : low;
+                high = reads && j + 1 > high ? j + 1 : high;
+                count += reads;
+            }
+            start[t] = count ? low : 0;
+            stop[t] = high;
+            gaps[t] = high - start[t] - count;
+        }
+}

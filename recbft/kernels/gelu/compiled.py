@@ -1,0 +1,67 @@
+"""GELU and a product with its slope in C (``compiled/gelu.c``).
+
+Shapes: N tokens, F feed-forward width, r columns, S seeds.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int64, c_void_p
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recbft.kernels import compiled
+from recbft.kernels.compiled import pointer
+
+
+def serves(a: Tensor, factor: Tensor) -> bool:
+    """Whether a call is for this path."""
+    return compiled.serves(a) and factor.dtype == a.dtype and a.numel() > 0
+
+
+def forward(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """``(gelu(a), gelu'(a) @ factor)``; a (N, F), factor (F, r) or (S, F, r)."""
+    y, z = torch.empty_like(a, memory_format=torch.contiguous_format), a.new_empty(len(a), factor.shape[-1])
+    for right, *parts in zip(_each(factor), *_shared(factor, a.contiguous(), y, z), strict=True):
+        _run("gelu_forward", right, _padded(right), *parts)
+    return y, z
+
+
+def slope_product(a: Tensor, factor: Tensor) -> Tensor:
+    """``gelu'(a) @ factor`` alone."""
+    z = a.new_empty(len(a), factor.shape[-1])
+    for right, points, out in zip(_each(factor), *_shared(factor, a.contiguous(), z), strict=True):
+        _run("gelu_forward", right, _padded(right), points, None, out)
+    return z
+
+
+def backward(a: Tensor, factor: Tensor, g_y: Tensor, g_z: Tensor) -> Tensor:
+    """The gradient of a."""
+    a, g_y, g_z = a.contiguous(), g_y.contiguous(), g_z.contiguous()
+    d_a = torch.empty_like(a)
+    for right, *parts in zip(_each(factor), *_shared(factor, a, g_y, g_z, d_a), strict=True):
+        _run("gelu_backward", right, _padded(right.T), *parts)
+    return d_a
+
+
+def _each(factor: Tensor) -> list[Tensor]:
+    return [factor] if factor.dim() == 2 else list(factor)
+
+
+def _shared(factor: Tensor, *tokens: Tensor) -> list[tuple[Tensor, ...]]:
+    """Each tensor in as many equal parts as there are factors."""
+    num = 1 if factor.dim() == 2 else len(factor)
+    return [tuple(x.view(num, -1, x.shape[-1])) for x in tokens]
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """With rows of whole vectors, as this machine has them."""
+    width = matrix.shape[1]
+    return F.pad(matrix, (0, compiled.library().gelu_padded(c_int64(width)) - width)).contiguous()
+
+
+def _run(name: str, factor: Tensor, padded: Tensor, a: Tensor, *tensors: Tensor | None) -> None:
+    sizes = (c_int64(n) for n in (len(a), *factor.shape))
+    if getattr(compiled.library(), name)(*sizes, *(c_void_p(pointer(x)) for x in (a, padded, *tensors))):
+        raise MemoryError(f"no memory for {factor.shape[0]} features of a few tokens; lower inner_size")

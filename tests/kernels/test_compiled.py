@@ -1,0 +1,385 @@
+"""The paths in C against the references in float64, and how they are built."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from recbft.core import Belief, Readers, SequenceContext, softmax_mean, softmax_moments
+from recbft.kernels import compiled, dispatch, filter_step
+from recbft.kernels.cross_entropy import full_cross_entropy
+from recbft.kernels.cross_entropy.exponentials import exponentials
+from recbft.kernels.filter_step import compiled as compiled_step
+from recbft.kernels.filter_step import cpu as cpu_step
+from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
+from recbft.kernels.softmax_moments.reml import softmax_reml
+
+REASON = compiled.missing()
+needs_build = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+PRIOR = {"prior_scale": 0.2, "prior_dof": 1.0, "cap": 20.0}
+
+
+def packed(lengths_by_row, width, *, causal=True, order=None):
+    """Rows of histories one after another, padded at the end; ``order`` takes the columns apart."""
+    segment = torch.full((len(lengths_by_row), width), -1)
+    position = torch.zeros(len(lengths_by_row), width, dtype=torch.long)
+    number = 0
+    for row, lengths in enumerate(lengths_by_row):
+        column = 0
+        for length in lengths:
+            segment[row, column : column + length] = number
+            position[row, column : column + length] = torch.arange(length)
+            column, number = column + length, number + 1
+    if order is not None:
+        segment, position = segment[:, order], position[:, order]
+    return SequenceContext(segment, position, causal=causal)
+
+
+def drawn(B, H, T, K, *, seed, num_queries=None):
+    """q, k, v, log precision and log decay in float64."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = (B, H, num_queries or T, K), (B, H, T, K), (B, H, T, K), (B, T)
+    inputs = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+    return [*inputs, torch.tensor(-0.05, dtype=torch.float64)]
+
+
+def moments(impl, q, k, v, log_precision, log_decay, context):
+    return softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
+
+
+def mean(impl, q, k, v, log_precision, log_decay, context):
+    return (softmax_mean(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl),)
+
+
+def reml(impl, q, k, v, log_precision, log_decay, context):
+    found = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl="reference")
+    if impl == "reference":
+        return found.mean, filter_step.reml_precision(found.residual_variance, found.effective_sample_size, **PRIOR)
+    impl = "composed" if impl == "cpu" else impl
+    return softmax_reml(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl, **PRIOR)
+
+
+def with_gradients(function, impl, inputs, context, dtype):
+    """Outputs, and gradients of a mixture of them, in float64."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    outputs = function(impl, *inputs, context)
+    g = torch.Generator().manual_seed(7)
+    loss = sum((x * torch.randn(x.shape, generator=g, dtype=torch.float64).to(dtype)).sum() for x in outputs)
+    return [x.detach().double() for x in (*outputs, *torch.autograd.grad(loss, inputs))]
+
+
+def assert_as_near_as(found, plain, exact, *, slack):
+    """No farther from the exact values than twice what the plain path is, but for ``slack`` of the largest."""
+    for number, (one, other, true) in enumerate(zip(found, plain, exact, strict=True)):
+        error, usual = ((x - true).abs().max().item() if x.numel() else 0.0 for x in (one, other))
+        size = true.abs().max().item() if true.numel() else 0.0
+        assert error <= 2 * usual + slack * size, f"output {number}: {error} off, the plain path {usual}, of {size}"
+
+
+@needs_build
+@pytest.mark.parametrize("function", [moments, mean, reml])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("T", "K"), [(1, 1), (2, 3), (7, 8), (8, 16), (9, 5), (63, 32), (64, 33), (65, 64), (200, 32)])
+def test_softmax_equals_the_reference_in_values_and_gradients(T, K, shuffled, causal, function):
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(T)) if shuffled else None
+    lengths = [[T], [T // 2, T - T // 2] if T > 1 else [1], [max(1, T - 1)], [], [1] * T]
+    context = packed(lengths, T, causal=causal, order=order)
+    inputs = drawn(5, 2, T, K, seed=T + K)
+    exact = with_gradients(function, "reference", inputs, context, torch.float64)
+    found, plain = (with_gradients(function, impl, inputs, context, torch.float32) for impl in ("compiled", "cpu"))
+    # The gradient of the decay is one number, in which most of what is summed cancels.
+    assert_as_near_as(found[:-1], plain[:-1], exact[:-1], slack=2e-6)
+    torch.testing.assert_close(found[-1], exact[-1], rtol=1e-3, atol=1e-3)
+
+
+@needs_build
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("function", [moments, mean, reml])
+def test_fewer_queries_than_keys_read_as_among_all(function, causal):
+    whole = packed([[4, 5], [9], [2, 2]], 9, causal=causal)
+    only = torch.tensor([3, 8, 17, 19])
+    readers = Readers.of(only, 3, 9)
+    inputs = drawn(3, 2, 9, 6, seed=3)
+    all_of_them = function("reference", *inputs, whole)
+    q = readers.take(inputs[0].transpose(1, 2).flatten(2)).unflatten(2, (2, 6)).transpose(1, 2)
+    few = with_gradients(function, "compiled", [q, *inputs[1:]], readers.context(whole), torch.float32)
+    for some, every in zip(few, all_of_them, strict=False):
+        rows = some.transpose(1, 2).flatten(0, 1)[readers.place]
+        torch.testing.assert_close(rows, every.transpose(1, 2).flatten(0, 1)[only], rtol=1e-5, atol=1e-5)
+
+
+@needs_build
+def test_a_decay_of_each_row_and_none_at_all():
+    context = packed([[5], [3, 2]], 5, causal=False)
+    q, k, v, log_precision, _ = (x.float() for x in drawn(2, 2, 5, 4, seed=1))
+    for bias, decay in ((None, None), (log_precision, None), (None, torch.tensor([[-0.1], [-0.9]]))):
+        one, two = (moments(impl, q, k, v, bias, decay, context) for impl in ("compiled", "reference"))
+        for found, expected in zip(one, two, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@needs_build
+def test_a_batch_without_rows_is_served():
+    inputs = [x.float().requires_grad_() for x in drawn(0, 2, 5, 4, seed=1)]
+    context = packed([], 5)
+    outputs = moments("compiled", *inputs, context)
+    assert [tuple(x.shape) for x in outputs] == [(0, 2, 5, 4), (0, 2, 5, 4), (0, 2, 5)]
+    assert sum(x.sum() for x in outputs) == 0
+    sum(x.sum() for x in outputs).backward()
+
+
+@needs_build
+def test_odd_strides_and_expanded_gradients_change_nothing():
+    context = packed([[6], [2, 4]], 6)
+    inputs = [x.float() for x in drawn(2, 3, 6, 8, seed=5)]
+    plain = [x.clone().requires_grad_() for x in inputs]
+    odd = [x.clone().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs[:3]]
+    odd[2] = torch.stack([inputs[2], inputs[2]], dim=-1)[..., 0].requires_grad_()  # elements two apart
+    odd += [x.clone().requires_grad_() for x in inputs[3:]]
+    grads = []
+    for each in (plain, odd):
+        outputs = moments("compiled", *each, context)
+        grads.append(torch.autograd.grad(sum(x.sum() for x in outputs), each))  # gradients of stride 0
+    for one, two in zip(*grads, strict=True):
+        assert torch.equal(one, two)
+
+
+@needs_build
+def test_runs_and_numbers_of_threads_give_the_same_bits():
+    context = packed([[50], [20, 30], [5] * 10, [49]], 50)
+    inputs = drawn(4, 2, 50, 32, seed=2)
+    threads = torch.get_num_threads()
+    try:
+        runs = []
+        for count in (1, 1, 2, 3):
+            torch.set_num_threads(count)
+            runs.append(with_gradients(reml, "compiled", inputs, context, torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+    for run in runs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(runs[0], run, strict=True))
+
+
+@needs_build
+def test_extreme_logits_offsets_and_precisions_stay_finite():
+    context = packed([[40], [40]], 40)
+    q, k, v, log_precision, log_decay = drawn(2, 2, 40, 8, seed=9)
+    q, v = 300 * q, v + 10
+    log_precision[:, ::3] = -1e30
+    inputs = [q, k, v, log_precision, log_decay]
+    exact = with_gradients(moments, "reference", inputs, context, torch.float64)
+    found, plain = (with_gradients(moments, impl, inputs, context, torch.float32) for impl in ("compiled", "cpu"))
+    assert all(torch.isfinite(x).all() for x in found)
+    assert_as_near_as(found[:3], plain[:3], exact[:3], slack=1e-5)
+
+
+@needs_build
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_what_is_not_a_number_stays_visible(where):
+    context = packed([[4]], 4)
+    inputs = [x.float() for x in drawn(1, 1, 4, 3, seed=0)]
+    inputs["qkv".index(where)][0, 0, 1, 2] = float("nan")
+    found = moments("compiled", *inputs, context)
+    assert torch.isnan(found.mean[0, 0, 1:]).any()
+
+
+@needs_build
+def test_what_it_cannot_serve_goes_to_another_path():
+    context = packed([[4]], 4)
+    q, k, v, *_ = drawn(1, 1, 4, 3, seed=0)
+    for call, reason in (
+        ({"q": q}, "serves float32, got float64"),
+        ({"dropout": 0.1}, "attention dropout is left to another path"),
+        ({"bias": torch.zeros(1, 1, 4, 4)}, "a bias per pair is left to another path"),
+    ):
+        given = {"q": q.float(), **call}
+        with pytest.raises(ValueError, match=f"compiled path declined: {reason}"):
+            softmax_moments(given.pop("q"), k.float(), v.float(), context, impl="compiled", **given)
+    for given in ((q.float(), k.float()[..., :2], v.float()), (q.float(), k.float(), v.float()[:, :, :3])):
+        with pytest.raises(ValueError, match="have shape"):
+            softmax_moments(*given, context, impl="compiled")
+    with pytest.raises(ValueError, match="and the context"):
+        softmax_moments(*(torch.randn(2, 1, 4, 3) for _ in range(3)), context, impl="compiled")
+
+
+@needs_build
+@pytest.mark.parametrize("seeds", [None, 2])
+@pytest.mark.parametrize(("N", "width", "rank"), [(2, 5, 2), (18, 33, 16), (300, 256, 16), (40, 64, 64)])
+def test_gelu_and_its_slope_equal_the_reference(N, width, rank, seeds):
+    g = torch.Generator().manual_seed(N)
+    a = 3 * torch.randn(N, width, generator=g, dtype=torch.float64)
+    factor = torch.randn(*([seeds] if seeds else []), width, rank, generator=g, dtype=torch.float64)
+    pulls = [torch.randn(N, size, generator=g, dtype=torch.float64) for size in (width, rank)]
+
+    def run(function, dtype):
+        x = a.detach().to(dtype).requires_grad_()
+        outputs = function(x, factor.to(dtype))
+        return [y.detach().double() for y in (*outputs, *torch.autograd.grad(outputs, x, [p.to(dtype) for p in pulls]))]
+
+    exact = run(gelu_with_slope_reference, torch.float64)
+    found, plain = (run(f, torch.float32) for f in (gelu_with_slope, gelu_with_slope_reference))
+    assert_as_near_as(found, plain, exact, slack=1e-6)
+
+
+@needs_build
+def test_gelu_is_as_exact_as_pytorch_s_over_its_range():
+    a = torch.linspace(-15, 15, 100_001)
+    found = gelu_with_slope(a[None], torch.zeros(len(a), 1))[0][0]
+    exact = F.gelu(a.double())
+    assert (found - exact).abs().max() <= (F.gelu(a) - exact).abs().max()
+
+
+@needs_build
+@pytest.mark.parametrize("ramp", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("N", "D"), [(1, 1), (7, 33), (130, 64)])
+def test_update_equals_the_other_path(N, D, ramp):
+    g = torch.Generator().manual_seed(N)
+    h, e = (torch.randn(N, D, generator=g, dtype=torch.float64) for _ in range(2))
+    lam, r = (0.01 + 5 * torch.rand(N, D, generator=g, dtype=torch.float64) for _ in range(2))
+
+    def run(path, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (h, lam, e, r)]
+        belief = path.kalman_update(Belief(*inputs[:2]), *inputs[2:], ramp=ramp)
+        loss = (belief.mean * h.to(dtype)).sum() + (belief.precision * e.to(dtype)).sum()
+        return [x.detach().double() for x in (*belief, *torch.autograd.grad(loss, inputs))]
+
+    assert compiled_step.serves_update(Belief(h.float(), lam.float()), e.float(), r.float())
+    exact, plain, found = run(cpu_step, torch.float64), run(cpu_step, torch.float32), run(compiled_step, torch.float32)
+    assert_as_near_as(found, plain, exact, slack=5e-7)
+
+
+@needs_build
+@pytest.mark.parametrize("jacobian", ["each", "shared", "scalar"])
+@pytest.mark.parametrize("noise", ["each", "scalar"])
+@pytest.mark.parametrize(("N", "D"), [(1, 1), (7, 33), (130, 64)])
+def test_prediction_equals_the_other_path(N, D, noise, jacobian):
+    g = torch.Generator().manual_seed(N)
+    lam = 0.01 + 5 * torch.rand(N, D, generator=g, dtype=torch.float64)
+    J = 0.7 * torch.randn({"each": (N, D), "shared": (D,), "scalar": ()}[jacobian], generator=g, dtype=torch.float64)
+    Q = torch.rand((D,) if noise == "each" else (), generator=g, dtype=torch.float64)
+
+    def run(path, dtype):
+        wanted = [x.to(dtype).requires_grad_() for x in ((lam, Q, J) if jacobian == "each" else (lam, Q))]
+        slope = wanted[2] if jacobian == "each" else J.to(dtype)
+        assert path is cpu_step or path.serves_prediction(wanted[0], slope, wanted[1])
+        after = path.predict_precision(wanted[0], slope, wanted[1], low=0.05, cap=3.0)
+        loss = (after * torch.arange(1, N * D + 1, dtype=dtype).cos().view(N, D)).sum()
+        return [x.detach().double() for x in (after, *torch.autograd.grad(loss, wanted))]
+
+    exact, plain, found = run(cpu_step, torch.float64), run(cpu_step, torch.float32), run(compiled_step, torch.float32)
+    assert_as_near_as(found, plain, exact, slack=1e-6)
+
+
+def test_steps_of_other_shapes_and_types_are_not_for_c():
+    belief = Belief(torch.ones(2, 3), torch.ones(2, 3))
+    assert not compiled_step.serves_update(belief, torch.ones(2, 3), torch.ones(2, 1))
+    assert not compiled_step.serves_update(belief, torch.ones(2, 3), torch.ones(2, 3).double())
+    assert not compiled_step.serves_prediction(torch.ones(2, 3), torch.ones(3, requires_grad=True), torch.ones(3))
+    assert not compiled_step.serves_prediction(torch.ones(2, 3), torch.ones(3), torch.ones(2, 3))
+
+
+@needs_build
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize(("N", "V"), [(1, 1), (3, 17), (9, 5000)])
+def test_exponentials_and_their_sums(N, V, shifted):
+    logits = 20 * torch.randn(N, V + 3, generator=torch.Generator().manual_seed(V))
+    exact = logits[:, :V].double()
+    top = exact.amax(dim=1, keepdim=True) if shifted else torch.zeros(N, 1)
+    odds, total, shift = exponentials(logits[:, :V], shifted=shifted)
+    expected = (exact - top).exp()
+    torch.testing.assert_close(odds.double(), expected, rtol=1e-5, atol=1e-37)
+    torch.testing.assert_close(total.double(), expected.sum(dim=1, keepdim=True), rtol=1e-6, atol=0)
+    assert shift is None if not shifted else torch.equal(shift, top.float())
+    assert odds.data_ptr() == logits.data_ptr()
+
+
+@needs_build
+def test_a_cross_entropy_with_what_is_not_a_number_is_not_a_number():
+    states = torch.randn(4, 3)
+    states[2, 1] = float("nan")
+    assert torch.isnan(full_cross_entropy(states, torch.randn(7, 3), torch.zeros(4, dtype=torch.long)))
+
+
+def compiler(folder, script):
+    """A compiler of our own."""
+    file = folder / "cc"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return str(file)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    return tmp_path / "cache" / "recbft"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        (compiled.SWITCH, "0", "RECBFT_COMPILED is '0'"),
+        ("CC", "no-such-compiler", r"no C compiler \(no-such-compiler\); install gcc, or name it in CC"),
+    ],
+)
+def test_a_build_that_is_not_to_be_had_has_a_reason(name, value, reason, cache, monkeypatch):
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(compiled.UnavailableError, match=reason):
+        compiled._built()
+    assert not cache.exists() or list(cache.iterdir()) == []
+
+
+def test_a_failed_build_says_why_and_leaves_nothing(cache, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv(
+        "CC", compiler(tmp_path, 'case "$1" in --version) echo mine;; *) echo no vectors here >&2; exit 1;; esac')
+    )
+    with pytest.raises(compiled.UnavailableError, match="could not build them: no vectors here"):
+        compiled._built()
+    assert list(cache.iterdir()) == []
+
+
+def test_elsewhere_than_on_linux_other_paths_serve(cache, monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(compiled.UnavailableError, match="they are built on Linux"):
+        compiled._built()
+
+
+@needs_build
+@pytest.mark.slow
+def test_builds_are_kept_and_made_at_the_same_time_without_harm(cache):
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda _: compiled._built(), range(2))
+    assert one == two and list(cache.iterdir()) == [one]
+    before = one.stat()
+    assert compiled._built().stat().st_mtime_ns == before.st_mtime_ns
+
+
+@needs_build
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_process(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    built = compiled._built()
+    assert built.exists() and os.fspath(tmp_path) not in os.fspath(built)
+
+
+def test_without_a_build_the_other_path_serves_and_the_reason_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(compiled, "_found", lambda: "no compiled kernels: none here")
+    dispatch._log_once.cache_clear()
+    context = packed([[4]], 4)
+    q, k, v, *_ = (x.float() for x in drawn(1, 1, 4, 3, seed=0))
+    with caplog.at_level(logging.INFO, logger="recbft"):
+        for _ in range(2):
+            found = softmax_moments(q, k, v, context)
+    assert caplog.messages == ["compiled path declined: no compiled kernels: none here"]
+    assert torch.equal(found.mean, softmax_moments(q, k, v, context, impl="cpu").mean)
