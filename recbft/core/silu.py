@@ -1,6 +1,6 @@
 """Pointwise SiLU attention (HSTU): the innovation, and the sums that a sandwich variance needs.
 
-    s_tj = q_t . k_j / sqrt(K) + bias_tj + log_precision_j + lag_tj * log_decay                  (1)
+    s_tj = q_t . k_j / sqrt(K) + bias_tj + b[lag_tj] + log_precision_j + lag_tj * log_decay      (1)
     a_tj = SiLU(s_tj) / N over the keys j that t may read, N a constant length                   (2)
     e = sum a v    s1 = sum a    s2 = sum a^2    w1 = sum a^2 v    w2 = sum a^2 v^2               (3)
 
@@ -19,6 +19,7 @@ from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import silu_moments as paths
 from recbft.kernels.silu_moments import reference
+from recbft.kernels.silu_moments.bias import total_bias
 
 
 def silu_moments(
@@ -29,6 +30,7 @@ def silu_moments(
     *,
     length: int,
     bias: Tensor | None = None,
+    lag_bias: Tensor | None = None,
     log_precision: Tensor | None = None,
     log_decay: Tensor | None = None,
     impl: str = "auto",
@@ -40,17 +42,19 @@ def silu_moments(
         context: which token may read which.
         length: N of (2), > 0.
         bias: added to the scores, broadcastable to (B, H, T, T).
+        lag_bias: b, (L,), the bias of each lag in positions; the last is that of all longer ones.
         log_precision: log of each key's scalar precision, (B, T).
         log_decay: log of the recency decay, a scalar, <= 0, multiplied by the lag in positions.
-        impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``cpu`` and ``reference`` force one.
-            Fewer queries than keys, as ``core.Readers`` has them, are for the reference.
+        impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``compiled``, ``cpu`` and ``reference``
+            force one. Fewer queries than keys, as ``core.Readers`` has them, are for ``compiled`` and ``reference``.
 
     Raises:
         ValueError: unknown ``impl``, or the forced path cannot serve the call; ``length`` is not positive.
     """
     _check_length(length)
-    total = _total_bias(q, context, bias, log_precision, log_decay)
-    sums: SiluMoments = paths.choose(impl, q)(q, k, v, context, length=length, bias=total)
+    path = paths.choose(impl, q, bias=bias is not None, read_by_all=context.read_by_all)
+    biases = {"bias": bias, "lag_bias": lag_bias, "log_precision": log_precision, "log_decay": log_decay}
+    sums: SiluMoments = path(q, k, v, context, length=length, **biases)
     return sums
 
 
@@ -62,14 +66,16 @@ def silu_mean(
     *,
     length: int,
     bias: Tensor | None = None,
+    lag_bias: Tensor | None = None,
     log_precision: Tensor | None = None,
     log_decay: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """The first sum of (3) alone, for layers that keep no precision: the same as ``silu_moments(...).mean``."""
     _check_length(length)
-    total = _total_bias(q, context, bias, log_precision, log_decay)
-    mean: Tensor = paths.choose_mean(impl, q)(q, k, v, context, length=length, bias=total)
+    path = paths.choose_mean(impl, q, bias=bias is not None, read_by_all=context.read_by_all)
+    biases = {"bias": bias, "lag_bias": lag_bias, "log_precision": log_precision, "log_decay": log_decay}
+    mean: Tensor = path(q, k, v, context, length=length, **biases)
     return mean
 
 
@@ -80,30 +86,15 @@ def silu_weights(
     *,
     length: int,
     bias: Tensor | None = None,
+    lag_bias: Tensor | None = None,
     log_precision: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Tensor:
     """The weights of (2) written out, (B, H, T, T), 0 where a token may not read; arguments as above."""
-    total = _total_bias(q, context, bias, log_precision, log_decay)
+    total = total_bias(q, context, bias, lag_bias, log_precision, log_decay)
     return reference.silu_weights(q, k, context, length=length, bias=total)
 
 
 def _check_length(length: int) -> None:
     if length <= 0:
         raise ValueError(f"length is {length}; give the constant that divides the weights, > 0")
-
-
-def _total_bias(
-    q: Tensor, context: SequenceContext, bias: Tensor | None, log_precision: Tensor | None, log_decay: Tensor | None
-) -> Tensor | None:
-    """The sum of the biases on the scores, (B or 1, H or 1, T or 1, T)."""
-    total = bias
-    if log_precision is not None:
-        key = log_precision[:, None, None, :]
-        total = key if total is None else total + key
-    if log_decay is not None:
-        pair = (context.lag.to(q.dtype) * log_decay)[:, None]
-        total = pair if total is None else total + pair
-    if total is not None:  # two or three dimensions stand for all rows, or for all rows and heads
-        total = total.reshape((1,) * (4 - total.dim()) + total.shape)
-    return total

@@ -22,21 +22,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from recbft.core import (
     Readers,
     SequenceContext,
     check_estimator,
     projected_precision,
-    sandwich_precision,
     scalar_log_precision,
     silu_mean,
     silu_moments,
     silu_weights,
 )
 from recbft.kernels.dropout import dropout as drop
-from recbft.kernels.transforms import applied, beyond_first_gradients
+from recbft.kernels.filter_step import sandwich_precision
+from recbft.kernels.silu_moments.bias import look_up
 from recbft.mixers.observation import Observation
 
 BUCKET_WIDTH = 0.301  # as in the authors' code
@@ -119,24 +118,23 @@ class PointwiseAttention(nn.Module):
             only: tokens, counted through the rows, whose observation is all that is wanted, (N, D).
         """
         if only is None:
-            return self._observe(x, x, precision, context, ramp, "auto")
+            return self._observe(x, x, precision, context, ramp)
         readers = Readers.of(only, *x.shape[:2])
-        seen = self._observe(readers.take(x), x, precision, readers.context(context), ramp, "reference")
+        seen = self._observe(readers.take(x), x, precision, readers.context(context), ramp)
         return seen.at(readers.place)
 
     def _observe(
-        self, x: Tensor, source: Tensor, precision: Tensor | None, context: SequenceContext, ramp: float, impl: str
+        self, x: Tensor, source: Tensor, precision: Tensor | None, context: SequenceContext, ramp: float
     ) -> Observation:
         """``forward`` of tokens that read others, ``source``."""
         gate = F.silu(self.gate(x))
         q = self._heads(F.silu(self.query(x)))
         k, v = (self._heads(F.silu(part(source))) for part in (self.key, self.value))
-        bias, log_precision, log_decay = self._biases(precision, context, ramp)
-        known = {"bias": bias, "log_precision": log_precision, "log_decay": log_decay}
+        known = self._biases(precision, context, ramp)
         if self.estimator is None:
-            mean = silu_mean(q, k, v, context, length=self.length, **known, impl=impl)
+            mean = silu_mean(q, k, v, context, length=self.length, **known)
             return Observation(self._innovation(mean, gate), None)
-        moments = silu_moments(q, k, v, context, length=self.length, **known, impl=impl)
+        moments = silu_moments(q, k, v, context, length=self.length, **known)
         innovation = self._innovation(moments.mean, gate)
         found = _joined(sandwich_precision(moments, cap=self.cap, centre=self.centre))
         return Observation(
@@ -154,26 +152,23 @@ class PointwiseAttention(nn.Module):
     def attention(self, x: Tensor, precision: Tensor | None, context: SequenceContext, *, ramp: float = 1.0) -> Tensor:
         """The weights behind ``forward``, (B, H, T, T); of any sign, and they need not sum to one."""
         q, k = (self._heads(F.silu(part(x))) for part in (self.query, self.key))
-        bias, log_precision, log_decay = self._biases(precision, context, ramp)
-        return silu_weights(
-            q, k, context, length=self.length, bias=bias, log_precision=log_precision, log_decay=log_decay
-        )
+        return silu_weights(q, k, context, length=self.length, **self._biases(precision, context, ramp))
 
-    def _biases(
-        self, precision: Tensor | None, context: SequenceContext, ramp: float
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _biases(self, precision: Tensor | None, context: SequenceContext, ramp: float) -> dict[str, Any]:
         """What (2) adds to the products: the learned biases, the log precision of keys, the log recency decay."""
-        log_precision = None if precision is None else ramp * scalar_log_precision(precision)
-        log_decay = None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit)
-        return self._bias(context), log_precision, log_decay
+        return {
+            "bias": self._time_bias(context),
+            "lag_bias": self.position_table[:, 0],
+            "log_precision": None if precision is None else ramp * scalar_log_precision(precision),
+            "log_decay": None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit),
+        }
 
-    def _bias(self, context: SequenceContext) -> Tensor:
-        """p + g of (2), (B, 1, T, T)."""
-        bias = look_up(self.position_table, context.lag)
-        if self.time_table is not None:
-            bucket = (context.log_elapsed / BUCKET_WIDTH).long().clamp_(max=NUM_BUCKETS - 1)  # (5)
-            bias = bias + look_up(self.time_table, bucket)
-        return bias[:, None]
+    def _time_bias(self, context: SequenceContext) -> Tensor | None:
+        """g of (2), (B, 1, T, T)."""
+        if self.time_table is None:
+            return None
+        bucket = (context.log_elapsed / BUCKET_WIDTH).long().clamp_(max=NUM_BUCKETS - 1)  # (5)
+        return look_up(self.time_table[:, 0], bucket)[:, None]
 
     def _heads(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, H, T, K)
         B, T, D = x.shape
@@ -182,29 +177,3 @@ class PointwiseAttention(nn.Module):
 
 def _joined(heads: Tensor) -> Tensor:  # (B, H, T, K) -> (B, T, D)
     return heads.transpose(1, 2).flatten(2)
-
-
-def look_up(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of a table of one column, (N, 1), at an index of any shape; an index out of range gives row N - 1 or 0."""
-    index = index.clamp(0, table.shape[0] - 1)
-    if beyond_first_gradients():
-        return table[:, 0][index]
-    looked_up: Tensor = applied(_LookUp, table, index)
-    return looked_up
-
-
-class _LookUp(torch.autograd.Function):
-    """Indexing whose gradient is one sum per row: autograd's own sorts or locks over every pair of tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.rows = table.shape[0]
-        return table[:, 0].take(index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (index,) = ctx.saved_tensors
-        table = grad.new_zeros(ctx.rows).index_add_(0, index.flatten(), grad.flatten())
-        return table[:, None], None

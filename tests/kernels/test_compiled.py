@@ -11,12 +11,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recbft.core import Belief, Readers, SequenceContext, softmax_mean, softmax_moments
+from recbft import core
+from recbft.core import (
+    Belief,
+    Readers,
+    SequenceContext,
+    SiluMoments,
+    silu_mean,
+    silu_moments,
+    softmax_mean,
+    softmax_moments,
+)
 from recbft.kernels import compiled, dispatch, filter_step
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.kernels.filter_step import compiled as compiled_step
 from recbft.kernels.filter_step import cpu as cpu_step
+from recbft.kernels.filter_step import sandwich
 from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
 from recbft.kernels.softmax_moments.reml import softmax_reml
 
@@ -65,6 +76,19 @@ def reml(impl, q, k, v, log_precision, log_decay, context):
     return softmax_reml(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl, **PRIOR)
 
 
+def silu_biases(log_precision, log_decay):
+    lag_bias = torch.cat([log_precision.flatten().cos(), log_precision.new_tensor([0.3, -0.4])])[-30:]
+    return {"log_precision": log_precision, "log_decay": log_decay, "lag_bias": lag_bias, "length": 20}
+
+
+def silu(impl, q, k, v, log_precision, log_decay, context):
+    return silu_moments(q, k, v, context, **silu_biases(log_precision, log_decay), impl=impl)
+
+
+def silu_alone(impl, q, k, v, log_precision, log_decay, context):
+    return (silu_mean(q, k, v, context, **silu_biases(log_precision, log_decay), impl=impl),)
+
+
 def with_gradients(function, impl, inputs, context, dtype):
     """Outputs, and gradients of a mixture of them, in float64."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
@@ -83,11 +107,11 @@ def assert_as_near_as(found, plain, exact, *, slack):
 
 
 @needs_build
-@pytest.mark.parametrize("function", [moments, mean, reml])
+@pytest.mark.parametrize("function", [moments, mean, reml, silu, silu_alone])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("T", "K"), [(1, 1), (2, 3), (7, 8), (8, 16), (9, 5), (63, 32), (64, 33), (65, 64), (200, 32)])
-def test_softmax_equals_the_reference_in_values_and_gradients(T, K, shuffled, causal, function):
+def test_attention_equals_the_reference_in_values_and_gradients(T, K, shuffled, causal, function):
     order = torch.randperm(T, generator=torch.Generator().manual_seed(T)) if shuffled else None
     lengths = [[T], [T // 2, T - T // 2] if T > 1 else [1], [max(1, T - 1)], [], [1] * T]
     context = packed(lengths, T, causal=causal, order=order)
@@ -101,7 +125,7 @@ def test_softmax_equals_the_reference_in_values_and_gradients(T, K, shuffled, ca
 
 @needs_build
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("function", [moments, mean, reml])
+@pytest.mark.parametrize("function", [moments, mean, reml, silu, silu_alone])
 def test_fewer_queries_than_keys_read_as_among_all(function, causal):
     whole = packed([[4, 5], [9], [2, 2]], 9, causal=causal)
     only = torch.tensor([3, 8, 17, 19])
@@ -110,7 +134,7 @@ def test_fewer_queries_than_keys_read_as_among_all(function, causal):
     all_of_them = function("reference", *inputs, whole)
     q = readers.take(inputs[0].transpose(1, 2).flatten(2)).unflatten(2, (2, 6)).transpose(1, 2)
     few = with_gradients(function, "compiled", [q, *inputs[1:]], readers.context(whole), torch.float32)
-    for some, every in zip(few, all_of_them, strict=False):
+    for some, every in zip(few, all_of_them, strict=False):  # what follows are gradients
         rows = some.transpose(1, 2).flatten(0, 1)[readers.place]
         torch.testing.assert_close(rows, every.transpose(1, 2).flatten(0, 1)[only], rtol=1e-5, atol=1e-5)
 
@@ -126,17 +150,19 @@ def test_a_decay_of_each_row_and_none_at_all():
 
 
 @needs_build
-def test_a_batch_without_rows_is_served():
+@pytest.mark.parametrize("function", [moments, silu])
+def test_a_batch_without_rows_is_served(function):
     inputs = [x.float().requires_grad_() for x in drawn(0, 2, 5, 4, seed=1)]
     context = packed([], 5)
-    outputs = moments("compiled", *inputs, context)
-    assert [tuple(x.shape) for x in outputs] == [(0, 2, 5, 4), (0, 2, 5, 4), (0, 2, 5)]
+    outputs = function("compiled", *inputs, context)
+    assert {tuple(x.shape) for x in outputs} == {(0, 2, 5, 4), (0, 2, 5)}
     assert sum(x.sum() for x in outputs) == 0
     sum(x.sum() for x in outputs).backward()
 
 
 @needs_build
-def test_odd_strides_and_expanded_gradients_change_nothing():
+@pytest.mark.parametrize("function", [moments, silu])
+def test_odd_strides_and_expanded_gradients_change_nothing(function):
     context = packed([[6], [2, 4]], 6)
     inputs = [x.float() for x in drawn(2, 3, 6, 8, seed=5)]
     plain = [x.clone().requires_grad_() for x in inputs]
@@ -145,14 +171,15 @@ def test_odd_strides_and_expanded_gradients_change_nothing():
     odd += [x.clone().requires_grad_() for x in inputs[3:]]
     grads = []
     for each in (plain, odd):
-        outputs = moments("compiled", *each, context)
+        outputs = function("compiled", *each, context)
         grads.append(torch.autograd.grad(sum(x.sum() for x in outputs), each))  # gradients of stride 0
     for one, two in zip(*grads, strict=True):
         assert torch.equal(one, two)
 
 
 @needs_build
-def test_runs_and_numbers_of_threads_give_the_same_bits():
+@pytest.mark.parametrize("function", [reml, silu])
+def test_runs_and_numbers_of_threads_give_the_same_bits(function):
     context = packed([[50], [20, 30], [5] * 10, [49]], 50)
     inputs = drawn(4, 2, 50, 32, seed=2)
     threads = torch.get_num_threads()
@@ -160,7 +187,7 @@ def test_runs_and_numbers_of_threads_give_the_same_bits():
         runs = []
         for count in (1, 1, 2, 3):
             torch.set_num_threads(count)
-            runs.append(with_gradients(reml, "compiled", inputs, context, torch.float32))
+            runs.append(with_gradients(function, "compiled", inputs, context, torch.float32))
     finally:
         torch.set_num_threads(threads)
     for run in runs[1:]:
@@ -182,11 +209,12 @@ def test_extreme_logits_offsets_and_precisions_stay_finite():
 
 @needs_build
 @pytest.mark.parametrize("where", ["q", "k", "v"])
-def test_what_is_not_a_number_stays_visible(where):
+@pytest.mark.parametrize("function", [moments, silu])
+def test_what_is_not_a_number_stays_visible(function, where):
     context = packed([[4]], 4)
     inputs = [x.float() for x in drawn(1, 1, 4, 3, seed=0)]
     inputs["qkv".index(where)][0, 0, 1, 2] = float("nan")
-    found = moments("compiled", *inputs, context)
+    found = function("compiled", *inputs, context)
     assert torch.isnan(found.mean[0, 0, 1:]).any()
 
 
@@ -207,6 +235,31 @@ def test_what_it_cannot_serve_goes_to_another_path():
             softmax_moments(*given, context, impl="compiled")
     with pytest.raises(ValueError, match="and the context"):
         softmax_moments(*(torch.randn(2, 1, 4, 3) for _ in range(3)), context, impl="compiled")
+
+
+@needs_build
+@pytest.mark.parametrize("cap", [100.0, 3.0])
+@pytest.mark.parametrize("centre", ["root", "innovation"])
+def test_the_sandwich_precision_equals_the_core_s(centre, cap):
+    g = torch.Generator().manual_seed(0)
+    weights = 0.3 * torch.randn(2, 3, 5, 7, generator=g, dtype=torch.float64)
+    weights[0, 0, 0] = 0  # reads nothing
+    weights[1, 1, 1, 2:] = 0
+    weights[1, 1, 1, :2] = torch.tensor([1.0, -1.0])  # whose sum is 0
+    weights[0, 1, 2, 1:] = 0  # one key, no spread
+    v = torch.randn(2, 3, 7, 9, generator=g, dtype=torch.float64)
+    squares = weights.square()
+    sums = weights @ v, weights.sum(-1), squares.sum(-1), squares @ v, squares @ v.square()
+
+    def run(function, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in sums]
+        precision = function(SiluMoments(*inputs), cap=cap, centre=centre)
+        loss = (precision * torch.arange(1, precision.numel() + 1, dtype=dtype).cos().view_as(precision)).sum()
+        return [x.detach().double() for x in (precision, *torch.autograd.grad(loss, inputs))]
+
+    exact, plain = (run(core.sandwich_precision, dtype) for dtype in (torch.float64, torch.float32))
+    assert sandwich.serves(SiluMoments(*(x.float() for x in sums)))
+    assert_as_near_as(run(filter_step.sandwich_precision, torch.float32), plain, exact, slack=3e-6)
 
 
 @needs_build

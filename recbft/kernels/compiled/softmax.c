@@ -16,29 +16,17 @@
  * Shapes: B rows, H heads, T tokens that read, J keys, K head width.
  */
 
-#include "vectors.h"
-
-#define BLOCK 64 /* tokens whose weights are kept at a time */
+#include "heads.h"
 
 enum { MEAN, MOMENTS, REML };
 
-typedef struct { /* (B, H, tokens, K); the last stride is 1 */
-    float *data;
-    int64_t row, head, token;
-} View;
-
 typedef struct {
-    int64_t B, H, T, J, K;
+    Batch of;
     int64_t kind;
     float scale, nu, constant, cap; /* of the logits, 1 / sqrt(K); of (2) */
     View q, k, v;
-    const float *key_bias;       /* (B, J) or NULL */
-    const float *log_decay;      /* (B) or NULL: per step of the lag */
-    const int32_t *start, *stop; /* (B, T) the keys from the first to the last that a token may read */
-    const int32_t *gaps;         /* (B, T) how many of these it may not read */
-    const int32_t *first;        /* (B, J) the column of the first token of the key's history */
-    const int32_t *token_history, *token_place, *key_history, *key_place; /* (B, T) and (B, J) */
-    int64_t causal;
+    const float *key_bias;  /* (B, J) or NULL */
+    const float *log_decay; /* (B) or NULL: per step of the lag */
     View mean, second;       /* e; S or r */
     float *size, *log_total; /* n and log sum exp l, (B, H, T) */
     View grad_mean, grad_second;
@@ -46,8 +34,6 @@ typedef struct {
     View d_q, d_k, d_v;
     float *d_key_bias, *d_log_decay; /* (B, H, J), (B, H, T), or NULL */
 } Call;
-
-INLINE float *at(View view, int64_t b, int64_t h) { return view.data + b * view.row + h * view.head; }
 
 /* What a head is worked on with; allocated once per thread. */
 typedef struct {
@@ -63,8 +49,8 @@ typedef struct {
 
 static int take(Room *room, const Call *call, int backward)
 {
-    int64_t Kp = padded(call->K), Jp = padded(call->J), Up = call->kind == MEAN ? Kp : 2 * Kp;
-    int64_t size = call->T * Kp + 2 * Jp * Kp + 2 * Jp * Up + 2 * BLOCK * Jp + BLOCK * Up + TALL * Up + 2 * Jp;
+    int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), Up = call->kind == MEAN ? Kp : 2 * Kp;
+    int64_t size = call->of.T * Kp + 2 * Jp * Kp + 2 * Jp * Up + 2 * BLOCK * Jp + BLOCK * Up + TALL * Up + 2 * Jp;
     if (backward)
         size += Jp * Kp + Jp * Up;
     float *next = NULL;
@@ -72,7 +58,7 @@ static int take(Room *room, const Call *call, int backward)
         return 0;
     room->all = next;
     room->Kp = Kp, room->Jp = Jp, room->Up = Up;
-    room->q = next, next += call->T * Kp;
+    room->q = next, next += call->of.T * Kp;
     room->k = next, next += Jp * Kp;
     room->k_columns = next, next += Jp * Kp;
     room->u = next, next += Jp * Up;
@@ -91,15 +77,15 @@ static int take(Room *room, const Call *call, int backward)
 /* Operands of a head, padded: q scaled, k, u = v - first value beside u^2, and k and u by columns. */
 static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backward)
 {
-    const int64_t K = call->K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
+    const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     const float *q = at(call->q, b, h), *k = at(call->k, b, h), *v = at(call->v, b, h);
-    memset(room->q, 0, call->T * Kp * sizeof(float));
-    for (int64_t t = 0; t < call->T; t++)
+    memset(room->q, 0, call->of.T * Kp * sizeof(float));
+    for (int64_t t = 0; t < call->of.T; t++)
         for (int64_t i = 0; i < K; i++)
             room->q[t * Kp + i] = q[t * call->q.token + i] * call->scale;
     memset(room->k, 0, Jp * Kp * sizeof(float));
     memset(room->u, 0, Jp * Up * sizeof(float));
-    for (int64_t j = 0; j < call->J; j++) {
+    for (int64_t j = 0; j < call->of.J; j++) {
         const float *value = v + j * call->v.token;
         memcpy(room->k + j * Kp, k + j * call->k.token, K * sizeof(float));
         float *u = room->u + j * Up;
@@ -107,7 +93,7 @@ static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backwa
             memcpy(u, value, K * sizeof(float));
             continue;
         }
-        const float *first = v + call->first[b * call->J + j] * call->v.token;
+        const float *first = v + call->of.first[b * call->of.J + j] * call->v.token;
         for (int64_t i = 0; i < K; i++) {
             float centred = value[i] - first[i];
             u[i] = centred;
@@ -119,43 +105,23 @@ static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backwa
         transpose(room->u, Jp, Up, room->u_columns);
     memset(room->bias, 0, Jp * sizeof(float));
     if (call->key_bias)
-        memcpy(room->bias, call->key_bias + b * call->J, call->J * sizeof(float));
-}
-
-/* A few neighbouring tokens and the keys, in whole vectors, that any of them may read. */
-typedef struct {
-    int64_t from, count, low, width;
-} Tile;
-
-static Tile tile_of(const Call *call, int64_t b, int64_t from, int64_t end)
-{
-    int64_t low = call->J, high = 0;
-    for (int64_t t = from; t < end; t++) {
-        int64_t start = call->start[b * call->T + t], stop = call->stop[b * call->T + t];
-        if (start < stop)
-            low = least(low, start), high = most(high, stop);
-    }
-    low = low < high ? low / LANES * LANES : 0;
-    return (Tile){from, end - from, low, high > low ? padded(high - low) : 0};
+        memcpy(room->bias, call->key_bias + b * call->of.J, call->of.J * sizeof(float));
 }
 
 /* Logits of a token, -inf where it may not read; the largest. */
 static float mask(const Room *room, const Call *call, int64_t b, int64_t t, Tile tile, float *row)
 {
-    const int64_t token = b * call->T + t, start = call->start[token] - tile.low, stop = call->stop[token] - tile.low;
+    const int64_t token = b * call->of.T + t, start = call->of.start[token] - tile.low, stop = call->of.stop[token] - tile.low;
     const float *bias = room->bias + tile.low;
-    const int32_t *place = call->key_place + b * call->J, *history = call->key_history + b * call->J;
     if (call->log_decay) {
         const float decay = call->log_decay[b];
-        for (int64_t j = most(0, start); j < stop; j++)
-            row[j] += decay * (float)abs(place[tile.low + j] - call->token_place[token]);
+        for (int64_t j = start; j < stop; j++)
+            row[j] += decay * (float)lag(&call->of, b, token, tile.low + j);
     }
-    if (call->gaps[token])
-        for (int64_t j = most(0, start); j < stop; j++) {
-            int reads = history[tile.low + j] == call->token_history[token];
-            if (!reads || (call->causal && place[tile.low + j] > call->token_place[token]))
+    if (call->of.gaps[token])
+        for (int64_t j = start; j < stop; j++)
+            if (!may_read(&call->of, b, token, tile.low + j))
                 row[j] = -INFINITY;
-        }
     float top = -INFINITY;
 #pragma omp simd reduction(max : top)
     for (int64_t j = 0; j < tile.width; j++) {
@@ -182,15 +148,15 @@ static void exponentials(float *row, int64_t width, float top, float *sum, float
 
 static void forward_tile(Room *room, const Call *call, int64_t b, int64_t h, Tile tile)
 {
-    const int64_t K = call->K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
+    const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     float *weights = room->weights;
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
     float size[TALL];
     for (int64_t r = 0; r < tile.count; r++) {
-        const int64_t t = tile.from + r, token = b * call->T + t, own = (b * call->H + h) * call->T + t;
+        const int64_t t = tile.from + r, token = b * call->of.T + t, own = (b * call->of.H + h) * call->of.T + t;
         float *row = weights + r * Jp, total = 0, squares = 0, top = 0;
         size[r] = 0;
-        if (call->start[token] < call->stop[token]) {
+        if (call->of.start[token] < call->of.stop[token]) {
             top = mask(room, call, b, t, tile, row);
             exponentials(row, tile.width, top, &total, &squares);
             size[r] = total * total / squares;
@@ -207,7 +173,7 @@ static void forward_tile(Room *room, const Call *call, int64_t b, int64_t h, Til
     product(0, tile.count, tile.width, Up, weights, Jp, 1, room->u + tile.low * Up, Up, room->sums, Up);
     const float *v = at(call->v, b, h);
     for (int64_t r = 0; r < tile.count; r++) {
-        const int64_t t = tile.from + r, start = call->start[b * call->T + t];
+        const int64_t t = tile.from + r, start = call->of.start[b * call->of.T + t];
         const float *o = room->sums + r * Up;
         float *mean = at(call->mean, b, h) + t * call->mean.token;
         if (call->kind == MEAN) {
@@ -220,7 +186,7 @@ static void forward_tile(Room *room, const Call *call, int64_t b, int64_t h, Til
             memset(second, 0, K * sizeof(float));
             continue;
         }
-        const float *first = v + call->first[b * call->J + start] * call->v.token;
+        const float *first = v + call->of.first[b * call->of.J + start] * call->v.token;
         const float above = call->kind == REML ? size[r] + call->nu : 0;
         for (int64_t i = 0; i < K; i++) {
             mean[i] = o[i] + first[i];
@@ -239,7 +205,7 @@ static void forward_tile(Room *room, const Call *call, int64_t b, int64_t h, Til
 /* G beside g_S of a token, with 2 g_n n^2 returned. */
 static float pull_of(Room *room, const Call *call, int64_t b, int64_t h, int64_t t, float *pull)
 {
-    const int64_t K = call->K, own = (b * call->H + h) * call->T + t;
+    const int64_t K = call->of.K, own = (b * call->of.H + h) * call->of.T + t;
     const float *g = at(call->grad_mean, b, h) + t * call->grad_mean.token;
     memset(pull, 0, room->Up * sizeof(float));
     if (call->kind == MEAN) {
@@ -252,8 +218,8 @@ static float pull_of(Room *room, const Call *call, int64_t b, int64_t h, int64_t
     const float *g_second = at(call->grad_second, b, h) + t * call->grad_second.token;
     const float *second = at(call->second, b, h) + t * call->second.token;
     const float *mean = at(call->mean, b, h) + t * call->mean.token;
-    const int64_t start = call->start[b * call->T + t];
-    const float *first = at(call->v, b, h) + call->first[b * call->J + start] * call->v.token;
+    const int64_t start = call->of.start[b * call->of.T + t];
+    const float *first = at(call->v, b, h) + call->of.first[b * call->of.J + start] * call->v.token;
     float g_n = call->kind == MOMENTS ? call->grad_size[own] : 0;
     const float share = 1 / (n + call->nu);
     float *g_S = pull + room->Kp;
@@ -275,7 +241,7 @@ static float pull_of(Room *room, const Call *call, int64_t b, int64_t h, int64_t
 /* a and dl of a few tokens, in the rows that are theirs; dq of them. */
 static void backward_tile(Room *room, const Call *call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
 {
-    const int64_t K = call->K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
+    const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
     float *weights = room->weights + row * Jp, *d_weights = room->d_weights + row * Jp, *pull = room->pull + row * Up;
     float push[TALL];
@@ -285,13 +251,13 @@ static void backward_tile(Room *room, const Call *call, int64_t b, int64_t h, Ti
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);
     product(0, tile.count, Up, tile.width, pull, Up, 1, room->u_columns + tile.low, Jp, d, Jp);
     for (int64_t r = 0; r < tile.count; r++, a += Jp, d += Jp) {
-        const int64_t t = tile.from + r, own = (b * call->H + h) * call->T + t;
+        const int64_t t = tile.from + r, own = (b * call->of.H + h) * call->of.T + t;
         float total = 0, squares = 0, along = 0;
         memset(weights + r * Jp, 0, before * sizeof(float));
         memset(d_weights + r * Jp, 0, before * sizeof(float));
         memset(a + tile.width, 0, after * sizeof(float));
         memset(d + tile.width, 0, after * sizeof(float));
-        if (call->start[b * call->T + t] >= call->stop[b * call->T + t]) {
+        if (call->of.start[b * call->of.T + t] >= call->of.stop[b * call->of.T + t]) {
             memset(a, 0, tile.width * sizeof(float));
             memset(d, 0, tile.width * sizeof(float));
             if (call->d_log_decay)
@@ -315,10 +281,10 @@ static void backward_tile(Room *room, const Call *call, int64_t b, int64_t h, Ti
             d_bias[j] += x;
         }
         if (call->d_log_decay) {
-            const int32_t *place = call->key_place + b * call->J + tile.low, here = call->token_place[b * call->T + t];
+            const int64_t token = b * call->of.T + t;
             float sum = 0;
-            for (int64_t j = 0; j < least(tile.width, call->J - tile.low); j++)
-                sum += d[j] * (float)abs(place[j] - here);
+            for (int64_t j = 0; j < least(tile.width, call->of.J - tile.low); j++)
+                sum += d[j] * (float)lag(&call->of, b, token, tile.low + j);
             call->d_log_decay[own] = sum;
         }
     }
@@ -333,35 +299,32 @@ static void backward_tile(Room *room, const Call *call, int64_t b, int64_t h, Ti
 
 static void backward_head(Room *room, const Call *call, int64_t b, int64_t h)
 {
-    const int64_t K = call->K, J = call->J, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
+    const int64_t K = call->of.K, J = call->of.J, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     memset(room->d_k, 0, Jp * Kp * sizeof(float));
     memset(room->d_u, 0, Jp * Up * sizeof(float));
     memset(room->d_bias, 0, Jp * sizeof(float));
-    for (int64_t from = 0; from < call->T; from += BLOCK) {
-        Tile block = tile_of(call, b, from, least(from + BLOCK, call->T)), tiles[BLOCK / TALL];
+    for (int64_t from = 0; from < call->of.T; from += BLOCK) {
+        Tile block = tile_of(&call->of, b, from, least(from + BLOCK, call->of.T)), tiles[BLOCK / TALL];
         int64_t num = 0;
         for (int64_t row = 0; row < block.count; row += TALL) {
-            Tile tile = tile_of(call, b, from + row, from + least(row + TALL, block.count));
+            Tile tile = tile_of(&call->of, b, from + row, from + least(row + TALL, block.count));
             if (!tile.width)
                 tile.low = block.low;
             tiles[num++] = tile;
             backward_tile(room, call, b, h, tile, row, block);
         }
         for (int64_t j = 0; j < block.width; j += TALL) { /* keys, against the tokens that may read them */
-            int64_t first = num, last = 0, key = block.low + j;
-            for (int64_t i = 0; i < num; i++)
-                if (tiles[i].low <= key && key < tiles[i].low + tiles[i].width)
-                    first = least(first, i), last = i + 1;
-            if (first >= last)
+            const int64_t key = block.low + j;
+            const Tile own = readers_of(tiles, num, block, key);
+            if (!own.count)
                 continue;
-            const int64_t row = first * TALL, rows = least(last * TALL, block.count) - row;
-            const float *a = room->weights + row * Jp + j, *d = room->d_weights + row * Jp + j;
-            product(1, TALL, rows, Kp, d, 1, Jp, room->q + (from + row) * Kp, Kp, room->d_k + key * Kp, Kp);
-            product(1, TALL, rows, Up, a, 1, Jp, room->pull + row * Up, Up, room->d_u + key * Up, Up);
+            const float *a = room->weights + own.from * Jp + j, *d = room->d_weights + own.from * Jp + j;
+            product(1, TALL, own.count, Kp, d, 1, Jp, room->q + (from + own.from) * Kp, Kp, room->d_k + key * Kp, Kp);
+            product(1, TALL, own.count, Up, a, 1, Jp, room->pull + own.from * Up, Up, room->d_u + key * Up, Up);
         }
     }
     if (call->d_key_bias)
-        memcpy(call->d_key_bias + (b * call->H + h) * J, room->d_bias, J * sizeof(float));
+        memcpy(call->d_key_bias + (b * call->of.H + h) * J, room->d_bias, J * sizeof(float));
     for (int64_t j = 0; j < J; j++) {
         const float *u = room->u + j * Up, *d_u = room->d_u + j * Up;
         float *d_v = at(call->d_v, b, h) + j * call->d_v.token;
@@ -386,16 +349,16 @@ static int each_head(const Call *call, int backward)
             failed = 1;
         }
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < call->B * call->H; i++) {
+        for (int64_t i = 0; i < call->of.B * call->of.H; i++) {
             if (!ready)
                 continue;
-            const int64_t b = i / call->H, h = i % call->H;
+            const int64_t b = i / call->of.H, h = i % call->of.H;
             fetch(&room, call, b, h, backward);
             if (backward)
                 backward_head(&room, call, b, h);
             else
-                for (int64_t from = 0; from < call->T; from += TALL)
-                    forward_tile(&room, call, b, h, tile_of(call, b, from, least(from + TALL, call->T)));
+                for (int64_t from = 0; from < call->of.T; from += TALL)
+                    forward_tile(&room, call, b, h, tile_of(&call->of, b, from, least(from + TALL, call->of.T)));
         }
         if (ready)
             free(room.all);
@@ -409,26 +372,3 @@ int softmax_forward(const Call *call) { return each_head(call, 0); }
 /* Equations (3) and (4). */
 int softmax_backward(const Call *call) { return each_head(call, 1); }
 
-/* Of each of T tokens of B rows, the columns from the first to the last it may read, and how many of them it may not. */
-void softmax_spans(int64_t B, int64_t T, int64_t J, int64_t causal, const int32_t *token_history,
-                   const int32_t *token_place, const int32_t *key_history, const int32_t *key_place, int32_t *start,
-                   int32_t *stop, int32_t *gaps)
-{
-#pragma omp parallel for schedule(static)
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t t = b * T; t < (b + 1) * T; t++) {
-            const int32_t *history = key_history + b * J, *place = key_place + b * J;
-            const int32_t own = token_history[t], here = token_place[t];
-            int32_t low = INT32_MAX, high = 0, count = 0;
-#pragma omp simd reduction(min : low) reduction(max : high) reduction(+ : count)
-            for (int32_t j = 0; j < (int32_t)J; j++) {
-                int reads = own >= 0 && history[j] == own && (!causal || place[j] <= here);
-                low = reads && j < low ? j : low;
-                high = reads && j + 1 > high ? j + 1 : high;
-                count += reads;
-            }
-            start[t] = count ? low : 0;
-            stop[t] = high;
-            gaps[t] = high - start[t] - count;
-        }
-}

@@ -1,4 +1,4 @@
-"""REML, Kalman update and prediction with analytic backwards: a third of the passes that autograd makes, or one in C.
+"""REML, sandwich precision, Kalman update and prediction with analytic backwards: a third of autograd's passes, or one.
 
 The functions and their meaning are those of ``recbft.core``, which is the reference; on other devices than the CPU
 and beyond one gradient of torch.func it is also what runs.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from recbft import core
-from recbft.core import Belief
-from recbft.kernels.filter_step import compiled, cpu
+from recbft.core import Belief, SiluMoments
+from recbft.kernels.filter_step import compiled, cpu, sandwich
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import beyond_first_gradients
 
@@ -47,6 +47,14 @@ def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor
     if compiled.serves_prediction(precision, jacobian, process_noise):
         return compiled.predict_precision(precision, jacobian, process_noise, low=low, cap=cap)
     return cpu.predict_precision(precision, jacobian, process_noise, low=low, cap=cap)
+
+
+@in_full_precision
+def sandwich_precision(moments: SiluMoments, *, cap: float, centre: str) -> Tensor:
+    """``core.sandwich_precision``."""
+    if not _by_the_core(moments.mean) and sandwich.serves(moments):
+        return sandwich.sandwich_precision(moments, cap=cap, centre=centre)
+    return core.sandwich_precision(moments, cap=cap, centre=centre)
 
 
 def _by_the_core(x: Tensor) -> bool:

@@ -8,14 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recbft.core.belief import SequenceContext
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path, late
-from recbft.kernels.silu_moments import cpu, reference
+from recbft.kernels.silu_moments import compiled, cpu, reference
+from recbft.kernels.silu_moments.bias import total_bias
 
 TRITON_ROW_BYTES = 512  # of a head in the type that is multiplied; a program holds several tiles of them
 
 
-def _triton_declines(q: Tensor) -> str | None:
+SOME_READ = "some tokens that read among all are left to another path"
+
+
+def _cpu_declines(q: Tensor, *, bias: bool = False, read_by_all: bool = True) -> str | None:
+    return None if read_by_all else SOME_READ
+
+
+def _triton_declines(q: Tensor, *, bias: bool = False, read_by_all: bool = True) -> str | None:
+    if not read_by_all:
+        return SOME_READ
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"needs float32, bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
     widest = TRITON_ROW_BYTES // product_dtype(q.dtype).itemsize
@@ -31,23 +42,52 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-PATHS = {
-    "triton": Path(late("silu_moments", "silu_moments"), "cuda", _triton_declines, opened=True, takes_halves=True),
-    "cpu": Path(lambda: cpu.silu_moments, "cpu", opened=True),
-    "reference": Path(lambda: reference.silu_moments),
-}
-MEAN_PATHS = {
-    "triton": Path(late("silu_moments", "silu_mean"), "cuda", _triton_declines, opened=True, takes_halves=True),
-    "cpu": Path(lambda: cpu.silu_mean, "cpu", opened=True),
-    "reference": Path(lambda: reference.silu_mean),
-}
+def _summed(load: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
+    """What loads a path that takes the sum of all biases."""
+
+    def path(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: SequenceContext,
+        *,
+        length: int,
+        bias: Tensor | None = None,
+        lag_bias: Tensor | None = None,
+        log_precision: Tensor | None = None,
+        log_decay: Tensor | None = None,
+    ) -> Any:
+        total = total_bias(q, context, bias, lag_bias, log_precision, log_decay)
+        return load()(q, k, v, context, length=length, bias=total)
+
+    return lambda: path
 
 
-def choose(impl: str, q: Tensor) -> Callable[..., Any]:
-    """The path for the moments."""
-    return dispatch.choose(impl, PATHS, q)
+def _paths(name: str) -> dict[str, Path]:
+    triton = _summed(late("silu_moments", name))
+    return {
+        "triton": Path(triton, "cuda", _triton_declines, opened=True, takes_halves=True),
+        "compiled": Path(lambda: getattr(compiled, name), "cpu", compiled.decline, opened=True),
+        "cpu": Path(_summed(lambda: getattr(cpu, name)), "cpu", _cpu_declines, opened=True),
+        "reference": Path(_summed(lambda: getattr(reference, name))),
+    }
 
 
-def choose_mean(impl: str, q: Tensor) -> Callable[..., Any]:
-    """The path for the mean alone."""
-    return dispatch.choose(impl, MEAN_PATHS, q)
+PATHS = _paths("silu_moments")
+MEAN_PATHS = _paths("silu_mean")
+
+
+def choose(impl: str, q: Tensor, **call: bool) -> Callable[..., Any]:
+    """The path for the moments.
+
+    Args:
+        impl: as in ``dispatch.choose``.
+        q: the queries.
+        call: ``bias``, whether there is one per pair; ``read_by_all``, as the context says it.
+    """
+    return dispatch.choose(impl, PATHS, q, **call)
+
+
+def choose_mean(impl: str, q: Tensor, **call: bool) -> Callable[..., Any]:
+    """The path for the mean alone; arguments as in ``choose``."""
+    return dispatch.choose(impl, MEAN_PATHS, q, **call)

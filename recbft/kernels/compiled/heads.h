@@ -1,0 +1,69 @@
+/* What the kernels of attention share: heads of a packed batch, and which token may read which keys.
+ *
+ * Shapes: B rows, H heads, T tokens that read, J keys, K head width.
+ */
+
+#ifndef RECBFT_HEADS_H
+#define RECBFT_HEADS_H
+
+#include "vectors.h"
+
+#define BLOCK 64 /* tokens whose weights are kept at a time */
+
+typedef struct { /* (B, H, tokens, K); the last stride is 1 */
+    float *data;
+    int64_t row, head, token;
+} View;
+
+typedef struct {
+    int64_t B, H, T, J, K;
+    const int32_t *start, *stop; /* (B, T) the keys from the first to the last that a token may read */
+    const int32_t *gaps;         /* (B, T) how many of these it may not read */
+    const int32_t *first;        /* (B, J) the column of the first token of the key's history */
+    const int32_t *token_history, *token_place, *key_history, *key_place; /* (B, T) and (B, J) */
+    int64_t causal;
+} Batch;
+
+INLINE float *at(View view, int64_t b, int64_t h) { return view.data + b * view.row + h * view.head; }
+
+INLINE int32_t lag(const Batch *of, int64_t b, int64_t token, int64_t j)
+{
+    return abs(of->key_place[b * of->J + j] - of->token_place[token]);
+}
+
+/* Of a key within the span of a token that has gaps; tokens are counted through the rows. */
+INLINE int may_read(const Batch *of, int64_t b, int64_t token, int64_t j)
+{
+    const int64_t key = b * of->J + j;
+    return of->key_history[key] == of->token_history[token] &&
+           (!of->causal || of->key_place[key] <= of->token_place[token]);
+}
+
+/* A few neighbouring tokens and the keys, in whole vectors, that any of them may read. */
+typedef struct {
+    int64_t from, count, low, width;
+} Tile;
+
+INLINE Tile tile_of(const Batch *of, int64_t b, int64_t from, int64_t end)
+{
+    int64_t low = of->J, high = 0;
+    for (int64_t t = from; t < end; t++) {
+        int64_t start = of->start[b * of->T + t], stop = of->stop[b * of->T + t];
+        if (start < stop)
+            low = least(low, start), high = most(high, stop);
+    }
+    low = low < high ? low / LANES * LANES : 0;
+    return (Tile){from, end - from, low, high > low ? padded(high - low) : 0};
+}
+
+/* Of a block's rows, cut into tiles of TALL, those that may read a key, from the first tile to the last. */
+INLINE Tile readers_of(const Tile *tiles, int64_t num, Tile block, int64_t key)
+{
+    int64_t first = num, last = 0;
+    for (int64_t i = 0; i < num; i++)
+        if (tiles[i].low <= key && key < tiles[i].low + tiles[i].width)
+            first = least(first, i), last = i + 1;
+    return (Tile){first * TALL, most(0, least(last * TALL, block.count) - first * TALL), key, TALL};
+}
+
+#endif

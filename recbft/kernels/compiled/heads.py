@@ -1,0 +1,110 @@
+"""Heads of a packed batch as the C sources see them (``heads.h``), and which token may read which keys.
+
+Shapes: B rows, H heads, T tokens that read, J keys, K head width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recbft.core.belief import SequenceContext
+from recbft.kernels import compiled
+from recbft.kernels.compiled import pointer
+from recbft.kernels.transforms import untransformed
+
+
+class Spans(NamedTuple):
+    """Which token may read which keys; int32."""
+
+    start: Tensor  # (B, T) the columns from the first to the last that a token may read
+    stop: Tensor
+    gaps: Tensor  # (B, T) how many of these it may not
+    first: Tensor  # (B, J) the column of the first token of a key's history
+    token_history: Tensor  # (B, T), -1 for padding
+    token_place: Tensor  # (B, T) the positions
+    key_history: Tensor  # (B, J)
+    key_place: Tensor
+    causal: bool
+
+
+@untransformed
+def spans_of(context: SequenceContext) -> Spans:
+    """Found once per batch and kept with it for all layers."""
+    kept = vars(context)  # where functools.cached_property keeps what it found
+    if "_compiled_spans" not in kept:
+        kept["_compiled_spans"] = _find_spans(context)
+    spans: Spans = kept["_compiled_spans"]
+    return spans
+
+
+def _find_spans(context: SequenceContext) -> Spans:
+    keys = context.segment, context.position
+    tokens = context.readers
+    key_history, key_place, history, place = (x.to(torch.int32).contiguous() for x in (*keys, *tokens))
+    start, stop, gaps = (torch.empty_like(history) for _ in range(3))
+    found = (history, place, key_history, key_place, start, stop, gaps)
+    sizes = [ctypes.c_int64(n) for n in (*history.shape, key_history.shape[1], context.causal)]
+    compiled.library().spans_of_tokens(*sizes, *(ctypes.c_void_p(pointer(x)) for x in found))
+    first = context.first.to(torch.int32).contiguous()
+    return Spans(start, stop, gaps, first, history, place, key_history, key_place, context.causal)
+
+
+class View(ctypes.Structure):
+    """A tensor (B, H, tokens, K) whose elements of a token stand side by side."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("row", "head", "token")))
+
+    @classmethod
+    def of(cls, x: Tensor) -> View:
+        """Of a tensor that the caller keeps."""
+        return cls(x.data_ptr(), *x.stride()[:3])
+
+
+class Batch(ctypes.Structure):
+    """Sizes, and who reads whom."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("B", "H", "T", "J", "K")),
+        *((name, ctypes.c_void_p) for name in Spans._fields[:8]),
+        ("causal", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, spans: Spans) -> Batch:
+        """Of queries and keys; the spans stay with the caller."""
+        B, H, T, K = q.shape
+        return cls(B, H, T, k.shape[2], K, *map(pointer, spans[:8]), spans.causal)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> None:
+    """What C would not notice."""
+    shapes = {"keys": k.shape, "values": v.shape}
+    expected = (*q.shape[:2], spans.key_history.shape[1], q.shape[3])
+    for name, shape in shapes.items():
+        if shape != expected:
+            raise ValueError(f"{name} have shape {tuple(shape)}; queries and context ask for {expected}")
+    if q.shape[0::2] != spans.token_history.shape:
+        raise ValueError(f"queries have shape {tuple(q.shape)}, and the context {tuple(spans.token_history.shape)}")
+    if {k.device, v.device, spans.start.device} != {q.device}:
+        raise ValueError(f"queries are on {q.device}, keys on {k.device} and values on {v.device}")
+
+
+def run(function: Any, call: ctypes.Structure, q: Tensor) -> None:
+    """Call one of the functions of heads."""
+    if function(ctypes.byref(call)):
+        raise MemoryError(f"no memory to work on a head of {q.shape[2]} tokens; lower max_length")
+
+
+def readable(x: Tensor) -> Tensor:
+    """The same with elements of a token side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def by_tokens(like: Tensor) -> Tensor:
+    """Room for (B, H, T, K), laid out as the layers around have it: (B, T, H, K)."""
+    B, H, T, K = like.shape
+    return like.new_empty(B, T, H, K).transpose(1, 2)

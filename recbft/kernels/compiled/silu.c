@@ -1,0 +1,302 @@
+/* SiLU moments of a packed batch, head by head in the cache: nothing of tokens by keys is kept.
+ *
+ *     s = q k' / sqrt(K) + bias of the key + bias of the lag + lag * log decay    a = s sigmoid(s) / N        (1)
+ *     e = sum a v    s1 = sum a    s2 = sum a^2    w1 = sum a^2 v    w2 = sum a^2 v^2                         (2)
+ *
+ * and backwards, with g, g1, g2, h1 and h2 the gradients of (2), as in silu_moments/cpu.py,
+ *
+ *     dA = g v' + g1 + 2 a * (g2 + h1 v' + h2 (v^2)')        ds = silu'(s) * dA / N                           (3)
+ *     dq = ds k / sqrt(K)    dk = ds' q / sqrt(K)    dv = a' g + (a^2)' h1 + 2 v * ((a^2)' h2)                (4)
+ *
+ * Shapes: B rows, H heads, T tokens that read, J keys, K head width, L lags.
+ */
+
+#include "heads.h"
+
+typedef struct {
+    Batch of;
+    int64_t mean_alone, L;
+    float scale, share; /* 1 / sqrt(K); 1 / N */
+    View q, k, v;
+    const float *key_bias;  /* (B, J) or NULL */
+    const float *lag_bias;  /* (L) or NULL: of the lag, the last for all that are longer */
+    const float *log_decay; /* (B) or NULL: per step of the lag */
+    View mean, square_mean, square_second;
+    float *weight_sum, *square_sum; /* (B, H, T) */
+    View grad_mean, grad_square_mean, grad_square_second;
+    const float *grad_weight_sum, *grad_square_sum;
+    View d_q, d_k, d_v;
+    float *d_key_bias, *d_lag_bias, *d_log_decay; /* (B, H, J), (B, H, L), (B, H, T), or NULL */
+} SiluCall;
+
+/* What a head is worked on with. */
+typedef struct {
+    int64_t Kp, Jp, Vp;                  /* K and J padded; width of the values beside their squares, or alone */
+    float *q, *k_columns;                /* (T, Kp), (Kp, Jp) */
+    float *k, *v, *v_columns;            /* (Jp, Kp), (Jp, Vp), (Vp, Jp) */
+    float *weights, *squares, *d_scores; /* (BLOCK, Jp) */
+    float *pull;                         /* (BLOCK, Kp + Vp): g beside h1 and h2 */
+    float *sums;                         /* (TALL, Kp + Vp) */
+    float *bias, *d_bias;                /* (Jp) */
+    float *d_k, *d_v, *d_v_squares;      /* (Jp, Kp) twice, (Jp, Vp) */
+    void *all;
+} Room;
+
+static int take(Room *room, const SiluCall *call)
+{
+    const int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), Vp = call->mean_alone ? Kp : 2 * Kp;
+    const int64_t sizes[] = {call->of.T * Kp, Kp * Jp, Jp * Kp, Jp * Vp, Vp * Jp, BLOCK * Jp, BLOCK * Jp, BLOCK * Jp,
+                             BLOCK * (Kp + Vp), TALL * (Kp + Vp), Jp, Jp, Jp * Kp, Jp * Kp, Jp * Vp};
+    float **parts[] = {&room->q, &room->k_columns, &room->k, &room->v, &room->v_columns, &room->weights, &room->squares,
+                       &room->d_scores, &room->pull, &room->sums, &room->bias, &room->d_bias, &room->d_k, &room->d_v,
+                       &room->d_v_squares};
+    const int num = sizeof sizes / sizeof *sizes;
+    int64_t size = 0;
+    for (int i = 0; i < num; i++)
+        size += sizes[i];
+    float *next = NULL;
+    if (posix_memalign((void **)&next, 64, size * sizeof(float)))
+        return 0;
+    room->all = next;
+    room->Kp = Kp, room->Jp = Jp, room->Vp = Vp;
+    for (int i = 0; i < num; next += sizes[i++])
+        *parts[i] = next;
+    return 1;
+}
+
+/* Operands of a head, padded: q scaled, k, v beside v^2, and k and v by columns. */
+static void fetch(Room *room, const SiluCall *call, int64_t b, int64_t h)
+{
+    const int64_t K = call->of.K, J = call->of.J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
+    const float *q = at(call->q, b, h), *k = at(call->k, b, h), *v = at(call->v, b, h);
+    memset(room->q, 0, call->of.T * Kp * sizeof(float));
+    for (int64_t t = 0; t < call->of.T; t++)
+        for (int64_t i = 0; i < K; i++)
+            room->q[t * Kp + i] = q[t * call->q.token + i] * call->scale;
+    memset(room->k, 0, Jp * Kp * sizeof(float));
+    memset(room->v, 0, Jp * Vp * sizeof(float));
+    for (int64_t j = 0; j < J; j++) {
+        float *value = room->v + j * Vp;
+        memcpy(room->k + j * Kp, k + j * call->k.token, K * sizeof(float));
+        memcpy(value, v + j * call->v.token, K * sizeof(float));
+        if (!call->mean_alone)
+            for (int64_t i = 0; i < K; i++)
+                value[Kp + i] = value[i] * value[i];
+    }
+    transpose(room->k, Jp, Kp, room->k_columns);
+    transpose(room->v, Jp, Vp, room->v_columns);
+    memset(room->bias, 0, Jp * sizeof(float));
+    if (call->key_bias)
+        memcpy(room->bias, call->key_bias + b * J, J * sizeof(float));
+}
+
+/* Add the biases to the scores of a token; what it may not read gets a score of 0, whose weight is 0. */
+static void complete(const Room *room, const SiluCall *call, int64_t b, int64_t token, Tile tile, float *row)
+{
+    const Batch *of = &call->of;
+    const int64_t start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
+    const float *bias = room->bias + tile.low;
+    if (call->lag_bias)
+        for (int64_t j = start; j < stop; j++)
+            row[j] += call->lag_bias[least(lag(of, b, token, tile.low + j), call->L - 1)];
+    if (call->log_decay)
+        for (int64_t j = start; j < stop; j++)
+            row[j] += call->log_decay[b] * (float)lag(of, b, token, tile.low + j);
+    for (int64_t j = 0; j < tile.width; j++)
+        row[j] = j >= start && j < stop ? row[j] + bias[j] : 0;
+    if (of->gaps[token])
+        for (int64_t j = start; j < stop; j++)
+            if (!may_read(of, b, token, tile.low + j))
+                row[j] = 0;
+}
+
+INLINE float sigmoid(float s) { return 1 / (1 + exponential(-s)); }
+
+static void forward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h, Tile tile)
+{
+    const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
+    float *weights = room->weights;
+    product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
+    for (int64_t r = 0; r < tile.count; r++) {
+        const int64_t token = b * call->of.T + tile.from + r, own = (b * call->of.H + h) * call->of.T + tile.from + r;
+        float *row = weights + r * Jp, *square = room->squares + r * Jp, total = 0, squares = 0;
+        complete(room, call, b, token, tile, row);
+#pragma omp simd reduction(+ : total, squares)
+        for (int64_t j = 0; j < tile.width; j++) {
+            float a = row[j] * sigmoid(row[j]) * call->share;
+            row[j] = a;
+            square[j] = a * a;
+            total += a;
+            squares += a * a;
+        }
+        if (!call->mean_alone) {
+            call->weight_sum[own] = total;
+            call->square_sum[own] = squares;
+        }
+    }
+    const float *v = room->v + tile.low * Vp;
+    const int64_t wide = Kp + Vp;
+    product(0, tile.count, tile.width, Kp, weights, Jp, 1, v, Vp, room->sums, wide);
+    if (!call->mean_alone)
+        product(0, tile.count, tile.width, Vp, room->squares, Jp, 1, v, Vp, room->sums + Kp, wide);
+    for (int64_t r = 0; r < tile.count; r++) {
+        const int64_t t = tile.from + r;
+        const float *sums = room->sums + r * wide;
+        memcpy(at(call->mean, b, h) + t * call->mean.token, sums, K * sizeof(float));
+        if (call->mean_alone)
+            continue;
+        memcpy(at(call->square_mean, b, h) + t * call->square_mean.token, sums + Kp, K * sizeof(float));
+        memcpy(at(call->square_second, b, h) + t * call->square_second.token, sums + 2 * Kp, K * sizeof(float));
+    }
+}
+
+/* a, a^2 and ds of a few tokens, in the rows that are theirs; dq of them, and what biases get. */
+static void backward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
+{
+    const Batch *of = &call->of;
+    const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp, wide = Kp + Vp;
+    const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
+    float *kept[] = {room->weights + row * Jp, room->d_scores + row * Jp, room->squares + row * Jp};
+    float *pull = room->pull + row * wide;
+    memset(pull, 0, tile.count * wide * sizeof(float));
+    for (int64_t r = 0; r < tile.count; r++) {
+        const int64_t t = tile.from + r;
+        memcpy(pull + r * wide, at(call->grad_mean, b, h) + t * call->grad_mean.token, K * sizeof(float));
+        if (call->mean_alone)
+            continue;
+        memcpy(pull + r * wide + Kp, at(call->grad_square_mean, b, h) + t * call->grad_square_mean.token, K * sizeof(float));
+        memcpy(pull + r * wide + 2 * Kp, at(call->grad_square_second, b, h) + t * call->grad_square_second.token, K * sizeof(float));
+    }
+    float *a = kept[0] + before, *d = kept[1] + before, *square = kept[2] + before;
+    product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);
+    product(0, tile.count, K, tile.width, pull, wide, 1, room->v_columns + tile.low, Jp, d, Jp);
+    if (!call->mean_alone)
+        product(0, tile.count, Vp, tile.width, pull + Kp, wide, 1, room->v_columns + tile.low, Jp, square, Jp);
+    for (int64_t r = 0; r < tile.count; r++, a += Jp, d += Jp, square += Jp) {
+        const int64_t token = b * of->T + tile.from + r, own = (b * of->H + h) * of->T + tile.from + r;
+        const float g1 = call->mean_alone ? 0 : call->grad_weight_sum[own];
+        const float g2 = call->mean_alone ? 0 : call->grad_square_sum[own], share = call->share;
+        const int64_t start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
+        float *d_bias = room->d_bias + tile.low;
+        for (int i = 0; i < 3; i++) {
+            memset(kept[i] + r * Jp, 0, before * sizeof(float));
+            memset(kept[i] + r * Jp + before + tile.width, 0, after * sizeof(float));
+        }
+        complete(room, call, b, token, tile, a);
+        for (int64_t j = 0; j < tile.width; j++) {
+            const float s = a[j], gate = sigmoid(s), weight = s * gate * share;
+            const float more = call->mean_alone ? 0 : 2 * weight * (g2 + square[j]);
+            float x = gate * (1 + s * (1 - gate)) * share * (d[j] + g1 + more);
+            x = j >= start && j < stop ? x : 0;
+            a[j] = weight;
+            square[j] = weight * weight;
+            d[j] = x;
+        }
+        if (of->gaps[token])
+            for (int64_t j = start; j < stop; j++)
+                if (!may_read(of, b, token, tile.low + j))
+                    d[j] = 0;
+        for (int64_t j = 0; j < tile.width; j++)
+            d_bias[j] += d[j];
+        if (call->d_lag_bias) {
+            float *d_lag = call->d_lag_bias + (b * of->H + h) * call->L;
+            for (int64_t j = start; j < stop; j++)
+                d_lag[least(lag(of, b, token, tile.low + j), call->L - 1)] += d[j];
+        }
+        if (call->d_log_decay) {
+            float sum = 0;
+            for (int64_t j = start; j < stop; j++)
+                sum += d[j] * (float)lag(of, b, token, tile.low + j);
+            call->d_log_decay[own] = sum;
+        }
+    }
+    d = kept[1] + before;
+    product(0, tile.count, tile.width, Kp, d, Jp, 1, room->k + tile.low * Kp, Kp, room->sums, Kp);
+    for (int64_t r = 0; r < tile.count; r++) {
+        float *d_q = at(call->d_q, b, h) + (tile.from + r) * call->d_q.token;
+        for (int64_t i = 0; i < K; i++)
+            d_q[i] = room->sums[r * Kp + i] * call->scale;
+    }
+}
+
+static void backward_head(Room *room, const SiluCall *call, int64_t b, int64_t h)
+{
+    const Batch *of = &call->of;
+    const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp, wide = Kp + Vp;
+    memset(room->d_k, 0, Jp * Kp * sizeof(float));
+    memset(room->d_v, 0, Jp * Kp * sizeof(float));
+    memset(room->d_v_squares, 0, Jp * Vp * sizeof(float));
+    memset(room->d_bias, 0, Jp * sizeof(float));
+    if (call->d_lag_bias)
+        memset(call->d_lag_bias + (b * of->H + h) * call->L, 0, call->L * sizeof(float));
+    for (int64_t from = 0; from < of->T; from += BLOCK) {
+        Tile block = tile_of(of, b, from, least(from + BLOCK, of->T)), tiles[BLOCK / TALL];
+        int64_t num = 0;
+        for (int64_t row = 0; row < block.count; row += TALL) {
+            Tile tile = tile_of(of, b, from + row, from + least(row + TALL, block.count));
+            if (!tile.width)
+                tile.low = block.low;
+            tiles[num++] = tile;
+            backward_tile(room, call, b, h, tile, row, block);
+        }
+        for (int64_t j = 0; j < block.width; j += TALL) {
+            const int64_t key = block.low + j;
+            const Tile own = readers_of(tiles, num, block, key);
+            if (!own.count)
+                continue;
+            const float *a = room->weights + own.from * Jp + j, *d = room->d_scores + own.from * Jp + j;
+            const float *square = room->squares + own.from * Jp + j, *pull = room->pull + own.from * wide;
+            product(1, TALL, own.count, Kp, d, 1, Jp, room->q + (from + own.from) * Kp, Kp, room->d_k + key * Kp, Kp);
+            product(1, TALL, own.count, Kp, a, 1, Jp, pull, wide, room->d_v + key * Kp, Kp);
+            if (!call->mean_alone)
+                product(1, TALL, own.count, Vp, square, 1, Jp, pull + Kp, wide, room->d_v_squares + key * Vp, Vp);
+        }
+    }
+    if (call->d_key_bias)
+        memcpy(call->d_key_bias + (b * of->H + h) * J, room->d_bias, J * sizeof(float));
+    for (int64_t j = 0; j < J; j++) {
+        const float *v = room->v + j * Vp, *mean = room->d_v + j * Kp, *squares = room->d_v_squares + j * Vp;
+        float *d_v = at(call->d_v, b, h) + j * call->d_v.token;
+        memcpy(at(call->d_k, b, h) + j * call->d_k.token, room->d_k + j * Kp, K * sizeof(float));
+        if (call->mean_alone)
+            memcpy(d_v, mean, K * sizeof(float));
+        else
+            for (int64_t i = 0; i < K; i++)
+                d_v[i] = mean[i] + squares[i] + 2 * v[i] * squares[Kp + i];
+    }
+}
+
+static int each_head(const SiluCall *call, int backward)
+{
+    int failed = 0;
+#pragma omp parallel
+    {
+        Room room;
+        const int ready = take(&room, call);
+        if (!ready) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < call->of.B * call->of.H; i++) {
+            if (!ready)
+                continue;
+            const int64_t b = i / call->of.H, h = i % call->of.H;
+            fetch(&room, call, b, h);
+            if (backward)
+                backward_head(&room, call, b, h);
+            else
+                for (int64_t from = 0; from < call->of.T; from += TALL)
+                    forward_tile(&room, call, b, h, tile_of(&call->of, b, from, least(from + TALL, call->of.T)));
+        }
+        if (ready)
+            free(room.all);
+    }
+    return failed;
+}
+
+/* Equations (1) and (2); 0, or 1 where memory is short. */
+int silu_forward(const SiluCall *call) { return each_head(call, 0); }
+
+/* Equations (3) and (4). */
+int silu_backward(const SiluCall *call) { return each_head(call, 1); }
