@@ -25,6 +25,7 @@ from recbft.core import (
 from recbft.kernels import compiled, dispatch, filter_step
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.cross_entropy.exponentials import exponentials
+from recbft.kernels.dropout import dropout, scaled_mask
 from recbft.kernels.filter_step import compiled as compiled_step
 from recbft.kernels.filter_step import cpu as cpu_step
 from recbft.kernels.filter_step import sandwich
@@ -328,6 +329,19 @@ def test_prediction_equals_the_other_path(N, D, noise, jacobian):
 
     exact, plain, found = run(cpu_step, torch.float64), run(cpu_step, torch.float32), run(compiled_step, torch.float32)
     assert_as_near_as(found, plain, exact, slack=1e-6)
+
+
+@needs_build
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
+def test_dropout_draws_and_scales_as_the_other_path_does(p):
+    x = torch.randn(7, 33, requires_grad=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        y = dropout(x, p)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        torch.manual_seed(3)
+        mask = scaled_mask(x, p)
+    assert torch.equal(y, x * mask) and torch.equal(grad, mask)
 
 
 def test_steps_of_other_shapes_and_types_are_not_for_c():

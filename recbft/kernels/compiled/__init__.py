@@ -71,6 +71,7 @@ def library() -> ctypes.CDLL:
     """The build, loaded."""
     found = _found()
     assert isinstance(found, ctypes.CDLL), found
+    torch.get_num_threads()  # tells OpenMP how many PyTorch was given, on a thread on which PyTorch has not worked yet
     return found
 
 

@@ -1,6 +1,6 @@
 #include "heads.h"
 
-/* Of each of T tokens of B rows, the columns from the first to the last it may read, and how many of them it may not. */
+/* Of each token, the columns from the first to the last that it may read, and how many of these it may not. */
 void spans_of_tokens(int64_t B, int64_t T, int64_t J, int64_t causal, const int32_t *token_history,
                    const int32_t *token_place, const int32_t *key_history, const int32_t *key_place, int32_t *start,
                    int32_t *stop, int32_t *gaps)

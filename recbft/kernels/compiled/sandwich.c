@@ -56,7 +56,7 @@ void sandwich_backward(const SandwichCall *call)
             float *d_e = at(call->d_mean, b, h) + t * call->d_mean.token;
             float *d_w1 = at(call->d_square_mean, b, h) + t * call->d_square_mean.token;
             float *d_w2 = at(call->d_square_second, b, h) + t * call->d_square_second.token;
-            float to_s2 = 0, along_spread = 0, along_m = 0; /* sums of m^2 g, g spread and g_m e, g that of the spread */
+            float to_s2 = 0, along_spread = 0, along_m = 0; /* sums of m^2 g, g spread and g_m e */
 #pragma omp simd reduction(+ : to_s2, along_spread, along_m)
             for (int64_t k = 0; k < call->K; k++) {
                 float m = e[k] * to_m, spread = w2[k] - 2 * m * w1[k] + m * m * s2, variance = spread * inverse;

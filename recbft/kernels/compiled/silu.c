@@ -161,11 +161,9 @@ static void backward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h
     memset(pull, 0, tile.count * wide * sizeof(float));
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r;
-        memcpy(pull + r * wide, at(call->grad_mean, b, h) + t * call->grad_mean.token, K * sizeof(float));
-        if (call->mean_alone)
-            continue;
-        memcpy(pull + r * wide + Kp, at(call->grad_square_mean, b, h) + t * call->grad_square_mean.token, K * sizeof(float));
-        memcpy(pull + r * wide + 2 * Kp, at(call->grad_square_second, b, h) + t * call->grad_square_second.token, K * sizeof(float));
+        const View *views[] = {&call->grad_mean, &call->grad_square_mean, &call->grad_square_second};
+        for (int i = 0; i < (call->mean_alone ? 1 : 3); i++)
+            memcpy(pull + r * wide + i * Kp, at(*views[i], b, h) + t * views[i]->token, K * sizeof(float));
     }
     float *a = kept[0] + before, *d = kept[1] + before, *square = kept[2] + before;
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);

@@ -111,7 +111,8 @@ static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backwa
 /* Logits of a token, -inf where it may not read; the largest. */
 static float mask(const Room *room, const Call *call, int64_t b, int64_t t, Tile tile, float *row)
 {
-    const int64_t token = b * call->of.T + t, start = call->of.start[token] - tile.low, stop = call->of.stop[token] - tile.low;
+    const int64_t token = b * call->of.T + t;
+    const int64_t start = call->of.start[token] - tile.low, stop = call->of.stop[token] - tile.low;
     const float *bias = room->bias + tile.low;
     if (call->log_decay) {
         const float decay = call->log_decay[b];

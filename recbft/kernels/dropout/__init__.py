@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from recbft.kernels import compiled
+from recbft.kernels.compiled import pointer
 from recbft.kernels.transforms import transformed
 
 LEVELS = 2**16
@@ -45,18 +48,38 @@ def random_bits(shape: Sequence[int], generator: torch.Generator | None = None) 
 
 def mask_of(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:
     """keep / (1 - p') of (1), in the shape of ``bits``."""
-    dropped = min(LEVELS - 1, round(p * LEVELS))
-    least = dropped - LEVELS // 2
+    least, scale = _kept(p)
     if dtype in (torch.float32, torch.float64):  # the same numbers in a third of the time: these hold 16 bits exactly
         keep = bits.to(dtype).sub_(least - 1).clamp_(0, 1)
     else:
         keep = (bits >= least).to(dtype)
-    return keep.mul_(LEVELS / (LEVELS - dropped))
+    return keep.mul_(scale)
+
+
+def _kept(p: float) -> tuple[int, float]:
+    """The least bits, as an int16, of what is kept, and 1 / (1 - p')."""
+    dropped = min(LEVELS - 1, round(p * LEVELS))
+    return dropped - LEVELS // 2, LEVELS / (LEVELS - dropped)
+
+
+def _by_bits(x: Tensor, bits: Tensor, p: float) -> Tensor:
+    """Equation (1) in C (``compiled/dropout.c``): the same numbers in one pass over memory."""
+    least, scale = _kept(p)
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    sizes = c_int64(x.numel()), c_int32(least), c_float(scale)
+    compiled.library().dropout(*sizes, *(c_void_p(pointer(part)) for part in (bits, x, y)))
+    return y
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        if compiled.serves(x):
+            bits = random_bits(x.shape)
+            ctx.save_for_backward(bits)
+            ctx.p = p
+            return _by_bits(x, bits, p)
         mask = scaled_mask(x, p)
         ctx.save_for_backward(mask)
         return x * mask
@@ -64,8 +87,8 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (mask,) = ctx.saved_tensors
-        return grad * mask, None
+        (kept,) = ctx.saved_tensors
+        return (_by_bits(grad, kept, ctx.p) if kept.dtype == torch.int16 else grad * kept), None
 
 
 class Dropout(nn.Module):
