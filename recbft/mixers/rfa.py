@@ -82,7 +82,7 @@ def robust_filter_attention(
         dof: nu, (H,), > 0.
         temperature: tau, an inverse temperature, a number or (H,).
         impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the tensor form), ``isotropic``,
-            ``cpu`` and ``triton`` force one.
+            ``compiled``, ``cpu`` and ``triton`` force one.
         use_time, time_unit: read real times in this unit, not positions.
         variant: parts of the mechanism to leave out, for study.
 
@@ -96,7 +96,7 @@ def robust_filter_attention(
     dynamics = Dynamics(frequency, decay, process, key_noise, query_noise, dof, tau)
     _check_scalars(dynamics)
     clock = read_clock(context, use_time=use_time, time_unit=time_unit, dtype=real_type)
-    value, evidence = choose(impl, q)(q, k, v, context, dynamics, clock, variant)
+    value, evidence = choose(impl, q, by_position=clock.by_position)(q, k, v, context, dynamics, clock, variant)
     return RfaOutput(value, evidence)
 
 
@@ -189,12 +189,13 @@ class RobustFilterAttention(nn.Module):
         sampled = self.training and self.config.latent_sampling
         dynamics = self.sde()
         dropout = self.dropout if self.training else 0.0
-        value, evidence = choose("auto", v, dropout=dropout)(
+        clock = self._clock(context, x)
+        value, evidence = choose("auto", v, dropout=dropout, by_position=clock.by_position)(
             *self._sightings(x, source),
             v,
             context,
             dynamics,
-            self._clock(context, x),
+            clock,
             self.config.variant,
             key_bias=self._key_bias(precision, ramp),
             dropout=dropout,

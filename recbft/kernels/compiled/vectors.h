@@ -146,4 +146,20 @@ INLINE float exponential(float x)
     return x < -87.0f ? 0.0f : y;
 }
 
+/* log(1 + x) for x >= 0, to 2 units in the last place; NaN for NaN and for what is infinite. */
+INLINE float logarithm_of_one_more(float x)
+{
+    const float u = 1.0f + x;
+    int32_t bits;
+    memcpy(&bits, &u, sizeof bits);
+    bits -= 0x3f3504f3; /* so that what is left of u lies between sqrt(1/2) and sqrt(2) */
+    const float power = (float)(bits >> 23);
+    bits = (bits & 0x7fffff) + 0x3f3504f3;
+    float m;
+    memcpy(&m, &bits, sizeof m);
+    const float f = m - 1.0f, s = f / (2.0f + f), z = s * s;
+    const float series = 2 * s * (1.0f + z * (1.0f / 3 + z * (1.0f / 5 + z * (1.0f / 7 + z * (1.0f / 9)))));
+    return power * 0.693359375f + (series - power * 2.12194440054690e-4f + (x - (u - 1.0f)) / u);
+}
+
 #endif

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path, late, late_decline
-from recbft.kernels.robust_filter import cpu, isotropic, reference
+from recbft.kernels.robust_filter import compiled, cpu, isotropic, reference
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, read_clock, turns
 from recbft.kernels.robust_filter.isotropic import as_complex, decayed_weights, real
 
 PATHS = {
     "triton": Path(late("robust_filter", "robust_filter"), "cuda", late_decline("robust_filter"), opened=True),
+    "compiled": Path(lambda: compiled.robust_filter, "cpu", compiled.decline, opened=True),
     "cpu": Path(lambda: cpu.robust_filter, "cpu", cpu.decline, opened=True),
     "isotropic": Path(lambda: isotropic.robust_filter),
     "reference": Path(lambda: reference.robust_filter),
@@ -34,6 +35,6 @@ __all__ = [
 ]
 
 
-def choose(impl: str, q: Tensor, *, dropout: float = 0.0) -> Callable[..., Any]:
-    """The path for a call."""
-    return dispatch.choose(impl, PATHS, q, dropout=dropout)
+def choose(impl: str, q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> Callable[..., Any]:
+    """The path for a call; ``by_position`` as the clock says it."""
+    return dispatch.choose(impl, PATHS, q, dropout=dropout, by_position=by_position)

@@ -81,7 +81,7 @@ def robust_filter(
     return mean, evidence[0] if with_evidence else None
 
 
-def decline(q: Tensor, *, dropout: float = 0.0) -> str | None:
+def decline(q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
     return decline_dropout(dropout)
 

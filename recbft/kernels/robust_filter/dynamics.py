@@ -55,6 +55,7 @@ class Clock(NamedTuple):
     key: Tensor  # (B or 1, T)  float64
     lag: Tensor  # (B or 1, T, T)  query less key
     in_columns: bool = False  # the lag is the distance of two columns
+    by_position: bool = True  # the lag is the distance of two positions
     unit: float | Tensor = 1.0  # of the data's time
 
 
@@ -108,7 +109,7 @@ def _read_times(context: SequenceContext, time_unit: float | Tensor, dtype: torc
     # Counted from the history's first event, exactly, before they lose digits to floating point.
     start = context.time.gather(1, context.first)
     query, key = ((time - start).double() / time_unit for time in (asked, context.time))
-    return Clock(query, key, lag.to(dtype) / time_unit, unit=time_unit)
+    return Clock(query, key, lag.to(dtype) / time_unit, by_position=False, unit=time_unit)
 
 
 def residual_variance(elapsed: Tensor, dynamics: Dynamics) -> Tensor:

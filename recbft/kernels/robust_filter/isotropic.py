@@ -35,18 +35,23 @@ def lag_tables(clock: Clock, dynamics: Dynamics, variant: Variant) -> Tables:
     """The tables of a batch."""
     # Where columns are counted, T lags stand for T T pairs.
     lag = clock.lag[:, :, :1].mT if clock.in_columns else clock.lag  # (1, 1, T): the lags of the first column
-    per_head = Dynamics(*(x[..., None, None] for x in dynamics))  # (H, 1, 1)
-    elapsed = (lag.abs() + variant.horizon)[:, None]  # (B or 1, 1, T or 1, T)
-    variance = residual_variance(elapsed, per_head)
-    sharpness = per_head.dof[None].reciprocal()
-    if variant.multiplicative:
-        sharpness = sharpness / variance
-    tables = Tables(-per_head.decay * elapsed, -torch.log(variance), sharpness.expand_as(variance))
+    tables = tables_of(lag.abs()[:, None], dynamics, variant)
     if not clock.in_columns:
         return tables
     T = clock.lag.shape[-1]
     distance = clock.lag[0].abs().long().flatten()
     return Tables(*(x[..., 0, :].index_select(-1, distance).unflatten(-1, (T, T)) for x in tables))
+
+
+def tables_of(lag: Tensor, dynamics: Dynamics, variant: Variant) -> Tables:
+    """The same of lags >= 0, (.., 1, ., .) -> (.., H, ., .)."""
+    per_head = Dynamics(*(x[..., None, None] for x in dynamics))  # (H, 1, 1)
+    elapsed = lag + variant.horizon
+    variance = residual_variance(elapsed, per_head)
+    sharpness = per_head.dof[None].reciprocal()
+    if variant.multiplicative:
+        sharpness = sharpness / variance
+    return Tables(-per_head.decay * elapsed, -torch.log(variance), sharpness.expand_as(variance))
 
 
 def robust_filter(

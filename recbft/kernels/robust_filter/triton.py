@@ -27,7 +27,7 @@ MAX_WIDTH = 64  # complex coordinates that the registers hold
 NUM_SCALARS = 8  # mu, s2, eta2, gamma2, nu, kappa, tau, scale
 
 
-def decline(q: Tensor, *, dropout: float = 0.0) -> str | None:
+def decline(q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
     if (reason := decline_dropout(dropout)) is not None:
         return reason

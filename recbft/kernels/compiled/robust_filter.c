@@ -1,0 +1,403 @@
+/* Isotropic robust filter attention of a packed batch, head by head in the cache: nothing of tokens by keys is kept.
+ *
+ * Coordinates are complex, real and imaginary parts next to each other, turned on the way in and back on the way out.
+ * With E, P and s of the lag, and Q, K, V turned,
+ *
+ *     R2 = |Q|^2 + E^2 |K|^2 - 2 E Q . K      x = s R2      y = log(1 + x), or x      L = log P - kappa y        (1)
+ *     a = softmax(tau L + b)                  mean = sum a E V                        evidence = sum exp(L)      (2)
+ *
+ * and backwards, with g and g_e the gradients of the mean, turned, and of the evidence, as in robust_filter/cpu.py,
+ *
+ *     da = (g V') E    dl = a (da - sum a da)    dL = tau dl + g_e exp(L)                                        (3)
+ *     dy = -kappa dL   dx = dy / (1 + x) or dy   dR2 = dx s    dc = E dR2                                        (4)
+ *     dQ = 2 (Q sum_j dR2 - dc K)    dK = 2 (K sum_t E dc - dc' Q)    dV = (a E)' g                              (5)
+ *     d log E = 2 dc (E |K|^2 - Q . K) + da a    d log P = dL    d s = dx R2                                     (6)
+ *     d kappa = -sum dL y    d tau = sum dl L                                                                    (7)
+ *
+ * Shapes: B rows, H heads, T tokens that read, J keys, K real coordinates, L lags.
+ */
+
+#include "heads.h"
+
+typedef struct {
+    Batch of;
+    int64_t student, turns_values, L;
+    View q, k, v;
+    const float *turn_query, *turn_key; /* (B or 1, H, T, K), or NULL: cosine and sine of each coordinate's turn */
+    int64_t turn_query_row, turn_key_row;
+    const float *log_decay, *log_precision, *sharpness; /* (H, L): log E, log P, s */
+    const float *kappa, *temperature;                   /* (H) */
+    const float *key_bias;                              /* (B, J) or NULL */
+    View mean;
+    float *evidence, *log_total; /* (B, H, T); the evidence or NULL */
+    View grad_mean;
+    const float *grad_evidence; /* or NULL */
+    View d_q, d_k, d_v;
+    float *d_log_decay, *d_log_precision, *d_sharpness; /* (B, H, L) */
+    float *d_kappa, *d_temperature;                     /* (B, H) */
+    float *d_key_bias;                                  /* (B, H, J) or NULL */
+} FilterCall;
+
+/* What a head is worked on with. */
+typedef struct {
+    int64_t Kp, Jp;
+    float *q, *k, *k_columns, *v, *v_columns, *g;
+    float *q_square, *k_square;              /* (T), (Jp) */
+    float *weights, *d_cross;                /* (BLOCK, Jp): a E, dc */
+    float *sums;                             /* (TALL, Kp) */
+    float *decay, *precision, *sharp;        /* (Jp): of the lags of a token's keys */
+    float *misfit, *logit, *score, *residual; /* (Jp): y, L, tau L + b, R2, of a token */
+    float *bias, *d_bias;                    /* (Jp) */
+    float *d_k, *d_v, *d_k_square;           /* (Jp, Kp) twice, (Jp) */
+    float *table;                            /* (L): E */
+    void *all;
+} Room;
+
+static int take(Room *room, const FilterCall *call)
+{
+    const int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), T = call->of.T;
+    const int64_t sizes[] = {T * Kp, Jp * Kp, Kp * Jp, Jp * Kp, Kp * Jp, T * Kp, padded(T), Jp, BLOCK * Jp, BLOCK * Jp,
+                             TALL * Kp, Jp, Jp, Jp, Jp, Jp, Jp, Jp, Jp, Jp, Jp * Kp, Jp * Kp, Jp, padded(call->L)};
+    float **parts[] = {&room->q, &room->k, &room->k_columns, &room->v, &room->v_columns, &room->g, &room->q_square,
+                       &room->k_square, &room->weights, &room->d_cross, &room->sums, &room->decay, &room->precision,
+                       &room->sharp, &room->misfit, &room->logit, &room->score, &room->residual, &room->bias,
+                       &room->d_bias, &room->d_k, &room->d_v, &room->d_k_square, &room->table};
+    const int num = sizeof sizes / sizeof *sizes;
+    int64_t size = 0;
+    for (int i = 0; i < num; i++)
+        size += sizes[i];
+    float *next = NULL;
+    if (posix_memalign((void **)&next, 64, size * sizeof(float)))
+        return 0;
+    room->all = next;
+    room->Kp = Kp, room->Jp = Jp;
+    for (int i = 0; i < num; next += sizes[i++])
+        *parts[i] = next;
+    return 1;
+}
+
+/* Coordinates times a turn, or its conjugate where `back` is -1; as they are where there is none. */
+static void turned(int64_t K, const float *x, const float *turn, float back, float *to)
+{
+    if (!turn) {
+        memcpy(to, x, K * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < K; i += 2) {
+        const float real = x[i], imaginary = x[i + 1], cosine = turn[i], sine = back * turn[i + 1];
+        to[i] = real * cosine - imaginary * sine;
+        to[i + 1] = real * sine + imaginary * cosine;
+    }
+}
+
+INLINE const float *turn_of(const float *turns, int64_t row, int64_t b, int64_t h, int64_t tokens, int64_t t, int64_t K)
+{
+    return turns ? turns + b * row + (h * tokens + t) * K : NULL;
+}
+
+INLINE const float *query_turn(const FilterCall *call, int64_t b, int64_t h, int64_t t)
+{
+    return turn_of(call->turn_query, call->turn_query_row, b, h, call->of.T, t, call->of.K);
+}
+
+INLINE const float *key_turn(const FilterCall *call, int64_t b, int64_t h, int64_t j)
+{
+    return turn_of(call->turn_key, call->turn_key_row, b, h, call->of.J, j, call->of.K);
+}
+
+static float squared(int64_t K, const float *x)
+{
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < K; i++)
+        sum += x[i] * x[i];
+    return sum;
+}
+
+static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int backward)
+{
+    const int64_t K = call->of.K, J = call->of.J, T = call->of.T, Kp = room->Kp, Jp = room->Jp;
+    const float *q = at(call->q, b, h), *k = at(call->k, b, h), *v = at(call->v, b, h);
+    memset(room->q, 0, T * Kp * sizeof(float));
+    memset(room->k, 0, Jp * Kp * sizeof(float));
+    memset(room->v, 0, Jp * Kp * sizeof(float));
+    memset(room->k_square, 0, Jp * sizeof(float));
+    for (int64_t t = 0; t < T; t++) {
+        turned(K, q + t * call->q.token, query_turn(call, b, h, t), 1, room->q + t * Kp);
+        room->q_square[t] = squared(K, room->q + t * Kp);
+    }
+    for (int64_t j = 0; j < J; j++) {
+        turned(K, k + j * call->k.token, key_turn(call, b, h, j), 1, room->k + j * Kp);
+        turned(K, v + j * call->v.token, call->turns_values ? key_turn(call, b, h, j) : NULL, 1, room->v + j * Kp);
+        room->k_square[j] = squared(K, room->k + j * Kp);
+    }
+    transpose(room->k, Jp, Kp, room->k_columns);
+    for (int64_t l = 0; l < call->L; l++)
+        room->table[l] = exponential(call->log_decay[h * call->L + l]);
+    memset(room->bias, 0, Jp * sizeof(float));
+    if (call->key_bias)
+        memcpy(room->bias, call->key_bias + b * J, J * sizeof(float));
+    if (!backward)
+        return;
+    transpose(room->v, Jp, Kp, room->v_columns);
+    memset(room->g, 0, T * Kp * sizeof(float));
+    for (int64_t t = 0; t < T; t++) {
+        const float *turn = call->turns_values ? query_turn(call, b, h, t) : NULL;
+        turned(K, at(call->grad_mean, b, h) + t * call->grad_mean.token, turn, 1, room->g + t * Kp);
+    }
+}
+
+/* Equation (1) of a token from its products; scores are -inf where it may not read. Returns the largest. */
+static float logits(Room *room, const FilterCall *call, int64_t b, int64_t h, int64_t t, Tile tile, const float *cross)
+{
+    const Batch *of = &call->of;
+    const int64_t token = b * of->T + t, start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
+    const float *log_precision = call->log_precision + h * call->L, *sharpness = call->sharpness + h * call->L;
+    const float *k_square = room->k_square + tile.low, *bias = room->bias + tile.low;
+    const float q_square = room->q_square[t], kappa = call->kappa[h], temperature = call->temperature[h];
+    float *E = room->decay, *P = room->precision, *s = room->sharp, *y = room->misfit, *L = room->logit;
+    float *score = room->score, *residual = room->residual, top = -INFINITY;
+    memset(E, 0, tile.width * sizeof(float));
+    memset(P, 0, tile.width * sizeof(float));
+    memset(s, 0, tile.width * sizeof(float));
+    for (int64_t j = start; j < stop; j++) {
+        const int64_t place = least(lag(of, b, token, tile.low + j), call->L - 1); /* longer ones lie in gaps */
+        E[j] = room->table[place];
+        P[j] = log_precision[place];
+        s[j] = sharpness[place];
+    }
+    const int student = (int)call->student;
+#pragma omp simd
+    for (int64_t j = 0; j < tile.width; j++) {
+        float R2 = q_square + E[j] * (E[j] * k_square[j] - 2 * cross[j]);
+        R2 = R2 < 0 ? 0 : R2; /* near numbers' difference can round below 0 */
+        float x = s[j] * R2;
+        residual[j] = R2;
+        y[j] = student ? logarithm_of_one_more(x) : x;
+        L[j] = P[j] - kappa * y[j];
+        score[j] = j >= start && j < stop ? temperature * L[j] + bias[j] : -INFINITY;
+    }
+    if (of->gaps[token])
+        for (int64_t j = start; j < stop; j++)
+            if (!may_read(of, b, token, tile.low + j))
+                score[j] = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < tile.width; j++)
+        top = score[j] > top ? score[j] : top;
+    return top;
+}
+
+static void forward_tile(Room *room, const FilterCall *call, int64_t b, int64_t h, Tile tile)
+{
+    const Batch *of = &call->of;
+    const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp;
+    float *weights = room->weights;
+    product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
+    for (int64_t r = 0; r < tile.count; r++) {
+        const int64_t t = tile.from + r, token = b * of->T + t, own = (b * of->H + h) * of->T + t;
+        float *row = weights + r * Jp, total = 0, evidence = 0;
+        if (of->start[token] >= of->stop[token]) {
+            memset(row, 0, tile.width * sizeof(float));
+            call->log_total[own] = INFINITY;
+            if (call->evidence)
+                call->evidence[own] = 0;
+            continue;
+        }
+        const float top = logits(room, call, b, h, t, tile, row);
+        const float *score = room->score, *E = room->decay, *L = room->logit;
+#pragma omp simd reduction(+ : total)
+        for (int64_t j = 0; j < tile.width; j++) {
+            float a = exponential(score[j] - top);
+            total += a;
+            row[j] = a * E[j];
+        }
+        const float share = 1 / total;
+        for (int64_t j = 0; j < tile.width; j++)
+            row[j] *= share;
+        call->log_total[own] = top + logf(total);
+        if (call->evidence) {
+#pragma omp simd reduction(+ : evidence)
+            for (int64_t j = 0; j < tile.width; j++)
+                evidence += score[j] == -INFINITY ? 0 : exponential(L[j]);
+            call->evidence[own] = evidence;
+        }
+    }
+    product(0, tile.count, tile.width, Kp, weights, Jp, 1, room->v + tile.low * Kp, Kp, room->sums, Kp);
+    for (int64_t r = 0; r < tile.count; r++) {
+        const int64_t t = tile.from + r;
+        const float *turn = call->turns_values ? query_turn(call, b, h, t) : NULL;
+        turned(K, room->sums + r * Kp, turn, -1, at(call->mean, b, h) + t * call->mean.token);
+    }
+}
+
+/* Equations (3), (4), (6) and (7) of a token: a E over its products, dc over g V'; the sum of dR2. */
+static float backward_token(Room *room, const FilterCall *call, int64_t b, int64_t h, int64_t t, Tile tile, float *row,
+                            float *d)
+{
+    const Batch *of = &call->of;
+    const int64_t token = b * of->T + t, head = b * of->H + h, own = head * of->T + t;
+    const float kappa = call->kappa[h], temperature = call->temperature[h], total = call->log_total[own];
+    const float g_e = call->grad_evidence ? call->grad_evidence[own] : 0;
+    logits(room, call, b, h, t, tile, row);
+    float *E = room->decay, *P = room->precision, *s = room->sharp, *y = room->misfit, *L = room->logit;
+    float *score = room->score, *residual = room->residual, *d_bias = room->d_bias + tile.low;
+    float *d_k_square = room->d_k_square + tile.low;
+    const float *k_square = room->k_square + tile.low;
+    float sum = 0, along = 0, d_kappa = 0, d_temperature = 0, d_square = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < tile.width; j++) {
+        float a = exponential(score[j] - total);
+        P[j] = a; /* from here on a */
+        sum += a;
+    }
+    const float share = 1 / sum; /* near 1: what the log has lost would not cancel in dl */
+#pragma omp simd reduction(+ : along)
+    for (int64_t j = 0; j < tile.width; j++) {
+        P[j] *= share;
+        d[j] *= E[j];
+        along += P[j] * d[j];
+    }
+    const int student = (int)call->student;
+#pragma omp simd reduction(+ : d_kappa, d_temperature, d_square)
+    for (int64_t j = 0; j < tile.width; j++) {
+        const float a = P[j], dl = a * (d[j] - along), R2 = residual[j], x = s[j] * R2, cross = row[j];
+        const float of_evidence = score[j] == -INFINITY ? 0 : g_e * exponential(L[j]);
+        const float dL = temperature * dl + of_evidence, dx = (student ? 1 / (1 + x) : 1) * -kappa * dL;
+        const float dR2 = dx * s[j], dc = E[j] * dR2;
+        d_kappa -= dL * y[j];
+        d_temperature += a == 0 ? 0 : dl * L[j];
+        d_square += dR2;
+        d_bias[j] += dl;
+        d_k_square[j] += E[j] * dc;
+        residual[j] = 2 * dc * (E[j] * k_square[j] - cross) + d[j] * a; /* d log E */
+        score[j] = dL;
+        L[j] = dx * R2; /* ds */
+        row[j] = a * E[j];
+        d[j] = dc;
+    }
+    call->d_kappa[head] += d_kappa;
+    call->d_temperature[head] += d_temperature;
+    float *by_decay = call->d_log_decay + head * call->L, *by_precision = call->d_log_precision + head * call->L;
+    float *by_sharpness = call->d_sharpness + head * call->L;
+    for (int64_t j = of->start[token] - tile.low; j < of->stop[token] - tile.low; j++) {
+        const int64_t place = least(lag(of, b, token, tile.low + j), call->L - 1);
+        by_decay[place] += residual[j];
+        by_precision[place] += score[j];
+        by_sharpness[place] += L[j];
+    }
+    return d_square;
+}
+
+static void backward_tile(Room *room, const FilterCall *call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
+{
+    const Batch *of = &call->of;
+    const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp;
+    const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
+    float *weights = room->weights + row * Jp, *d_cross = room->d_cross + row * Jp, d_square[TALL];
+    float *a = weights + before, *d = d_cross + before;
+    product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);
+    product(0, tile.count, K, tile.width, room->g + tile.from * Kp, Kp, 1, room->v_columns + tile.low, Jp, d, Jp);
+    for (int64_t r = 0; r < tile.count; r++) {
+        const int64_t t = tile.from + r, token = b * of->T + t;
+        memset(weights + r * Jp, 0, before * sizeof(float));
+        memset(d_cross + r * Jp, 0, before * sizeof(float));
+        memset(a + r * Jp + tile.width, 0, after * sizeof(float));
+        memset(d + r * Jp + tile.width, 0, after * sizeof(float));
+        d_square[r] = 0;
+        if (of->start[token] < of->stop[token]) {
+            d_square[r] = backward_token(room, call, b, h, t, tile, a + r * Jp, d + r * Jp);
+        } else {
+            memset(a + r * Jp, 0, tile.width * sizeof(float));
+            memset(d + r * Jp, 0, tile.width * sizeof(float));
+        }
+    }
+    product(0, tile.count, tile.width, Kp, d, Jp, 1, room->k + tile.low * Kp, Kp, room->sums, Kp);
+    for (int64_t r = 0; r < tile.count; r++) {
+        const int64_t t = tile.from + r;
+        float *sums = room->sums + r * Kp;
+        const float *q = room->q + t * Kp;
+        for (int64_t i = 0; i < K; i++)
+            sums[i] = 2 * (q[i] * d_square[r] - sums[i]);
+        turned(K, sums, query_turn(call, b, h, t), -1, at(call->d_q, b, h) + t * call->d_q.token);
+    }
+}
+
+static void backward_head(Room *room, const FilterCall *call, int64_t b, int64_t h)
+{
+    const Batch *of = &call->of;
+    const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, head = b * of->H + h;
+    memset(room->d_k, 0, Jp * Kp * sizeof(float));
+    memset(room->d_v, 0, Jp * Kp * sizeof(float));
+    memset(room->d_k_square, 0, Jp * sizeof(float));
+    memset(room->d_bias, 0, Jp * sizeof(float));
+    memset(call->d_log_decay + head * call->L, 0, call->L * sizeof(float));
+    memset(call->d_log_precision + head * call->L, 0, call->L * sizeof(float));
+    memset(call->d_sharpness + head * call->L, 0, call->L * sizeof(float));
+    call->d_kappa[head] = call->d_temperature[head] = 0;
+    for (int64_t from = 0; from < of->T; from += BLOCK) {
+        Tile block = tile_of(of, b, from, least(from + BLOCK, of->T)), tiles[BLOCK / TALL];
+        int64_t num = 0;
+        for (int64_t row = 0; row < block.count; row += TALL) {
+            Tile tile = tile_of(of, b, from + row, from + least(row + TALL, block.count));
+            if (!tile.width)
+                tile.low = block.low;
+            tiles[num++] = tile;
+            backward_tile(room, call, b, h, tile, row, block);
+        }
+        for (int64_t j = 0; j < block.width; j += TALL) {
+            const int64_t key = block.low + j;
+            const Tile own = readers_of(tiles, num, block, key);
+            if (!own.count)
+                continue;
+            const float *a = room->weights + own.from * Jp + j, *d = room->d_cross + own.from * Jp + j;
+            const int64_t first = (from + own.from) * Kp;
+            product(1, TALL, own.count, Kp, d, 1, Jp, room->q + first, Kp, room->d_k + key * Kp, Kp);
+            product(1, TALL, own.count, Kp, a, 1, Jp, room->g + first, Kp, room->d_v + key * Kp, Kp);
+        }
+    }
+    if (call->d_key_bias)
+        memcpy(call->d_key_bias + head * J, room->d_bias, J * sizeof(float));
+    for (int64_t j = 0; j < J; j++) {
+        const float *turn = key_turn(call, b, h, j), *k = room->k + j * Kp;
+        float *d_k = room->d_k + j * Kp;
+        for (int64_t i = 0; i < K; i++)
+            d_k[i] = 2 * (k[i] * room->d_k_square[j] - d_k[i]);
+        turned(K, d_k, turn, -1, at(call->d_k, b, h) + j * call->d_k.token);
+        turned(K, room->d_v + j * Kp, call->turns_values ? turn : NULL, -1, at(call->d_v, b, h) + j * call->d_v.token);
+    }
+}
+
+static int each_head(const FilterCall *call, int backward)
+{
+    int failed = 0;
+#pragma omp parallel
+    {
+        Room room;
+        const int ready = take(&room, call);
+        if (!ready) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < call->of.B * call->of.H; i++) {
+            if (!ready)
+                continue;
+            const int64_t b = i / call->of.H, h = i % call->of.H;
+            fetch(&room, call, b, h, backward);
+            if (backward)
+                backward_head(&room, call, b, h);
+            else
+                for (int64_t from = 0; from < call->of.T; from += TALL)
+                    forward_tile(&room, call, b, h, tile_of(&call->of, b, from, least(from + TALL, call->of.T)));
+        }
+        if (ready)
+            free(room.all);
+    }
+    return failed;
+}
+
+/* Equations (1) and (2); 0, or 1 where memory is short. */
+int robust_filter_forward(const FilterCall *call) { return each_head(call, 0); }
+
+/* Equations (3) to (7). */
+int robust_filter_backward(const FilterCall *call) { return each_head(call, 1); }

@@ -1,0 +1,134 @@
+"""Robust filter attention in C against its isotropic form in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recbft.core import SequenceContext
+from recbft.kernels import compiled
+from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, choose, read_clock
+
+REASON = compiled.missing()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+VARIANTS = {
+    "student": Variant(),
+    "gaussian": Variant(kernel="gaussian"),
+    "still": Variant(multiplicative=False, rotate_values=False, horizon=1.0),
+}
+SCALARS = ("decay", "process", "key_noise", "query_noise", "dof", "temperature")
+
+
+def packed(lengths_by_row, width, *, causal, order=None, offset=0):
+    """Rows of histories one after another whose positions begin at ``offset``."""
+    segment = torch.full((len(lengths_by_row), width), -1)
+    position = torch.zeros(len(lengths_by_row), width, dtype=torch.long)
+    for row, lengths in enumerate(lengths_by_row):
+        column = 0
+        for number, length in enumerate(lengths):
+            segment[row, column : column + length] = 10 * row + number
+            position[row, column : column + length] = offset + torch.arange(length)
+            column += length
+    if order is not None:
+        segment, position = segment[:, order], position[:, order]
+    return SequenceContext(segment, position, causal=causal)
+
+
+def drawn(B, H, T, K, *, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    inputs = {name: normal(B, H, T, K, 2) for name in "qkv"}
+    inputs |= {name: 0.3 * normal(H) - (2 if name == "decay" else 0) for name in SCALARS}
+    return inputs | {"frequency": normal(H, K), "key_bias": normal(B, T)}
+
+
+def run(path, inputs, context, variant, dtype, *, with_evidence=True, learned=()):
+    """Outputs, and gradients of a mixture of them, by name, in float64."""
+    x = {name: value.to(dtype).clone() for name, value in inputs.items()}
+    wanted = {name: x[name].requires_grad_() for name in x if name != "frequency" or name in learned}
+    q, k, v = (torch.view_as_complex(x[name]) for name in "qkv")
+    dynamics = Dynamics(x["frequency"], *(x[name].exp() for name in SCALARS))
+    clock = read_clock(context, dtype=dtype)
+    more = {"key_bias": x["key_bias"], "with_evidence": with_evidence}
+    mean, evidence = PATHS[path].load()(q, k, v, context, dynamics, clock, variant, **more)
+    outputs = {"mean": torch.view_as_real(mean.resolve_conj())} | ({"evidence": evidence} if with_evidence else {})
+    g = torch.Generator().manual_seed(5)
+    loss = sum((y * torch.randn(y.shape, generator=g, dtype=torch.float64).to(dtype)).sum() for y in outputs.values())
+    gradients = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True)
+    found = outputs | {f"d {name}": grad for name, grad in zip(wanted, gradients, strict=True)}
+    return {name: value.detach().double() for name, value in found.items()}
+
+
+def assert_near(found, exact):
+    for name, true in exact.items():
+        # Gradients of the scalars are sums in which most cancels.
+        slack = 2e-3 if name[2:] in (*SCALARS, "frequency") else 3e-5
+        error, size = ((x.abs().max().item() if x.numel() else 0.0) for x in (found[name] - true, true))
+        assert error <= slack * size + 1e-5, f"{name}: {error} off, of {size}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("T", "K"), [(1, 1), (2, 3), (9, 4), (64, 16), (65, 5), (130, 32)])
+def test_it_equals_the_isotropic_form_in_values_and_gradients(T, K, shuffled, causal, variant):
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(T)) if shuffled else None
+    lengths = [[T], [T // 2, T - T // 2] if T > 1 else [1], [max(1, T - 1)], []]
+    context = packed(lengths, T, causal=causal, order=order)
+    inputs = drawn(4, 2, T, K, seed=T)
+    for with_evidence in (True, False):
+        exact = run("isotropic", inputs, context, VARIANTS[variant], torch.float64, with_evidence=with_evidence)
+        found = run("compiled", inputs, context, VARIANTS[variant], torch.float32, with_evidence=with_evidence)
+        assert_near(found, exact)
+
+
+def test_learned_frequencies_have_their_gradients():
+    context = packed([[6], [2, 4]], 6, causal=True)
+    inputs = drawn(2, 2, 6, 3)
+    exact, found = (
+        run(path, inputs, context, Variant(), dtype, learned=("frequency",))
+        for path, dtype in (("isotropic", torch.float64), ("compiled", torch.float32))
+    )
+    assert found["d frequency"].abs().max() > 0
+    assert_near(found, exact)
+
+
+def test_positions_that_begin_late_are_those_that_begin_at_0():
+    inputs = drawn(2, 2, 6, 3)
+    early, late = (packed([[6], [2, 4]], 6, causal=True, offset=offset) for offset in (0, 900))
+    one, two = (run("compiled", inputs, context, Variant(), torch.float32) for context in (early, late))
+    for name, found in two.items():
+        torch.testing.assert_close(found, one[name], rtol=1e-4, atol=1e-4)
+
+
+def test_runs_and_numbers_of_threads_give_the_same_bits():
+    context = packed([[50], [20, 30], [5] * 10], 50, causal=True)
+    inputs, threads, runs = drawn(3, 2, 50, 8), torch.get_num_threads(), []
+    try:
+        for count in (1, 1, 2, 3):
+            torch.set_num_threads(count)
+            runs.append(run("compiled", inputs, context, Variant(), torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(other[name], value) for other in runs[1:] for name, value in runs[0].items())
+
+
+def test_what_is_not_a_number_stays_visible():
+    inputs = drawn(1, 1, 4, 3)
+    inputs["q"][0, 0, 1, 2, 0] = float("nan")
+    found = run("compiled", inputs, packed([[4]], 4, causal=True), Variant(), torch.float32)
+    assert torch.isnan(found["mean"][0, 0, 1]).any() and torch.isnan(found["evidence"][0, 0, 1])
+
+
+def test_what_it_cannot_serve_goes_to_another_path():
+    q = torch.zeros(1, 1, 2, 2, dtype=torch.complex64)
+    assert choose("auto", q) is PATHS["compiled"].load()
+    for tensor, call, reason in (
+        (q.to(torch.complex128), {}, "serves complex64, got complex128"),
+        (q, {"dropout": 0.1}, "attention dropout is left to another path"),
+        (q, {"by_position": False}, "real elapsed times are left to another path"),
+    ):
+        assert choose("auto", tensor, **call) is PATHS["cpu"].load()
+        with pytest.raises(ValueError, match=f"compiled path declined: {reason}"):
+            choose("compiled", tensor, **call)
