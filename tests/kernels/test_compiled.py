@@ -141,6 +141,30 @@ def test_fewer_queries_than_keys_read_as_among_all(function, causal):
 
 
 @needs_build
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("shape", [(4, 2, 70, 70), (1, 2, 70, 70), (4, 1, 70, 70), (1, 1, 70, 70)])
+@pytest.mark.parametrize("attend", [softmax_moments, softmax_mean, silu_moments, silu_mean])
+def test_a_bias_per_pair_and_its_gradient(attend, shape, shuffled, causal):
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(2)) if shuffled else None
+    context = packed([[70], [30, 40], [5, 9, 11], []], 70, causal=causal, order=order)
+    q, k, v, log_precision, log_decay = drawn(4, 2, 70, 8, seed=3)
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    more = {"length": 50} if attend in (silu_moments, silu_mean) else {}
+
+    def function(impl, q, k, v, log_precision, bias, context):
+        decay = log_decay.to(q.dtype)
+        biases = {"log_precision": log_precision, "bias": bias, "log_decay": decay}
+        found = attend(q, k, v, context, **biases, **more, impl=impl)
+        return (found,) if isinstance(found, torch.Tensor) else found
+
+    inputs = [q, k, v, log_precision, bias]
+    exact = with_gradients(function, "reference", inputs, context, torch.float64)
+    found, plain = (with_gradients(function, impl, inputs, context, torch.float32) for impl in ("compiled", "cpu"))
+    assert_as_near_as(found, plain, exact, slack=2e-6)
+
+
+@needs_build
 def test_a_decay_of_each_row_and_none_at_all():
     context = packed([[5], [3, 2]], 5, causal=False)
     q, k, v, log_precision, _ = (x.float() for x in drawn(2, 2, 5, 4, seed=1))
@@ -226,7 +250,6 @@ def test_what_it_cannot_serve_goes_to_another_path():
     for call, reason in (
         ({"q": q}, "serves float32, got float64"),
         ({"dropout": 0.1}, "attention dropout is left to another path"),
-        ({"bias": torch.zeros(1, 1, 4, 4)}, "a bias per pair is left to another path"),
     ):
         given = {"q": q.float(), **call}
         with pytest.raises(ValueError, match=f"compiled path declined: {reason}"):

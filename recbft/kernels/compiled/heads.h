@@ -15,6 +15,12 @@ typedef struct { /* (B, H, tokens, K); the last stride is 1 */
     int64_t row, head, token;
 } View;
 
+typedef struct { /* a bias per pair, (B, H, T, J), and its gradient; either may be NULL, and strides 0 */
+    const float *data;
+    int64_t row, head, token;
+    float *gradient; /* of every row and head, side by side */
+} PairBias;
+
 typedef struct {
     int64_t B, H, T, J, K;
     const int32_t *start, *stop; /* (B, T) the keys from the first to the last that a token may read */
@@ -37,6 +43,27 @@ INLINE int may_read(const Batch *of, int64_t b, int64_t token, int64_t j)
     const int64_t key = b * of->J + j;
     return of->key_history[key] == of->token_history[token] &&
            (!of->causal || of->key_place[key] <= of->token_place[token]);
+}
+
+/* Add what is given for the pairs of a token within its span; columns are counted from `low`. */
+INLINE void add_pairs(const PairBias *bias, const Batch *of, int64_t b, int64_t h, int64_t t, int64_t low, float *row)
+{
+    if (!bias->data)
+        return;
+    const float *own = bias->data + b * bias->row + h * bias->head + t * bias->token + low;
+    for (int64_t j = of->start[b * of->T + t] - low; j < of->stop[b * of->T + t] - low; j++)
+        row[j] += own[j];
+}
+
+/* Write the gradient of a token's pairs: 0 but for those that `row` has. */
+INLINE void keep_pairs(const PairBias *bias, const Batch *of, int64_t b, int64_t h, int64_t t, int64_t low,
+                       int64_t width, const float *row)
+{
+    if (!bias->gradient)
+        return;
+    float *own = bias->gradient + ((b * of->H + h) * of->T + t) * of->J;
+    memset(own, 0, of->J * sizeof(float));
+    memcpy(own + low, row, least(width, of->J - low) * sizeof(float));
 }
 
 /* A few neighbouring tokens and the keys, in whole vectors, that any of them may read. */

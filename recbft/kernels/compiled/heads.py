@@ -80,6 +80,34 @@ class Batch(ctypes.Structure):
         return cls(B, H, T, k.shape[2], K, *map(pointer, spans[:8]), spans.causal)
 
 
+class PairBias(ctypes.Structure):
+    """A bias per pair, and room for its gradient."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row", "head", "token")),
+        ("gradient", ctypes.c_void_p),
+    )
+
+    @classmethod
+    def of(cls, bias: Tensor | None, q: Tensor, num_keys: int, gradient: Tensor | None = None) -> PairBias:
+        """Of a bias that broadcasts to (B, H, T, J), whose last stride is 1, and that the caller keeps."""
+        if bias is None:
+            return cls()
+        strides = bias.expand(*q.shape[:3], num_keys).stride()
+        return cls(bias.data_ptr(), *strides[:3], pointer(gradient))
+
+
+def pairs_readable(bias: Tensor | None, q: Tensor, num_keys: int) -> Tensor | None:
+    """A bias per pair with the keys side by side."""
+    if bias is None:
+        return None
+    bias = bias.to(q.dtype)
+    if bias.shape[-1] != num_keys:
+        bias = bias.expand(*bias.shape[:-1], num_keys)
+    return readable(bias)
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> None:
     """What C would not notice."""
     shapes = {"keys": k.shape, "values": v.shape}

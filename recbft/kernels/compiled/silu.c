@@ -21,6 +21,7 @@ typedef struct {
     const float *key_bias;  /* (B, J) or NULL */
     const float *lag_bias;  /* (L) or NULL: of the lag, the last for all that are longer */
     const float *log_decay; /* (B) or NULL: per step of the lag */
+    PairBias pairs;
     View mean, square_mean, square_second;
     float *weight_sum, *square_sum; /* (B, H, T) */
     View grad_mean, grad_square_mean, grad_square_second;
@@ -91,11 +92,13 @@ static void fetch(Room *room, const SiluCall *call, int64_t b, int64_t h)
 }
 
 /* Add the biases to the scores of a token; what it may not read gets a score of 0, whose weight is 0. */
-static void complete(const Room *room, const SiluCall *call, int64_t b, int64_t token, Tile tile, float *row)
+static void complete(const Room *room, const SiluCall *call, int64_t b, int64_t h, int64_t t, Tile tile, float *row)
 {
     const Batch *of = &call->of;
+    const int64_t token = b * of->T + t;
     const int64_t start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
     const float *bias = room->bias + tile.low;
+    add_pairs(&call->pairs, of, b, h, t, tile.low, row);
     if (call->lag_bias)
         for (int64_t j = start; j < stop; j++)
             row[j] += call->lag_bias[least(lag(of, b, token, tile.low + j), call->L - 1)];
@@ -118,9 +121,9 @@ static void forward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h,
     float *weights = room->weights;
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
     for (int64_t r = 0; r < tile.count; r++) {
-        const int64_t token = b * call->of.T + tile.from + r, own = (b * call->of.H + h) * call->of.T + tile.from + r;
+        const int64_t t = tile.from + r, own = (b * call->of.H + h) * call->of.T + t;
         float *row = weights + r * Jp, *square = room->squares + r * Jp, total = 0, squares = 0;
-        complete(room, call, b, token, tile, row);
+        complete(room, call, b, h, t, tile, row);
 #pragma omp simd reduction(+ : total, squares)
         for (int64_t j = 0; j < tile.width; j++) {
             float a = row[j] * sigmoid(row[j]) * call->share;
@@ -171,7 +174,7 @@ static void backward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h
     if (!call->mean_alone)
         product(0, tile.count, Vp, tile.width, pull + Kp, wide, 1, room->v_columns + tile.low, Jp, square, Jp);
     for (int64_t r = 0; r < tile.count; r++, a += Jp, d += Jp, square += Jp) {
-        const int64_t token = b * of->T + tile.from + r, own = (b * of->H + h) * of->T + tile.from + r;
+        const int64_t t = tile.from + r, token = b * of->T + t, own = (b * of->H + h) * of->T + t;
         const float g1 = call->mean_alone ? 0 : call->grad_weight_sum[own];
         const float g2 = call->mean_alone ? 0 : call->grad_square_sum[own], share = call->share;
         const int64_t start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
@@ -180,7 +183,7 @@ static void backward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h
             memset(kept[i] + r * Jp, 0, before * sizeof(float));
             memset(kept[i] + r * Jp + before + tile.width, 0, after * sizeof(float));
         }
-        complete(room, call, b, token, tile, a);
+        complete(room, call, b, h, t, tile, a);
         for (int64_t j = 0; j < tile.width; j++) {
             const float s = a[j], gate = sigmoid(s), weight = s * gate * share;
             const float more = call->mean_alone ? 0 : 2 * weight * (g2 + square[j]);
@@ -196,6 +199,7 @@ static void backward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h
                     d[j] = 0;
         for (int64_t j = 0; j < tile.width; j++)
             d_bias[j] += d[j];
+        keep_pairs(&call->pairs, of, b, h, t, tile.low, tile.width, d);
         if (call->d_lag_bias) {
             float *d_lag = call->d_lag_bias + (b * of->H + h) * call->L;
             for (int64_t j = start; j < stop; j++)

@@ -27,6 +27,7 @@ typedef struct {
     View q, k, v;
     const float *key_bias;  /* (B, J) or NULL */
     const float *log_decay; /* (B) or NULL: per step of the lag */
+    PairBias pairs;
     View mean, second;       /* e; S or r */
     float *size, *log_total; /* n and log sum exp l, (B, H, T) */
     View grad_mean, grad_second;
@@ -109,11 +110,12 @@ static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backwa
 }
 
 /* Logits of a token, -inf where it may not read; the largest. */
-static float mask(const Room *room, const Call *call, int64_t b, int64_t t, Tile tile, float *row)
+static float mask(const Room *room, const Call *call, int64_t b, int64_t h, int64_t t, Tile tile, float *row)
 {
     const int64_t token = b * call->of.T + t;
     const int64_t start = call->of.start[token] - tile.low, stop = call->of.stop[token] - tile.low;
     const float *bias = room->bias + tile.low;
+    add_pairs(&call->pairs, &call->of, b, h, t, tile.low, row);
     if (call->log_decay) {
         const float decay = call->log_decay[b];
         for (int64_t j = start; j < stop; j++)
@@ -158,7 +160,7 @@ static void forward_tile(Room *room, const Call *call, int64_t b, int64_t h, Til
         float *row = weights + r * Jp, total = 0, squares = 0, top = 0;
         size[r] = 0;
         if (call->of.start[token] < call->of.stop[token]) {
-            top = mask(room, call, b, t, tile, row);
+            top = mask(room, call, b, h, t, tile, row);
             exponentials(row, tile.width, top, &total, &squares);
             size[r] = total * total / squares;
             const float share = 1 / total;
@@ -263,9 +265,10 @@ static void backward_tile(Room *room, const Call *call, int64_t b, int64_t h, Ti
             memset(d, 0, tile.width * sizeof(float));
             if (call->d_log_decay)
                 call->d_log_decay[own] = 0;
+            keep_pairs(&call->pairs, &call->of, b, h, t, 0, 0, d);
             continue;
         }
-        mask(room, call, b, t, tile, a);
+        mask(room, call, b, h, t, tile, a);
         exponentials(a, tile.width, call->log_total[own], &total, &squares);
         const float against = push[r], share = 1 / total; /* near 1: what the log has lost would not cancel in dl */
 #pragma omp simd reduction(+ : along)
@@ -281,6 +284,7 @@ static void backward_tile(Room *room, const Call *call, int64_t b, int64_t h, Ti
             d[j] = x;
             d_bias[j] += x;
         }
+        keep_pairs(&call->pairs, &call->of, b, h, t, tile.low, tile.width, d);
         if (call->d_log_decay) {
             const int64_t token = b * call->of.T + t;
             float sum = 0;

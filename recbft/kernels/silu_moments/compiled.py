@@ -17,13 +17,24 @@ from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
-from recbft.kernels.compiled.heads import Batch, Spans, View, by_tokens, check, readable, run, spans_of
+from recbft.kernels.compiled.heads import (
+    Batch,
+    PairBias,
+    Spans,
+    View,
+    by_tokens,
+    check,
+    pairs_readable,
+    readable,
+    run,
+    spans_of,
+)
 from recbft.kernels.transforms import applied
 
 
 def decline(q: Tensor, *, bias: bool = False, read_by_all: bool = True) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
-    return "a bias per pair is left to another path" if bias else compiled.decline(q)
+    return compiled.decline(q)
 
 
 def silu_moments(
@@ -39,8 +50,7 @@ def silu_moments(
     log_decay: Tensor | None = None,
 ) -> SiluMoments:
     """The same as the reference."""
-    assert bias is None
-    biases = _biases(q, context, log_precision, lag_bias, log_decay)
+    biases = _biases(q, context, log_precision, lag_bias, log_decay, bias)
     return SiluMoments(*applied(_Silu, q, k, v, *biases, spans_of(context), length, False))
 
 
@@ -57,8 +67,7 @@ def silu_mean(
     log_decay: Tensor | None = None,
 ) -> Tensor:
     """The mean alone, by the same arithmetic."""
-    assert bias is None
-    biases = _biases(q, context, log_precision, lag_bias, log_decay)
+    biases = _biases(q, context, log_precision, lag_bias, log_decay, bias)
     mean: Tensor = applied(_Silu, q, k, v, *biases, spans_of(context), length, True)
     return mean
 
@@ -69,12 +78,13 @@ def _biases(
     log_precision: Tensor | None,
     lag_bias: Tensor | None,
     log_decay: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of keys, (B, J), of lags, (L,), and the log decay of each row, (B,)."""
+    bias: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Of keys, (B, J), of lags, (L,), the log decay of each row, (B,), and of pairs."""
     key = None if log_precision is None else log_precision.to(q.dtype).expand(context.segment.shape)
     by_lag = None if lag_bias is None else lag_bias.to(q.dtype)
     decay = None if log_decay is None else log_decay.to(q.dtype).reshape(-1).expand(q.shape[0])
-    return key, by_lag, decay
+    return key, by_lag, decay, pairs_readable(bias, q, context.segment.shape[1])
 
 
 class _Call(ctypes.Structure):
@@ -84,6 +94,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "share")),
         *((name, View) for name in ("q", "k", "v")),
         *((name, ctypes.c_void_p) for name in ("key_bias", "lag_bias", "log_decay")),
+        ("pairs", PairBias),
         *((name, View) for name in ("mean", "square_mean", "square_second")),
         *((name, ctypes.c_void_p) for name in ("weight_sum", "square_sum")),
         *((name, View) for name in ("grad_mean", "grad_square_mean", "grad_square_second")),
@@ -103,6 +114,7 @@ class _Silu(torch.autograd.Function):
         key_bias: Tensor | None,
         lag_bias: Tensor | None,
         log_decay: Tensor | None,
+        bias: Tensor | None,
         spans: Spans,
         length: int,
         mean_alone: bool,
@@ -111,6 +123,7 @@ class _Silu(torch.autograd.Function):
         q, k, v = (readable(x.to(q.dtype)) for x in (q, k, v))
         biases = [None if x is None else x.contiguous() for x in (key_bias, lag_bias, log_decay)]
         call = _call(q, k, v, biases, spans, length, mean_alone)
+        call.pairs = PairBias.of(bias, q, k.shape[2])
         mean = by_tokens(q)
         call.mean = View.of(mean)
         outputs: Any = mean
@@ -121,14 +134,14 @@ class _Silu(torch.autograd.Function):
             call.weight_sum, call.square_sum = pointer(weight_sum), pointer(square_sum)
             outputs = (mean, weight_sum, square_sum, square_mean, square_second)
         run(compiled.library().silu_forward, call, q)
-        ctx.save_for_backward(q, k, v, *biases)
+        ctx.save_for_backward(q, k, v, bias, *biases)
         ctx.constants = spans, length, mean_alone
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_mean: Tensor, *others: Tensor) -> Any:
-        q, k, v, *biases = ctx.saved_tensors
+        q, k, v, bias, *biases = ctx.saved_tensors
         call = _call(q, k, v, biases, *ctx.constants)
         grad_mean = readable(grad_mean)
         call.grad_mean = View.of(grad_mean)
@@ -139,11 +152,12 @@ class _Silu(torch.autograd.Function):
             call.grad_square_mean, call.grad_square_second = View.of(h1), View.of(h2)
         d_q, d_k, d_v = (by_tokens(x) for x in (q, k, v))
         call.d_q, call.d_k, call.d_v = map(View.of, (d_q, d_k, d_v))
-        heads, wanted = q.shape[:2], ctx.needs_input_grad[3:6]
-        ends = (k.shape[2], call.L, q.shape[2])
-        d_key, d_lag, d_decay = (
-            q.new_empty(*heads, end) if wants else None for wants, end in zip(wanted, ends, strict=True)
+        wanted = ctx.needs_input_grad[3:7]
+        ends = ((k.shape[2],), (call.L,), (q.shape[2],), (q.shape[2], k.shape[2]))
+        d_key, d_lag, d_decay, d_pairs = (
+            q.new_empty(*q.shape[:2], *end) if wants else None for wants, end in zip(wanted, ends, strict=True)
         )
+        call.pairs = PairBias.of(bias, q, k.shape[2], d_pairs)
         call.d_key_bias, call.d_lag_bias, call.d_log_decay = map(pointer, (d_key, d_lag, d_decay))
         run(compiled.library().silu_backward, call, q)
         return (
@@ -153,6 +167,7 @@ class _Silu(torch.autograd.Function):
             None if d_key is None else d_key.sum(dim=1),
             None if d_lag is None else d_lag.sum(dim=(0, 1)),
             None if d_decay is None else d_decay.sum(dim=(1, 2)),
+            None if d_pairs is None else d_pairs.sum_to_size(bias.shape),
             None,
             None,
             None,

@@ -1,8 +1,8 @@
 """Softmax moments in C (``compiled/softmax.c``, which has the equations): weights live in the cache and are never kept.
 
-Forward keeps the operands, n and the log of the sums; backward forms the weights again. Memory grows with T, and
-short histories that share a row cost what they would alone. A recency decay is a bias per key when causal and taken
-by the lag else.
+Forward keeps the operands, n and the log of the sums; backward forms the weights again. Memory grows with T,
+but for a bias per pair and its gradient, and short histories that share a row cost what they would alone. A recency
+decay is a bias per key when causal and taken by the lag else.
 
 Shapes: B rows, H heads, T tokens that read, J keys, K head width.
 """
@@ -22,7 +22,18 @@ from recbft.core.observation import epsilon_of
 from recbft.core.statistics import Moments
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
-from recbft.kernels.compiled.heads import Batch, Spans, View, by_tokens, check, readable, run, spans_of
+from recbft.kernels.compiled.heads import (
+    Batch,
+    PairBias,
+    Spans,
+    View,
+    by_tokens,
+    check,
+    pairs_readable,
+    readable,
+    run,
+    spans_of,
+)
 from recbft.kernels.transforms import applied
 
 MEAN, MOMENTS, REML = range(3)
@@ -32,7 +43,7 @@ def decline(q: Tensor, *, dropout: float, read_by_all: bool = True, bias: bool =
     """Why this path cannot serve a call, or None where it can."""
     if dropout > 0:
         return "attention dropout is left to another path"
-    return "a bias per pair is left to another path" if bias else compiled.decline(q)
+    return compiled.decline(q)
 
 
 def softmax_moments(
@@ -47,8 +58,8 @@ def softmax_moments(
     bias: Tensor | None = None,
 ) -> Moments:
     """The same as the reference."""
-    assert dropout == 0 and bias is None
-    biases = _biases(q, context, log_precision, log_decay)
+    assert dropout == 0
+    biases = _biases(q, context, log_precision, log_decay, bias)
     return Moments(*applied(_Softmax, q, k, v, *biases, spans_of(context), _Estimate(MOMENTS)))
 
 
@@ -64,8 +75,8 @@ def softmax_mean(
     bias: Tensor | None = None,
 ) -> Tensor:
     """The mean alone, by the same arithmetic."""
-    assert dropout == 0 and bias is None
-    biases = _biases(q, context, log_precision, log_decay)
+    assert dropout == 0
+    biases = _biases(q, context, log_precision, log_decay, bias)
     mean: Tensor = applied(_Softmax, q, k, v, *biases, spans_of(context), _Estimate(MEAN))
     return mean
 
@@ -85,8 +96,8 @@ def softmax_reml(
     cap: float,
 ) -> tuple[Tensor, Tensor]:
     """The mean and its REML precision; S is not written."""
-    assert dropout == 0 and bias is None
-    biases = _biases(q, context, log_precision, log_decay)
+    assert dropout == 0
+    biases = _biases(q, context, log_precision, log_decay, bias)
     estimate = _Estimate(REML, prior_dof, prior_dof * prior_scale + epsilon_of(v), cap)
     mean, precision = applied(_Softmax, q, k, v, *biases, spans_of(context), estimate)
     return mean, precision
@@ -100,18 +111,19 @@ class _Estimate(NamedTuple):
 
 
 def _biases(
-    q: Tensor, context: SequenceContext, log_precision: Tensor | None, log_decay: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The bias per key, (B, J), and, where it is not one, the log decay per row, (B,)."""
+    q: Tensor, context: SequenceContext, log_precision: Tensor | None, log_decay: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The bias per key, (B, J); where it is not one, the log decay per row, (B,); and the bias per pair."""
+    bias = pairs_readable(bias, q, context.segment.shape[1])
     if log_precision is not None:
         log_precision = log_precision.to(q.dtype).expand(context.segment.shape)
     if log_decay is None:
-        return log_precision, None
+        return log_precision, None, bias
     log_decay = log_decay.to(q.dtype)
     if not context.causal:
-        return log_precision, log_decay.reshape(-1).expand(q.shape[0])
+        return log_precision, log_decay.reshape(-1).expand(q.shape[0]), bias
     decay = context.position.to(q.dtype) * -log_decay  # softmax ignores what is constant along the keys
-    return decay if log_precision is None else log_precision + decay, None
+    return decay if log_precision is None else log_precision + decay, None, bias
 
 
 class _Call(ctypes.Structure):
@@ -121,6 +133,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "nu", "constant", "cap")),
         *((name, View) for name in ("q", "k", "v")),
         *((name, ctypes.c_void_p) for name in ("key_bias", "log_decay")),
+        ("pairs", PairBias),
         *((name, View) for name in ("mean", "second")),
         *((name, ctypes.c_void_p) for name in ("size", "log_total")),
         *((name, View) for name in ("grad_mean", "grad_second")),
@@ -139,6 +152,7 @@ class _Softmax(torch.autograd.Function):
         v: Tensor,
         key_bias: Tensor | None,
         log_decay: Tensor | None,
+        bias: Tensor | None,
         spans: Spans,
         estimate: _Estimate,
     ) -> Any:
@@ -150,9 +164,10 @@ class _Softmax(torch.autograd.Function):
         second = mean if estimate.kind == MEAN else by_tokens(q)
         size, log_total = (q.new_empty(q.shape[:3]) for _ in range(2))
         call = _call(q, k, v, key_bias, log_decay, spans, estimate, mean, second, size, log_total)
+        call.pairs = PairBias.of(bias, q, k.shape[2])
         run(compiled.library().softmax_forward, call, q)
         ctx.spans, ctx.estimate = spans, estimate
-        ctx.save_for_backward(q, k, v, key_bias, log_decay, mean, second, size, log_total)
+        ctx.save_for_backward(q, k, v, key_bias, log_decay, bias, mean, second, size, log_total)
         if estimate.kind == MEAN:
             return mean
         return (mean, second, size) if estimate.kind == MOMENTS else (mean, second)
@@ -162,22 +177,25 @@ class _Softmax(torch.autograd.Function):
     def backward(
         ctx: Any, grad_mean: Tensor, grad_second: Tensor | None = None, grad_size: Tensor | None = None
     ) -> Any:
-        q, k, v, key_bias, log_decay, *results = ctx.saved_tensors
+        q, k, v, key_bias, log_decay, bias, *results = ctx.saved_tensors
         grad_mean = readable(grad_mean)
         grad_second = grad_mean if grad_second is None else readable(grad_second)
         grad_size = None if grad_size is None else grad_size.contiguous()
         d_q, d_k, d_v = (by_tokens(x) for x in (q, k, v))
-        wants_key, wants_decay = ctx.needs_input_grad[3:5]
+        wants_key, wants_decay, wants_pairs = ctx.needs_input_grad[3:6]
         d_key = k.new_empty(k.shape[:3]) if wants_key else None
         d_decay = q.new_empty(q.shape[:3]) if wants_decay else None
+        d_pairs = q.new_empty(*q.shape[:3], k.shape[2]) if wants_pairs else None
         call = _call(q, k, v, key_bias, log_decay, ctx.spans, ctx.estimate, *results)
         call.grad_mean, call.grad_second, call.grad_size = *map(View.of, (grad_mean, grad_second)), pointer(grad_size)
         call.d_q, call.d_k, call.d_v = map(View.of, (d_q, d_k, d_v))
         call.d_key_bias, call.d_log_decay = pointer(d_key), pointer(d_decay)
+        call.pairs = PairBias.of(bias, q, k.shape[2], d_pairs)
         run(compiled.library().softmax_backward, call, q)
         d_key = None if d_key is None else d_key.sum(dim=1)
         d_decay = None if d_decay is None else d_decay.sum(dim=(1, 2))
-        return d_q, d_k, d_v, d_key, d_decay, None, None
+        d_pairs = None if d_pairs is None else d_pairs.sum_to_size(bias.shape)
+        return d_q, d_k, d_v, d_key, d_decay, d_pairs, None, None
 
 
 def _call(
