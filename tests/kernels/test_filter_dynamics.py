@@ -12,7 +12,7 @@ from recbft.kernels import robust_filter
 from recbft.kernels.robust_filter import Dynamics, Variant, decayed_weights, read_clock
 from recbft.kernels.robust_filter.dynamics import residual_variance
 
-PATHS = {name: path.load() for name, path in robust_filter.PATHS.items() if path.device != "cuda"}
+PATHS = {name: robust_filter.PATHS[name].load() for name in ("cpu", "isotropic", "reference")}  # those of float64
 
 
 def one_history(T):

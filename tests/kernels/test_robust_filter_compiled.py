@@ -132,3 +132,6 @@ def test_what_it_cannot_serve_goes_to_another_path():
         assert choose("auto", tensor, **call) is PATHS["cpu"].load()
         with pytest.raises(ValueError, match=f"compiled path declined: {reason}"):
             choose("compiled", tensor, **call)
+    context = packed([[2]], 2, causal=True)
+    with pytest.raises(ValueError, match=r"values torch.complex128; this path takes complex64"):
+        run("compiled", drawn(1, 1, 2, 3), context, Variant(), torch.float64)

@@ -117,6 +117,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> None:
             raise ValueError(f"{name} have shape {tuple(shape)}; queries and context ask for {expected}")
     if q.shape[0::2] != spans.token_history.shape:
         raise ValueError(f"queries have shape {tuple(q.shape)}, and the context {tuple(spans.token_history.shape)}")
+    if {q.dtype, k.dtype, v.dtype} != {torch.float32}:
+        raise ValueError(f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}; the kernels in C take float32")
     if {k.device, v.device, spans.start.device} != {q.device}:
         raise ValueError(f"queries are on {q.device}, keys on {k.device} and values on {v.device}")
 

@@ -133,12 +133,14 @@ INLINE void transpose(const float *from, int64_t rows, int64_t columns, float *t
 /* exp, to 2 units in the last place; 0 below -87, infinite above 88, NaN for NaN. */
 INLINE float exponential(float x)
 {
-    const float rounding = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
-    float whole = x * 1.44269504088896f + rounding - rounding;
+    const float rounding = 12582912.0f; /* 1.5 * 2^23: adding it leaves a whole number in the last bits */
+    const float rounded = x * 1.44269504088896f + rounding, whole = rounded - rounding;
     float r = x - whole * 0.693359375f + whole * 2.12194440054690e-4f; /* less whole * ln 2, in two parts */
     float y = 1.0f / 120 + r * (1.0f / 720 + r * (1.0f / 5040));
     y = 1.0f + r * (1.0f + r * (1.0f / 2 + r * (1.0f / 6 + r * (1.0f / 24 + r * y))));
-    int32_t bits = ((int32_t)whole + 127) << 23;
+    uint32_t bits;
+    memcpy(&bits, &rounded, sizeof bits);
+    bits = (bits + 127) << 23;
     float power;
     memcpy(&power, &bits, sizeof power);
     y *= power;

@@ -50,6 +50,8 @@ def robust_filter(
 ) -> tuple[Tensor, Tensor | None]:
     """The same as the reference with scalars (H,)."""
     assert dropout == 0 and clock.by_position
+    if not (q.dtype == k.dtype == v.dtype == torch.complex64):
+        raise ValueError(f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}; this path takes complex64")
     d = Dynamics(*(x.float() for x in dynamics))
     turned, back = _Turns.of(d.frequency, clock), None
     outside = turned.query.requires_grad or transformed()  # frequencies that torch.func may ask about
