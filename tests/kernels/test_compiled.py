@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from recbft import core
 from recbft.core import (
@@ -122,6 +124,29 @@ def test_attention_equals_the_reference_in_values_and_gradients(T, K, shuffled, 
     # The gradient of the decay is one number, in which most of what is summed cancels.
     assert_as_near_as(found[:-1], plain[:-1], exact[:-1], slack=2e-6)
     torch.testing.assert_close(found[-1], exact[-1], rtol=1e-3, atol=1e-3)
+
+
+@needs_build
+@pytest.mark.parametrize("function", [moments, reml, silu])
+@given(
+    seed=st.integers(0, 2**16),
+    B=st.integers(0, 3),
+    T=st.sampled_from([1, 2, 7, 15, 16, 17, 33, 64, 65, 90]),
+    K=st.integers(1, 40),
+    causal=st.booleans(),
+    in_order=st.booleans(),
+)
+@settings(deadline=None)
+def test_any_batch_is_served_as_the_reference_serves_it(function, seed, B, T, K, causal, in_order):
+    g = torch.Generator().manual_seed(seed)
+    segment = torch.randint(-1, 4, (B, T), generator=g)
+    segment = segment.sort(dim=1).values if in_order else segment
+    position = torch.stack([torch.randperm(T, generator=g) for _ in range(B)]) if B else torch.zeros(0, T).long()
+    context = SequenceContext(segment, position, causal=causal)
+    inputs = drawn(B, 2, T, K, seed=seed)
+    exact = with_gradients(function, "reference", inputs, context, torch.float64)
+    found, plain = (with_gradients(function, impl, inputs, context, torch.float32) for impl in ("compiled", "cpu"))
+    assert_as_near_as(found[:-1], plain[:-1], exact[:-1], slack=1e-5)
 
 
 @needs_build
