@@ -36,6 +36,7 @@ FLAGS = [
     "-fPIC",
     "-fopenmp",
     "-ffp-contract=fast",
+    "-fno-strict-aliasing",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-signed-zeros",

@@ -93,4 +93,81 @@ INLINE Tile readers_of(const Tile *tiles, int64_t num, Tile block, int64_t key)
     return (Tile){first * TALL, most(0, least(last * TALL, block.count) - first * TALL), key, TALL};
 }
 
+/* One allocation, cut into parts; NULL where there is no memory for it. */
+INLINE void *allot(int num, const int64_t *sizes, float ***parts)
+{
+    int64_t size = 0;
+    for (int i = 0; i < num; i++)
+        size += padded(sizes[i]);
+    void *all = NULL;
+    if (posix_memalign(&all, 64, size * sizeof(float)))
+        return NULL;
+    float *next = all;
+    for (int i = 0; i < num; next += padded(sizes[i++]))
+        *parts[i] = next;
+    return all;
+}
+
+/* What a mechanism does on a head, in the room of a thread; `take` gives what is to be freed, or NULL. */
+typedef struct {
+    void *(*take)(void *room, const void *call, int backward);
+    void (*forward)(void *room, const void *call, int64_t b, int64_t h);
+    void (*backward)(void *room, const void *call, int64_t b, int64_t h);
+} Mechanism;
+
+#define ROOM_BYTES 512 /* of the pointers of any mechanism */
+
+/* All heads, each by one thread; 0, or 1 where memory is short. */
+INLINE int each_head(const Mechanism *mechanism, const Batch *of, const void *call, int backward)
+{
+    int failed = 0;
+#pragma omp parallel
+    {
+        _Alignas(64) char room[ROOM_BYTES];
+        void *taken = mechanism->take(room, call, backward);
+        if (!taken) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < of->B * of->H; i++)
+            if (taken)
+                (backward ? mechanism->backward : mechanism->forward)(room, call, i / of->H, i % of->H);
+        free(taken);
+    }
+    return failed;
+}
+
+typedef void (*ForwardStep)(void *room, const void *call, int64_t b, int64_t h, Tile tile);
+typedef void (*TileStep)(void *room, const void *call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block);
+typedef void (*KeyStep)(void *room, const void *call, int64_t from, Tile readers, int64_t key, int64_t column);
+
+/* The tokens of a head in tiles, without more. */
+INLINE void each_tile(const Batch *of, int64_t b, int64_t h, void *room, const void *call, ForwardStep step)
+{
+    for (int64_t from = 0; from < of->T; from += TALL)
+        step(room, call, b, h, tile_of(of, b, from, least(from + TALL, of->T)));
+}
+
+/* The tokens of a head in blocks: tile by tile, then TALL keys at a time against those that may read them. */
+INLINE void each_block(const Batch *of, int64_t b, int64_t h, void *room, const void *call, TileStep step, KeyStep keys)
+{
+    for (int64_t from = 0; from < of->T; from += BLOCK) {
+        Tile block = tile_of(of, b, from, least(from + BLOCK, of->T)), tiles[BLOCK / TALL];
+        int64_t num = 0;
+        for (int64_t row = 0; row < block.count; row += TALL) {
+            Tile tile = tile_of(of, b, from + row, from + least(row + TALL, block.count));
+            if (!tile.width)
+                tile.low = block.low;
+            tiles[num++] = tile;
+            step(room, call, b, h, tile, row, block);
+        }
+        for (int64_t j = 0; j < block.width; j += TALL) {
+            const Tile readers = readers_of(tiles, num, block, block.low + j);
+            if (readers.count)
+                keys(room, call, from, readers, block.low + j, j);
+        }
+    }
+}
+
 #endif

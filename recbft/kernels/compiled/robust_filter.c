@@ -50,11 +50,15 @@ typedef struct {
     float *bias, *d_bias;                    /* (Jp) */
     float *d_k, *d_v, *d_k_square;           /* (Jp, Kp) twice, (Jp) */
     float *table;                            /* (L): E */
-    void *all;
 } Room;
 
-static int take(Room *room, const FilterCall *call)
+_Static_assert(sizeof(Room) <= ROOM_BYTES, "make ROOM_BYTES larger");
+
+static void *take(void *given, const void *of_call, int backward)
 {
+    Room *room = given;
+    const FilterCall *call = of_call;
+    (void)backward;
     const int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), T = call->of.T;
     const int64_t sizes[] = {T * Kp, Jp * Kp, Kp * Jp, Jp * Kp, Kp * Jp, T * Kp, padded(T), Jp, BLOCK * Jp, BLOCK * Jp,
                              TALL * Kp, Jp, Jp, Jp, Jp, Jp, Jp, Jp, Jp, Jp, Jp * Kp, Jp * Kp, Jp, padded(call->L)};
@@ -62,18 +66,8 @@ static int take(Room *room, const FilterCall *call)
                        &room->k_square, &room->weights, &room->d_cross, &room->sums, &room->decay, &room->precision,
                        &room->sharp, &room->misfit, &room->logit, &room->score, &room->residual, &room->bias,
                        &room->d_bias, &room->d_k, &room->d_v, &room->d_k_square, &room->table};
-    const int num = sizeof sizes / sizeof *sizes;
-    int64_t size = 0;
-    for (int i = 0; i < num; i++)
-        size += sizes[i];
-    float *next = NULL;
-    if (posix_memalign((void **)&next, 64, size * sizeof(float)))
-        return 0;
-    room->all = next;
     room->Kp = Kp, room->Jp = Jp;
-    for (int i = 0; i < num; next += sizes[i++])
-        *parts[i] = next;
-    return 1;
+    return allot(sizeof sizes / sizeof *sizes, sizes, parts);
 }
 
 /* Coordinates times a turn, or its conjugate where `back` is -1; as they are where there is none. */
@@ -187,8 +181,10 @@ static float logits(Room *room, const FilterCall *call, int64_t b, int64_t h, in
     return top;
 }
 
-static void forward_tile(Room *room, const FilterCall *call, int64_t b, int64_t h, Tile tile)
+static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile)
 {
+    Room *room = given;
+    const FilterCall *call = of_call;
     const Batch *of = &call->of;
     const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp;
     float *weights = room->weights;
@@ -288,8 +284,10 @@ static float backward_token(Room *room, const FilterCall *call, int64_t b, int64
     return d_square;
 }
 
-static void backward_tile(Room *room, const FilterCall *call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
+static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
 {
+    Room *room = given;
+    const FilterCall *call = of_call;
     const Batch *of = &call->of;
     const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp;
     const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
@@ -322,10 +320,24 @@ static void backward_tile(Room *room, const FilterCall *call, int64_t b, int64_t
     }
 }
 
-static void backward_head(Room *room, const FilterCall *call, int64_t b, int64_t h)
+/* TALL keys against the tokens of a block that may read them. */
+static void gather_keys(void *given, const void *of_call, int64_t from, Tile readers, int64_t key, int64_t column)
 {
+    Room *room = given;
+    const int64_t Kp = room->Kp, Jp = room->Jp, row = readers.from, num = readers.count, first = (from + row) * Kp;
+    const float *a = room->weights + row * Jp + column, *d = room->d_cross + row * Jp + column;
+    product(1, TALL, num, Kp, d, 1, Jp, room->q + first, Kp, room->d_k + key * Kp, Kp);
+    product(1, TALL, num, Kp, a, 1, Jp, room->g + first, Kp, room->d_v + key * Kp, Kp);
+    (void)of_call;
+}
+
+static void backward_head(void *given, const void *of_call, int64_t b, int64_t h)
+{
+    Room *room = given;
+    const FilterCall *call = of_call;
     const Batch *of = &call->of;
     const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, head = b * of->H + h;
+    fetch(room, call, b, h, 1);
     memset(room->d_k, 0, Jp * Kp * sizeof(float));
     memset(room->d_v, 0, Jp * Kp * sizeof(float));
     memset(room->d_k_square, 0, Jp * sizeof(float));
@@ -334,27 +346,7 @@ static void backward_head(Room *room, const FilterCall *call, int64_t b, int64_t
     memset(call->d_log_precision + head * call->L, 0, call->L * sizeof(float));
     memset(call->d_sharpness + head * call->L, 0, call->L * sizeof(float));
     call->d_kappa[head] = call->d_temperature[head] = 0;
-    for (int64_t from = 0; from < of->T; from += BLOCK) {
-        Tile block = tile_of(of, b, from, least(from + BLOCK, of->T)), tiles[BLOCK / TALL];
-        int64_t num = 0;
-        for (int64_t row = 0; row < block.count; row += TALL) {
-            Tile tile = tile_of(of, b, from + row, from + least(row + TALL, block.count));
-            if (!tile.width)
-                tile.low = block.low;
-            tiles[num++] = tile;
-            backward_tile(room, call, b, h, tile, row, block);
-        }
-        for (int64_t j = 0; j < block.width; j += TALL) {
-            const int64_t key = block.low + j;
-            const Tile own = readers_of(tiles, num, block, key);
-            if (!own.count)
-                continue;
-            const float *a = room->weights + own.from * Jp + j, *d = room->d_cross + own.from * Jp + j;
-            const int64_t first = (from + own.from) * Kp;
-            product(1, TALL, own.count, Kp, d, 1, Jp, room->q + first, Kp, room->d_k + key * Kp, Kp);
-            product(1, TALL, own.count, Kp, a, 1, Jp, room->g + first, Kp, room->d_v + key * Kp, Kp);
-        }
-    }
+    each_block(of, b, h, room, call, backward_tile, gather_keys);
     if (call->d_key_bias)
         memcpy(call->d_key_bias + head * J, room->d_bias, J * sizeof(float));
     for (int64_t j = 0; j < J; j++) {
@@ -367,37 +359,16 @@ static void backward_head(Room *room, const FilterCall *call, int64_t b, int64_t
     }
 }
 
-static int each_head(const FilterCall *call, int backward)
+static void forward_head(void *room, const void *call, int64_t b, int64_t h)
 {
-    int failed = 0;
-#pragma omp parallel
-    {
-        Room room;
-        const int ready = take(&room, call);
-        if (!ready) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < call->of.B * call->of.H; i++) {
-            if (!ready)
-                continue;
-            const int64_t b = i / call->of.H, h = i % call->of.H;
-            fetch(&room, call, b, h, backward);
-            if (backward)
-                backward_head(&room, call, b, h);
-            else
-                for (int64_t from = 0; from < call->of.T; from += TALL)
-                    forward_tile(&room, call, b, h, tile_of(&call->of, b, from, least(from + TALL, call->of.T)));
-        }
-        if (ready)
-            free(room.all);
-    }
-    return failed;
+    fetch(room, call, b, h, 0);
+    each_tile(&((const FilterCall *)call)->of, b, h, room, call, forward_tile);
 }
 
+static const Mechanism mechanism = {take, forward_head, backward_head};
+
 /* Equations (1) and (2); 0, or 1 where memory is short. */
-int robust_filter_forward(const FilterCall *call) { return each_head(call, 0); }
+int robust_filter_forward(const FilterCall *call) { return each_head(&mechanism, &call->of, call, 0); }
 
 /* Equations (3) to (7). */
-int robust_filter_backward(const FilterCall *call) { return each_head(call, 1); }
+int robust_filter_backward(const FilterCall *call) { return each_head(&mechanism, &call->of, call, 1); }

@@ -40,29 +40,23 @@ typedef struct {
     float *sums;                         /* (TALL, Kp + Vp) */
     float *bias, *d_bias;                /* (Jp) */
     float *d_k, *d_v, *d_v_squares;      /* (Jp, Kp) twice, (Jp, Vp) */
-    void *all;
 } Room;
 
-static int take(Room *room, const SiluCall *call)
+_Static_assert(sizeof(Room) <= ROOM_BYTES, "make ROOM_BYTES larger");
+
+static void *take(void *given, const void *of_call, int backward)
 {
+    Room *room = given;
+    const SiluCall *call = of_call;
+    (void)backward;
     const int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), Vp = call->mean_alone ? Kp : 2 * Kp;
     const int64_t sizes[] = {call->of.T * Kp, Kp * Jp, Jp * Kp, Jp * Vp, Vp * Jp, BLOCK * Jp, BLOCK * Jp, BLOCK * Jp,
                              BLOCK * (Kp + Vp), TALL * (Kp + Vp), Jp, Jp, Jp * Kp, Jp * Kp, Jp * Vp};
     float **parts[] = {&room->q, &room->k_columns, &room->k, &room->v, &room->v_columns, &room->weights, &room->squares,
                        &room->d_scores, &room->pull, &room->sums, &room->bias, &room->d_bias, &room->d_k, &room->d_v,
                        &room->d_v_squares};
-    const int num = sizeof sizes / sizeof *sizes;
-    int64_t size = 0;
-    for (int i = 0; i < num; i++)
-        size += sizes[i];
-    float *next = NULL;
-    if (posix_memalign((void **)&next, 64, size * sizeof(float)))
-        return 0;
-    room->all = next;
     room->Kp = Kp, room->Jp = Jp, room->Vp = Vp;
-    for (int i = 0; i < num; next += sizes[i++])
-        *parts[i] = next;
-    return 1;
+    return allot(sizeof sizes / sizeof *sizes, sizes, parts);
 }
 
 /* Operands of a head, padded: q scaled, k, v beside v^2, and k and v by columns. */
@@ -115,8 +109,10 @@ static void complete(const Room *room, const SiluCall *call, int64_t b, int64_t 
 
 INLINE float sigmoid(float s) { return 1 / (1 + exponential(-s)); }
 
-static void forward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h, Tile tile)
+static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile)
 {
+    Room *room = given;
+    const SiluCall *call = of_call;
     const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
     float *weights = room->weights;
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
@@ -154,8 +150,10 @@ static void forward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h,
 }
 
 /* a, a^2 and ds of a few tokens, in the rows that are theirs; dq of them, and what biases get. */
-static void backward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
+static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
 {
+    Room *room = given;
+    const SiluCall *call = of_call;
     const Batch *of = &call->of;
     const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp, wide = Kp + Vp;
     const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
@@ -221,39 +219,34 @@ static void backward_tile(Room *room, const SiluCall *call, int64_t b, int64_t h
     }
 }
 
-static void backward_head(Room *room, const SiluCall *call, int64_t b, int64_t h)
+/* TALL keys against the tokens of a block that may read them. */
+static void gather_keys(void *given, const void *of_call, int64_t from, Tile readers, int64_t key, int64_t column)
 {
+    Room *room = given;
+    const int64_t Kp = room->Kp, Jp = room->Jp, Vp = room->Vp, wide = Kp + Vp, row = readers.from, num = readers.count;
+    const int64_t at_row = row * Jp + column;
+    const float *a = room->weights + at_row, *d = room->d_scores + at_row, *square = room->squares + at_row;
+    const float *pull = room->pull + row * wide;
+    product(1, TALL, num, Kp, d, 1, Jp, room->q + (from + row) * Kp, Kp, room->d_k + key * Kp, Kp);
+    product(1, TALL, num, Kp, a, 1, Jp, pull, wide, room->d_v + key * Kp, Kp);
+    if (!((const SiluCall *)of_call)->mean_alone)
+        product(1, TALL, num, Vp, square, 1, Jp, pull + Kp, wide, room->d_v_squares + key * Vp, Vp);
+}
+
+static void backward_head(void *given, const void *of_call, int64_t b, int64_t h)
+{
+    Room *room = given;
+    const SiluCall *call = of_call;
     const Batch *of = &call->of;
-    const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp, wide = Kp + Vp;
+    const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
+    fetch(room, call, b, h);
     memset(room->d_k, 0, Jp * Kp * sizeof(float));
     memset(room->d_v, 0, Jp * Kp * sizeof(float));
     memset(room->d_v_squares, 0, Jp * Vp * sizeof(float));
     memset(room->d_bias, 0, Jp * sizeof(float));
     if (call->d_lag_bias)
         memset(call->d_lag_bias + (b * of->H + h) * call->L, 0, call->L * sizeof(float));
-    for (int64_t from = 0; from < of->T; from += BLOCK) {
-        Tile block = tile_of(of, b, from, least(from + BLOCK, of->T)), tiles[BLOCK / TALL];
-        int64_t num = 0;
-        for (int64_t row = 0; row < block.count; row += TALL) {
-            Tile tile = tile_of(of, b, from + row, from + least(row + TALL, block.count));
-            if (!tile.width)
-                tile.low = block.low;
-            tiles[num++] = tile;
-            backward_tile(room, call, b, h, tile, row, block);
-        }
-        for (int64_t j = 0; j < block.width; j += TALL) {
-            const int64_t key = block.low + j;
-            const Tile own = readers_of(tiles, num, block, key);
-            if (!own.count)
-                continue;
-            const float *a = room->weights + own.from * Jp + j, *d = room->d_scores + own.from * Jp + j;
-            const float *square = room->squares + own.from * Jp + j, *pull = room->pull + own.from * wide;
-            product(1, TALL, own.count, Kp, d, 1, Jp, room->q + (from + own.from) * Kp, Kp, room->d_k + key * Kp, Kp);
-            product(1, TALL, own.count, Kp, a, 1, Jp, pull, wide, room->d_v + key * Kp, Kp);
-            if (!call->mean_alone)
-                product(1, TALL, own.count, Vp, square, 1, Jp, pull + Kp, wide, room->d_v_squares + key * Vp, Vp);
-        }
-    }
+    each_block(of, b, h, room, call, backward_tile, gather_keys);
     if (call->d_key_bias)
         memcpy(call->d_key_bias + (b * of->H + h) * J, room->d_bias, J * sizeof(float));
     for (int64_t j = 0; j < J; j++) {
@@ -268,37 +261,16 @@ static void backward_head(Room *room, const SiluCall *call, int64_t b, int64_t h
     }
 }
 
-static int each_head(const SiluCall *call, int backward)
+static void forward_head(void *room, const void *call, int64_t b, int64_t h)
 {
-    int failed = 0;
-#pragma omp parallel
-    {
-        Room room;
-        const int ready = take(&room, call);
-        if (!ready) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < call->of.B * call->of.H; i++) {
-            if (!ready)
-                continue;
-            const int64_t b = i / call->of.H, h = i % call->of.H;
-            fetch(&room, call, b, h);
-            if (backward)
-                backward_head(&room, call, b, h);
-            else
-                for (int64_t from = 0; from < call->of.T; from += TALL)
-                    forward_tile(&room, call, b, h, tile_of(&call->of, b, from, least(from + TALL, call->of.T)));
-        }
-        if (ready)
-            free(room.all);
-    }
-    return failed;
+    fetch(room, call, b, h);
+    each_tile(&((const SiluCall *)call)->of, b, h, room, call, forward_tile);
 }
 
+static const Mechanism mechanism = {take, forward_head, backward_head};
+
 /* Equations (1) and (2); 0, or 1 where memory is short. */
-int silu_forward(const SiluCall *call) { return each_head(call, 0); }
+int silu_forward(const SiluCall *call) { return each_head(&mechanism, &call->of, call, 0); }
 
 /* Equations (3) and (4). */
-int silu_backward(const SiluCall *call) { return each_head(call, 1); }
+int silu_backward(const SiluCall *call) { return each_head(&mechanism, &call->of, call, 1); }

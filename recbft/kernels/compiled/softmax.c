@@ -45,34 +45,21 @@ typedef struct {
     float *sums;                /* (TALL, Up) */
     float *bias, *d_bias;       /* (Jp) */
     float *d_k, *d_u;           /* (Jp, Kp), (Jp, Up) */
-    void *all;
 } Room;
 
-static int take(Room *room, const Call *call, int backward)
+_Static_assert(sizeof(Room) <= ROOM_BYTES, "make ROOM_BYTES larger");
+
+static void *take(void *given, const void *of_call, int backward)
 {
-    int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), Up = call->kind == MEAN ? Kp : 2 * Kp;
-    int64_t size = call->of.T * Kp + 2 * Jp * Kp + 2 * Jp * Up + 2 * BLOCK * Jp + BLOCK * Up + TALL * Up + 2 * Jp;
-    if (backward)
-        size += Jp * Kp + Jp * Up;
-    float *next = NULL;
-    if (posix_memalign((void **)&next, 64, size * sizeof(float)))
-        return 0;
-    room->all = next;
+    Room *room = given;
+    const Call *call = of_call;
+    const int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), Up = call->kind == MEAN ? Kp : 2 * Kp;
+    const int64_t sizes[] = {call->of.T * Kp, Jp * Kp, Kp * Jp, Jp * Up, Up * Jp, BLOCK * Jp, BLOCK * Jp, BLOCK * Up,
+                             TALL * Up, Jp, Jp, backward ? Jp * Kp : 0, backward ? Jp * Up : 0};
+    float **parts[] = {&room->q, &room->k, &room->k_columns, &room->u, &room->u_columns, &room->weights,
+                       &room->d_weights, &room->pull, &room->sums, &room->bias, &room->d_bias, &room->d_k, &room->d_u};
     room->Kp = Kp, room->Jp = Jp, room->Up = Up;
-    room->q = next, next += call->of.T * Kp;
-    room->k = next, next += Jp * Kp;
-    room->k_columns = next, next += Jp * Kp;
-    room->u = next, next += Jp * Up;
-    room->u_columns = next, next += Jp * Up;
-    room->weights = next, next += BLOCK * Jp;
-    room->d_weights = next, next += BLOCK * Jp;
-    room->pull = next, next += BLOCK * Up;
-    room->sums = next, next += TALL * Up;
-    room->bias = next, next += Jp;
-    room->d_bias = next, next += Jp;
-    room->d_k = next, next += backward ? Jp * Kp : 0;
-    room->d_u = next;
-    return 1;
+    return allot(sizeof sizes / sizeof *sizes, sizes, parts);
 }
 
 /* Operands of a head, padded: q scaled, k, u = v - first value beside u^2, and k and u by columns. */
@@ -149,8 +136,10 @@ static void exponentials(float *row, int64_t width, float top, float *sum, float
     *sum = total, *squares = square;
 }
 
-static void forward_tile(Room *room, const Call *call, int64_t b, int64_t h, Tile tile)
+static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile)
 {
+    Room *room = given;
+    const Call *call = of_call;
     const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     float *weights = room->weights;
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
@@ -242,8 +231,10 @@ static float pull_of(Room *room, const Call *call, int64_t b, int64_t h, int64_t
 }
 
 /* a and dl of a few tokens, in the rows that are theirs; dq of them. */
-static void backward_tile(Room *room, const Call *call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
+static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
 {
+    Room *room = given;
+    const Call *call = of_call;
     const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
     float *weights = room->weights + row * Jp, *d_weights = room->d_weights + row * Jp, *pull = room->pull + row * Up;
@@ -302,32 +293,27 @@ static void backward_tile(Room *room, const Call *call, int64_t b, int64_t h, Ti
     }
 }
 
-static void backward_head(Room *room, const Call *call, int64_t b, int64_t h)
+/* TALL keys against the tokens of a block that may read them. */
+static void gather_keys(void *given, const void *of_call, int64_t from, Tile readers, int64_t key, int64_t column)
 {
+    Room *room = given;
+    const int64_t Kp = room->Kp, Jp = room->Jp, Up = room->Up, row = readers.from, num = readers.count;
+    const float *a = room->weights + row * Jp + column, *d = room->d_weights + row * Jp + column;
+    product(1, TALL, num, Kp, d, 1, Jp, room->q + (from + row) * Kp, Kp, room->d_k + key * Kp, Kp);
+    product(1, TALL, num, Up, a, 1, Jp, room->pull + row * Up, Up, room->d_u + key * Up, Up);
+    (void)of_call;
+}
+
+static void backward_head(void *given, const void *of_call, int64_t b, int64_t h)
+{
+    Room *room = given;
+    const Call *call = of_call;
     const int64_t K = call->of.K, J = call->of.J, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
+    fetch(room, call, b, h, 1);
     memset(room->d_k, 0, Jp * Kp * sizeof(float));
     memset(room->d_u, 0, Jp * Up * sizeof(float));
     memset(room->d_bias, 0, Jp * sizeof(float));
-    for (int64_t from = 0; from < call->of.T; from += BLOCK) {
-        Tile block = tile_of(&call->of, b, from, least(from + BLOCK, call->of.T)), tiles[BLOCK / TALL];
-        int64_t num = 0;
-        for (int64_t row = 0; row < block.count; row += TALL) {
-            Tile tile = tile_of(&call->of, b, from + row, from + least(row + TALL, block.count));
-            if (!tile.width)
-                tile.low = block.low;
-            tiles[num++] = tile;
-            backward_tile(room, call, b, h, tile, row, block);
-        }
-        for (int64_t j = 0; j < block.width; j += TALL) { /* keys, against the tokens that may read them */
-            const int64_t key = block.low + j;
-            const Tile own = readers_of(tiles, num, block, key);
-            if (!own.count)
-                continue;
-            const float *a = room->weights + own.from * Jp + j, *d = room->d_weights + own.from * Jp + j;
-            product(1, TALL, own.count, Kp, d, 1, Jp, room->q + (from + own.from) * Kp, Kp, room->d_k + key * Kp, Kp);
-            product(1, TALL, own.count, Up, a, 1, Jp, room->pull + own.from * Up, Up, room->d_u + key * Up, Up);
-        }
-    }
+    each_block(&call->of, b, h, room, call, backward_tile, gather_keys);
     if (call->d_key_bias)
         memcpy(call->d_key_bias + (b * call->of.H + h) * J, room->d_bias, J * sizeof(float));
     for (int64_t j = 0; j < J; j++) {
@@ -342,38 +328,16 @@ static void backward_head(Room *room, const Call *call, int64_t b, int64_t h)
     }
 }
 
-static int each_head(const Call *call, int backward)
+static void forward_head(void *room, const void *call, int64_t b, int64_t h)
 {
-    int failed = 0;
-#pragma omp parallel
-    {
-        Room room;
-        const int ready = take(&room, call, backward);
-        if (!ready) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < call->of.B * call->of.H; i++) {
-            if (!ready)
-                continue;
-            const int64_t b = i / call->of.H, h = i % call->of.H;
-            fetch(&room, call, b, h, backward);
-            if (backward)
-                backward_head(&room, call, b, h);
-            else
-                for (int64_t from = 0; from < call->of.T; from += TALL)
-                    forward_tile(&room, call, b, h, tile_of(&call->of, b, from, least(from + TALL, call->of.T)));
-        }
-        if (ready)
-            free(room.all);
-    }
-    return failed;
+    fetch(room, call, b, h, 0);
+    each_tile(&((const Call *)call)->of, b, h, room, call, forward_tile);
 }
 
+static const Mechanism mechanism = {take, forward_head, backward_head};
+
 /* Equations (1) and (2); 0, or 1 where memory is short. */
-int softmax_forward(const Call *call) { return each_head(call, 0); }
+int softmax_forward(const Call *call) { return each_head(&mechanism, &call->of, call, 0); }
 
 /* Equations (3) and (4). */
-int softmax_backward(const Call *call) { return each_head(call, 1); }
-
+int softmax_backward(const Call *call) { return each_head(&mechanism, &call->of, call, 1); }
