@@ -52,7 +52,7 @@ def silu_moments(
         ValueError: unknown ``impl``, or the forced path cannot serve the call; ``length`` is not positive.
     """
     _check_length(length)
-    path = paths.choose(impl, q, bias=bias is not None, read_by_all=context.read_by_all)
+    path = paths.choose(impl, q, read_by_all=context.read_by_all)
     biases = {"bias": bias, "lag_bias": lag_bias, "log_precision": log_precision, "log_decay": log_decay}
     sums: SiluMoments = path(q, k, v, context, length=length, **biases)
     return sums
@@ -73,7 +73,7 @@ def silu_mean(
 ) -> Tensor:
     """The first sum of (3) alone, for layers that keep no precision: the same as ``silu_moments(...).mean``."""
     _check_length(length)
-    path = paths.choose_mean(impl, q, bias=bias is not None, read_by_all=context.read_by_all)
+    path = paths.choose_mean(impl, q, read_by_all=context.read_by_all)
     biases = {"bias": bias, "lag_bias": lag_bias, "log_precision": log_precision, "log_decay": log_decay}
     mean: Tensor = path(q, k, v, context, length=length, **biases)
     return mean
@@ -91,7 +91,8 @@ def silu_weights(
     log_decay: Tensor | None = None,
 ) -> Tensor:
     """The weights of (2) written out, (B, H, T, T), 0 where a token may not read; arguments as above."""
-    total = total_bias(q, context, bias, lag_bias, log_precision, log_decay)
+    biases = {"bias": bias, "lag_bias": lag_bias, "log_precision": log_precision, "log_decay": log_decay}
+    total = total_bias(q, context, **biases)
     return reference.silu_weights(q, k, context, length=length, bias=total)
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from recbft.kernels.full_precision import autocast_device, in_full_precision
 from recbft.kernels.transforms import beyond_first_gradients, transformed
 
+SOME_READ = "some tokens that read among all are left to another path"  # what ``core.Readers`` asks for
+
 
 def serves_all(*arguments: Any, **named: Any) -> None:
     """Decline nothing."""

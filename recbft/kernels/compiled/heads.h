@@ -32,6 +32,32 @@ typedef struct {
 
 INLINE float *at(View view, int64_t b, int64_t h) { return view.data + b * view.row + h * view.head; }
 
+/* The K elements of each token of a head, scaled, in `rows` of `width` whose rest is 0. */
+INLINE void fetch_rows(View view, int64_t b, int64_t h, int64_t tokens, int64_t K, float scale, float *to, int64_t rows,
+                       int64_t width)
+{
+    const float *from = at(view, b, h);
+    memset(to, 0, rows * width * sizeof(float));
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0; i < K; i++)
+            to[t * width + i] = from[t * view.token + i] * scale;
+}
+
+/* The bias of each key of a row, or 0. */
+INLINE void fetch_bias(const Batch *of, const float *key_bias, int64_t b, float *to)
+{
+    memset(to, 0, padded(of->J) * sizeof(float));
+    if (key_bias)
+        memcpy(to, key_bias + b * of->J, of->J * sizeof(float));
+}
+
+/* Set what a tile leaves out of a row of its block to 0. */
+INLINE void blank_rest(float *row, int64_t before, int64_t width, int64_t after)
+{
+    memset(row, 0, before * sizeof(float));
+    memset(row + before + width, 0, after * sizeof(float));
+}
+
 INLINE int32_t lag(const Batch *of, int64_t b, int64_t token, int64_t j)
 {
     return abs(of->key_place[b * of->J + j] - of->token_place[token]);

@@ -128,9 +128,7 @@ static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int 
     transpose(room->k, Jp, Kp, room->k_columns);
     for (int64_t l = 0; l < call->L; l++)
         room->table[l] = exponential(call->log_decay[h * call->L + l]);
-    memset(room->bias, 0, Jp * sizeof(float));
-    if (call->key_bias)
-        memcpy(room->bias, call->key_bias + b * J, J * sizeof(float));
+    fetch_bias(&call->of, call->key_bias, b, room->bias);
     if (!backward)
         return;
     transpose(room->v, Jp, Kp, room->v_columns);
@@ -297,10 +295,8 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     product(0, tile.count, K, tile.width, room->g + tile.from * Kp, Kp, 1, room->v_columns + tile.low, Jp, d, Jp);
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r, token = b * of->T + t;
-        memset(weights + r * Jp, 0, before * sizeof(float));
-        memset(d_cross + r * Jp, 0, before * sizeof(float));
-        memset(a + r * Jp + tile.width, 0, after * sizeof(float));
-        memset(d + r * Jp + tile.width, 0, after * sizeof(float));
+        blank_rest(weights + r * Jp, before, tile.width, after);
+        blank_rest(d_cross + r * Jp, before, tile.width, after);
         d_square[r] = 0;
         if (of->start[token] < of->stop[token]) {
             d_square[r] = backward_token(room, call, b, h, t, tile, a + r * Jp, d + r * Jp);

@@ -18,18 +18,31 @@ typedef struct {
     float *d_weight_sum, *d_square_sum;
 } SandwichCall;
 
+typedef struct {
+    const float *e, *w1, *w2;
+    float s1, s2, floor, inverse, to_m; /* 1 / d; of e */
+} Token;
+
+INLINE Token token_of(const SandwichCall *call, int64_t b, int64_t h, int64_t t)
+{
+    const int64_t own = (b * call->H + h) * call->T + t;
+    const float s1 = call->weight_sum[own], s2 = call->square_sum[own];
+    const float floor = 1e-6f * s2 + 1e-12f, d = s1 * s1 > floor ? s1 * s1 : floor;
+    return (Token){at(call->mean, b, h) + t * call->mean.token,
+                   at(call->square_mean, b, h) + t * call->square_mean.token,
+                   at(call->square_second, b, h) + t * call->square_second.token,
+                   s1, s2, floor, 1 / d, call->root ? s1 / d : 1};
+}
+
 void sandwich_forward(const SandwichCall *call)
 {
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < call->B * call->H; i++)
         for (int64_t t = 0; t < call->T; t++) {
             const int64_t b = i / call->H, h = i % call->H;
-            const float s1 = call->weight_sum[i * call->T + t], s2 = call->square_sum[i * call->T + t];
-            const float floor = 1e-6f * s2 + 1e-12f, d = s1 * s1 > floor ? s1 * s1 : floor;
-            const float to_m = call->root ? s1 / d : 1, inverse = 1 / d, least_variance = 1 / call->cap;
-            const float *e = at(call->mean, b, h) + t * call->mean.token;
-            const float *w1 = at(call->square_mean, b, h) + t * call->square_mean.token;
-            const float *w2 = at(call->square_second, b, h) + t * call->square_second.token;
+            const Token of = token_of(call, b, h, t);
+            const float s2 = of.s2, to_m = of.to_m, inverse = of.inverse, least_variance = 1 / call->cap;
+            const float *e = of.e, *w1 = of.w1, *w2 = of.w2;
             float *r = at(call->precision, b, h) + t * call->precision.token;
 #pragma omp simd
             for (int64_t k = 0; k < call->K; k++) {
@@ -46,12 +59,9 @@ void sandwich_backward(const SandwichCall *call)
     for (int64_t i = 0; i < call->B * call->H; i++)
         for (int64_t t = 0; t < call->T; t++) {
             const int64_t b = i / call->H, h = i % call->H;
-            const float s1 = call->weight_sum[i * call->T + t], s2 = call->square_sum[i * call->T + t];
-            const float floor = 1e-6f * s2 + 1e-12f, d = s1 * s1 > floor ? s1 * s1 : floor;
-            const float to_m = call->root ? s1 / d : 1, inverse = 1 / d, least_variance = 1 / call->cap;
-            const float *e = at(call->mean, b, h) + t * call->mean.token;
-            const float *w1 = at(call->square_mean, b, h) + t * call->square_mean.token;
-            const float *w2 = at(call->square_second, b, h) + t * call->square_second.token;
+            const Token of = token_of(call, b, h, t);
+            const float s1 = of.s1, s2 = of.s2, to_m = of.to_m, inverse = of.inverse, least_variance = 1 / call->cap;
+            const float *e = of.e, *w1 = of.w1, *w2 = of.w2;
             const float *g = at(call->grad_precision, b, h) + t * call->grad_precision.token;
             float *d_e = at(call->d_mean, b, h) + t * call->d_mean.token;
             float *d_w1 = at(call->d_square_mean, b, h) + t * call->d_square_mean.token;
@@ -74,7 +84,7 @@ void sandwich_backward(const SandwichCall *call)
                 g_s1 = along_m * inverse;
                 g_d -= along_m * s1 * inverse * inverse;
             }
-            const int held = s1 * s1 <= floor;
+            const int held = s1 * s1 <= of.floor;
             call->d_weight_sum[i * call->T + t] = g_s1 + (held ? 0 : 2 * s1 * g_d);
             call->d_square_sum[i * call->T + t] = to_s2 + (held ? 1e-6f * g_d : 0);
         }

@@ -63,26 +63,17 @@ static void *take(void *given, const void *of_call, int backward)
 static void fetch(Room *room, const SiluCall *call, int64_t b, int64_t h)
 {
     const int64_t K = call->of.K, J = call->of.J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
-    const float *q = at(call->q, b, h), *k = at(call->k, b, h), *v = at(call->v, b, h);
-    memset(room->q, 0, call->of.T * Kp * sizeof(float));
-    for (int64_t t = 0; t < call->of.T; t++)
-        for (int64_t i = 0; i < K; i++)
-            room->q[t * Kp + i] = q[t * call->q.token + i] * call->scale;
-    memset(room->k, 0, Jp * Kp * sizeof(float));
-    memset(room->v, 0, Jp * Vp * sizeof(float));
-    for (int64_t j = 0; j < J; j++) {
+    fetch_rows(call->q, b, h, call->of.T, K, call->scale, room->q, call->of.T, Kp);
+    fetch_rows(call->k, b, h, J, K, 1, room->k, Jp, Kp);
+    fetch_rows(call->v, b, h, J, K, 1, room->v, Jp, Vp);
+    for (int64_t j = 0; j < J && !call->mean_alone; j++) {
         float *value = room->v + j * Vp;
-        memcpy(room->k + j * Kp, k + j * call->k.token, K * sizeof(float));
-        memcpy(value, v + j * call->v.token, K * sizeof(float));
-        if (!call->mean_alone)
-            for (int64_t i = 0; i < K; i++)
-                value[Kp + i] = value[i] * value[i];
+        for (int64_t i = 0; i < K; i++)
+            value[Kp + i] = value[i] * value[i];
     }
     transpose(room->k, Jp, Kp, room->k_columns);
     transpose(room->v, Jp, Vp, room->v_columns);
-    memset(room->bias, 0, Jp * sizeof(float));
-    if (call->key_bias)
-        memcpy(room->bias, call->key_bias + b * J, J * sizeof(float));
+    fetch_bias(&call->of, call->key_bias, b, room->bias);
 }
 
 /* Add the biases to the scores of a token; what it may not read gets a score of 0, whose weight is 0. */
@@ -177,10 +168,8 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
         const float g2 = call->mean_alone ? 0 : call->grad_square_sum[own], share = call->share;
         const int64_t start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
         float *d_bias = room->d_bias + tile.low;
-        for (int i = 0; i < 3; i++) {
-            memset(kept[i] + r * Jp, 0, before * sizeof(float));
-            memset(kept[i] + r * Jp + before + tile.width, 0, after * sizeof(float));
-        }
+        for (int i = 0; i < 3; i++)
+            blank_rest(kept[i] + r * Jp, before, tile.width, after);
         complete(room, call, b, h, t, tile, a);
         for (int64_t j = 0; j < tile.width; j++) {
             const float s = a[j], gate = sigmoid(s), weight = s * gate * share;

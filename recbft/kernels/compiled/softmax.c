@@ -66,16 +66,12 @@ static void *take(void *given, const void *of_call, int backward)
 static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backward)
 {
     const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
-    const float *q = at(call->q, b, h), *k = at(call->k, b, h), *v = at(call->v, b, h);
-    memset(room->q, 0, call->of.T * Kp * sizeof(float));
-    for (int64_t t = 0; t < call->of.T; t++)
-        for (int64_t i = 0; i < K; i++)
-            room->q[t * Kp + i] = q[t * call->q.token + i] * call->scale;
-    memset(room->k, 0, Jp * Kp * sizeof(float));
+    const float *v = at(call->v, b, h);
+    fetch_rows(call->q, b, h, call->of.T, K, call->scale, room->q, call->of.T, Kp);
+    fetch_rows(call->k, b, h, call->of.J, K, 1, room->k, Jp, Kp);
     memset(room->u, 0, Jp * Up * sizeof(float));
     for (int64_t j = 0; j < call->of.J; j++) {
         const float *value = v + j * call->v.token;
-        memcpy(room->k + j * Kp, k + j * call->k.token, K * sizeof(float));
         float *u = room->u + j * Up;
         if (call->kind == MEAN) {
             memcpy(u, value, K * sizeof(float));
@@ -91,9 +87,7 @@ static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backwa
     transpose(room->k, Jp, Kp, room->k_columns);
     if (backward)
         transpose(room->u, Jp, Up, room->u_columns);
-    memset(room->bias, 0, Jp * sizeof(float));
-    if (call->key_bias)
-        memcpy(room->bias, call->key_bias + b * call->of.J, call->of.J * sizeof(float));
+    fetch_bias(&call->of, call->key_bias, b, room->bias);
 }
 
 /* Logits of a token, -inf where it may not read; the largest. */
@@ -247,10 +241,8 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     for (int64_t r = 0; r < tile.count; r++, a += Jp, d += Jp) {
         const int64_t t = tile.from + r, own = (b * call->of.H + h) * call->of.T + t;
         float total = 0, squares = 0, along = 0;
-        memset(weights + r * Jp, 0, before * sizeof(float));
-        memset(d_weights + r * Jp, 0, before * sizeof(float));
-        memset(a + tile.width, 0, after * sizeof(float));
-        memset(d + tile.width, 0, after * sizeof(float));
+        blank_rest(weights + r * Jp, before, tile.width, after);
+        blank_rest(d_weights + r * Jp, before, tile.width, after);
         if (call->of.start[b * call->of.T + t] >= call->of.stop[b * call->of.T + t]) {
             memset(a, 0, tile.width * sizeof(float));
             memset(d, 0, tile.width * sizeof(float));

@@ -10,21 +10,18 @@ from torch import Tensor
 
 from recbft.core.belief import SequenceContext
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path, late
+from recbft.kernels.dispatch import SOME_READ, Path, late
 from recbft.kernels.silu_moments import compiled, cpu, reference
 from recbft.kernels.silu_moments.bias import total_bias
 
 TRITON_ROW_BYTES = 512  # of a head in the type that is multiplied; a program holds several tiles of them
 
 
-SOME_READ = "some tokens that read among all are left to another path"
-
-
-def _cpu_declines(q: Tensor, *, bias: bool = False, read_by_all: bool = True) -> str | None:
+def _cpu_declines(q: Tensor, *, read_by_all: bool = True) -> str | None:
     return None if read_by_all else SOME_READ
 
 
-def _triton_declines(q: Tensor, *, bias: bool = False, read_by_all: bool = True) -> str | None:
+def _triton_declines(q: Tensor, *, read_by_all: bool = True) -> str | None:
     if not read_by_all:
         return SOME_READ
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -45,20 +42,8 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 def _summed(load: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
     """What loads a path that takes the sum of all biases."""
 
-    def path(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        context: SequenceContext,
-        *,
-        length: int,
-        bias: Tensor | None = None,
-        lag_bias: Tensor | None = None,
-        log_precision: Tensor | None = None,
-        log_decay: Tensor | None = None,
-    ) -> Any:
-        total = total_bias(q, context, bias, lag_bias, log_precision, log_decay)
-        return load()(q, k, v, context, length=length, bias=total)
+    def path(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, **biases: Tensor | None) -> Any:
+        return load()(q, k, v, context, length=length, bias=total_bias(q, context, **biases))
 
     return lambda: path
 
@@ -83,7 +68,7 @@ def choose(impl: str, q: Tensor, **call: bool) -> Callable[..., Any]:
     Args:
         impl: as in ``dispatch.choose``.
         q: the queries.
-        call: ``bias``, whether there is one per pair; ``read_by_all``, as the context says it.
+        call: ``read_by_all``, as the context says it.
     """
     return dispatch.choose(impl, PATHS, q, **call)
 

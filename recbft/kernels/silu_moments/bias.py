@@ -18,10 +18,11 @@ from recbft.kernels.transforms import applied, beyond_first_gradients
 def total_bias(
     q: Tensor,
     context: SequenceContext,
-    bias: Tensor | None,
-    lag_bias: Tensor | None,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    lag_bias: Tensor | None = None,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> Tensor | None:
     """The sum of the biases on the scores, (B or 1, H or 1, T or 1, T); arguments as in ``core.silu_moments``."""
     parts = [] if bias is None else [bias]

@@ -32,53 +32,34 @@ from recbft.kernels.compiled.heads import (
 from recbft.kernels.transforms import applied
 
 
-def decline(q: Tensor, *, bias: bool = False, read_by_all: bool = True) -> str | None:
+def decline(q: Tensor, *, read_by_all: bool = True) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
     return compiled.decline(q)
 
 
 def silu_moments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    length: int,
-    bias: Tensor | None = None,
-    lag_bias: Tensor | None = None,
-    log_precision: Tensor | None = None,
-    log_decay: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, **biases: Tensor | None
 ) -> SiluMoments:
-    """The same as the reference."""
-    biases = _biases(q, context, log_precision, lag_bias, log_decay, bias)
-    return SiluMoments(*applied(_Silu, q, k, v, *biases, spans_of(context), length, False))
+    """The same as the reference of all biases that ``core.silu_moments`` takes."""
+    return SiluMoments(*applied(_Silu, q, k, v, *_biases(q, context, **biases), spans_of(context), length, False))
 
 
 def silu_mean(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    length: int,
-    bias: Tensor | None = None,
-    lag_bias: Tensor | None = None,
-    log_precision: Tensor | None = None,
-    log_decay: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, **biases: Tensor | None
 ) -> Tensor:
     """The mean alone, by the same arithmetic."""
-    biases = _biases(q, context, log_precision, lag_bias, log_decay, bias)
-    mean: Tensor = applied(_Silu, q, k, v, *biases, spans_of(context), length, True)
+    mean: Tensor = applied(_Silu, q, k, v, *_biases(q, context, **biases), spans_of(context), length, True)
     return mean
 
 
 def _biases(
     q: Tensor,
     context: SequenceContext,
-    log_precision: Tensor | None,
-    lag_bias: Tensor | None,
-    log_decay: Tensor | None,
-    bias: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    lag_bias: Tensor | None = None,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Of keys, (B, J), of lags, (L,), the log decay of each row, (B,), and of pairs."""
     key = None if log_precision is None else log_precision.to(q.dtype).expand(context.segment.shape)

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path, late
+from recbft.kernels.dispatch import SOME_READ, Path, late
 from recbft.kernels.softmax_moments import compiled, cpu, reference
-from recbft.kernels.softmax_moments.cpu import SOME_READ
 
 # Of the Triton path, by what shared memory holds.
 WIDEST_HEAD = {torch.float32: 128, torch.float16: 256, torch.bfloat16: 256}
 
 
-def decline_triton(q: Tensor, *, dropout: float = 0.0, read_by_all: bool = True, bias: bool = False) -> str | None:
+def decline_triton(q: Tensor, *, dropout: float = 0.0, read_by_all: bool = True) -> str | None:
     """Why the Triton path cannot serve a call, or None where it can."""
     if not read_by_all:
         return SOME_READ
@@ -55,7 +54,7 @@ def choose(impl: str, q: Tensor, **call: Any) -> Callable[..., Any]:
     Args:
         impl: as in ``dispatch.choose``.
         q: the queries.
-        call: ``dropout``; ``read_by_all``, as the context says it; ``bias``, whether there is one per pair.
+        call: ``dropout``; ``read_by_all``, as the context says it.
     """
     return dispatch.choose(impl, PATHS, q, **call)
 

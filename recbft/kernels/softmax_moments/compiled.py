@@ -39,45 +39,21 @@ from recbft.kernels.transforms import applied
 MEAN, MOMENTS, REML = range(3)
 
 
-def decline(q: Tensor, *, dropout: float, read_by_all: bool = True, bias: bool = False) -> str | None:
+def decline(q: Tensor, *, dropout: float, read_by_all: bool = True) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
     if dropout > 0:
         return "attention dropout is left to another path"
     return compiled.decline(q)
 
 
-def softmax_moments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
-    dropout: float,
-    bias: Tensor | None = None,
-) -> Moments:
+def softmax_moments(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, **call: Any) -> Moments:
     """The same as the reference."""
-    assert dropout == 0
-    biases = _biases(q, context, log_precision, log_decay, bias)
-    return Moments(*applied(_Softmax, q, k, v, *biases, spans_of(context), _Estimate(MOMENTS)))
+    return Moments(*_attend(q, k, v, context, _Estimate(MOMENTS), **call))
 
 
-def softmax_mean(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
-    dropout: float,
-    bias: Tensor | None = None,
-) -> Tensor:
+def softmax_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, **call: Any) -> Tensor:
     """The mean alone, by the same arithmetic."""
-    assert dropout == 0
-    biases = _biases(q, context, log_precision, log_decay, bias)
-    mean: Tensor = applied(_Softmax, q, k, v, *biases, spans_of(context), _Estimate(MEAN))
+    mean: Tensor = _attend(q, k, v, context, _Estimate(MEAN), **call)
     return mean
 
 
@@ -87,20 +63,33 @@ def softmax_reml(
     v: Tensor,
     context: SequenceContext,
     *,
+    prior_scale: float,
+    prior_dof: float,
+    cap: float,
+    **call: Any,
+) -> tuple[Tensor, Tensor]:
+    """The mean and its REML precision; S is not written."""
+    estimate = _Estimate(REML, prior_dof, prior_dof * prior_scale + epsilon_of(v), cap)
+    mean, precision = _attend(q, k, v, context, estimate, **call)
+    return mean, precision
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    estimate: _Estimate,
+    *,
     log_precision: Tensor | None,
     log_decay: Tensor | None,
     dropout: float,
     bias: Tensor | None = None,
-    prior_scale: float,
-    prior_dof: float,
-    cap: float,
-) -> tuple[Tensor, Tensor]:
-    """The mean and its REML precision; S is not written."""
+) -> Any:
+    """What the kernel gives for an estimate."""
     assert dropout == 0
     biases = _biases(q, context, log_precision, log_decay, bias)
-    estimate = _Estimate(REML, prior_dof, prior_dof * prior_scale + epsilon_of(v), cap)
-    mean, precision = applied(_Softmax, q, k, v, *biases, spans_of(context), estimate)
-    return mean, precision
+    return applied(_Softmax, q, k, v, *biases, spans_of(context), estimate)
 
 
 class _Estimate(NamedTuple):

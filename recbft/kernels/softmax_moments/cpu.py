@@ -27,21 +27,20 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
+from recbft.kernels.dispatch import SOME_READ
 from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.softmax_moments.cpu_blocks import WHOLE, Block, Joined, blocks_of
 from recbft.kernels.transforms import applied, decline_dropout
 
-SOME_READ = "some tokens that read among all are left to another path"
 
-
-def decline(q: Tensor, *, dropout: float, read_by_all: bool = True, bias: bool = False) -> str | None:
+def decline(q: Tensor, *, dropout: float, read_by_all: bool = True) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
     if not read_by_all:
         return SOME_READ
     return "moments with attention dropout are served by the reference" if dropout > 0 else None
 
 
-def decline_mean(q: Tensor, *, dropout: float, read_by_all: bool = True, bias: bool = False) -> str | None:
+def decline_mean(q: Tensor, *, dropout: float, read_by_all: bool = True) -> str | None:
     """The same of the mean alone."""
     return decline_dropout(dropout) if read_by_all else SOME_READ
 

@@ -42,7 +42,7 @@ def softmax_reml(
     Raises:
         ValueError: unknown ``impl``, or the forced path cannot serve the call (the message says why).
     """
-    path = dispatch.choose(impl, PATHS, q, dropout=dropout, read_by_all=context.read_by_all, bias=bias is not None)
+    path = dispatch.choose(impl, PATHS, q, dropout=dropout, read_by_all=context.read_by_all)
     biases = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
     prior = {"prior_scale": prior_scale, "prior_dof": prior_dof, "cap": cap}
     mean, precision = path(q, k, v, context, dropout=dropout, **biases, **prior)
