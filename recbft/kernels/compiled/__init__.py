@@ -1,6 +1,6 @@
 """Fast paths in C, built where they run: by the compiler at hand, once, for this processor.
 
-The first process that wants them builds the sources beside this file into the user's cache, in about three seconds;
+The first process that wants them builds the sources beside this file into the user's cache, in a few seconds;
 later ones load what stands there. A build is known by its sources, its compiler and its processor, so that machines may
 share a home. Without a compiler, or elsewhere than on Linux, the other paths serve, and ``missing`` says why;
 ``RECBFT_COMPILED=0`` in the environment asks for that.
@@ -20,7 +20,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from logging import getLogger
 from pathlib import Path
 
 import torch
@@ -116,10 +118,15 @@ def _compiler() -> list[str]:
 
 def _build(compiler: list[str], sources: list[Path], to: Path) -> None:
     """Compile and link; the file appears whole or not at all."""
+    getLogger("recbft").info(
+        "building kernels for this processor with %s, once; they stay in %s", compiler[0], to.parent
+    )
     with tempfile.TemporaryDirectory(dir=to.parent, prefix="build-") as made:
         objects = [str(Path(made) / f"{source.stem}.o") for source in sources]
-        for source, out in zip(sources, objects, strict=True):
-            _call([*compiler, *FLAGS, *_wide(), "-c", str(source), "-o", out])
+        pairs = zip(sources, objects, strict=True)
+        commands = [[*compiler, *FLAGS, *_wide(), "-c", str(source), "-o", out] for source, out in pairs]
+        with ThreadPoolExecutor(os.cpu_count()) as at_once:
+            list(at_once.map(_call, commands))
         # Without -fopenmp: linked to its own OpenMP, the build would bring a second set of threads.
         shared = Path(made) / to.name
         _call([*compiler, "-shared", "-o", str(shared), *objects, "-lm"])
