@@ -2,7 +2,8 @@
 
 RecBole looks for a model NAME in the module ``recbole.model.sequential_recommender.name``, for its defaults in its own
 folder, and for its trainer in ``recbole.trainer``. A finder answers for the first with an alias of
-``recbft.recbole.models``, which also sets the trainers; a hook on ``Config`` adds our defaults to the second.
+``recbft.recbole.models``, which also sets the trainers; hooks on ``Config`` add our defaults to the second, and check
+what a user wrote of the model.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def install() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
         hooks.after_import("recbole.config.configurator", _read_our_defaults)
+        hooks.after_import("recbole.config.configurator", _check_our_keys)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -81,3 +83,17 @@ def _read_our_defaults(configurator: ModuleType) -> None:
             self.internal_config_dict["load_col"] = {"inter": [name for name in names if name is not None]}
 
     config._load_internal_config_dict = read
+
+
+def _check_our_keys(configurator: ModuleType) -> None:
+    """Let a Config refuse what its model cannot be built from: the model itself is made after the data are read."""
+    config: Any = configurator.Config
+    put_together = config._get_final_config_dict
+
+    def put_together_and_checked(self: Any) -> dict[str, Any]:
+        final: dict[str, Any] = put_together(self)
+        if self.model in ADAPTED:
+            importlib.import_module("recbft.recbole.settings").run_config(self.model, final)
+        return final
+
+    config._get_final_config_dict = put_together_and_checked

@@ -63,6 +63,22 @@ def test_a_config_says_more_than_our_defaults():
     assert config["n_layers"] == 3 and config["hidden_size"] == 64
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("MAX_ITEM_LIST_LENGTH", "ten", "MAX_ITEM_LIST_LENGTH is 'ten'; give a whole number"),
+        ("epochs", 0, "epochs is 0; give a whole number >= 1"),
+        ("core", {"lam_mx": 3}, "unknown key 'core.lam_mx'; did you mean 'lam_max'?"),
+    ],
+)
+def test_a_wrong_key_of_the_model_is_refused_before_data_are_read(key, value, message):
+    from recbole.config import Config
+
+    with pytest.raises(UserError) as error:
+        Config(model="SASRecBFT", dataset="nowhere", config_dict={key: value})
+    assert str(error.value) == message
+
+
 def test_without_recbole_the_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(compat.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as error:

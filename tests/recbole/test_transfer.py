@@ -36,7 +36,8 @@ def trained(dataset, out, model="sasrec", arm="bft", **changes):
 
 
 def in_recbole(run, prepared, **data):
-    config, parts = prepared(**recbft.recbole.recbole_settings(run.path) | data)
+    settings = recbft.recbole.recbole_settings(run.path) | data
+    config, parts = prepared(settings.pop("model"), **settings)
     return config, parts, recbft.recbole.from_run(run.path, config, parts[0]._dataset)
 
 
