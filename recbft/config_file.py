@@ -127,8 +127,9 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
     if dot:
         if section not in sections:
             raise UserError(f"unknown section {section!r} in key {key!r}; {did_you_mean(section, sections)}")
-        if name not in field_types(sections[section]):
-            raise UserError(f"unknown key {key!r}; {_nearest(name, top, {section: sections[section]})}")
+        fields = field_types(sections[section])
+        if name not in fields:
+            raise UserError(f"unknown key {key!r}; {_nearest(name, fields, top)}")
         _put(tree, section, name, value)
     elif key in top:
         tree[key] = value
@@ -140,7 +141,8 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
     else:
         owners = [owner for owner, cls in sections.items() if key in field_types(cls)]
         if not owners:
-            raise UserError(f"unknown key {key!r}; {_nearest(key, top, sections)}")
+            everywhere = {*top, *(field for cls in sections.values() for field in field_types(cls))}
+            raise UserError(f"unknown key {key!r}; {_nearest(key, everywhere)}")
         if len(owners) > 1:
             raise UserError(f"key {key!r} is in {' and '.join(owners)}; write {owners[0]}.{key} or {owners[1]}.{key}")
         _put(tree, owners[0], key, value)
@@ -153,9 +155,9 @@ def _put(tree: dict[str, Any], section: str, name: str, value: Any) -> None:
     values[name] = value
 
 
-def _nearest(name: str, top: Collection[str], sections: Mapping[str, type]) -> str:
-    names = {*top, *(field for cls in sections.values() for field in field_types(cls))}
-    if RECBOLE_NAMES.get(name) in names:
+def _nearest(name: str, names: Collection[str], beyond: Collection[str] = ()) -> str:
+    """Which of ``names`` was meant, or what recbft calls it, there or in ``beyond``."""
+    if RECBOLE_NAMES.get(name) in {*names, *beyond}:
         return f"recbft calls it {RECBOLE_NAMES[name]!r}"
     return did_you_mean(name, names)
 
