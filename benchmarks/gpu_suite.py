@@ -10,8 +10,8 @@
 3. A training step of ``bft`` against ``matched``, at two lengths, in single and in mixed precision.
 
 It keeps to ``--minutes`` in all: what no time is left for is named. Results are on disk line by line, and what fails is
-a line of its own, so that the rest is still told (but for an illegal access to memory, after which all fails). Exit
-code 1 where a kernel is wrong or something failed.
+a line of its own, so that the rest is still told: the work is done in a process of its own, and in a new one after an
+illegal access to memory or a kernel that does not end. Exit code 1 where a kernel is wrong or something failed.
 
 Shapes: B rows, H heads, T tokens, K head width.
 """
@@ -24,6 +24,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import Tensor
 from benchmarks import gpu_cases, machine, train_speed
 from benchmarks.command import finish, recorded
 from benchmarks.gpu_cases import Case
+from benchmarks.sheltered import Inline, Row, Sheltered, Unit, failure
 from recbft.datasets import SyntheticConfig, synthetic_dataset
 from recbft.errors import RunError, UserError
 from recbft.experiments.arms import parse_arms
@@ -48,14 +50,10 @@ LENGTHS = (50, 200)
 
 
 class Clock:
-    """The time that is left, and times on a device."""
+    """Times and memory on a device."""
 
-    def __init__(self, minutes: float, device: str) -> None:
-        self.ends, self.device = time.monotonic() + 60 * minutes, device
-
-    def is_over(self) -> bool:
-        """Whether nothing further should begin."""
-        return time.monotonic() > self.ends
+    def __init__(self, device: str) -> None:
+        self.device = device
 
     def seconds(self, work: Callable[[], Any], *, at_least: float = 0.2) -> float:
         """Median seconds of some work, after two warm-up rounds."""
@@ -96,43 +94,59 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError("PyTorch sees no CUDA GPU; use --dry-run for small shapes in Triton's interpreter")
     out.mkdir(parents=True, exist_ok=True)
     device = "cpu" if options.dry_run else "cuda"
-    clock = Clock(options.minutes, device)
+    ends = time.monotonic() + 60 * options.minutes
     made = machine.header(recorded(NAME, arguments), device=device)
     print("\n".join(machine.lines(made)), flush=True)
-    found: dict[str, list[dict[str, Any]]] = {}
+    worker = Inline(units, device) if options.dry_run else Sheltered(units, device, healthy=torch.cuda.synchronize)
+    parts = [unit.part for unit in worker.units]
+    found: dict[str, list[Row]] = {}
     file = out / "gpu_suite.json"
-    for name, part in (
-        ("correctness", correctness),
-        ("attention", attention),
-        ("vocabulary", vocabulary),
-        ("steps", steps),
-    ):
-        rows = found[name] = []
-        lines = iter(part(clock, small=options.dry_run))
-        while not clock.is_over() and (row := _next(lines)) is not None:
-            rows.append(row)
-            write_json(file, machine.close(made) | _storable(found), durable=False)
-        print(f"\n{name}\n\n" + _table(rows), flush=True)
-        if clock.is_over():
-            print(f"{name}: no time left for more", flush=True)
+    try:
+        for name in dict.fromkeys(parts):
+            rows = found[name] = []
+            for row in _in_time(worker, [number for number, part in enumerate(parts) if part == name], ends):
+                rows.append(row)
+                write_json(file, machine.close(made) | _storable(found), durable=False)
+            print(f"\n{name}\n\n" + _table(rows), flush=True)
+            if time.monotonic() > ends:
+                print(f"{name}: no time left for more", flush=True)
+    finally:
+        worker.close()
     print(f"\nwritten to {file}")
     _judge(found)
     return 0
 
 
-def _next(lines: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
-    """The next line of a part, or why there is none, or None at its end."""
-    try:
-        return next(lines, None)
-    except Exception as error:  # nothing more comes of this part
-        return _failure(error)
+def _in_time(worker: Inline | Sheltered, numbers: Sequence[int], ends: float) -> Iterator[Row]:
+    """The rows of units, none of which begins after the end."""
+    for number in numbers:
+        rows = worker.rows(number)
+        while time.monotonic() < ends and (row := next(rows, None)) is not None:
+            yield row
 
 
-def _failure(error: Exception) -> dict[str, Any]:
-    return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+def units(device: str) -> list[Unit]:
+    """All that is measured, in small shapes where there is no GPU."""
+    clock, small = Clock(device), device != "cuda"
+    halves = [torch.float16] if small else [torch.float16, torch.bfloat16]  # the interpreter's bf16 dots are wrong
+    made = []
+    for case in gpu_cases.all_cases(small=small):
+        for dtype in (torch.float32, *(halves if case.half else [])):
+            labels = {"kernel": case.name, "type": _name(dtype)}
+            made.append(Unit("correctness", labels, partial(check, case, dtype, device)))
+    for shape in [(2, 1, 20, 16)] if small else SHAPES:
+        for dtype in [torch.float32] if small else [torch.bfloat16, torch.float32]:
+            labels = {"shape": "x".join(map(str, shape)), "type": _name(dtype)}
+            made.append(Unit("attention", labels, partial(attention, clock, *shape, dtype)))
+    for sizes in [(20, 50, 16)] if small else VOCABULARIES:
+        labels = {"shape": "x".join(map(str, sizes))}
+        made.append(Unit("vocabulary", labels, partial(vocabulary, clock, *sizes)))
+    for length in LENGTHS[:1] if small else LENGTHS:
+        made.append(Unit("steps", {"T": length}, partial(steps, clock, length, small=small)))
+    return made
 
 
-def _storable(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+def _storable(found: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
     """The lines as JSON holds them, which knows neither infinity nor NaN."""
     return {
         name: [
@@ -143,36 +157,19 @@ def _storable(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, lis
     }
 
 
-def _judge(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def _judge(found: Mapping[str, Sequence[Row]]) -> None:
     """Raise RunError where a kernel is wrong, or a line is one of failure."""
-    checks = found["correctness"]
+    checks = found.get("correctness", [])
     wrong = [row for row in checks if not row.get("right")]
     broken = [f"{name}: {row['failed']}" for name, rows in found.items() for row in rows if "failed" in row]
     if wrong:
-        first = wrong[0].get("kernel", wrong[0].get("failed"))
-        raise RunError(f"{len(wrong)} of {len(checks)} checks failed, first {first}")
+        raise RunError(f"{len(wrong)} of {len(checks)} checks failed, first {wrong[0]['kernel']}")
     if broken:
         raise RunError(f"{len(broken)} measurements failed, first {broken[0]}")
 
 
-def correctness(clock: Clock, *, small: bool) -> Iterator[dict[str, Any]]:
-    """One row per kernel and type."""
-    for case in gpu_cases.all_cases(small=small):
-        halves = [torch.float16] if small else [torch.float16, torch.bfloat16]  # the interpreter's bf16 dots are wrong
-        for dtype in [torch.float32, *(halves if case.half else [])]:
-            yield check(case, dtype, clock.device)
-
-
-def check(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
+def check(case: Case, dtype: torch.dtype, device: str) -> Iterator[Row]:
     """A kernel in one type against the reference in double, and the reference in the same type."""
-    row: dict[str, Any] = {"kernel": case.name, "type": str(dtype).removeprefix("torch.")}
-    try:
-        return row | _compared(case, dtype, device)
-    except Exception as error:  # a kernel that does not compile is a finding like any other
-        return row | {"right": False} | _failure(error)
-
-
-def _compared(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
     inputs = case.inputs(dtype, device)
     exact_inputs = {
         name: leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64).requires_grad_()
@@ -186,7 +183,7 @@ def _compared(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
     worst = max(errors, key=lambda name: errors[name][0] / max(2 * errors[name][1], least))
     equal = all(torch.equal(fast[name], again[name]) for name in fast)
     right = equal and all(ours <= max(2 * theirs, least) for ours, theirs in errors.values())
-    return {
+    yield {
         "right": right,
         "worst": worst,
         "error": errors[worst][0],
@@ -221,35 +218,34 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return float((found.to(wide) - exact).norm() / size)
 
 
-def attention(clock: Clock, *, small: bool) -> Iterator[dict[str, Any]]:
-    """Kriging moments and what they are compared with, by shape and type."""
-    shapes = [(2, 1, 20, 16)] if small else SHAPES
-    for B, H, T, K in shapes:
-        for dtype in [torch.float32] if small else [torch.bfloat16, torch.float32]:
-            q, k, v = (torch.randn(B, H, T, K, device=clock.device, dtype=dtype, requires_grad=True) for _ in "qkv")
-            stock: dict[str, Any] = {}
-            for name, run in gpu_cases.contestants(B, T, clock.device, impl=_impl(clock)).items():
-                row = _times(clock, lambda run=run, q=q, k=k, v=v: run(q, k, v), (q, k, v))  # type: ignore[misc]
-                stock = stock or row
-                row |= _ratios(row, stock, ("forward", "both"))
-                yield {"shape": f"{B}x{H}x{T}x{K}", "type": str(dtype).removeprefix("torch."), "way": name} | row
+def attention(clock: Clock, B: int, H: int, T: int, K: int, dtype: torch.dtype) -> Iterator[Row]:
+    """Kriging moments and what they are compared with."""
+    q, k, v = (torch.randn(B, H, T, K, device=clock.device, dtype=dtype, requires_grad=True) for _ in "qkv")
+    stock: Row = {}
+    for name, run in gpu_cases.contestants(B, T, clock.device, impl=_impl(clock)).items():
+        row = _times(clock, partial(run, q, k, v), (q, k, v))
+        stock = stock or row
+        row |= _ratios(row, stock, ("forward", "both"))
+        yield {"way": name} | row
 
 
-def vocabulary(clock: Clock, *, small: bool) -> Iterator[dict[str, Any]]:
+def vocabulary(clock: Clock, N: int, V: int, D: int) -> Iterator[Row]:
     """The cross-entropy and the one over logits."""
-    for N, V, D in [(20, 50, 16)] if small else VOCABULARIES:
-        states, weight = (torch.randn(n, D, device=clock.device, requires_grad=True) for n in (N, V))
-        target = torch.randint(V, (N,), device=clock.device)
-        ways = gpu_cases.losses(states, weight, target, impl=_impl(clock))
-        first: dict[str, Any] = {}
-        for name, run in ways.items():
-            row = _times(clock, run, (states, weight))
-            first = first or row
-            row |= _ratios(row, first, ("both",))
-            yield {"shape": f"{N}x{V}x{D}", "way": name} | row
+    states, weight = (torch.randn(n, D, device=clock.device, requires_grad=True) for n in (N, V))
+    target = torch.randint(V, (N,), device=clock.device)
+    first: Row = {}
+    for name, run in gpu_cases.losses(states, weight, target, impl=_impl(clock)).items():
+        row = _times(clock, run, (states, weight))
+        first = first or row
+        row |= _ratios(row, first, ("both",))
+        yield {"way": name} | row
 
 
-def _ratios(row: Mapping[str, Any], stock: Mapping[str, Any], parts: Sequence[str]) -> dict[str, float]:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _ratios(row: Row, stock: Row, parts: Sequence[str]) -> dict[str, float]:
     """The times over those of the first way, where both were had."""
     return {f"{p}_x": row[f"{p}_ms"] / stock[f"{p}_ms"] for p in parts if "failed" not in row | stock}
 
@@ -259,7 +255,7 @@ def _impl(clock: Clock) -> str:
     return "auto" if clock.device == "cuda" else "triton"
 
 
-def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> dict[str, Any]:
+def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> Row:
     """Milliseconds forward, and forward and backward, and the memory of both; or what failed."""
     forward, both = gpu_cases.forward_pass(run), gpu_cases.both_passes(run, leaves)
     try:
@@ -271,37 +267,30 @@ def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> di
     except torch.OutOfMemoryError:
         return {"forward_ms": float("nan"), "both_ms": float("nan"), "peak_mb": None}
     except Exception as error:
-        return _failure(error)
+        return failure(error)
 
 
-def steps(clock: Clock, *, small: bool) -> Iterator[dict[str, Any]]:
+def steps(clock: Clock, length: int, *, small: bool) -> Iterator[Row]:
     """A training step of each arm, and evaluation, on generated histories that fill most of their rows."""
     arms = parse_arms("matched,bft,matched[training.autocast=bf16],bft[training.autocast=bf16]")
-    for length in LENGTHS[:1] if small else LENGTHS:
-        size = SyntheticConfig(
-            num_users=60 if small else 4096, num_items=400 if small else 12_000, mean_length=0.75 * length
-        )
-        dataset = synthetic_dataset(size)
-        settings = [
-            f"max_length={length}",
-            f"device={clock.device}",
-            *(["hidden_size=16", "batch_size=32"] if small else []),
-        ]
-        configs = [arm.config(settings, model="sasrec", dataset="synthetic") for arm in arms]
-        contestants = train_speed.measure(arms, configs, dataset, epochs=1 if small else 3, chunk_steps=8, times=1)
-        for contestant in contestants:
-            found = train_speed.result_of(contestant, contestants[0])
-            yield {
-                "T": length,
-                "arm": contestant.arm.label,
-                "step_ms": 1e3 * found["seconds_per_epoch"] / contestant.batches.num_batches,
-                "x": found["ratio"]["median"],
-                "tokens_per_second": found["tokens_per_second"],
-                "evaluation_s": found["evaluation_seconds"],
-            }
+    users, items = (60, 400) if small else (4096, 12_000)
+    dataset = synthetic_dataset(SyntheticConfig(num_users=users, num_items=items, mean_length=0.75 * length))
+    narrow = ["hidden_size=16", "batch_size=32"] if small else []
+    settings = [f"max_length={length}", f"device={clock.device}", *narrow]
+    configs = [arm.config(settings, model="sasrec", dataset="synthetic") for arm in arms]
+    contestants = train_speed.measure(arms, configs, dataset, epochs=1 if small else 3, chunk_steps=8, times=1)
+    for contestant in contestants:
+        found = train_speed.result_of(contestant, contestants[0])
+        yield {
+            "arm": contestant.arm.label,
+            "step_ms": 1e3 * found["seconds_per_epoch"] / contestant.batches.num_batches,
+            "x": found["ratio"]["median"],
+            "tokens_per_second": found["tokens_per_second"],
+            "evaluation_s": found["evaluation_seconds"],
+        }
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _table(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
     return text_table(names, [[_cell(row.get(name)) for name in names] for row in rows])
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_cases, gpu_suite
+from benchmarks.sheltered import Unit
 from recbft.errors import RunError, UserError
 
 pytest.importorskip("triton")
@@ -16,6 +17,14 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 def small_cases(*, small):
     return [gpu_cases.vocabulary(5, 9, 16), gpu_cases.kriging(1, 1, 6, 16)]
+
+
+def keep_parts(monkeypatch, *names, others=()):
+    """Leave the units of some parts, and put others after them."""
+    whole = gpu_suite.units
+    monkeypatch.setattr(
+        gpu_suite, "units", lambda device: [*(unit for unit in whole(device) if unit.part in names), *others]
+    )
 
 
 def test_every_mechanism_with_a_triton_path_is_checked():
@@ -28,7 +37,7 @@ def test_every_mechanism_with_a_triton_path_is_checked():
 def test_a_right_kernel_passes_in_single_and_half_precision():
     for case in small_cases(small=True):
         for dtype in (torch.float32, torch.float16):
-            row = gpu_suite.check(case, dtype, "cpu")
+            [row] = gpu_suite.check(case, dtype, "cpu")
             assert row["right"] and row["repeats"], row
 
 
@@ -41,8 +50,7 @@ def test_a_wrong_kernel_is_found_and_ends_the_command_with_an_error(tmp_path, mo
         return (loss * (1.05 if impl == "triton" else 1.0),)
 
     monkeypatch.setattr(gpu_cases, "all_cases", lambda *, small: [gpu_cases.Case("wrong", honest.leaves, wrong)])
-    for part in ("attention", "vocabulary", "steps"):
-        monkeypatch.setattr(gpu_suite, part, lambda clock, *, small: [])
+    keep_parts(monkeypatch, "correctness")
     with pytest.raises(RunError, match="2 of 2 checks failed, first wrong"):
         gpu_suite.main(["--out", str(tmp_path / "made"), "--dry-run"])
     rows = json.loads((tmp_path / "made" / "gpu_suite.json").read_text())["correctness"]
@@ -60,24 +68,23 @@ def test_what_fails_is_a_line_and_the_rest_is_told(tmp_path, monkeypatch):
     def broken(x, impl):
         raise RuntimeError("no such kernel" if impl == "triton" else "no memory for the reference")
 
-    def breaks_off(clock, *, small):
+    def breaks_off():
         yield {"way": "one", "forward_ms": float("nan")}
         raise RuntimeError("the next one is too large")
 
     cases = [gpu_cases.Case(run.__name__, honest.leaves, run) for run in (infinite, broken, honest.run)]
     monkeypatch.setattr(gpu_cases, "all_cases", lambda *, small: cases)
-    monkeypatch.setattr(gpu_suite, "attention", breaks_off)
-    monkeypatch.setattr(gpu_suite, "vocabulary", lambda clock, *, small: [{"way": "two"}])
-    monkeypatch.setattr(gpu_suite, "steps", lambda clock, *, small: [])
+    others = [Unit("attention", {"T": 5}, breaks_off), Unit("vocabulary", {}, lambda: iter([{"way": "two"}]))]
+    keep_parts(monkeypatch, "correctness", others=others)
     with pytest.raises(RunError, match="4 of 6 checks failed, first infinite"):
         gpu_suite.main(["--out", str(tmp_path), "--dry-run"])
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
-    assert [row["right"] for row in found["correctness"]] == [False] * 4 + [True] * 2
+    assert [row.get("right", False) for row in found["correctness"]] == [False] * 4 + [True] * 2
     assert found["correctness"][0]["error"] == "inf"
     assert found["correctness"][2]["failed"] == "RuntimeError: no memory for the reference"
     assert found["attention"] == [
-        {"way": "one", "forward_ms": "nan"},
-        {"failed": "RuntimeError: the next one is too large"},
+        {"T": 5, "way": "one", "forward_ms": "nan"},
+        {"T": 5, "failed": "RuntimeError: the next one is too large"},
     ]
     assert found["vocabulary"] == [{"way": "two"}]
 
@@ -90,24 +97,23 @@ def test_a_way_that_fails_is_timed_as_such_beside_the_others(monkeypatch):
     ways = {"stock": gpu_cases.stock_attention, "ours": fails}
     monkeypatch.setattr(gpu_cases, "contestants", lambda B, T, device, *, impl: ways)
     monkeypatch.setattr(gpu_suite.Clock, "seconds", lambda self, work: work() or 0.5)
-    stock, ours = gpu_suite.attention(gpu_suite.Clock(1.0, "cpu"), small=True)
+    stock, ours = gpu_suite.attention(gpu_suite.Clock("cpu"), 2, 1, 20, 16, torch.float32)
     assert stock["both_ms"] == 500 and stock["both_x"] == 1
     assert ours["failed"] == "RuntimeError: out of registers" and "both_x" not in ours
 
 
 @without_gpu
 def test_nothing_begins_after_its_time(tmp_path, monkeypatch, capsys):
-    began = []
+    began, over = [], []
+    monkeypatch.setattr(gpu_suite.time, "monotonic", lambda: 1e9 if over else 0.0)
 
-    def part(clock, *, small):
+    def counted():
         for number in range(3):
             began.append(number)
-            clock.ends = 0.0
+            over.append(True)
             yield {"number": number}
 
-    monkeypatch.setattr(gpu_suite, "correctness", lambda clock, *, small: [])
-    for name in ("attention", "vocabulary", "steps"):
-        monkeypatch.setattr(gpu_suite, name, part)
+    keep_parts(monkeypatch, others=[Unit("attention", {}, counted), Unit("steps", {}, counted)])
     assert gpu_suite.main(["--out", str(tmp_path), "--dry-run"]) == 0
     assert began == [0]
     assert json.loads((tmp_path / "gpu_suite.json").read_text())["attention"] == [{"number": 0}]
