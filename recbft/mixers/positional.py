@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from recbft.config import check_choice, check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.kernels.robust_filter import Clock, as_complex, read_clock, real, turns
+from recbft.kernels.complex_pairs import as_complex, real
+from recbft.kernels.robust_filter import Clock, read_clock, turns
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.frequencies import HeadDecay, frequency_range, spread_decays
 from recbft.mixers.observation import Observation

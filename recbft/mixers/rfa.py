@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.core import SequenceContext, projected_precision, scalar_log_precision
-from recbft.kernels.robust_filter import Clock, Dynamics, Variant, as_complex, choose, decayed_weights, read_clock
+from recbft.kernels.complex_pairs import as_complex, real
+from recbft.kernels.robust_filter import Clock, Dynamics, Variant, choose, decayed_weights, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,
     QUERY_NOISE_START,
@@ -205,7 +206,7 @@ class RobustFilterAttention(nn.Module):
             value = self.gate(value, v, evidence, context.valid)  # (5)
         if sampled:
             value = sample_state(value, evidence, dynamics.query_noise)
-        latent = torch.view_as_real(value.transpose(1, 2)).flatten(2)  # (B, T, 2 H K)
+        latent = real(value.transpose(1, 2)).flatten(2)  # (B, T, 2 H K)
         found = None if self.precision is None else self._carried(self.precision(evidence, self.cap))
         return Observation(self._read_out(latent), found)
 

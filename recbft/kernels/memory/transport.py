@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.transforms import applied
 
 
@@ -64,7 +65,7 @@ def turn_back(mean: Tensor, covariance: Tensor, turn: Tensor) -> tuple[Tensor, T
     """The belief (N, K, M) and (N, K, K) in its own coordinates, after rotations were undone from the start."""
 
     def turned(x: Tensor) -> Tensor:  # (N, K, m)
-        return _real(_complex(x.mT) * turn[:, None]).mT
+        return real(as_complex(x.mT) * turn[:, None]).mT
 
     return turned(mean), turned(turned(covariance).mT)
 
@@ -119,7 +120,7 @@ def _turned(q: Tensor, k: Tensor, a: Tensor, ell2: Tensor, prior: Tensor, first:
     # In double precision, because the angles of a whole history are summed.
     angle = _sum_over_chunks(torch.angle(a).double(), first)
     back = torch.polar(torch.ones_like(angle), -angle).to(a.dtype)
-    q, k = _complex(q) * back, _complex(k) * back
+    q, k = as_complex(q) * back, as_complex(k) * back
     log_a = a.abs().log()
     decay, half = (2 * log_a).exp(), ell2[..., None] / 2
     sigma = _gather(half, decay, prior, first)
@@ -131,9 +132,9 @@ def _turned(q: Tensor, k: Tensor, a: Tensor, ell2: Tensor, prior: Tensor, first:
     read = (sigma * q.abs().square() + (zeta * q.conj().square()).real).sum(-1)
     at_exit, skewed = sigma[:, :, -1], zeta[:, :, -1]
     return Transported(
-        _real(q * out),
-        _real(k * out),
-        _real(s),
+        real(q * out),
+        real(k * out),
+        real(s),
         read,
         c[:, :, -1].repeat_interleave(2, dim=-1),
         torch.stack((at_exit + skewed.real, at_exit - skewed.real), dim=-1).flatten(-2),
@@ -204,11 +205,3 @@ def _sum_over_chunks(x: Tensor, first: Tensor | None) -> Tensor:
         before = last + (before if begun is None else torch.where(begun[:, n, -1], 0.0, before))
     entry = torch.stack(entries, dim=1)[:, :, None]
     return within + (entry if begun is None else torch.where(begun, 0.0, entry))
-
-
-def _complex(x: Tensor) -> Tensor:  # (..., K) -> (..., K / 2)
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-
-
-def _real(x: Tensor) -> Tensor:  # (..., K / 2) -> (..., K)
-    return torch.view_as_real(x).flatten(-2)

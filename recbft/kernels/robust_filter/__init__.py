@@ -11,7 +11,7 @@ from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path, late, late_decline
 from recbft.kernels.robust_filter import compiled, cpu, isotropic, reference
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, read_clock, turns
-from recbft.kernels.robust_filter.isotropic import as_complex, decayed_weights, real
+from recbft.kernels.robust_filter.isotropic import decayed_weights
 
 PATHS = {
     "triton": Path(late("robust_filter", "robust_filter"), "cuda", late_decline("robust_filter"), opened=True),
@@ -26,11 +26,9 @@ __all__ = [
     "Clock",
     "Dynamics",
     "Variant",
-    "as_complex",
     "choose",
     "decayed_weights",
     "read_clock",
-    "real",
     "turns",
 ]
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recbft.core.belief import SequenceContext
+from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, residual_variance, turns
 
 
@@ -104,13 +105,3 @@ def decayed_weights(
     empty = ~allowed.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(empty, 0.0)
     return torch.softmax(scores, dim=-1).masked_fill(empty, 0.0) * decay, logits
-
-
-def real(x: Tensor) -> Tensor:
-    """(..., K) complex as (..., 2K) real, real and imaginary parts in turn."""
-    return torch.view_as_real(x.resolve_conj()).flatten(-2)
-
-
-def as_complex(x: Tensor) -> Tensor:
-    """The inverse of ``real``; half precision, which has no complex numbers here, is widened."""
-    return torch.view_as_complex((x.float() if x.dtype.itemsize < 4 else x).unflatten(-1, (-1, 2)))
