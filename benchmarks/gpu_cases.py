@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recbft.core import SequenceContext, silu_moments, softmax_mean, softmax_moments
+from recbft import core
+from recbft.core import Belief, SequenceContext, silu_moments, softmax_mean, softmax_moments
 from recbft.kernels.cross_entropy import full_cross_entropy
+from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
 from recbft.mixers.bayesian import filter_memory
 from recbft.mixers.rfa import robust_filter_attention
 
@@ -154,6 +158,38 @@ def memory(B: int, H: int, T: int, K: int) -> Case:
     return Case("Bayesian layer", leaves, run, half=False)
 
 
+def filter_step(N: int, D: int) -> Case:
+    """Kalman update, then prediction with a Jacobian per token."""
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        before, observed, noise = Belief(x["mean"], x["precision"].exp()), x["observed"].exp(), x["noise"].exp()
+        if impl == "reference":
+            after = core.kalman_update(before, x["innovation"], observed, ramp=0.7)[0]
+            return (*after, core.predict_precision(after.precision, x["jacobian"], noise, cap=20.0).clamp(min=0.01))
+        step: Any = import_module("recbft.kernels.filter_step.triton")
+        after = step.kalman_update(before, x["innovation"], observed, ramp=0.7)
+        return (*after, step.predict_precision(after.precision, x["jacobian"], noise, low=0.01, cap=20.0))
+
+    names = ("mean", "precision", "innovation", "observed", "jacobian")
+    leaves = {name: _normal(N, D, seed=seed) for seed, name in enumerate(names)}
+    return Case("update and prediction", leaves | {"noise": _normal(D, seed=9)}, run, half=False)
+
+
+def gelu(N: int, width: int, rank: int) -> Case:
+    """GELU and the product with its slope."""
+    factor = _normal(width, rank, seed=1)
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        a, right = x["a"], factor.to(x["a"])
+        if impl == "reference":
+            return gelu_with_slope_reference(a, right)
+        kernels = import_module("recbft.kernels.gelu.triton")
+        with patch("recbft.kernels.gelu._fused", lambda *_: kernels):  # in the interpreter too
+            return gelu_with_slope(a, right)
+
+    return Case("GELU with its slope", {"a": _normal(N, width, seed=0, scale=2.0)}, run, half=False)
+
+
 def all_cases(*, small: bool) -> list[Case]:
     """What is checked; small sizes are for the interpreter."""
     B, H, T, K = (2, 2, 20, 16) if small else (8, 4, 200, 32)
@@ -165,6 +201,8 @@ def all_cases(*, small: bool) -> list[Case]:
         vocabulary(*((20, 50, 16) if small else (3_000, 12_101, 64))),
         robust_filter(B, H, T, K),
         memory(B, H, T, K),
+        filter_step(*((70, 16) if small else (12_800, 64))),
+        gelu(*((70, 16, 4) if small else (12_800, 256, 16))),
     ]
     return cases if small else [*cases, kriging(4, 4, 1000, 64), vocabulary(500, 100_003, 64)]
 

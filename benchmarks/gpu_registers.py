@@ -117,7 +117,9 @@ def cases(width: int) -> dict[str, gpu_cases.Case]:
     found = [gpu_cases.kriging(1, 1, 256, width), gpu_cases.silu(1, 1, 256, width)]
     if width <= 64:
         found += [gpu_cases.robust_filter(1, 1, 256, width // 2), gpu_cases.memory(1, 1, 256, width)]
-    return {case.name: case for case in (*found, gpu_cases.vocabulary(3_000, 12_101, width))}
+    found += [gpu_cases.vocabulary(3_000, 12_101, width)]
+    found += [gpu_cases.filter_step(256, width), gpu_cases.gelu(256, 4 * width, 16)]
+    return {case.name: case for case in found}
 
 
 def usages(case: gpu_cases.Case, dtype: torch.dtype, target: GPUTarget) -> list[Usage]:

@@ -53,7 +53,7 @@ class Path:
         function = self.load()
         if not (self.takes_halves or autocast_device() is None):
             function = in_full_precision(function)
-        return _launched_beside(tensor, function) if tensor.device.type == "cuda" else function
+        return launched_beside(tensor, function)
 
 
 def late(package: str, name: str) -> Callable[[], Callable[..., Any]]:
@@ -133,8 +133,10 @@ def _wrong_device(name: str, path: Path, tensor: Tensor) -> str | None:
     return f"needs {kind}, got {found}"
 
 
-def _launched_beside(tensor: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
+def launched_beside(tensor: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function on the tensor's GPU: Triton launches on the current one, whichever its arguments lie on."""
+    if tensor.device.type != "cuda":
+        return function
 
     @wraps(function)
     def launched(*arguments: Any, **named: Any) -> Any:

@@ -28,9 +28,9 @@ from recbft.kernels import compiled, dispatch, filter_step
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.kernels.dropout import dropout, scaled_mask
+from recbft.kernels.filter_step import analytic, sandwich
 from recbft.kernels.filter_step import compiled as compiled_step
-from recbft.kernels.filter_step import cpu as cpu_step
-from recbft.kernels.filter_step import sandwich
+from recbft.kernels.filter_step.operands import prediction_is_plain, update_is_plain
 from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
 from recbft.kernels.softmax_moments.reml import softmax_reml
 
@@ -352,8 +352,8 @@ def test_update_equals_the_other_path(N, D, ramp):
         loss = (belief.mean * h.to(dtype)).sum() + (belief.precision * e.to(dtype)).sum()
         return [x.detach().double() for x in (*belief, *torch.autograd.grad(loss, inputs))]
 
-    assert compiled_step.serves_update(Belief(h.float(), lam.float()), e.float(), r.float())
-    exact, plain, found = run(cpu_step, torch.float64), run(cpu_step, torch.float32), run(compiled_step, torch.float32)
+    assert update_is_plain(Belief(h.float(), lam.float()), e.float(), r.float())
+    exact, plain, found = run(analytic, torch.float64), run(analytic, torch.float32), run(compiled_step, torch.float32)
     assert_as_near_as(found, plain, exact, slack=5e-7)
 
 
@@ -370,12 +370,12 @@ def test_prediction_equals_the_other_path(N, D, noise, jacobian):
     def run(path, dtype):
         wanted = [x.to(dtype).requires_grad_() for x in ((lam, Q, J) if jacobian == "each" else (lam, Q))]
         slope = wanted[2] if jacobian == "each" else J.to(dtype)
-        assert path is cpu_step or path.serves_prediction(wanted[0], slope, wanted[1])
+        assert path is analytic or prediction_is_plain(wanted[0], slope, wanted[1])
         after = path.predict_precision(wanted[0], slope, wanted[1], low=0.05, cap=3.0)
         loss = (after * torch.arange(1, N * D + 1, dtype=dtype).cos().view(N, D)).sum()
         return [x.detach().double() for x in (after, *torch.autograd.grad(loss, wanted))]
 
-    exact, plain, found = run(cpu_step, torch.float64), run(cpu_step, torch.float32), run(compiled_step, torch.float32)
+    exact, plain, found = run(analytic, torch.float64), run(analytic, torch.float32), run(compiled_step, torch.float32)
     assert_as_near_as(found, plain, exact, slack=1e-6)
 
 
@@ -392,12 +392,12 @@ def test_dropout_draws_and_scales_as_the_other_path_does(p):
     assert torch.equal(y, x * mask) and torch.equal(grad, mask)
 
 
-def test_steps_of_other_shapes_and_types_are_not_for_c():
+def test_steps_of_other_shapes_and_types_are_not_for_one_pass():
     belief = Belief(torch.ones(2, 3), torch.ones(2, 3))
-    assert not compiled_step.serves_update(belief, torch.ones(2, 3), torch.ones(2, 1))
-    assert not compiled_step.serves_update(belief, torch.ones(2, 3), torch.ones(2, 3).double())
-    assert not compiled_step.serves_prediction(torch.ones(2, 3), torch.ones(3, requires_grad=True), torch.ones(3))
-    assert not compiled_step.serves_prediction(torch.ones(2, 3), torch.ones(3), torch.ones(2, 3))
+    assert not update_is_plain(belief, torch.ones(2, 3), torch.ones(2, 1))
+    assert not update_is_plain(belief, torch.ones(2, 3), torch.ones(2, 3).double())
+    assert not prediction_is_plain(torch.ones(2, 3), torch.ones(3, requires_grad=True), torch.ones(3))
+    assert not prediction_is_plain(torch.ones(2, 3), torch.ones(3), torch.ones(2, 3))
 
 
 @needs_build

@@ -1,4 +1,4 @@
-/* Kalman update and prediction in one pass over memory each; the equations are those of filter_step/cpu.py.
+/* Kalman update and prediction in one pass over memory each; the equations are those of filter_step/analytic.py.
  *
  * Shapes: N tokens, D model width.
  */

@@ -1,5 +1,7 @@
 """Update and prediction in C (``compiled/filter_step.c``): every array is read and written once in each direction.
 
+They serve what ``operands`` calls plain.
+
 Shapes: N tokens, D model width; the tokens' axes come first.
 """
 
@@ -15,38 +17,19 @@ from torch.autograd.function import once_differentiable
 from recbft.core.belief import Belief
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
-from recbft.kernels.filter_step.cpu import FLOOR
+from recbft.kernels.filter_step.analytic import FLOOR
 from recbft.kernels.transforms import applied
 
 
-def serves_update(belief: Belief, innovation: Tensor, observation_precision: Tensor) -> bool:
-    """Whether an update is for this path."""
-    return _alike(belief.mean, belief.precision, innovation, observation_precision)
-
-
 def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float) -> Belief:
-    """The same as ``cpu.kalman_update``."""
+    """The same as ``analytic.kalman_update``."""
     return Belief(*applied(_Update, belief.mean, belief.precision, innovation, observation_precision, ramp))
 
 
-def serves_prediction(precision: Tensor, jacobian: Tensor, process_noise: Tensor) -> bool:
-    """Whether a prediction is for this path: a Jacobian that all tokens share must be a constant."""
-    D = precision.shape[-1]
-    shared = jacobian.shape in ((), (D,)) and jacobian.dtype == torch.float32 and not jacobian.requires_grad
-    noise = process_noise.shape in ((), (D,)) and process_noise.dtype == torch.float32
-    return noise and (_alike(precision) if shared else _alike(precision, jacobian))
-
-
 def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
-    """The same as ``cpu.predict_precision``."""
+    """The same as ``analytic.predict_precision``."""
     predicted: Tensor = applied(_Predict, precision, jacobian, process_noise, low, cap)
     return predicted
-
-
-def _alike(first: Tensor, *others: Tensor) -> bool:
-    return compiled.serves(first) and all(
-        x.shape == first.shape and x.dtype == first.dtype and x.device == first.device for x in others
-    )
 
 
 def _of(*tensors: Tensor | None) -> list[c_void_p]:

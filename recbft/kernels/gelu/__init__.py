@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recbft.core.process import gelu_slope
+from recbft.kernels import dispatch
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import compiled
 from recbft.kernels.transforms import applied, beyond_first_gradients, transformed
@@ -63,8 +65,10 @@ def slope_product(a: Tensor, factor: Tensor) -> Tensor:
     if transformed():
         return gelu_with_slope_reference(a, factor)[1]
     flat = a.reshape(-1, a.shape[-1])
-    if compiled.serves(flat, factor):
-        return compiled.slope_product(flat, factor).view(*a.shape[:-1], factor.shape[-1])
+    fused = _fused(flat, factor)
+    if fused is not None:
+        product: Tensor = fused.slope_product(flat, factor)
+        return product.view(*a.shape[:-1], factor.shape[-1])
     z = a.new_empty(flat.shape[0], factor.shape[-1])
     rows = _rows(flat)
     slope, one = torch.empty_like(flat[:rows]), torch.ones_like(flat[:rows])
@@ -79,15 +83,15 @@ class _GeluWithSlope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(a, factor)
-        ctx.compiled = compiled.serves(a, factor)
-        return compiled.forward(a, factor) if ctx.compiled else (F.gelu(a), slope_product(a, factor))
+        ctx.fused = _fused(a, factor)
+        return (F.gelu(a), slope_product(a, factor)) if ctx.fused is None else ctx.fused.forward(a, factor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_y: Tensor, g_z: Tensor) -> Any:
         a, factor = ctx.saved_tensors
-        if ctx.compiled:
-            return compiled.backward(a, factor, g_y, g_z), None
+        if ctx.fused is not None:
+            return ctx.fused.backward(a, factor, g_y, g_z), None
         d_a = torch.empty_like(a)
         rows = _rows(a)
         square, curvature, pull = (torch.empty_like(a[:rows]) for _ in range(3))
@@ -101,6 +105,15 @@ class _GeluWithSlope(torch.autograd.Function):
             torch.ops.aten.gelu_backward(gy.contiguous(), points, grad_input=out)
             out.addcmul_(back, curve)
         return d_a, None
+
+
+def _fused(a: Tensor, factor: Tensor) -> Any:
+    """The module in C or Triton that serves a call, or None."""
+    if compiled.serves(a, factor):
+        return compiled
+    if a.is_cuda and a.dtype == factor.dtype == torch.float32 and dispatch.missing("triton") is None:
+        return import_module("recbft.kernels.gelu.triton")
+    return None
 
 
 def _rows(a: Tensor) -> int:
