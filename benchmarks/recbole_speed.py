@@ -2,17 +2,20 @@
 
     python -m benchmarks.recbole_speed --json FILE
     python -m benchmarks.recbole_speed --arms bft --epochs 2 --shipped-epochs 1        a trial
+    python -m benchmarks.recbole_speed --dataset ml-1m --data-root DIR --steps 60      where an epoch takes too long
 
 One process, one after the other: RecBole as shipped (its import switches autograd's anomaly mode on), RecBole with that
 mode off, then each arm of recbft. All have the same width, depth, dropout, window, rate, seed and targets per step, and
 read one time-sorted atomic file. Anomaly mode changes no number: the shipped RecBole is trained for a few epochs only,
 its losses must equal those of the other, and its time to the target is its seconds per epoch times the other's epochs.
 Times are of training; validation is timed apart. The target is the best validation NDCG@10 of RecBole's SASRec, within
-``--recbole-epochs`` where that is given.
+``--recbole-epochs`` where that is given. With ``--steps`` nothing is trained to an end: so many of RecBole's steps are
+timed, with and without anomaly mode in turns, and an epoch is as many of them as it has.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -21,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +67,8 @@ class Course:
         return next((epoch for epoch, value in enumerate(self.ndcg, start=1) if value >= target), None)
 
 
-def train_recbole(folder: Path, *, anomaly: bool, epochs: int, patience: int, settings: dict[str, Any]) -> Course:
-    """Train RecBole's SASRec until validation stops improving."""
+def recbole_training(folder: Path, *, epochs: int, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The trainer of RecBole's SASRec, and the data that it trains and validates on."""
     from recbole.config import Config
     from recbole.data import create_dataset, data_preparation
     from recbole.utils import get_model, get_trainer, init_seed
@@ -79,7 +83,12 @@ def train_recbole(folder: Path, *, anomaly: bool, epochs: int, patience: int, se
     train_data, valid_data, _ = data_preparation(config, create_dataset(config))
     init_seed(config["seed"], config["reproducibility"])
     model = get_model("SASRec")(config, train_data._dataset).to(config["device"])
-    trainer = get_trainer(config["MODEL_TYPE"], "SASRec")(config, model)
+    return get_trainer(config["MODEL_TYPE"], "SASRec")(config, model), train_data, valid_data
+
+
+def train_recbole(folder: Path, *, anomaly: bool, epochs: int, patience: int, settings: dict[str, Any]) -> Course:
+    """Train RecBole's SASRec until validation stops improving."""
+    trainer, train_data, valid_data = recbole_training(folder, epochs=epochs, settings=settings)
     course = Course(name=f"RecBole SASRec, {'as shipped' if anomaly else 'anomaly mode off'}")
     with torch.autograd.set_detect_anomaly(anomaly):
         while len(course.seconds) < epochs and _improved_lately(course.ndcg, patience):
@@ -91,6 +100,53 @@ def train_recbole(folder: Path, *, anomaly: bool, epochs: int, patience: int, se
             course.validations.append(time.perf_counter() - trained)
             _say(course)
     return course
+
+
+class _Some:
+    """Some of a loader's batches, another few at every pass."""
+
+    def __init__(self, loader: Any, num: int) -> None:
+        self._loader, self._num, self._batches = loader, num, iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._batches, self._num)
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def time_steps(folder: Path, steps: int, rounds: int = 3) -> tuple[list[list[str]], list[dict[str, Any]]]:
+    """Seconds of RecBole's steps as shipped and with anomaly mode off, in turns, after a few of each."""
+    trainer, train_data, _ = recbole_training(folder, epochs=1, settings={})
+    each = -(-steps // rounds)
+    some, found = _Some(train_data, each), {name: list[float]() for name in ("as shipped", "anomaly mode off")}
+    if len(train_data) < 2 * rounds * each + 2:
+        raise UserError(f"--steps is {steps}, but an epoch has {len(train_data)} steps; leave it out")
+    trainer._train_epoch(_Some(train_data, 2), 0)
+    for _ in range(rounds):
+        for name, seconds in found.items():
+            with torch.autograd.set_detect_anomaly(name == "as shipped"):
+                began = time.perf_counter()
+                trainer._train_epoch(some, 0)
+                seconds.append((time.perf_counter() - began) / each)
+    results = [
+        {"name": f"RecBole SASRec, {name}", "seconds_per_step": seconds, "steps_per_epoch": len(train_data),
+         "seconds_per_epoch": round(statistics.median(seconds) * len(train_data), 1)}
+        for name, seconds in found.items()
+    ]  # fmt: skip
+    rows = [
+        [
+            r["name"],
+            ", ".join(f"{x:.2f}" for x in r["seconds_per_step"]),
+            str(len(train_data)),
+            f"{r['seconds_per_epoch']:.0f}",
+        ]
+        for r in results
+    ]
+    return rows, results
 
 
 def train_ours(dataset: Dataset, out: Path, arm: str, *, epochs: int, patience: int, settings: Sequence[str]) -> Course:
@@ -153,6 +209,7 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument(
         "--patience", type=count, default=10, help="validations without improvement that end a training"
     )
+    options.add_argument("--steps", type=count, help="time so many steps of RecBole's, and nothing else")
     options.add_argument("--json", metavar="FILE")
     given = options.parse_args(arguments)
     check_folder_of(given.json)
@@ -166,24 +223,31 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as made, _inside(made), redirect_stdout(sys.stderr):
         folder = Path(made)
         save_atomic(dataset, folder, EXPORTED)
-        shipped = train_recbole(folder, anomaly=True, epochs=given.shipped_epochs, patience=given.patience, settings={})
-        most = given.epochs if given.recbole_epochs is None else given.recbole_epochs
-        quiet = train_recbole(folder, anomaly=False, epochs=most, patience=given.patience, settings={})
-        _check_same_course(shipped, quiet)
-        ours = [
-            train_ours(
-                dataset, folder / arm, arm, epochs=given.epochs, patience=given.patience, settings=given.settings
-            )
-            for arm in split_list(given.arms)
-        ]
+        if given.steps:
+            columns = ["training", "s/step, each round", "steps an epoch", "s/epoch"]
+            rows, results = time_steps(folder, given.steps)
+        else:
+            columns = ["training", "s/epoch", "epochs to target", "s to target", "times faster", "best valid NDCG@10"]
+            rows, results = compare(*_trained(dataset, folder, given))
     head = machine.close(head)
-    rows, results = compare(shipped, quiet, ours)
-    columns = ["training", "s/epoch", "epochs to target", "s to target", "times faster", "best valid NDCG@10"]
     print("\n".join(machine.lines(head)))
     print(text_table(columns, rows))
     if given.json:
         write_json(given.json, {"header": head, "results": results})
     return 0
+
+
+def _trained(dataset: Dataset, folder: Path, given: argparse.Namespace) -> tuple[Course, Course, list[Course]]:
+    """RecBole as shipped, RecBole with anomaly mode off, and each arm of ours."""
+    shipped = train_recbole(folder, anomaly=True, epochs=given.shipped_epochs, patience=given.patience, settings={})
+    most = given.epochs if given.recbole_epochs is None else given.recbole_epochs
+    quiet = train_recbole(folder, anomaly=False, epochs=most, patience=given.patience, settings={})
+    _check_same_course(shipped, quiet)
+    ours = [
+        train_ours(dataset, folder / arm, arm, epochs=given.epochs, patience=given.patience, settings=given.settings)
+        for arm in split_list(given.arms)
+    ]
+    return shipped, quiet, ours
 
 
 @contextmanager
