@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,12 @@ METRICS = {
 }
 SHOWN = ["hr@10 all items", "ndcg@10 all items", "hr@10 seen masked", "ndcg@10 seen masked"]
 ORDER = ["published", "matched", "bft"]
-KEY = ["dataset", "targets", "model", "arm", "settings", "seed"]
+KEY = ["dataset", "targets", "content", "model", "arm", "settings", "seed"]
+SAME = {
+    "targets": "other targets",
+    "content": "other events",
+    "recbft": "several versions of recbft",
+}  # of one comparison
 COLUMNS = [
     *KEY,
     "recbft",
@@ -67,7 +73,7 @@ def add(places: Sequence[str], file: Path) -> int:
         if there is None:
             new.append(row)
             known[_key(row)] = row
-        elif any(abs(there[name] - row[name]) > 1e-9 for name in METRICS):
+        elif any(not abs(there[name] - row[name]) <= 1e-9 for name in METRICS):
             raise UserError(
                 f"{file} has seed {row['seed']} of {row['arm']} on {row['dataset']} with other figures (made on "
                 f"{there['processor']}, {there['date']}); a seed counts once: take another, or delete that line first"
@@ -87,9 +93,14 @@ def line(run: Run) -> dict[str, Any]:
             'hand if you know them ("cpu": the processor\'s model, "date": the day it was made)'
         )
     metrics = run.metrics
+    figures = {name: round(metrics["test"][setting][metric], 12) for name, (setting, metric) in METRICS.items()}
+    figures["validation ndcg@10"] = round(metrics["validation"]["unfiltered"]["ndcg@10"], 12)
+    if wrong := [name for name, value in figures.items() if not math.isfinite(value)]:
+        raise UserError(f"{run.path}/metrics.json has {wrong[0]} = {figures[wrong[0]]}; restore it, or train again")
     return {
         "dataset": run.protocol["dataset"],
         "targets": run.protocol["target_hash"][:12],
+        "content": run.protocol["content_hash"][:12],
         "model": run.config["model"],
         "arm": run.config["arm"],
         "settings": json.dumps(settings_of(run), sort_keys=True),
@@ -101,15 +112,16 @@ def line(run: Run) -> dict[str, Any]:
         "date": environment["date"],
         "epochs": metrics["epochs"],
         "best_epoch": metrics["best_epoch"],
-        "validation ndcg@10": round(metrics["validation"]["unfiltered"]["ndcg@10"], 12),
-        **{name: round(metrics["test"][setting][metric], 12) for name, (setting, metric) in METRICS.items()},
+        **figures,
     }
 
 
 def read(file: Path) -> pd.DataFrame:
     """The lines of a file that ``add`` wrote."""
     try:
-        table = pd.read_csv(file, dtype={"targets": str, "commit": str}).fillna({"commit": ""})
+        table = pd.read_csv(file, dtype={"targets": str, "content": str, "commit": str, "recbft": str}).fillna(
+            {"commit": ""}
+        )
     except FileNotFoundError:
         raise UserError(f"{file} does not exist; `add` writes it") from None
     except (ValueError, UnicodeDecodeError) as error:
@@ -128,15 +140,16 @@ def show(options: argparse.Namespace) -> int:
     if own.empty:
         had = ", ".join(sorted({f"{d} ({m})" for d, m in zip(table["dataset"], table["model"], strict=True)}))
         raise UserError(f"{options.file} has no run of {options.model} on {options.dataset}; it has {had or 'none'}")
-    if (targets := own["targets"].unique()).size > 1:
-        raise UserError(f"{options.file} has {options.dataset} with other targets ({', '.join(targets)})")
+    check_alike(own, f"{options.dataset} ({options.model})")
     common, arms = arms_of(own)
     baselines = options.baseline or list(arms)
     for name in baselines:
         if name not in arms:
             raise UserError(f"unknown arm {name!r}; {did_you_mean(name, arms)}")
     what = ", ".join(
-        filter(None, [options.dataset, f"targets {targets[0]}", options.model, common and f"all with {common}"])
+        filter(
+            None, [options.dataset, f"targets {own['targets'].iloc[0]}", options.model, common and f"all with {common}"]
+        )
     )
     print(f"{what}; mean ± sd over seeds, {options.metric} from another arm over the seeds of both\n")
     head = ["arm", "seeds", *SHOWN, *(f"from `{name}`" for name in baselines)]
@@ -147,6 +160,13 @@ def show(options: argparse.Namespace) -> int:
     ]
     print(markdown_table(head, rows))
     return 0
+
+
+def check_alike(lines: pd.DataFrame, what: str) -> None:
+    """Refuse lines that ``recbft compare`` would not compare either."""
+    for column, said in SAME.items():
+        if (found := lines[column].unique()).size > 1:
+            raise UserError(f"the ledger has {what} with {said} ({', '.join(found)}); keep one of them")
 
 
 def arms_of(table: pd.DataFrame) -> tuple[str, dict[str, pd.DataFrame]]:

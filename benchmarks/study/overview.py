@@ -17,7 +17,7 @@ import pandas as pd
 
 from benchmarks.command import finish
 from benchmarks.study.choose import difference, percent
-from benchmarks.study.ledger import METRICS, arms_of, read
+from benchmarks.study.ledger import METRICS, arms_of, check_alike, read
 from recbft.errors import UserError
 from recbft.evaluation.paired import SeedComparison
 from recbft.experiments.lists import seeds_text
@@ -54,10 +54,7 @@ def comparisons(table: pd.DataFrame) -> dict[tuple[str, str], Arms]:
     """By model and data set, the lines of the arms by seed, where ``bft`` and ``matched`` share two seeds or more."""
     found = {}
     for (model, data), lines in table.groupby(["model", "dataset"]):
-        if (targets := lines["targets"].unique()).size > 1:
-            raise UserError(
-                f"the ledger has {data} ({model}) with other targets ({', '.join(targets)}); keep one of them"
-            )
+        check_alike(lines, f"{data} ({model})")
         arms = arms_of(lines)[1]
         if _lead(arms, "matched", next(iter(METRICS))) is not None:
             found[str(model), str(data)] = arms

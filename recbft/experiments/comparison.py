@@ -169,7 +169,29 @@ def load_comparison(path: str | Path) -> Comparison:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{file} is damaged; make it again with: recbft compare RUN_DIR... --out {path}") from None
     made = comparison_of(list(names), baseline=baseline, external=external, names=names)
+    _check_figures(made, saved, path)
     return Comparison(**{**vars(made), "path": path, "arms": {name: made.arms[name] for name in order}, "notes": notes})
+
+
+def _check_figures(comparison: Comparison, saved: Mapping[str, Any], path: Path) -> None:
+    """Refuse a file whose figures are not those of the runs as they stand: a page would say both."""
+    again = f"make it again with: recbft compare RUN_DIR... --out {path}"
+    try:
+        figures = [
+            (name, setting, metric, np.array(each["values"], dtype=np.float64))
+            for name, arm in saved["arms"].items()
+            for setting, metrics in arm["metrics"].items()
+            for metric, each in metrics.items()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path / COMPARISON_FILE} is damaged; {again}") from None
+    for name, setting, metric, said in figures:
+        found = comparison.values(name, setting, metric)
+        if said.shape != found.shape or not np.allclose(said, found, rtol=0, atol=1e-9):
+            raise UserError(
+                f"{path / COMPARISON_FILE} was made of other ranks of {name} than its runs have now ({metric}, "
+                f"{setting}); {again}"
+            )
 
 
 def _read(run_dirs: Sequence[str | Path], skip_broken: bool) -> tuple[list[Run], list[str]]:

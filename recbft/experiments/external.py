@@ -18,6 +18,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from recbft.datasets.vocabulary import canonical_text
 from recbft.errors import UserError
 
 IntArray = NDArray[np.int64]
@@ -53,8 +54,8 @@ def read_external(path: Path, users: NDArray[Any], *, num_items: int) -> Externa
         table[column] = _whole(table[column], f"{path}: column {column!r}", "ranks", 1, num_items)
     if "seed" in table:
         table["seed"] = _whole(table["seed"], f"{path}: column 'seed'", "seeds", 0, _LAST_SEED)
-    place = {str(user): n for n, user in enumerate(users)}
-    position = table["user"].astype(str).map(place)
+    place = {canonical_text(user): n for n, user in enumerate(users)}
+    position = table["user"].map(canonical_text).map(place)
     known = table[position.notna()].assign(position=position.dropna().astype(int))
     seeds: list[int | None] = [None]
     if "seed" in table and len(known):
@@ -97,7 +98,7 @@ def _whole(column: pd.Series[Any], name: str, kind: str, first: int, last: int) 
     return values.astype(np.int64)
 
 
-def _check_users(part: pd.DataFrame, place: dict[str, int], name: object) -> None:
+def _check_users(part: pd.DataFrame, place: dict[str | None, int], name: object) -> None:
     if twice := part["user"][part["position"].duplicated()].tolist():
         raise UserError(f"{name} lists {len(twice):,} users twice, such as {twice[0]}; give one rank per user")
     if len(part) < len(place):

@@ -147,14 +147,15 @@ def _few(seeds: int) -> list[str]:
 
 
 def _environments(comparison: Comparison) -> list[dict[str, Any]]:
-    """The environments that the runs were made in, each once."""
-    seen: list[dict[str, Any]] = []
+    """The environments that the runs were made in, each once, on the day of the first."""
+    seen: dict[str, dict[str, Any]] = {}
     for arm in comparison.arms.values():
         for run in arm.runs:
             file = None if run is None else RunFolder(run).environment_file
-            if file is not None and file.is_file() and (one := json.loads(file.read_bytes())) not in seen:
-                seen.append(one)
-    return seen
+            if file is not None and file.is_file():
+                one = json.loads(file.read_bytes())
+                seen.setdefault(json.dumps({**one, "date": None}, sort_keys=True), one)
+    return list(seen.values())
 
 
 def _keep(file: Path, folder: Path, name: str) -> str:

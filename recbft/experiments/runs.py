@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from recbft.config import to_dict
 from recbft.errors import UserError
-from recbft.evaluation.metrics import reciprocal_rank
+from recbft.evaluation.metrics import metrics_from_ranks
 from recbft.evaluation.protocol import config_hash
 from recbft.experiments.arms import by_setting
 from recbft.run_config import load_run_config
@@ -82,13 +82,15 @@ def read_run(path: str | Path) -> Run:
             "restore the file, or train again"
         )
     for setting in ("unfiltered", "filtered"):
-        found = float(reciprocal_rank(per_user[COLUMNS[setting]].to_numpy(np.int64)).mean())
-        said = metrics.get("test", {}).get(setting, {}).get("mrr")
-        if said is None or abs(found - said) > 1e-9:
-            raise UserError(
-                f"{run.per_user_file} gives MRR {found:.6f} ({setting}) and {run.metrics_file.name} says {said}; "
-                "they are not of one run: restore them, or train again"
-            )
+        figures = metrics.get("test", {}).get(setting, {})
+        cutoffs = [int(name.partition("@")[2]) for name in figures if "@" in name]
+        for name, found in metrics_from_ranks(per_user[COLUMNS[setting]].to_numpy(np.int64), cutoffs).items():
+            said = figures.get(name)
+            if said is None or not abs(found - said) <= 1e-9:  # what is not a number is not near any
+                raise UserError(
+                    f"{run.per_user_file} gives {name.upper()} {found:.6f} ({setting}) and {run.metrics_file.name} "
+                    f"says {said}; they are not of one run: restore them, or train again"
+                )
     return Run(run.path, protocol["seed"], protocol, metrics, per_user, list(run.read_history()))
 
 
@@ -199,8 +201,7 @@ def _read_per_user(run: RunFolder) -> pd.DataFrame:
 
 
 def _column(run: Run, column: str) -> NDArray[Any]:
-    values = run.per_user[column].to_numpy()
-    return values.astype(str) if column == "user" else values  # ids are equal by text, whatever file they came from
+    return run.per_user[column].to_numpy().astype(str)  # ids are equal by text, whatever file they came from
 
 
 def _short(value: object) -> str:

@@ -179,6 +179,23 @@ def test_a_ledger_refuses_another_figure_of_the_same_seed_and_what_it_does_not_k
         ledger.main(["show", "--file", str(tmp_path / "none.csv"), "-d", "tiny"])
 
 
+@pytest.mark.parametrize(
+    ("column", "said"), [("targets", "targets"), ("content", "events"), ("recbft", "several versions of recbft")]
+)
+def test_lines_that_compare_would_refuse_are_not_paired(train_arms, tmp_path, column, said):
+    out, file = train_arms("matched,bft"), tmp_path / "runs.csv"
+    ledger.main(["add", str(out), "--file", str(file)])
+    table = ledger.read(file)
+    table.loc[table["arm"] == "bft", column] = "another"
+    table.to_csv(file, index=False)
+    for command in (
+        lambda: ledger.main(["show", "--file", str(file), "-d", "tiny"]),
+        lambda: overview.main(["--file", str(file)]),
+    ):
+        with pytest.raises(UserError, match=rf"the ledger has tiny \(sasrec\) with .*{said} \(another, "):
+            command()
+
+
 def test_an_overview_has_a_line_and_intervals_per_data_set_and_model(train_arms, tmp_path, capsys):
     out, file, svg = train_arms("matched,matched+recency,bft"), tmp_path / "runs.csv", tmp_path / "figure.svg"
     ledger.main(["add", str(out), "--file", str(file)])

@@ -110,6 +110,41 @@ def test_what_is_written_is_read_back_also_from_another_place(trained, copied, t
         load_comparison(tmp_path)
 
 
+def test_figures_of_other_ranks_than_the_runs_have_now_are_refused(copied, tmp_path):
+    write_comparison(comparison_of(runs_in(copied)), copied, made={})
+    file = copied / "comparison.json"
+    saved = json.loads(file.read_bytes())
+    saved["arms"]["bft"]["metrics"]["filtered"]["mrr"]["values"][1] += 0.01
+    write_json(file, saved)
+    with pytest.raises(UserError, match=r"was made of other ranks of bft than its runs have now \(mrr, filtered\)"):
+        load_comparison(copied)
+    for damage in ({}, {"filtered": 3}, {"filtered": {"mrr": {}}}, {"filtered": {"mrr": {"values": ["x"]}}}):
+        saved["arms"]["bft"]["metrics"] = damage
+        write_json(file, saved)
+        if damage:
+            with pytest.raises(UserError, match=r"comparison\.json is damaged; make it again with"):
+                load_comparison(copied)
+
+
+def test_the_day_makes_no_other_environment(copied):
+    environment = copied / "runs" / "matched-seed1" / "environment.json"
+    edit_json(environment, date="1999-12-31")
+    assert len(write_comparison(comparison_of(runs_in(copied)), copied, made={})["environments"]) == 1
+    edit_json(environment, cpu="another")
+    assert len(write_comparison(comparison_of(runs_in(copied)), copied, made={})["environments"]) == 2
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan"), None])
+@pytest.mark.parametrize("metric", ["ndcg@10", "mrr"])
+def test_figures_that_the_ranks_do_not_give_are_refused(copied, metric, value):
+    file = copied / "runs" / "bft-seed1" / "metrics.json"
+    metrics = json.loads(file.read_bytes())
+    metrics["test"]["filtered"][metric] = value
+    file.write_text(json.dumps(metrics))
+    with pytest.raises(UserError, match=rf"gives {metric.upper()} 0\.\d+ \(filtered\) and metrics.json says"):
+        comparison_of(runs_in(copied))
+
+
 @pytest.mark.parametrize(
     "field", ["content_hash", "target_hash", "split", "ranking", "ties", "filter_seen", "recbft_version", "items"]
 )
@@ -135,7 +170,7 @@ def test_ids_are_equal_by_text_whatever_file_they_came_from(copied):
     path = copied / "runs" / "matched-seed1" / "per_user.parquet"
     table = pd.read_parquet(path)
     assert pd.api.types.is_integer_dtype(table["user"])
-    table.assign(user=table["user"].astype(str)).to_parquet(path)
+    table.assign(user=table["user"].astype(str), target=table["target"].astype(str)).to_parquet(path)
     assert comparison_of(runs_in(copied)).seeds == (0, 1, 2)
 
 
@@ -183,7 +218,7 @@ def drop_column(run):
         (delete("per_user.parquet"), "per_user.parquet is missing, and a comparison needs every user's rank; restore"),
         (overwrite("per_user.parquet", b"PAR1 no"), r"per_user\.parquet is damaged"),
         (drop_column, r"per_user\.parquet lacks target_count: it is of another version of recbft; train again"),
-        (shuffle_ranks, r"gives MRR 0\.\d+ \(filtered\) and metrics.json says 0\.\d+; they are not of one run"),
+        (shuffle_ranks, r"gives HR@\d+ 0\.\d+ \(filtered\) and metrics.json says 0\.\d+; they are not of one run"),
         (delete("metrics.json"), "is not finished; go on with `recbft train --resume"),
         (overwrite("metrics.json", b"{"), r"metrics\.json is damaged"),
         (delete("protocol.json"), r"protocol\.json is missing"),
@@ -271,6 +306,14 @@ def test_ranks_of_another_system_join_as_an_arm(trained, tmp_path):
         "arm other",
     ]
     assert found.notes[2] == "arm other: 1 users of its file are not in this comparison and are left out"
+
+
+def test_users_of_a_file_of_ranks_may_be_whole_floats(trained, tmp_path):
+    path = ranks_file(tmp_path / "other.csv", runs_in(trained, "bft")[0])
+    table = pd.read_csv(path)
+    table.assign(user=table["user"].astype(float)).to_parquet(tmp_path / "other.parquet")
+    found = comparison_of(runs_in(trained), external={"other": tmp_path / "other.parquet"})
+    np.testing.assert_array_equal(found.arms["other"].ranks["unfiltered"][0], table["rank"])
 
 
 def test_one_set_of_ranks_for_all_seeds_has_no_standard_deviation(trained, tmp_path):
