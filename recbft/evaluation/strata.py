@@ -14,7 +14,7 @@ Shapes: N users, V items, K quantiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ class Strata:
         names: one per stratum, such as "Q0".
         bounds: smallest and largest value of each stratum, such as "5-7".
         member: stratum of each user, (N,), index into ``names``.
+        empty: names of the strata without users, which are left out.
     """
 
     axis: str
@@ -45,6 +46,7 @@ class Strata:
     names: tuple[str, ...]
     bounds: tuple[str, ...]
     member: IntArray
+    empty: tuple[str, ...] = ()
 
     def users(self, stratum: int) -> IntArray:
         """Row numbers of the users in a stratum."""
@@ -96,7 +98,7 @@ def recency(gap: ArrayLike, *, seconds: bool, quantiles: int = QUANTILES) -> Str
     made = _quantiles("recency of the target", "time since the event before", gaps, gaps, quantiles)
     # The bounds that occur: between two edges there may be years without a value.
     bounds = [_range(*(say(int(end)) for end in _ends(gaps[made.users(n)]))) for n in range(len(made.names))]
-    return Strata(axis=made.axis, unit=made.unit, names=made.names, bounds=tuple(bounds), member=made.member)
+    return replace(made, bounds=tuple(bounds))
 
 
 def grid(one: Strata, other: Strata) -> Strata:
@@ -141,6 +143,7 @@ def _compact(axis: str, unit: str, names: Sequence[str], bounds: Sequence[str], 
         names=tuple(names[stratum] for stratum in kept),
         bounds=tuple(bounds[stratum] for stratum in kept),
         member=member.astype(np.int64),
+        empty=tuple(name for stratum, name in enumerate(names) if stratum not in kept),
     )
 
 

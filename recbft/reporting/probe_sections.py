@@ -112,7 +112,8 @@ def _frequency_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
     return Table(
         name="mechanism",
         title="By how often the item occurs in training",
-        caption=f"Means over tokens, and over the probed seeds ({_probed(parts)}). Bins hold equal numbers of items: "
+        caption=f"Means over tokens, and over the probed seeds ({_probed(parts)}). "
+        "Bins hold equal numbers of items as far as ties allow: "
         + ", ".join(f"{row['name']} {row['counts']} training events" for row in bins if row["name"] != "mask")
         + ("; mask: the token that stands for the item asked for" if any(row["name"] == "mask" for row in bins) else "")
         + ". rho: Spearman's with the training count, over items; last column: seeds in which its p is below 0.05.",

@@ -192,6 +192,7 @@ def _caption(
         f"{metric.upper()} on {subject.dataset}, {SETTINGS[setting]}, ties against the target.",
         f"Bounds: {strata.unit}; mean frequency: training events of the targets.",
         _edges(subject, name),
+        _left_out(strata) if name != "grid" else "",
         _tests(subject, results),
         f"Too small: fewer than {MIN_USERS} users, or fewer than {MIN_HITS} hits in the best arm.",
     ]
@@ -210,6 +211,14 @@ def _edges(subject: Subject, name: str) -> str:
         f"Edges of item frequency from the {counts.size:,} distinct targets only, since the data set is not at hand "
         f"({subject.missing}); with --data-root they come from all items."
     )
+
+
+def _left_out(strata: Strata) -> str:
+    """Which strata a reader would look for in vain: where many values are equal, one between two edges is empty."""
+    if not strata.empty:
+        return ""
+    one = len(strata.empty) == 1
+    return f"{' and '.join(strata.empty)} {'has' if one else 'have'} no user and {'is' if one else 'are'} left out."
 
 
 def _tests(subject: Subject, results: Sequence[StratumResult]) -> str:

@@ -22,7 +22,7 @@ def test_item_strata_take_their_edges_from_items_not_from_users():
 
 def test_ties_stay_together_and_empty_strata_are_left_out():
     found = item_frequency([5, 5, 5, 8], [5, 5, 5, 5, 5, 5, 5, 8, 8, 9])
-    assert found.names == ("Q0", "Q3") and found.bounds == ("5", "6-8")
+    assert found.names == ("Q0", "Q3") and found.bounds == ("5", "6-8") and found.empty == ("Q1", "Q2", "Q4")
     assert found.member.tolist() == [0, 0, 0, 1]
 
 

@@ -107,6 +107,13 @@ def test_one_run_has_levels_and_no_test(trained):
     assert "one run, so nothing is tested" in made.table.caption and "seen masked" in made.table.caption
 
 
+def test_strata_that_nobody_is_in_are_named():
+    subject = by_hand(items=None, missing="the file is not here")
+    made = stratified(subject, by=["user-activity", "grid"], metrics=["hr@10"], quantiles=9, setting="unfiltered")
+    said = [found.table.caption for found in made]
+    assert "Q1 and Q2" in said[0] and "have no user and are left out." in said[0] and "no user" not in said[1]
+
+
 def test_two_runs_are_compared_over_users(trained):
     runs = trained / "runs"
     subject = subject_of_runs(runs / "bft-seed0", baseline=runs / "matched-seed0")
