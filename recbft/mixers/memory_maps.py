@@ -1,6 +1,6 @@
 """What memory mixers read off their input: keys, queries and values, how the memory moves, and how noisy writes are.
 
-    q, k    linear maps, of length 1 per head                v    a linear map                             (1)
+    q, k    linear maps y, as y / sqrt(|y|^2 + 1e-6) per head          v    a linear map                   (1)
     a_t   = a0 + (1 - a0) sigmoid(W x_t + b), a0 = 0.01, the same for a head or one per row               (2)
     pairs   a_t e^{i theta_t}, theta_t = theta + W' x_t; keys and queries on the first row of each pair   (3)
     noise = softplus(W x_t + b) lbar_t^-w + floor, lbar_t the mean incoming precision of what is written  (4)
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from recbft.core import SequenceContext
 from recbft.errors import UserError
+from recbft.kernels.full_precision import in_full_precision
 
 Transitions = Literal["identity", "retention", "scalar", "diagonal", "complex_pairs"]
 
 LEAST_TRANSITION = 0.01  # a0: a memory that a head clears in a few tokens, and chunks of 17 in float32
 ROTARY_BASE = 10_000.0
+LEAST_SQUARE = 1e-6  # of (1)
 # The least noise, in units of the prior variance, that float32 can tell from none in a chunk.
 PROCESS_FLOOR, OBSERVATION_FLOOR = 1e-6, 1e-4
 
@@ -51,7 +53,7 @@ class KeysAndValues(nn.Module):
     def forward(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries from ``x``, keys and values from ``source``."""
         q, k, v = (self._heads(y) for y in (self.query(x), self.key(source), self.value(source)))
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        q, k = _of_length_one(q), _of_length_one(k)
         if self.pairs:
             q, k = (torch.stack((y, torch.zeros_like(y)), dim=-1).flatten(-2) for y in (q, k))
         return q, k, v
@@ -165,6 +167,12 @@ def fitted_transition(transition: Tensor | None, k: Tensor) -> Tensor | None:
 def _by_head(y: Tensor, n_heads: int) -> Tensor:  # (B, T, H K) -> (B, H, T, K)
     heads: Tensor = y.unflatten(-1, (n_heads, -1))
     return heads.transpose(1, 2)
+
+
+@in_full_precision
+def _of_length_one(y: Tensor) -> Tensor:
+    """Or 0 of a token that dropout has emptied, with a gradient that Adam can square."""
+    return y * (y.square().sum(dim=-1, keepdim=True) + LEAST_SQUARE).rsqrt()
 
 
 def _small(linear: nn.Linear) -> nn.Linear:

@@ -44,6 +44,7 @@ from recbft.mixers.observation import Observation
 __all__ = ["RfaOutput", "RobustFilterAttention", "RobustFilterConfig", "robust_filter_attention", "sample_state"]
 
 NO_CHANGE = Variant()
+LEAST_EVIDENCE = 1e-6  # behind a draw: of less, single precision makes a variance without end
 
 
 class RfaOutput(NamedTuple):
@@ -102,18 +103,25 @@ def robust_filter_attention(
 
 
 def sample_state(
-    value: Tensor, evidence: Tensor, query_noise: Tensor, *, generator: torch.Generator | None = None
+    value: Tensor,
+    evidence: Tensor,
+    query_noise: Tensor,
+    *,
+    valid: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """A draw of the state from its predictive distribution, z + CN(0, 1 / p + gamma2).
+    """A draw of the state from its predictive distribution, z + CN(0, 1 / p + gamma2), p no less than 1e-6.
 
     Args:
         value: z, (B, H, T, K) complex.
-        evidence: p, (B, H, T); without any (p = 0) the state is returned as it is.
+        evidence: p, (B, H, T).
         query_noise: gamma2, (H,).
+        valid: (B, T) bool, which tokens there are, all unless given; the state of others is returned as it is.
     """
-    known = evidence > 0
-    variance = 1 / torch.where(known, evidence, 1.0) + query_noise[:, None]
-    deviation = torch.where(known, (variance / 2).sqrt(), 0.0)[..., None, None]
+    variance = 1 / evidence.clamp(min=LEAST_EVIDENCE) + query_noise[:, None]
+    deviation = (variance / 2).sqrt()[..., None, None]
+    if valid is not None:
+        deviation = deviation * valid[:, None, :, None, None]
     noise = torch.randn(
         *value.shape, 2, generator=generator, dtype=evidence.dtype, device=evidence.device
     )  # real and imaginary parts
@@ -205,7 +213,7 @@ class RobustFilterAttention(nn.Module):
         if self.gate is not None:
             value = self.gate(value, v, evidence, context.valid)  # (5)
         if sampled:
-            value = sample_state(value, evidence, dynamics.query_noise)
+            value = sample_state(value, evidence, dynamics.query_noise, valid=context.valid)
         latent = real(value.transpose(1, 2)).flatten(2)  # (B, T, 2 H K)
         found = None if self.precision is None else self._carried(self.precision(evidence, self.cap))
         return Observation(self._read_out(latent), found)

@@ -82,7 +82,7 @@ class ItemPrecision(nn.Module):
     def forward(self, items: Tensor, embedded: Tensor) -> Tensor:
         """Initial precision of every token: (B, T) items and (B, T, D) embeddings -> (B, T, 1)."""
         if self.mode == "uniform":
-            return torch.ones_like(embedded[..., :1])
+            return torch.ones_like(embedded[..., :1]).clamp(max=self.lam_max)
         if self.mode == "table":
             tau = 1 + F.softplus(self.table[items])[..., None]
         elif self.mode == "empirical_bayes":

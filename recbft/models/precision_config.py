@@ -29,7 +29,7 @@ class CoreConfig:
         prior_events: n0 of initial ``credibility``: how many events its count prior is worth.
         initial_gain: K0, the gain an item of full count starts with, and every gain of update ``gate``.
         prior_scale: ``per_layer`` rescales each layer's incoming precision so that its gain starts at about K0.
-        lam_max: the largest precision anywhere.
+        lam_max: the largest precision before and after a layer.
         propagation: how precision leaves a layer; ``discount`` and ``decay`` learn one factor per layer instead.
         jacobian: the feed-forward slope in training.
         jacobian_in_evaluation: the same in evaluation; ``running_mean`` costs nothing per token.
@@ -79,7 +79,7 @@ class CoreConfig:
         check_range("prior_variance", self.prior_variance, above=0)
         check_range("prior_events", self.prior_events, above=0)
         check_range("initial_gain", self.initial_gain, above=0, below=1)
-        check_range("lam_max", self.lam_max, above=0)
+        check_range("lam_max", self.lam_max, at_least=1e-3)  # what precision is held above anywhere
         check_range("jacobian_rank", self.jacobian_rank, at_least=1)
         check_range("q_max", self.q_max, above=0)
 

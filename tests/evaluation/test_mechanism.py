@@ -15,7 +15,9 @@ from recbft.datasets.synth import PlantedReliability
 from recbft.errors import UserError
 from recbft.evaluation.mechanism import mechanism
 from recbft.files import json_text
+from recbft.models import MODELS
 from recbft.models.popularity import Popularity
+from recbft.run_config import load_run_config
 
 BINS = 3
 
@@ -256,3 +258,17 @@ def test_one_user_of_one_event_has_no_correlation_but_means(lab):
 def test_an_unknown_part_is_refused(lab):
     with pytest.raises(UserError, match="unknown part 'train'; choose validation or test"):
         mechanism(lab.make_model(lab.dataset), lab.dataset, "train")
+
+
+@pytest.mark.parametrize("output_projection", [False, True])
+@pytest.mark.parametrize(("model", "mixer"), [(m, mixer) for m, spec in MODELS.items() for mixer in spec.mixers])
+def test_every_mixer_of_every_model_can_be_looked_into(lab, model, mixer, output_projection):
+    settings = {"hidden_size": 8, "max_length": 8, "output_projection": output_projection}
+    run = load_run_config(None, (), model=model, arm="matched", mixer=mixer, backbone=settings)
+    made = run.build(torch.from_numpy(lab.dataset.training_counts))
+    made.eval()
+    made.refresh()
+    found = mechanism(made, lab.dataset, quantiles=BINS)
+    assert len(found["layers"]) == 2 and json_text(found)
+    attends = hasattr(made.blocks[0].mixer, "attention")
+    assert all((layer["first_position"] is not None) == attends for layer in found["layers"])

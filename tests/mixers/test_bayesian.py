@@ -19,6 +19,7 @@ from recbft.kernels.memory.positivity import check_positive
 from recbft.mixers import bayesian
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer, MemoryEvent, MemoryState, filter_memory, step
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyConfig, MemoryFamilyMixer, unfiltered_memory
+from recbft.mixers.memory_maps import KeysAndValues
 
 D, H = 8, 2
 K = D // H
@@ -184,6 +185,17 @@ def test_keys_and_values_may_be_read_elsewhere(make):
         torch.testing.assert_close(observation.innovation, elsewhere[:, t], **TOLERANCE)
 
 
+def test_a_token_that_dropout_has_emptied_has_a_gradient_that_adam_can_square():
+    maps = KeysAndValues(16, 2)
+    torch.nn.init.zeros_(maps.query.bias)
+    torch.nn.init.zeros_(maps.key.bias)
+    x = torch.zeros(1, 1, 16, requires_grad=True)
+    q, k, _ = maps(x, x)
+    assert (q == 0).all() and (k == 0).all()
+    (q + k).sum().backward()
+    assert maps.query.bias.grad.abs().max() <= 1e3 and x.grad.abs().max() < 1e4
+
+
 def test_the_bayesian_observation_is_the_readout_and_one_over_its_variance():
     mixer = make_bayesian({"transition": "diagonal", "prior_variance": 0.3}).eval()
     batch, context = packed([9])
@@ -192,7 +204,7 @@ def test_the_bayesian_observation_is_the_readout_and_one_over_its_variance():
         mixer.log_scale.add_(torch.tensor([0.2, -0.4]))
         innovation, found = mixer(x, precision, context, ramp=0.5)
         heads = [part(x)[0].unflatten(-1, (H, K)).transpose(0, 1) for part in (mixer.maps.query, mixer.maps.key)]
-        q, k = (normalize(part, dim=-1) for part in heads)
+        q, k = (part / (part.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt() for part in heads)
         v = mixer.maps.value(x)[0].unflatten(-1, (H, K)).transpose(0, 1)
         moved = x[0] @ mixer.transition.to_share.weight.T + mixer.transition.share_start
         a = 0.01 + 0.99 * torch.sigmoid(moved).unflatten(-1, (H, K)).transpose(0, 1)

@@ -297,10 +297,21 @@ def test_the_state_is_drawn_in_training_alone_and_with_the_variance_of_its_distr
         torch.zeros(1, H, 2, 20_000, dtype=torch.complex128),
         torch.tensor([[[2.0, 0.0], [0.5, 8.0]]]).double(),
     )
-    drawn = sample_state(value, evidence, torch.tensor([0.3, 0.1]).double(), generator=torch.Generator().manual_seed(0))
+    noise, generator = torch.tensor([0.3, 0.1]).double(), torch.Generator().manual_seed(0)
+    drawn = sample_state(value, evidence, noise, generator=generator)
     variance = drawn.abs().square().mean(-1)[0]
-    expected = torch.tensor([[1 / 2 + 0.3, 0.0], [1 / 0.5 + 0.1, 1 / 8 + 0.1]]).double()
+    expected = torch.tensor([[1 / 2 + 0.3, 1e6], [1 / 0.5 + 0.1, 1 / 8 + 0.1]]).double()
     torch.testing.assert_close(variance, expected, rtol=0.05, atol=0)
+    padded = sample_state(value, evidence, noise, valid=torch.tensor([[True, False]]))
+    assert (padded[:, :, 1] == 0).all() and (padded[:, :, 0] != 0).any()
+
+
+@pytest.mark.parametrize("known", [0.0, 1e-39, 1e-30, 1e-10])
+def test_a_draw_of_a_state_that_hardly_anything_is_known_of_is_finite(known):
+    evidence = torch.full((1, 1, 1), known, requires_grad=True)
+    noise = torch.ones(1, requires_grad=True)
+    sample_state(torch.zeros(1, 1, 1, 2, dtype=torch.complex64), evidence, noise).abs().sum().backward()
+    assert evidence.grad.isfinite().all() and noise.grad.isfinite().all()
 
 
 def test_real_time_with_equal_gaps_is_position_and_a_longer_pause_decays_more():
