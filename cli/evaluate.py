@@ -49,9 +49,9 @@ def evaluate(
     from recbft.evaluation.protocol import format_metrics, protocol
     from recbft.training.run_folder import RunFolder
 
-    recommender = Recommender.load(run)
+    recommender = Recommender.load(run, data_root=data_root)
     config = recommender.config
-    data = recommender.aligned(config.data.load_again(dataset, data_root, **how))
+    data = recommender.aligned(None if dataset is None else config.data.load_again(dataset, **how))
     evaluation = recommender.evaluate(data, part.value)
     filter_seen = filter_seen or config.evaluation.filter_seen
     setting = "filtered" if filter_seen else "unfiltered"

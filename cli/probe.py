@@ -78,15 +78,18 @@ def probe(
     from recbft.files import json_text, write_json
     from recbft.training.run_folder import RunFolder
 
-    recommender = Recommender.load(run)
-    data = recommender.config.data.load_again(dataset, data_root, **how)
+    recommender = Recommender.load(run, data_root=data_root)
+    data = recommender.own_dataset() if dataset is None else recommender.config.data.load_again(dataset, **how)
     if explain is not None:
         _explain(recommender, data, explain, split.value, as_json)
         return
     found = recommender.probe(data, split.value, users=users)
     own = found["protocol"]["content_hash"] == RunFolder.open(run).protocol["content_hash"]
-    whole = users is None and split is Split.test and own
-    if not no_write and (whole or out is not None):
+    other = _other_than_the_run_s(users, split, own=own)
+    if not no_write and out is None and other is not None:
+        why = f"it is of all users of the run's own test, and this is {other}; give --out FILE to keep it"
+        typer.echo(f"no {PROBE_FILE}: {why}", err=True)
+    elif not no_write:
         path = run / PROBE_FILE if out is None else out
         write_json(path, found)
         typer.echo(f"written: {path}", err=True)
@@ -99,6 +102,15 @@ def probe(
         protocol_lines(found["protocol"]),
     ):
         typer.echo("\n".join(lines))
+
+
+def _other_than_the_run_s(users: int | None, split: Split, *, own: bool) -> str | None:
+    """What makes a probe another than that which the run's report shows; None if nothing does."""
+    if not own:
+        return "of other data"
+    if users is not None:
+        return f"of {users:,} users"
+    return None if split is Split.test else f"of its {split.value}"
 
 
 def _mechanism(found: dict[str, Any]) -> list[str]:
@@ -282,7 +294,8 @@ def _history(dataset: Dataset, user: str, split: str) -> pd.DataFrame:
     events = slice(dataset.offsets[number], dataset.offsets[number + 1] - (1 if split == "test" else 2))
     history: pd.DataFrame = pd.DataFrame({"user_id": user, "item_id": dataset.decode(dataset.items[events])})
     if dataset.times is not None:
-        history["timestamp"] = dataset.times[events]
+        times, unit = dataset.times[events], dataset.preparation.get("time_unit")
+        history["timestamp"] = times if unit is None else times.astype(f"datetime64[{unit}]")  # in any model's unit
     return history
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from recbft.config import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
+from recbft.datasets.events import in_unit
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.synth import planted_reliability
 from recbft.datasets.vocabulary import Vocabulary
@@ -122,7 +123,12 @@ class Recommender:
         return cls.load(path, data_root=data_root)
 
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
-        """Full-ranking metrics and ranks on a part of a data set with the vocabulary this model was trained with."""
+        """Full-ranking metrics and ranks on a part of a data set with the vocabulary this model was trained with.
+
+        Args:
+            dataset: as ``aligned`` takes it.
+            part: which held-out item is ranked.
+        """
         model, _, _ = self._fitted()
         dataset = self.aligned(dataset)
         settings = self.config.evaluation
@@ -141,7 +147,8 @@ class Recommender:
         Args:
             histories: raw item ids, oldest first, by user (a mapping, or a pandas series of lists), without users (a
                 sequence of sequences, numbered from 0), or a data frame (pandas, polars, pyarrow) with columns
-                ``user_id`` and ``item_id`` in time order. Users need not have been seen in training.
+                ``user_id`` and ``item_id`` in time order, and ``timestamp`` for a model that reads times. Users need
+                not have been seen in training.
             filter_seen: leave out the items of the history itself.
 
         Returns:
@@ -196,6 +203,8 @@ class Recommender:
         """What the precision channel does, and whether it tells when the model is right; what ``recbft probe`` prints.
 
         Args:
+            dataset: as ``aligned`` takes it.
+            part: which held-out item is asked for.
             users: so many users, drawn from a fixed seed, instead of all.
             samples: bootstrap resamples behind each interval.
 
@@ -221,14 +230,17 @@ class Recommender:
         """A data set as ``evaluate`` and ``probe`` read it: its items have the indices that they have in the model.
 
         Args:
-            dataset: the configured one unless given; any whose items the model knows.
+            dataset: ``own_dataset`` unless given; any whose items the model knows.
+
+        Returns:
+            Of a model that reads times, with dates in the unit of the training data.
 
         Raises:
-            UserError: it has an item that the model does not know, or times in another unit.
+            UserError: it has an item that the model does not know, or times that cannot be told in that unit.
         """
         model, vocabulary, run = self._fitted()
         _check_dataset(dataset)
-        dataset = self.config.data.load_again() if dataset is None else dataset
+        dataset = self.own_dataset() if dataset is None else dataset
         try:
             made = dataset.numbered_as(vocabulary)
         except UserError as error:
@@ -242,21 +254,46 @@ class Recommender:
                 f"fewer: they are found by their raw ids, and ranked among all {len(vocabulary):,} of the model",
                 stacklevel=3,
             )
-        unit = made.preparation.get("time_unit")
-        if getattr(model, "reads_times", False) and unit is not None and unit != self._time_unit:
-            known = self._time_unit or "whole numbers of a unit that it does not say"
+        unit, own = made.preparation.get("time_unit"), self._time_unit
+        if not getattr(model, "reads_times", False) or unit in (None, own) or made.times is None:
+            return made
+        times = None if own is None else in_unit(made.times, unit, own)
+        if times is None:
+            known = own or "whole numbers of a unit that it does not say"
             raise UserError(
                 f"the times of data set {dataset.name!r} are in {unit}, but the model reads times and its training "
                 f"data had {known}; give the times in that unit"
             )
-        return made
+        return replace(made, times=times, preparation={**made.preparation, "time_unit": own})
+
+    def own_dataset(self) -> Dataset:
+        """The data set that this model was trained on, from where it lies now.
+
+        Raises:
+            UserError: it cannot be loaded, or holds something else than it did.
+        """
+        _, _, run = self._fitted()
+        dataset, trained = self.config.data.load_again(), str(run.protocol["content_hash"])
+        if dataset.content_hash != trained:
+            raise UserError(
+                f"{run.path} was trained on content {trained[:12]}, but its data set {dataset.name!r} as loaded has "
+                f"{dataset.content_hash[:12]}; restore the data it was trained on, or to use other data on purpose, "
+                "give them with -d, or in Python as dataset"
+            )
+        return dataset
 
     def save(self, path: str | Path) -> None:
-        """Copy the run's folder; ``Recommender.load`` and the command line read it back."""
+        """Copy the run's folder; ``Recommender.load`` and the command line read it back.
+
+        Raises:
+            UserError: something stands there, or it lies in the run's own folder.
+        """
         _, _, run = self._fitted()
         if Path(path).is_dir() and any(Path(path).iterdir()):
             raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
         RunFolder.refuse_taken(path)
+        if run.path.resolve() in Path(path).resolve().parents:
+            raise UserError(f"{path} lies in the folder that is to be copied, {run.path}; name one outside it")
         with new_folder(path) as made:
             shutil.copytree(run.path, made, dirs_exist_ok=True)
 

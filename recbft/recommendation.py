@@ -5,6 +5,7 @@ Shapes: S histories, k items per list, I items explained.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from recbft.config import is_whole
-from recbft.datasets.events import check_columns
+from recbft.datasets.events import check_columns, in_unit, read_times, steps_back
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation import explain as explanations
@@ -29,7 +30,7 @@ EXPLAINED = 3
 
 
 class _Encoded(NamedTuple):
-    users: list[Any]  # (S,) those with an item the model knows
+    users: pd.Series[Any]  # (S,) those with an item the model knows
     items: NDArray[np.int64]  # known items side by side
     offsets: NDArray[np.int64]  # (S + 1,)
     times: NDArray[np.int64] | None  # of the items, for models that read times
@@ -50,16 +51,19 @@ def recommend(
     """``Recommender.recommend``; see there.
 
     A model that reads event times takes a data frame whose third column ``timestamp`` holds dates, or whole numbers in
-    the unit of the training data: ``time_unit``, which is None where that data held whole numbers too.
+    the unit of the training data: ``time_unit``, which is None where that data held whole numbers too. What is finer
+    in a date is cut off.
 
     Raises:
-        UserError: no history, none with a known item, fewer than k items left for a user, no times for a model that
-            reads them, or a model that was trained with the target's time, which nobody knows here.
+        UserError: no history, a blank user, none with a known item, fewer than k items left for a user, no times for a
+            model that reads them, times that ``Dataset.from_frame`` would refuse too, or a model that was trained with
+            the target's time, which nobody knows here.
     """
     _check_length(k)
     _refuse_target_time(model)
     histories = _as_frame(histories)
     encoded = _encode(histories, vocabulary, _times(histories, time_unit) if _reads_times(model) else None)
+    _warn_if_out_of_order(histories)
     parts = []
     with torch.inference_mode(), evaluation_mode(model):
         for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):
@@ -91,6 +95,7 @@ def explain(
     _refuse_target_time(model)
     histories, raw = _one(_as_frame(history))
     encoded = _encode(histories, vocabulary, _times(histories, time_unit) if _reads_times(model) else None)
+    _warn_if_out_of_order(histories)
     places = np.flatnonzero(vocabulary.encode(raw) > 0)  # of the known events
     items = [item]
     if item is None:
@@ -168,7 +173,7 @@ def _lists(
     memory_mb: float,
 ) -> pd.DataFrame:
     """The lists of up to ``HISTORIES_AT_ONCE`` histories from number ``first`` on."""
-    users = encoded.users[first : first + HISTORIES_AT_ONCE]
+    users = encoded.users.iloc[first : first + HISTORIES_AT_ONCE]
     offsets = encoded.offsets[first : first + len(users) + 1]
     states, precisions = [], []
     for batch in read_histories(
@@ -184,11 +189,11 @@ def _lists(
         exclude_items=encoded.items[offsets[0] : offsets[-1]] if filter_seen else None,
         exclude_offsets=offsets - offsets[0] if filter_seen else None,
         memory_mb=memory_mb,
-        user_ids=np.array(users, dtype=object),
+        user_ids=users.to_numpy(dtype=object),
     )
     table: pd.DataFrame = pd.DataFrame(
         {
-            "user": pd.Series(users).repeat(k).to_numpy(),
+            "user": users.repeat(k).to_numpy(),
             "item": vocabulary.decode(best.items.reshape(-1)),
             "score": best.scores.reshape(-1),
             "rank": np.tile(np.arange(1, k + 1), len(users)),
@@ -203,6 +208,8 @@ def _encode(histories: Histories, vocabulary: Vocabulary, times: NDArray[np.int6
     users, lengths, raw = _flatten(histories)
     if not users:
         raise UserError("there is no history to recommend for; give at least one user with items")
+    if not raw:
+        raise UserError("the histories hold no item; give at least one of them its item ids, oldest first")
     items = vocabulary.encode(raw)
     owner = np.repeat(np.arange(len(users)), lengths)
     known = items > 0
@@ -210,10 +217,10 @@ def _encode(histories: Histories, vocabulary: Vocabulary, times: NDArray[np.int6
     if not kept.any():
         raise UserError(
             f"none of the {len(raw):,} items in the histories is in the model's vocabulary "
-            f"(such as {raw[0] if len(raw) else 'none'!r}); check that the ids are those of the training data"
+            f"(such as {raw[0]!r}); check that the ids are those of the training data"
         )
     return _Encoded(
-        users=[user for user, count in zip(users, kept, strict=True) if count],
+        users=_column([user for user, count in zip(users, kept, strict=True) if count]),
         items=items[known],
         offsets=np.concatenate([[0], np.cumsum(kept[kept > 0])]).astype(np.int64),
         times=None if times is None else times[known],
@@ -248,11 +255,20 @@ def _flatten(histories: Histories) -> tuple[list[Any], list[int], list[Any]]:
             f"the histories are {histories!r}; give lists of item ids by user (a mapping), a list of such lists, or a "
             "data frame with columns user_id and item_id"
         )
-    for user, items in zip(users, sequences, strict=True):
+    for number, (user, items) in enumerate(zip(users, sequences, strict=True), start=1):
+        if user is None or user is pd.NA or user != user:
+            raise UserError(f"user {number} of the histories is blank ({user!r}); fill the id in or leave the user out")
         if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
             raise UserError(f"the history of user {user!r} is {items!r}; give a list of item ids, such as [{items!r}]")
     lists = [list(items) for items in sequences]
     return users, [len(items) for items in lists], [item for items in lists for item in items]
+
+
+def _column(users: list[Any]) -> pd.Series[Any]:
+    """The users as they were given: whole numbers beside others do not become floats."""
+    mixed = pd.api.types.infer_dtype(users, skipna=False).startswith("mixed")
+    column: pd.Series[Any] = pd.Series(users, dtype=object if mixed else None)
+    return column
 
 
 def _reads_times(model: SequenceModel) -> bool:
@@ -261,22 +277,74 @@ def _reads_times(model: SequenceModel) -> bool:
 
 def _times(histories: Histories, unit: str | None) -> NDArray[np.int64] | None:
     """The times of all events in the order of ``_flatten``, in ``unit``; None without a column of them."""
-    if not isinstance(histories, pd.DataFrame) or not {"timestamp", "user_id"} <= set(histories.columns):
+    frame = _with_times(histories)
+    if frame is None:
         return None
-    column = histories["timestamp"]
-    if pd.api.types.is_datetime64_any_dtype(column) and not column.isna().any():
-        if unit is None:
-            raise UserError(
-                "column 'timestamp' of the histories holds dates, and the training data held whole numbers of a unit "
-                "that it does not say; give whole numbers in that unit"
-            )
-        utc = column.dt.tz_convert("UTC").dt.tz_localize(None) if column.dt.tz is not None else column
-        ticks = utc.to_numpy().astype(f"datetime64[{unit}]").astype(np.int64)
-        column = pd.Series(ticks, index=column.index)
-    if not pd.api.types.is_integer_dtype(column) or column.isna().any():
+    check_columns([str(name) for name in frame.columns], ["user_id", "timestamp"], "the histories")
+    column = frame["timestamp"]
+    if (blank := column.isna().to_numpy()).any():
+        raise UserError(
+            f"row {int(blank.argmax()) + 1} of the histories has a blank timestamp; fill it in or leave it out"
+        )
+    array = _as_array(column)
+    if array is None:
         raise UserError(
             f"column 'timestamp' of the histories has type {column.dtype}; give dates, or whole numbers in the unit of "
-            "the training data, without blanks"
+            "the training data"
         )
-    grouped = column.groupby(histories["user_id"], sort=False, observed=True)
-    return np.concatenate([times.to_numpy(dtype=np.int64) for _, times in grouped])
+    times, own = read_times(array, "timestamp", "the histories")
+    if own is not None:
+        times = _converted(times, own, unit)
+    return times[np.argsort(_numbers(frame["user_id"]), kind="stable")]
+
+
+def _converted(times: NDArray[np.int64], own: str, unit: str | None) -> NDArray[np.int64]:
+    """The ticks of dates in the unit of the training data."""
+    if unit is None:
+        raise UserError(
+            "column 'timestamp' of the histories holds dates, and the training data held whole numbers of a unit "
+            "that it does not say; give whole numbers in that unit"
+        )
+    converted = in_unit(times, own, unit, cut=True)
+    if converted is None:
+        raise UserError(
+            f"column 'timestamp' of the histories holds dates up to {times.max()} {own} after 1970, which do not fit "
+            f"in 64 bits in {unit}, the unit of the training data; give dates that do"
+        )
+    return converted
+
+
+def _warn_if_out_of_order(histories: Histories) -> None:
+    """The row order is taken as it is: say so where the times contradict it, read or not."""
+    frame = _with_times(histories)
+    if frame is None or frame["timestamp"].ndim > 1:
+        return
+    array = _as_array(frame["timestamp"])
+    backwards = 0 if array is None else steps_back(_numbers(frame["user_id"]), array)
+    if backwards:
+        warnings.warn(
+            f"the histories: rows are taken in the frame's order, but column 'timestamp' goes backwards within a user "
+            f"{backwards:,} times; sort the frame by it",
+            stacklevel=4,
+        )
+
+
+def _with_times(histories: Histories) -> pd.DataFrame | None:
+    """The histories, if they are a frame with a column of times."""
+    timed = isinstance(histories, pd.DataFrame) and {"timestamp", "user_id"} <= set(histories.columns)
+    return histories if timed else None  # type: ignore[return-value]
+
+
+def _as_array(column: pd.Series[Any]) -> Any:
+    """A column as an arrow array with categories decoded; None where arrow has no type for it."""
+    try:
+        array = pa.Array.from_pandas(column)
+        return array.cast(array.type.value_type) if pa.types.is_dictionary(array.type) else array
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+        return None
+
+
+def _numbers(users: pd.Series[Any]) -> NDArray[np.int64]:
+    """The number of each row's user, in the order in which ``_flatten`` has them."""
+    users = users.reset_index(drop=True)
+    return users.groupby(users, sort=False, observed=True, dropna=False).ngroup().to_numpy(dtype=np.int64)

@@ -440,3 +440,71 @@ def test_a_frame_may_have_the_users_as_its_index_too(fitted, dataset):
     frame.columns = ["user_id", "item_id"]
     lists = [fitted["bft"].recommend(one, 3) for one in (frame, frame.set_index("user_id", drop=False))]
     pd.testing.assert_frame_equal(*lists)
+
+
+def dated_frame(dataset, last):
+    """The events of a data set, a second apart but for the last user's, who has the times that are given."""
+    frame = pd.DataFrame({"user_id": np.repeat(dataset.user_ids, dataset.lengths)})
+    times = np.arange(len(frame)) * 1000 + 10**12
+    times[frame["user_id"] == dataset.user_ids[-1]] += last
+    return frame.assign(item_id=dataset.decode(dataset.items), when=pd.to_datetime(times, unit="ms"))
+
+
+@pytest.mark.filterwarnings("ignore:data set .* has its items in another order")
+def test_a_model_that_reads_times_is_evaluated_on_dates_told_in_its_unit(dataset):
+    frame = dated_frame(dataset, 1)
+    fewer = frame[frame["user_id"] != dataset.user_ids[-1]]
+    fine, sub = (Dataset.from_frame(part, time="when") for part in (frame, fewer))
+    assert [data.preparation["time_unit"] for data in (fine, sub)] == ["ms", "s"]
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(fine)
+    expected = recommender.evaluate(fine).per_user.set_index("user")
+    found = recommender.evaluate(sub).per_user.set_index("user")
+    ranks = ["rank_unfiltered", "rank_filtered", "history_length"]
+    pd.testing.assert_frame_equal(found[ranks], expected.loc[found.index, ranks])
+    aligned = recommender.aligned(sub)
+    assert aligned.times.tolist() == fine.times[: len(sub.times)].tolist()
+    assert aligned.preparation["time_unit"] == "ms" and recommender.aligned(aligned) is aligned
+    assert recommender.probe(sub, samples=10)["mechanism"]["num_users"] == dataset.num_users - 1
+
+
+def test_dates_in_a_finer_unit_are_evaluated_where_they_are_whole_in_the_model_s(dataset):
+    seconds, fine = (Dataset.from_frame(dated_frame(dataset, last), time="when") for last in (0, 1))
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(seconds)
+    told = replace(seconds, times=seconds.times * 1000, preparation={**seconds.preparation, "time_unit": "ms"})
+    assert recommender.evaluate(told).metrics == recommender.evaluate(seconds).metrics
+    with pytest.raises(UserError, match="are in ms, but the model reads times and its training data had s; give the"):
+        recommender.evaluate(fine)
+
+
+def test_data_that_were_changed_since_training_are_not_taken_for_the_run_s_own(tmp_path):
+    frame = pd.DataFrame([(u, i) for u in range(20) for i in range(6)], columns=["user_id", "item_id"])
+    file = tmp_path / "own.csv"
+    frame.to_csv(file, index=False)
+    recommender = Recommender("sasrec", dataset=str(file), **SMALL).fit(out=tmp_path / "run")
+    before = recommender.run.protocol["content_hash"]
+    recommender.evaluate(), recommender.probe(samples=10)
+    frame.groupby("user_id").head(5).to_csv(file, index=False)  # its test targets were trained on
+    changed = Dataset.load(file)
+    told = (
+        f"run was trained on content {before[:12]}, but its data set 'own' as loaded has {changed.content_hash[:12]}; "
+        "restore the data it was trained on, or .* give them with -d, or in Python as dataset"
+    )
+    for one in (recommender, Recommender.load(tmp_path / "run")):
+        for ask in (one.evaluate, one.probe, one.aligned, one.own_dataset):
+            with pytest.raises(UserError, match=told):
+                ask()
+    with pytest.warns(UserWarning, match="in another order"):
+        assert recommender.evaluate(changed).per_user["history_length"].tolist() == [4] * 20
+
+
+def test_a_copy_is_not_saved_into_what_is_copied(dataset, tmp_path):
+    recommender = Recommender("pop").fit(dataset, out=tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    before = sorted((tmp_path / "run").rglob("*"))
+    for inner in ("run/inner", "run/one/two", "link/inner", "run/checkpoint/../inner"):
+        with pytest.raises(
+            UserError, match=r"(inner|two) lies in the folder that is to be copied, .*run; name one outside"
+        ):
+            recommender.save(tmp_path / inner)
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    recommender.save(tmp_path / "run-2")

@@ -78,7 +78,7 @@ def test_a_data_frame_of_one_user_is_a_history(fitted, history):
         ({"k": 0}, "k is 0"),
         ({"history": "tea"}, "the history is 'tea'; give one list of item ids"),
         ({"history": {"ann": [1]}}, "give one list of item ids"),
-        ({"history": []}, "none of the 0 items"),
+        ({"history": []}, "the histories hold no item; give at least one"),
         ({"history": ["?"]}, "none of the 1 items"),
     ],
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import warnings
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -9,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.models.contract import ItemTable, UserStates
@@ -27,6 +32,7 @@ class Echo(nn.Module):
 
     def user_states(self, batch):
         assert not self.training and torch.is_inference_mode_enabled()
+        self.times = None if batch.time is None else batch.time[batch.segment >= 0]
         last = batch.items.flatten()[batch.last]
         state = torch.cat([100.0 * torch.eye(7)[last], torch.ones(len(last), 1)], dim=1)
         length = torch.bincount(batch.segment[batch.segment >= 0])
@@ -135,8 +141,9 @@ def test_histories_with_nothing_to_go_by_are_refused():
         UserError, match=r"none of the 2 items .* is in the model's vocabulary .such as 'x'.; check that"
     ):
         recommend(Echo(), LETTERS, [["x"], ["y"], []], 1)
-    with pytest.raises(UserError, match="none of the 0 items"):
-        recommend(Echo(), LETTERS, [[]], 1)
+    for empty in ([[]], {"u": []}):
+        with pytest.raises(UserError, match="the histories hold no item; give at least one of them its item ids"):
+            recommend(Echo(), LETTERS, empty, 1)
 
 
 @pytest.mark.parametrize("missing", ["user_id", "item_id"])
@@ -200,3 +207,124 @@ def test_the_model_s_mode_is_left_as_it_was():
     model = Echo().train()
     recommend(model, LETTERS, [["a"]], 1)
     assert model.training
+
+
+@pytest.mark.parametrize(
+    "users", [[1, 2**53 + 1], [1, 2.5], [2**53 + 1, 2.5], [1, "ann"], [2.5, 3.5], ["ann", "bob"], [(1, 2), (3, 4)]]
+)
+@pytest.mark.parametrize("at_once", [1, 4096])
+def test_users_come_back_as_they_were_given(users, at_once, monkeypatch):
+    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", at_once)
+    found = recommend(Echo(), LETTERS, {user: ["a"] for user in users}, 1)["user"].tolist()
+    assert found == users and [type(user) for user in found] == [type(user) for user in users]
+
+
+def test_users_that_are_whole_numbers_make_a_column_of_them():
+    assert recommend(Echo(), LETTERS, {1: ["a"], 2: ["b"]}, 1)["user"].dtype == np.int64
+
+
+@pytest.mark.parametrize("blank", [None, float("nan"), pd.NA, pd.NaT])
+@pytest.mark.parametrize("form", [dict, lambda histories: pd.Series(histories.values(), index=list(histories))])
+def test_a_blank_user_is_refused(blank, form):
+    histories = {1: ["a"], blank: ["b"]}
+    with pytest.raises(UserError, match=r"user 2 of the histories is blank \(.*\); fill the id in or leave"):
+        recommend(Echo(), LETTERS, form(histories), 1)
+
+
+class Clock(Echo):
+    """Remembers the times that it reads."""
+
+    reads_times = True
+
+
+def seen(stamps, unit="s", users=("u", "v", "u")):
+    """The times that a model reads of three events, user by user."""
+    frame = pd.DataFrame({"user_id": users, "item_id": ["a", "b", "c"], "timestamp": stamps})
+    model = Clock()
+    recommend(model, LETTERS, frame, 1, time_unit=unit)
+    return model.times.tolist()
+
+
+DAYS = [datetime.date(2020, 1, day) for day in (1, 2, 3)]
+SECONDS = [1577836800, 1577836800 + 86400, 1577836800 + 2 * 86400]
+
+
+@pytest.mark.parametrize(
+    "stamps",
+    [
+        DAYS,
+        pd.Categorical(DAYS),
+        pd.Categorical(pd.to_datetime(DAYS)),
+        pd.to_datetime(DAYS).tz_localize("UTC").tz_convert("Asia/Tokyo"),
+        pd.Series(pd.to_datetime(DAYS), dtype="datetime64[ns]"),
+        pd.Series(DAYS, dtype=pd.ArrowDtype(pa.date32())),
+        SECONDS,
+        [float(second) for second in SECONDS],
+        [str(second) for second in SECONDS],
+        [decimal.Decimal(second) for second in SECONDS],
+        np.array(SECONDS, dtype=np.uint64),
+        pd.array(SECONDS, dtype="Int64"),
+    ],
+)
+def test_times_are_taken_in_every_form_that_a_data_set_takes(stamps):
+    frame = pd.DataFrame({"user_id": "u", "item_id": ["a", "b", "c"], "timestamp": stamps})
+    assert Dataset.from_frame(frame, time="timestamp").times.tolist() == SECONDS
+    assert seen(stamps) == [SECONDS[0], SECONDS[2], SECONDS[1]]
+
+
+@pytest.mark.parametrize(("unit", "factor"), [("ms", 10**3), ("us", 10**6), ("ns", 10**9)])
+def test_dates_are_told_in_the_unit_of_the_training_data_and_whole_numbers_are_in_it(unit, factor):
+    assert seen(DAYS, unit) == [second * factor for second in (SECONDS[0], SECONDS[2], SECONDS[1])]
+    assert seen([5, 6, 7], unit) == [5, 7, 6]
+    assert seen(pd.to_datetime([1_500, 2_500, 3_999], unit="ms"), "s") == [1, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("stamps", "unit", "message"),
+    [
+        ([1, -2, 3], "s", "the histories: row 2: column 'timestamp' holds -2, but a time must be >= 0"),
+        (pd.to_datetime(["1969-01-01"] * 3), "s", "row 1: column 'timestamp' holds .*1969.*, but a time must be >= 0"),
+        ([1.0, 2.5, 3.0], "s", "row 2: column 'timestamp' holds 2.5, but a time must be a whole number"),
+        (np.array([1, 2, 2**63], dtype=np.uint64), "s", "column 'timestamp' holds a time that is not an int64"),
+        ([1, 2, 2**64], "s", "column 'timestamp' of the histories has type object; give dates, or whole"),
+        ([1, "x", DAYS[0]], "s", "column 'timestamp' of the histories has type object; give dates, or whole"),
+        ([True, False, True], "s", "column 'timestamp' has type bool, but times must be whole numbers or dates"),
+        ([1.0, np.nan, 3.0], "s", "row 2 of the histories has a blank timestamp; fill it in or leave it out"),
+        ([*DAYS[:2], None], "s", "row 3 of the histories has a blank timestamp"),
+        (DAYS, None, "holds dates, and the training data held whole numbers of a unit that it does not say"),
+        ([datetime.date(2999, 1, 1)] * 3, "ns", "dates up to 32472144000 s after 1970, which do not fit in 64 bits in"),
+    ],
+)
+def test_times_that_cannot_be_read_are_refused(stamps, unit, message):
+    with pytest.raises(UserError, match=message):
+        seen(stamps, unit)
+
+
+@pytest.mark.parametrize("make", [Echo, Clock])
+@pytest.mark.parametrize("stamps", [[30, 5, 20], list(reversed(DAYS)), pd.Categorical(list(reversed(DAYS)))])
+def test_rows_that_go_back_in_time_are_taken_as_they_are_with_a_warning(make, stamps):
+    frame = pd.DataFrame({"user_id": ["u", "v", "u"], "item_id": ["a", "b", "c"], "timestamp": stamps})
+    with pytest.warns(UserWarning, match="column 'timestamp' goes backwards within a user 1 times; sort the frame by"):
+        table = recommend(make(), LETTERS, frame, 1, filter_seen=False, time_unit="s")
+    assert table["item"].tolist() == ["c", "b"], "the last row counts as the last event"
+
+
+@pytest.mark.parametrize("stamps", [[1, 9, 1], ["x", "y", "z"], [None] * 3, [1, "x", DAYS[0]]])
+def test_times_that_go_on_or_are_none_are_no_matter_to_a_model_without_them(stamps):
+    frame = pd.DataFrame({"user_id": ["u", "v", "u"], "item_id": ["a", "b", "c"], "timestamp": stamps})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recommend(Echo(), LETTERS, frame, 1, filter_seen=False)["item"].tolist() == ["c", "b"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("form", [list, pd.Categorical])
+def test_a_blank_user_of_a_timed_frame_is_refused(form):
+    with pytest.raises(UserError, match="row 2 of the histories has a blank user_id"):
+        seen([1, 2, 3], users=form(["u", None, "u"]))
+    assert seen([1, 2, 3], users=form(["u", "v", "u"])) == [1, 3, 2]
+
+
+def test_a_frame_without_rows_is_refused_by_a_model_with_times_too():
+    with pytest.raises(UserError, match="there is no history to recommend for"):
+        recommend(Clock(), LETTERS, pd.DataFrame({"user_id": [], "item_id": [], "timestamp": []}), 1)

@@ -2,8 +2,8 @@
 
 A batch of S histories (each cut to its last ``max_length`` events) fills rows as wide as the longest of them, several
 short histories to a row. What a token may see is told by its ``segment`` (the history's number within the batch) and
-its ``position`` (0 for the oldest kept event). A history's tokens stand side by side, oldest first, as the memory mixers
-and the last token's shortcuts need; attention itself never asks where in a row a token stands.
+its ``position`` (0 for the oldest kept event). A history's tokens stand side by side, oldest first, as memory mixers
+need; attention never asks where in a row a token stands.
 
 Shapes: S histories, B rows, T tokens per row.
 """

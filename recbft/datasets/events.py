@@ -66,6 +66,44 @@ class Events:
         )
 
 
+def steps_back(users: NDArray[np.int64], times: Any) -> int:
+    """How often a row has an earlier time than the row of the same user before it; 0 if the column holds no times.
+
+    Args:
+        users: their numbers, one per row.
+        times: an arrow column, of any type.
+    """
+    if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
+        times = times.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+    ticks = as_floats(times)
+    if ticks is None:
+        return 0
+    order = np.argsort(users, kind="stable")
+    return int(((np.diff(ticks[order]) < 0) & (np.diff(users[order]) == 0)).sum())
+
+
+def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
+    """An arrow column of times as ``Events`` keep them, and their unit where they are dates.
+
+    Raises:
+        UserError: as ``Events.from_table``, of times.
+    """
+    return _times(_flat(pa.table({name: column}), name), name, source)
+
+
+def in_unit(ticks: NDArray[np.int64], unit: str, wanted: str, *, cut: bool = False) -> NDArray[np.int64] | None:
+    """Ticks of one unit as those of another; None where they do not fit in 64 bits, or are no whole number there.
+
+    Args:
+        cut: drop what is finer than the unit that is wanted.
+    """
+    if TICKS_PER_SECOND[wanted] < TICKS_PER_SECOND[unit]:
+        ratio = TICKS_PER_SECOND[unit] // TICKS_PER_SECOND[wanted]
+        return None if (ticks % ratio).any() and not cut else ticks // ratio
+    ratio = TICKS_PER_SECOND[wanted] // TICKS_PER_SECOND[unit]
+    return None if (ticks > np.iinfo(np.int64).max // ratio).any() else ticks * ratio
+
+
 def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> None:
     """Refuse a wanted column that is missing (with the nearest name and the whole list) or that occurs twice."""
     for column in wanted:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from recbft.datasets import cards
 from recbft.datasets.cards import Card, CardFile, Counts
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.events import Events, as_floats
+from recbft.datasets.events import Events, steps_back
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.readers import FORMATS, atomic_file, column_names, read_table
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
@@ -148,18 +148,11 @@ def read_events(
 
 def _warn_if_out_of_order(events: Events, times: Any, path: Path) -> None:
     """The row order is taken as it is: say so where a column that looks like the time contradicts it."""
-    if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
-        times = times.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
-    ticks = as_floats(times)
-    if ticks is None:
-        return
-    users = events.user.dictionary_encode().indices.to_numpy()
-    order = np.argsort(users, kind="stable")
-    backwards = (np.diff(ticks[order]) < 0) & (np.diff(users[order]) == 0)
-    if backwards.any():
+    backwards = steps_back(events.user.dictionary_encode().indices.to_numpy(), times)
+    if backwards:
         warnings.warn(
             f"{path}: rows are taken in file order, but column {USUAL_TIME!r} goes backwards within a user "
-            f"{int(backwards.sum()):,} times; name it as the time column to sort by it",
+            f"{backwards:,} times; name it as the time column to sort by it",
             stacklevel=2,
         )
 

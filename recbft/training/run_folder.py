@@ -108,7 +108,7 @@ class RunFolder:
         """Check that a run can be made here, before any work is done for it; ``overwrite`` allows another run.
 
         Raises:
-            UserError: something stands here already.
+            UserError: something stands here already; where another process trains it, the message says so.
         """
         path = Path(path)
         if not os.path.lexists(path):
@@ -124,7 +124,8 @@ class RunFolder:
             return
         if run.is_finished:
             raise UserError(f"{path} holds a finished run; name another folder, or replace it with --overwrite")
-        epoch = checkpoint.load_state(run.checkpoint).epoch if run.has_checkpoint else 0
+        with run.locked():  # a run in training has not stopped
+            epoch = checkpoint.load_state(run.checkpoint).epoch if run.has_checkpoint else 0
         raise UserError(
             f"{path} holds a run that stopped after epoch {epoch}; "
             f"go on with `{run.resume_command}`, or name another folder"

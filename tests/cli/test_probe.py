@@ -100,12 +100,15 @@ def test_every_model_can_be_probed(capsys, runs, model):
         assert "the same for every user, so it tells nothing: AUROC 0.5" in out and "layer 1" not in out
 
 
-@pytest.mark.parametrize("part", [("--users", 30), ("--split", "validation")])
-def test_a_part_does_not_take_the_place_of_the_probe_that_reports_show(capsys, runs, part):
+@pytest.mark.parametrize(
+    ("part", "told"), [(("--users", 30), "30 users"), (("--split", "validation"), "its validation")]
+)
+def test_a_part_does_not_take_the_place_of_the_probe_that_reports_show(capsys, runs, part, told):
     run(capsys, runs())
     before = (runs() / "probe.json").read_bytes()
     code, _, err = run(capsys, runs(), *part)
     assert code == 0 and "written" not in err and (runs() / "probe.json").read_bytes() == before
+    assert f"no probe.json: it is of all users of the run's own test, and this is of {told}; give --out" in err
 
 
 def test_some_users_are_enough_and_the_file_says_how_many(capsys, runs, tmp_path):
@@ -158,3 +161,14 @@ def test_what_makes_no_sense_is_refused(capsys, runs, monkeypatch, tmp_path, arg
 def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
     code, _, err = run(capsys, tmp_path / "nothing")
     assert code == 2 and "there is no run folder" in err
+
+
+def test_a_user_of_other_data_is_explained_in_the_model_s_unit_of_time(capsys, tmp_path):
+    made = generate(SyntheticConfig(num_users=40, num_items=64, mean_length=8.0, seed=3)).events
+    when = {unit: pd.to_datetime(made["timestamp"] * 1000 + (unit == "ms"), unit="ms") for unit in ("ms", "s")}
+    for unit, dates in when.items():
+        made.assign(timestamp=dates).to_parquet(tmp_path / f"{unit}.parquet")
+    how = ["-m", "hstu", "--set", "time_bias=true", "--out", str(tmp_path), "--name", "run", "-q"]
+    assert main(["train", "-d", str(tmp_path / "ms.parquet"), *how, *SETTINGS]) == 0
+    own, other = (run(capsys, tmp_path / "run", "--explain", 7, *data) for data in ([], ["-d", tmp_path / "s.parquet"]))
+    assert own[0] == 0 and own == other

@@ -165,6 +165,15 @@ def test_recommend_writes_lists_for_users_never_seen(capsys, finished, histories
         assert (np.diff(own["score"]) <= 0).all() and own["item"].is_unique
 
 
+def test_recommend_does_not_replace_the_histories(capsys, finished, histories):
+    before = histories.read_bytes()
+    code, out, err = run(capsys, "recommend", finished, "--histories", histories, "-k", "4", "--out", histories)
+    assert (code, out) == (2, "") and histories.read_bytes() == before
+    assert (
+        err == f"error: --out {histories} is the file that is read, and writing would replace it; give another --out\n"
+    )
+
+
 def test_recommend_without_a_file_prints_csv(capsys, finished, histories, tmp_path):
     _, out, _ = run(capsys, "recommend", finished, "--histories", histories, "-k", "2")
     assert out.splitlines()[0] == "user,item,score,rank,precision" and len(out.splitlines()) == 5
@@ -294,3 +303,47 @@ def test_the_data_root_is_where_names_are_looked_for_and_is_not_saved(capsys, ev
     code, _, err = run(capsys, "train", "-d", "tiny", *how)
     assert (code, err) == (0, "")
     assert str(root) not in Path(tmp_path / "sasrec-bft-tiny-seed0" / "config.yaml").read_text()
+
+
+def test_data_that_were_changed_since_training_are_not_evaluated_in_silence(capsys, events, tmp_path):
+    file, folder = tmp_path / "own.csv", tmp_path / "mine"
+    frame = pd.read_parquet(events).sort_values("timestamp", kind="stable")
+    frame.to_csv(file, index=False)
+    assert train(capsys, file, tmp_path, "-q", "--name", "mine", "--set", "epochs=1")[0] == 0
+    before = json.loads((folder / "protocol.json").read_text())["content_hash"]
+    frame[frame.groupby("user_id").cumcount(ascending=False) > 0].to_csv(file, index=False)
+    for command in (["evaluate", folder], ["probe", folder], ["probe", folder, "--explain", "7"]):
+        code, out, err = run(capsys, *command)
+        assert code == 2 and out == "" and not (folder / "probe.json").exists()
+        assert f"error: {folder} was trained on content {before[:12]}, but its data set 'own' as loaded has" in err
+        assert "restore the data it was trained on, or to use other data on purpose, give them with -d" in err
+    assert run(capsys, "evaluate", folder, "-d", file)[0] == 0
+    code, _, err = run(capsys, "probe", folder, "-d", file)
+    assert code == 0 and not (folder / "probe.json").exists()
+    assert err.splitlines()[-1] == (
+        "no probe.json: it is of all users of the run's own test, and this is of other data; give --out FILE to keep it"
+    )
+
+
+def test_rows_that_go_back_in_time_are_warned_of_once(capsys, finished, events, tmp_path):
+    frame = pd.read_parquet(events).iloc[::-1]
+    frame.to_csv(tmp_path / "histories.csv", index=False)
+    words = ("recommend", finished, "--histories", tmp_path / "histories.csv", "-k", "2")
+    code, _, err = run(capsys, *words)
+    assert code == 0 and err.count("goes backwards within a user") == 1
+    assert run(capsys, *words, "--time", "timestamp")[::2] == (0, "")
+
+
+def test_a_folder_that_is_being_trained_is_said_to_be_so(capsys, events, tmp_path, monkeypatch):
+    folder, refused = tmp_path / "sasrec-bft-tiny-seed0", []
+
+    def another(self, row):
+        with monkeypatch.context() as patch:
+            patch.setattr(Lines, "epoch", lambda self, row: None)
+            refused.append(main(["train", "-d", str(events), "--set", "time=timestamp", "--out", str(tmp_path)]))
+
+    monkeypatch.setattr(Lines, "epoch", another)
+    code, _, err = train(capsys, events, tmp_path, "--set", "epochs=1")
+    assert code == 0 and refused == [2]
+    assert f"error: {folder} is being trained by another process; wait until it has ended" in err
+    assert "stopped after epoch" not in err

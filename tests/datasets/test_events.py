@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from recbft.datasets import Dataset, Events
+from recbft.datasets.events import in_unit, steps_back
 from recbft.errors import UserError
 
 
@@ -136,3 +137,30 @@ def test_a_column_of_mixed_types_is_refused_by_name():
 def test_something_that_is_not_a_table_is_refused():
     with pytest.raises(UserError, match="a list is not a table; give a pandas data frame or a pyarrow table"):
         Dataset.from_frame([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("ticks", "unit", "wanted", "expected"),
+    [
+        ([0, 5], "s", "ms", [0, 5000]),
+        ([7], "us", "us", [7]),
+        ([2_000, 3_000], "ms", "s", [2, 3]),
+        ([2_000, 3_001], "ms", "s", None),
+        ([2**62], "s", "ns", None),
+    ],
+)
+def test_ticks_are_told_in_another_unit_exactly_or_not_at_all(ticks, unit, wanted, expected):
+    found = in_unit(np.array(ticks), unit, wanted)
+    assert (None if found is None else found.tolist()) == expected
+
+
+def test_what_is_finer_than_a_unit_is_cut_where_that_is_asked_for():
+    assert in_unit(np.array([2_000, 3_999]), "ms", "s", cut=True).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "form", [list, lambda days: [datetime.date(2020, 1, day) for day in days], lambda days: ["x"] * 5]
+)
+def test_steps_back_are_counted_within_users(form):
+    times = pa.array(form([3, 9, 2, 5, 5]))
+    assert steps_back(np.array([0, 1, 0, 1, 1]), times) == (0 if pa.types.is_string(times.type) else 2)

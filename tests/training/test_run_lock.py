@@ -58,6 +58,8 @@ def test_a_run_in_training_is_refused_to_another_process_until_its_holder_dies(b
             session.resume(begun.path, dataset=dataset)
         with pytest.raises(UserError, match=TAKEN):
             session.train(config(dataset), begun.path, dataset=dataset, overwrite=True)
+        with pytest.raises(UserError, match=TAKEN):  # it has not stopped
+            session.train(config(dataset), begun.path, dataset=dataset)
         with pytest.raises(UserError, match=TAKEN):
             train_seeds(
                 [config(dataset, seed=1), config(dataset)], [begun.path.parent / "1", begun.path], dataset=dataset
