@@ -108,6 +108,14 @@ def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> N
     """Refuse a wanted column that is missing (with the nearest name and the whole list) or that occurs twice."""
     for column in wanted:
         if column not in names:
+            if not names:
+                raise UserError(f"{source}: no column {column!r}; there is no column at all")
+            mark = next((mark for mark in ";|\t," if mark in names[0]), None) if len(names) == 1 else None
+            if mark is not None:
+                raise UserError(
+                    f"{source}: no column {column!r}; there is one column, {names[0]!r}: if {mark!r} stands between "
+                    "its fields, give it as separator"
+                )
             hint = did_you_mean(column, names)
             listed = "" if hint.startswith("choose") else f" (columns: {', '.join(names)})"
             raise UserError(f"{source}: no column {column!r}; {hint}{listed}")

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from recbft.datasets import Dataset, Events
-from recbft.datasets.events import in_unit, steps_back
+from recbft.datasets.events import check_columns, in_unit, steps_back
 from recbft.errors import UserError
 
 
@@ -164,3 +164,16 @@ def test_what_is_finer_than_a_unit_is_cut_where_that_is_asked_for():
 def test_steps_back_are_counted_within_users(form):
     times = pa.array(form([3, 9, 2, 5, 5]))
     assert steps_back(np.array([0, 1, 0, 1, 1]), times) == (0 if pa.types.is_string(times.type) else 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], "f: no column 'user_id'; there is no column at all"),
+        (["user_id;item_id"], r"there is one column, 'user_id;item_id': if ';' stands between its fields, give it as"),
+        (["user"], r"f: no column 'user_id'; did you mean 'user'\?"),
+    ],
+)
+def test_a_missing_column_is_explained_by_the_header(names, said):
+    with pytest.raises(UserError, match=said):
+        check_columns(names, ["user_id"], "f")
