@@ -246,12 +246,12 @@ def _data(protocol: dict[str, Any]) -> dict[str, Any]:
 
 def _pool(folders: Sequence[Path], out: Path | None) -> None:
     from recbft.experiments.pooling import pool, pooled_document, read_results
-    from recbft.files import write_atomic, write_json
+    from recbft.files import make_folder, write_atomic, write_json
 
     pooled = pool([read_results(folder) for folder in folders])
     typer.echo(pooled_document(pooled, markdown=False), nl=False)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         write_json(out / "pooled.json", pooled)
         write_atomic(out / "pooled.md", pooled_document(pooled, markdown=True).encode())
         typer.echo(f"\nwritten to {out}: pooled.md, pooled.json")

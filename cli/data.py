@@ -104,9 +104,14 @@ def prepare(
     where: Where = None,
 ) -> None:
     """Filter and order events once, and write them as one canonical Parquet file, or for RecBole."""
+    from recbft.files import refuse_input
+
+    source_file = _source_file(source, data_root)
+    if source_file is not None:
+        refuse_input(out, source_file)
     dataset = _load(locals())
     if to is Target.recbole:
-        config = _export(dataset, out)
+        config = _export(dataset, out, source_file)
         _print_statistics(dataset)
         typer.echo(f"\nwritten to {out}; train on it with: recbft train --config {config}")
         return
@@ -127,28 +132,49 @@ def synth(
     from recbft.config import from_dict
     from recbft.config_file import parse_setting
     from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic
+    from recbft.files import make_folder
 
     config = from_dict(
         SyntheticConfig, dict(map(parse_setting, settings or ())) | ({} if seed is None else {"seed": seed})
     )
     synthetic = generate(config)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     files = save_synthetic(synthetic, out / "synthetic.parquet")
     typer.echo("written: " + ", ".join(map(str, files)))
 
 
-def _export(dataset: Dataset, folder: Path) -> Path:
-    """Write the atomic file and, beside its folder, the config that names it."""
+def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
+    """Write the atomic file, unless it is the source, and, beside its folder, the config that names it."""
     from recbft.datasets.atomic import save_atomic
-    from recbft.files import write_atomic
+    from recbft.files import make_folder, refuse_input, write_atomic
     from recbft.recbole_yaml import ready_to_run, recbole_name
 
     name = recbole_name(dataset.name)
+    if source is not None:
+        refuse_input(folder / name / f"{name}.inter", source)
+    make_folder(folder / name)
     save_atomic(dataset, folder, name)
     config = folder.resolve() / f"{name}.yaml"
     title = f"{dataset.name}: {dataset.num_users:,} users, {dataset.num_items:,} items, {dataset.num_events:,} events"
     write_atomic(config, ready_to_run(title, config, name, has_times=dataset.times is not None).encode())
     return config
+
+
+def _source_file(source: str, data_root: str | None) -> Path | None:
+    """The file that is read for a name; None if nothing is read."""
+    from recbft.datasets import cards
+    from recbft.datasets.readers import FORMATS, atomic_file
+
+    if source == cards.SYNTHETIC:
+        return None
+    if source in cards.card_names():
+        return cards.find(cards.card(source), data_root)[0]
+    place = Path(source).expanduser()
+    is_name = not place.exists() and not place.suffix and len(place.parts) == 1
+    if is_name and (root := cards.root_folder(data_root)) is not None:
+        places = [root / source, *(root / f"{source}{ending}" for ending in FORMATS)]
+        place = next((each for each in places if each.exists()), place)
+    return atomic_file(place)
 
 
 def _load(options: dict[str, Any]) -> Dataset:

@@ -116,12 +116,13 @@ class LiveTable(Lines):
 
 
 def _result(job: Job) -> str:
+    from recbft.experiments.lists import counted
     from recbft.training.run_folder import RunFolder
 
     metrics, training = RunFolder(job.path).metrics, job.config.training
     setting = "filtered" if metrics["filter_seen"] else "unfiltered"
     value = metrics["validation"][setting][training.valid_metric]
     return (
-        f"{job.name}: {metrics['epochs']} epochs, best {metrics['best_epoch']}, "
+        f"{job.name}: {counted(metrics['epochs'], 'epoch')}, best {metrics['best_epoch']}, "
         f"valid {training.valid_metric.upper()} {value:.4f}"
     )

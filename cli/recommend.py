@@ -40,7 +40,11 @@ def recommend(
 
     from recbft.api import Recommender
     from recbft.datasets.histories import read_histories
+    from recbft.datasets.readers import atomic_file
+    from recbft.files import refuse_input
 
+    if out is not None:
+        refuse_input(out, atomic_file(histories))
     recommender = Recommender.load(run)
     how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
     lists = recommender.recommend(read_histories(histories, **how), k, filter_seen=not keep_seen)

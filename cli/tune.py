@@ -66,6 +66,7 @@ def tune(
 
 
 def _text(result: dict[str, Any], metric: str) -> str:
+    from recbft.experiments.lists import counted
     from recbft_cli.tables import table
 
     best = result["trials"][0]["settings"]
@@ -76,6 +77,7 @@ def _text(result: dict[str, Any], metric: str) -> str:
     options = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in best.items())
     return (
         f"{table([*best, f'valid {metric}'], rows)}\n\n"
-        f"{len(result['trials'])} trials, {result['pruned']} pruned, {result['failed']} failed. Best by validation: "
-        f"{options}\nThe test was not looked at: compare with these settings on seeds that the search has not used."
+        f"{counted(len(result['trials']), 'trial')}, {result['pruned']} pruned, {result['failed']} failed. "
+        f"Best by validation: {options}\n"
+        "The test was not looked at: compare with these settings on seeds that the search has not used."
     )

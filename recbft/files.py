@@ -41,7 +41,7 @@ def write_atomic(path: str | Path, content: bytes | Callable[[BinaryIO], object]
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with _explained(path):
+    with explained(path):
         try:
             with open(temporary, "xb") as file:
                 if callable(content):
@@ -90,7 +90,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     if not path.name:
         raise UserError(f"'{path}' is not a folder that can be made; give it a name")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with _explained(path):
+    with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         try:
@@ -98,6 +98,32 @@ def new_folder(path: str | Path) -> Iterator[Path]:
             os.replace(temporary, path)  # the system refuses to replace a folder that holds anything
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def make_folder(path: str | Path) -> Path:
+    """The folder ``path``, made with those above it unless it is there; it is filled bit by bit.
+
+    Raises:
+        UserError: a file is in its place, or it may not be made.
+        RunError: the disk is full.
+    """
+    path = Path(path)
+    with explained(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder") from None
+    return path
+
+
+def refuse_input(out: str | Path, source: str | Path) -> None:
+    """Refuse to write ``out`` over the file that it is made from.
+
+    Raises:
+        UserError: the two are one file.
+    """
+    if os.path.exists(out) and os.path.exists(source) and os.path.samefile(out, source):
+        raise UserError(f"--out {out} is the file that is read, and writing would replace it; give another --out")
 
 
 def plain(value: object) -> Any:
@@ -110,7 +136,7 @@ def plain(value: object) -> Any:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Turn the system's refusals into one line that names ``path``."""
     try:
         yield

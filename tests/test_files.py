@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from recbft.errors import RunError, UserError
-from recbft.files import json_text, new_folder, write_atomic, write_json, write_parquet
+from recbft.files import json_text, make_folder, new_folder, refuse_input, write_atomic, write_json, write_parquet
 
 
 def fill_the_disk(file):
@@ -143,3 +143,52 @@ def test_a_new_folder_below_a_file_is_refused_by_name(tmp_path):
     refusal = pytest.raises(UserError, match=r"file exists already|cannot write .*run: not a directory")
     with refusal, new_folder(tmp_path / "file" / "run"):
         pass
+
+
+def test_a_folder_is_made_with_those_above_it_or_taken_as_it_is(tmp_path):
+    made = make_folder(tmp_path / "deep" / "out")
+    (made / "a").write_text("a")
+    assert make_folder(str(made)) == made == tmp_path / "deep" / "out" and os.listdir(made) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("file", r"cannot write .*file: not a folder; name another place"),
+        ("file/out", "out: not a directory; name anoth"),
+    ],
+)
+def test_a_folder_that_a_file_is_in_the_way_of_is_refused(tmp_path, place, message):
+    (tmp_path / "file").write_text("a")
+    with pytest.raises(UserError, match=message):
+        make_folder(tmp_path / place)
+    assert (tmp_path / "file").read_text() == "a"
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "message"),
+    [
+        (errno.EROFS, UserError, r"cannot write .*out: read-only file system; name another place"),
+        (errno.ENOSPC, RunError, r"no space left while writing .*out;"),
+    ],
+)
+def test_a_folder_that_the_disk_refuses_is_named(tmp_path, monkeypatch, number, kind, message):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(kind, match=message):
+        make_folder(tmp_path / "out")
+
+
+def test_what_is_read_is_not_written_over_whatever_path_leads_to_it(tmp_path):
+    source = tmp_path / "a.csv"
+    source.write_text("a")
+    refuse_input(tmp_path / "b.csv", source)
+    refuse_input(source, tmp_path / "missing.csv")
+    (tmp_path / "linked").symlink_to(tmp_path)
+    for same in (source, tmp_path / "linked" / "a.csv"):
+        with pytest.raises(
+            UserError, match=r"a\.csv is the file that is read, and writing would replace it; give another"
+        ):
+            refuse_input(same, source)

@@ -21,7 +21,7 @@ from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.arms import leaves
 from recbft.experiments.external import ExternalRanks, read_external
-from recbft.experiments.lists import seeds_text
+from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, by_seed, check_same, label_runs, read_run
 
 COMPARISON_FILE = "comparison.json"
@@ -217,9 +217,8 @@ def _common_seeds(have: Mapping[str, set[int]]) -> tuple[tuple[int, ...], list[s
     common = set.intersection(*have.values())
     if len(common) < 2:
         each = "; ".join(f"{name} has {seeds_text(sorted(seeds)) or 'none'}" for name, seeds in have.items())
-        raise UserError(
-            f"the arms share {len(common)} seeds, and a comparison needs at least 2 ({each}); train more seeds"
-        )
+        shared = counted(len(common), "seed")
+        raise UserError(f"the arms share {shared}, and a comparison needs at least 2 ({each}); train more seeds")
     extra = {name: sorted(seeds - common) for name, seeds in have.items()}
     notes = [
         f"seeds not common to all arms are left out: {name} {seeds_text(more)}" for name, more in extra.items() if more

@@ -9,7 +9,7 @@ from typing import Any
 from recbft.evaluation.paired import holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments import provenance
-from recbft.experiments.lists import seeds_text
+from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.tables import Row, markdown_table, text_table
 
 Table = Callable[[Row, Sequence[Row]], str]
@@ -28,8 +28,8 @@ def comparison_document(result: Result, *, markdown: bool) -> str:
         tests = sum(len(metrics) for settings in against.values() for metrics in settings.values())
         parts.append(
             f"Difference from {baseline}, paired by seed: would training again show it? p by two-sided paired t-test, "
-            f"by sign flips, and by Holm over the {tests} t-tests of this table; the last column is the smallest "
-            "difference that so many seeds would have found four times in five."
+            f"by sign flips, and by Holm over the {counted(tests, 't-test')} of this table; the last column is the "
+            "smallest difference that so many seeds would have found four times in five."
         )
         parts.append(table(*_seed_cells(against)))
         if any("over_users" in cell for _, _, _, cell in cells_of(against)):
@@ -69,11 +69,22 @@ def cells_of(against: Mapping[str, Any]) -> list[tuple[str, str, str, dict[str, 
 def difference_cells(d: Mapping[str, Any]) -> list[str]:
     """Difference, relative change and 95 % interval; the same difference in every seed has no spread to judge by."""
     relative = d.get("relative")
+    # An end that rounds to zero keeps its sign: it says on which side of zero the interval ends.
+    ends = [f"{end:+.4f}" if end else "0.0000" for end in d["interval"]]
     return [
-        f"{round(d['difference'], 4) + 0.0:+.4f}",  # without the sign of -0.0
-        "" if relative is None else f"{round(100 * relative, 1) + 0.0:+.1f} %",
-        "" if _is_constant(d) else f"{d['interval'][0]:+.4f} to {d['interval'][1]:+.4f}",
+        unsigned_zero(f"{d['difference']:+.4f}"),
+        "" if relative is None else f"{unsigned_zero(f'{100 * relative:+.1f}')} %",
+        "" if _is_constant(d) else " to ".join(ends),
     ]
+
+
+def unsigned_zero(number: str) -> str:
+    """A written number, without its sign if all of its digits are 0.
+
+    >>> unsigned_zero("-0.0000"), unsigned_zero("-0.0001")
+    ('0.0000', '-0.0001')
+    """
+    return number if number.strip("+-0.") else number.lstrip("+-")
 
 
 def _is_constant(d: Mapping[str, Any]) -> bool:
@@ -106,8 +117,9 @@ def spread_text(mean: float, sd: float | None) -> str:
 def _setting(protocol: Mapping[str, Any]) -> str:
     metric = protocol["config"].get("training.valid_metric", "each arm's validation metric").upper()
     setting = SETTINGS["filtered" if protocol["filter_seen"] else "unfiltered"]
-    within = protocol["config"].get("training.epochs")
-    return f"validation {metric} ({setting}){f' within {within} epochs' if within else ''}"
+    epochs = protocol["config"].get("training.epochs")
+    within = f" within {counted(epochs, 'epoch')}" if epochs else ""
+    return f"validation {metric} ({setting}){within}"
 
 
 def _arm_cells(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -140,8 +152,9 @@ def _seed_cells(against: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
         wins = f"{d['wins']} of {d['num_seeds']}"
         size = "" if d["cohen_d"] is None else f"{d['cohen_d']:+.2f}"
         ps = [p_text(d[name]) for name in ("p_t", "p_sign_flip", "p_holm")]
-        rows.append([arm, metric.upper(), SETTINGS[setting], *difference_cells(d), *ps, wins, size,
-                     "" if _is_constant(d) else f"{d['smallest_effect']:.4f}"])  # fmt: skip
+        # Without a spread (equal arms have none either) nothing says what so many seeds could show.
+        shows = f"{d['smallest_effect']:.4f}" if d["smallest_effect"] else ""
+        rows.append([arm, metric.upper(), SETTINGS[setting], *difference_cells(d), *ps, wins, size, shows])
     return [*names, "Cohen's d", "could show"], rows
 
 

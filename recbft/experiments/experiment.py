@@ -15,13 +15,13 @@ from typing import Any
 from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
-from recbft.experiments.arms import ArmSpec
+from recbft.experiments.arms import ArmSpec, check_distinct
 from recbft.experiments.comparison import Comparison
 from recbft.experiments.document import comparison_document
 from recbft.experiments.plan import Job, first_difference, plan, status, write_commands
 from recbft.experiments.queue import Watcher, train_all
 from recbft.experiments.results import METRICS, write_comparison
-from recbft.files import write_atomic
+from recbft.files import make_folder, write_atomic
 from recbft.models import MODELS
 from recbft.run_config import RunConfig
 from recbft.training.run_folder import RunFolder
@@ -35,12 +35,14 @@ def prepare(
     """The runs of an experiment and its data, checked before anything is trained or written.
 
     Raises:
-        UserError: an arm cannot be configured, is not trained or cannot be compared, or a folder holds another run.
+        UserError: an arm cannot be configured, is not trained, is another's equal or cannot be compared, or a folder
+            holds another run.
     """
     jobs = plan(arms, seeds, out / "runs", configure)
     for job in jobs:
         if not MODELS[job.config.model].trainable:
             raise UserError(f"model {job.config.model!r} is not trained: its seeds are all alike; choose another")
+    check_distinct(arms, [job.config for job in jobs[: len(arms)]])
     _check_comparable(jobs)
     dataset = jobs[0].config.data.load()
     for job in jobs:
@@ -64,8 +66,7 @@ def train_missing(
     """
     check_positive("--jobs", workers)
     check_positive("--batch-seeds", together)
-    out.mkdir(parents=True, exist_ok=True)
-    write_commands(jobs, out / "commands.txt")
+    write_commands(jobs, make_folder(out) / "commands.txt")
     train_or_say(jobs, dataset, out, workers=workers, watch=watch, together=together)
 
 
@@ -104,7 +105,7 @@ def conclude(
     metrics: Sequence[str] = METRICS,
 ) -> str:
     """Write the comparison's two files and return the tables for a terminal."""
-    result = write_comparison(comparison, out, made=made, external=external, metrics=metrics)
+    result = write_comparison(comparison, make_folder(out), made=made, external=external, metrics=metrics)
     write_atomic(out / "comparison.md", comparison_document(result, markdown=True).encode())
     return comparison_document(result, markdown=False)
 

@@ -6,24 +6,30 @@ import re
 
 from recbft.errors import UserError
 
+_MOST_SEEDS = 10_000
+
 
 def parse_seeds(text: str) -> list[int]:
     """Seeds from ranges and numbers.
 
     Raises:
-        UserError: a part is neither, a range is empty, or a seed is named twice.
+        UserError: a part is neither, a range is empty, a seed is too large or named twice, or there are too many.
 
     >>> parse_seeds("0-3,7")
     [0, 1, 2, 3, 7]
     """
     seeds: list[int] = []
     for part in split_list(text):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        match = re.fullmatch(r"(\d{1,20})(?:-(\d{1,20}))?", part)
         if match is None:
             raise UserError(f"--seeds has {part!r}; give numbers and ranges, such as 0-9 or 0,1,5-7")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise UserError(f"--seeds has the empty range {part!r}; give the smaller number first")
+        if last >= 2**32:
+            raise UserError(f"--seeds has {part!r}; a seed is below 2**32, which is {2**32:,}: give smaller numbers")
+        if len(seeds) + last - first >= _MOST_SEEDS:
+            raise UserError(f"--seeds {text!r} names more than {_MOST_SEEDS:,} seeds; give fewer")
         seeds += range(first, last + 1)
     if len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds {text!r} names a seed twice; give each once")
@@ -59,3 +65,12 @@ def split_list(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return [part.strip() for part in parts]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "trial"), counted(1200, "trial")
+    ('1 trial', '1,200 trials')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

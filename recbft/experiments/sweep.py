@@ -20,7 +20,7 @@ from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.arms import ArmSpec, by_setting, check_judges, check_varies
 from recbft.experiments.document import Table, difference_cells, head, mean_sd, p_text
-from recbft.experiments.lists import split_list
+from recbft.experiments.lists import counted, split_list
 from recbft.experiments.plan import Job
 from recbft.experiments.tables import markdown_table, text_table
 from recbft.run_config import RunConfig
@@ -115,7 +115,7 @@ def sweep_document(result: Mapping[str, Any], *, markdown: bool) -> str:
     return (
         f"{head(result, markdown=markdown)}\n\n"
         f"{metric}; differences from the default {_text(result['default'])} are paired by seed, p by paired t-test, "
-        f"Holm over the {len(rows) - 1} other values.\n\n"
+        f"Holm over the {counted(len(rows) - 1, 'other value')}.\n\n"
         f"{table(names, rows)}\n\n"
         f"Chosen by validation: {chosen}{result['key']}={_text(result['chosen'])}. The test columns played no part in "
         "the choice: report the chosen value on fresh seeds.\n"

@@ -3,6 +3,8 @@
     OUT/study.db            the study, in SQLite; the same command goes on with it
     OUT/runs/trial-HASH-seedN/   runs, named for their settings, so that a trial broken off goes on where it was
 
+A trial whose settings no run can have is failed for good. One whose training failed (a crash, a full disk) is taken up
+again by the next command: nothing tells whether its settings were to blame.
 Test metrics are not looked at. Optuna is an extra, ``recbft[tune]``.
 """
 
@@ -13,25 +15,29 @@ import hashlib
 import importlib
 import math
 import re
+import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recbft.config_file import parse_setting
+from recbft.config_file import parse_setting, place
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks
-from recbft.experiments.arms import ArmSpec, check_judges, check_varies
+from recbft.experiments.arms import ArmSpec, by_setting, check_judges, check_varies
 from recbft.experiments.experiment import check_positive, prepare, train_or_say
 from recbft.experiments.lists import split_list
 from recbft.experiments.queue import Watcher
-from recbft.run_config import RunConfig
+from recbft.files import explained, make_folder
+from recbft.run_config import RunConfig, sections_of
 from recbft.training.run_folder import RunFolder
 
 _RANGE = re.compile(r"(log:)?([^.,][^,]*?)\.\.([^,]+)")
 _STUDY = "recbft"
-_AGAIN = "asked for again"  # numbers of trials that a killed command left open
+_AGAIN = "asked for again"  # numbers of trials that were broken off or whose training failed
+_FAILED = "training failed"  # of a trial: what its training said
+_ROOM = 2**20  # bytes on the disk without which a trial need not be tried
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,6 @@ def parse_space(texts: Sequence[str]) -> list[Dimension]:
     for dimension in space:
         check_varies("--space", dimension.key)
         check_judges("--space", dimension.key)
-    if len({dimension.key for dimension in space}) < len(space):
-        raise UserError("--space names a setting twice; name each once")
     return space
 
 
@@ -88,25 +92,30 @@ def search(
     """Go on with the study in ``out`` until it has so many trials; the trials, best first.
 
     Raises:
-        UserError: Optuna is missing, ``workers`` is not positive, the study is of another search, in another command's
-            hands or unreadable, or a setting cannot take a value.
-        RunError: interrupted, or every trial failed.
+        UserError: Optuna is missing, ``workers`` is not positive, one seed leaves nothing to ``prune``, the study is of
+            another search, in another command's hands or unreadable, or a setting is named twice or has no such value.
+        RunError: interrupted, the disk is full, or every trial failed.
     """
     check_positive("--jobs", workers)
+    if prune and len(seeds) < 2:
+        raise UserError(
+            "--prune has no effect with one seed, after which a trial is over; give more seeds or leave it out"
+        )
     optuna = load_optuna()
     base = configure(ArmSpec(arm, arm), 0)
     # A key or value that no run can have is refused before a study is begun with it.
-    configure(ArmSpec(arm, arm, tuple(f"{dimension.key}={dimension.first}" for dimension in space)), 0)
+    first = configure(ArmSpec(arm, arm, tuple(f"{dimension.key}={dimension.first}" for dimension in space)), 0)
+    _check_each_once(space, first)
 
     def evaluate(trial: Any, settings: tuple[str, ...]) -> float | None:
         spec = ArmSpec(f"trial-{hashlib.sha256(repr(settings).encode()).hexdigest()[:10]}", arm, settings)
         return _evaluate(trial, spec, seeds, out, configure, workers=workers, prune=prune, watch=watch)
 
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out / "queue")
     with _alone(out):
         study = _open_study(out / "study.db", optuna, prune)
         _check_same(study, space, base, seeds)
-        _take_up_broken_trials(study, optuna)
+        _take_up_trials(study, optuna)
         # A study that goes on must not draw the points again that it began with.
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
         while (number := _number(study)) < trials:
@@ -124,7 +133,10 @@ def search(
             except RunError as error:
                 if str(error).startswith("interrupted"):
                     raise RunError("interrupted; the same command goes on with this trial") from None
+                if _is_full(out, error):  # the next trial would fail as well; this one is left open
+                    raise
                 watch.note(f"this trial failed: {error}")
+                trial.set_user_attr(_FAILED, str(error))
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
                 continue
             state = optuna.trial.TrialState.COMPLETE if value is not None else optuna.trial.TrialState.PRUNED
@@ -145,7 +157,9 @@ def load_optuna() -> Any:
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """No second command searches here: each would take the other's open trial for one that was broken off."""
-    if not locks.acquire(out / "queue", _STUDY):
+    with explained(out):
+        is_free = locks.acquire(out / "queue", _STUDY)
+    if not is_free:
         raise UserError(f"another `recbft tune` is at work in {out}; wait for its end, or give another --out")
     try:
         yield
@@ -179,12 +193,28 @@ def _dimension(text: str) -> Dimension:
         raise UserError(f"--space {text!r} is not KEY=VALUES; write a,b,c or low..high or log:low..high")
     found = _RANGE.fullmatch(values.strip())
     if found is None:
-        return Dimension(key.strip(), choices=tuple(parse_setting(f"{key}={part}")[1] for part in split_list(values)))
+        choices = tuple(parse_setting(f"{key}={part}")[1] for part in split_list(values))
+        for n, choice in enumerate(choices):
+            if choice in choices[:n]:
+                raise UserError(f"--space {text!r} names {choice} twice; name each value once")
+        return Dimension(key.strip(), choices=choices)
     low, high = (parse_setting(f"{key}={part}")[1] for part in found.group(2, 3))
     numbers = all(type(bound) in (int, float) and math.isfinite(bound) for bound in (low, high))
     if not numbers or low >= high or (found[1] and low <= 0):
         raise UserError(f"--space {text!r}: give numbers low..high with low < high, and low > 0 after log:")
     return Dimension(key.strip(), low=low, high=high, log=bool(found[1]))
+
+
+def _check_each_once(space: Sequence[Dimension], config: RunConfig) -> None:
+    """A setting is one dimension, with its section or without."""
+    seen: set[str] = set()
+    for dimension in space:
+        tree: dict[str, Any] = {}
+        place(tree, dimension.key, dimension.first, ("mixer",), sections_of(config.model, config.mixer))
+        for key in by_setting(tree):
+            if key in seen:
+                raise UserError(f"--space names {key} twice, with its section or without; name each once")
+            seen.add(key)
 
 
 def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: Sequence[int]) -> None:
@@ -212,12 +242,20 @@ def _results(study: Any, out: Path) -> dict[str, Any]:
     }
 
 
-def _take_up_broken_trials(study: Any, optuna: Any) -> None:
-    """A trial that a killed command left open is asked for again; its finished runs are used."""
-    for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-        study.enqueue_trial(trial.params)
-        study.set_user_attr(_AGAIN, [*study.user_attrs.get(_AGAIN, ()), trial.number])
-        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+def _take_up_trials(study: Any, optuna: Any) -> None:
+    """A trial that was left open, or whose training failed, is asked for again; its finished runs are used."""
+    states = optuna.trial.TrialState
+    for trial in _counted(study):
+        if trial.state == states.RUNNING or _FAILED in trial.user_attrs:
+            study.enqueue_trial(trial.params)
+            study.set_user_attr(_AGAIN, [*study.user_attrs.get(_AGAIN, ()), trial.number])
+        if trial.state == states.RUNNING:
+            study.tell(trial.number, state=states.FAIL)
+
+
+def _is_full(out: Path, error: RunError) -> bool:
+    """Whether the disk is full; a worker's log may have had no room to say so."""
+    return "no space left" in str(error).lower() or shutil.disk_usage(out).free < _ROOM
 
 
 def _number(study: Any) -> int:
@@ -226,7 +264,7 @@ def _number(study: Any) -> int:
 
 
 def _counted(study: Any) -> list[Any]:
-    """The trials without those that were broken off and asked for again."""
+    """The trials without those that were asked for again."""
     again = study.user_attrs.get(_AGAIN, ())
     return [trial for trial in study.trials if trial.number not in again]
 
@@ -244,7 +282,8 @@ def _evaluate(
 ) -> float | None:
     """The mean best validation over seeds; None if the trial is pruned after some of them."""
     values: list[float] = []
-    at_once = workers if prune else len(seeds)
+    # A trial can be given up between two batches: there are two at least, however many workers are free.
+    at_once = min(workers, (len(seeds) + 1) // 2) if prune else len(seeds)
     for first in range(0, len(seeds), at_once):
         jobs, dataset = prepare([spec], seeds[first : first + at_once], out, configure)
         train_or_say(jobs, dataset, out, workers=workers, watch=watch)

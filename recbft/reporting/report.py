@@ -18,7 +18,7 @@ from typing import Any
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
 from recbft.experiments.results import results_of
-from recbft.files import write_atomic
+from recbft.files import make_folder, write_atomic
 from recbft.reporting import plots, sections
 from recbft.reporting.answer import answers
 from recbft.reporting.findings import findings, headline_findings
@@ -87,8 +87,7 @@ def check_formats(formats: Sequence[str]) -> None:
 
 def write_report(report: Report, out: str | Path, formats: Iterable[str] = FORMATS) -> list[Path]:
     """Write a report into a folder; what was written."""
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = make_folder(out)
     generator = f"recbft {recbft_version()}"
     written = []
     for form in formats:
@@ -98,11 +97,11 @@ def write_report(report: Report, out: str | Path, formats: Iterable[str] = FORMA
         elif form == "md":
             written.append(_write(out / "report.md", document(report)))
         elif form == "svg":
-            (out / form).mkdir(exist_ok=True)
+            folder = make_folder(out / form)
             drawn = [plot for section in report.sections for plot in section.plots]
-            written += [_write(out / form / f"{plot.name}.svg", plots.standalone(plot.svg)) for plot in drawn]
+            written += [_write(folder / f"{plot.name}.svg", plots.standalone(plot.svg)) for plot in drawn]
         else:
-            written += write_tables(report.tables, out / form, (form,))
+            written += write_tables(report.tables, make_folder(out / form), (form,))
     return written
 
 

@@ -17,8 +17,8 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from recbft.experiments.document import p_text, spread_text
-from recbft.files import write_atomic
+from recbft.experiments.document import p_text, spread_text, unsigned_zero
+from recbft.files import make_folder, write_atomic
 
 Cell = str | int | float | tuple[float, float | None] | None
 Kind = Literal[
@@ -143,8 +143,7 @@ def html(table: Table) -> str:
 
 def write_tables(tables: Sequence[Table], out: str | Path, formats: Iterable[str]) -> list[Path]:
     """Write tables into a folder: one file of Markdown, one of LaTeX, a CSV for each; what was written."""
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = make_folder(out)
     files: dict[Path, str] = {}
     for form in formats:
         if form == "md":
@@ -182,17 +181,13 @@ def percent(share: float) -> str:
     >>> percent(0.0171), percent(0.0)
     ('+1.7 %', '0.0 %')
     """
-    return f"{_unsigned_zero(f'{100 * share:+.1f}')} %"
+    return f"{unsigned_zero(f'{100 * share:+.1f}')} %"
 
 
 def _between(cell: Cell, spec: str) -> str:
     assert isinstance(cell, tuple)
     # An end that rounds to zero keeps its sign: it says on which side of zero the interval ends.
-    return " to ".join(format(end, spec) if end else _unsigned_zero(format(end, spec)) for end in cell)
-
-
-def _unsigned_zero(number: str) -> str:
-    return number.lstrip("+-") if not number.strip("+-0.") else number
+    return " to ".join(format(end, spec) if end else unsigned_zero(format(end, spec)) for end in cell)
 
 
 _WRITTEN: dict[Kind, Callable[..., str]] = {
@@ -200,7 +195,7 @@ _WRITTEN: dict[Kind, Callable[..., str]] = {
     "count": lambda cell: f"{cell:,}",
     "number": lambda cell: f"{cell:,.1f}",
     "value": lambda cell: f"{cell:.4f}",
-    "signed": lambda cell: _unsigned_zero(f"{cell:+.4f}"),
+    "signed": lambda cell: unsigned_zero(f"{cell:+.4f}"),
     "percent": percent,
     "share": lambda cell: f"{100 * cell:.1f} %",
     "short": lambda cell: f"{cell:.3g}",

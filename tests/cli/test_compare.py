@@ -184,6 +184,15 @@ def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path)
     ("more", "message"),
     [
         (["--out", "x", "--seeds", "3"], "--seeds '3' names one seed; a comparison needs at least 2, such as 0-9"),
+        (
+            ["--out", "x", "--arms", "bft[core.update=kalman],bft"],
+            "arms bft[core.update=kalman] and bft are the same configuration; leave one out",
+        ),
+        (
+            ["--out", "x", "--arms", "bft,bft+recency", "--dry-run"],
+            "arms bft and bft+recency are the same configuration",
+        ),
+        (["--out", "x", "--seeds", "0-9999999999"], "--seeds has '0-9999999999'; a seed is below 2**32"),
         (["--out", "x", "--arms", "bft"], "--arms 'bft' names one arm; a comparison needs at least 2"),
         (["--out", "x", "--arms", "matched,btf"], "arm btf: arm of sasrec is 'btf'; did you mean 'bft'?"),
         (["--out", "x", "--arms", "matched,bft[lam_maxx=3]"], "arm bft[lam_maxx=3]: unknown key 'lam_maxx'"),
@@ -210,3 +219,19 @@ def test_bad_usage_is_refused_before_anything_is_written(capsys, monkeypatch, tm
     code, out, err = run(capsys, "compare", *more, *data)
     assert code == 2 and out == "" and err.startswith("error: ") and message in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", ["training", "runs", "pool"])
+def test_an_out_that_is_a_file_is_refused_and_left_as_it_is(capsys, made, events, tmp_path, given):
+    out = tmp_path / "results.txt"
+    out.write_text("mine")
+    command = {"training": options(events, out), "runs": [*sorted((made / "runs").iterdir()), "--out", out]}
+    if given == "pool":
+        other = Path(shutil.copytree(made, tmp_path / "other"))
+        saved = json.loads((other / "comparison.json").read_text())
+        saved["protocol"] |= {"content_hash": "f" * 64, "target_hash": "e" * 64, "dataset": "another"}
+        (other / "comparison.json").write_text(json.dumps(saved))
+        command["pool"] = [made, other, "--pool", "--out", out]
+    code, _, err = run(capsys, "compare", *command[given])
+    assert code == 2 and err == f"error: cannot write {out}: not a folder; name another place\n"
+    assert out.read_text() == "mine"

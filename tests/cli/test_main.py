@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -165,6 +166,38 @@ def test_data_prepare_leaves_no_file_when_the_data_is_bad(capsys, events, tmp_pa
     code, _, err = run(capsys, "data", "prepare", events, "--user", "who", "--out", tmp_path / "p.parquet")
     assert code == 2 and "no column 'who'" in err
     assert [path.name for path in tmp_path.iterdir()] == ["events.csv"]
+
+
+@pytest.mark.parametrize("more", [[], ["--where", "rating>=4"], ["--deduplicate", "last"]])
+def test_data_prepare_does_not_replace_the_file_it_reads(capsys, monkeypatch, tmp_path, more):
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "events.parquet"
+    columns = ("user_id", "item_id", "timestamp", "rating")
+    table = pa.table({name: [1, 1, 1, 2, 2, 2] if name == "user_id" else [1, 2, 3, 4, 5, 6] for name in columns})
+    pq.write_table(table, source)
+    before = source.read_bytes()
+    for given, out in ((source, "events.parquet"), ("events.parquet", source), ("events", source)):
+        code, said, err = run(capsys, "data", "prepare", given, "--data-root", tmp_path, *more, "--out", out)
+        assert (code, said) == (2, "")
+        assert err == f"error: --out {out} is the file that is read, and writing would replace it; give another --out\n"
+        assert source.read_bytes() == before
+    code, _, err = run(capsys, "data", "prepare", source, *more, "--out", tmp_path / "prepared.parquet")
+    assert code == 0, err
+
+
+def test_the_synthetic_data_set_may_be_written_twice(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        for more in (["--out", "synthetic.parquet"], ["--out", "synthetic", "--to", "recbole"]):
+            code, _, err = run(capsys, "data", "prepare", "synthetic", "--data-root", tmp_path, *more)
+            assert code == 0, err
+
+
+def test_data_synth_into_a_file_is_refused(capsys, tmp_path):
+    out = tmp_path / "out"
+    out.write_text("mine")
+    code, _, err = run(capsys, "data", "synth", "--out", out)
+    assert (code, err) == (2, f"error: cannot write {out}: not a folder; name another place\n")
 
 
 def test_a_file_without_header_is_read_with_columns_and_separator(capsys, tmp_path):

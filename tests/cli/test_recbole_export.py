@@ -46,3 +46,23 @@ def test_a_name_that_yaml_takes_for_something_else_is_quoted(name, events, tmp_p
     few = ["--set", "epochs=1", "--set", "hidden_size=8", "--out", str(tmp_path / "runs"), "-q"]
     assert main(["train", "--config", str(config), *few]) == 0
     assert "80 users" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["shop", "shop/shop.inter"])
+def test_the_atomic_file_that_is_read_is_not_replaced(events, tmp_path, capsys, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "prepare", str(events.rename("shop.parquet")), "--to", "recbole", "--out", "."]) == 0
+    before = (tmp_path / "shop" / "shop.inter").read_bytes()
+    capsys.readouterr()
+    assert main(["data", "prepare", given, "--k-core", "2", "--to", "recbole", "--out", "."]) == 2
+    said = "error: --out shop/shop.inter is the file that is read, and writing would replace it; give another --out"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert (tmp_path / "shop" / "shop.inter").read_bytes() == before
+
+
+def test_an_out_that_is_a_file_is_refused(events, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.write_text("mine")
+    assert main(["data", "prepare", str(events), "--time", "timestamp", "--to", "recbole", "--out", str(out)]) == 2
+    err = capsys.readouterr().err
+    assert err == f"error: cannot write {out}/tiny-shop: not a directory; name another place\n"

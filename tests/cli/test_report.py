@@ -121,3 +121,14 @@ def test_stratify_says_what_it_lacks_when_the_data_set_is_gone(capsys, folder, t
     code, out, err = run(capsys, "stratify", copy, "--metric", "hr@10", "--quantiles", "2")
     assert code == 0 and "distinct targets only, since the data set is not at hand" in plain(out)
     assert err.startswith("recency is left out: ") and "gone.parquet" in err and err.count("\n") == 1
+
+
+def test_an_out_that_is_a_file_is_refused(capsys, folder, tmp_path):
+    out = tmp_path / "out"
+    out.write_text("mine")
+    code, said, err = run(capsys, "report", folder, "--out", out, "--format", "md")
+    assert (code, said, err) == (2, "", f"error: cannot write {out}: not a folder; name another place\n")
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "csv").write_text("mine")
+    code, said, err = run(capsys, "report", folder, "--out", tmp_path / "some", "--format", "csv")
+    assert (code, said, err) == (2, "", f"error: cannot write {tmp_path}/some/csv: not a folder; name another place\n")

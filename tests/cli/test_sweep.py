@@ -6,13 +6,14 @@ import json
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate
-from recbft.errors import UserError
+from recbft.errors import RunError, UserError
 from recbft.evaluation.paired import compare_seeds
-from recbft.experiments import locks
+from recbft.experiments import locks, tuning
 from recbft.experiments.comparison import load_comparison
 from recbft.experiments.sweep import plan_sweep
 from recbft.training.run_folder import RunFolder
@@ -152,10 +153,11 @@ def test_a_search_goes_on_where_it_was_stopped_and_looks_at_validation_only(caps
 
 
 @pytest.mark.slow
-def test_a_trial_below_the_median_is_given_up(capsys, events, tmp_path):
+@pytest.mark.parametrize(("seeds", "jobs"), [("0-2", "1"), ("0-1", "4")])
+def test_a_trial_below_the_median_is_given_up_however_many_workers_there_are(capsys, events, tmp_path, seeds, jobs):
     pytest.importorskip("optuna")
     rates = "training.learning_rate=0.01,1e-9"
-    command = ["tune", "-d", events, *SETTINGS, "--space", rates, "--seeds", "0-2", "--jobs", "1", "--out", tmp_path]
+    command = ["tune", "-d", events, *SETTINGS, "--space", rates, "--seeds", seeds, "--jobs", jobs, "--out", tmp_path]
     code, out, _ = run(capsys, *command, "--trials", "9", "--prune")
     assert code == 0 and " pruned, 0 failed" in out
     assert json.loads((tmp_path / "tune.json").read_text())["pruned"] > 0
@@ -181,6 +183,45 @@ def test_a_space_that_cannot_be_meant_is_refused(capsys, events, tmp_path, space
     pytest.importorskip("optuna")
     code, _, err = run(capsys, "tune", "-d", events, "--space", space, "--out", tmp_path / "x")
     assert code == 2 and message in err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (["core.lam_max=10", "lam_max=20"], "--space names core.lam_max twice, with its section or without; name each"),
+        (["lam_max=10", "lam_max=20"], "--space names core.lam_max twice"),
+        (["core={lam_max: 5}", "lam_max=20"], "--space names core.lam_max twice"),
+        (["mixer=rfa", "mixing.rotate=on,off", "rotate=off,on"], "--space names mixing.rotate twice"),
+        (["training.epochs=1,1"], "--space 'training.epochs=1,1' names 1 twice; name each value once"),
+        (["dropout=0.5,1e-1,0.50"], "--space 'dropout=0.5,1e-1,0.50' names 0.5 twice"),
+    ],
+)
+def test_a_setting_or_a_value_that_is_named_twice_is_refused(capsys, events, tmp_path, space, message):
+    pytest.importorskip("optuna")
+    named = [word for each in space for word in ("--space", each)]
+    code, _, err = run(capsys, "tune", "-d", events, *named, "--out", tmp_path / "x")
+    assert code == 2 and message in err and not (tmp_path / "x").exists()
+
+
+def test_pruning_within_one_seed_is_refused(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    code, _, err = run(capsys, *tune(events, tmp_path / "x", "--prune", "--seeds", "3"))
+    assert code == 2 and not (tmp_path / "x").exists()
+    assert err == (
+        "error: --prune has no effect with one seed, after which a trial is over; give more seeds or leave it out\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["sweep", "tune"])
+def test_an_out_that_is_a_file_is_refused(capsys, events, tmp_path, command):
+    if command == "tune":
+        pytest.importorskip("optuna")
+    out = tmp_path / "out"
+    out.write_text("mine")
+    sweep = ["sweep", "-d", events, *SETTINGS, "--vary", "lam_max=5", "--seeds", "0-1", "--out", out]
+    code, _, err = run(capsys, *(tune(events, out) if command == "tune" else sweep))
+    assert code == 2 and err.startswith(f"error: cannot write {out}") and err.endswith("; name another place\n")
+    assert err.count("\n") == 1 and out.read_text() == "mine"
 
 
 @pytest.mark.parametrize("more", [[], ["--prune"]])
@@ -232,3 +273,61 @@ def test_a_point_that_no_run_can_have_is_a_failed_trial_and_not_the_end(capsys, 
     code, _, err = run(capsys, "tune", "-d", events, *settings, *space, "--seeds", "0-1", "--out", tmp_path)
     assert code == 0 and "this trial cannot be run: arm bft: backbone.n_heads is 2, which does not divide" in err
     assert 0 < json.loads((tmp_path / "tune.json").read_text())["failed"] < 6
+
+
+def failing(monkeypatch, *reasons):
+    """The next trainings fail for these reasons; those with None, and all after them, are done."""
+    train, left = tuning.train_or_say, list(reasons)
+
+    def train_or_fail(*arguments, **options):
+        if left and (reason := left.pop(0)) is not None:
+            raise RunError(f"1 of 2 runs failed ({reason}); mend the cause and give the same command again")
+        train(*arguments, **options)
+
+    monkeypatch.setattr(tuning, "train_or_say", train_or_fail)
+
+
+def trials_of(folder):
+    optuna = pytest.importorskip("optuna")
+    return optuna.load_study(study_name="recbft", storage=f"sqlite:///{folder / 'study.db'}").trials
+
+
+def test_a_trial_whose_training_failed_is_taken_up_by_the_same_command(capsys, monkeypatch, events, tmp_path):
+    pytest.importorskip("optuna")
+    command = tune(events, tmp_path, "--set", "epochs=1", "--seeds", "0", "--trials", "2")
+    failing(monkeypatch, None, "a worker crashed")
+    code, out, err = run(capsys, *command)
+    assert code == 0 and "1 trial, 0 pruned, 1 failed" in out and "this trial failed: 1 of 2 runs failed (a wor" in err
+    failed = trials_of(tmp_path)[1].params
+    code, out, err = run(capsys, *command)
+    assert code == 0 and "2 trials, 0 pruned, 0 failed" in out
+    assert err.startswith("trial 2 of 2: ") and f"learning_rate={failed['training.learning_rate']}" in err
+    assert [trial.state.name for trial in trials_of(tmp_path)] == ["COMPLETE", "FAIL", "COMPLETE"]
+    assert trials_of(tmp_path)[2].params == failed
+    code, out, err = run(capsys, *command)
+    assert (code, err) == (0, "") and "2 trials, 0 pruned, 0 failed" in out
+
+
+def test_trainings_that_fail_again_and_again_end_a_command_each_time(capsys, monkeypatch, events, tmp_path):
+    pytest.importorskip("optuna")
+    command = tune(events, tmp_path, "--trials", "2")
+    for _ in range(2):
+        failing(monkeypatch, "diverged", "diverged")
+        code, _, err = run(capsys, *command)
+        assert code == 1 and err.count("this trial failed") == 2 and "none of the trials came to its end" in err
+    assert len({str(trial.params) for trial in trials_of(tmp_path)}) == 2
+
+
+@pytest.mark.parametrize("free", [2**40, 0])
+def test_a_full_disk_ends_the_search_and_uses_up_no_trial(capsys, monkeypatch, events, tmp_path, free):
+    pytest.importorskip("optuna")
+    command = tune(events, tmp_path, "--set", "epochs=1", "--seeds", "0", "--trials", "1")
+    failing(monkeypatch, "No space left on device" if free else "ended without a word")
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        code, out, err = run(capsys, *command)
+    assert (code, out) == (1, "") and err.splitlines()[-1].startswith("error: 1 of 2 runs failed (")
+    assert err.count("trial ") == 1 and [trial.state.name for trial in trials_of(tmp_path)] == ["RUNNING"]
+    code, out, _ = run(capsys, *command)
+    assert code == 0 and "1 trial, 0 pruned, 0 failed" in out
+    assert trials_of(tmp_path)[1].params == trials_of(tmp_path)[0].params

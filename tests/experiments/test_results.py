@@ -13,6 +13,10 @@ from recbft.experiments.document import cells_of, comparison_document, differenc
 from recbft.experiments.pooling import pool, pooled_document
 from recbft.experiments.results import results_of
 
+MADE = {"command": "recbft compare", "date": "2026-01-01", "cpu": "a CPU", "device": "cpu", "machine": "m",
+        "system": "s", "cores": 1, "memory_gib": 1.0, "threads": 1, "load_average_before": 0.0, "recbft": "1",
+        "commit": "c", "python": "3", "torch": "2", "numpy": "2"}  # fmt: skip
+
 
 def made_up(ranks, baseline="matched", content="a"):
     """A comparison of arms with these (S, U) ranks."""
@@ -80,11 +84,8 @@ def test_few_seeds_are_said_to_show_little():
 def test_the_two_claims_are_told_apart_in_the_document():
     rng = np.random.default_rng(2)
     result = results_of(made_up({name: rng.integers(1, 40, (6, 30)) for name in ("matched", "bft")}))
-    header = {"command": "recbft compare", "date": "2026-01-01", "cpu": "a CPU", "device": "cpu", "machine": "m",
-              "system": "s", "cores": 1, "memory_gib": 1.0, "threads": 1, "load_average_before": 0.0, "recbft": "1",
-              "commit": "c", "python": "3", "torch": "2", "numpy": "2"}  # fmt: skip
     for markdown in (False, True):
-        text = comparison_document({**result, "made": header}, markdown=markdown)
+        text = comparison_document({**result, "made": MADE}, markdown=markdown)
         assert "paired by seed: would training again show it?" in text and "Holm over the 3 t-tests" in text
         assert "over users, seeds averaged away: another claim" in text
         assert text.count("NDCG@10") >= 3 and "nan" not in text
@@ -103,9 +104,31 @@ def results_with(shift, content):
 
 def test_one_difference_in_every_seed_has_no_interval_and_no_smallest_effect_in_the_document():
     found = {"difference": -1e-7, "relative": -1e-4, "interval": [0.0, 0.0], "cohen_d": None}
-    assert difference_cells(found) == ["+0.0000", "+0.0 %", ""]
+    assert difference_cells(found) == ["0.0000", "0.0 %", ""]
     assert difference_cells({**found, "cohen_d": 0.3, "interval": [-0.01, 0.02]})[2] == "-0.0100 to +0.0200"
-    assert difference_cells({"difference": 0.01, "interval": [0.0, 0.02]}) == ["+0.0100", "", "+0.0000 to +0.0200"]
+    assert difference_cells({"difference": 0.01, "interval": [0.0, 0.02]}) == ["+0.0100", "", "0.0000 to +0.0200"]
+
+
+@pytest.mark.parametrize(
+    ("difference", "relative", "written"),
+    [
+        (-4e-5, -2e-3, ["0.0000", "-0.2 %"]),
+        (4e-5, 2e-4, ["0.0000", "0.0 %"]),
+        (-6e-5, -6e-4, ["-0.0001", "-0.1 %"]),
+    ],
+)
+def test_a_difference_that_rounds_to_zero_has_no_sign(difference, relative, written):
+    found = {"difference": difference, "relative": relative, "interval": [-0.01, 0.00001]}
+    assert difference_cells(found) == [*written, "-0.0100 to +0.0000"]
+
+
+def test_equal_arms_are_not_said_to_show_any_difference_however_small():
+    ranks = np.random.default_rng(0).integers(1, 40, (6, 30))
+    result = results_of(made_up({"matched": ranks, "bft": ranks}), metrics=["mrr"], over_users=False)
+    text = comparison_document({**result, "made": MADE}, markdown=True)
+    (row,) = (line for line in text.splitlines() if line.startswith("| bft | MRR"))
+    assert [cell.strip() for cell in row.split("|")][4:7] == ["0.0000", "0.0 %", "0.0000 to 0.0000"]
+    assert row.endswith("| +0.00 |  |") and "Holm over the 1 t-test of this table" in text
 
 
 def test_pooling_is_fishers_and_tells_the_direction():
