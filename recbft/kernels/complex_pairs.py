@@ -1,7 +1,7 @@
 """Complex numbers as pairs of real ones and back, as views in both directions.
 
 PyTorch's own ``view_as_real`` and ``view_as_complex`` copy their gradients into one order of the elements first, and so
-turned heads around for nothing: a sixth of robust filter attention.
+turned heads around for nothing.
 """
 
 from __future__ import annotations
