@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
 from recbft_cli.given import refuse_given
 from recbft_cli.progress import progress_for
@@ -101,6 +102,8 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
     from recbft.training.run_folder import RunFolder
     from recbft.training.session import run_name, train
 
+    if name is not None and (name in ("", "..") or Path(name).name != name):
+        raise UserError(f"--name is {name!r}; give the name of one folder, and with --out the folder that it lies in")
     config = replace(config, data=config.data.resolved())
     dataset = config.data.load()
     path = out / (name or run_name(config, dataset.name))

@@ -267,6 +267,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_the_rest_is_the_same(capsys, eve
     )
 
 
+@pytest.mark.parametrize("name", ["", "..", "a/b", "../mine"])
+def test_a_run_s_name_is_that_of_one_folder(capsys, events, tmp_path, name):
+    code, _, err = train(capsys, events, tmp_path, "--name", name)
+    assert code == 2 and f"--name is {name!r}; give the name of one folder" in err and list(tmp_path.iterdir()) == []
+
+
 def test_a_run_whose_data_moved_goes_on_with_the_file_that_is_named(capsys, events, finished, tmp_path, monkeypatch):
     moved, folder = tmp_path / "moved.parquet", tmp_path / finished.name
     moved.write_bytes(events.read_bytes())
