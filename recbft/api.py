@@ -26,7 +26,7 @@ from torch import nn
 from recbft.config import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
-from recbft.datasets.events import in_unit
+from recbft.datasets.events import in_unit, refuse_finer
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.synth import planted_reliability
 from recbft.datasets.vocabulary import Vocabulary
@@ -55,7 +55,7 @@ class Recommender:
         seed: decides initial weights, data order and dropout.
         config: a YAML file to start from.
         settings: any configuration key by its name, such as ``epochs=50``, or a section, such as
-            ``core={"lam_max": 10}``.
+            ``core={"lam_max": 10}``. None means not given; where a key may be null, ``"none"`` says so.
 
     Raises:
         UserError: an unknown name, or a value of the wrong type or range.
@@ -74,6 +74,7 @@ class Recommender:
         self.run: RunFolder | None = None
         self._model: nn.Module | None = None
         self._vocabulary: Vocabulary | None = None
+        self._protocol: dict[str, Any] = {}  # of the run: its folder may go before this object does
 
     def fit(
         self, dataset: Dataset | None = None, *, out: str | Path | None = None, progress: Progress | None = None
@@ -93,7 +94,9 @@ class Recommender:
         with _folder(out) as (path, remove), _python_way_on(path, dataset):
             self._open(session.train(config, path, dataset=dataset, progress=progress).path, config.data.data_root)
             if remove is not None:
-                weakref.finalize(self.run, remove)
+                kept = _Kept()
+                vars(self.run)["kept"] = kept
+                weakref.finalize(kept, remove)
         return self
 
     @classmethod
@@ -255,7 +258,11 @@ class Recommender:
                 stacklevel=3,
             )
         unit, own = made.preparation.get("time_unit"), self._time_unit
-        if not getattr(model, "reads_times", False) or unit in (None, own) or made.times is None:
+        if not getattr(model, "reads_times", False) or made.times is None:
+            return made
+        if unit is None and own is not None:
+            refuse_finer(made.times, own, f"data set {dataset.name!r}")
+        if unit in (None, own):
             return made
         times = None if own is None else in_unit(made.times, unit, own)
         if times is None:
@@ -273,7 +280,7 @@ class Recommender:
             UserError: it cannot be loaded, or holds something else than it did.
         """
         _, _, run = self._fitted()
-        dataset, trained = self.config.data.load_again(), str(run.protocol["content_hash"])
+        dataset, trained = self.config.data.load_again(), str(self._protocol["content_hash"])
         if dataset.content_hash != trained:
             raise UserError(
                 f"{run.path} was trained on content {trained[:12]}, but its data set {dataset.name!r} as loaded has "
@@ -314,6 +321,7 @@ class Recommender:
     def _open(self, path: Path, data_root: str | None) -> None:
         run, config, self._vocabulary, self._model = load_trained(path)
         self.run = RunFolder(run.path.absolute())  # it is still read when the program has gone to another folder
+        self._protocol = run.protocol
         self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
 
     def _config_for(self, dataset: Dataset) -> RunConfig:
@@ -338,14 +346,24 @@ class Recommender:
     @property
     def _time_unit(self) -> str | None:
         """The unit of the training data's times; None where it had none, or whole numbers."""
-        _, _, run = self._fitted()
-        unit: str | None = run.protocol.get("preparation", {}).get("time_unit")
+        self._fitted()
+        unit: str | None = self._protocol.get("preparation", {}).get("time_unit")
         return unit
 
     def _fitted(self) -> tuple[nn.Module, Vocabulary, RunFolder]:
         if self._model is None or self._vocabulary is None or self.run is None:
             raise UserError("this recommender is not trained; call fit(dataset), or Recommender.load(folder)")
         return self._model, self._vocabulary, self.run
+
+
+class _Kept:
+    """Held by a run in a temporary folder and by its copies: the folder goes with the last of them in this process."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 @contextmanager

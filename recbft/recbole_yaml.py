@@ -113,6 +113,7 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     _refuse_sampled_negatives(tree)
     _refuse_other_evaluation(tree)
     _refuse_other_data(tree)
+    _refuse_two_names(tree)
     made = {key: value for key, value in tree.items() if key.partition(".")[0] in ours and key not in _HANDLED}
     made |= {RENAMED[key]: value for key, value in tree.items() if key in RENAMED and value is not None}
     asked = [key for key, value in tree.items() if value is not None and value is not False and (key, value) != CPU]
@@ -120,6 +121,16 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
     ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in METRICS]
     return {**_model(tree), **_data(tree), **_training(tree), **made}, ignored
+
+
+def _refuse_two_names(tree: Mapping[str, Any]) -> None:
+    """Refuse a setting that is given by RecBole's name and by ours."""
+    for key, own in {**RENAMED, "stopping_step": "patience", "train_batch_size": "batch_targets"}.items():
+        if key != own and tree.get(key) is not None and tree.get(own) is not None and tree[key] != tree[own]:
+            raise UserError(
+                f"{key} is {tree[key]!r} and {own} is {tree[own]!r}, but recbft calls the one by the other's name; "
+                "leave one of them out"
+            )
 
 
 def refuse_other_losses(loss_type: Any) -> None:

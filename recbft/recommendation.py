@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from recbft.config import is_whole
-from recbft.datasets.events import check_columns, in_unit, read_times, steps_back
+from recbft.datasets.events import check_columns, in_unit, read_times, refuse_finer, steps_back
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation import explain as explanations
@@ -295,6 +295,8 @@ def _times(histories: Histories, unit: str | None) -> NDArray[np.int64] | None:
     times, own = read_times(array, "timestamp", "the histories")
     if own is not None:
         times = _converted(times, own, unit)
+    elif unit is not None:
+        refuse_finer(times, unit, "the histories")
     return times[np.argsort(_numbers(frame["user_id"]), kind="stable")]
 
 

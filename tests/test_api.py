@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
+import pickle
 import re
 import shutil
 import tempfile
@@ -508,3 +511,19 @@ def test_a_copy_is_not_saved_into_what_is_copied(dataset, tmp_path):
             recommender.save(tmp_path / inner)
     assert sorted((tmp_path / "run").rglob("*")) == before
     recommender.save(tmp_path / "run-2")
+
+
+def test_copies_outlive_the_recommender_that_was_fitted_without_a_folder(dataset):
+    fitted = Recommender("sasrec", epochs=1, hidden_size=8, n_layers=1, max_length=6).fit(dataset)
+    history = {"a": dataset.decode(dataset.items[:3]).tolist()}
+    expected = fitted.recommend(history, k=2)
+    copied, pickled, folder = copy.deepcopy(fitted), pickle.dumps(fitted), fitted.run.path
+    del fitted
+    gc.collect()
+    assert folder.is_dir()
+    pd.testing.assert_frame_equal(copied.recommend(history, k=2), expected)
+    assert copied.evaluate(dataset).metrics
+    del copied
+    gc.collect()
+    assert not folder.exists()
+    pd.testing.assert_frame_equal(pickle.loads(pickled).recommend(history, k=2), expected)

@@ -160,6 +160,8 @@ def test_ml_100k_is_the_bundled_one_wherever_data_path_points(read, tmp_path):
         ("eval_step: 1\nvalid_metric: AUC", "valid_metric is 'AUC'"),
         ("field_separator: ','", "field_separator is ','; atomic files are read with tabs"),
         ("stopping_step: many", "training.patience is 'many'"),
+        ("hidden_dropout_prob: .2\ndropout: .5", "hidden_dropout_prob is 0.2 and dropout is 0.5, but recbft calls the"),
+        ("stopping_step: 3\npatience: 9", "stopping_step is 3 and patience is 9, but recbft calls the one"),
         ("model: [sasrec]", "model is ['sasrec']; give text"),
         ("model: [sasrec]\nstopping_step: 3", "model is ['sasrec']; give one name, such as SASRec"),
         ("5: 3\nstopping_step: 3", "unknown key 5; choose one of"),

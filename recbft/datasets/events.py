@@ -104,6 +104,30 @@ def in_unit(ticks: NDArray[np.int64], unit: str, wanted: str, *, cut: bool = Fal
     return None if (ticks > np.iinfo(np.int64).max // ratio).any() else ticks * ratio
 
 
+def guessed_unit(latest: int) -> str:
+    """The unit in which a date of our time is such a number: in seconds it has ten digits.
+
+    >>> guessed_unit(1_700_000_000), guessed_unit(1_700_000_000_000)
+    ('s', 'ms')
+    """
+    return next((unit for unit, ticks in TICKS_PER_SECOND.items() if latest < 1e11 * ticks), "ns")
+
+
+def refuse_finer(times: NDArray[np.int64], own: str, source: str) -> None:
+    """Refuse whole numbers that are no dates of our time in the unit of dates that a model was trained on.
+
+    Raises:
+        UserError: they are too large.
+    """
+    latest = int(times.max(initial=0))
+    unit = guessed_unit(latest)
+    if TICKS_PER_SECOND[unit] > TICKS_PER_SECOND[own]:
+        raise UserError(
+            f"the times of {source} are whole numbers up to {latest}, which are dates in {unit}, and the model reads "
+            f"them in {own}, as of its training data; give dates, or numbers in {own}"
+        )
+
+
 def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> None:
     """Refuse a wanted column that is missing (with the nearest name and the whole list) or that occurs twice."""
     for column in wanted:

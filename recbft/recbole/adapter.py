@@ -23,6 +23,7 @@ from recbft.models import MODELS
 from recbft.models.contract import ItemTable, read_histories
 from recbft.recbole.settings import refuse_short_window, run_config, warn_about_unknown
 from recbft.run_config import RunConfig
+from recbft.training.run_parts import check_clock
 
 IntArray = NDArray[np.int64]
 
@@ -129,6 +130,7 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
             raise UserError(
                 f"{reads}, which holds {example:g}, not a whole number; give integer seconds or milliseconds"
             )
+        check_clock(self.run, config["dataset"], int(times.max()))
 
     def _histories(
         self, interaction: Any, target: Tensor | None = None

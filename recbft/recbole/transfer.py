@@ -18,6 +18,7 @@ from torch import Tensor
 
 from recbft.config import to_dict
 from recbft.datasets import Dataset
+from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.machine import environment
@@ -81,7 +82,8 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     Raises:
         UserError: the items are not the same, or the folder is taken.
     """
-    config = replace(model.run, data=replace(model.run.data, dataset=data.name))
+    columns: dict[str, Any] = dict(data.columns)
+    config = replace(model.run, data=DataConfig(dataset=data.name, **columns))
     place = {token: number for number, token in enumerate(model.item_tokens)}
     numbers = np.array([place.get(str(raw), 0) for raw in data.item_ids], dtype=np.int64)
     _check_same_items(numbers, data.item_ids, model.recommender, "the RecBole model")

@@ -11,7 +11,7 @@ from torch import nn
 from recbft.config import to_dict
 from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.batches import EpochBatches
-from recbft.datasets.events import TICKS_PER_SECOND
+from recbft.datasets.events import TICKS_PER_SECOND, guessed_unit
 from recbft.errors import UserError
 from recbft.evaluation.protocol import config_hash, protocol
 from recbft.mixers.head_dynamics import DAY
@@ -89,15 +89,27 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
 
 
 def _check_clock(config: RunConfig, dataset: Dataset) -> None:
-    """A mixer's clock starts at a day of seconds: refuse that where the data's times are no seconds."""
-    if config.reads_times is None or dataset.times is None or getattr(config.mixing, "time_unit", None) != DAY:
+    if dataset.times is not None and dataset.times.size:
+        check_clock(config, dataset.name, int(dataset.times.max()), dataset.preparation.get("time_unit"))
+
+
+def check_clock(config: RunConfig, name: str, latest: int, unit: str | None = None) -> None:
+    """A mixer's clock starts at a day of seconds: refuse that where the data's times are no seconds.
+
+    Args:
+        name: of the data set.
+        latest: the largest of its times.
+        unit: theirs, guessed by their size unless given.
+
+    Raises:
+        UserError: the clock would be off by a factor of 1000 or more.
+    """
+    if config.reads_times is None or getattr(config.mixing, "time_unit", None) != DAY:
         return
-    unit, latest = dataset.preparation.get("time_unit"), int(dataset.times.max())
-    if unit is None:  # whole numbers: dates of our time in seconds have ten digits
-        unit = next((unit for unit, ticks in TICKS_PER_SECOND.items() if latest < 1e11 * ticks), "ns")
+    unit = guessed_unit(latest) if unit is None else unit
     if unit != "s":
         raise UserError(
-            f"mixing.time_unit is {DAY:g}, a day of seconds, but the times of data set {dataset.name!r} are in {unit} "
+            f"mixing.time_unit is {DAY:g}, a day of seconds, but the times of data set {name!r} are in {unit} "
             f"(up to {latest}); set mixing.time_unit to {DAY * TICKS_PER_SECOND[unit]:g} for a day of them"
         )
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from recbft.datasets import Dataset, Events
-from recbft.datasets.events import check_columns, in_unit, steps_back
+from recbft.datasets.events import check_columns, in_unit, refuse_finer, steps_back
 from recbft.errors import UserError
 
 
@@ -177,3 +177,12 @@ def test_steps_back_are_counted_within_users(form):
 def test_a_missing_column_is_explained_by_the_header(names, said):
     with pytest.raises(UserError, match=said):
         check_columns(names, ["user_id"], "f")
+
+
+def test_whole_numbers_of_another_unit_than_the_dates_that_were_learned_from_are_refused():
+    milliseconds = np.array([5, 1_700_000_000_000])
+    refuse_finer(milliseconds, "ms", "f")
+    refuse_finer(milliseconds // 1000, "s", "f")
+    refuse_finer(milliseconds[:0], "s", "f")
+    with pytest.raises(UserError, match="the times of f are whole numbers up to 1700000000000, which are dates in ms"):
+        refuse_finer(milliseconds, "s", "f")

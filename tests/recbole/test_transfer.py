@@ -207,3 +207,12 @@ def test_a_model_without_a_name_in_recbole_is_refused(dataset, at_home):
     run = train(load_run_config(model="pop", device="cpu"), at_home / "run", dataset=dataset)
     with pytest.raises(UserError, match="holds a 'pop' model, which RecBole has no name for"):
         recbft.recbole.recbole_settings(run.path)
+
+
+def test_a_run_from_recbole_names_the_columns_of_the_data_it_was_given(built, dataset, events, at_home):
+    frame = pd.read_parquet(events).rename(columns={"user_id": "who", "item_id": "what"})
+    frame.to_parquet(at_home / "own.parquet")
+    data = Dataset.load(at_home / "own.parquet", user="who", item="what", time="timestamp")
+    run = recbft.recbole.to_run(built()[2], data, at_home / "back")
+    own = load_run_config(run.config_file).data
+    assert (own.dataset, own.user, own.item, own.time) == ("own", "who", "what", "timestamp")
