@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import stat
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -448,7 +448,7 @@ def test_a_build_that_is_not_to_be_had_has_a_reason(name, value, reason, cache, 
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv(name, value)
     with pytest.raises(compiled.UnavailableError, match=reason):
-        compiled._built()
+        compiled._loaded()
     assert not cache.exists() or list(cache.iterdir()) == []
 
 
@@ -458,24 +458,38 @@ def test_a_failed_build_says_why_and_leaves_nothing(cache, monkeypatch, tmp_path
         "CC", compiler(tmp_path, 'case "$1" in --version) echo mine;; *) echo no vectors here >&2; exit 1;; esac')
     )
     with pytest.raises(compiled.UnavailableError, match="could not build them: no vectors here"):
-        compiled._built()
+        compiled._loaded()
     assert list(cache.iterdir()) == []
 
 
 def test_elsewhere_than_on_linux_other_paths_serve(cache, monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(compiled.UnavailableError, match="they are built on Linux"):
-        compiled._built()
+        compiled._loaded()
 
 
 @needs_build
 @pytest.mark.slow
 def test_builds_are_kept_and_made_at_the_same_time_without_harm(cache):
     with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(lambda _: compiled._built(), range(2))
-    assert one == two and list(cache.iterdir()) == [one]
-    before = one.stat()
-    assert compiled._built().stat().st_mtime_ns == before.st_mtime_ns
+        list(pool.map(lambda _: compiled._loaded(), range(2)))
+    [built] = cache.iterdir()
+    before = built.stat()
+    compiled._loaded()
+    assert list(cache.iterdir()) == [built] and built.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@needs_build
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:5000], lambda content: content[::-1]])
+def test_a_build_that_was_cut_is_made_again(cache, damage):
+    compiled._loaded()
+    [built] = cache.iterdir()
+    whole = built.read_bytes()
+    built.unlink()  # the process still has it
+    built.write_bytes(damage(whole))
+    assert compiled._loaded() is not None
+    assert [file.read_bytes() for file in cache.iterdir()] == [whole]
 
 
 @needs_build
@@ -484,8 +498,25 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_process(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
-    built = compiled._built()
-    assert built.exists() and os.fspath(tmp_path) not in os.fspath(built)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert compiled._loaded() is not None
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, r"CC is '\"' \(No closing quotation\); give a command"),
+        ("exit 0", "what .* builds cannot be loaded .*; use gcc, whose OpenMP is PyTorch's"),
+        (r"printf '\377\376'; exit 1", "could not build them"),
+    ],
+)
+def test_a_compiler_that_is_none_has_a_reason(cache, monkeypatch, tmp_path, script, reason):
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("CC", '"' if script is None else compiler(tmp_path, script))
+    with pytest.raises(compiled.UnavailableError, match=reason):
+        compiled._loaded()
+    assert not cache.exists() or list(cache.iterdir()) == []
 
 
 def test_without_a_build_the_other_path_serves_and_the_reason_is_logged_once(monkeypatch, caplog):

@@ -1,9 +1,9 @@
 """Fast paths in C, built where they run: by the compiler at hand, once, for this processor.
 
-The first process that wants them builds the sources beside this file into the user's cache, in a few seconds;
-later ones load what stands there. A build is known by its sources, its compiler and its processor, so that machines may
-share a home. Without a compiler, or elsewhere than on Linux, the other paths serve, and ``missing`` says why;
-``RECBFT_COMPILED=0`` in the environment asks for that.
+The first process that wants them builds the sources beside this file into the user's cache, in a few seconds; later
+ones load what stands there. A build is known by its sources, its compiler and its processor, so that machines may share
+a home, and by its own content, so that none is loaded that a crash has cut. Without a compiler, or elsewhere than on
+Linux, the other paths serve, and ``missing`` says why; ``RECBFT_COMPILED=0`` in the environment asks for that.
 
 The threads are PyTorch's own: what OpenMP needs is left open in the build, and found in the library that PyTorch has
 loaded. All take single precision on a CPU.
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from logging import getLogger
 from pathlib import Path
@@ -86,12 +87,12 @@ def pointer(x: Tensor | None) -> int | None:
 @lru_cache
 def _found() -> ctypes.CDLL | str:
     try:
-        return ctypes.CDLL(str(_built()))
-    except (UnavailableError, OSError) as error:
+        return _loaded()
+    except (UnavailableError, OSError, subprocess.SubprocessError) as error:
         return f"no compiled kernels: {error}"
 
 
-def _built() -> Path:
+def _loaded() -> ctypes.CDLL:
     """The build for this machine, made unless it stands in the cache."""
     if os.environ.get(SWITCH, "1").strip().lower() in ("0", "off", "no", "false"):
         raise UnavailableError(f"{SWITCH} is {os.environ[SWITCH]!r}")
@@ -99,43 +100,62 @@ def _built() -> Path:
         raise UnavailableError(f"they are built on Linux, and this is {platform.system()}")
     compiler = _compiler()
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
-    name = f"kernels-{_key(compiler, sources)}.so"
+    stem = f"kernels-{_key(compiler, sources)}"
     folder = _cache()
-    built = folder / name
-    if not built.exists():
-        _build(compiler, [source for source in sources if source.suffix == ".c"], built)
-    return built
+    if folder is None:  # what is loaded stays when its file goes
+        with tempfile.TemporaryDirectory(prefix="recbft-kernels-") as own:
+            return _build(compiler, sources, Path(own), stem)
+    for built in folder.glob(f"{stem}-*.so"):
+        if built.name == f"{stem}-{_sum(built)}.so":
+            with suppress(OSError):
+                return ctypes.CDLL(str(built))
+    return _build(compiler, sources, folder, stem)
 
 
 def _compiler() -> list[str]:
     """The command that compiles: CC, or gcc, whose OpenMP is PyTorch's, or whatever cc is."""
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise UnavailableError(f"CC is {os.environ['CC']!r} ({error}); give a command") from error
     for command in [named] if named else [["gcc"], ["cc"]]:
         if shutil.which(command[0]) is not None:
             return command
     raise UnavailableError(f"no C compiler ({' '.join(named) or 'gcc'}); install gcc, or name it in CC")
 
 
-def _build(compiler: list[str], sources: list[Path], to: Path) -> None:
-    """Compile and link; the file appears whole or not at all."""
-    getLogger("recbft").info(
-        "building kernels for this processor with %s, once; they stay in %s", compiler[0], to.parent
-    )
-    with tempfile.TemporaryDirectory(dir=to.parent, prefix="build-") as made:
-        objects = [str(Path(made) / f"{source.stem}.o") for source in sources]
-        pairs = zip(sources, objects, strict=True)
+def _build(compiler: list[str], sources: list[Path], folder: Path, stem: str) -> ctypes.CDLL:
+    """Compile, link and load; the file appears whole, under its content's name, or not at all."""
+    getLogger("recbft").info("building kernels for this processor with %s, once; they stay in %s", compiler[0], folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as made:
+        compiled = [source for source in sources if source.suffix == ".c"]
+        objects = [str(Path(made) / f"{source.stem}.o") for source in compiled]
+        pairs = zip(compiled, objects, strict=True)
         commands = [[*compiler, *FLAGS, *_wide(), "-c", str(source), "-o", out] for source, out in pairs]
         with ThreadPoolExecutor(os.cpu_count()) as at_once:
             list(at_once.map(_call, commands))
         # Without -fopenmp: linked to its own OpenMP, the build would bring a second set of threads.
-        shared = Path(made) / to.name
+        shared = Path(made) / f"{stem}.so"
         _call([*compiler, "-shared", "-o", str(shared), *objects, "-lm"])
-        shared.replace(to)
+        try:
+            library = ctypes.CDLL(str(shared))
+        except OSError as error:
+            raise UnavailableError(
+                f"what {compiler[0]} builds cannot be loaded ({error}); use gcc, whose OpenMP is PyTorch's"
+            ) from error
+        with open(shared, "rb") as file:
+            os.fsync(file.fileno())
+        shared.replace(folder / f"{stem}-{_sum(shared)}.so")
+    return library
+
+
+def _sum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _call(command: list[str]) -> None:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
         raise UnavailableError(f"{command[0]} could not build them: {said[0]}") from error
@@ -145,8 +165,8 @@ def _call(command: list[str]) -> None:
 
 def _key(compiler: list[str], sources: list[Path]) -> str:
     """What a build depends on."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    parts = [*compiler, version.stdout, *FLAGS, *_wide(), _processor(), torch.__version__]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=PATIENCE, check=False).stdout
+    parts = [*compiler, version.decode(errors="replace"), *FLAGS, *_wide(), _processor(), torch.__version__]
     digest = hashlib.sha256("\0".join(parts).encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -166,19 +186,12 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *(said[name] for name in kept if name in said)])
 
 
-def _cache() -> Path:
-    """The folder of builds: the user's, or one for this process where that cannot be written."""
+def _cache() -> Path | None:
+    """The folder of builds, the user's; None where it cannot be written."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(home) / "recbft"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK):
-            return folder
     except OSError:
-        pass
-    return Path(_own_folder().name)
-
-
-@lru_cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="recbft-kernels-")
+        return None
+    return folder if os.access(folder, os.W_OK) else None
