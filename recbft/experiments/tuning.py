@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import math
 import re
+import secrets
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -173,18 +174,27 @@ def _open_study(file: Path, optuna: Any, prune: bool) -> Any:
     # Optuna lets the errors of SQLAlchemy through, and has a RuntimeError for a study of another version.
     sql_errors = importlib.import_module("sqlalchemy.exc").SQLAlchemyError
     try:
-        return optuna.create_study(
-            storage=f"sqlite:///{file.resolve()}",
-            study_name=_STUDY,
-            direction="maximize",
-            load_if_exists=True,
-            pruner=pruner,
-        )
-    except (sql_errors, optuna.exceptions.OptunaError, RuntimeError) as error:
+        if not file.exists():
+            _begin_study(file, optuna)
+        return optuna.load_study(study_name=_STUDY, storage=f"sqlite:///{file.resolve()}", pruner=pruner)
+    except (sql_errors, optuna.exceptions.OptunaError, RuntimeError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{file} cannot be read as a study ({reason}); move it away to begin anew, or give another --out"
         ) from None
+
+
+def _begin_study(file: Path, optuna: Any) -> None:
+    """A file with a study, there whole or not at all: half a schema would hold several of one name."""
+    made = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        storage = optuna.storages.RDBStorage(f"sqlite:///{made.resolve()}")
+        optuna.create_study(storage=storage, study_name=_STUDY, direction="maximize")
+        storage.remove_session()
+        storage.engine.dispose()
+        made.replace(file)
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def _dimension(text: str) -> Dimension:

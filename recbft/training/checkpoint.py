@@ -255,6 +255,11 @@ def _recorded_best(folder: Path) -> dict[str, Any] | None:
     return best
 
 
+def tidy(folder: str | Path) -> None:
+    """Remove what a process killed right after a save left of the one before; for whoever trains the run."""
+    _remove_unnamed(Path(folder), _read_state(Path(folder)))
+
+
 def _remove_unnamed(folder: Path, content: Mapping[str, Any]) -> None:
     """Remove superseded tensor files, and what a killed process left half-written."""
     named = {content["tensors"]["file"], content["best"] and content["best"]["file"]}

@@ -197,6 +197,7 @@ class Session:
             write_vocabulary(self.run.checkpoint, self.dataset)
             if self.run.has_checkpoint:
                 self._restore()
+                checkpoint.tidy(self.run.checkpoint)
             yield
 
     def _restore(self) -> None:

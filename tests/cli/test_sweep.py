@@ -232,6 +232,19 @@ def test_no_workers_are_refused_before_a_study_is_begun(capsys, events, tmp_path
     assert not (tmp_path / "x").exists()
 
 
+def test_a_study_is_begun_whole_or_not_at_all(capsys, events, tmp_path, monkeypatch):
+    optuna = pytest.importorskip("optuna")
+
+    def killed(**_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optuna, "create_study", killed)
+        assert run(capsys, *tune(events, tmp_path))[0] == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name != "queue"] == []
+    assert run(capsys, *tune(events, tmp_path))[0] == 0 and (tmp_path / "study.db").is_file()
+
+
 def test_a_file_that_holds_no_study_is_refused_by_its_name(capsys, events, tmp_path):
     pytest.importorskip("optuna")
     study = tmp_path / "study.db"

@@ -138,6 +138,15 @@ def test_superseded_and_half_written_files_go(tmp_path):
     assert len(names) == 3 and names[0].startswith("best-00003-") and names[1].startswith("epoch-00003-")
 
 
+def test_what_a_kill_right_after_a_save_left_goes_when_the_run_is_taken_up(tmp_path):
+    model, optimizer = make_run()
+    save(tmp_path, model, optimizer, make_state(2), best_model_state=model.state_dict())
+    kept = sorted(os.listdir(tmp_path))
+    (tmp_path / "best-00001-abc.safetensors").write_bytes(b"superseded")
+    checkpoint.tidy(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == kept
+
+
 def test_the_same_epoch_can_be_saved_again(tmp_path):
     model, optimizer = make_run()
     save(tmp_path, model, optimizer, make_state(1))
