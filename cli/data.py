@@ -104,9 +104,10 @@ def prepare(
     where: Where = None,
 ) -> None:
     """Filter and order events once, and write them as one canonical Parquet file, or for RecBole."""
+    from recbft.datasets.loading import source_file_of
     from recbft.files import refuse_input
 
-    source_file = _source_file(source, data_root)
+    source_file = source_file_of(source, data_root)
     if source_file is not None:
         refuse_input(out, source_file)
     dataset = _load(locals())
@@ -158,23 +159,6 @@ def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
     title = f"{dataset.name}: {dataset.num_users:,} users, {dataset.num_items:,} items, {dataset.num_events:,} events"
     write_atomic(config, ready_to_run(title, config, name, has_times=dataset.times is not None).encode())
     return config
-
-
-def _source_file(source: str, data_root: str | None) -> Path | None:
-    """The file that is read for a name; None if nothing is read."""
-    from recbft.datasets import cards
-    from recbft.datasets.readers import FORMATS, atomic_file
-
-    if source == cards.SYNTHETIC:
-        return None
-    if source in cards.card_names():
-        return cards.find(cards.card(source), data_root)[0]
-    place = Path(source).expanduser()
-    is_name = not place.exists() and not place.suffix and len(place.parts) == 1
-    if is_name and (root := cards.root_folder(data_root)) is not None:
-        places = [root / source, *(root / f"{source}{ending}" for ending in FORMATS)]
-        place = next((each for each in places if each.exists()), place)
-    return atomic_file(place)
 
 
 def _load(options: dict[str, Any]) -> Dataset:

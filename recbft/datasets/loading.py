@@ -81,6 +81,15 @@ def load_dataset(
     return dataset
 
 
+def source_file_of(name_or_path: str | Path, data_root: str | Path | None) -> Path | None:
+    """The file that is read for a name; None if nothing is read.
+
+    Raises:
+        UserError: as for the data set itself, where there is none.
+    """
+    return None if str(name_or_path) == cards.SYNTHETIC else _locate(name_or_path, data_root).path
+
+
 def _locate(name_or_path: str | Path, data_root: str | Path | None) -> _Found:
     name = str(name_or_path)
     if name in cards.card_names():

@@ -155,28 +155,18 @@ def load_comparison(path: str | Path) -> Comparison:
     """The comparison in a folder written by ``recbft compare``.
 
     Raises:
-        UserError: there is none, or a run it names has gone or is broken.
+        UserError: there is none, a run it names has gone or is broken, or its figures are not those of the runs.
     """
     path = Path(path)
     file = path / COMPARISON_FILE
     if not file.is_file():
         raise UserError(f"{path} holds no {COMPARISON_FILE}; make it with: recbft compare RUN_DIR... --out {path}")
+    again = f"make it again with: recbft compare RUN_DIR... --out {path}"
     try:
         saved = json.loads(file.read_bytes())
         names = {path / run: name for name, arm in saved["arms"].items() for run in arm["runs"].values()}
         external = {name: path / arm["external"] for name, arm in saved["arms"].items() if arm["external"]}
         baseline, order, notes = saved["baseline"], list(saved["arms"]), tuple(saved["notes"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{file} is damaged; make it again with: recbft compare RUN_DIR... --out {path}") from None
-    made = comparison_of(list(names), baseline=baseline, external=external, names=names)
-    _check_figures(made, saved, path)
-    return Comparison(**{**vars(made), "path": path, "arms": {name: made.arms[name] for name in order}, "notes": notes})
-
-
-def _check_figures(comparison: Comparison, saved: Mapping[str, Any], path: Path) -> None:
-    """Refuse a file whose figures are not those of the runs as they stand: a page would say both."""
-    again = f"make it again with: recbft compare RUN_DIR... --out {path}"
-    try:
         figures = [
             (name, setting, metric, np.array(each["values"], dtype=np.float64))
             for name, arm in saved["arms"].items()
@@ -184,14 +174,15 @@ def _check_figures(comparison: Comparison, saved: Mapping[str, Any], path: Path)
             for metric, each in metrics.items()
         ]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path / COMPARISON_FILE} is damaged; {again}") from None
-    for name, setting, metric, said in figures:
-        found = comparison.values(name, setting, metric)
+        raise UserError(f"{file} is damaged; {again}") from None
+    made = comparison_of(list(names), baseline=baseline, external=external, names=names)
+    for name, setting, metric, said in figures:  # a page of figures of two trainings would contradict itself
+        found = made.values(name, setting, metric)
         if said.shape != found.shape or not np.allclose(said, found, rtol=0, atol=1e-9):
             raise UserError(
-                f"{path / COMPARISON_FILE} was made of other ranks of {name} than its runs have now ({metric}, "
-                f"{setting}); {again}"
+                f"{file} was made of other ranks of {name} than its runs have now ({metric}, {setting}); {again}"
             )
+    return Comparison(**{**vars(made), "path": path, "arms": {name: made.arms[name] for name in order}, "notes": notes})
 
 
 def _read(run_dirs: Sequence[str | Path], skip_broken: bool) -> tuple[list[Run], list[str]]:

@@ -69,13 +69,16 @@ def cells_of(against: Mapping[str, Any]) -> list[tuple[str, str, str, dict[str, 
 def difference_cells(d: Mapping[str, Any]) -> list[str]:
     """Difference, relative change and 95 % interval; the same difference in every seed has no spread to judge by."""
     relative = d.get("relative")
-    # An end that rounds to zero keeps its sign: it says on which side of zero the interval ends.
-    ends = [f"{end:+.4f}" if end else "0.0000" for end in d["interval"]]
     return [
         unsigned_zero(f"{d['difference']:+.4f}"),
         "" if relative is None else f"{unsigned_zero(f'{100 * relative:+.1f}')} %",
-        "" if _is_constant(d) else " to ".join(ends),
+        "" if _is_constant(d) else interval_text(d["interval"], "+.4f"),
     ]
+
+
+def interval_text(ends: Sequence[Any], spec: str) -> str:
+    """An interval; an end that rounds to zero keeps its sign, which says on which side of zero the interval ends."""
+    return " to ".join(format(end, spec) if end else unsigned_zero(format(end, spec)) for end in ends)
 
 
 def unsigned_zero(number: str) -> str:

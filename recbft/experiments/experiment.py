@@ -105,7 +105,7 @@ def conclude(
     metrics: Sequence[str] = METRICS,
 ) -> str:
     """Write the comparison's two files and return the tables for a terminal."""
-    result = write_comparison(comparison, make_folder(out), made=made, external=external, metrics=metrics)
+    result = write_comparison(comparison, out, made=made, external=external, metrics=metrics)
     write_atomic(out / "comparison.md", comparison_document(result, markdown=True).encode())
     return comparison_document(result, markdown=False)
 

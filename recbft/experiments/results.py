@@ -21,7 +21,7 @@ import numpy as np
 
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
-from recbft.files import write_atomic, write_json
+from recbft.files import make_folder, write_atomic, write_json
 from recbft.training.run_folder import RunFolder
 
 FORMAT = 1
@@ -75,7 +75,7 @@ def write_comparison(
         made: the header of ``provenance``.
         external: the files behind external arms; copied to ``folder/external``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     result = results_of(comparison, metrics=metrics)
     result = {"format": FORMAT, "made": dict(made), **result, "environments": _environments(comparison)}
     for name, arm in comparison.arms.items():

@@ -125,6 +125,11 @@ def missing(name: str) -> str | None:
     return None
 
 
+def serves_steps(x: Tensor) -> bool:
+    """Whether small steps like this tensor's are one Triton launch: float32 on a GPU."""
+    return x.is_cuda and x.dtype == torch.float32 and missing("triton") is None
+
+
 def _wrong_device(name: str, path: Path, tensor: Tensor) -> str | None:
     found = tensor.device.type
     if path.device in (None, found) or (name == "triton" and found == "cpu" and interpreted()):

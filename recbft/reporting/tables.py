@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from recbft.experiments.document import p_text, spread_text, unsigned_zero
+from recbft.experiments.document import interval_text, p_text, spread_text, unsigned_zero
 from recbft.files import make_folder, write_atomic
 
 Cell = str | int | float | tuple[float, float | None] | None
@@ -186,8 +186,7 @@ def percent(share: float) -> str:
 
 def _between(cell: Cell, spec: str) -> str:
     assert isinstance(cell, tuple)
-    # An end that rounds to zero keeps its sign: it says on which side of zero the interval ends.
-    return " to ".join(format(end, spec) if end else unsigned_zero(format(end, spec)) for end in cell)
+    return interval_text(cell, spec)
 
 
 _WRITTEN: dict[Kind, Callable[..., str]] = {

@@ -62,6 +62,6 @@ def _path(x: Tensor, plain: bool) -> Any:
     """The module that serves operands like ``x``; ``plain``: whether they are what a pass over memory takes."""
     if plain and in_c.serves(x):
         return compiled
-    if plain and x.is_cuda and dispatch.missing("triton") is None:
+    if plain and dispatch.serves_steps(x):
         return import_module("recbft.kernels.filter_step.triton")
     return analytic

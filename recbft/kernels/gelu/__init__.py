@@ -111,7 +111,7 @@ def _fused(a: Tensor, factor: Tensor) -> Any:
     """The module in C or Triton that serves a call, or None."""
     if compiled.serves(a, factor):
         return compiled
-    if a.is_cuda and a.dtype == factor.dtype == torch.float32 and dispatch.missing("triton") is None:
+    if factor.dtype == a.dtype and dispatch.serves_steps(a):
         return import_module("recbft.kernels.gelu.triton")
     return None
 
