@@ -18,6 +18,7 @@ from torch import Tensor
 from recbft import core
 from recbft.core import Belief, SequenceContext, silu_moments, softmax_mean, softmax_moments
 from recbft.kernels.cross_entropy import full_cross_entropy
+from recbft.kernels.filter_step.fused import Fused
 from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
 from recbft.mixers.bayesian import filter_memory
 from recbft.mixers.rfa import robust_filter_attention
@@ -166,7 +167,7 @@ def filter_step(N: int, D: int) -> Case:
         if impl == "reference":
             after = core.kalman_update(before, x["innovation"], observed, ramp=0.7)[0]
             return (*after, core.predict_precision(after.precision, x["jacobian"], noise, cap=20.0).clamp(min=0.01))
-        step: Any = import_module("recbft.kernels.filter_step.triton")
+        step = Fused(import_module("recbft.kernels.filter_step.triton"))
         after = step.kalman_update(before, x["innovation"], observed, ramp=0.7)
         return (*after, step.predict_precision(after.precision, x["jacobian"], noise, low=0.01, cap=20.0))
 

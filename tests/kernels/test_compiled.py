@@ -29,7 +29,8 @@ from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.kernels.dropout import dropout, scaled_mask
 from recbft.kernels.filter_step import analytic, sandwich
-from recbft.kernels.filter_step import compiled as compiled_step
+from recbft.kernels.filter_step import compiled as passes
+from recbft.kernels.filter_step.fused import Fused
 from recbft.kernels.filter_step.operands import prediction_is_plain, update_is_plain
 from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
 from recbft.kernels.softmax_moments.reml import softmax_reml
@@ -353,7 +354,7 @@ def test_update_equals_the_other_path(N, D, ramp):
         return [x.detach().double() for x in (*belief, *torch.autograd.grad(loss, inputs))]
 
     assert update_is_plain(Belief(h.float(), lam.float()), e.float(), r.float())
-    exact, plain, found = run(analytic, torch.float64), run(analytic, torch.float32), run(compiled_step, torch.float32)
+    exact, plain, found = run(analytic, torch.float64), run(analytic, torch.float32), run(Fused(passes), torch.float32)
     assert_as_near_as(found, plain, exact, slack=5e-7)
 
 
@@ -375,7 +376,7 @@ def test_prediction_equals_the_other_path(N, D, noise, jacobian):
         loss = (after * torch.arange(1, N * D + 1, dtype=dtype).cos().view(N, D)).sum()
         return [x.detach().double() for x in (after, *torch.autograd.grad(loss, wanted))]
 
-    exact, plain, found = run(analytic, torch.float64), run(analytic, torch.float32), run(compiled_step, torch.float32)
+    exact, plain, found = run(analytic, torch.float64), run(analytic, torch.float32), run(Fused(passes), torch.float32)
     assert_as_near_as(found, plain, exact, slack=1e-6)
 
 

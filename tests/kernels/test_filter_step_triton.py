@@ -11,6 +11,7 @@ from recbft.core import Belief
 from recbft.kernels import filter_step
 from recbft.kernels.filter_step import analytic
 from recbft.kernels.filter_step import triton as kernels
+from recbft.kernels.filter_step.fused import Fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(0, 4), (1, 1), (7, 33), (130, 48)]
@@ -46,7 +47,9 @@ def values_and_gradients(function, inputs, dtype):
 def compare(function, inputs):
     """``function(path, *inputs)`` by the kernels and by the analytic path."""
     exact = values_and_gradients(lambda *x: function(analytic, *x), inputs, torch.float64)
-    found, again = (values_and_gradients(lambda *x: function(kernels, *x), inputs, torch.float32) for _ in range(2))
+    found, again = (
+        values_and_gradients(lambda *x: function(Fused(kernels), *x), inputs, torch.float32) for _ in range(2)
+    )
     for ours, same, theirs in zip(found, again, exact, strict=True):
         assert torch.equal(ours, same)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
@@ -77,14 +80,14 @@ def test_axes_in_front_odd_strides_and_expanded_gradients_change_nothing():
     inputs = [drawn(4, 6, 3, low=0.1, seed=seed).transpose(0, 2) for seed in range(4)]
     compare(lambda path, h, lam, e, r: path.kalman_update(Belief(h, lam), e, r, ramp=1.0), inputs)
     lam, J = (x.float().requires_grad_() for x in inputs[:2])
-    kernels.predict_precision(lam, J, torch.zeros(4, device=DEVICE), low=0.01, cap=9.0).sum().backward()
+    Fused(kernels).predict_precision(lam, J, torch.zeros(4, device=DEVICE), low=0.01, cap=9.0).sum().backward()
     assert lam.grad.isfinite().all() and J.grad.isfinite().all()
 
 
 def test_what_is_not_a_number_stays_visible():
     lam, J = torch.ones(2, 3, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
     J[0, 1], lam[1, 2] = float("nan"), float("nan")
-    after = kernels.predict_precision(lam, J, torch.ones(3, device=DEVICE), low=0.01, cap=9.0)
+    after = Fused(kernels).predict_precision(lam, J, torch.ones(3, device=DEVICE), low=0.01, cap=9.0)
     assert after.isnan().nonzero().tolist() == [[0, 1], [1, 2]]
 
 
@@ -97,6 +100,6 @@ def test_a_step_of_training_is_the_same_with_them(monkeypatch):
         return torch.autograd.grad(after.sum() + belief.mean.square().sum(), [*inputs, noise])
 
     plain = gradients()
-    monkeypatch.setattr(filter_step, "_path", lambda x, plain: kernels)
+    monkeypatch.setattr(filter_step, "_path", lambda x, plain: Fused(kernels))
     for ours, theirs in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=3e-6)

@@ -16,6 +16,7 @@ from recbft.core import Belief, SiluMoments
 from recbft.kernels import compiled as in_c
 from recbft.kernels import dispatch
 from recbft.kernels.filter_step import analytic, compiled, sandwich
+from recbft.kernels.filter_step.fused import Fused
 from recbft.kernels.filter_step.operands import prediction_is_plain, update_is_plain
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import beyond_first_gradients
@@ -59,9 +60,9 @@ def sandwich_precision(moments: SiluMoments, *, cap: float, centre: str) -> Tens
 
 
 def _path(x: Tensor, plain: bool) -> Any:
-    """The module that serves operands like ``x``; ``plain``: whether they are what a pass over memory takes."""
+    """What serves operands like ``x``; ``plain``: whether they are what a pass over memory takes."""
     if plain and in_c.serves(x):
-        return compiled
+        return Fused(compiled)
     if plain and dispatch.serves_steps(x):
-        return import_module("recbft.kernels.filter_step.triton")
+        return Fused(import_module("recbft.kernels.filter_step.triton"))
     return analytic

@@ -1,7 +1,6 @@
 """Update and prediction on a GPU: one launch in each direction instead of some twenty.
 
-They serve what ``operands`` calls plain; the equations are those of ``analytic``. Sums over tokens are made of parts
-that are added up in one order, so that two runs are equal bit for bit.
+Sums over tokens are made of parts that are added up in one order, so that two runs are equal bit for bit.
 
 Shapes: N tokens, D model width; the tokens' axes come first.
 """
@@ -12,96 +11,53 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from recbft.core.belief import Belief
 from recbft.kernels.dispatch import launched_beside
 from recbft.kernels.filter_step.analytic import FLOOR
-from recbft.kernels.transforms import applied
 
 ELEMENTS = 1024  # of a program
 SUMMED = 2048  # elements of a program that adds up over tokens
 
 
-def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float) -> Belief:
-    """The same as ``analytic.kalman_update``."""
-    return Belief(
-        *launched_beside(innovation, applied)(
-            _Update, belief.mean, belief.precision, innovation, observation_precision, ramp
-        )
-    )
+def update(h: Tensor, lam: Tensor, e: Tensor, r: Tensor, updated: Tensor, after: Tensor, ramp: float) -> None:
+    """As ``fused.Passes`` says."""
+    _launched(_update, h)(h, lam, e, r, updated, after, ramp, h.numel(), ELEMENTS=ELEMENTS)
 
 
-def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
-    """The same as ``analytic.predict_precision``."""
-    predicted: Tensor = launched_beside(precision, applied)(_Predict, precision, jacobian, process_noise, low, cap)
-    return predicted
+def update_gradients(given: tuple[Tensor, ...], found: tuple[Tensor, ...], ramp: float) -> None:
+    """As ``fused.Passes`` says."""
+    e = given[0]
+    _launched(_update_gradients, e)(*given, *found, ramp, e.numel(), ELEMENTS=ELEMENTS)
 
 
-class _Update(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, lam: Tensor, e: Tensor, r: Tensor, ramp: float) -> tuple[Tensor, Tensor]:
-        h, lam, e, r = (x.contiguous() for x in (h, lam, e, r))
-        updated, after = torch.empty_like(h), torch.empty_like(lam)
-        _update[_programs(h)](h, lam, e, r, updated, after, ramp, h.numel(), ELEMENTS=ELEMENTS)
-        ctx.save_for_backward(e, r, after)
-        ctx.ramp = ramp
-        return updated, after
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_h: Tensor, g_after: Tensor) -> Any:
-        e, r, after = ctx.saved_tensors
-        g_h, g_after = g_h.contiguous(), g_after.contiguous()
-        d_lam, d_e, d_r = (torch.empty_like(after) for _ in range(3))
-        _update_gradients[_programs(e)](
-            e, r, after, g_h, g_after, d_lam, d_e, d_r, ctx.ramp, e.numel(), ELEMENTS=ELEMENTS
-        )
-        return g_h, d_lam, d_e, d_r, None
+def predict(lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float) -> None:
+    """As ``fused.Passes`` says."""
+    sizes, each = (lam.numel(), lam.shape[-1]), J.shape == lam.shape
+    _launched(_predict, lam)(lam, J, Q, predicted, low, cap, *sizes, EACH=each, FLOOR=FLOOR, ELEMENTS=ELEMENTS)
 
 
-class _Predict(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, lam: Tensor, J: Tensor, Q: Tensor, low: float, cap: float) -> Tensor:
-        D, each = lam.shape[-1], J.shape == lam.shape
-        ctx.noise_shape = Q.shape
-        lam, Q = lam.contiguous(), Q.expand(D).contiguous()
-        J = (J if each else J.expand(D)).contiguous()
-        predicted = torch.empty_like(lam)
-        _predict[_programs(lam)](
-            lam, J, Q, predicted, low, cap, lam.numel(), D, EACH=each, FLOOR=FLOOR, ELEMENTS=ELEMENTS
-        )
-        ctx.save_for_backward(lam, J, Q, predicted)
-        ctx.each, ctx.bounds = each, (low, cap)
-        return predicted
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        lam, J, Q, predicted = ctx.saved_tensors
-        D, g = lam.shape[-1], g.contiguous()
-        N = lam.numel() // max(D, 1)
-        d_lam = torch.empty_like(lam)
-        d_J = torch.empty_like(J) if ctx.each and ctx.needs_input_grad[1] else None
-        columns = triton.next_power_of_2(D)
-        tokens = max(1, SUMMED // columns)
-        parts = triton.cdiv(N, tokens)
-        sums = Q.new_empty(parts, D)
-        if parts:
-            _predict_gradients[(parts,)](
-                *(lam, J, Q, predicted, g, d_lam, d_J, sums, *ctx.bounds, N, D),
-                EACH=ctx.each, FLOOR=FLOOR, TOKENS=tokens, COLUMNS=columns,
-            )  # fmt: skip
-        d_Q = sums.sum(dim=0).sum_to_size(ctx.noise_shape) if ctx.needs_input_grad[2] else None
-        return d_lam, d_J, d_Q, None, None
+def predict_gradients(given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float) -> Tensor:
+    """As ``fused.Passes`` says."""
+    lam, J, Q = given[:3]
+    D = lam.shape[-1]
+    N = lam.numel() // max(D, 1)
+    columns = triton.next_power_of_2(D)
+    tokens = max(1, SUMMED // columns)
+    sums = Q.new_empty(triton.cdiv(N, tokens), D)
+    if len(sums):
+        launched_beside(lam, _predict_gradients[(len(sums),)])(
+            *(*given, d_lam, d_J, sums, low, cap, N, D),
+            EACH=J.shape == lam.shape, FLOOR=FLOOR, TOKENS=tokens, COLUMNS=columns,
+        )  # fmt: skip
+    return sums
 
 
-def _programs(x: Tensor) -> tuple[int]:
-    return (max(1, triton.cdiv(x.numel(), ELEMENTS)),)
+def _launched(kernel: Any, x: Tensor) -> Any:
+    """A kernel with as many programs as the elements of ``x`` take, on its device."""
+    return launched_beside(x, kernel[(max(1, triton.cdiv(x.numel(), ELEMENTS)),)])
 
 
 # fmt: off

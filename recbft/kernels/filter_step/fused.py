@@ -1,0 +1,103 @@
+"""Update and prediction by one pass over memory in each direction: in C on a CPU, by Triton on a GPU.
+
+They serve what ``operands`` calls plain; the equations are those of ``analytic``.
+
+Shapes: N tokens, D model width; the tokens' axes come first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recbft.core.belief import Belief
+from recbft.kernels.transforms import applied
+
+
+class Passes(Protocol):
+    """A module of passes, which read and write contiguous float32 arrays."""
+
+    def update(self, h: Tensor, lam: Tensor, e: Tensor, r: Tensor, updated: Tensor, after: Tensor, ramp: float) -> None:
+        """Fill the last two."""
+
+    def update_gradients(self, given: tuple[Tensor, ...], found: tuple[Tensor, ...], ramp: float) -> None:
+        """From e, r, lam', g_h and g_lam': the gradients of lam, e and r."""
+
+    def predict(self, lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float) -> None:
+        """Fill the last; J of each token, or (D,)."""
+
+    def predict_gradients(
+        self, given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float
+    ) -> Tensor:
+        """From lam, J, Q, lam'' and its gradient; returned are parts of the gradient of Q, (parts, D)."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What ``analytic`` has, by these passes."""
+
+    passes: Passes
+
+    def kalman_update(
+        self, belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float
+    ) -> Belief:
+        """Equation (2); all (..., D)."""
+        operands = belief.mean, belief.precision, innovation, observation_precision
+        return Belief(*applied(_Update, self.passes, *operands, ramp))
+
+    def predict_precision(
+        self, precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float
+    ) -> Tensor:
+        """Equation (3); precision (..., D), J like it or a constant (D,) or scalar, Q (D,) or scalar."""
+        predicted: Tensor = applied(_Predict, self.passes, precision, jacobian, process_noise, low, cap)
+        return predicted
+
+
+class _Update(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, passes: Passes, h: Tensor, lam: Tensor, e: Tensor, r: Tensor, ramp: float
+    ) -> tuple[Tensor, Tensor]:
+        h, lam, e, r = (x.contiguous() for x in (h, lam, e, r))
+        updated, after = torch.empty_like(h), torch.empty_like(lam)
+        passes.update(h, lam, e, r, updated, after, ramp)
+        ctx.save_for_backward(e, r, after)
+        ctx.passes, ctx.ramp = passes, ramp
+        return updated, after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_h: Tensor, g_after: Tensor) -> Any:
+        e, r, after = ctx.saved_tensors
+        g_h, g_after = g_h.contiguous(), g_after.contiguous()
+        d_lam, d_e, d_r = (torch.empty_like(after) for _ in range(3))
+        ctx.passes.update_gradients((e, r, after, g_h, g_after), (d_lam, d_e, d_r), ctx.ramp)
+        return None, g_h, d_lam, d_e, d_r, None
+
+
+class _Predict(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passes: Passes, lam: Tensor, J: Tensor, Q: Tensor, low: float, cap: float) -> Tensor:
+        D, each = lam.shape[-1], J.shape == lam.shape
+        ctx.noise_shape = Q.shape
+        lam, Q = lam.contiguous(), Q.expand(D).contiguous()
+        J = (J if each else J.expand(D)).contiguous()
+        predicted = torch.empty_like(lam)
+        passes.predict(lam, J, Q, predicted, low, cap)
+        ctx.save_for_backward(lam, J, Q, predicted)
+        ctx.passes, ctx.each, ctx.bounds = passes, each, (low, cap)
+        return predicted
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        lam, J, Q, predicted = ctx.saved_tensors
+        d_lam = torch.empty_like(lam)
+        d_J = torch.empty_like(J) if ctx.each and ctx.needs_input_grad[2] else None
+        sums = ctx.passes.predict_gradients((lam, J, Q, predicted, g.contiguous()), d_lam, d_J, *ctx.bounds)
+        d_Q = sums.sum(dim=0).sum_to_size(ctx.noise_shape) if ctx.needs_input_grad[3] else None
+        return None, d_lam, d_J, d_Q, None, None
