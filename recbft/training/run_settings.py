@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from logging import getLogger
+from threading import RLock
 from typing import Any
 
 import torch
@@ -12,14 +14,19 @@ import torch
 from recbft.errors import UserError
 from recbft.training.config import TrainingConfig
 
+_turns = [RLock()]  # of this process's runs, in a list so that a forked process can have its own
+
 
 @contextlib.contextmanager
 def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
-    """Device, threads, determinism and random state of a run; all put back afterwards."""
+    """Device, threads, determinism and random state of a run; all put back afterwards.
+
+    All of them belong to the process, so a run in another thread waits until this one is through.
+    """
     device = _device(config.device)
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _turn(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         try:
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
@@ -32,6 +39,26 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
         finally:
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    turn = _turns[0]
+    if not turn.acquire(blocking=False):
+        getLogger("recbft").info("another run trains in this process; this one waits for it: they share random numbers")
+        turn.acquire()
+    try:
+        yield
+    finally:
+        turn.release()
+
+
+def _own_turns() -> None:
+    _turns[0] = RLock()
+
+
+if hasattr(os, "register_at_fork"):  # who held the turn is not there after a fork
+    os.register_at_fork(after_in_child=_own_turns)
 
 
 def _device(name: str) -> torch.device:

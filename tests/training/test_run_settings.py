@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from multiprocessing import get_context
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -47,3 +49,27 @@ def test_a_deterministic_run_on_a_gpu_has_what_its_products_ask_for(given, kept,
     with run_settings.run_settings(TrainingConfig(device="cuda", deterministic=True)):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept and torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def surrounded(inside=None, leave=None):
+    with run_settings.run_settings(TrainingConfig(device="cpu")):
+        if inside is not None:
+            inside.set()
+            leave.wait()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that it has threads, from Python 3.12 on
+def test_a_forked_process_does_not_wait_for_a_run_of_its_parent():
+    inside, leave = Event(), Event()
+    thread = Thread(target=surrounded, args=(inside, leave))
+    thread.start()
+    inside.wait()
+    child = get_context("fork").Process(target=surrounded)
+    child.start()
+    child.join(30)
+    found = child.exitcode
+    child.kill()
+    leave.set()
+    thread.join()
+    assert found == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -121,6 +122,16 @@ def test_equal_configs_give_equal_runs_and_seeds_differ(dataset, tmp_path, arm):
     assert_equal_runs(one, two)
     other = session.train(config(arm, seed=1), tmp_path / "other", dataset=dataset)
     assert other.metrics["test"] != one.metrics["test"]
+
+
+def test_runs_in_threads_are_those_of_their_seeds(dataset, tmp_path):
+    def trained(seed, folder):
+        return session.train(config(seed=seed), tmp_path / folder / str(seed), dataset=dataset)
+
+    with ThreadPoolExecutor(2) as pool:
+        beside = list(pool.map(trained, (0, 1), ("beside", "beside")))
+    for seed, run in enumerate(beside):
+        assert_equal_runs(run, trained(seed, "alone"))
 
 
 @pytest.mark.parametrize("filter_seen", [False, True])
