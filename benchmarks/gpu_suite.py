@@ -8,6 +8,8 @@
 2. Kriging moments against PyTorch's attention and against the reference: time forward, and forward and backward, and
    peak memory. The cross-entropy against the one over logits.
 3. A training step of ``bft`` against ``matched``, at two lengths, in single and in mixed precision.
+4. Twenty seeds of each arm trained together, on generated histories as many and as short as those of Amazon Beauty:
+   whole epochs with validation and checkpoints, and what a hundred of them would take.
 
 It keeps to ``--minutes`` in all: what no time is left for is named. Results are on disk line by line, and what fails is
 a line of its own, so that the rest is still told: the work is done in a process of its own, and in a new one after an
@@ -22,8 +24,10 @@ import argparse
 import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,8 @@ from recbft.errors import RunError, UserError
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
+from recbft.training import session
+from recbft.training.many_seeds import train_seeds
 
 NAME = "gpu_suite"
 # Units of the last digit that an error may have whatever the reference's; sums over many pairs lose some in single.
@@ -143,6 +149,7 @@ def units(device: str) -> list[Unit]:
         made.append(Unit("vocabulary", labels, partial(vocabulary, clock, *sizes)))
     for length in LENGTHS[:1] if small else LENGTHS:
         made.append(Unit("steps", {"T": length}, partial(steps, clock, length, small=small)))
+    made += [Unit("seeds", {"arm": arm}, partial(seeds, device, arm, small=small)) for arm in ("matched", "bft")]
     return made
 
 
@@ -288,6 +295,39 @@ def steps(clock: Clock, length: int, *, small: bool) -> Iterator[Row]:
             "tokens_per_second": found["tokens_per_second"],
             "evaluation_s": found["evaluation_seconds"],
         }
+
+
+def seeds(device: str, arm: str, *, small: bool) -> Iterator[Row]:
+    """Epochs of one seed and of many together, and how far their first losses are apart; dropout differs."""
+    number, epochs, users, items = (2, 1, 60, 400) if small else (20, 3, 22_363, 12_101)
+    dataset = synthetic_dataset(SyntheticConfig(num_users=users, num_items=items, mean_length=8.9))
+    settings = [f"epochs={epochs}", "patience=100", f"device={device}", *(["hidden_size=16"] if small else [])]
+    config = parse_arms(arm)[0].config(settings, model="sasrec", dataset="synthetic")
+    configs = [replace(config, seed=seed) for seed in range(number)]
+    found: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / str(seed) for seed in range(number)]
+        ways = {
+            "one": lambda: [session.train(configs[0], Path(folder) / "one", dataset=dataset)],
+            "all": lambda: train_seeds(configs, paths, dataset=dataset),
+        }
+        for way, run in ways.items():
+            began = time.perf_counter()
+            runs = run()
+            found[f"{way}_whole_s"] = (time.perf_counter() - began) / epochs
+            rows = [history.read_history() for history in runs]
+            found[f"{way}_training_s"] = statistics.median(
+                sum(float(own[epoch]["seconds"]) for own in rows) for epoch in range(epochs)
+            )
+            losses[way] = float(rows[0][0]["loss"])
+    yield {
+        "seeds": number,
+        **found,
+        "x_one": found["all_training_s"] / found["one_training_s"],
+        "minutes_of_100_epochs": 100 * found["all_whole_s"] / 60,
+        "loss_apart": abs(losses["all"] / losses["one"] - 1),
+    }
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -26,10 +26,15 @@ from recbft.models.precision_channel import LAM_MIN, SAMPLED_ROWS, LayerPrecisio
 class SeedRows:
     """Which rows are whose in the batch at hand, and where each seed's random bits come from."""
 
-    now: SideBySide
+    now: SideBySide  # on the CPU, where its numbers can be read without waiting for a device
+    origin: Tensor  # (S, N) of ``now``, where the parameters are
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
+
+    def begin(self, side: SideBySide, device: torch.device) -> None:
+        """Take up the next batch."""
+        self.now, self.origin = side, side.origin.to(device)
 
     def apart(self, x: Tensor) -> Tensor:
         """(R, T, ..) -> (S, N, ..)."""
@@ -41,11 +46,21 @@ class SeedRows:
 
     def random_bits(self, width: int) -> Tensor:
         """(S, N, width): each seed draws for its own batch, and a token here gets what it gets there."""
-        origin = self.now.origin
-        bits = torch.empty(*origin.shape, width, dtype=torch.int16)
+        origin = self.origin
+        bits = torch.empty(*origin.shape, width, dtype=torch.int16, device=origin.device)
         for own, size, generator, out in zip(origin, self.now.sizes, self.generators, bits, strict=True):
-            torch.index_select(random_bits((size, width), generator), 0, own, out=out)
+            torch.index_select(random_bits((size, width), generator).to(origin.device), 0, own, out=out)
         return bits
+
+    def sampled(self) -> tuple[Tensor, Tensor]:
+        """Every fourth row of each seed's own batch: flat indices of tokens (S, n), and which n are none to fill up."""
+        now = self.now
+        widths = torch.tensor(now.widths)[:, None]
+        valid = now.batch.segment.view(now.num_seeds, -1) >= 0
+        chosen = (now.origin // widths % SAMPLED_ROWS == 0) & valid  # (S, N)
+        index = chosen.to(torch.uint8).argsort(dim=1, descending=True)[:, : int(chosen.sum(dim=1).amax())]
+        first = torch.arange(len(chosen))[:, None] * chosen.shape[1]
+        return (index + first).to(self.origin.device), chosen.gather(1, index).to(self.origin.device)
 
 
 class SeedLinear(nn.Module):
@@ -154,7 +169,7 @@ class SeedPrecision(nn.Module):
         if self.plain.mode == "running_mean":
             mean = self._per_row(self.mean_jacobian.clone())
             if self.training:
-                self._remember(self.mean_jacobian, self._sampled_jacobian(a, left, right, context))
+                self._remember(self.mean_jacobian, self._sampled_jacobian(a, left, right))
             return F.gelu(a), mean
         if self.plain.core.jacobian_detach:
             hidden, reduced = F.gelu(a), slope_product(a, right)
@@ -188,17 +203,12 @@ class SeedPrecision(nn.Module):
         assert self.factors is not None, "refresh comes before the first batch"
         return self.factors
 
-    def _sampled_jacobian(self, a: Tensor, left: Tensor | None, right: Tensor, context: SequenceContext) -> Tensor:
-        """The mean Jacobian over every fourth row of each seed's own batch, (S, D)."""
-        now = self.seeds.now
-        widths = torch.tensor(now.widths)[:, None]
-        chosen = (now.origin // widths % SAMPLED_ROWS == 0) & self.seeds.apart(context.valid)  # (S, N)
-        index = chosen.to(torch.uint8).argsort(dim=1, descending=True)[:, : int(chosen.sum(dim=1).amax())]
-        flat = a.detach().view(-1, a.shape[-1])
-        first = torch.arange(len(chosen))[:, None] * chosen.shape[1]
-        sample = flat.index_select(0, (index + first).flatten())
+    def _sampled_jacobian(self, a: Tensor, left: Tensor | None, right: Tensor) -> Tensor:
+        """The mean Jacobian over the rows that are sampled, (S, D)."""
+        index, chosen = self.seeds.sampled()
+        sample = a.detach().view(-1, a.shape[-1]).index_select(0, index.flatten())
         reduced = slope_product(sample, right).view(*index.shape, -1)
-        return self._mean(_jacobian(reduced, left), chosen.gather(1, index))
+        return self._mean(_jacobian(reduced, left), chosen)
 
     def _mean(self, values: Tensor, keep: Tensor) -> Tensor:  # (S, N, D), (S, N) -> (S, D)
         share = keep.to(values.dtype)

@@ -84,17 +84,19 @@ class Stacked:
                 part.refresh()
 
     def losses(self, side: SideBySide) -> Tensor:
-        """The mean loss of every seed over its own positions, (S,)."""
-        self.seeds.now = side
-        for module, name, parameter in self._per_row:
-            setattr(module, name, self.seeds.repeat(parameter)[:, None])  # (S,) -> (R, 1)
-        mean = self.body.encode(side.batch).mean.flatten(0, 1)  # (R T, D)
+        """The mean loss of every seed over its own positions, (S,); the batches are on the CPU."""
         assert side.batch.target is not None
-        target = side.batch.target.flatten()
+        target = side.batch.target.flatten()  # while it is on the CPU: reading from a device waits for it
         counts = (target.view(side.num_seeds, -1) > 0).sum(dim=1).tolist()
         learn = target.nonzero().squeeze(1)
-        states, wanted = mean.index_select(0, learn), target[learn] - 1
-        table = self.parameters["item_embedding.weight"][:, 1 : self.body.num_items + 1]
+        embeddings = self.parameters["item_embedding.weight"]
+        device = embeddings.device
+        self.seeds.begin(side, device)
+        for module, name, parameter in self._per_row:
+            setattr(module, name, self.seeds.repeat(parameter)[:, None])  # (S,) -> (R, 1)
+        mean = self.body.encode(side.batch.to(device)).mean.flatten(0, 1)  # (R T, D)
+        states, wanted = mean.index_select(0, learn.to(device)), (target[learn] - 1).to(device)
+        table = embeddings[:, 1 : self.body.num_items + 1]
         if "item_bias" in self.parameters:  # one more coordinate, as in ``ItemLoss``
             states = torch.cat([states, torch.ones_like(states[:, :1])], dim=1)
             table = torch.cat([table, self.parameters["item_bias"][:, 1:, None]], dim=2)

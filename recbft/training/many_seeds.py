@@ -7,8 +7,9 @@ early by its own validation. A seed that has stopped leaves its stack, the rest 
 A run equals one trained alone to rounding, not bit for bit: the size of its stack decides in which order numbers are
 added. So do runs that go on after an interrupt (3e-6): those that it left an epoch behind catch up in a smaller stack.
 
-A stack holds as many seeds as fit the cache; each of the threads that a run would have trains a stack of its own, one
-operation at a time, so no thread ever waits for another within an operation.
+On a CPU a stack holds as many seeds as fit the cache; each of the threads that a run would have trains a stack of its
+own, one operation at a time, so no thread ever waits for another within an operation. On a GPU it holds as many as its
+memory may, and dropout is drawn there by each run's own generator, where a run alone leaves it to PyTorch.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from recbft.training.run_settings import run_settings
 from recbft.training.session import Session, begin, go_on
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
+GPU_STACK_TOKENS = 400_000  # so that what a step keeps for its backward pass takes gigabytes in single figures
 
 
 def train_seeds(
@@ -80,8 +82,6 @@ def train_seeds(
     configs = [replace(config, data=data) for config in configs]
     runs = [_existing(config, path) for config, path in zip(configs, paths, strict=True)]
     with ExitStack() as held, memory_explained(first, dataset), run_settings(first.training) as device:
-        if device.type != "cpu":
-            raise UserError(f"several seeds together are trained on the CPU only, and device is {device.type}; set cpu")
         Stacked([_backbone(build_model(first, dataset))], [torch.Generator()])  # whatever it refuses, it refuses now
         together = {"trained_together": [config.seed for config in configs]}
         sessions: dict[int, Session] = {}
@@ -89,7 +89,7 @@ def train_seeds(
         for n in sorted(range(len(runs)), key=lambda n: runs[n] is None):
             config, run = configs[n], runs[n]
             listener = Silent() if progresses is None else progresses[n]
-            generator = torch.Generator().manual_seed(config.seed)
+            generator = torch.Generator(device).manual_seed(config.seed)
             if run is None:
                 made = begin(config, paths[n], dataset, device, listener, generator=generator, remarks=together)
                 sessions[n] = made
@@ -97,8 +97,10 @@ def train_seeds(
                 sessions[n] = go_on(run, config, dataset, device, listener, generator=generator)
             if n in sessions:
                 held.enter_context(sessions[n].locked())
-        workers = torch.get_num_threads()
-        torch.set_num_threads(1)
+        workers = 1
+        if device.type == "cpu":
+            workers = torch.get_num_threads()
+            torch.set_num_threads(1)
         _Group([sessions[n] for n in sorted(sessions)], workers).finish()
     return [RunFolder.open(path) for path in paths]
 
@@ -191,7 +193,8 @@ class _Group:
             return
         batches = sessions[0].batches
         assert batches is not None
-        most = max(1, STACK_TOKENS * batches.num_batches // max(1, batches.num_tokens))
+        tokens = STACK_TOKENS if sessions[0].device.type == "cpu" else GPU_STACK_TOKENS
+        most = max(1, tokens * batches.num_batches // max(1, batches.num_tokens))
         pieces = -(-len(sessions) // most)
         pieces = min(len(sessions), -(-pieces // self.workers) * self.workers)
         bounds = [len(sessions) * piece // pieces for piece in range(pieces + 1)]
@@ -260,12 +263,12 @@ class _Stack:
             self.model.set_ramp(warmup_ramp(states[0].step, self.config.warmup_steps))
             self.optimizer.zero_grad(set_to_none=True)
             losses = self.model.losses(lay_side_by_side(batches))
-            values = losses.tolist()
+            losses.sum().backward()
+            values = losses.tolist()  # a device is waited for once per step, when all its work is under way
             for n, value in enumerate(values):
                 # Its numbers spoil no other run's. The state of its last epoch is saved, where it will be left.
                 if failed[n] is None and not math.isfinite(value):
                     failed[n] = not_finite(value, self.config, states[n])
-            losses.sum().backward()
             self._clip()
             self.optimizer.step()
             for n, (state, batch) in enumerate(zip(states, batches, strict=True)):
@@ -311,7 +314,7 @@ class _Stack:
             )
             for name in ("exp_avg", "exp_avg_sq")
         }
-        step = torch.zeros((), dtype=torch.float32) if known[0] is None else known[0]["step"].clone()
+        step = parameter.new_zeros((), dtype=torch.float32) if known[0] is None else known[0]["step"].clone()
         self.optimizer.state[parameter] = {"step": step, **moments}
         for n, (memory, own) in enumerate(zip(memories, each, strict=True)):
             memory[own] = {"step": step, **{name: moment[n] for name, moment in moments.items()}}

@@ -73,7 +73,12 @@ def _device(name: str) -> torch.device:
 
 
 def rng_state(generator: torch.Generator, device: torch.device) -> dict[str, Any]:
-    """The random state of a run: of what dropout is drawn from and, where it trains on one, of its GPU."""
+    """The random state of a run: of what dropout is drawn from and, where it trains on one, of its GPU.
+
+    A generator on the GPU stands for the GPU's own.
+    """
+    if generator.device.type == "cuda":
+        return {"cpu": torch.get_rng_state(), "cuda": generator.get_state()}
     state: dict[str, Any] = {"cpu": generator.get_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -82,6 +87,10 @@ def rng_state(generator: torch.Generator, device: torch.device) -> dict[str, Any
 
 def set_rng_state(generator: torch.Generator, state: dict[str, Any], device: torch.device) -> None:
     """Take up what ``rng_state`` gave."""
+    if generator.device.type == "cuda":
+        if "cuda" in state:  # else the run was on a CPU so far, and goes on with the generator as it is
+            generator.set_state(state["cuda"])
+        return
     generator.set_state(state["cpu"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -126,7 +126,8 @@ def test_the_dry_run_goes_through_all_parts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_cases, "all_cases", small_cases)
     assert gpu_suite.main(["--out", str(tmp_path), "--dry-run"]) == 0
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
-    assert {"correctness", "attention", "vocabulary", "steps"} <= set(found)
+    assert {"correctness", "attention", "vocabulary", "steps", "seeds"} <= set(found)
+    assert all(row["seeds"] == 2 and row["loss_apart"] < 1e-5 for row in found["seeds"])
     assert {row["arm"] for row in found["steps"]} == {
         arm + autocast for arm in ("matched", "bft") for autocast in ("", "[training.autocast=bf16]")
     }

@@ -31,6 +31,29 @@ def test_the_random_state_is_of_the_device_that_is_trained_on(monkeypatch):
     assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
 
 
+def test_a_generator_on_the_gpu_stands_for_the_gpu_s_own():
+    class OnGpu:
+        device = torch.device("cuda:1")
+
+        def __init__(self, state):
+            self.state = state
+
+        def get_state(self):
+            return self.state
+
+        def set_state(self, state):
+            self.state = state
+
+    before, kept = torch.get_rng_state(), torch.ones(16, dtype=torch.uint8)
+    saved = rng_state(OnGpu(kept), OnGpu.device)
+    assert torch.equal(saved["cuda"], kept) and torch.equal(saved["cpu"], before)
+    other = OnGpu(torch.zeros(16, dtype=torch.uint8))
+    set_rng_state(other, {"cpu": torch.Generator().get_state()}, OnGpu.device)  # of a run that was on a CPU so far
+    assert not other.state.any() and torch.equal(torch.get_rng_state(), before)
+    set_rng_state(other, saved, OnGpu.device)
+    assert torch.equal(other.state, kept)
+
+
 def test_on_the_cpu_a_gpu_s_random_state_is_left_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -40,9 +40,9 @@ def scaled_mask(like: Tensor, p: float) -> Tensor:
 
 
 def random_bits(shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
-    """16 bits per element as int16; equal sizes take equal bits from a generator, whatever their shape."""
-    count = math.prod(shape)
-    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    """16 bits per element as int16, on the generator's device; equal sizes take equal bits, whatever their shape."""
+    count, device = math.prod(shape), None if generator is None else generator.device
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
     return words.view(torch.int16)[:count].view(*shape)
 
 

@@ -1,0 +1,54 @@
+"""A stack of models on a device that knows shapes and has no numbers to read: PyTorch's meta device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from recbft.datasets.batches import TrainingBatches
+from recbft.datasets.side_by_side import lay_side_by_side
+from recbft.models.stacked import Stacked
+from recbft.run_config import load_run_config
+from recbft.training.config import TrainingConfig
+from recbft.training.optimiser import make_optimizer
+
+NUM_ITEMS, SEEDS = 30, 3
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    stop = np.cumsum(rng.integers(3, 9, 12))
+    items = rng.integers(1, NUM_ITEMS + 1, int(stop[-1]))
+    start = np.concatenate([[0], stop[:-1]])
+    each = [TrainingBatches(items, start, stop - 1, max_length=8, batch_size=5, seed=seed) for seed in range(SEEDS)]
+    return [next(iter(one.epoch(0))) for one in each]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"arm": "matched", "recency_decay": True},
+        {"arm": "bft"},
+        {"arm": "bft", "jacobian": "running_mean", "estimator": "sandwich"},
+        {"arm": "bft", "jacobian_detach": True, "prior_scale": "per_layer"},
+        {"arm": "bft", "propagation": "decay", "initial": "uniform"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_a_step_reads_nothing_back_from_its_device(settings):
+    counts = torch.arange(NUM_ITEMS + 1)
+    configs = [load_run_config(model="sasrec", hidden_size=8, max_length=8, seed=n, **settings) for n in range(SEEDS)]
+    models = [config.build(counts).to("meta").train() for config in configs]
+    for model in models:
+        model.ramp = torch.ones(())  # read once at the beginning of a step
+    stack = Stacked(models, [torch.Generator().manual_seed(seed) for seed in range(SEEDS)])
+    optimizer = make_optimizer(stack, TrainingConfig())
+    stack.refresh()
+    losses = stack.losses(lay_side_by_side(batches()))
+    losses.sum().backward()
+    assert losses.shape == (SEEDS,) and losses.device.type == "meta"
+    for name, parameter in stack.named_parameters():
+        assert parameter.device.type == "meta", name
+        assert parameter.grad is None or parameter.grad.device.type == "meta", name
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(stack.parameters)
