@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recbft import core
 from recbft.core import Belief, SequenceContext, silu_moments, softmax_mean, softmax_moments
@@ -211,6 +212,12 @@ def all_cases(*, small: bool) -> list[Case]:
 def stock_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's causal attention, which gives the mean alone."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same by FlashAttention and nothing else; half precision on a GPU."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return stock_attention(q, k, v)
 
 
 def contestants(

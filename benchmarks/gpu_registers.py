@@ -19,10 +19,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks import gpu_cases
@@ -31,15 +30,6 @@ from recbft.errors import UserError
 from recbft.kernels import dispatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TYPES = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.bool: "*i1",
-}
 REGISTERS, SHARED, THREADS = 65_536, 227 * 1024, 2_048  # of a multiprocessor of compute capability 9.0
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -62,42 +52,36 @@ class Usage:
         return min(limits) if self.shared == 0 else min(*limits, SHARED // self.shared)
 
 
+class _Absent:
+    """What Triton asks of a GPU before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 @contextmanager
 def compiling(target: GPUTarget) -> Iterator[list[Usage]]:
-    """Launches compile their kernel for ``target`` as it is called, note what it takes, and run nothing."""
+    """Launches compile their kernel for ``target``, as they would there, note what it takes, and run nothing."""
     found: list[Usage] = []
+    launch = JITFunction.run
 
     def run(kernel: Any, *tensors: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        found.append(compiled(kernel, {**dict(zip(kernel.arg_names, tensors, strict=False)), **named}, target))
+        made = launch(kernel, *tensors, grid=grid, warmup=True, **named)
+        registers, stack, _, local = _usage(made.asm["cubin"])
+        found.append(Usage(kernel.__name__, registers, stack + local, made.metadata.shared, made.metadata.num_warps))
 
-    with patch.object(JITFunction, "run", run), patch.object(dispatch, "_wrong_device", lambda *_: None):
+    absent, wrong_device = patch.object(driver, "_active", _Absent(target)), lambda *_: None
+    with absent, patch.object(JITFunction, "run", run), patch.object(dispatch, "_wrong_device", wrong_device):
         yield found
-
-
-def compiled(kernel: Any, given: dict[str, Any], target: GPUTarget) -> Usage:
-    """What a kernel takes with these arguments, launch options among them."""
-    options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
-    given = {**{p.name: p.default for p in kernel.params if p.has_default}, **given}
-    fixed = {p.name: given[p.name] for p in kernel.params if p.is_constexpr or given[p.name] is None}
-    signature = {n: "constexpr" if n in fixed else _type(given[n]) for n in kernel.arg_names}
-    # As a launch would say of what lies on 16 bytes.
-    aligned = {
-        (n,): [["tt.divisibility", 16]]
-        for n, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or (signature[name] in ("i32", "i64") and given[name] % 16 == 0)
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
-    made = triton.compile(source, target=target, options=options)
-    registers, stack, _, local = _usage(made.asm["cubin"])
-    return Usage(kernel.__name__, registers, stack + local, made.metadata.shared, made.metadata.num_warps)
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return TYPES[value.dtype]
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def _usage(cubin: bytes) -> tuple[int, ...]:

@@ -34,16 +34,15 @@ class Batch(NamedTuple):
     next_time: Tensor | None = None  # (B, T) time of the event after each token, for models that are shown it
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-        return Batch(
-            items=self.items.to(device),
-            segment=self.segment.to(device),
-            position=self.position.to(device),
-            time=None if self.time is None else self.time.to(device),
-            target=None if self.target is None else self.target.to(device),
-            last=self.last.to(device),
-            next_time=None if self.next_time is None else self.next_time.to(device),
-        )
+        """The same batch on another device, in one copy that is not waited for where the device allows it."""
+        if torch.device(device) == self.items.device:
+            return self
+        own = [x for x in self if x is not None]
+        joined = torch.cat([x.flatten() for x in own])
+        if joined.device.type == "cpu" and torch.cuda.is_available():
+            joined = joined.pin_memory()
+        parts = iter(joined.to(device, non_blocking=True).split([x.numel() for x in own]))
+        return Batch(*(None if x is None else next(parts).view(x.shape) for x in self))  # type: ignore[arg-type]
 
 
 def pack_histories(

@@ -91,10 +91,12 @@ def filter_memory(
         raise ValueError("a history needs at least one token, got 0")
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     process_noise, observation_noise = (x.to(dtype).expand(B, H, T) for x in (process_noise, observation_noise))
-    prior_variance = torch.as_tensor(prior_variance, dtype=dtype, device=v.device).expand(B, H)
     _check_variance("process_noise", process_noise, or_zero=True)
     _check_variance("observation_noise", observation_noise)
     _check_variance("prior_variance", prior_variance)
+    # A number is written by the device: a copy would be waited for, and so would a look at it.
+    prior_variance = prior_variance.to(v) if isinstance(prior_variance, Tensor) else v.new_full((), prior_variance)
+    prior_variance = prior_variance.expand(B, H)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; give the length of a chunk, 1 or more")
     transition = fitted_transition(transition, k)
@@ -114,10 +116,10 @@ def filter_memory(
     return trace
 
 
-def _check_variance(name: str, x: Tensor, *, or_zero: bool = False) -> None:
-    if transformed() or x.numel() == 0:
+def _check_variance(name: str, x: float | Tensor, *, or_zero: bool = False) -> None:
+    if isinstance(x, Tensor) and (transformed() or x.numel() == 0):
         return
-    least = x.detach().min().item()
+    least = x.detach().min().item() if isinstance(x, Tensor) else x
     if least < 0 or (least == 0 and not or_zero):
         raise ValueError(f"{name} has {least:.3g}; give a variance {'>=' if or_zero else '>'} 0")
 

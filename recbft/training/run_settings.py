@@ -27,6 +27,7 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
     with _turn(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         try:
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
@@ -35,10 +36,13 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
                     # PyTorch 2.6 refuses products without it, and looks once: at the first product.
                     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True)
+                # Nothing here reads memory before it is written.
+                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             yield device
         finally:
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

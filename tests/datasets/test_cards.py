@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import warnings
 
@@ -33,9 +34,8 @@ def bundled(tmp_path, monkeypatch):
 
 
 def without_recbole(monkeypatch):
-    monkeypatch.delitem(sys.modules, "recbole", raising=False)
-    monkeypatch.setattr(sys, "path", [])
-    monkeypatch.setattr(sys, "meta_path", [])
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "recbole" else found(name))
 
 
 def test_there_is_a_card_for_each_published_data_set():

@@ -177,6 +177,8 @@ def _scatter(g: Tensor, decay: Tensor, first: Tensor | None) -> Tensor:
 def restarted_sum(x: Tensor, first: Tensor | None) -> Tensor:
     """Sums from the chunk's entry, or the history's first token in it, up to each token; x (N, n, C, K)."""
     if first is None:
+        if _sums_are_refused(x):
+            return x.new_ones(x.shape[2], x.shape[2]).tril_() @ x
         return x.cumsum(dim=2)
     total, steps = torch.zeros_like(x[:, :, 0]), []
     for j, added in enumerate(x.unbind(2)):
@@ -185,9 +187,16 @@ def restarted_sum(x: Tensor, first: Tensor | None) -> Tensor:
     return torch.stack(steps, dim=2)
 
 
+def _sums_are_refused(x: Tensor) -> bool:
+    """Whether PyTorch would refuse ``cumsum``, which is not deterministic on a GPU."""
+    return x.is_cuda and torch.are_deterministic_algorithms_enabled()
+
+
 def _sum_backwards(g: Tensor, first: Tensor | None) -> Tensor:
     """The adjoint of ``restarted_sum``."""
     if first is None:
+        if _sums_are_refused(g):
+            return g.new_ones(g.shape[2], g.shape[2]).triu_() @ g
         return g.flip(2).cumsum(dim=2).flip(2)
     g = g.clone()
     for j in reversed(range(1, g.shape[2])):

@@ -1,0 +1,75 @@
+"""Models over tensors that say they lie on a GPU, and are computed here: what would mix devices there fails here."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from recbft.datasets import SyntheticConfig, synthetic_dataset
+from recbft.evaluation.evaluate import evaluate
+from recbft.experiments.arms import parse_arms
+from recbft.kernels import dispatch
+from recbft.training.optimiser import make_optimizer
+from recbft.training.run_parts import build_model, training_batches
+
+GPU = torch.device("cuda", 0)
+
+
+class OnGpu(torch.Tensor):
+    __torch_function__, numpy = torch._C._disabled_torch_function_impl, None
+    device, is_cuda = GPU, True
+
+    @staticmethod
+    def __new__(cls, here):
+        with _disable_current_modes():
+            like = torch.empty_strided(here.shape, here.stride(), dtype=here.dtype, device="meta")
+        made = torch.Tensor._make_subclass(cls, like)
+        made.here = here.resolve_conj()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, given=(), named=None):
+        named, name = dict(named or {}), function._schema.name
+        tensors = [x for x in tree_leaves((given, named)) if isinstance(x, torch.Tensor)]
+        place = torch.device(named.get("device") or ("cuda" if any(isinstance(x, OnGpu) for x in tensors) else "cpu"))
+        mixed = len({type(x) is OnGpu for x in tensors if x.dim()}) > 1 and name not in ("aten::copy_", "aten::index")
+        if mixed or (place.type != "cpu" and named.get("generator") is not None):
+            raise RuntimeError(f"{function} of the host and a GPU")
+        here = {**named, "device": "cpu"} if named.get("device") is not None else named
+        with _disable_current_modes():
+            found = function(*(tree_map_only(OnGpu, lambda x: x.here, part) for part in given),
+                             **tree_map_only(OnGpu, lambda x: x.here, here))  # fmt: skip
+        for written in (*(named.get(key) for key in ("out", "grad_input")), given[0] if name[-1] == "_" else None):
+            if isinstance(written, torch.Tensor):
+                return written
+        return tree_map_only(torch.Tensor, OnGpu if place.type != "cpu" else torch.clone, found)
+
+
+class Launches(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, given=(), named=None):
+        return OnGpu.__torch_dispatch__(function, types, given, named)
+
+
+@pytest.mark.parametrize("arm, mixer", [("matched", "attention"), ("matched", "gla"), *(("bft", name) for name in (
+    "attention", "rope", "rfa", "bayesian", "kda", "boosted", "regime", "pointwise"))])  # fmt: skip
+def test_a_step_and_an_evaluation_keep_to_one_device(arm, mixer, monkeypatch):
+    model = "hstu" if mixer == "pointwise" else "sasrec"
+    dataset = synthetic_dataset(SyntheticConfig(num_users=24, num_items=80, mean_length=9))
+    settings = ["max_length=8", "hidden_size=8", "batch_size=12", f"mixer={mixer}"]
+    config = parse_arms(arm)[0].config(settings, model=model, dataset="synthetic")
+    net, batches = build_model(config, dataset), training_batches(config, dataset)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else nullcontext())
+    monkeypatch.setattr(dispatch, "missing", lambda name: "no GPU" if name == "triton" else None)
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+    with Launches():
+        net.to(GPU).refresh()
+        optimizer = make_optimizer(net, config.training)
+        loss = net.loss(next(iter(batches.epoch(0))).to(GPU))
+        loss.backward()
+        optimizer.step()
+        assert evaluate(net, dataset, "test").headline["hr@10"] >= 0
+    assert type(loss) is OnGpu
