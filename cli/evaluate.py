@@ -51,6 +51,8 @@ def evaluate(
 
     recommender = Recommender.load(run, data_root=data_root)
     config = recommender.config
+    if not RunFolder.open(run).is_finished:
+        typer.echo(f"warning: {run} is not finished; the best of its epochs so far is evaluated", err=True)
     data = recommender.aligned(None if dataset is None else config.data.load_again(dataset, **how))
     evaluation = recommender.evaluate(data, part.value)
     filter_seen = filter_seen or config.evaluation.filter_seen

@@ -24,7 +24,7 @@ from recbft.experiments.results import METRICS, write_comparison
 from recbft.files import make_folder, write_atomic
 from recbft.models import MODELS
 from recbft.run_config import RunConfig
-from recbft.training.run_folder import RunFolder
+from recbft.training.run_folder import RunFolder, settle
 
 _NAMED_AT_MOST = 5  # failed runs that a message names
 
@@ -45,6 +45,7 @@ def prepare(
     check_distinct(arms, [job.config for job in jobs[: len(arms)]])
     _check_comparable(jobs)
     dataset = jobs[0].config.data.load()
+    settle(out / "runs")
     for job in jobs:
         status(job, dataset)
     return jobs, dataset

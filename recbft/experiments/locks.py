@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from recbft.files import write_json
+from recbft.files import explained, write_json
 
 TOUCH_SECONDS = 20.0
 SILENT_SECONDS = 300.0
@@ -35,8 +35,13 @@ class Owner(NamedTuple):
 
 
 def acquire(folder: Path, name: str) -> bool:
-    """Take the lock ``name`` for this process, unless a living one has it."""
-    with _mutex(folder):
+    """Take the lock ``name`` for this process, unless a living one has it.
+
+    Raises:
+        UserError: the folder or a file in it may not be written.
+        RunError: the disk is full.
+    """
+    with explained(_file(folder, name)), _mutex(folder):
         if holder(folder, name) not in (None, _me()):
             return False
         write_json(_file(folder, name), _me()._asdict(), durable=False)
@@ -45,6 +50,8 @@ def acquire(folder: Path, name: str) -> bool:
 
 def release(folder: Path, name: str, pid: int | None = None) -> None:
     """Give back what this process (or its dead child ``pid``) holds; another's lock stays."""
+    if not _file(folder, name).exists():  # nor may this folder be writable
+        return
     with _mutex(folder):
         owner = _read(_file(folder, name))
         if owner is not None and owner.pid == (os.getpid() if pid is None else pid) and owner.host == _me().host:

@@ -110,7 +110,7 @@ def first_difference(there: Any, now: Any, key: str = "") -> str:
 
 def write_commands(jobs: Sequence[Job], path: Path) -> None:
     """A line for each run: any scheduler can work through them."""
-    write_atomic(path, "".join(f"{job.command}\n" for job in jobs).encode())
+    write_atomic(path, "".join(f"{job.command}\n" for job in jobs).encode(errors="surrogateescape"))
 
 
 def _with_threads(config: RunConfig) -> RunConfig:

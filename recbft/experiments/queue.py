@@ -14,33 +14,24 @@ Runs that differ in their seed alone can share a worker, which trains them toget
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import shutil
 import signal
-import sys
-import threading
+import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from recbft.allocator import keep_freed_memory
 from recbft.datasets import Dataset
-from recbft.errors import RunError, UserError
+from recbft.errors import UserError
 from recbft.experiments import locks
 from recbft.experiments.plan import Job, status
-from recbft.training.many_seeds import train_seeds
+from recbft.experiments.processes import LOST, Processes, ended_by_system, last_word, single_threaded, terminable
+from recbft.experiments.worker import ELSEWHERE, log_of, work
 from recbft.training.run_folder import Row, RunFolder
-from recbft.training.session import resume, train
 
-# What every run imports sooner or later (PyTorch's optimisers do the second): seconds, which short runs would pay each.
-_IMPORTED_ONCE = ("recbft.experiments.queue", "torch._dynamo", "scipy.stats")
-_ELSEWHERE = 75  # exit code of a worker that found its run taken
-_FORKS = sys.platform == "linux"
 _TICK = 0.5  # seconds between two looks at what is going on
 _PATIENCE = 20.0  # seconds that a worker gets to end
 
@@ -103,8 +94,12 @@ def train_all(
     todo = [job for job in jobs if status(job, dataset) != "finished"]
     watch.start(len(jobs), len(jobs) - len(todo))
     try:
-        with _environment(), _terminable():
-            return _Queue(_bundles(todo, together), dataset, queue, workers, watch).work()
+        with single_threaded(), terminable():
+            failed = _Queue(_bundles(todo, together), dataset, queue, workers, watch).work()
+        if not failed:
+            for job in jobs:  # what workers left that were killed
+                log_of(queue, job).unlink(missing_ok=True)
+        return failed
     finally:
         watch.stop()
 
@@ -115,6 +110,7 @@ Bundle = tuple[Job, ...]  # the runs of one worker
 @dataclass
 class _Worker:
     process: Any
+    said: Connection  # why it failed, in one line
     jobs: Bundle
     began: float
     first_epochs: tuple[int, ...]  # of each run, completed when it began
@@ -131,15 +127,13 @@ class _Queue:
         self.folder, self.workers, self.watch = folder, workers, watch
         self.retries: dict[Path, int] = {}
         self.seen_elsewhere: dict[Path, tuple[float, int]] = {}  # since when, at which epoch
-        self.processes: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
+        self.processes = Processes()
 
     def work(self) -> list[Failure]:
         self.watch.look([], _count(self.waiting))
         try:
-            if _FORKS and self.waiting:
-                self.processes.set_forkserver_preload(list(_IMPORTED_ONCE))
-                with _deaf_to_ctrl_c():
-                    forkserver.ensure_running()
+            if self.waiting:
+                self.processes.prepare()
             while self.waiting or self.running:
                 self._drop_finished()
                 self._start_workers()
@@ -168,16 +162,15 @@ class _Queue:
             if not jobs:
                 continue
             self.waiting = _without(self.waiting, {job.path for job in jobs})
-            process = self.processes.Process(target=_work, args=(jobs, self.folder), daemon=True)
-            # The fork server is deaf already, and starting in it waits for its imports, which Ctrl-C may break off.
-            with contextlib.nullcontext() if _FORKS else _deaf_to_ctrl_c():
-                process.start()
+            process, said = self.processes.start(work, jobs, self.folder)
             epochs, retries = _epochs(jobs), self.retries.get(jobs[0].path, 0)
-            self.running[process.sentinel] = _Worker(process, jobs, time.monotonic(), epochs, retries)
+            self.running[process.sentinel] = _Worker(process, said, jobs, time.monotonic(), epochs, retries)
 
     def _reap(self, worker: _Worker) -> None:
         worker.process.join()
         code = worker.process.exitcode
+        if code == LOST:
+            self._end_lost(worker)
         self._release(worker)
         left = tuple(job for job in worker.jobs if not RunFolder(job.path).is_finished)
         for job in worker.jobs:
@@ -185,18 +178,29 @@ class _Queue:
                 self.watch.finished(job, time.monotonic() - worker.began)
         if not left:
             return
-        if code == _ELSEWHERE:
+        if code == ELSEWHERE:
             self.waiting.append(left)
-        elif code < 0 and self._may_try_again(worker, left):
-            self.watch.note(
-                f"{_names(left)}: ended by signal {-code}; going on with {'it' if len(left) == 1 else 'them'}"
-            )
+        elif (ended := ended_by_system(code)) and self._may_try_again(worker, left):
+            self.watch.note(f"{_names(left)}: {ended}; going on with {'it' if len(left) == 1 else 'them'}")
             self.waiting.insert(0, left)
         else:
-            reason = f"ended by signal {-code}" if code < 0 else _last_line(_log(self.folder, worker.jobs[0]))
+            reason = ended or last_word(worker.said) or _last_line(log_of(self.folder, worker.jobs[0]))
             for job in left:
                 self.failed.append(Failure(job, reason))
                 self.watch.failed(self.failed[-1])
+
+    def _end_lost(self, worker: _Worker) -> None:
+        """End a worker whose fork server has died: it may be at work still, but nobody would hear of its end.
+
+        One that has no lock yet ends by itself, when this command lets go of it.
+        """
+        pid, deadline = worker.process.pid, time.monotonic() + _PATIENCE
+        held = [locks.holder(self.folder, job.path.name) for job in worker.jobs]
+        if any(owner is not None and owner.pid == pid and owner.host == socket.gethostname() for owner in held):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            while locks.started(pid) is not None and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def _may_try_again(self, worker: _Worker, left: Bundle) -> bool:
         retries = 0 if _epochs(worker.jobs) > worker.first_epochs else worker.retries + 1
@@ -229,7 +233,7 @@ class _Queue:
             worker.process.kill()
             worker.process.join()
             self._release(worker)
-            log = _log(self.folder, worker.jobs[0])
+            log = log_of(self.folder, worker.jobs[0])
             if log.is_file() and not log.stat().st_size:
                 log.unlink()
 
@@ -264,66 +268,6 @@ def _names(jobs: Bundle) -> str:
     return jobs[0].name if len(jobs) == 1 else f"{jobs[0].name} and {len(jobs) - 1} more"
 
 
-def _work(jobs: Bundle, queue: Path) -> None:
-    """The runs of one worker, in its own process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    keep_freed_memory()
-    names = [job.path.name for job in jobs]
-    taken = [name for name in names if locks.acquire(queue, name)]
-    log = _log(queue, jobs[0])
-    try:
-        if taken != names:
-            sys.exit(_ELSEWHERE)
-        threading.Thread(target=_live_with_parent, args=(queue, names), daemon=True).start()
-        _say_into(log)
-        for job in jobs:
-            _remove_leftovers(job.path)
-        dataset = jobs[0].config.data.load()
-        for job in jobs:
-            status(job, dataset)  # the lock may have been another command's until now
-        if len(jobs) > 1:
-            train_seeds([job.config for job in jobs], [job.path for job in jobs], dataset=dataset)
-        elif (jobs[0].path / "config.yaml").is_file():
-            resume(jobs[0].path, dataset=dataset)
-        else:
-            train(jobs[0].config, jobs[0].path, dataset=dataset)
-    except (UserError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        for name in taken:
-            locks.release(queue, name)
-    log.unlink(missing_ok=True)
-
-
-def _live_with_parent(queue: Path, names: Sequence[str]) -> None:
-    """Keep the locks fresh, and end with the command that started this worker, however that ended."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    while not wait([parent.sentinel], timeout=locks.TOUCH_SECONDS):
-        for name in names:
-            locks.touch(queue, name)
-    os._exit(1)
-
-
-def _say_into(log: Path) -> None:
-    """Send all that this process prints to a file, from C code too."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    for standard in (1, 2):
-        os.dup2(file, standard)
-    os.close(file)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Half-made folders of this run, which a killed process leaves beside it."""
-    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _log(queue: Path, job: Job) -> Path:
-    return queue / f"{job.path.name}.log"
-
-
 def _last_line(log: Path) -> str:
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -346,45 +290,3 @@ def _running(job: Job, since: float, first_epoch: int, *, elsewhere: bool) -> Ru
     done = len(rows) - first_epoch
     left = (now - since) / done * (training.epochs - len(rows)) if done > 0 else None
     return Running(job, len(rows), training.epochs, max(values, default=None), now - since, left, elsewhere)
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """One thread per process for libraries that ask the environment; a run's own number is set by its config."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes started here never hear Ctrl-C, which a terminal sends to all: the command ends its workers itself."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end this command as Ctrl-C does: with its workers."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

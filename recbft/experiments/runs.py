@@ -188,7 +188,8 @@ def _identifying(config: dict[str, Any]) -> dict[str, Any]:
 def _read_per_user(run: RunFolder) -> pd.DataFrame:
     path = run.per_user_file
     try:
-        table = pd.read_parquet(path)
+        with open(path, "rb") as file:  # the path itself need not be UTF-8
+            table = pd.read_parquet(file)
     except FileNotFoundError:
         raise UserError(
             f"{path} is missing, and a comparison needs every user's rank; restore it, or train again"

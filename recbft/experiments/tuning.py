@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recbft.config import is_whole, to_dict
 from recbft.config_file import parse_setting, place
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks
@@ -107,13 +108,14 @@ def search(
     # A key or value that no run can have is refused before a study is begun with it.
     first = configure(ArmSpec(arm, arm, tuple(f"{dimension.key}={dimension.first}" for dimension in space)), 0)
     _check_each_once(space, first)
+    _check_whole(space, first)
 
     def evaluate(trial: Any, settings: tuple[str, ...]) -> float | None:
         spec = ArmSpec(f"trial-{hashlib.sha256(repr(settings).encode()).hexdigest()[:10]}", arm, settings)
         return _evaluate(trial, spec, seeds, out, configure, workers=workers, prune=prune, watch=watch)
 
     make_folder(out / "queue")
-    with _alone(out):
+    with _alone(out), _storage_explained(out / "study.db", optuna):
         study = _open_study(out / "study.db", optuna, prune)
         _check_same(study, space, base, seeds)
         _take_up_trials(study, optuna)
@@ -168,6 +170,22 @@ def _alone(out: Path) -> Iterator[None]:
         locks.release(out / "queue", _STUDY)
 
 
+@contextlib.contextmanager
+def _storage_explained(file: Path, optuna: Any) -> Iterator[None]:
+    """Turn what the database refuses, once the study is open, into one line."""
+    sql_errors = importlib.import_module("sqlalchemy.exc").SQLAlchemyError
+    try:
+        yield
+    except (sql_errors, optuna.exceptions.StorageInternalError) as error:
+        reason = f"no space left while writing {file}" if _has_no_room(file.parent) else f"{file}: {_said(error)}"
+        raise RunError(f"{reason}; the trials that ended are kept: mend the cause and give the same command") from None
+
+
+def _said(error: BaseException) -> str:
+    """What a database says, in one line."""
+    return str(error.__cause__ or error).splitlines()[0]
+
+
 def _open_study(file: Path, optuna: Any, prune: bool) -> Any:
     """The study in a file, or a new one."""
     pruner = optuna.pruners.MedianPruner(n_startup_trials=4) if prune else optuna.pruners.NopPruner()
@@ -178,6 +196,8 @@ def _open_study(file: Path, optuna: Any, prune: bool) -> Any:
             _begin_study(file, optuna)
         return optuna.load_study(study_name=_STUDY, storage=f"sqlite:///{file.resolve()}", pruner=pruner)
     except (sql_errors, optuna.exceptions.OptunaError, RuntimeError, KeyError) as error:
+        if _has_no_room(file.parent):
+            raise RunError(f"no space left while writing {file}; free some space and run again") from None
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{file} cannot be read as a study ({reason}); move it away to begin anew, or give another --out"
@@ -186,6 +206,8 @@ def _open_study(file: Path, optuna: Any, prune: bool) -> Any:
 
 def _begin_study(file: Path, optuna: Any) -> None:
     """A file with a study, there whole or not at all: half a schema would hold several of one name."""
+    for leftover in file.parent.glob(f".{file.name}.*.tmp*"):  # of killed commands: this one is alone here
+        leftover.unlink(missing_ok=True)
     made = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     try:
         storage = optuna.storages.RDBStorage(f"sqlite:///{made.resolve()}")
@@ -227,6 +249,18 @@ def _check_each_once(space: Sequence[Dimension], config: RunConfig) -> None:
             seen.add(key)
 
 
+def _check_whole(space: Sequence[Dimension], config: RunConfig) -> None:
+    """A range of a setting that takes whole numbers has whole bounds, else hardly any trial could be run."""
+    settings = by_setting(to_dict(config))
+    for dimension in space:
+        name = next((key for key in settings if dimension.key in (key, key.rpartition(".")[2])), None)
+        whole = name is not None and is_whole(settings[name])
+        if whole and not dimension.choices and not (is_whole(dimension.low) and is_whole(dimension.high)):
+            raise UserError(
+                f"--space {dimension.key}={dimension.low}..{dimension.high}: it takes whole numbers; give whole bounds"
+            )
+
+
 def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: Sequence[int]) -> None:
     """A study is of one search: its model, data, fixed settings, space and seeds."""
     now = {"space": [repr(dimension) for dimension in space], "config": base.to_yaml(), "list of seeds": list(seeds)}
@@ -265,7 +299,11 @@ def _take_up_trials(study: Any, optuna: Any) -> None:
 
 def _is_full(out: Path, error: RunError) -> bool:
     """Whether the disk is full; a worker's log may have had no room to say so."""
-    return "no space left" in str(error).lower() or shutil.disk_usage(out).free < _ROOM
+    return "no space left" in str(error).lower() or _has_no_room(out)
+
+
+def _has_no_room(folder: Path) -> bool:
+    return shutil.disk_usage(folder).free < _ROOM
 
 
 def _number(study: Any) -> int:

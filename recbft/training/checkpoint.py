@@ -148,10 +148,16 @@ def load_best(folder: str | Path, *, device: torch.device | str = "cpu") -> dict
         UserError: there is none, or a file is missing, truncated or changed.
     """
     folder = Path(folder)
-    content = _read_state(folder)
-    if content["best"] is None:
-        raise UserError(f"{folder} holds no best weights: training stopped before its first validation; resume it")
-    return _read_tensors(folder, content["best"], device)
+    best = _read_state(folder)["best"]
+    while best is not None:
+        try:
+            return _read_tensors(folder, best, device)
+        except UserError:
+            before, best = best, _read_state(folder)["best"]
+            if best == before:
+                raise
+            # A training that goes on has just put better ones in their place.
+    raise UserError(f"{folder} holds no best weights: training stopped before its first validation; resume it")
 
 
 def check_dataset(
@@ -238,9 +244,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _read_tensors(folder: Path, record: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
     path = folder / record["file"]
-    if not path.is_file():
-        raise UserError(f"{path} is missing; {_START_AFRESH}")
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {_START_AFRESH}") from None
     if len(data) != record["bytes"]:
         raise UserError(f"{path} has {len(data)} bytes where {record['bytes']} were written; {_START_AFRESH}")
     if hashlib.sha256(data).hexdigest() != record["sha256"]:

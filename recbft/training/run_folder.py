@@ -19,6 +19,7 @@ import csv
 import io
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -35,6 +36,8 @@ from recbft.errors import UserError
 from recbft.files import json_text, new_folder, write_atomic, write_json, write_parquet
 from recbft.training import checkpoint
 from recbft.training.run_lock import locked
+
+_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.old")  # a run that is being replaced
 
 Row = dict[str, "int | float | str | None"]
 
@@ -97,6 +100,8 @@ class RunFolder:
         """
         path = Path(path)
         if not path.is_dir():
+            settle(Path(os.path.realpath(path)).parent)
+        if not path.is_dir():
             raise UserError(f"there is no run folder {path}; give the folder that `recbft train` printed")
         run = cls(path)
         if not run.config_file.is_file():
@@ -111,6 +116,7 @@ class RunFolder:
             UserError: something stands here already; where another process trains it, the message says so.
         """
         path = Path(path)
+        settle(Path(os.path.realpath(path)).parent)
         if not os.path.lexists(path):
             return
         if not path.is_dir():
@@ -222,6 +228,20 @@ def _put_aside(path: Path) -> Iterator[None]:
             os.replace(aside, path)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def settle(folder: Path) -> None:
+    """End what a killed ``--overwrite`` left here: the old run comes back if no new one stands in its place."""
+    with contextlib.suppress(OSError):  # there is no such folder, or it may not be changed
+        asides = [(aside, found[1]) for aside in folder.iterdir() if (found := _ASIDE.fullmatch(aside.name))]
+        for aside, name in asides:
+            old, new = RunFolder(aside), RunFolder(folder / name)
+            # Whoever is about to replace it has its lock; one half removed has nothing to lock, and none will miss it.
+            with contextlib.suppress(UserError), old.locked() if old.is_run else contextlib.nullcontext():
+                if new.is_run:
+                    shutil.rmtree(aside, ignore_errors=True)
+                elif old.is_run and not os.path.lexists(new.path):
+                    os.replace(aside, new.path)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from recbft.errors import RunError, UserError
-from recbft.experiments import experiment, locks, queue
+from recbft.experiments import experiment, locks, processes, queue
 from recbft.experiments.arms import ArmSpec, parse_arms, settings_of
 from recbft.experiments.experiment import prepare, train_missing
 from recbft.experiments.plan import plan, status, write_commands
@@ -129,6 +129,23 @@ def test_a_worker_killed_again_and_again_without_progress_counts_as_failed(event
         stop.set()
         killer.join()
     assert [failure.reason for failure in failed] == ["ended by signal 9"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not processes.FORKS, reason="there is a fork server on Linux only")
+def test_runs_whose_fork_server_is_killed_are_taken_up_again(events, tmp_path):
+    jobs, watch, failed = jobs_of(events, tmp_path, "bft", settings=LONG), Watch(), []
+    folder = tmp_path / "queue"
+    thread = threading.Thread(target=lambda: failed.extend(train_all(jobs, data_of(jobs), folder, 2, watch)))
+    thread.start()
+    wait_for(lambda: any(len(queue._history(job)) >= 2 for job in jobs))
+    owners = [locks.holder(folder, job.path.name) for job in jobs]
+    os.kill(processes.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+    thread.join(240)
+    assert failed == [] and all(status(job, data_of(jobs)) == "finished" for job in jobs)
+    assert any(said.endswith(": ended with the process that had started it; going on with it") for said in watch.said)
+    assert all(locks.started(owner.pid) != owner.started for owner in owners if owner), "none went on by itself"
+    assert {path.name for path in folder.iterdir()} == {"mutex"}
 
 
 def command(events, out, length=LONG):

@@ -129,6 +129,21 @@ def test_the_best_weights_are_kept_until_better_ones_come(tmp_path):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in checkpoint.load_best(tmp_path).items())
 
 
+def test_best_weights_that_a_training_replaces_while_they_are_read_are_read_again(tmp_path, monkeypatch):
+    model, optimizer = make_run()
+    folder, read = tmp_path / "checkpoint", checkpoint._read_tensors
+    save(folder, model, optimizer, make_state(1), best_model_state=model.state_dict())
+
+    def read_late(*asked):
+        monkeypatch.setattr(checkpoint, "_read_tensors", read)
+        train(model, optimizer, 1)
+        save(folder, model, optimizer, make_state(2), best_model_state=model.state_dict())
+        return read(*asked)
+
+    monkeypatch.setattr(checkpoint, "_read_tensors", read_late)
+    assert torch.equal(checkpoint.load_best(folder)["0.weight"], model.state_dict()["0.weight"])
+
+
 def test_superseded_and_half_written_files_go(tmp_path):
     model, optimizer = make_run()
     (tmp_path / ".epoch-00001-abc.safetensors.1234.tmp").write_bytes(b"half")

@@ -221,3 +221,18 @@ def test_a_run_behind_a_link_is_replaced_where_it_lies(tmp_path):
     made = create(tmp_path / "link", overwrite=True)
     assert (tmp_path / "link").is_symlink() and made.config_file.is_file() and not made.history_file.exists()
     assert os.listdir(tmp_path / "disk") == ["a"] and sorted(os.listdir(tmp_path)) == ["disk", "link"]
+
+
+def test_a_replacement_that_was_killed_is_undone_or_ended(tmp_path):
+    old, aside = create(tmp_path / "a"), tmp_path / ".a.0123abcd.old"
+    old.metrics_file.write_text("{}")
+    old.path.rename(aside)  # killed between the two renames
+    (tmp_path / ".mine.0123abcd.old").mkdir()
+    with RunFolder(aside).locked():  # or about to go on
+        RunFolder.refuse_taken(tmp_path / "a")
+        assert aside.is_dir()
+    assert RunFolder.open(tmp_path / "a").is_finished and not aside.exists()
+    (aside / "checkpoint").mkdir(parents=True)  # killed while the old run was removed
+    with pytest.raises(UserError, match="a holds a finished run"):
+        RunFolder.refuse_taken(tmp_path / "a")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", ".mine.0123abcd.old"}

@@ -46,6 +46,7 @@ FLAGS = [
 ]
 WIDE = "-mprefer-vector-width=512"  # for what the compiler turns into vectors by itself, on processors that have them
 PATIENCE = 300.0  # seconds a build may take
+_ROOM = 2**24  # bytes on the cache's disk without which a build is not kept
 
 
 class UnavailableError(Exception):
@@ -102,14 +103,14 @@ def _loaded() -> ctypes.CDLL:
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     stem = f"kernels-{_key(compiler, sources)}"
     folder = _cache()
-    if folder is None:  # what is loaded stays when its file goes
-        with tempfile.TemporaryDirectory(prefix="recbft-kernels-") as own:
-            return _build(compiler, sources, Path(own), stem)
-    for built in folder.glob(f"{stem}-*.so"):
+    for built in [] if folder is None else folder.glob(f"{stem}-*.so"):
         if built.name == f"{stem}-{_sum(built)}.so":
             with suppress(OSError):
                 return ctypes.CDLL(str(built))
-    return _build(compiler, sources, folder, stem)
+    if folder is not None and shutil.disk_usage(folder).free >= _ROOM:
+        return _build(compiler, sources, folder, stem)
+    with tempfile.TemporaryDirectory(prefix="recbft-kernels-") as own:  # what is loaded stays when its file goes
+        return _build(compiler, sources, Path(own), stem)
 
 
 def _compiler() -> list[str]:
@@ -188,8 +189,10 @@ def _processor() -> str:
 
 def _cache() -> Path | None:
     """The folder of builds, the user's; None where it cannot be written."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(home) / "recbft"
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(named if os.path.isabs(named) else os.path.expanduser("~/.cache")) / "recbft"
+    if not folder.is_absolute():  # a user without a home
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
