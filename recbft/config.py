@@ -24,7 +24,8 @@ from recbft.errors import UserError, did_you_mean
 
 C = TypeVar("C")
 
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_WHOLE_BOUND = 2**63  # no tensor counts further
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -183,7 +184,7 @@ def _convert_choice(value: Any, choices: tuple[Any, ...], name: str) -> Any:
     if value is True and "on" in choices:
         return "on"
     for choice in choices:
-        if value == choice and type(value) is type(choice):
+        if type(value) is type(choice) and value == choice:
             return choice
     raise UserError(f"{name} is {value!r}; {did_you_mean(str(value), [str(choice) for choice in choices])}")
 
@@ -200,11 +201,14 @@ def _convert_tuple(value: Any, annotation: Any, name: str) -> tuple[Any, ...]:
 
 def _convert_plain(value: Any, annotation: Any, name: str) -> Any:
     kind = bool if isinstance(value, bool) else type(value)
+    if kind is annotation is int and not -_WHOLE_BOUND < value < _WHOLE_BOUND:
+        sign = "-" if value < 0 else ""
+        raise UserError(f"{name} is about {sign}2^{value.bit_length() - 1}; give a whole number within +-2^63")
     if kind is annotation and not (kind is float and not math.isfinite(value)):
         return value
     if annotation is float and kind is int and abs(value) < 2**1023:
         return float(value)
-    if annotation is float and kind is str and _NUMBER.fullmatch(value):
+    if annotation is float and kind is str and _NUMBER.fullmatch(value) and math.isfinite(float(value)):
         return float(value)
     raise UserError(f"{name} is {value!r}; give {_WORDS[annotation]}")
 

@@ -87,6 +87,8 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
         raise UserError(f"{path}: is a folder; give the path of a YAML file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; give the path of a YAML file that can be read") from None
     tree = _parse(text, str(path))
     if tree is None:
         return {}

@@ -25,5 +25,7 @@ class RunInterruptedError(RunError):
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Close a message about an unknown ``name``: the nearest choice if there is one, else the whole list."""
     known = sorted(choices)
+    if not known:
+        return "there is none here; leave it out"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"

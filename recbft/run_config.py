@@ -130,9 +130,27 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
         own: dict[str, Any] = {}
         for key, value in layer.items():
             with _naming(source):
+                _refuse_of_others(str(key), value, model, mixer, sections)
                 place(own, str(key), value, _TOP, sections)
         _put_over(tree, own)
     return _assemble(model, mixer, tree)
+
+
+def _refuse_of_others(key: str, value: Any, model: str, mixer: str | None, sections: Mapping[str, type]) -> None:
+    """Refuse a key that other models or mixers have, and this one does not, by saying which."""
+    if key in sections:
+        for inner in value if isinstance(value, Mapping) else ():
+            _refuse_of_others(f"{key}.{inner}", None, model, mixer, sections)
+        return
+    section, _, name = key.rpartition(".")
+    if key in _TOP or any(name in field_types(cls) for owner, cls in sections.items() if section in ("", owner)):
+        return
+    models = [other for other, spec in MODELS.items() if name in field_types(spec.config)]
+    mixers = [other for other, spec in MIXERS.items() if name in field_types(spec.options)]
+    for kind, owners, mine in (("backbone", models, f"model {model!r}"), ("mixing", mixers, f"mixer {mixer!r}")):
+        if owners and section in ("", kind):
+            others = f"{mine.split()[0]} {', '.join(owners)}"
+            raise UserError(f"key {key!r} has no effect with {mine}; leave it out, or take {others}, which has it")
 
 
 def _put_over(tree: dict[str, Any], later: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,10 +47,10 @@ def test_a_config_and_its_mapping_turn_into_each_other():
 
 
 @given(
-    width=st.integers(),
+    width=st.integers(1 - 2**63, 2**63 - 1),
     scale=st.floats(allow_nan=False, allow_infinity=False),
     clip=st.none() | st.floats(0, 1e6),
-    ks=st.lists(st.integers(), max_size=4),
+    ks=st.lists(st.integers(1 - 2**63, 2**63 - 1), max_size=4),
     rate=st.floats(0, 0.2),
 )
 def test_any_valid_config_survives_the_round_trip(width, scale, clip, ks, rate):
@@ -90,7 +91,11 @@ def test_lossless_conversions_are_made(key, value, wanted):
         ({"name": "a", "width": True}, "width is True; give a whole number"),
         ({"name": "a", "width": 1.5}, "width is 1.5; give a whole number"),
         ({"name": "a", "width": "12"}, "width is '12'; give a whole number"),
+        ({"name": "a", "width": 2**63}, "width is about 2^63; give a whole number within +-2^63"),
+        ({"name": "a", "width": -(10**400)}, "width is about -2^1328; give a whole number within +-2^63"),
         ({"name": "a", "scale": "much"}, "scale is 'much'; give a number"),
+        ({"name": "a", "scale": "1e999"}, "scale is '1e999'; give a number"),
+        ({"name": "a", "scale": "\u0663"}, "scale is '\u0663'; give a number"),
         ({"name": "a", "scale": float("nan")}, "scale is nan; give a number"),
         ({"name": "a", "scale": None}, "scale is None; give a number"),
         ({"name": "a", "on": 1}, "on is 1; give true or false"),
@@ -107,6 +112,11 @@ def test_a_wrong_mapping_is_refused_with_key_value_and_remedy(mapping, message):
     with pytest.raises(UserError) as error:
         from_dict(Outer, mapping)
     assert str(error.value) == message
+
+
+def test_an_array_is_no_choice():
+    with pytest.raises(UserError, match=r"^inner\.mode is array\(\[1, 2\]\); choose one of exact, low_rank, off"):
+        from_dict(Outer, {"name": "a", "inner": {"mode": np.array([1, 2])}})
 
 
 def test_the_section_is_named_before_the_key():

@@ -130,6 +130,8 @@ def test_a_missing_file_or_a_folder_is_refused_by_name(tmp_path):
         read_yaml(tmp_path / "nothing.yaml")
     with pytest.raises(UserError, match="is a folder; give the path of a YAML file"):
         read_yaml(tmp_path)
+    with pytest.raises(UserError, match="give the path of a YAML file that can be read"):
+        read_yaml(tmp_path / ("x" * 5000))
 
 
 def test_byte_order_mark_and_crlf_are_read(tmp_path):

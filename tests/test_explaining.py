@@ -76,6 +76,7 @@ def test_a_data_frame_of_one_user_is_a_history(fitted, history):
         ({"item": "tea"}, "item 'tea' is not in the model's vocabulary"),
         ({"item": 1, "k": 2}, "k is 2, which has no effect where an item is named"),
         ({"k": 0}, "k is 0"),
+        ({"k": 56}, "k is 56, but only 54 of 59 items are not in the history; name an item to explain, or lower k"),
         ({"history": "tea"}, "the history is 'tea'; give one list of item ids"),
         ({"history": {"ann": [1]}}, "give one list of item ids"),
         ({"history": []}, "the histories hold no item; give at least one"),
@@ -85,6 +86,13 @@ def test_a_data_frame_of_one_user_is_a_history(fitted, history):
 def test_what_cannot_be_explained_is_refused(fitted, history, arguments, message):
     with pytest.raises(UserError, match=message):
         fitted.explain(**{"history": history, **arguments})
+
+
+def test_a_history_of_almost_every_item_has_what_is_left_explained(fitted, dataset):
+    known = dataset.item_ids.tolist()
+    assert fitted.explain(known[2:])["item"].nunique() == 2
+    with pytest.raises(UserError, match=r"^only 0 of 59 items are not in the history; name an item to explain$"):
+        fitted.explain(known)
 
 
 def test_dates_are_read_in_the_unit_of_the_training_data(dataset, history):

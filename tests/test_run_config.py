@@ -160,7 +160,11 @@ def test_arms_differ_in_nothing_but_their_presets():
         ({"deduplicate": "latest"}, "data.deduplicate is 'latest'; give one of first, last or null"),
         ({"estimator": "remml"}, "core.estimator is 'remml'; did you mean 'reml'?"),
         ({"arm": "matched", "lam_max": 3}, "core.lam_max has no effect in arm 'matched' of sasrec; leave it out"),
-        ({"model": "pop", "hidden_size": 3}, "unknown key 'hidden_size'"),
+        ({"model": "pop", "hidden_size": 3}, "key 'hidden_size' has no effect with model 'pop'"),
+        (
+            {"model": "bert4rec", "mask_probability": 0.5, "last_item_probability": 1},
+            "backbone.mask_probability has no effect with last_item_probability 1; leave it out, or take less",
+        ),
         ({"model": "pop", "epochs": 5}, "training.epochs has no effect in model 'pop', which is not trained; leave it"),
         ({"model": "pop", "tensorboard": True}, "training.tensorboard has no effect in model 'pop'"),
         ({"model": "pop", "controllers": {"ema": {}}}, "controllers.ema has no effect in model 'pop', which is not"),
@@ -222,6 +226,7 @@ def test_how_recbole_would_train_a_model_that_is_not_trained_is_ignored_aloud(wr
     [
         (["recency_decay=true", "mixer=rope"], "recency_decay has no effect with mixer 'rope'"),
         (["mixer=rfa", "key_precision=off"], "key_precision has no effect in an arm without precision"),
+        (["mixer=bayesian", "mixing.prior_variance=0.1"], "prior_variance has no effect in an arm without precision"),
         (["activation=relu", "moe.experts=2"], "activation relu has no effect with experts"),
         (
             ["arm=bft", "mixer=rfa", "core.initial=uniform", "core.prior_variance=0.1"],
@@ -233,6 +238,33 @@ def test_a_setting_that_a_layer_would_not_hear_is_refused(settings, message):
     data = synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
     with pytest.raises(UserError, match=message):
         build_model(load_run_config(settings=["arm=matched", "hidden_size=8", *settings]), data)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        (
+            {"rounds": 3},
+            "key 'rounds' has no effect with mixer 'attention'; leave it out, or take mixer boosted, which",
+        ),
+        (
+            {"mixing": {"kernel": "student"}},
+            "key 'mixing.kernel' has no effect with mixer 'attention'; .* rfa, sc_rfa",
+        ),
+        ({"time_bias": True}, "key 'time_bias' has no effect with model 'sasrec'; leave it out, or take model hstu,"),
+        ({"model": "pop", "hidden_size": 8}, "key 'hidden_size' has no effect with model 'pop'; .* sasrec, bert4rec,"),
+        ({"mixing": {"no_such": 3}}, "unknown key 'mixing.no_such'; there is none here; leave it out"),
+    ],
+)
+def test_a_key_of_another_model_or_mixer_is_refused_by_the_names_of_those(named, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        load_run_config(**named)
+
+
+@pytest.mark.parametrize("setting", ["valid_metric=ndcg@1\uff10", "device=cuda:\u0663"])
+def test_digits_of_other_scripts_are_none(setting):
+    with pytest.raises(UserError, match=r"^training\.(valid_metric|device) is "):
+        load_run_config(settings=[setting])
 
 
 def test_a_later_batch_size_takes_the_place_of_a_number_of_targets(write):

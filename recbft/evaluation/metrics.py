@@ -21,7 +21,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 KS = (5, 10, 20)
-METRIC = r"(hr|ndcg|mrr)@[1-9]\d*|mrr"  # a metric's name, as a regular expression
+METRIC = r"(hr|ndcg|mrr)@[1-9][0-9]*|mrr"  # a metric's name, as a regular expression
 
 
 def hit_rate(ranks: IntArray, k: int) -> FloatArray:

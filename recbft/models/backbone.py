@@ -332,6 +332,8 @@ def mixer_maker(
         raise UserError(f"recency_decay has no effect with mixer {mixing.name!r}; leave it out (and `+recency`)")
     if core is None and getattr(mixing.options, "key_precision", "on") == "off":
         raise UserError("key_precision has no effect in an arm without precision, where no key has one; leave it out")
+    if core is None and getattr(mixing.options, "prior_variance", None) is not None:  # the unit of what is not asked
+        raise UserError("prior_variance has no effect in an arm without precision; leave it out")
     estimation: dict[str, Any] | None = None
     if core is not None:
         check_core(core, spec.precision, config.max_length)

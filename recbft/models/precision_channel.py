@@ -33,6 +33,7 @@ from recbft.core import (
     jacobian_factors,
     process_noise,
 )
+from recbft.errors import RunError
 from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
@@ -148,7 +149,14 @@ class LayerPrecision(nn.Module):
             return
         if "low_rank" in (self.core.jacobian, self.core.jacobian_in_evaluation) or self.core.jacobian == "running_mean":
             with torch.inference_mode(False):  # training goes on with what evaluation has made
-                self.factors = jacobian_factors(w1.detach(), w2.detach(), self.core.jacobian_rank)
+                try:
+                    self.factors = jacobian_factors(w1.detach(), w2.detach(), self.core.jacobian_rank)
+                except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # finite weights whose products are not
+                    largest = max(float(w.detach().abs().max()) for w in (w1, w2))
+                    raise RunError(
+                        f"the feed-forward weights are too large, up to {largest:.2g}, for their Jacobian: training "
+                        "has diverged; lower learning_rate or set clip_norm"
+                    ) from None
 
     def prior(self, precision: Tensor, context: SequenceContext) -> Tensor:
         """Equation (2): the incoming precision a layer works with, (B, T, D)."""

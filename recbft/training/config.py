@@ -43,10 +43,10 @@ class TrainingConfig:
         check_range("clip_norm", self.clip_norm, above=0)
         check_range("patience", self.patience, at_least=1)
         check_range("eval_every", self.eval_every, at_least=1)
-        check_range("threads", self.threads, at_least=1)
+        check_range("threads", self.threads, at_least=1, at_most=1024)
         if not re.fullmatch(METRIC, self.valid_metric):
             raise UserError(
                 f"valid_metric is {self.valid_metric!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'"
             )
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise UserError(f"device is {self.device!r}; give auto, cpu, cuda or cuda:N")

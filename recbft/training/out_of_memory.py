@@ -22,8 +22,15 @@ _REFUSALS = (
     "CUDA error: out of memory",
     "[CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "Storage size calculation overflowed",
 )
 _NUMBER_BYTES = 4  # parameters are float32
+# What the parameters are shaped by; of equals the first is named.
+_SHAPES = {
+    "backbone": ("hidden_size", "inner_size", "max_length"),
+    "mixing": ("latent_width", "width"),
+    "moe": ("experts", "gate_width"),
+}
 
 
 @contextlib.contextmanager
@@ -66,13 +73,27 @@ def _explanation(error: BaseException, config: RunConfig, dataset: Dataset) -> s
     elif "evaluation" in rooms:
         doing, setting = " while histories were read for ranking", length
     elif any(function == "build_model" for _, function in frames):
-        doing, setting = " while the model was built", f"backbone.hidden_size ({width})"
+        doing, setting = " while the model was built", _largest_shape(config)
     else:
         key = "batch_size" if config.training.batch_targets is None else "batch_targets"
         doing, setting = " in a training step", f"training.{key} ({getattr(config.training, key)}) or {length}"
+        if "models.losses" in {module for module, _ in frames} and getattr(config.backbone, "num_negatives", None):
+            setting = f"backbone.num_negatives ({config.backbone.num_negatives}), {setting}"
     amount = "" if asked is None else f" of {_readable(round(asked[0]))}"
     maker = f" that {'.'.join(frames[-1])} makes" if frames else ""
     return f"out of memory{doing}: {tensor}{amount}{maker} does not fit; lower {setting}"
+
+
+def _largest_shape(config: RunConfig) -> str:
+    """The setting that says most about the size of the model: the largest of the widths and lengths it is built by."""
+    shapes = {
+        f"{section}.{key}": value
+        for section, keys in _SHAPES.items()
+        for key in keys
+        if isinstance(value := getattr(getattr(config, section), key, None), int)
+    }
+    name = max(shapes, key=shapes.__getitem__, default="backbone.hidden_size")
+    return f"{name} ({shapes.get(name)})"
 
 
 def _asked_for(error: BaseException) -> tuple[float, int] | None:

@@ -175,6 +175,7 @@ def test_a_trial_below_the_median_is_given_up_however_many_workers_there_are(cap
         ("dropout=0.5..0.1", "give numbers low..high with low < high"),
         ("dropout=log:0..0.5", "low > 0 after log:"),
         ("dropout=a..b", "give numbers low..high"),
+        ("n_layers=1..2.5", "--space n_layers=1..2.5: it takes whole numbers; give whole bounds"),
         ("dropout=0.1...inf", "give numbers low..high"),
         ("dropoutt=0.1..0.5", "unknown key 'dropoutt'; did you mean 'dropout'?"),
     ],
@@ -344,3 +345,22 @@ def test_a_full_disk_ends_the_search_and_uses_up_no_trial(capsys, monkeypatch, e
     code, out, _ = run(capsys, *command)
     assert code == 0 and "1 trial, 0 pruned, 0 failed" in out
     assert trials_of(tmp_path)[1].params == trials_of(tmp_path)[0].params
+
+
+def test_a_database_without_room_is_a_full_disk_and_no_defect(capsys, monkeypatch, events, tmp_path):
+    pytest.importorskip("optuna")
+    from sqlalchemy.exc import OperationalError
+
+    def full(*_, **__):
+        raise OperationalError("COMMIT", {}, Exception("database or disk is full"))
+
+    command = tune(events, tmp_path, "--set", "epochs=1", "--seeds", "0", "--trials", "1")
+    leftover = tmp_path / ".study.db.0123abcd.tmp"
+    leftover.write_text("of a killed command")
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "_evaluate", full)
+        code, _, err = run(capsys, *command)
+        assert code == 1 and "database or disk is full" in err and "the same command" in err and not leftover.exists()
+        patch.setattr(tuning.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        code, _, err = run(capsys, *command)
+    assert code == 1 and "error: no space left while writing" in err and "defect" not in err

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from recbft.core import kalman_update
+from recbft.errors import RunError
 
 # Starting values -------------------------------------------------------------------------------------
 
@@ -172,6 +173,15 @@ def test_kept_factors_of_the_jacobian_go_with_the_weights_they_are_of(lab):
     other.load_state_dict(model.state_dict())
     one, two = (lab.beliefs(each, [[1, 2, 3, 4]])[0] for each in (model, other))
     lab.assert_same(one, two)
+
+
+def test_weights_that_are_too_large_for_a_jacobian_are_told(lab):
+    model = lab.build("bft low rank in evaluation")
+    with torch.no_grad():
+        for weight in (model.blocks[0].inner.weight, model.blocks[0].outer.weight):
+            weight.mul_(1e30 / weight.abs().max())  # finite, and their products are not
+    with pytest.raises(RunError, match=r"feed-forward weights are too large, up to 1e\+30, .* lower learning_rate"):
+        model.refresh()
 
 
 def test_a_lower_rank_changes_scores_little_but_not_nothing(lab):

@@ -27,7 +27,7 @@ def dataset():
 
 def config(**settings):
     small = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 1, "device": "cpu"}
-    return load_run_config(model="sasrec", **{**small, **settings})
+    return load_run_config(**{"model": "sasrec", **small, **settings})
 
 
 def refused(tmp_path, config, dataset, message):
@@ -43,6 +43,26 @@ def test_a_model_that_does_not_fit_names_its_width(tmp_path, dataset):
         "out of memory while the model was built: a tensor of 4.0 TiB that models.precision_channel.__init__ makes "
         "does not fit; lower backbone.hidden_size (1099511627776)",
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "named"),
+    [
+        ("sasrec", {"inner_size": 1 << 40}, "backbone.inner_size"),
+        ("hstu", {"max_length": 1 << 40}, "backbone.max_length"),
+        ("sasrec", {"mixer": "rfa", "latent_width": 1 << 40}, "mixing.latent_width"),
+        ("sasrec", {"hidden_size": 1 << 62}, "backbone.hidden_size"),
+    ],
+)
+def test_of_what_a_model_is_shaped_by_the_largest_is_named(tmp_path, dataset, model, settings, named):
+    value = max(number for number in settings.values() if isinstance(number, int))
+    with pytest.raises(RunError, match=rf"while the model was built: .* lower {named} \({value}\)$"):
+        session.train(config(model=model, **settings), tmp_path / "run", dataset=dataset)
+
+
+def test_negatives_that_do_not_fit_are_named(tmp_path, dataset):
+    with pytest.raises(RunError, match=r"in a training step: .* lower backbone\.num_negatives \(1099511627776\), "):
+        session.train(config(loss="bce", num_negatives=1 << 40), tmp_path / "run", dataset=dataset)
 
 
 def test_a_training_step_that_does_not_fit_names_batch_and_length(tmp_path, dataset, monkeypatch):
