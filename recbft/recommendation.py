@@ -99,8 +99,15 @@ def explain(
     places = np.flatnonzero(vocabulary.encode(raw) > 0)  # of the known events
     items = [item]
     if item is None:
+        left = len(vocabulary) - len(np.unique(encoded.items))
+        if left < (k or 1):
+            asked = "" if k is None else f"k is {k}, but "
+            raise UserError(
+                f"{asked}only {left} of {len(vocabulary)} items are not in the history; name an item to explain"
+                + (", or lower k" if left else "")
+            )
         with torch.inference_mode(), evaluation_mode(model):
-            best = _lists(model, vocabulary, encoded, 0, EXPLAINED if k is None else k, True, memory_mb)
+            best = _lists(model, vocabulary, encoded, 0, min(EXPLAINED, left) if k is None else k, True, memory_mb)
         items = best["item"].tolist()
     wanted = vocabulary.encode(items)
     if (wanted == 0).any():
@@ -145,7 +152,7 @@ def _as_frame(histories: Any) -> Any:
 def _one(history: Iterable[Any] | pd.DataFrame) -> tuple[Histories, list[Any]]:
     """One history as ``_encode`` takes them, and its raw items."""
     if not isinstance(history, pd.DataFrame):
-        if isinstance(history, (str, bytes, Mapping)) or not isinstance(history, Iterable):
+        if isinstance(history, (str, bytes, Mapping, set, frozenset)) or not isinstance(history, Iterable):
             raise UserError(f"the history is {history!r}; give one list of item ids, oldest first")
         raw = list(history)
         return [raw], raw
@@ -193,7 +200,7 @@ def _lists(
     )
     table: pd.DataFrame = pd.DataFrame(
         {
-            "user": users.repeat(k).to_numpy(),
+            "user": users.array.repeat(k),
             "item": vocabulary.decode(best.items.reshape(-1)),
             "score": best.scores.reshape(-1),
             "rank": np.tile(np.arange(1, k + 1), len(users)),
@@ -260,6 +267,8 @@ def _flatten(histories: Histories) -> tuple[list[Any], list[int], list[Any]]:
             raise UserError(f"user {number} of the histories is blank ({user!r}); fill the id in or leave the user out")
         if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
             raise UserError(f"the history of user {user!r} is {items!r}; give a list of item ids, such as [{items!r}]")
+        if isinstance(items, (set, frozenset, Mapping)):
+            raise UserError(f"the history of user {user!r} is a {type(items).__name__}; give a list, oldest item first")
     lists = [list(items) for items in sequences]
     return users, [len(items) for items in lists], [item for items in lists for item in items]
 

@@ -8,6 +8,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -527,3 +529,18 @@ def test_copies_outlive_the_recommender_that_was_fitted_without_a_folder(dataset
     gc.collect()
     assert not folder.exists()
     pd.testing.assert_frame_equal(pickle.loads(pickled).recommend(history, k=2), expected)
+
+
+def test_loading_neither_draws_from_nor_turns_back_the_callers_random_numbers(fitted, monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("the state of a generator was put back")
+
+    state = torch.get_rng_state()
+    monkeypatch.setattr(torch.random, "fork_rng", refuse)
+    Recommender.load(next(iter(fitted.values())).run.path)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_recommender_needs_no_scipy():
+    code = "import sys; from recbft import Recommender; assert 'scipy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

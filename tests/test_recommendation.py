@@ -57,6 +57,26 @@ def test_a_list_holds_the_best_items_with_scores_and_ranks():
     assert table.attrs == {"unknown_events": 0, "skipped_users": []}
 
 
+@pytest.mark.parametrize("history", [{"a", "b"}, frozenset("ab"), {"a": 5}])
+def test_a_history_without_an_order_is_refused(history):
+    with pytest.raises(UserError, match="oldest item first"):
+        recommend(Echo(), LETTERS, {"ann": history}, 1)
+
+
+def test_a_model_that_serves_is_not_written_to():
+    model = Echo().eval()
+    model.__class__ = type(
+        "Watched",
+        (Echo,),
+        {
+            "__setattr__": lambda self, name, value: (
+                pytest.fail("written to") if name == "training" else nn.Module.__setattr__(self, name, value)
+            )
+        },
+    )
+    recommend(model, LETTERS, {"ann": ["a"]}, 1)
+
+
 def test_seen_items_are_left_out_unless_they_are_asked_for():
     histories = {"ann": ["f", "d", "f"], "bob": ["a"]}
     assert lists(recommend(Echo(), LETTERS, histories, 3)) == {"ann": ["e", "c", "b"], "bob": ["f", "e", "d"]}

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 
 class Association(NamedTuple):
@@ -33,6 +32,8 @@ def spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Asso
     >>> spearman([1, 2, 3, 4], [1, 4, 9, 16])
     Association(rho=1.0, p=0.0, n=4)
     """
+    from scipy import stats  # seconds to import, which nobody who only recommends has to wait for
+
     columns = [_tied(np.asarray(values, dtype=np.float64)) for values in (x, y, given) if values is not None]
     kept = ~np.any(np.isnan(columns), axis=0)
     n = int(kept.sum())

@@ -146,15 +146,15 @@ def view_of(dataset: Dataset, part: str, users: IntArray | None = None) -> View:
 @contextmanager
 def evaluation_mode(model: SequenceModel) -> Iterator[None]:
     """Switch dropout and the like off, and afterwards back to what each part of the model had."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    training = [module.training for module in modules]
+    # A model that serves has none in training: nothing of it is written, whichever threads ask.
+    training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
     try:
-        for module in modules:
+        for module in training:
             module.training = False
         yield
     finally:
-        for module, was in zip(modules, training, strict=True):
-            module.training = was
+        for module in training:
+            module.training = True
 
 
 def _states(

@@ -81,11 +81,12 @@ def score_block(chunk: Tensor, candidates: Candidates, columns: slice, room: Ten
 
 
 class NanWatch:
-    """Collects the users whose scores are NaN; looks into the blocks only where inputs or overflow could cause one."""
+    """Collects the users whose scores are NaN; looks for them where it is cheap, or something could cause one."""
 
     def __init__(self, states: Tensor, candidates: Candidates) -> None:
         self.num_users = len(states)
-        self.needed = not _bounded(states, candidates)
+        # Few users have fewer scores to look at than the table has entries.
+        self.needed = 2 * self.num_users < candidates.weight.shape[1] or not _bounded(states, candidates)
         self.broken: set[int] = set()
 
     def look(self, block: Tensor, users: slice) -> None:

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_FEW = 16  # rows, whose product waits for the weight's memory: for one row oneDNN takes up to 2.5 times as long
+
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, room: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` without gradients; x (N, I), weight (O, I), of any strides.
 
     ``room``, (N, O), may be written over and be what is returned: one that is still in the cache is filled sooner.
     """
-    if _ONEDNN is not None and _is_single_on_cpu(x):
+    if _ONEDNN is not None and len(x) > _FEW and _is_single_on_cpu(x):
         y: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
         return y
     return torch.mm(x, weight.T, out=room) if bias is None else torch.addmm(bias, x, weight.T, out=room)

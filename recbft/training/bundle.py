@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
@@ -25,6 +26,10 @@ from recbft.training.checkpoint import vocabulary_hash
 from recbft.training.run_folder import RunFolder
 
 VOCABULARY_FILE = "vocabulary.parquet"
+_DRAWS = {
+    *("uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"),
+    *("xavier_normal_", "orthogonal_", "random_", "bernoulli_", "exponential_", "rand", "randn", "randint", "randperm"),
+}  # of PyTorch's functions, those that draw and can be given a generator
 
 
 def write_vocabulary(folder: Path, dataset: Dataset) -> None:
@@ -50,7 +55,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             "restore the file, or train again into a new folder"
         )
     weights = checkpoint.load_best(run.checkpoint)
-    with torch.random.fork_rng(devices=[]):  # making modules draws random numbers, which are the caller's
+    with _OwnDraws():
         model = config.build(counts)
     try:
         model.load_state_dict(weights)
@@ -63,9 +68,28 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
     return run, config, Vocabulary(ids), model
 
 
+class _OwnDraws(TorchFunctionMode):
+    """Modules made in here, on this thread, start from random numbers of their own.
+
+    PyTorch's default generator belongs to the caller and to what other threads are training: to put its state back
+    afterwards, as ``fork_rng`` does, would make them draw again what they have drawn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(function, "__name__", "") in _DRAWS and kwargs.get("generator") is None:
+            kwargs["generator"] = self.generator
+        return function(*args, **kwargs)
+
+
 def _read_vocabulary(path: Path) -> tuple[Any, torch.Tensor]:
     try:
-        table = pq.read_table(path)
+        with open(path, "rb") as file:  # the path itself need not be UTF-8
+            table = pq.read_table(file)
         ids, counts = table["item_id"], table["training_count"].to_numpy().astype(np.int64)
     except FileNotFoundError:
         raise UserError(f"{path} is missing; restore it from a copy, or train again into a new folder") from None
