@@ -28,6 +28,12 @@ def recommend(
         Path | None, typer.Option(metavar="FILE", help="A .parquet or .csv file; printed if left out.")
     ] = None,
     keep_seen: Annotated[bool, typer.Option("--keep-seen", help="Allow items of the history in the list.")] = False,
+    exclude: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Items that no list may hold: their ids, one a line.")
+    ] = None,
+    candidates: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The only items that lists may hold: their ids, one a line.")
+    ] = None,
     user: User = None,
     item: Item = None,
     time: Time = None,
@@ -47,12 +53,31 @@ def recommend(
         refuse_input(out, atomic_file(histories))
     recommender = Recommender.load(run)
     how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
-    lists = recommender.recommend(read_histories(histories, **how), k, filter_seen=not keep_seen)
+    lists = recommender.recommend(
+        read_histories(histories, **how),
+        k,
+        filter_seen=not keep_seen,
+        exclude=_ids(exclude),
+        candidates=_ids(candidates),
+    )
     _write(lists, out)
     if unknown := lists.attrs["unknown_events"]:
         typer.echo(f"skipped events with items that the model does not know: {unknown:,}", err=True)
     if users := lists.attrs["skipped_users"]:
         typer.echo(f"skipped users without a known item: {len(users):,}, such as {users[0]}", err=True)
+
+
+def _ids(file: Path | None) -> list[str] | None:
+    """The lines of a file that are not blank, as they stand."""
+    if file is None:
+        return None
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror or error}; give a text file of item ids, one a line") from None
+    return [line.rstrip("\r") for line in lines if line.strip()]
 
 
 def _write(lists: pd.DataFrame, out: Path | None) -> None:

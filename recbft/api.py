@@ -9,13 +9,10 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +32,8 @@ from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.uncertainty import uncertainty
 from recbft.files import new_folder
+from recbft.fitted_folder import fitted_folder
+from recbft.kernels import compiled
 from recbft.recommendation import Histories, explain, recommend
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import session
@@ -91,12 +90,10 @@ class Recommender:
         """
         _check_dataset(dataset)
         config = self.config if dataset is None else self._config_for(dataset)
-        with _folder(out) as (path, remove), _python_way_on(path, dataset):
-            self._open(session.train(config, path, dataset=dataset, progress=progress).path, config.data.data_root)
-            if remove is not None:
-                kept = _Kept()
-                vars(self.run)["kept"] = kept
-                weakref.finalize(kept, remove)
+        with fitted_folder(out) as place, _python_way_on(place.path, dataset):
+            run = session.train(config, place.path, dataset=dataset, progress=progress)
+            self._open(run.path, config.data.data_root)
+            place.go_with(self.run)
         return self
 
     @classmethod
@@ -144,7 +141,15 @@ class Recommender:
             memory_mb=settings.memory_mb,
         )
 
-    def recommend(self, histories: Histories, k: int = 10, *, filter_seen: bool = True) -> pd.DataFrame:
+    def recommend(
+        self,
+        histories: Histories,
+        k: int = 10,
+        *,
+        filter_seen: bool = True,
+        exclude: Iterable[Any] | None = None,
+        candidates: Iterable[Any] | None = None,
+    ) -> pd.DataFrame:
         """The k best items for each history, with the posterior precision behind each list.
 
         Args:
@@ -153,10 +158,16 @@ class Recommender:
                 ``user_id`` and ``item_id`` in time order, and ``timestamp`` for a model that reads times. Users need
                 not have been seen in training.
             filter_seen: leave out the items of the history itself.
+            exclude: raw ids of items that no list may hold, such as what is sold out.
+            candidates: raw ids of the only items that lists may hold; unknown ones have no effect here or there.
 
         Returns:
             Columns user, item, score, rank (from 1), precision (NaN where the model keeps none). ``attrs`` counts what
             was skipped: ``unknown_events`` of items the model does not know, and ``skipped_users`` with no known item.
+
+        Raises:
+            ColdStartError: that would be all of them.
+            UserError: as ``recbft.recommendation.recommend``.
         """
         model, vocabulary, _ = self._fitted()
         return recommend(
@@ -165,6 +176,8 @@ class Recommender:
             histories,
             k,
             filter_seen=filter_seen,
+            exclude=exclude,
+            candidates=candidates,
             memory_mb=self.config.evaluation.memory_mb,
             time_unit=self._time_unit,
         )
@@ -314,6 +327,7 @@ class Recommender:
         Raises:
             UserError: there is no run, it has no weights yet, or a file is damaged.
         """
+        compiled.missing()  # builds them now if ever, not while the first request waits
         recommender = cls.__new__(cls)
         recommender._open(Path(path), None if data_root is None else str(data_root))
         return recommender
@@ -354,33 +368,6 @@ class Recommender:
         if self._model is None or self._vocabulary is None or self.run is None:
             raise UserError("this recommender is not trained; call fit(dataset), or Recommender.load(folder)")
         return self._model, self._vocabulary, self.run
-
-
-class _Kept:
-    """Held by a run in a temporary folder and by its copies: the folder goes with the last of them in this process."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-@contextmanager
-def _folder(out: str | Path | None) -> Iterator[tuple[Path, Callable[[], None] | None]]:
-    """The run's folder and, for a temporary one, what removes it; after an interruption that stays as well."""
-    if out is not None:
-        yield Path(out), None
-        return
-    place = tempfile.mkdtemp(prefix="recbft-")
-    remove = partial(shutil.rmtree, place, ignore_errors=True)
-    try:
-        yield Path(place) / "run", remove
-    except RunInterruptedError:
-        raise
-    except BaseException:
-        remove()
-        raise
 
 
 @contextmanager

@@ -14,6 +14,10 @@ class UserError(ValueError):
     """Wrong usage or wrong data; the message says what to change."""
 
 
+class ColdStartError(UserError):
+    """No history holds an item that the model knows: a service answers these users with a list of its own."""
+
+
 class RunError(RuntimeError):
     """A run that failed or cannot be continued; the message says why and what is left."""
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from recbft.config import is_whole
 from recbft.datasets.events import check_columns, in_unit, read_times, refuse_finer, steps_back
 from recbft.datasets.vocabulary import Vocabulary
-from recbft.errors import UserError
+from recbft.errors import ColdStartError, UserError
 from recbft.evaluation import explain as explanations
 from recbft.evaluation.evaluate import evaluation_mode
 from recbft.evaluation.top_k import top_k
@@ -45,6 +45,8 @@ def recommend(
     k: int,
     *,
     filter_seen: bool = True,
+    exclude: Iterable[Any] | None = None,
+    candidates: Iterable[Any] | None = None,
     memory_mb: float = 256.0,
     time_unit: str | None = None,
 ) -> pd.DataFrame:
@@ -55,19 +57,21 @@ def recommend(
     in a date is cut off.
 
     Raises:
-        UserError: no history, a blank user, none with a known item, fewer than k items left for a user, no times for a
-            model that reads them, times that ``Dataset.from_frame`` would refuse too, or a model that was trained with
-            the target's time, which nobody knows here.
+        ColdStartError: no history holds an item that the model knows.
+        UserError: no history, a blank user, fewer than k items left for a user, no candidate that the model knows, no
+            times for a model that reads them, times that ``Dataset.from_frame`` would refuse too, or a model that was
+            trained with the target's time, which nobody knows here.
     """
     _check_length(k)
     _refuse_target_time(model)
     histories = _as_frame(histories)
     encoded = _encode(histories, vocabulary, _times(histories, time_unit) if _reads_times(model) else None)
     _warn_if_out_of_order(histories)
+    barred = _barred(vocabulary, exclude, candidates)
     parts = []
     with torch.inference_mode(), evaluation_mode(model):
         for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):
-            parts.append(_lists(model, vocabulary, encoded, first, k, filter_seen, memory_mb))
+            parts.append(_lists(model, vocabulary, encoded, first, k, filter_seen, memory_mb, barred))
     table = pd.concat(parts, ignore_index=True)
     table.attrs = {"unknown_events": encoded.unknown_events, "skipped_users": encoded.skipped_users}
     return table
@@ -178,36 +182,66 @@ def _lists(
     k: int,
     filter_seen: bool,
     memory_mb: float,
+    barred: NDArray[np.int64] | None = None,
 ) -> pd.DataFrame:
     """The lists of up to ``HISTORIES_AT_ONCE`` histories from number ``first`` on."""
     users = encoded.users.iloc[first : first + HISTORIES_AT_ONCE]
     offsets = encoded.offsets[first : first + len(users) + 1]
-    states, precisions = [], []
+    states, precisions, table = [], [], model.item_table()
     for batch in read_histories(
         model, encoded.items, offsets[:-1], offsets[1:], times=encoded.times, source="the list of histories"
     ):
-        state, precision = model.user_states(batch)
+        state, precision = model.user_states(batch.to(table.weight.device))
         states.append(state)
         precisions.append(torch.full_like(state[:, 0], float("nan")) if precision is None else precision)
     best = top_k(
         torch.cat(states),
-        model.item_table(),
+        table,
         k,
         exclude_items=encoded.items[offsets[0] : offsets[-1]] if filter_seen else None,
         exclude_offsets=offsets - offsets[0] if filter_seen else None,
+        barred=barred,
         memory_mb=memory_mb,
         user_ids=users.to_numpy(dtype=object),
     )
-    table: pd.DataFrame = pd.DataFrame(
+    lists: pd.DataFrame = pd.DataFrame(
         {
             "user": users.array.repeat(k),
             "item": vocabulary.decode(best.items.reshape(-1)),
             "score": best.scores.reshape(-1),
             "rank": np.tile(np.arange(1, k + 1), len(users)),
-            "precision": np.repeat(torch.cat(precisions).double().numpy(), k),
+            "precision": np.repeat(torch.cat(precisions).double().cpu().numpy(), k),
         }
     )
-    return table
+    return lists
+
+
+def _barred(
+    vocabulary: Vocabulary, exclude: Iterable[Any] | None, candidates: Iterable[Any] | None
+) -> NDArray[np.int64] | None:
+    """Indices of the items that no list may hold; None where all may be."""
+    if exclude is None and candidates is None:
+        return None
+    barred = np.zeros(len(vocabulary) + 1, dtype=bool)
+    if candidates is not None:
+        ids = _ids("candidates", candidates)
+        known = vocabulary.encode(ids)
+        if not known.any():
+            such = f" (such as {ids[0]!r})" if ids else ""
+            raise UserError(
+                f"none of the {len(ids):,} candidates is in the model's vocabulary{such}; give some that are"
+            )
+        barred[:] = True
+        barred[known] = False
+    if exclude is not None:
+        barred[vocabulary.encode(_ids("exclude", exclude))] = True
+    return np.flatnonzero(barred[1:]) + 1
+
+
+def _ids(name: str, given: Iterable[Any]) -> list[Any]:
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise UserError(f"{name} is {given!r}; give a list of item ids")
+    return list(given)
 
 
 def _encode(histories: Histories, vocabulary: Vocabulary, times: NDArray[np.int64] | None) -> _Encoded:
@@ -216,13 +250,13 @@ def _encode(histories: Histories, vocabulary: Vocabulary, times: NDArray[np.int6
     if not users:
         raise UserError("there is no history to recommend for; give at least one user with items")
     if not raw:
-        raise UserError("the histories hold no item; give at least one of them its item ids, oldest first")
+        raise ColdStartError("the histories hold no item; give at least one of them its item ids, oldest first")
     items = vocabulary.encode(raw)
     owner = np.repeat(np.arange(len(users)), lengths)
     known = items > 0
     kept = np.bincount(owner[known], minlength=len(users))
     if not kept.any():
-        raise UserError(
+        raise ColdStartError(
             f"none of the {len(raw):,} items in the histories is in the model's vocabulary "
             f"(such as {raw[0]!r}); check that the ids are those of the training data"
         )

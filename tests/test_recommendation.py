@@ -15,7 +15,7 @@ from torch import nn
 
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
-from recbft.errors import UserError
+from recbft.errors import ColdStartError, UserError
 from recbft.models.contract import ItemTable, UserStates
 from recbft.recommendation import recommend
 
@@ -151,6 +151,29 @@ def test_asking_for_more_than_is_left_names_the_user_and_what_to_do():
     with pytest.raises(UserError, match="k is 0; ask for at least 1 item"):
         recommend(Echo(), LETTERS, {"ann": ["a"]}, 0)
     assert len(recommend(Echo(), LETTERS, {"ann": ["a"]}, 6, filter_seen=False)) == 6
+
+
+def test_some_items_can_be_left_out_of_all_lists_or_be_the_only_ones():
+    histories = {"ann": ["a"], "bob": ["f"]}
+    assert lists(recommend(Echo(), LETTERS, histories, 2, exclude=["e", "nothing"])) == {
+        "ann": ["f", "d"],
+        "bob": ["d", "c"],
+    }
+    only = recommend(Echo(), LETTERS, histories, 1, candidates=pd.Series(["b", "a", "b", "nothing"]), exclude=["b"],
+                     filter_seen=False)  # fmt: skip
+    assert lists(only) == {"ann": ["a"], "bob": ["a"]}
+    with pytest.raises(UserError, match=r"none of the 2 candidates is in the model's vocabulary \(such as 'x'\)"):
+        recommend(Echo(), LETTERS, histories, 1, candidates=["x", "y"])
+    with pytest.raises(UserError, match="exclude is 'e'; give a list of item ids"):
+        recommend(Echo(), LETTERS, histories, 1, exclude="e")
+    with pytest.raises(UserError, match="k is 2, but only 1 of 6 items are left for user 'ann'"):
+        recommend(Echo(), LETTERS, histories, 2, candidates=["a", "c"])
+
+
+def test_users_of_whom_nothing_is_known_have_an_error_of_their_own():
+    for nothing in ([["x", "y"]], [[]]):
+        with pytest.raises(ColdStartError):
+            recommend(Echo(), LETTERS, nothing, 1)
 
 
 def test_histories_with_nothing_to_go_by_are_refused():

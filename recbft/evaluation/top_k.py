@@ -33,6 +33,7 @@ def top_k(
     *,
     exclude_items: IntArray | None = None,
     exclude_offsets: IntArray | None = None,
+    barred: IntArray | None = None,
     memory_mb: float = 256.0,
     user_ids: NDArray[np.generic] | None = None,
 ) -> TopK:
@@ -42,6 +43,7 @@ def top_k(
         states: one per user, (N, D).
         table: the items; row 0 is padding and never recommended.
         k: items per user, >= 1.
+        barred: items recommended to nobody, each once.
         exclude_items, exclude_offsets: items never recommended to user u,
             ``exclude_items[exclude_offsets[u]:exclude_offsets[u + 1]]``; None excludes nothing.
         memory_mb: bound on the block of scores.
@@ -53,7 +55,8 @@ def top_k(
     """
     states, candidates = align(states, table)
     num_users, num_items = len(states), len(candidates.weight)
-    excluded = _Excluded.of(exclude_items, exclude_offsets, num_users, num_items)
+    barred = np.empty(0, np.int64) if barred is None else np.sort(barred)
+    excluded = _Excluded.of(exclude_items, exclude_offsets, num_users, num_items, barred)
     _check_k(k, num_items, excluded, user_ids)
     watch = NanWatch(states, candidates)
     rows, width = block_shape(num_users, num_items, states.element_size(), memory_mb)
@@ -106,19 +109,23 @@ class _Excluded(NamedTuple):
     """Distinct pairs of a user and an item not to recommend, by user."""
 
     user: IntArray  # (E,)
-    item: IntArray  # (E,)
+    item: IntArray  # (E,) none of them barred
     offsets: IntArray  # (N + 1,)
+    barred: IntArray  # items for nobody, in order
 
     @classmethod
-    def of(cls, items: IntArray | None, offsets: IntArray | None, num_users: int, num_items: int) -> _Excluded:
+    def of(
+        cls, items: IntArray | None, offsets: IntArray | None, num_users: int, num_items: int, barred: IntArray
+    ) -> _Excluded:
         if items is None or offsets is None:
             nothing = np.empty(0, np.int64)
-            return cls(nothing, nothing, np.zeros(num_users + 1, np.int64))
+            return cls(nothing, nothing, np.zeros(num_users + 1, np.int64), barred)
         user = np.repeat(np.arange(num_users), np.diff(offsets))
         pairs = np.unique(user * (num_items + 1) + items[offsets[0] : offsets[-1]])
         user, item = pairs // (num_items + 1), pairs % (num_items + 1)
-        user, item = user[item > 0], item[item > 0]
-        return cls(user, item, np.searchsorted(user, np.arange(num_users + 1)))
+        real = (item > 0) & ~np.isin(item, barred)
+        user, item = user[real], item[real]
+        return cls(user, item, np.searchsorted(user, np.arange(num_users + 1)), barred)
 
     def mask(self, block: Tensor, users: slice, columns: slice) -> None:
         """Give the excluded items of a block, in place, a score below all others."""
@@ -127,16 +134,20 @@ class _Excluded(NamedTuple):
         here = (column >= 0) & (column < block.shape[1])
         place = (self.user[own][here] - users.start) * block.shape[1] + column[here]
         block.view(-1)[torch.from_numpy(place).to(block.device)] = -torch.inf
+        first, end = np.searchsorted(self.barred - 1, [columns.start, columns.stop])
+        if end > first:
+            out = torch.from_numpy(self.barred[first:end] - 1 - columns.start).to(block.device)
+            block.index_fill_(1, out, -torch.inf)
 
 
 def _check_k(k: int, num_items: int, excluded: _Excluded, user_ids: NDArray[np.generic] | None) -> None:
     if k < 1:
         raise UserError(f"k is {k}; ask for at least 1 item")
-    left = num_items - np.diff(excluded.offsets)
+    left = num_items - len(excluded.barred) - np.diff(excluded.offsets)
     if left.size and k > left.min():
         worst = int(left.argmin())
         name = f"row {worst}" if user_ids is None else f"user {user_ids[worst : worst + 1].tolist()[0]!r}"
-        raise UserError(
-            f"k is {k}, but only {left[worst]} of {num_items} items are left for {name}; "
-            "lower k or exclude fewer (filter_seen=False, or --keep-seen, excludes none)"
-        )
+        seen = len(excluded.item) > 0
+        remedy = " or exclude fewer" if seen or len(excluded.barred) else ""
+        remedy += " (filter_seen=False, or --keep-seen, leaves no item of a history out)" if seen else ""
+        raise UserError(f"k is {k}, but only {left[worst]} of {num_items} items are left for {name}; lower k{remedy}")

@@ -181,6 +181,20 @@ def test_recommend_without_a_file_prints_csv(capsys, finished, histories, tmp_pa
     assert (tmp_path / "recs.csv").read_text() == out
 
 
+def test_recommend_leaves_out_the_items_of_a_file(capsys, finished, histories, tmp_path):
+    def lists(*more):
+        code, out, err = run(capsys, "recommend", finished, "--histories", histories, "-k", "2", *more)
+        assert code == 0, err
+        return [line.split(",")[1] for line in out.splitlines()[1:]]
+
+    ids = tmp_path / "ids.txt"
+    before = lists()
+    ids.write_bytes(b"\xef\xbb\xbf" + f"{before[0]}\r\n\r\nnothing\r\n".encode())
+    assert before[0] not in lists("--exclude", ids)
+    ids.write_text("\n".join(before))
+    assert set(lists("--candidates", ids)) <= set(before)
+
+
 def test_printed_lists_are_utf_8_whatever_the_terminal_speaks(capsys, events, tmp_path):
     named = pd.read_parquet(events).assign(item_id=lambda frame: "日" + frame["item_id"].astype(str))
     named.to_parquet(tmp_path / "named.parquet")
@@ -210,6 +224,7 @@ def test_a_model_that_reads_times_recommends_for_timed_histories(capsys, events,
         (["-k", "0"], "k is 0"),
         (["-k", "5000"], "k is 5000"),
         (["--user", "who"], "no column 'who'"),
+        (["--exclude", "no.txt"], "no.txt: No such file or directory; give a text file of item ids, one a line"),
         (["--out", "no-folder/recs.parquet"], "no-folder"),
     ],
 )

@@ -61,6 +61,20 @@ def test_all_items_can_be_asked_for_and_padding_is_not_among_them():
     assert best.items.dtype == np.int64 and best.scores.dtype == np.float32
 
 
+@pytest.mark.parametrize("memory_mb", [256, 1e-5])
+def test_barred_items_are_recommended_to_nobody(memory_mb):
+    rng = np.random.default_rng(0)
+    states, table = torch.tensor(rng.normal(size=(5, 3))), ItemTable(torch.tensor(rng.normal(size=(13, 3))), None)
+    seen = [[1, 2], [], [5, 5], [12], [3]]
+    items, offsets = jagged(seen)
+    barred = np.array([9, 2, 12, 5])
+    best = top_k(states, table, 7, exclude_items=items, exclude_offsets=offsets, barred=barred, memory_mb=memory_mb)
+    scores = (states @ table.weight.T).tolist()
+    assert best.items.tolist() == best_by_hand(scores, 7, [[*own, *barred] for own in seen])
+    with pytest.raises(UserError, match="k is 8, but only 7 of 12 items are left for row 0; lower k or exclude fewer"):
+        top_k(states, table, 8, exclude_items=items, exclude_offsets=offsets, barred=barred)
+
+
 def test_constant_scores_give_the_first_items():
     best = top_k(torch.zeros(3, 2), ItemTable(torch.zeros(1001, 2), None), 4, exclude_items=np.array([2]),
                  exclude_offsets=np.array([0, 1, 1, 1]))  # fmt: skip
@@ -69,7 +83,7 @@ def test_constant_scores_give_the_first_items():
 
 def test_more_items_than_there_are_is_refused_with_the_numbers():
     table = ItemTable(torch.zeros(6, 1), None)
-    with pytest.raises(UserError, match=r"k is 6, but only 5 of 5 items are left for row 0; lower k or exclude fewer"):
+    with pytest.raises(UserError, match=r"k is 6, but only 5 of 5 items are left for row 0; lower k$"):
         top_k(torch.zeros(2, 1), table, 6)
     seen, offsets = jagged([[1], [1, 2, 2, 3]])
     names = np.array([11, 12])
