@@ -123,6 +123,9 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
         check_choice("mixer", mixer, MIXERS)
     if mixer is not None and mixer not in mixers:
         raise UserError(f"mixer {mixer!r} does not go with model {model!r}; choose one of {', '.join(mixers)}")
+    arms = [layer["arm"] for source, layer in layers if not source and "arm" in layer]
+    if file is not None and arms:
+        layers[0] = (layers[0][0], _without_its_arm(layers[0][1], model, arms[-1]))
 
     tree: dict[str, Any] = {}
     sections = sections_of(model, mixer)
@@ -151,6 +154,28 @@ def _refuse_of_others(key: str, value: Any, model: str, mixer: str | None, secti
         if owners and section in ("", kind):
             others = f"{mine.split()[0]} {', '.join(owners)}"
             raise UserError(f"key {key!r} has no effect with {mine}; leave it out, or take {others}, which has it")
+
+
+def _without_its_arm(layer: Mapping[str, Any], model: str, arm: Any) -> Mapping[str, Any]:
+    """The settings of a file but for those that made its arm, where another arm is asked for.
+
+    The file of a run writes everything down: taken as settings, one arm's presets would turn another into it.
+    """
+    spec, was = MODELS[model], layer.get("arm")
+    if was is None or was == arm or not {was, arm} <= set(spec.arms):
+        return layer
+    usual = to_dict(from_dict(spec.config, spec.arms[was]))
+    presets = {key: usual[key] for key in (*spec.arms[was], *spec.arms[arm])}
+    core = {} if arm in spec.precision_arms else to_dict(from_dict(CoreConfig, spec.core))
+
+    def own(section: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in section.items() if key not in made or value != made[key]}
+
+    kept = own(layer, {**presets, **core})
+    for name, made in (("backbone", presets), ("core", core)):
+        if isinstance(kept.get(name), Mapping):
+            kept[name] = own(kept[name], made)
+    return kept
 
 
 def _put_over(tree: dict[str, Any], later: Mapping[str, Any]) -> None:

@@ -42,6 +42,26 @@ def test_the_saved_text_reads_back_to_an_equal_config(model, arm, write):
     assert "/somewhere" not in config.to_yaml()
 
 
+@pytest.mark.parametrize(("model", "arm"), [one for one in ARMS if MODELS[one[0]].trainable])
+def test_a_run_s_file_gives_another_arm_its_settings_and_not_its_arm(model, arm, write):
+    own = {"hidden_size": 32, "epochs": 7, "seed": 3}
+    for other in MODELS[model].arms:
+        file = write(load_run_config(model=model, arm=other, **own).to_yaml())
+        assert load_run_config(file, arm=arm) == load_run_config(model=model, arm=arm, **own), other
+    file = write(load_run_config(model=model, arm="bft", lam_max=3).to_yaml())
+    if arm == "bft":
+        assert load_run_config(file, arm=arm).core.lam_max == 3
+    else:
+        with pytest.raises(UserError, match=rf"core.lam_max has no effect in arm '{arm}'"):
+            load_run_config(file, arm=arm)
+
+
+def test_what_a_file_sets_beyond_its_arm_stays_in_another(write):
+    file = write("arm: matched\nbackbone: {recency_decay: true}")
+    assert load_run_config(file, arm="published").backbone.recency_decay
+    assert load_run_config(write("arm: matched\nrecency_decay: false"), arm="bft").backbone.recency_decay
+
+
 @pytest.mark.parametrize(("model", "arm"), ARMS)
 def test_only_precision_arms_have_a_core(model, arm):
     assert (load_run_config(model=model, arm=arm).core is not None) == (arm in MODELS[model].precision_arms)
