@@ -191,10 +191,10 @@ def _convert_choice(value: Any, choices: tuple[Any, ...], name: str) -> Any:
 
 def _convert_tuple(value: Any, annotation: Any, name: str) -> tuple[Any, ...]:
     inner = typing.get_args(annotation)[0]
-    if isinstance(value, str) and inner is not str:
+    if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip()]
-        value = [int(part) if part.isdecimal() else part for part in parts]
-    elif isinstance(value, str) or not isinstance(value, (list, tuple)):
+        value = [int(part) if part.isdecimal() and inner is not str else part for part in parts]
+    elif not isinstance(value, (list, tuple)):
         value = [value]
     return tuple(convert(part, inner, name) for part in value)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -131,6 +132,9 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
             raise UserError(f"unknown section {section!r} in key {key!r}; {did_you_mean(section, sections)}")
         fields = field_types(sections[section])
         if name not in fields:
+            outer, _, inner = name.partition(".")
+            if inner and any(map(is_dataclass, get_args(fields.get(outer)))):
+                raise UserError(f"unknown key {key!r}; write {section}.{outer}={{{inner}: {value}}}")
             raise UserError(f"unknown key {key!r}; {_nearest(name, fields, top)}")
         _put(tree, section, name, value)
     elif key in top:

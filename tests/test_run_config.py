@@ -73,6 +73,15 @@ def test_nothing_given_is_sasrec_with_precision_tracking():
     assert config.training.epochs == 200
 
 
+def test_several_columns_and_a_controller_s_own_settings_as_a_shell_gives_them():
+    config = load_run_config(settings=["data.columns=user, item", "data.user=user"])
+    assert config.data.columns == ("user", "item")
+    with pytest.raises(UserError, match=r"^unknown key 'controllers.ema.decay'; write controllers.ema={decay: 0.5}$"):
+        load_run_config(settings=["controllers.ema.decay=0.5"])
+    with pytest.raises(UserError, match=r"^unknown key 'training.epochs.all'; did you mean"):
+        load_run_config(settings=["training.epochs.all=1"])
+
+
 def test_a_model_without_that_arm_takes_its_own():
     assert load_run_config(model="pop").arm == "published"
 

@@ -50,10 +50,15 @@ class Events:
         """Check the named columns of a pyarrow table and keep them.
 
         Raises:
-            UserError: a named column is missing, or holds a blank, an id that is neither integer nor text, or a time
-                that is not a whole number >= 0.
+            UserError: a named column is missing, is named twice, or holds a blank, an id that is neither integer nor
+                text, or a time that is not a whole number >= 0.
         """
-        wanted = [user, item, *([time] if time is not None else []), *extra]
+        roles = {"user": user, "item": item} | ({} if time is None else {"time": time})
+        for column in roles.values():
+            both = [other for other, name in roles.items() if name == column]
+            if len(both) > 1:
+                raise UserError(f"{source}: column {column!r} is named as {' and '.join(both)}; give each its own")
+        wanted = [*roles.values(), *extra]
         check_columns(table.column_names, wanted, source)
         times, unit = (None, None) if time is None else _times(_flat(table, time), time, source)
         return cls(

@@ -20,6 +20,14 @@ def events_of(**columns):
     return Events.from_table(pa.table(columns), source="log", user="user_id", item="item_id", time=time)
 
 
+def test_a_column_has_one_meaning():
+    table = pa.table({"user_id": ["u"] * 3, "when": [1, 2, 3]})
+    with pytest.raises(UserError, match="log: column 'user_id' is named as user and item; give each its own"):
+        Events.from_table(table, source="log", user="user_id", item="user_id")
+    with pytest.raises(UserError, match="log: column 'when' is named as item and time; give each its own"):
+        Events.from_table(table, source="log", user="user_id", item="when", time="when")
+
+
 @pytest.mark.parametrize(
     "times",
     [
