@@ -1,4 +1,4 @@
-"""Search settings with Optuna: each trial is an arm, its value the mean best validation over the seeds.
+"""Search settings with Optuna: each trial is an arm, its value the mean over the seeds of its objective.
 
     OUT/study.db            the study, in SQLite; the same command goes on with it
     OUT/runs/trial-HASH-seedN/   runs, named for their settings, so that a trial broken off goes on where it was
@@ -30,15 +30,16 @@ from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec, by_setting, check_judges, check_varies
 from recbft.experiments.experiment import check_positive, prepare, train_or_say
 from recbft.experiments.lists import split_list
+from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach
 from recbft.experiments.queue import Watcher
 from recbft.files import explained, make_folder
 from recbft.run_config import RunConfig, sections_of
-from recbft.training.run_folder import RunFolder
 
 _RANGE = re.compile(r"(log:)?([^.,][^,]*?)\.\.([^,]+)")
 _STUDY = "recbft"
 _AGAIN = "asked for again"  # numbers of trials that were broken off or whose training failed
 _FAILED = "training failed"  # of a trial: what its training said
+_VALIDATION = "validation"  # of a trial: the mean best validation, which is not its value where the objective is tail
 _ROOM = 2**20  # bytes on the disk without which a trial need not be tried
 
 
@@ -90,12 +91,17 @@ def search(
     workers: int,
     prune: bool,
     watch: Watcher,
+    objective: str = "best",
 ) -> dict[str, Any]:
     """Go on with the study in ``out`` until it has so many trials; the trials, best first.
 
+    Args:
+        objective: a name of ``OBJECTIVES``, what trials are ranked and pruned by.
+
     Raises:
         UserError: Optuna is missing, ``workers`` is not positive, one seed leaves nothing to ``prune``, the study is of
-            another search, in another command's hands or unreadable, or a setting is named twice or has no such value.
+            another search, in another command's hands or unreadable, a setting is named twice or has no such value, or
+            runs are too short for the objective.
         RunError: interrupted, the disk is full, or every trial failed.
     """
     check_positive("--jobs", workers)
@@ -109,15 +115,17 @@ def search(
     first = configure(ArmSpec(arm, arm, tuple(f"{dimension.key}={dimension.first}" for dimension in space)), 0)
     _check_each_once(space, first)
     _check_whole(space, first)
+    if not {dimension.key.rpartition(".")[2] for dimension in space} & {"training", "epochs", "eval_every"}:
+        check_reach(objective, base.training)
 
     def evaluate(trial: Any, settings: tuple[str, ...]) -> float | None:
         spec = ArmSpec(f"trial-{hashlib.sha256(repr(settings).encode()).hexdigest()[:10]}", arm, settings)
-        return _evaluate(trial, spec, seeds, out, configure, workers=workers, prune=prune, watch=watch)
+        return _evaluate(trial, spec, seeds, out, configure, objective, workers=workers, prune=prune, watch=watch)
 
     make_folder(out / "queue")
     with _alone(out), _storage_explained(out / "study.db", optuna):
         study = _open_study(out / "study.db", optuna, prune)
-        _check_same(study, space, base, seeds)
+        _check_same(study, space, base, seeds, objective)
         _take_up_trials(study, optuna)
         # A study that goes on must not draw the points again that it began with.
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
@@ -261,11 +269,19 @@ def _check_whole(space: Sequence[Dimension], config: RunConfig) -> None:
             )
 
 
-def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: Sequence[int]) -> None:
-    """A study is of one search: its model, data, fixed settings, space and seeds."""
+def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: Sequence[int], objective: str) -> None:
+    """A study is of one search: its objective, model, data, fixed settings, space and seeds."""
+    there = study.user_attrs
+    begun = there.get("objective", "best" if there else objective)  # studies of earlier versions do not say theirs
+    if begun != objective:
+        raise UserError(
+            f"the study in --out was begun with --objective {begun}, and {objective} is asked for; give another --out, "
+            f"or --objective {begun}"
+        )
+    study.set_user_attr("objective", objective)
     now = {"space": [repr(dimension) for dimension in space], "config": base.to_yaml(), "list of seeds": list(seeds)}
     for name, value in now.items():
-        if study.user_attrs.setdefault(name, value) != value:
+        if there.setdefault(name, value) != value:
             raise UserError(
                 f"the study in --out has another {name}; give another --out, or the options it was begun with"
             )
@@ -280,7 +296,14 @@ def _results(study: Any, out: Path) -> dict[str, Any]:
     done.sort(key=lambda trial: -trial.value)
     ended = [trial.state.name for trial in _counted(study)]
     return {
-        "trials": [{"settings": trial.params, "validation": trial.value} for trial in done],
+        "trials": [
+            {
+                "settings": trial.params,
+                "validation": trial.user_attrs.get(_VALIDATION, trial.value),
+                "value": trial.value,
+            }
+            for trial in done
+        ],
         "pruned": ended.count("PRUNED"),
         "failed": ended.count("FAIL"),
     }
@@ -323,24 +346,25 @@ def _evaluate(
     seeds: Sequence[int],
     out: Path,
     configure: Callable[[ArmSpec, int], RunConfig],
+    objective: str,
     *,
     workers: int,
     prune: bool,
     watch: Watcher,
 ) -> float | None:
-    """The mean best validation over seeds; None if the trial is pruned after some of them."""
+    """The mean of the objective over seeds; None if the trial is pruned after some of them."""
     values: list[float] = []
+    validations: list[float] = []
     # A trial can be given up between two batches: there are two at least, however many workers are free.
     at_once = min(workers, (len(seeds) + 1) // 2) if prune else len(seeds)
     for first in range(0, len(seeds), at_once):
         jobs, dataset = prepare([spec], seeds[first : first + at_once], out, configure)
         train_or_say(jobs, dataset, out, workers=workers, watch=watch)
-        for job in jobs:
-            metrics, config = RunFolder(job.path).metrics, job.config
-            setting = "filtered" if config.evaluation.filter_seen else "unfiltered"
-            values.append(metrics["validation"][setting][config.training.valid_metric])
+        values += [OBJECTIVES[objective](job) for job in jobs]
+        validations += [best_validation(job) for job in jobs]
         if prune:
             trial.report(statistics.mean(values), step=len(values))
             if len(values) < len(seeds) and trial.should_prune():
                 return None
+    trial.set_user_attr(_VALIDATION, statistics.mean(validations))
     return statistics.mean(values)

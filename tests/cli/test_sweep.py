@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sqlite3
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -161,6 +162,66 @@ def test_a_trial_below_the_median_is_given_up_however_many_workers_there_are(cap
     code, out, _ = run(capsys, *command, "--trials", "9", "--prune")
     assert code == 0 and " pruned, 0 failed" in out
     assert json.loads((tmp_path / "tune.json").read_text())["pruned"] > 0
+
+
+def tail(run, epochs=7):
+    """The tail objective of a run by hand: the best validation, and a fifth of what the last 5 epochs added to it."""
+    values = [row["valid_ndcg@10"] for row in run.read_history()]
+    return max(values) + 0.2 * (max(values) - max(values[: epochs - 5]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--prune", "--jobs", "1"]])
+def test_with_the_tail_objective_trials_are_ranked_and_pruned_by_it(capsys, events, tmp_path, more):
+    pytest.importorskip("optuna")
+    rates = ["--set", "epochs=7", "--space", "training.learning_rate=0.03,0.01,0.001,1e-4,1e-6,1e-9"]
+    command = ["tune", "-d", events, *SETTINGS, *rates, "--seeds", "0-1", "--trials", "6", "--out", tmp_path]
+    code, out, _ = run(capsys, *command, "--objective", "tail", *more)
+    assert code == 0 and "with its tail" in out and "Best by validation with its tail: --set" in out
+    result = json.loads((tmp_path / "tune.json").read_text())
+    assert result["objective"] == "tail"
+    values = [trial["value"] for trial in result["trials"]]
+    assert values == sorted(values, reverse=True)
+    runs = {}
+    for path in tmp_path.glob("runs/trial-*"):
+        runs.setdefault(path.name.rpartition("-")[0], []).append(RunFolder(path))
+    by_hand = {sum(map(tail, each)) / 2 for each in runs.values() if len(each) == 2}
+    best = {sum(one.metrics["validation"]["unfiltered"]["ndcg@10"] for one in each) / 2 for each in runs.values()}
+    assert all(min(abs(value - other) for other in by_hand) < 1e-12 for value in values)
+    assert all(min(abs(trial["validation"] - other) for other in best) < 1e-12 for trial in result["trials"])
+    assert any(trial["value"] > trial["validation"] for trial in result["trials"])
+    reported = [value for trial in trials_of(tmp_path) for value in trial.intermediate_values.values()]
+    first = [tail(each[0]) for each in runs.values()] + [tail(each[-1]) for each in runs.values()]
+    assert bool(reported) == bool(more)
+    assert all(min(abs(value - other) for other in [*first, *by_hand]) < 1e-12 for value in reported)
+
+
+def test_a_study_goes_on_with_the_objective_it_was_begun_with(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    epochs = ["--set", "epochs=6", "--seeds", "0", "--trials", "1"]
+    assert run(capsys, *tune(events, tmp_path / "tail", *epochs, "--objective", "tail"))[0] == 0
+    code, out, err = run(capsys, *tune(events, tmp_path / "tail", *epochs))
+    assert (code, out) == (2, "") and err == (
+        "error: the study in --out was begun with --objective tail, and best is asked for; give another --out, "
+        "or --objective tail\n"
+    )
+    assert run(capsys, *tune(events, tmp_path / "best", *epochs))[0] == 0
+    with sqlite3.connect(tmp_path / "best" / "study.db") as database:  # as earlier versions wrote it
+        assert database.execute("DELETE FROM study_user_attributes WHERE key = 'objective'").rowcount == 1
+        database.execute("DELETE FROM trial_user_attributes")
+    code, _, err = run(capsys, *tune(events, tmp_path / "best", *epochs, "--objective", "tail"))
+    assert code == 2 and "was begun with --objective best, and tail is asked for" in err
+    code, _, err = run(capsys, *tune(events, tmp_path / "best", *epochs))
+    (trial,) = json.loads((tmp_path / "best" / "tune.json").read_text())["trials"]
+    assert (code, err) == (0, "") and trial["validation"] == trial["value"]
+
+
+@pytest.mark.parametrize("more", [["--set", "epochs=5"], ["--set", "epochs=9", "--set", "eval_every=5"]])
+def test_a_tail_that_no_run_is_long_enough_for_is_refused(capsys, events, tmp_path, more):
+    pytest.importorskip("optuna")
+    code, _, err = run(capsys, *tune(events, tmp_path / "x", *more, "--objective", "tail"))
+    assert code == 2 and "nothing is validated before them; raise training.epochs to" in err
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from recbft.training.controllers import (
     ControllersConfig,
     Moment,
     make_controllers,
-    tail_score,
     validation_cross_entropy,
 )
 from recbft.training.controllers.averaging import Ema, EmaConfig, SelectiveSwa, SwaConfig, replaced, take_in
@@ -385,14 +384,6 @@ def test_the_guardian_learns_at_validated_epochs_alone_and_needs_a_regime_mixer(
     assert guardian.taken is not None and guardian.zone == 5.0 and model.temperature != 1.0
     with pytest.raises(UserError, match="moves the temperature of mixer 'regime', which this model does not have"):
         Guardian(GuardianConfig(), make_model(dataset, regime=False))
-
-
-def test_the_tail_objective_rewards_late_progress():
-    assert tail_score([5.0, 4.0, 3.0], window=1, alpha=0.2) == pytest.approx(3 - 0.2)
-    assert tail_score([5.0, 3.0, 3.0, 3.0], window=1, alpha=0.2) == pytest.approx(3 - 0.2 * 2)
-    assert tail_score([3.0, 5.0], window=5) == 3.0
-    with pytest.raises(UserError, match="at least one epoch, got none"):
-        tail_score([])
 
 
 def test_the_validation_loss_is_the_mean_cross_entropy_over_all_items(dataset):

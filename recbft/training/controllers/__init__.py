@@ -20,7 +20,6 @@ from recbft.training.controllers.schedules import (
     LrFloor,
     LrFloorConfig,
 )
-from recbft.training.controllers.tail import tail_score
 from recbft.training.controllers.validation_loss import validation_cross_entropy
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "ControllersConfig",
     "Moment",
     "make_controllers",
-    "tail_score",
     "validation_cross_entropy",
 ]
 

@@ -1,0 +1,56 @@
+"""The tail objective of a search: a run that still improves at the end of its epochs is worth more than its best.
+
+    paper, lower is better     score = CE_final - alpha max(0, CE_{e*-W} - CE_{e*})                                (1)
+    here, higher is better     value = M_E + alpha max(0, M_E - M_{E-W})                                           (2)
+
+M_t is the validation metric of the weights that a run has kept after epoch t, its best so far; E is the last epoch that
+the run may have (``training.epochs``), W the window and alpha what a gain within it is worth, in the metric's own unit.
+
+Source: Fuzzy-Gated Training for Transformers, section 5 (W in 5..10, alpha about 0.2).
+**choice**: a metric, its sign turned, takes the cross-entropy's place, and the paper does not say what e* is. With the
+best epoch, (1) would pay most to a run that peaks soon after its start, and its maximum would have no effect; with the
+last one it pays for progress near the end of a fixed amount of work, which is what the paper says it is for. A run that
+stopped early is held at what it kept: it earns something only if it was still improving within the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recbft.errors import UserError
+
+WINDOW, ALPHA = 5, 0.2
+
+
+def tail_value(
+    history: Sequence[Mapping[str, Any]],
+    metric: str,
+    final: float,
+    *,
+    epochs: int,
+    window: int = WINDOW,
+    alpha: float = ALPHA,
+) -> float:
+    """Equation (2); the bare M_E where nothing was validated up to epoch E - W.
+
+    Args:
+        history: rows of ``history.csv``; an epoch without validation has no value, and keeps what the one before kept.
+        metric: what is validated, such as ``"ndcg@10"``; higher is better.
+        final: M_E, the metric of the weights that the run kept; those of SWA are in no row.
+        epochs: E; the run may have stopped earlier.
+        window: W, in epochs.
+        alpha: what late progress is worth, >= 0.
+
+    Raises:
+        UserError: no row has the metric.
+
+    >>> rows = [{"epoch": 1, "valid_mrr": 0.1}, {"epoch": 2, "valid_mrr": 0.3}, {"epoch": 3, "valid_mrr": 0.4}]
+    >>> round(tail_value(rows, "mrr", 0.4, epochs=3, window=1), 3)
+    0.42
+    """
+    validated = {row["epoch"]: float(row[name]) for row in history if row.get(name := f"valid_{metric}") is not None}
+    if not validated:
+        raise UserError(f"no epoch has a validation by {metric}, which the tail objective needs; train this run again")
+    early = [value for epoch, value in validated.items() if epoch <= epochs - window]
+    return final + alpha * max(0.0, final - max(early)) if early else final

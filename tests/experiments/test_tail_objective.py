@@ -1,0 +1,81 @@
+"""The tail objective: hand-worked numbers, and histories in which hardly anything was validated."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from recbft.errors import UserError
+from recbft.experiments.objectives import OBJECTIVES, check_reach
+from recbft.experiments.tail_objective import tail_value
+from recbft.training.config import TrainingConfig
+from recbft.training.run_folder import RunFolder
+from tests.experiments.conftest import jobs_of
+
+
+def rows(*values):
+    """A history with a value per epoch; None is an epoch without validation, as ``read_history`` gives it."""
+    return [{"epoch": epoch, "loss": 1.0, "valid_mrr": value} for epoch, value in enumerate(values, start=1)]
+
+
+def value(*values, epochs=None, window=2, final=None):
+    known = [each for each in values if each is not None]
+    final = max(known) if final is None else final
+    return tail_value(rows(*values), "mrr", final, epochs=epochs or len(values), window=window, alpha=0.2)
+
+
+def test_what_the_last_epochs_gained_counts_a_fifth_besides():
+    # kept after epochs 1 to 4: 1/10, 2/10, 3/10, 4/10; the last two gained 2/10
+    assert value(0.1, 0.2, 0.3, 0.4) == pytest.approx(float(Fraction(4, 10) + Fraction(1, 5) * Fraction(2, 10)))
+    # a validation below the best changes nothing that is kept: 1/10, 3/10, 3/10, 3/10, 4/10 gained 1/10
+    assert value(0.1, 0.3, 0.2, 0.1, 0.4) == pytest.approx(float(Fraction(4, 10) + Fraction(1, 5) * Fraction(1, 10)))
+
+
+def test_late_progress_is_preferred_to_early_progress_of_the_same_best():
+    assert value(0.1, 0.2, 0.3, 0.4) > value(0.1, 0.4, 0.4, 0.4) == 0.4
+    assert value(0.4, 0.1, 0.2, 0.3) == 0.4, "progress after a fall that it does not make up for is none"
+
+
+def test_a_run_that_stopped_early_gained_nothing_in_the_rest_of_its_epochs():
+    assert value(0.1, 0.2, 0.3, 0.4, epochs=6) == 0.4
+    assert value(0.1, 0.2, 0.3, 0.4, epochs=5) == pytest.approx(0.4 + 0.2 * 0.1)
+
+
+def test_an_epoch_without_validation_keeps_what_the_one_before_kept():
+    assert value(None, 0.2, None, 0.3, None, 0.4, window=2) == pytest.approx(0.4 + 0.2 * 0.1)
+    assert value(None, 0.2, None, 0.3, None, 0.4, window=3) == pytest.approx(0.4 + 0.2 * 0.2)
+
+
+@pytest.mark.parametrize("values", [(0.3,), (None, None, 0.3), (None, 0.1, 0.3), (0.1, 0.3)])
+def test_progress_from_the_first_validation_on_is_a_start_and_no_tail(values):
+    assert value(*values) == 0.3
+
+
+def test_weights_that_were_put_together_at_the_end_count_as_its_progress():
+    assert value(0.1, 0.3, 0.3, final=0.35, window=1) == pytest.approx(0.35 + 0.2 * 0.05)
+
+
+@pytest.mark.parametrize("history", [[], rows(None, None), [{"epoch": 1, "valid_hr@10": 0.5}]])
+def test_a_history_without_the_metric_is_refused(history):
+    with pytest.raises(UserError, match="no epoch has a validation by mrr, which the tail objective needs"):
+        tail_value(history, "mrr", 0.3, epochs=3)
+
+
+def test_runs_too_short_for_a_tail_are_refused():
+    check_reach("tail", TrainingConfig(epochs=8, eval_every=3))
+    check_reach("best", TrainingConfig(epochs=1))
+    with pytest.raises(
+        UserError, match=r"with training\.epochs 7 and training\.eval_every 3 .* to 8 or more, or leave"
+    ):
+        check_reach("tail", TrainingConfig(epochs=7, eval_every=3))
+
+
+def test_the_objectives_of_a_finished_run_are_read_from_its_folder(events, copied):
+    (job,) = [job for job in jobs_of(events, copied) if job.name == "bft seed 1"]
+    run = RunFolder(job.path)
+    best = max(row["valid_ndcg@10"] for row in run.read_history())
+    assert OBJECTIVES["best"](job) == best == OBJECTIVES["tail"](job), "two epochs are shorter than the window"
+    run.history_file.unlink()
+    with pytest.raises(UserError, match=r"bft-seed1/history\.csv: no epoch has a validation by ndcg@10"):
+        OBJECTIVES["tail"](job)
