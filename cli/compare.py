@@ -99,12 +99,14 @@ def compare(
         return
     if out is None:
         raise UserError("--out is missing; name the folder that gets the results")
+    from recbft.experiments.lists import parse_metrics
+
     asked = _Asked(
         out=out,
         command=recorded_command(context, runs or ()),
         baseline=baseline,
         external=_external(external or ()),
-        metrics=_metrics(metrics or METRICS),
+        metrics=parse_metrics(metrics or METRICS),
         skip_broken=skip_broken,
     )
     if runs:
@@ -172,56 +174,40 @@ def print_commands(jobs: Sequence[Any]) -> None:
 
 def default_jobs() -> int:
     """One per core, with room for other people on a large machine."""
-    from recbft.machine import cores
+    from recbft.experiments.experiment import usual_workers
 
-    return min(cores(), 4)
+    return usual_workers()
 
 
 def _plan(
     arms: str, seeds: str, asked: _Asked, config: Path | None, settings: Sequence[str], named: dict[str, Any]
 ) -> tuple[list[Job], Dataset]:
     """The runs of all arms and seeds, checked, and their data."""
-    from recbft.experiments.arms import parse_arms
-    from recbft.experiments.experiment import prepare
-    from recbft.experiments.lists import parse_seeds
-
-    wanted, specs = parse_seeds(seeds), parse_arms(arms)
-    if len(wanted) < 2:
-        raise UserError(f"--seeds {seeds!r} names one seed; a comparison needs at least 2, such as 0-9")
-    names = [*(spec.label for spec in specs), *asked.external]
-    if len(names) < 2:
-        raise UserError(f"--arms {arms!r} names one arm; a comparison needs at least 2, such as matched,bft")
-    if len(set(names)) < len(names):
-        raise UserError(f"--external has the name of an arm among {', '.join(names)}; give it another")
-    for name, file in asked.external.items():
-        if not file.is_file():
-            raise UserError(f"--external {name}: there is no file {file}")
-    if asked.baseline is not None and asked.baseline not in names:
-        raise UserError(f"--baseline {asked.baseline!r} is not an arm; choose one of {', '.join(names)}")
+    from recbft.experiments.experiment import plan_comparison
 
     def configure(arm: ArmSpec, seed: int) -> RunConfig:
         return arm.config(settings, file=config, seed=seed, **named)
 
-    return prepare(specs, wanted, asked.out, configure)
+    return plan_comparison(arms, seeds, asked.out, configure, baseline=asked.baseline, external=asked.external)
 
 
 def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int, together: int) -> None:
-    from recbft.experiments import provenance
-    from recbft.experiments.comparison import comparison_of
-    from recbft.experiments.experiment import conclude, train_missing
+    from recbft.experiments.experiment import train_and_compare
     from recbft_cli.queue_view import view_for
 
-    made = provenance.header(asked.command, data, device=provenance.device_of(planned[0].config))
-    train_missing(planned, data, asked.out, workers=jobs, watch=view_for(), together=together)
-    comparison = comparison_of(
-        [job.path for job in planned],
+    _, text = train_and_compare(
+        planned,
+        data,
+        asked.out,
+        command=asked.command,
+        workers=jobs,
+        watch=view_for(),
+        together=together,
         baseline=asked.baseline,
         external=asked.external,
-        names={job.path: job.arm.label for job in planned},
+        metrics=asked.metrics,
         skip_broken=asked.skip_broken,
     )
-    made = provenance.close(made, comparison.run_folders)
-    text = conclude(comparison, asked.out, made=made, external=asked.external, metrics=asked.metrics)
     typer.echo(f"{text}\nwritten to {asked.out}: comparison.md, comparison.json, commands.txt, runs/")
 
 
@@ -255,16 +241,6 @@ def _pool(folders: Sequence[Path], out: Path | None) -> None:
         write_json(out / "pooled.json", pooled)
         write_atomic(out / "pooled.md", pooled_document(pooled, markdown=True).encode())
         typer.echo(f"\nwritten to {out}: pooled.md, pooled.json")
-
-
-def _metrics(text: str) -> tuple[str, ...]:
-    from recbft.evaluation.metrics import check_metric
-    from recbft.experiments.lists import split_list
-
-    names = tuple(dict.fromkeys(split_list(text)))  # a test counts once in its family
-    for name in names:
-        check_metric(name)
-    return names
 
 
 def _external(texts: Sequence[str]) -> dict[str, Path]:

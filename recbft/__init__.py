@@ -1,16 +1,19 @@
 """recbft: sequential recommendation whose models know how sure they are.
 
->>> from recbft import Dataset, Recommender
+>>> from recbft import Dataset, Recommender, compare
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recbft.api import Dataset, Recommender
+    from recbft.arm_comparison import compare
 
-__all__ = ["Dataset", "Recommender", "__version__"]
+__all__ = ["Dataset", "Recommender", "__version__", "compare"]
+_PLACES = {"Dataset": "recbft.api", "Recommender": "recbft.api", "compare": "recbft.arm_comparison"}
 
 
 def __getattr__(name: str) -> Any:
@@ -19,8 +22,6 @@ def __getattr__(name: str) -> Any:
         from recbft.version import recbft_version
 
         return recbft_version()
-    if name in __all__:
-        from recbft import api
-
-        return getattr(api, name)
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'recbft' has no attribute {name!r}")

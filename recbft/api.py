@@ -24,7 +24,6 @@ from recbft.config import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.datasets.events import in_unit, refuse_finer
-from recbft.datasets.prepare import Preparation
 from recbft.datasets.synth import planted_reliability
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import RunInterruptedError, UserError
@@ -340,19 +339,10 @@ class Recommender:
 
     def _config_for(self, dataset: Dataset) -> RunConfig:
         """The settings with the name of a data set that is given; UserError if they ask for another preparation."""
-        own, made = self.config.data, dataset.preparation.get("filters", {})
-        asked = own.preparation().to_dict() if self.run is None else {}  # else they are a run's, not asked for here
-        for key in ("user", "item", "time", "separator", "columns") if self.run is None else ():
-            if getattr(own, key) is not None:
-                raise UserError(
-                    f"data.{key} is {getattr(own, key)!r}, but a data set is given, which has its columns; leave it out"
-                )
-        for key, value in asked.items():
-            if value not in (made.get(key), getattr(Preparation(), key)):
-                raise UserError(
-                    f"data.{key} is {value!r}, but the data set that is given was prepared with {made.get(key)!r}; "
-                    "leave it out here, and prepare the data with Dataset.from_frame or Dataset.load"
-                )
+        own, asked = self.config.data, {}
+        if self.run is None:  # else they are a run's, not asked for here
+            own.check_prepared(dataset)
+            asked = own.preparation().to_dict()
         # With its columns, so that the file behind it, given to this run with -d, is read as it was here.
         data = {"dataset": dataset.name, "data_root": own.data_root, **dataset.columns, **asked}
         return replace(self.config, data=DataConfig(**data))

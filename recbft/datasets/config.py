@@ -83,6 +83,26 @@ class DataConfig:
                 "Python, give it with -d, or in Python as dataset)"
             ) from None
 
+    def check_prepared(self, dataset: Dataset) -> None:
+        """Refuse settings that would have made another data set than one that is given.
+
+        Raises:
+            UserError: naming the setting.
+        """
+        made = dataset.preparation.get("filters", {})
+        for key in ("user", "item", "time", "separator", "columns"):
+            if getattr(self, key) is not None:
+                raise UserError(
+                    f"data.{key} is {getattr(self, key)!r}, but a data set is given, which has its columns; "
+                    "leave it out"
+                )
+        for key, value in self.preparation().to_dict().items():
+            if value not in (made.get(key), getattr(Preparation(), key)):
+                raise UserError(
+                    f"data.{key} is {value!r}, but the data set that is given was prepared with {made.get(key)!r}; "
+                    "leave it out here, and prepare the data with Dataset.from_frame or Dataset.load"
+                )
+
     def preparation(self) -> Preparation:
         """What is done to the events before they become histories."""
         return Preparation(

@@ -14,14 +14,17 @@ from typing import Any
 
 from recbft.config import to_dict
 from recbft.datasets import Dataset
-from recbft.errors import RunError, UserError
-from recbft.experiments.arms import ArmSpec, check_distinct
-from recbft.experiments.comparison import Comparison
+from recbft.errors import RunError, RunInterruptedError, UserError
+from recbft.experiments import provenance
+from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
+from recbft.experiments.comparison import Comparison, comparison_of
 from recbft.experiments.document import comparison_document
+from recbft.experiments.lists import parse_seeds
 from recbft.experiments.plan import Job, first_difference, plan, status, write_commands
 from recbft.experiments.queue import Watcher, train_all
 from recbft.experiments.results import METRICS, write_comparison
 from recbft.files import make_folder, write_atomic
+from recbft.machine import cores
 from recbft.models import MODELS
 from recbft.run_config import RunConfig
 from recbft.training.run_folder import RunFolder, settle
@@ -29,10 +32,55 @@ from recbft.training.run_folder import RunFolder, settle
 _NAMED_AT_MOST = 5  # failed runs that a message names
 
 
+def plan_comparison(
+    arms: str,
+    seeds: str,
+    out: Path,
+    configure: Callable[[ArmSpec, int], RunConfig],
+    *,
+    baseline: str | None = None,
+    external: Mapping[str, Path] | None = None,
+    dataset: Dataset | None = None,
+) -> tuple[list[Job], Dataset]:
+    """The runs of all arms and seeds, and their data, checked before anything is trained or written.
+
+    Args:
+        arms, seeds: as ``parse_arms`` and ``parse_seeds`` read them.
+        out, configure, dataset: as in ``prepare``.
+        baseline, external: as in ``comparison_of``.
+
+    Raises:
+        UserError: as ``prepare``; fewer than two arms or seeds, or a baseline or file of ranks that is not there.
+    """
+    wanted, specs, files = parse_seeds(seeds), parse_arms(arms), external or {}
+    if len(wanted) < 2:
+        raise UserError(f"--seeds {seeds!r} names one seed; a comparison needs at least 2, such as 0-9")
+    names = [*(spec.label for spec in specs), *files]
+    if len(names) < 2:
+        raise UserError(f"--arms {arms!r} names one arm; a comparison needs at least 2, such as matched,bft")
+    if len(set(names)) < len(names):
+        raise UserError(f"--external has the name of an arm among {', '.join(names)}; give it another")
+    for name, file in files.items():
+        if not file.is_file():
+            raise UserError(f"--external {name}: there is no file {file}")
+    if baseline is not None and baseline not in names:
+        raise UserError(f"--baseline {baseline!r} is not an arm; choose one of {', '.join(names)}")
+    return prepare(specs, wanted, out, configure, dataset=dataset)
+
+
 def prepare(
-    arms: Sequence[ArmSpec], seeds: Sequence[int], out: Path, configure: Callable[[ArmSpec, int], RunConfig]
+    arms: Sequence[ArmSpec],
+    seeds: Sequence[int],
+    out: Path,
+    configure: Callable[[ArmSpec, int], RunConfig],
+    *,
+    dataset: Dataset | None = None,
 ) -> tuple[list[Job], Dataset]:
     """The runs of an experiment and its data, checked before anything is trained or written.
+
+    Args:
+        configure: the run of an arm and seed.
+        dataset: the data that the runs will find where their config says, loaded already.
 
     Raises:
         UserError: an arm cannot be configured, is not trained, is another's equal or cannot be compared, or a folder
@@ -44,7 +92,7 @@ def prepare(
             raise UserError(f"model {job.config.model!r} is not trained: its seeds are all alike; choose another")
     check_distinct(arms, [job.config for job in jobs[: len(arms)]])
     _check_comparable(jobs)
-    dataset = jobs[0].config.data.load()
+    dataset = jobs[0].config.data.load() if dataset is None else dataset
     settle(out / "runs")
     for job in jobs:
         status(job, dataset)
@@ -79,7 +127,9 @@ def train_or_say(
         failed = train_all(jobs, dataset, out / "queue", workers, watch, together)
     except KeyboardInterrupt:
         done = sum(RunFolder(job.path).is_finished for job in jobs)
-        raise RunError(f"interrupted; {done} of {len(jobs)} runs are finished, the same command goes on") from None
+        raise RunInterruptedError(
+            f"interrupted; {done} of {len(jobs)} runs are finished, the same command goes on"
+        ) from None
     if failed:
         names = ", ".join(failure.job.name for failure in failed[:_NAMED_AT_MOST])
         more = f" and {len(failed) - _NAMED_AT_MOST} more" if len(failed) > _NAMED_AT_MOST else ""
@@ -89,6 +139,49 @@ def train_or_say(
         )
     for job in jobs:
         status(job, dataset)
+
+
+def train_and_compare(
+    jobs: Sequence[Job],
+    dataset: Dataset,
+    out: Path,
+    *,
+    command: str,
+    workers: int,
+    watch: Watcher,
+    together: int = 1,
+    baseline: str | None = None,
+    external: Mapping[str, Path] | None = None,
+    metrics: Sequence[str] = METRICS,
+    skip_broken: bool = False,
+) -> tuple[Comparison, str]:
+    """Train what is missing of a planned comparison and write its results; the tables for a terminal beside it.
+
+    Args:
+        command: what asked for it, as it stands beside the results.
+        workers, watch, together: as in ``train_missing``.
+        baseline, external, skip_broken: as in ``comparison_of``.
+        metrics: what is tested.
+
+    Raises:
+        UserError, RunError: as in ``train_missing`` and ``comparison_of``.
+    """
+    made = provenance.header(command, dataset, device=provenance.device_of(jobs[0].config))
+    train_missing(jobs, dataset, out, workers=workers, watch=watch, together=together)
+    comparison = comparison_of(
+        [job.path for job in jobs],
+        baseline=baseline,
+        external=external,
+        names={job.path: job.arm.label for job in jobs},
+        skip_broken=skip_broken,
+    )
+    made = provenance.close(made, comparison.run_folders)
+    return comparison, conclude(comparison, out, made=made, external=external, metrics=metrics)
+
+
+def usual_workers() -> int:
+    """One per core, with room for other people on a large machine."""
+    return min(cores(), 4)
 
 
 def check_positive(option: str, value: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from recbft.errors import UserError
+from recbft.evaluation.metrics import check_metric
 
 _MOST_SEEDS = 10_000
 
@@ -49,6 +50,21 @@ def seeds_text(seeds: list[int] | tuple[int, ...]) -> str:
         else:
             runs.append([seed])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """Metrics of a comma-separated list, each once: a test counts once in its family.
+
+    Raises:
+        UserError: one is unknown.
+
+    >>> parse_metrics("ndcg@10,hr@5,ndcg@10")
+    ('ndcg@10', 'hr@5')
+    """
+    names = tuple(dict.fromkeys(split_list(text)))
+    for name in names:
+        check_metric(name)
+    return names
 
 
 def split_list(text: str) -> list[str]:

@@ -32,6 +32,7 @@ from recbft.experiments.processes import LOST, Processes, ended_by_system, last_
 from recbft.experiments.worker import ELSEWHERE, log_of, work
 from recbft.training.run_folder import Row, RunFolder
 
+WORDLESS = "ended without a word"  # the reason of a worker that gave none
 _TICK = 0.5  # seconds between two looks at what is going on
 _PATIENCE = 20.0  # seconds that a worker gets to end
 
@@ -272,9 +273,9 @@ def _last_line(log: Path) -> str:
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
-        return "ended without a word"
+        return WORDLESS
     said = [line.strip() for line in lines if line.strip()]
-    return said[-1].removeprefix("error: ") if said else "ended without a word"
+    return said[-1].removeprefix("error: ") if said else WORDLESS
 
 
 def _history(job: Job) -> list[Row]:
