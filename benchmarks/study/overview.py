@@ -1,6 +1,10 @@
 """All comparisons of a ledger at a glance: a table with a line per data set and model, and a figure of the differences.
 
     python -m benchmarks.study.overview --file docs/reports/runs.csv [--svg FILE] [--metric "ndcg@10 seen masked"]
+    python -m benchmarks.study.overview --file docs/reports/runs.csv --all
+
+``--all`` has every arm's metrics and epochs instead, with what others published of the same data beside them
+(``published.yaml``, with the source of each).
 
 A comparison is one in which ``bft`` met ``matched`` over two or more seeds. Differences of ``bft`` are paired by seed,
 relative to the other arm's mean; p is by paired t-test, not corrected for how many lines there are. The seeds of a line
@@ -12,8 +16,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import yaml
 
 from benchmarks.command import finish
 from benchmarks.study.choose import difference, percent
@@ -28,6 +34,9 @@ from recbft.reporting import plots
 
 ARMS = ["published", "matched", "matched+recency", "bft"]
 BASELINES = ["matched", "matched+recency"]
+ITEMS = ["all items", "seen masked"]
+SHOWN = ["hr@10", "ndcg@10", "mrr"]
+PUBLISHED = Path(__file__).with_name("published.yaml")
 Arms = Mapping[str, pd.DataFrame]
 
 
@@ -36,6 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     found = comparisons(read(Path(options.file)))
     if not found:
         raise UserError(f"{options.file} has no data set on which `bft` met `matched` with two seeds or more")
+    if options.all:
+        print(everything(found, yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))))
+        return 0
     metric, other = options.metric, _other_items(options.metric)
     head = ["model", "data", "seeds", *(f"`{arm}`" for arm in ARMS), *(f"`bft` from `{name}`" for name in BASELINES)]
     rows = []
@@ -61,6 +73,25 @@ def comparisons(table: pd.DataFrame) -> dict[tuple[str, str], Arms]:
     return dict(sorted(found.items(), key=lambda one: (list(MODELS).index(one[0][0]), one[0][1])))
 
 
+def everything(found: Mapping[tuple[str, str], Arms], published: Mapping[str, Any]) -> str:
+    """Every arm's metrics, all items and seen masked, its epochs, and below the arms what others published."""
+    names = " / ".join(metric.upper() for metric in SHOWN)
+    metrics = [f"{names}, {items}" for items in ITEMS]
+    head = ["model, data", "", "seeds", *metrics, "epochs (best)", "NDCG@10 of ours from it"]
+    rows, cited = [], []
+    for (model, data), arms in found.items():
+        lines = [[f"`{arm}`", *_own(arms[arm])] for arm in ARMS if arm in arms]
+        for other in published["figures"]:
+            if (other["model"], other["dataset"]) == (model, data):
+                lines.append([other["name"], *_others(other, arms)])
+                cited.append(other)
+        rows += [[f"{model}, {data}" if n == 0 else "", *line] for n, line in enumerate(lines)]
+    by_source = {key: sorted({one["name"] for one in cited if one["source"] == key}) for key in published["sources"]}
+    told = [f"{', '.join(by)}: {published['sources'][key]}" for key, by in by_source.items() if by]
+    said = f"{names}, means over seeds; ours from a published figure: {' / '.join(ITEMS)}"
+    return "\n".join([said, "", markdown_table(head, rows), "", *told])
+
+
 def figure(found: Mapping[tuple[str, str], Arms], metric: str) -> str:
     """Differences of ``bft`` from each baseline with their intervals, as an SVG file."""
     names = {number: f"from {name}" for number, name in enumerate(BASELINES)}
@@ -76,6 +107,20 @@ def figure(found: Mapping[tuple[str, str], Arms], metric: str) -> str:
     title = f"{said}: relative differences with 95 % intervals"
     drawn = plots.standalone(plots.intervals(rows, f"{said}: difference in % (95 % interval)", title, names))
     return drawn.replace('style="', 'style="background: #ffffff; ', 1)  # black on white, on a dark page too
+
+
+def _own(lines: pd.DataFrame) -> list[str]:
+    means = [" / ".join(f"{lines[f'{metric} {items}'].mean():.4f}" for metric in SHOWN) for items in ITEMS]
+    epochs = f"{lines['epochs'].mean():.0f} ({lines['best_epoch'].mean():.0f})"
+    return [seeds_text(sorted(lines.index)), *means, epochs, ""]
+
+
+def _others(other: Mapping[str, Any], arms: Arms) -> list[str]:
+    """A published figure in the column of its items, and how far our arm lies from it, there and in the other."""
+    values = " / ".join("-" if value is None else f"{value:.4f}" for value in other["values"])
+    ours = [arms[other["beside"]][f"ndcg@10 {items}"].mean() for items in ITEMS]
+    apart = " / ".join(f"{100 * (mean / other['values'][1] - 1):+.1f}" for mean in ours)
+    return ["", *(values if items == other["items"] else "" for items in ITEMS), "", f"`{other['beside']}` {apart} %"]
 
 
 def _lead(arms: Arms, baseline: str, metric: str) -> SeedComparison | None:
@@ -116,6 +161,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(prog="python -m benchmarks.study.overview", description="A ledger at a glance.")
     options.add_argument("--file", required=True, metavar="CSV", help="what `benchmarks.study.ledger add` wrote")
     options.add_argument("--metric", default="ndcg@10 all items", choices=list(METRICS))
+    options.add_argument("--all", action="store_true", help="every arm's metrics, beside what others published")
     options.add_argument("--svg", metavar="FILE", help="write the figure of the differences here")
     return options.parse_args(arguments)
 

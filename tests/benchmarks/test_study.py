@@ -8,10 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 
 from benchmarks.study import choose, corrupted, ledger, overview, planted
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.errors import UserError
+from recbft.models import MODELS
 from recbft.training.run_parts import build_model
 
 ARMS = "matched,matched[backbone.n_heads=1]"
@@ -213,6 +215,43 @@ def test_an_overview_has_a_line_and_intervals_per_data_set_and_model(train_arms,
     drawn = svg.read_text()
     assert "background: #ffffff" in drawn
     assert "MRR of bft, seen masked" in drawn and "sasrec, tiny" in drawn and "from matched+recency" in drawn
+
+
+def test_an_overview_of_all_sets_published_figures_beside_the_arms(train_arms, tmp_path, capsys):
+    file = tmp_path / "runs.csv"
+    ledger.main(["add", str(train_arms("matched,bft")), "--file", str(file)])
+    lines = ledger.read(file).groupby("arm")[[*ledger.METRICS, "epochs", "best_epoch"]].mean()
+    figure = {"model": "sasrec", "dataset": "tiny", "name": "theirs", "beside": "bft", "values": [0.5, 0.25, None]}
+    published = {
+        "sources": {"a": "A (2020)", "b": "B (2021)"},
+        "figures": [figure | {"source": "a", "items": "seen masked"}, figure | {"source": "b", "model": "hstu"}],
+    }
+    said = overview.everything(overview.comparisons(ledger.read(file)), published).splitlines()
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in said if row.startswith("|")][2:]
+    assert [row[:3] for row in cells] == [
+        ["sasrec, tiny", "`matched`", "0,1"],
+        ["", "`bft`", "0,1"],
+        ["", "theirs", ""],
+    ]
+    assert cells[1][3] == " / ".join(f"{lines.at['bft', f'{name} all items']:.4f}" for name in overview.SHOWN)
+    assert cells[1][5] == f"{lines.at['bft', 'epochs']:.0f} ({lines.at['bft', 'best_epoch']:.0f})"
+    apart = [100 * (lines.at["bft", f"ndcg@10 {items}"] / 0.25 - 1) for items in overview.ITEMS]
+    assert cells[2][3:] == ["", "0.5000 / 0.2500 / -", "", f"`bft` {apart[0]:+.1f} / {apart[1]:+.1f} %"]
+    assert said[-1] == "theirs: A (2020)"
+    capsys.readouterr()
+    assert overview.main(["--file", str(file), "--all"]) == 0
+    assert "theirs" not in capsys.readouterr().out
+
+
+def test_every_published_figure_has_its_source_and_its_place():
+    published = yaml.safe_load(overview.PUBLISHED.read_text(encoding="utf-8"))
+    assert {one["source"] for one in published["figures"]} == set(published["sources"])
+    for one in published["figures"]:
+        assert one["model"] in MODELS and one["items"] in overview.ITEMS and one["beside"] in overview.ARMS
+        hr, ndcg, mrr = one["values"]
+        assert 1 > hr > ndcg > (mrr or 0) >= 0
+    places = [(one["model"], one["dataset"], one["name"]) for one in published["figures"]]
+    assert len(set(places)) == len(places)
 
 
 def test_an_overview_names_the_seeds_where_they_are_not_those_of_the_line(train_arms, tmp_path, capsys):
