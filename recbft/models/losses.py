@@ -5,7 +5,7 @@ With l_i = x . w_i + b_i the score of item i and y the target of a position,
     ce               -l_y + log sum_i exp l_i                                                          (1)
     sampled_softmax  -l_y + log(exp l_y + sum_j exp(l_j - log E_j)),  j over the negatives except y     (2)
     gbce             -(beta log s(l_y) + sum_j log(1 - s(l_j))) / (k + 1),  s the logistic function     (3)
-                     beta = alpha (t (1 - 1/alpha) + 1/alpha),  alpha = k / (V - 1)
+                     beta = alpha (t (1 - 1/alpha) + 1/alpha),  alpha = min(1, k / (V - 1))
     bce              (3) with beta = 1
 
 In (2) the m negatives are shared by all positions of a batch and E_j is how often item j is expected among them: m / V
