@@ -268,7 +268,11 @@ def both_passes(run: Callable[[], Any], leaves: Sequence[Tensor]) -> Callable[[]
 
 def losses(states: Tensor, weight: Tensor, target: Tensor, *, impl: str) -> dict[str, Callable[[], Tensor]]:
     """Ways to compute the cross-entropy over all items, by name, stock first; ours by the path named."""
-    return {
+    ways = {
         "linear and cross_entropy": lambda: F.cross_entropy(F.linear(states, weight), target),
         "recbft": lambda: full_cross_entropy(states, weight, target, impl=impl),
     }
+    if hasattr(F, "linear_cross_entropy"):  # since PyTorch 2.13; without options it is the first of these
+        chunks = torch.nn.LinearCrossEntropyOptions()
+        ways["linear_cross_entropy"] = lambda: F.linear_cross_entropy(states, weight, target, options=chunks)
+    return ways

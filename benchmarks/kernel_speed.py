@@ -4,7 +4,7 @@
     python -m benchmarks.kernel_speed --parts attention --shapes 256x2x50x32 --threads 1 --rounds 21
 
 attention    the mean of attention and its kriging moments, over PyTorch's attention, which gives the mean alone
-vocabulary   the cross-entropy over all items, over ``linear`` and ``cross_entropy``
+vocabulary   the cross-entropy over all items, ours and PyTorch's fused one, over ``linear`` and ``cross_entropy``
 memory       the Bayesian layer in chunks, over its loop over tokens
 
 In one process all ways of a part take turns, so that whatever else the machine does falls on all alike; ratios are
@@ -34,6 +34,7 @@ from recbft.experiments.tables import text_table
 from recbft.files import write_json
 
 NAME = "kernel_speed"
+VOCABULARY = ((12_800, 12_101, 64), (1_500, 12_101, 64))  # N x V x D; the second is a step of Beauty
 MEMORY = {50: (256, 2, 50, 32), 200: (32, 4, 200, 64)}  # by T
 
 
@@ -57,11 +58,14 @@ def attention(shapes: Sequence[Shape]) -> dict[str, dict[str, Way]]:
     return found
 
 
-def vocabulary(N: int = 12_800, V: int = 12_101, D: int = 64) -> dict[str, dict[str, Way]]:
-    """Ways to compute the cross-entropy."""
-    states, weight = (torch.randn(n, D, requires_grad=True) for n in (N, V))
-    ways = gpu_cases.losses(states, weight, torch.randint(V, (N,)), impl="cpu")
-    return {f"{N}x{V}x{D}": {name: Way(run, (states, weight)) for name, run in ways.items()}}
+def vocabulary(sizes: Sequence[tuple[int, int, int]] = VOCABULARY) -> dict[str, dict[str, Way]]:
+    """Ways to compute the cross-entropy, by size."""
+    found = {}
+    for N, V, D in sizes:
+        states, weight = (torch.randn(n, D, requires_grad=True) for n in (N, V))
+        ways = gpu_cases.losses(states, weight, torch.randint(V, (N,)), impl="cpu")
+        found[f"{N}x{V}x{D}"] = {name: Way(run, (states, weight)) for name, run in ways.items()}
+    return found
 
 
 def memory(lengths: Sequence[int] = tuple(MEMORY)) -> dict[str, dict[str, Way]]:
