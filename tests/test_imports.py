@@ -1,0 +1,168 @@
+"""Imports point one way: a room of the house imports from those that the table lists for it, which stand above it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(path for folder in ("recbft", "cli") for path in (ROOT / folder).rglob("*.py"))
+
+# The rooms are the folders and files of recbft/, and cli, from the ground up. An import that is new belongs here if it
+# leads to a row above.
+MAY_IMPORT = {
+    "errors": "",
+    "version": "",
+    "allocator": "",
+    "files": "errors",
+    "config": "errors",
+    "recbole_yaml": "errors",
+    "config_file": "config errors recbole_yaml",
+    "core": "errors",
+    "kernels": "core errors",  # one floor with core, whose types they take and give
+    "machine": "kernels version",
+    "datasets": "config errors files",
+    "mixers": "config core errors kernels",
+    "models": "config core datasets errors kernels mixers",
+    "evaluation": "config core datasets errors files kernels mixers models version",
+    "run_config": "config config_file datasets errors evaluation mixers models recbole_yaml",
+    # One floor with evaluation, which it reads: an epoch is judged by a validation metric.
+    "training": "config config_file datasets errors evaluation files kernels machine mixers models run_config version",
+    "recommendation": "config datasets errors evaluation models",
+    "experiments": "allocator config config_file datasets errors evaluation files machine models run_config training"
+    " version",
+    "reporting": "config datasets errors evaluation experiments files run_config version",
+    "recbole": "config datasets errors evaluation machine models recbole_yaml run_config training",
+    "api": "config datasets errors evaluation files recommendation run_config training",
+    "recbft": "api version",
+    "cli": "allocator api config config_file datasets errors evaluation experiments files machine mixers models"
+    " recbole_yaml reporting run_config training version",
+}
+AGAINST_THE_ORDER = {
+    ("core", "kernels"): "core's public functions pick their faster implementations",
+    (
+        "run_config",
+        "training",
+    ): "a run's config has training's own sections, training/config.py and its controllers, as parts",
+}
+# Packages of others that a plain `import recbft` must not need, and the rooms whose files may import them.
+OTHERS = {
+    "typer": "cli",
+    "rich": "cli",
+    "matplotlib": "reporting",
+    "optuna": "experiments",
+    "recbole": "recbole",
+    "triton": "kernels",
+}
+LIGHT = ("core", "mixers", "models", "datasets", "training", "evaluation", "kernels", "experiments")
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of what a file imports, in functions too; what only a type checker reads is left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from imported(ast.Module([other], []))
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            yield ast.unparse(node.args[0]).strip("f'\"")
+        yield from imported(node)
+
+
+def room(dotted: str) -> str:
+    """The room of a module of ours, the package of one of others.
+
+    >>> room("recbft.core.belief"), room("recbft.Dataset"), room("recbft_cli.main"), room("numpy.random")
+    ('core', 'recbft', 'cli', 'numpy')
+    """
+    first, _, rest = dotted.partition(".")
+    if first in ("recbft_cli", "cli"):
+        return "cli"
+    inner = rest.partition(".")[0]
+    return inner if first == "recbft" and inner in MAY_IMPORT else first
+
+
+def room_of(path: Path) -> str:
+    return room(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+@pytest.fixture(scope="module")
+def today() -> dict[tuple[str, str], str]:
+    """(importing room, what it imports) of every file, with one file as the example."""
+    found = {}
+    for path in FILES:
+        for name in imported(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not name.startswith("."), f"{path} imports {name}; name it from recbft on"
+            found[room_of(path), room(name)] = f"{path.relative_to(ROOT)} imports {name}"
+    return found
+
+
+def test_every_file_is_in_a_room_of_the_table():
+    rooms = {path: room_of(path) for path in FILES}
+    assert set(rooms.values()) == set(MAY_IMPORT)
+    assert [path for path, found in rooms.items() if found == "recbft"] == [ROOT / "recbft" / "__init__.py"]
+
+
+def test_rooms_import_what_the_table_lists_and_nothing_else(today):
+    listed = {(source, target) for source, targets in MAY_IMPORT.items() for target in targets.split()}
+    listed |= set(AGAINST_THE_ORDER)
+    found = {edge: example for edge, example in today.items() if edge[1] in MAY_IMPORT and edge[0] != edge[1]}
+    assert [example for edge, example in found.items() if edge not in listed] == []
+    assert listed - set(found) == set(), "the table lists imports that are gone; take them out"
+
+
+def test_the_table_points_one_way():
+    order = list(MAY_IMPORT)
+    for source, targets in MAY_IMPORT.items():
+        assert [target for target in targets.split() if order.index(target) >= order.index(source)] == [], source
+    assert all(order.index(target) > order.index(source) for source, target in AGAINST_THE_ORDER)
+
+
+def test_packages_that_may_be_missing_are_imported_in_one_room_each(today):
+    wrong = [example for (source, target), example in today.items() if OTHERS.get(target, source) != source]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import recbft.core.belief", "core"),
+        ("from recbft import evaluation", "evaluation"),
+        ("from recbft import Dataset", "recbft"),
+        ("def f():\n    if True:\n        from recbft_cli.main import main", "cli"),
+        ("found = importlib.import_module('recbft.training.loop')", "training"),
+        ("import_module(f'recbft.kernels.{name}.triton')", "kernels"),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import triton.language", "triton"),
+    ],
+)
+def test_an_import_is_found_wherever_it_stands(source, expected):
+    assert {room(name) for name in imported(ast.parse(source))} == {expected}
+
+
+def test_what_only_a_type_checker_reads_is_no_import():
+    assert list(imported(ast.parse("if typing.TYPE_CHECKING:\n    from recbft.api import Dataset"))) == []
+
+
+def test_the_library_is_imported_without_the_packages_that_may_be_missing():
+    files = [path for room in LIGHT for path in (ROOT / "recbft" / room).rglob("*.py")]
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in files
+        if not path.name.startswith("triton")
+    ]
+    code = (
+        "import sys; from importlib import import_module\n"
+        f"for name in {sorted(modules)}: import_module(name)\n"
+        f"print(sorted({set(OTHERS)} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
