@@ -22,7 +22,11 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
     """Device, threads, determinism and random state of a run; all put back afterwards.
 
     All of them belong to the process, so a run in another thread waits until this one is through.
+
+    Raises:
+        UserError: the device is not there, or this is one of several processes that torchrun began alike.
     """
+    _refuse_torchrun()
     device = _device(config.device)
     with _turn(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -63,6 +67,15 @@ def _own_turns() -> None:
 
 if hasattr(os, "register_at_fork"):  # who held the turn is not there after a fork
     os.register_at_fork(after_in_child=_own_turns)
+
+
+def _refuse_torchrun() -> None:
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if world_size.isdecimal() and int(world_size) > 1:
+        raise UserError(
+            f"WORLD_SIZE is {world_size}: a run is trained by one process; start it without torchrun, and several runs "
+            "side by side with recbft compare -j"
+        )
 
 
 def _device(name: str) -> torch.device:
