@@ -38,9 +38,11 @@ MAY_IMPORT = {
     " version",
     "reporting": "config datasets errors evaluation experiments files run_config version",
     "recbole": "config datasets errors evaluation machine models recbole_yaml run_config training",
-    "api": "config datasets errors evaluation files recommendation run_config training",
-    "recbft": "api version",
-    "cli": "allocator api config config_file datasets errors evaluation experiments files machine mixers models"
+    "fitted_folder": "errors",
+    "api": "config datasets errors evaluation files fitted_folder kernels recommendation run_config training",
+    "arm_comparison": "config datasets errors evaluation experiments files run_config",
+    "recbft": "version",  # and, by name on first use, what it exports
+    "cli": "allocator api config config_file datasets errors evaluation experiments files mixers models"
     " recbole_yaml reporting run_config training version",
 }
 AGAINST_THE_ORDER = {
