@@ -11,7 +11,7 @@ set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=${1:-$(mktemp -d)}
 mkdir -p "$folder"
-runtime='texttable colorlog colorama tensorboard tqdm scikit-learn psutil'
+runtime='texttable colorlog colorama tensorboard tqdm scikit-learn psutil hyperopt'
 failed=0
 
 check() { # name, python, then what RecBole is installed with: "resolved" or "bare", then more requirements
