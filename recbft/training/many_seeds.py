@@ -42,7 +42,7 @@ from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import build_model
-from recbft.training.run_settings import run_settings
+from recbft.training.run_settings import run_settings, work_for_run
 from recbft.training.session import Session, begin, go_on
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
@@ -158,7 +158,7 @@ class _Group:
             session.make_resumable()
             session.progress.start(session.config.training.epochs, session.state.epoch + 1)
         try:
-            with ThreadPoolExecutor(self.workers) as pool:
+            with ThreadPoolExecutor(self.workers, initializer=work_for_run) as pool:
                 try:
                     self._rounds(pool)
                 except BaseException:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from logging import getLogger
-from threading import RLock
+from threading import RLock, local
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from recbft.errors import UserError
 from recbft.training.config import TrainingConfig
 
 _turns = [RLock()]  # of this process's runs, in a list so that a forked process can have its own
+_thread = local()
 
 
 @contextlib.contextmanager
@@ -49,8 +50,16 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
             torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
+def work_for_run() -> None:
+    """Say that this thread works for the run whose turn it is: what its listeners train does not wait for it."""
+    _thread.works = True
+
+
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
+    if getattr(_thread, "works", False):
+        yield
+        return
     turn = _turns[0]
     if not turn.acquire(blocking=False):
         getLogger("recbft").info("another run trains in this process; this one waits for it: they share random numbers")
