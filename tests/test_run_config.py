@@ -190,10 +190,6 @@ def test_arms_differ_in_nothing_but_their_presets():
         ({"estimator": "remml"}, "core.estimator is 'remml'; did you mean 'reml'?"),
         ({"arm": "matched", "lam_max": 3}, "core.lam_max has no effect in arm 'matched' of sasrec; leave it out"),
         ({"model": "pop", "hidden_size": 3}, "key 'hidden_size' has no effect with model 'pop'"),
-        (
-            {"model": "bert4rec", "mask_probability": 0.5, "last_item_probability": 1},
-            "backbone.mask_probability has no effect with last_item_probability 1; leave it out, or take less",
-        ),
         ({"model": "pop", "epochs": 5}, "training.epochs has no effect in model 'pop', which is not trained; leave it"),
         ({"model": "pop", "tensorboard": True}, "training.tensorboard has no effect in model 'pop'"),
         ({"model": "pop", "controllers": {"ema": {}}}, "controllers.ema has no effect in model 'pop', which is not"),

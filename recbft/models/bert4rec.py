@@ -71,8 +71,6 @@ class BERT4RecConfig(BackboneConfig):
         check_range("mask_probability", self.mask_probability, above=0, below=1)
         check_range("last_item_probability", self.last_item_probability, at_least=0, at_most=1)
         check_range("mask_seed", self.mask_seed, at_least=0)
-        if self.last_item_probability == 1 and self.mask_probability != BERT4RecConfig.mask_probability:
-            raise UserError("mask_probability has no effect with last_item_probability 1; leave it out, or take less")
 
 
 def bert4rec(
