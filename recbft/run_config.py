@@ -123,8 +123,7 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
         check_choice("mixer", mixer, MIXERS)
     if mixer is not None and mixer not in mixers:
         raise UserError(f"mixer {mixer!r} does not go with model {model!r}; choose one of {', '.join(mixers)}")
-    arms = [layer["arm"] for source, layer in layers if not source and "arm" in layer]
-    if file is not None and arms:
+    if file is not None and (arms := [layer["arm"] for _, layer in layers[1:] if "arm" in layer]):
         layers[0] = (layers[0][0], _without_its_arm(layers[0][1], model, arms[-1]))
 
     tree: dict[str, Any] = {}
@@ -162,7 +161,8 @@ def _without_its_arm(layer: Mapping[str, Any], model: str, arm: Any) -> Mapping[
     The file of a run writes everything down: taken as settings, one arm's presets would turn another into it.
     """
     spec, was = MODELS[model], layer.get("arm")
-    if was is None or was == arm or not {was, arm} <= set(spec.arms):
+    named = list(spec.arms)  # a file's arm may be a list, which no set or mapping can be asked for
+    if was == arm or was not in named or arm not in named:
         return layer
     usual = to_dict(from_dict(spec.config, spec.arms[was]))
     presets = {key: usual[key] for key in (*spec.arms[was], *spec.arms[arm])}

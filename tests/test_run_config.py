@@ -56,6 +56,15 @@ def test_a_run_s_file_gives_another_arm_its_settings_and_not_its_arm(model, arm,
             load_run_config(file, arm=arm)
 
 
+@pytest.mark.parametrize("text", ["arm: [matched]", "arm: {a: 1}", "arm: 3"])
+def test_what_is_no_arm_in_a_file_is_refused_unless_another_is_asked_for(text, write):
+    assert load_run_config(write(text), arm="bft") == load_run_config(arm="bft")
+    with pytest.raises(UserError, match=r"^arm is "):
+        load_run_config(write(text))
+    with pytest.raises(UserError, match=r"^arm is \['bft'\]; give text"):
+        load_run_config(write("arm: matched"), arm=["bft"])
+
+
 def test_what_a_file_sets_beyond_its_arm_stays_in_another(write):
     file = write("arm: matched\nbackbone: {recency_decay: true}")
     assert load_run_config(file, arm="published").backbone.recency_decay
