@@ -121,7 +121,7 @@ def compare(
         if dry_run:
             print_commands(planned)
         else:
-            _train_and_compare(planned, data, its, default_jobs() if jobs is None else jobs, batch_seeds)
+            _train_and_compare(planned, data, its, jobs, batch_seeds)
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,6 @@ def print_commands(jobs: Sequence[Any]) -> None:
             typer.echo(job.command)
 
 
-def default_jobs() -> int:
-    """One per core, with room for other people on a large machine."""
-    from recbft.experiments.experiment import usual_workers
-
-    return usual_workers()
-
-
 def _plan(
     arms: str, seeds: str, asked: _Asked, config: Path | None, settings: Sequence[str], named: dict[str, Any]
 ) -> tuple[list[Job], Dataset]:
@@ -191,16 +184,16 @@ def _plan(
     return plan_comparison(arms, seeds, asked.out, configure, baseline=asked.baseline, external=asked.external)
 
 
-def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int, together: int) -> None:
-    from recbft.experiments.experiment import train_and_compare
+def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int | None, together: int) -> None:
+    from recbft.experiments.experiment import train_and_compare, usual_workers
     from recbft_cli.queue_view import view_for
 
-    _, text = train_and_compare(
+    concluded = train_and_compare(
         planned,
         data,
         asked.out,
         command=asked.command,
-        workers=jobs,
+        workers=usual_workers() if jobs is None else jobs,
         watch=view_for(),
         together=together,
         baseline=asked.baseline,
@@ -208,7 +201,7 @@ def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, job
         metrics=asked.metrics,
         skip_broken=asked.skip_broken,
     )
-    typer.echo(f"{text}\nwritten to {asked.out}: comparison.md, comparison.json, commands.txt, runs/")
+    typer.echo(f"{concluded.text}\nwritten to {asked.out}: comparison.md, comparison.json, commands.txt, runs/")
 
 
 def _compare_runs(runs: Sequence[Path], asked: _Asked) -> None:

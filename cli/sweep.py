@@ -17,7 +17,6 @@ from recbft_cli.compare import (
     Jobs,
     Model,
     Settings,
-    default_jobs,
     print_commands,
     recorded_command,
 )
@@ -50,9 +49,7 @@ def sweep(
     if len(vary) > 1:
         raise UserError("--vary is given twice; vary one setting at a time, or search several with `recbft tune`")
 
-    from recbft.experiments import provenance
-    from recbft.experiments.comparison import comparison_of
-    from recbft.experiments.experiment import conclude, prepare, train_missing
+    from recbft.experiments.experiment import prepare, train_and_compare, usual_workers
     from recbft.experiments.lists import parse_seeds
     from recbft.experiments.sweep import plan_sweep, sweep_document, sweep_results
     from recbft.files import write_atomic, write_json
@@ -73,14 +70,16 @@ def sweep(
     if dry_run:
         print_commands(runs)
         return
-    made = provenance.header(recorded_command(context), data, device=provenance.device_of(runs[0].config))
-    workers = default_jobs() if jobs is None else jobs
-    train_missing(runs, data, out, workers=workers, watch=view_for(), together=batch_seeds)
-    comparison = comparison_of(
-        [job.path for job in runs], baseline=planned.arms[0].label, names={job.path: job.arm.label for job in runs}
+    comparison, made, _ = train_and_compare(
+        runs,
+        data,
+        out,
+        command=recorded_command(context),
+        workers=usual_workers() if jobs is None else jobs,
+        watch=view_for(),
+        together=batch_seeds,
+        baseline=planned.arms[0].label,
     )
-    made = provenance.close(made, comparison.run_folders)
-    conclude(comparison, out, made=made)
     result = {
         "made": made, "seeds": wanted, "protocol": comparison.protocol, "notes": [], **sweep_results(planned, runs),
     }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft_cli.columns import DataRoot
-from recbft_cli.compare import Config, DatasetName, Jobs, Model, Settings, default_jobs
+from recbft_cli.compare import Config, DatasetName, Jobs, Model, Settings
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
@@ -48,6 +48,7 @@ def tune(
     data_root: DataRoot = None,
 ) -> None:
     """Search settings for the best validation metric; the test is not looked at."""
+    from recbft.experiments.experiment import usual_workers
     from recbft.experiments.lists import parse_seeds
     from recbft.experiments.tuning import load_optuna, parse_space, search
     from recbft.files import write_json
@@ -68,7 +69,7 @@ def tune(
         out,
         configure,
         trials=trials,
-        workers=jobs if jobs is not None else default_jobs(),
+        workers=usual_workers() if jobs is None else jobs,
         prune=prune,
         watch=view_for(),
         objective=objective.value,

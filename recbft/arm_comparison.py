@@ -193,7 +193,7 @@ def compare(
             _keep(given, file)
         comparisons, results = {}, {}
         for name, (its, jobs_of, data) in plans.items():
-            comparisons[name], _ = train_and_compare(
+            concluded = train_and_compare(
                 jobs_of,
                 data,
                 its,
@@ -204,6 +204,7 @@ def compare(
                 baseline=baseline,
                 metrics=tested,
             )
+            comparisons[name] = concluded.comparison
             results[name] = json.loads((its / COMPARISON_FILE).read_bytes())
     return Compared(folder.absolute(), comparisons, results)
 

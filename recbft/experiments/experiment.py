@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recbft.config import to_dict
 from recbft.datasets import Dataset
@@ -141,6 +141,14 @@ def train_or_say(
         status(job, dataset)
 
 
+class Concluded(NamedTuple):
+    """A comparison whose results are written."""
+
+    comparison: Comparison
+    made: dict[str, Any]  # how: the header of its results
+    text: str  # its tables, for a terminal
+
+
 def train_and_compare(
     jobs: Sequence[Job],
     dataset: Dataset,
@@ -154,8 +162,8 @@ def train_and_compare(
     external: Mapping[str, Path] | None = None,
     metrics: Sequence[str] = METRICS,
     skip_broken: bool = False,
-) -> tuple[Comparison, str]:
-    """Train what is missing of a planned comparison and write its results; the tables for a terminal beside it.
+) -> Concluded:
+    """Train what is missing of a planned comparison and write its results.
 
     Args:
         command: what asked for it, as it stands beside the results.
@@ -176,7 +184,7 @@ def train_and_compare(
         skip_broken=skip_broken,
     )
     made = provenance.close(made, comparison.run_folders)
-    return comparison, conclude(comparison, out, made=made, external=external, metrics=metrics)
+    return Concluded(comparison, made, conclude(comparison, out, made=made, external=external, metrics=metrics))
 
 
 def usual_workers() -> int:
