@@ -252,13 +252,13 @@ def _error(found: Tensor, exact: Tensor) -> float:
 
 def attention(clock: Clock, B: int, H: int, T: int, K: int, dtype: torch.dtype) -> Iterator[Row]:
     """Kriging moments and what they are compared with."""
-    q, k, v = (torch.randn(B, H, T, K, device=clock.device, dtype=dtype, requires_grad=True) for _ in "qkv")
+    heads = _heads(clock, (B, H, T, K), dtype)
     stock: Row = {}
     ways = gpu_cases.contestants(B, T, clock.device, impl=_impl(clock))
     if clock.device == "cuda" and dtype != torch.float32:
         ways = {"FlashAttention": gpu_cases.flash_attention} | ways
     for name, run in ways.items():
-        row = _times(clock, partial(run, q, k, v), (q, k, v))
+        row = _times(clock, partial(run, *heads), heads)
         stock = stock or row
         row |= _ratios(row, stock, ("forward", "both"))
         yield {"way": name} | row
@@ -266,11 +266,16 @@ def attention(clock: Clock, B: int, H: int, T: int, K: int, dtype: torch.dtype) 
 
 def tiles(clock: Clock, tile: tuple[int, ...]) -> Iterator[Row]:
     """Kriging moments of wide heads in bfloat16, cut and run as told."""
-    B, H, T, K = SHAPES[-1]
-    q, k, v = (torch.randn(B, H, T, K, device=clock.device, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    B, _, T, K = SHAPES[-1]
+    heads = _heads(clock, SHAPES[-1], torch.bfloat16)
     run = gpu_cases.contestants(B, T, clock.device, impl="triton")["recbft moments"]
     with patch.dict(import_module("recbft.kernels.softmax_moments.triton").HALF_TILES, {K: tile}):
-        yield _times(clock, partial(run, q, k, v), (q, k, v))
+        yield _times(clock, partial(run, *heads), heads)
+
+
+def _heads(clock: Clock, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values."""
+    return [torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in "qkv"]
 
 
 def vocabulary(clock: Clock, N: int, V: int, D: int) -> Iterator[Row]:

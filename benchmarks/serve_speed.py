@@ -1,4 +1,4 @@
-"""Time what a service waits for: opening a run, the first answer, and answers to one user and to many.
+"""Time what a service waits for: opening a run, and answers to one user and to many.
 
     python -m benchmarks.serve_speed RUN [RUN ..] --data-root DIR --threads 1 --json FILE
 
@@ -12,7 +12,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,13 +27,21 @@ NAME = "serve_speed"
 K = 20
 
 
-def opened(run: Path, data_root: str | None) -> tuple[Recommender, dict[str, Any]]:
-    """A run's recommender, with the seconds it took to open and to answer for the first time."""
+class Served(NamedTuple):
+    """A recommender and whom it is asked for."""
+
+    recommender: Recommender
+    histories: list[list[Any]]
+
+
+def opened(run: Path, data_root: str | None) -> tuple[Served, dict[str, Any]]:
+    """A run that has answered once, with the seconds it took to open."""
     began = time.perf_counter()
     recommender = Recommender.load(run, data_root=data_root)
     loaded = time.perf_counter()
-    recommender.recommend([[recommender.aligned().item_ids[0]]], 1)
-    return recommender, {"run": run.name, "load_s": loaded - began}
+    histories = histories_of(recommender)
+    recommender.recommend(histories[:1], 1)
+    return Served(recommender, histories), {"run": run.name, "load_s": loaded - began}
 
 
 def histories_of(recommender: Recommender) -> list[list[Any]]:
@@ -44,12 +52,11 @@ def histories_of(recommender: Recommender) -> list[list[Any]]:
     return [data.decode(data.items[bounds[u] : bounds[u + 1] - 2]).tolist() for u in order]
 
 
-def measure(recommenders: Sequence[Recommender], users: int, calls: int) -> list[list[float]]:
-    """Seconds of each call, by recommender; every call asks for other users, as far as there are."""
-    asked = [histories_of(recommender) for recommender in recommenders]
-    found: list[list[float]] = [[] for _ in recommenders]
+def measure(served: Sequence[Served], users: int, calls: int) -> list[list[float]]:
+    """Seconds of each call, by run; every call asks for other users, as far as there are."""
+    found: list[list[float]] = [[] for _ in served]
     for call in range(-2, calls):  # two rounds to warm up
-        for recommender, histories, seconds in zip(recommenders, asked, found, strict=True):
+        for (recommender, histories), seconds in zip(served, found, strict=True):
             first = call * users % max(1, len(histories) - users)
             batch = histories[first : first + users]
             began = time.perf_counter()
@@ -65,9 +72,9 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     made = machine.header(recorded(NAME, arguments))
     print("\n".join(machine.lines(made)), flush=True)
-    recommenders, results = zip(*(opened(Path(run), options.data_root) for run in options.runs), strict=True)
+    served, results = zip(*(opened(Path(run), options.data_root) for run in options.runs), strict=True)
     for users in options.users:
-        for result, seconds in zip(results, measure(recommenders, users, options.calls), strict=True):
+        for result, seconds in zip(results, measure(served, users, options.calls), strict=True):
             middle, worst = np.quantile(seconds, [0.5, 0.99])
             result[f"users_{users}"] = {"median_ms": 1e3 * middle, "p99_ms": 1e3 * worst, "calls": len(seconds)}
     head = ["run", "load, ms", *(f"{users} user{'s' * (users > 1)}, ms (99 %)" for users in options.users)]

@@ -43,9 +43,9 @@ def top_k(
         states: one per user, (N, D).
         table: the items; row 0 is padding and never recommended.
         k: items per user, >= 1.
-        barred: items recommended to nobody, each once.
         exclude_items, exclude_offsets: items never recommended to user u,
             ``exclude_items[exclude_offsets[u]:exclude_offsets[u + 1]]``; None excludes nothing.
+        barred: items recommended to nobody, each once.
         memory_mb: bound on the block of scores.
         user_ids: names for messages, (N,).
 

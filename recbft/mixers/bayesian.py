@@ -36,6 +36,7 @@ from recbft.mixers.memory_maps import (
     KeysAndValues,
     Noise,
     Transition,
+    beside,
     fitted_transition,
     history_starts,
 )
@@ -94,9 +95,7 @@ def filter_memory(
     _check_variance("process_noise", process_noise, or_zero=True)
     _check_variance("observation_noise", observation_noise)
     _check_variance("prior_variance", prior_variance)
-    # A number is written by the device: a copy would be waited for, and so would a look at it.
-    prior_variance = prior_variance.to(v) if isinstance(prior_variance, Tensor) else v.new_full((), prior_variance)
-    prior_variance = prior_variance.expand(B, H)
+    prior_variance = beside(v, prior_variance).expand(B, H)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; give the length of a chunk, 1 or more")
     transition = fitted_transition(transition, k)

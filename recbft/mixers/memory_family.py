@@ -44,6 +44,7 @@ from recbft.mixers.memory_maps import (
     Noise,
     Transition,
     Transitions,
+    beside,
     fitted_transition,
     history_starts,
 )
@@ -115,8 +116,7 @@ def unfiltered_memory(
     B, H, T, _ = k.shape
     by_column = observation_noise.dim() == 4
     noise = observation_noise.to(dtype) if by_column else observation_noise.to(dtype).expand(B, H, T)[..., None]
-    lam = variance.to(v) if isinstance(variance, Tensor) else v.new_full((), variance)
-    lam = lam.expand(B, H)[..., None, None]
+    lam = beside(v, variance).expand(B, H)[..., None, None]
     share = write_share(k, noise, lam, rule)
     transition = fitted_transition(transition, k)
     path = choose(impl, UNFILTERED, v, key_width=k.shape[-1], transition=transition)

@@ -164,6 +164,11 @@ def fitted_transition(transition: Tensor | None, k: Tensor) -> Tensor | None:
     return transition.to(k.dtype).expand(*k.shape[:3], rows)
 
 
+def beside(v: Tensor, number: float | Tensor) -> Tensor:
+    """A number or tensor in the type and on the device of ``v``; a number is written there: a copy is waited for."""
+    return number.to(v) if isinstance(number, Tensor) else v.new_full((), number)
+
+
 def _by_head(y: Tensor, n_heads: int) -> Tensor:  # (B, T, H K) -> (B, H, T, K)
     heads: Tensor = y.unflatten(-1, (n_heads, -1))
     return heads.transpose(1, 2)
