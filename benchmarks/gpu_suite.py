@@ -8,7 +8,7 @@
 2. Kriging moments against PyTorch's attention (FlashAttention in half precision) and against the reference: time
    forward, and forward and backward, as a caller waits for it and as the GPU is busy with it, and peak memory. The
    cross-entropy against the one over logits.
-3. A training step of ``bft`` against ``matched``, at two lengths, in single and in mixed precision.
+3. A training step of ``bft`` against ``matched``, at two lengths, in single and mixed precision and from CUDA graphs.
 4. The forward and the backward pass of kriging moments by tile, for whoever chooses them.
 5. Twenty seeds of each arm trained together, on generated histories as many and as short as those of Amazon Beauty:
    whole epochs with validation and checkpoints, and what a hundred of them would take.
@@ -327,11 +327,12 @@ def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> Ro
 
 def steps(clock: Clock, length: int, *, small: bool) -> Iterator[Row]:
     """A training step of each arm, and evaluation, on generated histories that fill most of their rows."""
-    arms = parse_arms("matched,bft,matched[training.autocast=bf16],bft[training.autocast=bf16]")
+    ways = ["", "[training.autocast=bf16]", *([] if small else ["[training.cuda_graphs=true]"])]
+    arms = parse_arms(",".join(f"matched{way},bft{way}" for way in ways))
     users, items = (60, 400) if small else (4096, 12_000)
     dataset = synthetic_dataset(SyntheticConfig(num_users=users, num_items=items, mean_length=0.75 * length))
     narrow = ["hidden_size=16", "batch_size=32"] if small else []
-    settings = [f"max_length={length}", f"device={clock.device}", *narrow]
+    settings = [f"max_length={length}", f"device={clock.device}", "warmup_steps=0", *narrow]
     configs = [arm.config(settings, model="sasrec", dataset="synthetic") for arm in arms]
     repeats = 1 if small else 3  # the first of each compiles what it is the first to call
     contestants = train_speed.measure(arms, configs, dataset, epochs=repeats, chunk_steps=8, times=repeats)

@@ -36,6 +36,7 @@ from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig
 from recbft.training.checkpoint import TrainState
+from recbft.training.graphed_steps import GraphedSteps
 from recbft.training.loop import fit
 from recbft.training.optimiser import make_optimizer
 from recbft.training.progress import Silent
@@ -58,6 +59,7 @@ class Contestant:
     device: torch.device
     state: TrainState
     random_state: torch.Tensor  # its own, so that it trains as it would alone
+    graphs: GraphedSteps | None  # where ``training.cuda_graphs`` asks for them
     chunks: list[float] = field(default_factory=list)  # seconds of each chunk of steps
     epochs: list[float] = field(default_factory=list)  # seconds of each epoch
     evaluations: list[float] = field(default_factory=list)
@@ -85,6 +87,7 @@ def make_contestant(arm: ArmSpec, config: RunConfig, dataset: Dataset) -> Contes
     torch.manual_seed(config.seed)
     model = build_model(config, dataset).to(device)
     assert isinstance(model, TrainableModel)  # checked with the options
+    optimizer = make_optimizer(model, config.training)
     state = TrainState(
         epoch=0, step=0, seed=config.seed, dataset="", content_hash="", vocabulary_hash="", config_hash=""
     )
@@ -92,11 +95,12 @@ def make_contestant(arm: ArmSpec, config: RunConfig, dataset: Dataset) -> Contes
         arm=arm,
         config=config,
         model=model,
-        optimizer=make_optimizer(model, config.training),
+        optimizer=optimizer,
         batches=batches,
         device=device,
         state=state,
         random_state=torch.get_rng_state(),
+        graphs=GraphedSteps.asked_for(model, optimizer, config.training),
     )
 
 
@@ -123,6 +127,7 @@ def train_steps(contestant: Contestant, batches: Iterator[Batch], num_steps: int
         validate=lambda: {config.valid_metric: 0.0},
         keep=stop_clock,
         progress=Silent(),
+        graphs=c.graphs,
     )
     c.random_state = torch.get_rng_state()
     return ended - steps.began, steps.began - entered

@@ -67,6 +67,22 @@ class RunConfig:
                     f"{key} is {metric!r}, but evaluation.ks is {list(self.evaluation.ks)}; "
                     f"add {k} to ks, or choose another metric"
                 )
+        if self.training.cuda_graphs:
+            self._refuse_in_graphs()
+
+    @property
+    def _mixer_reads_back(self) -> bool:
+        return self.mixer is not None and MIXERS[self.mixer].reads_back
+
+    def _refuse_in_graphs(self) -> None:
+        reasons = {f"controllers.{name}, which steers single steps": True for name in self.controllers.named}
+        reasons |= {
+            f"mixer {self.mixer!r}, which looks at numbers within a step": self._mixer_reads_back,
+            f"loss {self.backbone.loss!r}, which draws items within a step": self.backbone.loss != "ce",
+            "experts, which get as many tokens as ask for them": self.moe.experts > 0,
+        }
+        for what in (what for what, found in reasons.items() if found):
+            raise UserError(f"training.cuda_graphs repeats steps as they were, and cannot with {what}; leave it out")
 
     @property
     def reads_times(self) -> str | None:

@@ -55,6 +55,7 @@ class MixerSpec:
             mechanism itself (``own``), or nowhere (``none``).
         hears: parts of a ``Place`` beyond its shape that have an effect.
         both_ways: whether it can look at a whole history.
+        reads_back: whether the host looks at numbers of a device in the middle of its work, which no CUDA graph can.
     """
 
     summary: str
@@ -64,6 +65,7 @@ class MixerSpec:
     precision: Literal["softmax", "silu", "own", "none"] = "softmax"
     hears: tuple[str, ...] = ("dropout", "output_projection", "recency_decay")
     both_ways: bool = True
+    reads_back: bool = False
 
     def make(self, place: Place, options: Any = None) -> nn.Module:
         """The mixer of one layer.
@@ -90,6 +92,7 @@ def _positional(summary: str, scheme: str) -> MixerSpec:
         options=PositionalConfig,
         fixed={"scheme": scheme},
         hears=("dropout", "output_projection"),
+        reads_back=True,
     )
 
 
@@ -101,6 +104,7 @@ def _robust(summary: str, *, coupled: bool) -> MixerSpec:
         fixed={"coupled": coupled},
         precision="own",
         hears=("dropout", "output_projection"),
+        reads_back=True,
     )
 
 
@@ -124,6 +128,7 @@ def _design(name: str) -> MixerSpec:
         precision="own" if model.has_precision else "none",
         hears=("output_projection",),
         both_ways=False,
+        reads_back=True,
     )
 
 
@@ -142,6 +147,7 @@ MIXERS: dict[str, MixerSpec] = {
         precision="own",
         hears=("output_projection",),
         both_ways=False,
+        reads_back=True,
     ),
     **{name: _design(name) for name in DESIGN_MODELS},
     "boosted": MixerSpec(
@@ -155,6 +161,7 @@ MIXERS: dict[str, MixerSpec] = {
         kind=RegimeAttention,
         options=RegimeConfig,
         hears=("length", "dropout", "output_projection", "recency_decay"),
+        reads_back=True,
     ),
     "pointwise": MixerSpec(
         summary="gated pointwise SiLU attention (HSTU)",

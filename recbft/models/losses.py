@@ -101,9 +101,7 @@ class ItemLoss:
             weight, bias: item vectors (V, D) and item biases (V,) or None.
             target: row of ``weight`` that each position should find, (N,).
         """
-        if bias is not None:  # an item bias is one more coordinate, which every state has at 1
-            states = torch.cat([states, torch.ones_like(states[:, :1])], dim=1)
-            weight = torch.cat([weight, bias[:, None]], dim=1)
+        states, weight = with_bias(states, weight, bias)
         if self.name == "ce":
             loss = full_cross_entropy(states, weight, target)
             if self.label_smoothing:
@@ -129,6 +127,13 @@ class ItemLoss:
         drawn = target if few else target[torch.randint(target.numel(), (m,), device=target.device)]
         share = self.log_share.to(device=target.device, dtype=dtype)
         return drawn, share[drawn] + math.log(drawn.numel())
+
+
+def with_bias(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """An item bias as one more coordinate of items, (.., V, D), which every state has at 1."""
+    if bias is None:
+        return states, weight
+    return torch.cat([states, torch.ones_like(states[:, :1])], dim=1), torch.cat([weight, bias[..., None]], dim=-1)
 
 
 def sampled_softmax(states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, log_expected: Tensor) -> Tensor:

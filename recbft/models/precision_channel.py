@@ -150,13 +150,21 @@ class LayerPrecision(nn.Module):
         if "low_rank" in (self.core.jacobian, self.core.jacobian_in_evaluation) or self.core.jacobian == "running_mean":
             with torch.inference_mode(False):  # training goes on with what evaluation has made
                 try:
-                    self.factors = jacobian_factors(w1.detach(), w2.detach(), self.core.jacobian_rank)
+                    self._keep(jacobian_factors(w1.detach(), w2.detach(), self.core.jacobian_rank))
                 except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # finite weights whose products are not
                     largest = max(float(w.detach().abs().max()) for w in (w1, w2))
                     raise RunError(
                         f"the feed-forward weights are too large, up to {largest:.2g}, for their Jacobian: training "
                         "has diverged; lower learning_rate or set clip_norm"
                     ) from None
+
+    def _keep(self, factors: tuple[Tensor, Tensor]) -> None:
+        """Keep them where the last ones are: a CUDA graph of a training step reads them there."""
+        if self.factors is None:
+            self.factors = factors
+        else:
+            for kept, new in zip(self.factors, factors, strict=True):
+                kept.copy_(new)
 
     def prior(self, precision: Tensor, context: SequenceContext) -> Tensor:
         """Equation (2): the incoming precision a layer works with, (B, T, D)."""

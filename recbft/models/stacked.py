@@ -27,6 +27,7 @@ from recbft.kernels.dropout import Dropout
 from recbft.mixers import SoftmaxAttention
 from recbft.models.backbone import Backbone
 from recbft.models.block import Block
+from recbft.models.losses import with_bias
 from recbft.models.precision_channel import LayerPrecision
 from recbft.models.seed_parts import SeedDropout, SeedEmbedding, SeedLinear, SeedNorm, SeedPrecision, SeedRows
 
@@ -97,9 +98,8 @@ class Stacked:
         mean = self.body.encode(side.batch.to(device)).mean.flatten(0, 1)  # (R T, D)
         states, wanted = mean.index_select(0, learn.to(device)), (target[learn] - 1).to(device)
         table = embeddings[:, 1 : self.body.num_items + 1]
-        if "item_bias" in self.parameters:  # one more coordinate, as in ``ItemLoss``
-            states = torch.cat([states, torch.ones_like(states[:, :1])], dim=1)
-            table = torch.cat([table, self.parameters["item_bias"][:, 1:, None]], dim=2)
+        bias = self.parameters.get("item_bias")
+        states, table = with_bias(states, table, None if bias is None else bias[:, 1:])
         return full_cross_entropies(states, table, wanted, counts)
 
     def _exchange(self, module: nn.Module, path: str) -> None:

@@ -28,6 +28,7 @@ class TrainingConfig:
     eval_every: int = 1  # epochs between validations
     deterministic: bool = False  # refuse operations without a deterministic algorithm
     autocast: Literal["bf16"] | None = None  # bf16: products with learned weights in bfloat16; for GPUs
+    cuda_graphs: bool | None = None  # true: steps from CUDA graphs, for GPUs faster than their kernels are launched
     threads: int | None = None  # CPU threads; None leaves PyTorch's choice
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     tensorboard: bool = False

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from recbft.datasets.batches import EpochBatches
+from recbft.datasets.batches import Batch, EpochBatches
 from recbft.errors import RunError
 from recbft.models.contract import TrainableModel
 from recbft.training.autocast import autocast
 from recbft.training.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import Controllers, Moment
+from recbft.training.graphed_steps import GraphedSteps
 from recbft.training.optimiser import clip_gradients, warmup_ramp
 from recbft.training.progress import Progress
 
@@ -34,6 +36,7 @@ def fit(
     keep: Callable[[Row, bool], None],
     progress: Progress,
     controllers: Controllers = UNSTEERED,
+    graphs: GraphedSteps | None = None,
 ) -> None:
     """Train until the last epoch or until validation has stopped improving, going on from ``state``.
 
@@ -42,6 +45,7 @@ def fit(
         validate: metrics of the model as it is, by name.
         keep: saves the epoch's row, and the weights as the best ones where the second argument is True.
         controllers: steer the steps of an epoch.
+        graphs: take the steps after the warm-up, which then none but the default controllers steer.
 
     Raises:
         RunError: the loss is not finite, and the optimiser step is not taken; or a weight is not, after an epoch.
@@ -49,7 +53,7 @@ def fit(
     progress.start(config.epochs, state.epoch + 1)
     try:
         while not is_over(config, state):
-            row = _train_epoch(model, optimizer, batches, config, state, progress, controllers)
+            row = _train_epoch(model, optimizer, batches, config, state, progress, controllers, graphs)
             close_epoch(row, model, config, state, validate=validate, keep=keep, progress=progress)
     finally:
         progress.stop()
@@ -98,31 +102,35 @@ def _train_epoch(
     state: TrainState,
     progress: Progress,
     controllers: Controllers,
+    graphs: GraphedSteps | None,
 ) -> Row:
     """One pass over the users; the row of ``history.csv`` it earns."""
-    began, tokens, total = time.perf_counter(), 0, 0.0
-    device = next(model.parameters()).device
+    began, done, tokens, total = time.perf_counter(), 0, 0, 0.0
+
+    def now() -> Moment:
+        return moment_of(model, optimizer, batches, config, state)
+
+    plain = _PlainSteps(model, optimizer, config, lambda: controllers.before_step(now()))
     model.train()
     model.refresh()
-    controllers.on_epoch_start(moment_of(model, optimizer, batches, config, state))
-    for done, batch in enumerate(batches.epoch(state.epoch), start=1):
+    controllers.on_epoch_start(now())
+    coming = batches.epoch(state.epoch)
+    batch = next(coming, None)
+    while batch is not None:
         batch = controllers.on_batch(batch)
         assert batch.target is not None
         learned = int((batch.target > 0).sum())  # while it is on the CPU: reading from a device waits for it
-        batch = batch.to(device)
-        model.set_ramp(warmup_ramp(state.step, config.warmup_steps))
-        optimizer.zero_grad(set_to_none=True)
-        with autocast(config.autocast, device):
-            loss = model.loss(batch)
-        loss.backward()
+        ramp = warmup_ramp(state.step, config.warmup_steps)
+        model.set_ramp(ramp)
+        steps = plain if graphs is None or ramp < 1 else graphs
+        loss = steps.begin(batch)
+        batch = next(coming, None)  # packed while a device is at work
         value = loss.item()  # a device is waited for once per step, when all its work is under way
         if not math.isfinite(value):
             raise not_finite(value, config, state)
-        clip_gradients(model, optimizer, config.clip_norm)
-        controllers.before_step(moment_of(model, optimizer, batches, config, state))
-        optimizer.step()
-        state.step += 1
-        controllers.after_step(moment_of(model, optimizer, batches, config, state), value)
+        steps.end()
+        state.step, done = state.step + 1, done + 1
+        controllers.after_step(now(), value)
         tokens, total = tokens + learned, total + value * learned
         progress.batch(done, batches.num_batches, total / tokens, tokens)
     state.epoch += 1
@@ -133,6 +141,31 @@ def _train_epoch(
         "seconds": round(seconds, 4),
         "tokens_per_second": round(tokens / seconds),
     }
+
+
+@dataclass
+class _PlainSteps:
+    """Steps whose kernels are launched one by one."""
+
+    model: TrainableModel
+    optimizer: torch.optim.Optimizer
+    config: TrainingConfig
+    before_step: Callable[[], None]
+
+    def begin(self, batch: Batch) -> torch.Tensor:
+        """The loss of a batch and its gradients."""
+        device = next(self.model.parameters()).device
+        self.optimizer.zero_grad(set_to_none=True)
+        with autocast(self.config.autocast, device):
+            loss = self.model.loss(batch.to(device))
+        loss.backward()
+        return loss.detach()
+
+    def end(self) -> None:
+        """Change the weights."""
+        clip_gradients(self.model, self.optimizer, self.config.clip_norm)
+        self.before_step()
+        self.optimizer.step()
 
 
 def moment_of(

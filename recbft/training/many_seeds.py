@@ -29,7 +29,8 @@ from torch import nn
 
 from recbft.config import to_dict
 from recbft.datasets import Dataset
-from recbft.datasets.side_by_side import lay_side_by_side
+from recbft.datasets.batches import Batch
+from recbft.datasets.side_by_side import SideBySide, lay_side_by_side
 from recbft.errors import RunError, UserError
 from recbft.evaluation.protocol import config_hash
 from recbft.models.backbone import Backbone
@@ -46,6 +47,10 @@ from recbft.training.run_settings import run_settings, work_for_run
 from recbft.training.session import Session, begin, go_on
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
+ALONE = {
+    "autocast": "whose products are float32",
+    "cuda_graphs": "whose kernels are large enough to be launched one by one",
+}
 GPU_STACK_TOKENS = 400_000  # so that what a step keeps for its backward pass takes gigabytes in single figures
 
 
@@ -119,11 +124,12 @@ def check_together(configs: Sequence[RunConfig]) -> None:
             f"controllers.{configs[0].controllers.named[0]} steers one run, and these are trained together; leave it "
             "out, or train the seeds one by one"
         )
-    if configs[0].training.autocast is not None:
-        raise UserError(
-            "training.autocast has no effect on seeds that are trained together, whose products are float32; leave it "
-            "out, or train the seeds one by one"
-        )
+    for key, why in ALONE.items():
+        if getattr(configs[0].training, key):
+            raise UserError(
+                f"training.{key} has no effect on seeds that are trained together, {why}; leave it out, or train the "
+                "seeds one by one"
+            )
     seeds = [config.seed for config in configs]
     for config in configs:
         if replace(config, seed=seeds[0]) != configs[0]:
@@ -257,13 +263,17 @@ class _Stack:
         self.model.refresh()
         own = [session.batches for session in self.sessions if session.batches is not None]
         epochs = [batches.epoch(state.epoch) for batches, state in zip(own, states, strict=True)]
-        for done, batches in enumerate(zip(*epochs, strict=True), start=1):
+        coming, done = zip(*epochs, strict=True), 0
+        following = _side_by_side(next(coming, None))
+        while following is not None:
+            batches, side = following
             if self.stop.is_set():
                 raise RunError("another run broke off")
             self.model.set_ramp(warmup_ramp(states[0].step, self.config.warmup_steps))
             self.optimizer.zero_grad(set_to_none=True)
-            losses = self.model.losses(lay_side_by_side(batches))
+            losses = self.model.losses(side)
             losses.sum().backward()
+            following = _side_by_side(next(coming, None))  # while a device is at work
             values = losses.tolist()  # a device is waited for once per step, when all its work is under way
             for n, value in enumerate(values):
                 # Its numbers spoil no other run's. The state of its last epoch is saved, where it will be left.
@@ -271,6 +281,7 @@ class _Stack:
                     failed[n] = not_finite(value, self.config, states[n])
             self._clip()
             self.optimizer.step()
+            done += 1
             for n, (state, batch) in enumerate(zip(states, batches, strict=True)):
                 state.step += 1
                 assert batch.target is not None
@@ -318,6 +329,10 @@ class _Stack:
         self.optimizer.state[parameter] = {"step": step, **moments}
         for n, (memory, own) in enumerate(zip(memories, each, strict=True)):
             memory[own] = {"step": step, **{name: moment[n] for name, moment in moments.items()}}
+
+
+def _side_by_side(batches: tuple[Batch, ...] | None) -> tuple[tuple[Batch, ...], SideBySide] | None:
+    return None if batches is None else (batches, lay_side_by_side(batches))
 
 
 def _optimizer(session: Session) -> torch.optim.Adam:

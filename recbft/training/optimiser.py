@@ -34,7 +34,8 @@ DYNAMICS: dict[str, Any] = {"betas": (0.0, 0.999), "eps": 1e-7, "weight_decay": 
 
 def make_optimizer(model: Parametrised, config: TrainingConfig) -> torch.optim.Adam:
     """The optimiser of a model that tells its precision parameters by ``is_precision_parameter(name)``."""
-    return torch.optim.Adam(parameter_groups(model, config), lr=config.learning_rate, fused=True)
+    groups = parameter_groups(model, config)
+    return torch.optim.Adam(groups, lr=config.learning_rate, fused=True, capturable=bool(config.cuda_graphs))
 
 
 def parameter_groups(model: Parametrised, config: TrainingConfig) -> list[dict[str, Any]]:

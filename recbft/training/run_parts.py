@@ -20,6 +20,7 @@ from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig
 from recbft.training.checkpoint import TrainState, vocabulary_hash
 from recbft.training.controllers import Controllers, make_controllers
+from recbft.training.graphed_steps import check_recordable
 from recbft.training.optimiser import make_optimizer
 
 
@@ -39,6 +40,8 @@ def make_parts(config: RunConfig, dataset: Dataset, device: torch.device) -> Par
         UserError: a part cannot be made.
     """
     model = build_model(config, dataset).to(device)
+    if config.training.cuda_graphs:
+        check_recordable(model, device)
     return Parts(
         model=model,
         batches=training_batches(config, dataset),

@@ -25,6 +25,7 @@ from recbft.training import checkpoint, tensorboard
 from recbft.training.bundle import write_vocabulary
 from recbft.training.checkpoint import TrainState
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
+from recbft.training.graphed_steps import GraphedSteps
 from recbft.training.loop import Row, fit, moment_of
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
@@ -239,6 +240,7 @@ class Session:
             keep=self.keep,
             progress=self.progress,
             controllers=self.controllers,
+            graphs=GraphedSteps.asked_for(self.model, self.optimizer, self.config.training),
         )
         self._offer_final_weights()
 

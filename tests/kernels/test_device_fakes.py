@@ -11,7 +11,10 @@ from recbft.datasets import SyntheticConfig, synthetic_dataset
 from recbft.evaluation.evaluate import evaluate
 from recbft.experiments.arms import parse_arms
 from recbft.kernels import dispatch
-from recbft.training.optimiser import make_optimizer
+from recbft.mixers import MIXERS
+from recbft.mixers.memory_family import DESIGN_MODELS
+from recbft.training.graphed_steps import cut, pad, padded_loss
+from recbft.training.optimiser import clip_gradients, make_optimizer
 from recbft.training.run_parts import build_model, training_batches
 
 GPU = torch.device("cuda", 0)
@@ -52,19 +55,45 @@ class Launches(TorchDispatchMode):
         return OnGpu.__torch_dispatch__(function, types, given, named)
 
 
-@pytest.mark.parametrize("arm, mixer", [("matched", "attention"), ("matched", "gla"), *(("bft", name) for name in (
-    "attention", "rope", "rfa", "bayesian", "kda", "boosted", "regime", "pointwise"))])  # fmt: skip
-def test_a_step_and_an_evaluation_keep_to_one_device(arm, mixer, monkeypatch):
-    model = "hstu" if mixer == "pointwise" else "sasrec"
-    dataset = synthetic_dataset(SyntheticConfig(num_users=24, num_items=80, mean_length=9))
-    settings = ["max_length=8", "hidden_size=8", "batch_size=12", f"mixer={mixer}"]
-    config = parse_arms(arm)[0].config(settings, model=model, dataset="synthetic")
-    net, batches = build_model(config, dataset), training_batches(config, dataset)
+class Reads(Launches):
+    """What the host asks a GPU for, or hands it, in the middle of its work: by the name of the operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, given=(), named=None):
+        name, sides = function._schema.name, {type(x) for x in given if isinstance(x, torch.Tensor)}
+        asked = (named or {}).get("device")
+        moved = asked is not None and (torch.device(asked).type == "cuda") != (OnGpu in sides)
+        masked = name == "aten::index" and any(x is not None and x.dtype == torch.bool for x in given[1])
+        copied = len(sides) == 2 if name == "aten::copy_" else name == "aten::_to_copy" and moved
+        if masked or copied or name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"):
+            self.found.add(name)
+        return super().__torch_dispatch__(function, types, given, named)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else nullcontext())
     monkeypatch.setattr(dispatch, "missing", lambda name: "no GPU" if name == "triton" else None)
     monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+
+
+def made(arm, mixer, *settings, model=None):
+    model = model or ("hstu" if mixer == "pointwise" else "sasrec")
+    dataset = synthetic_dataset(SyntheticConfig(num_users=24, num_items=80, mean_length=9))
+    settings = ["max_length=8", "hidden_size=8", "batch_size=12", f"mixer={mixer}", *settings]
+    config = parse_arms(arm)[0].config(settings, model=model, dataset="synthetic")
+    return config, dataset, build_model(config, dataset), training_batches(config, dataset)
+
+
+@pytest.mark.parametrize("arm, mixer", [("matched", "attention"), ("matched", "gla"), *(("bft", name) for name in (
+    "attention", "rope", "rfa", "bayesian", "kda", "boosted", "regime", "pointwise"))])  # fmt: skip
+def test_a_step_and_an_evaluation_keep_to_one_device(arm, mixer, pretended):
+    config, dataset, net, batches = made(arm, mixer)
     with Launches():
         net.to(GPU).refresh()
         optimizer = make_optimizer(net, config.training)
@@ -73,3 +102,25 @@ def test_a_step_and_an_evaluation_keep_to_one_device(arm, mixer, monkeypatch):
         optimizer.step()
         assert evaluate(net, dataset, "test").headline["hr@10"] >= 0
     assert type(loss) is OnGpu
+
+
+@pytest.mark.parametrize("model, arm, mixer, settings", [
+    *(("sasrec", "bft" if spec.precision != "none" else "matched", name, ())
+      for name, spec in MIXERS.items() if name not in {"pointwise", *DESIGN_MODELS} - {"gla"}),
+    ("sasrec", "published", "attention", ()), ("bert4rec", "bft", "attention", ()), ("hstu", "bft", "pointwise", ()),
+    ("sasrec", "bft", "attention", ("initial=credibility", "estimator=sandwich", "prior_scale=per_layer")),
+    ("sasrec", "bft", "attention", ("jacobian=exact", "propagation=jacobian")),
+    ("hstu", "matched", "pointwise", ("time_bias=true",)),
+], ids=lambda part: part if isinstance(part, str) else "-".join(part))  # fmt: skip
+def test_a_step_that_a_graph_may_repeat_reads_nothing_back(model, arm, mixer, settings, pretended):
+    config, _, net, batches = made(arm, mixer, *settings, model=model)
+    shape, numbers = pad(next(iter(batches.epoch(0))), 8)
+    with Launches():
+        net.to(GPU).train().refresh()
+        net.set_ramp(1.0)
+        optimizer, padded = make_optimizer(net, config.training), cut(numbers.to(GPU), shape)
+    with Reads() as reads:
+        padded_loss(net, padded).backward()
+        clip_gradients(net, optimizer, 1.0)
+        optimizer.step()
+    assert bool(reads.found) == MIXERS[mixer].reads_back, reads.found
