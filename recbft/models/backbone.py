@@ -140,7 +140,7 @@ class Backbone(TrainableModel):
             )
         # The warm-up w of the precision and recency biases, as of the last optimiser step: evaluation uses it.
         self.register_buffer("ramp", torch.zeros(()))
-        self._told = self.ramp, self.ramp._version, 0.0
+        self._told: tuple[Tensor, int, float] | None = None  # the ramp as it was set last, and its value
         self.item_loss = ItemLoss(config, training_counts)
         self._initialise(seed)
 
@@ -195,12 +195,16 @@ class Backbone(TrainableModel):
     def set_ramp(self, ramp: float) -> None:
         """Set the warm-up w in [0, 1], before an optimiser step."""
         self.ramp.fill_(ramp)
-        self._told = self.ramp, self.ramp._version, torch.tensor(ramp, dtype=self.ramp.dtype).item()
+        if not self.ramp.is_inference():  # which counts no changes
+            self._told = self.ramp, self.ramp._version, torch.tensor(ramp, dtype=self.ramp.dtype).item()
 
     def _ramp(self) -> float:
         """w as a number, as it was set last: a device is not waited for unless something else has written there."""
-        ramp, version, value = self._told
-        return value if ramp is self.ramp and ramp._version == version else float(self.ramp)
+        if self._told is not None:
+            ramp, version, value = self._told
+            if ramp is self.ramp and ramp._version == version:
+                return value
+        return float(self.ramp)
 
     def refresh(self) -> None:
         """Bring what is kept from the weights up to date: at the start of an epoch and before evaluation."""

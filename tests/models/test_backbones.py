@@ -338,3 +338,18 @@ def test_what_a_model_cannot_be_built_with_is_refused(model, backbone, core, mes
     counts = torch.tensor([0, 3]) if "loss" in backbone else torch.arange(5)
     with pytest.raises(UserError, match=message):
         MODELS[model].build(config.backbone, config.core, counts)
+
+
+def test_the_ramp_is_what_was_last_written_there_by_whomever():
+    model = load_run_config(model="sasrec", arm="bft", hidden_size=8, max_length=8).build(torch.arange(9))
+    assert model._ramp() == 0
+    model.set_ramp(0.25)
+    assert model._ramp() == 0.25 == copy.deepcopy(model)._ramp()
+    model.load_state_dict({**model.state_dict(), "ramp": torch.tensor(0.5)})
+    assert model._ramp() == 0.5 == model.double()._ramp()
+    model.ramp.fill_(0.75)
+    assert model._ramp() == 0.75
+    with torch.inference_mode():
+        other = load_run_config(model="sasrec", arm="bft", hidden_size=8, max_length=8).build(torch.arange(9))
+        other.set_ramp(0.125)
+        assert other._ramp() == 0.125
