@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +88,18 @@ def sinkhorn(scores: Tensor, *, sweeps: int) -> Tensor:
         log = log - log.logsumexp(dim=1, keepdim=True)
         log = log - log.logsumexp(dim=0, keepdim=True)
     return log.exp()
+
+
+class BiasTerms(NamedTuple):
+    """A bias by (5) that is not written out: its terms are read from a table, and the last may be the distance."""
+
+    shares: Tensor  # s, (B, T, N)
+    table: Tensor  # ``block_table``: the term of a token of some reach and a key of some place
+    reach: Tensor  # (B, T) int32, one less than how many places a token may read
+    mean: Tensor  # m, a scalar
+    deviation: Tensor  # d > 0, a scalar
+    scale: Tensor  # a scalar
+    limit: float
 
 
 def standardised_bias(

@@ -40,9 +40,11 @@ from recbft.core import (
     softmax_weights,
     weight_sums,
 )
+from recbft.core.regimes import BiasTerms
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import reml_precision
 from recbft.kernels.full_precision import in_full_precision
+from recbft.kernels.softmax_moments import takes_terms
 from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.observation import Observation
 
@@ -106,7 +108,7 @@ class SoftmaxAttention(nn.Module):
         *,
         ramp: float = 1.0,
         source: Tensor | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | BiasTerms | None = None,
         only: Tensor | None = None,
     ) -> Observation:
         """Observe every position.
@@ -117,7 +119,7 @@ class SoftmaxAttention(nn.Module):
             context: which token may read which.
             ramp: w, the warm-up of the precision and recency biases, in [0, 1].
             source: what keys and values are read from, (B, T, D); ``x`` unless given.
-            bias: a further bias of the logits, finite, (B or 1, H or 1, T, T).
+            bias: a further bias of the logits, finite, (B or 1, H or 1, T, T), or its terms where ``takes_terms``.
             only: tokens, counted through the rows, whose observation is all that is wanted, (N, D); without ``bias``.
         """
         if only is None or self._is_written_out(self.estimator):
@@ -127,6 +129,10 @@ class SoftmaxAttention(nn.Module):
         q, k, v = self.project(readers.take(x), x if source is None else source)
         seen = self.observe(q, k, v, precision, readers.context(context), ramp=ramp)
         return seen.at(readers.place)
+
+    def takes_terms(self, x: Tensor) -> bool:
+        """Whether a bias need not be written out for a normalised input."""
+        return not self._is_written_out(self.estimator) and takes_terms(x, dropout=self.dropout if self.training else 0)
 
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a normalised input, (B, T, D) -> (B, H, T, K) each; ``source`` as in ``forward``."""
@@ -142,13 +148,14 @@ class SoftmaxAttention(nn.Module):
         context: SequenceContext,
         *,
         ramp: float = 1.0,
-        bias: Tensor | None = None,
+        bias: Tensor | BiasTerms | None = None,
         estimate: bool = True,
     ) -> Observation:
         """``forward`` from what ``project`` returns; without ``estimate`` the innovation alone."""
         estimator = self.estimator if estimate else None
         log_decay = self._log_decay(ramp)
         if self._is_written_out(estimator):
+            assert not isinstance(bias, BiasTerms)
             return self._observe_written_out(q, k, v, precision, context, ramp, log_decay, bias, estimator)
         known: dict[str, Any] = {
             "log_precision": None if precision is None else ramp * scalar_log_precision(precision),

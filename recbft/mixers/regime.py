@@ -25,7 +25,9 @@ Shapes: B rows, T tokens, D model width, H heads, K head width, R regimes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -34,8 +36,9 @@ from torch import Tensor, nn
 
 from recbft.config import check_range
 from recbft.core import SequenceContext
-from recbft.core.regimes import block_table, memberships, sinkhorn, standardised_bias
+from recbft.core.regimes import BiasTerms, block_table, memberships, sinkhorn, standardised_bias
 from recbft.errors import UserError
+from recbft.kernels.compiled.heads import statistics_of
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import transformed, untransformed
 from recbft.mixers.attention import Estimator, SoftmaxAttention
@@ -189,12 +192,17 @@ class RegimeAttention(nn.Module):
         A pass in training moves the running means, for the passes after it.
         """
         mu = self.memberships(x)
-        bias, raw = self._bias(mu, context)
-        mean, found = self.reader(x, precision, context, ramp=ramp, source=source, bias=bias[:, None])
+        terms = self._terms(mu, context)
+        moments = partial(statistics_of, terms, context, every=SAMPLED_ROWS)
+        bias: Tensor | BiasTerms = terms
+        if not self.reader.takes_terms(x):
+            bias, raw = _written_out(terms, context)
+            moments = partial(_moments_of, raw, context)
+        mean, found = self.reader(x, precision, context, ramp=ramp, source=source, bias=bias)
         innovation = self._gated(mean, mu)
         if self.training:
             self._leave_penalty(mu, context)
-            self._remember(mu.detach(), raw, context)
+            self._remember(mu.detach(), moments, context)
         return projected(Observation(innovation, found), self.out, cap=self.cap)
 
     def attention(
@@ -207,8 +215,8 @@ class RegimeAttention(nn.Module):
         source: Tensor | None = None,
     ) -> Tensor:
         """The weights behind ``forward``, as ``SoftmaxAttention.attention`` gives them."""
-        bias, _ = self._bias(self.memberships(x), context)
-        return self.reader.attention(x, precision, context, ramp=ramp, source=source, bias=bias[:, None])
+        bias, _ = _written_out(self._terms(self.memberships(x), context), context)
+        return self.reader.attention(x, precision, context, ramp=ramp, source=source, bias=bias)
 
     @property
     def temperature(self) -> Tensor:
@@ -228,19 +236,23 @@ class RegimeAttention(nn.Module):
         return Diagnosis(self.entropy.item(), self.saturated.item())
 
     @in_full_precision
-    def _bias(self, mu: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
-        """What (3) adds to the logits, and a of (2) without gradients; (B, T, T) each."""
-        mix, terms = self.config.distance_mix, _terms(context, self.config.regimes, mu.dtype)
-        shares = (1 - mix) * (mu @ self.alignment.clone()).movedim(-1, 0)  # as it stood before this batch
-        if self.log_distance is None:
-            terms = terms[:-1]
-        else:
-            shares = torch.cat([shares, (-mix * self.log_distance.exp()).expand(1, *mu.shape[:2])])
+    def _terms(self, mu: Tensor, context: SequenceContext) -> BiasTerms:
+        """What (3) adds to the logits."""
+        mix = self.config.distance_mix
+        shares = (1 - mix) * (mu @ self.alignment.clone())  # as it stood before this batch
+        if self.log_distance is not None:
+            shares = torch.cat([shares, (-mix * self.log_distance.exp()).expand(*mu.shape[:2], 1)], dim=-1)
         deviation = self.bias_variance.sqrt().clamp(min=LEAST_DEVIATION)
         warm = self.batches / self.config.warm_in_steps if self.config.warm_in_steps else torch.ones_like(deviation)
-        scale = warm.clamp(max=1) / self.temperature
-        mean = self.bias_mean.clone()
-        return standardised_bias(shares, terms, mean=mean, deviation=deviation, limit=LIMIT, scale=scale)
+        return BiasTerms(
+            shares=shares.contiguous(),
+            table=_table(context, self.config.regimes, mu.dtype),
+            reach=_reach(context),
+            mean=self.bias_mean.clone(),
+            deviation=deviation,
+            scale=warm.clamp(max=1) / self.temperature,
+            limit=LIMIT,
+        )
 
     def _gated(self, mean: Tensor, mu: Tensor) -> Tensor:
         """Equation (4) before W_out; (B, T, D)."""
@@ -262,15 +274,12 @@ class RegimeAttention(nn.Module):
 
     @in_full_precision
     @torch.no_grad()
-    def _remember(self, mu: Tensor, raw: Tensor, context: SequenceContext) -> None:
+    def _remember(self, mu: Tensor, moments: Callable[[], tuple[Tensor, Tensor]], context: SequenceContext) -> None:
         """Move the running means by this batch; the first hundred batches count alike; not under torch.func."""
         if transformed():
             return
         weight = (1 / (self.batches + 1)).clamp(min=MOMENTUM)
-        keep, raw = context.allowed[::SAMPLED_ROWS].to(raw.dtype), raw[::SAMPLED_ROWS]
-        pairs = keep.sum().clamp(min=1)
-        mean = torch.dot(raw.flatten(), keep.flatten()) / pairs
-        variance = (raw - mean).square_().mul_(keep).sum() / pairs
+        mean, variance = moments()
         self.bias_mean.lerp_(mean, weight)
         self.bias_variance.lerp_(variance, weight)
         scores = self._alignment_scores(mu, context) / self.config.alignment_temperature
@@ -309,18 +318,35 @@ _BUFFERS = {
 _TERMS: WeakKeyDictionary[SequenceContext, dict[tuple[int, torch.dtype], Tensor]] = WeakKeyDictionary()
 
 
+def _written_out(bias: BiasTerms, context: SequenceContext) -> tuple[Tensor, Tensor]:
+    """What (3) adds to the logits, (B, 1, T, T), and a of (2) without gradients, (B, T, T)."""
+    shares = bias.shares.movedim(-1, 0)
+    terms = _terms_of_pairs(bias.table, bias.reach, context)[: len(shares)]
+    made, raw = standardised_bias(
+        shares, terms, mean=bias.mean, deviation=bias.deviation, limit=bias.limit, scale=bias.scale
+    )
+    return made[:, None], raw
+
+
 @untransformed
-def _terms(context: SequenceContext, regimes: int, dtype: torch.dtype) -> Tensor:
+def _terms_of_pairs(table: Tensor, reach: Tensor, context: SequenceContext) -> Tensor:
     """phi_j(n_t) of (2) and |t - j| / (n_t - 1) for all pairs, (R + 1, B, T, T)."""
-    made = _TERMS.setdefault(context, {})
-    if (regimes, dtype) not in made:
-        table, reach, (B, T) = _table(context, regimes, dtype), _reach(context), context.position.shape
-        index = (reach * table.shape[-1] - table.shape[-1])[:, :, None] + context.position[:, None, :]
-        terms = table.flatten(1).index_select(1, index.flatten()).view(-1, B, T, T)
+    made, key = _TERMS.setdefault(context, {}), (len(table), table.dtype)
+    if key not in made:
+        index = (reach * table.shape[-1])[:, :, None] + context.position[:, None, :]
+        terms = table.flatten(1).index_select(1, index.flatten()).view(-1, *index.shape)
         if not context.causal:  # the table's distance is from the last position that may be read
-            terms[-1] = context.lag.to(dtype) / (reach - 1).clamp(min=1)[..., None]
-        made[regimes, dtype] = terms
-    return made[regimes, dtype]
+            terms[-1] = context.lag.to(table.dtype) / reach.clamp(min=1)[..., None]
+        made[key] = terms
+    return made[key]
+
+
+def _moments_of(raw: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
+    """Mean and variance of a of (2) over the pairs of some rows."""
+    keep, raw = context.allowed[::SAMPLED_ROWS].to(raw.dtype), raw[::SAMPLED_ROWS]
+    pairs = keep.sum().clamp(min=1)
+    mean = torch.dot(raw.flatten(), keep.flatten()) / pairs
+    return mean, (raw - mean).square_().mul_(keep).sum() / pairs
 
 
 def _table(context: SequenceContext, regimes: int, dtype: torch.dtype) -> Tensor:
@@ -329,10 +355,10 @@ def _table(context: SequenceContext, regimes: int, dtype: torch.dtype) -> Tensor
 
 
 def _reach(context: SequenceContext) -> Tensor:
-    """n of (2): one more than the largest position that each token may read, at least 1; (B, T)."""
+    """n - 1 of (2): the largest position that each token may read, or 0; (B, T) int32."""
     if context.causal:
-        return context.position + 1
-    return torch.where(context.allowed, context.position[:, None, :], 0).amax(dim=-1) + 1
+        return context.position.to(torch.int32)
+    return torch.where(context.allowed, context.position[:, None, :], 0).amax(dim=-1).to(torch.int32)
 
 
 def _mean_over_tokens(values: Tensor, context: SequenceContext) -> Tensor:  # (B, T) -> ()

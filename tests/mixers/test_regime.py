@@ -11,9 +11,10 @@ import torch
 from recbft.core import SequenceContext
 from recbft.core.regimes import block_table, memberships, sinkhorn, soft_blocks, standardised_bias
 from recbft.errors import UserError
+from recbft.kernels import compiled
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.penalty import take_penalties
-from recbft.mixers.regime import LIMIT, GaussianMemberships, RegimeAttention, RegimeConfig
+from recbft.mixers.regime import LIMIT, GaussianMemberships, RegimeAttention, RegimeConfig, _written_out
 
 D, H, T, R = 6, 2, 9, 3
 K = D // H
@@ -44,7 +45,7 @@ def regime(seed=0, *, experienced=True, **settings):
     options = {name: settings.pop(name) for name in list(settings) if hasattr(RegimeConfig, name)}
     torch.manual_seed(seed)
     config = RegimeConfig(**{"regimes": R, "width": 4, "warm_in_steps": 10, **options})
-    mixer = RegimeAttention(D, H, config, length=T, **settings).double()
+    mixer = RegimeAttention(D, H, config, length=settings.pop("length", T), **settings).double()
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.4)
@@ -54,6 +55,10 @@ def regime(seed=0, *, experienced=True, **settings):
                     drawn(50 + number, B=2)[0], None, context((5, 4), (9,), causal=settings.get("causal", True))
                 )
     return mixer.eval()
+
+
+def bias_of(mixer, mu, where):
+    return _written_out(mixer._terms(mu, where), where)
 
 
 def bias_by_hand(mixer, x, where):
@@ -253,7 +258,7 @@ def test_training_remembers_the_alignment_and_the_bias_of_the_batches_before():
     mixer = regime(experienced=False)
     x, where = drawn(1, B=2)[0], context((5, 4), (9,))
     mu = mixer.memberships(x)
-    before = mixer._bias(mu, where)[1]
+    before = bias_of(mixer, mu, where)[1]
     mixer.train()(x, None, where)
     # S: mean over the three histories of sum_t mu_t phi_t'
     S = (mu[0, :5].T @ soft_blocks(5, R) + mu[0, 5:].T @ soft_blocks(4, R) + mu[1].T @ soft_blocks(9, R)) / 3
@@ -286,9 +291,9 @@ def test_the_bias_stays_within_its_bounds_and_warms_in():
     x, where = 10 * drawn(7)[0], context((9,))
     with torch.no_grad():
         mixer.bias_variance.fill_(1e-12)  # as if the bias had hardly varied
-        half = mixer._bias(mixer.memberships(x), where)[0]
+        half = bias_of(mixer, mixer.memberships(x), where)[0]
         mixer.batches.fill_(100.0)
-        whole = mixer._bias(mixer.memberships(x), where)[0]
+        whole = bias_of(mixer, mixer.memberships(x), where)[0]
     torch.testing.assert_close(whole, 2 * half)
     assert (whole.abs() <= LIMIT / 0.6).all() and (whole.abs() == LIMIT / mixer.temperature).any()
 
@@ -367,3 +372,42 @@ def test_a_membership_of_zero_spoils_no_gradient(floor):
     penalty = take_penalties(mixer)
     penalty.backward()
     assert penalty.isfinite() and mu.grad.isfinite().all()
+
+
+@pytest.mark.skipif(compiled.missing() is not None, reason="no kernels in C")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("estimator", [None, "reml", "reml_naive"])
+@pytest.mark.parametrize("options", [{}, {"distance_mix": 0.0}], ids=["distance", "no distance"])
+@pytest.mark.parametrize(
+    "rows, in_order", [([(5, 4), (9,), (2, 3)], True), ([(70, 61), (129,)], True), ([(70, 61), (129,)], False)]
+)
+def test_the_bias_that_is_never_written_out_is_the_one_that_is(rows, in_order, options, estimator, causal):
+    where = context(*rows, causal=causal)
+    B, T = where.position.shape
+    if not in_order:
+        order = torch.randperm(T, generator=torch.Generator().manual_seed(1))
+        where = SequenceContext(where.segment[:, order], where.position[:, order], causal=causal)
+    start = regime(3, experienced=False, estimator=estimator, length=T, **options).float().train()
+    batches = [(x.float(), precision.float()) for x, precision in (drawn(seed, B, T) for seed in range(3))]
+    found = []
+    for formed in (True, False):
+        mixer = copy.deepcopy(start)
+        if not formed:
+            mixer.reader.takes_terms = lambda x: False
+        assert mixer.reader.takes_terms(batches[0][0]) == formed
+        for x, precision in batches:  # the last knows of those before
+            mixer.zero_grad()
+            x = x.requires_grad_()
+            x.grad = None
+            seen = mixer(x, None if estimator is None else precision, where)
+            total = seen.innovation.sin().sum() + (0 if estimator is None else seen.precision.log1p().sum())
+            total.backward()
+        found.append(
+            {"innovation": seen.innovation, "precision": seen.precision, "dx": x.grad.clone()}
+            | {name: p.grad for name, p in mixer.named_parameters() if name != "reader.key.bias"}  # which is 0
+            | dict(mixer.named_buffers())
+        )
+    for name, exact in found[1].items():
+        if exact is not None:
+            size = max(exact.abs().max().item(), 1e-3)
+            torch.testing.assert_close(found[0][name] / size, exact / size, rtol=0, atol=2e-4, msg=name)

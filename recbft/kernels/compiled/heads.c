@@ -23,3 +23,33 @@ void spans_of_tokens(int64_t B, int64_t T, int64_t J, int64_t causal, const int3
             gaps[t] = high - start[t] - count;
         }
 }
+
+/* A bias of terms before it is standardised, over the pairs of every few rows: how many these are, and the sums of x - m
+ * and of its square; (B, 3), 0 for rows that are left out. */
+void statistics_of_terms(const Batch *of, const Terms *terms, int64_t every, double *sums)
+{
+    Terms plain = *terms;
+    plain.sharpness = 1, plain.limit = INFINITY;
+#pragma omp parallel for schedule(static)
+    for (int64_t b = 0; b < of->B; b++) {
+        double pairs = 0, total = 0, squares = 0;
+        for (int64_t t = 0; t < of->T && b % every == 0; t++) {
+            const Reads reads = reads_in_span(of, b, t);
+            const int64_t start = of->start[reads.token], gaps = of->gaps[reads.token];
+            for (int64_t from = 0; from < reads.count; from += STRETCH) {
+                const int64_t count = least(STRETCH, reads.count - from);
+                float x[STRETCH], sum = 0, square = 0, num = 0;
+                standardised(&plain, &reads, from, count, x);
+                for (int64_t j = 0; j < count; j++) {
+                    const float off = x[j];
+                    const float counts = !gaps || may_read(of, b, reads.token, start + from + j) ? 1 : 0;
+                    num += counts;
+                    sum += counts * off;
+                    square += counts * off * off;
+                }
+                pairs += num, total += sum, squares += square;
+            }
+        }
+        sums[3 * b] = pairs, sums[3 * b + 1] = total, sums[3 * b + 2] = squares;
+    }
+}

@@ -6,7 +6,7 @@
 #ifndef RECBFT_HEADS_H
 #define RECBFT_HEADS_H
 
-#include "vectors.h"
+#include "terms.h"
 
 #define BLOCK 64 /* tokens whose weights are kept at a time */
 
@@ -18,7 +18,8 @@ typedef struct { /* (B, H, tokens, K); the last stride is 1 */
 typedef struct { /* a bias per pair, (B, H, T, J), and its gradient; either may be NULL, and strides 0 */
     const float *data;
     int64_t row, head, token;
-    float *gradient; /* of every row and head, side by side */
+    float *gradient;    /* of every row and head, side by side */
+    const Terms *terms; /* or NULL */
 } PairBias;
 
 typedef struct {
@@ -71,9 +72,18 @@ INLINE int may_read(const Batch *of, int64_t b, int64_t token, int64_t j)
            (!of->causal || of->key_place[key] <= of->token_place[token]);
 }
 
+/* What a token reads of keys within its span. */
+INLINE Reads reads_in_span(const Batch *of, int64_t b, int64_t t)
+{
+    const int64_t token = b * of->T + t, start = of->start[token];
+    return reads_of(token, of->token_place[token], of->key_place + b * of->J + start, most(0, of->stop[token] - start));
+}
+
 /* Add what is given for the pairs of a token within its span; columns are counted from `low`. */
 INLINE void add_pairs(const PairBias *bias, const Batch *of, int64_t b, int64_t h, int64_t t, int64_t low, float *row)
 {
+    if (bias->terms)
+        add_terms(bias->terms, reads_in_span(of, b, t), row + of->start[b * of->T + t] - low);
     if (!bias->data)
         return;
     const float *own = bias->data + b * bias->row + h * bias->head + t * bias->token + low;
@@ -85,9 +95,12 @@ INLINE void add_pairs(const PairBias *bias, const Batch *of, int64_t b, int64_t 
 INLINE void keep_pairs(const PairBias *bias, const Batch *of, int64_t b, int64_t h, int64_t t, int64_t low,
                        int64_t width, const float *row)
 {
+    const int64_t place = (b * of->H + h) * of->T + t;
+    if (bias->terms && bias->terms->d_shares)
+        keep_terms(bias->terms, reads_in_span(of, b, t), place, row + of->start[b * of->T + t] - low);
     if (!bias->gradient)
         return;
-    float *own = bias->gradient + ((b * of->H + h) * of->T + t) * of->J;
+    float *own = bias->gradient + place * of->J;
     memset(own, 0, of->J * sizeof(float));
     memcpy(own + low, row, least(width, of->J - low) * sizeof(float));
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recbft.core.belief import SequenceContext
+from recbft.core.regimes import BiasTerms
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
 from recbft.kernels.transforms import untransformed
@@ -80,6 +81,46 @@ class Batch(ctypes.Structure):
         return cls(B, H, T, k.shape[2], K, *map(pointer, spans[:8]), spans.causal)
 
 
+class Terms(ctypes.Structure):
+    """A bias per pair that is formed where it is read (``terms.h``), and room for its gradients."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("shares", "table", "reach")),
+        *((name, ctypes.c_int64) for name in ("num", "tables", "length")),
+        *((name, ctypes.c_float) for name in ("mean", "sharpness", "limit", "scale")),
+        *((name, ctypes.c_void_p) for name in ("d_shares", "d_scale")),
+    )
+
+    @classmethod
+    def of(cls, terms: BiasTerms, causal: bool, d_shares: Tensor | None = None, d_scale: Tensor | None = None) -> Terms:
+        """Of a bias whose tensors the caller keeps."""
+        num = terms.shares.shape[-1]
+        # The table's distance, its last, is from the last place that may be read.
+        sizes = num, min(num, len(terms.table) - (not causal)), terms.table.shape[-1]
+        numbers = terms.mean.item(), 1 / terms.deviation.item(), terms.limit, terms.scale.item()
+        read = map(pointer, (terms.shares, terms.table, terms.reach))
+        return cls(*read, *sizes, *numbers, pointer(d_shares), pointer(d_scale))
+
+
+def statistics_of(terms: BiasTerms, context: SequenceContext, *, every: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of a bias before it is standardised, over the pairs of every few rows."""
+    spans = spans_of(context)
+    B, T = spans.token_history.shape
+    sums = torch.zeros(B, 3, dtype=torch.float64)
+    batch = Batch(B, 1, T, spans.key_history.shape[1], 1, *map(pointer, spans[:8]), spans.causal)
+    asked = (
+        ctypes.byref(batch),
+        ctypes.byref(Terms.of(terms, spans.causal)),
+        ctypes.c_int64(every),
+        ctypes.c_void_p(pointer(sums)),
+    )
+    compiled.library().statistics_of_terms(*asked)
+    pairs, total, squares = sums.sum(dim=0)
+    off = total / pairs.clamp(min=1)
+    variance = squares / pairs.clamp(min=1) - off.square()
+    return (terms.mean + off).to(terms.mean.dtype), variance.clamp(min=0).to(terms.mean.dtype)
+
+
 class PairBias(ctypes.Structure):
     """A bias per pair, and room for its gradient."""
 
@@ -87,7 +128,13 @@ class PairBias(ctypes.Structure):
         ("data", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("row", "head", "token")),
         ("gradient", ctypes.c_void_p),
+        ("terms", ctypes.POINTER(Terms)),
     )
+
+    @classmethod
+    def made_of(cls, terms: Terms) -> PairBias:
+        """Of terms that the caller keeps."""
+        return cls(terms=ctypes.pointer(terms))
 
     @classmethod
     def of(cls, bias: Tensor | None, q: Tensor, num_keys: int, gradient: Tensor | None = None) -> PairBias:

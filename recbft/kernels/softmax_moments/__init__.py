@@ -11,6 +11,7 @@ from torch import Tensor
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import SOME_READ, Path, late
 from recbft.kernels.softmax_moments import compiled, cpu, reference
+from recbft.kernels.transforms import transformed
 
 # Of the Triton path, by what shared memory holds.
 WIDEST_HEAD = {torch.float32: 128, torch.float16: 256, torch.bfloat16: 256}
@@ -46,6 +47,12 @@ MEAN_PATHS = {
     "cpu": Path(lambda: cpu.softmax_mean, "cpu", cpu.decline_mean, opened=True),
     "reference": Path(lambda: reference.softmax_mean),
 }
+
+
+def takes_terms(x: Tensor, *, dropout: float) -> bool:
+    """Whether what attends to a normalised input by ``auto`` takes ``core.regimes.BiasTerms`` for a bias of pairs."""
+    closed = transformed() or torch.is_autocast_enabled(x.device.type)
+    return x.device.type == "cpu" and not closed and compiled.decline(x, dropout=dropout) is None
 
 
 def choose(impl: str, q: Tensor, **call: Any) -> Callable[..., Any]:

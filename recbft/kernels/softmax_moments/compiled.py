@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.observation import epsilon_of
+from recbft.core.regimes import BiasTerms
 from recbft.core.statistics import Moments
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
@@ -26,6 +27,7 @@ from recbft.kernels.compiled.heads import (
     Batch,
     PairBias,
     Spans,
+    Terms,
     View,
     by_tokens,
     check,
@@ -84,12 +86,15 @@ def _attend(
     log_precision: Tensor | None,
     log_decay: Tensor | None,
     dropout: float,
-    bias: Tensor | None = None,
+    bias: Tensor | BiasTerms | None = None,
 ) -> Any:
     """What the kernel gives for an estimate."""
     assert dropout == 0
+    terms, shares, scale = None, None, None
+    if isinstance(bias, BiasTerms):
+        terms, shares, scale, bias = bias, bias.shares, bias.scale, None
     biases = _biases(q, context, log_precision, log_decay, bias)
-    return applied(_Softmax, q, k, v, *biases, spans_of(context), estimate)
+    return applied(_Softmax, q, k, v, *biases, shares, scale, spans_of(context), estimate, terms)
 
 
 class _Estimate(NamedTuple):
@@ -142,8 +147,11 @@ class _Softmax(torch.autograd.Function):
         key_bias: Tensor | None,
         log_decay: Tensor | None,
         bias: Tensor | None,
+        shares: Tensor | None,
+        scale: Tensor | None,
         spans: Spans,
         estimate: _Estimate,
+        terms: BiasTerms | None,
     ) -> Any:
         check(q, k, v, spans)
         q, k, v = (readable(x.to(q.dtype)) for x in (q, k, v))
@@ -153,10 +161,12 @@ class _Softmax(torch.autograd.Function):
         second = mean if estimate.kind == MEAN else by_tokens(q)
         size, log_total = (q.new_empty(q.shape[:3]) for _ in range(2))
         call = _call(q, k, v, key_bias, log_decay, spans, estimate, mean, second, size, log_total)
-        call.pairs = PairBias.of(bias, q, k.shape[2])
+        call.pairs = (
+            PairBias.of(bias, q, k.shape[2]) if terms is None else PairBias.made_of(Terms.of(terms, spans.causal))
+        )
         run(compiled.library().softmax_forward, call, q)
-        ctx.spans, ctx.estimate = spans, estimate
-        ctx.save_for_backward(q, k, v, key_bias, log_decay, bias, mean, second, size, log_total)
+        ctx.spans, ctx.estimate, ctx.terms = spans, estimate, terms
+        ctx.save_for_backward(q, k, v, key_bias, log_decay, bias, shares, mean, second, size, log_total)
         if estimate.kind == MEAN:
             return mean
         return (mean, second, size) if estimate.kind == MOMENTS else (mean, second)
@@ -166,7 +176,7 @@ class _Softmax(torch.autograd.Function):
     def backward(
         ctx: Any, grad_mean: Tensor, grad_second: Tensor | None = None, grad_size: Tensor | None = None
     ) -> Any:
-        q, k, v, key_bias, log_decay, bias, *results = ctx.saved_tensors
+        q, k, v, key_bias, log_decay, bias, shares, *results = ctx.saved_tensors
         grad_mean = readable(grad_mean)
         grad_second = grad_mean if grad_second is None else readable(grad_second)
         grad_size = None if grad_size is None else grad_size.contiguous()
@@ -179,12 +189,17 @@ class _Softmax(torch.autograd.Function):
         call.grad_mean, call.grad_second, call.grad_size = *map(View.of, (grad_mean, grad_second)), pointer(grad_size)
         call.d_q, call.d_k, call.d_v = map(View.of, (d_q, d_k, d_v))
         call.d_key_bias, call.d_log_decay = pointer(d_key), pointer(d_decay)
-        call.pairs = PairBias.of(bias, q, k.shape[2], d_pairs)
+        call.pairs, d_shares, d_scale = PairBias.of(bias, q, k.shape[2], d_pairs), None, None
+        if ctx.terms is not None:
+            d_shares, d_scale = q.new_empty(*q.shape[:3], shares.shape[-1]), q.new_empty(q.shape[:3])
+            call.pairs = PairBias.made_of(Terms.of(ctx.terms, ctx.spans.causal, d_shares, d_scale))
         run(compiled.library().softmax_backward, call, q)
+        d_shares = None if d_shares is None else d_shares.sum(dim=1)
+        d_scale = None if d_scale is None else d_scale.sum()
         d_key = None if d_key is None else d_key.sum(dim=1)
         d_decay = None if d_decay is None else d_decay.sum(dim=(1, 2))
         d_pairs = None if d_pairs is None else d_pairs.sum_to_size(bias.shape)
-        return d_q, d_k, d_v, d_key, d_decay, d_pairs, None, None
+        return d_q, d_k, d_v, d_key, d_decay, d_pairs, d_shares, d_scale, None, None, None
 
 
 def _call(
