@@ -23,7 +23,11 @@ def models(
     from recbft.run_config import load_run_config
 
     if name is not None:
-        typer.echo(load_run_config(model=name, arm=arm, mixer=mixer).to_yaml(), nl=False)
+        config = load_run_config(model=name, arm=arm, mixer=mixer)
+        if config.core is not None and MIXERS[str(config.mixer)].precision == "none":
+            # The default, kalman, is refused there; a file that is printed for --config is one that trains.
+            config = load_run_config(None, ["core.update=residual"], model=name, arm=arm, mixer=mixer)
+        typer.echo(config.to_yaml(), nl=False)
         return
     for option, value in (("--arm", arm), ("--mixer", mixer)):
         if value is not None:

@@ -237,3 +237,15 @@ def test_models_prints_settings_that_train_accepts_as_a_file(capsys, tmp_path):
     _, out, _ = run(capsys, "models", "sasrec", "--arm", "matched")
     (tmp_path / "run.yaml").write_text(out)
     assert load_run_config(tmp_path / "run.yaml") == load_run_config(model="sasrec", arm="matched")
+
+
+def test_models_prints_settings_with_which_every_mixer_can_be_built(capsys, tmp_path):
+    import torch
+
+    from recbft.models import MODELS
+    from recbft.run_config import load_run_config
+
+    for mixer in MODELS["sasrec"].mixers:
+        _, out, _ = run(capsys, "models", "sasrec", "--mixer", mixer)
+        (tmp_path / "run.yaml").write_text(out)
+        load_run_config(tmp_path / "run.yaml").build(torch.ones(6, dtype=torch.int64))
