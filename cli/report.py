@@ -52,7 +52,10 @@ def report(
         if section.tables and section.name in ("metrics", "strata", "mechanism", "uncertainty"):
             for table in section.tables:
                 typer.echo(f"\n{text(table)}")
-        for line in section.words if section.name != "commands" else ():
+        words = section.words if section.name != "commands" else ()
+        if words:
+            typer.echo(f"\n{section.title}")
+        for line in words:
             typer.echo(f"\n{line}")
     typer.echo()
     for path in written:
