@@ -94,7 +94,7 @@ def lines(header: Mapping[str, Any]) -> list[str]:
     device = h["cpu"] if h["device"] == "cpu" else f"{h['device']}, {h['cpu']}"
     where = (
         f"{h['date']}, {device} ({h['machine']}, {h['system']}), {h['cores']} cores, {h['memory_gib']} GiB, "
-        f"{h['threads']} threads per process"
+        f"{h['threads']} thread{'' if h['threads'] == 1 else 's'} per process"
     )
     if "load_average_before" in h:
         where += f", load average {h['load_average_before']:.1f} before"

@@ -52,7 +52,7 @@ def test_the_folder_of_a_comparison_holds_what_a_reader_needs(made, events):
     text = (made / "comparison.md").read_text()
     assert text.startswith("`recbft compare -d tiny.parquet --set time=timestamp ")
     assert "--out OUT" in text.splitlines()[0]
-    for part in ("1 threads per process, load average", "commit", "60 users, 59 items", "content", "Seeds 0,1;"):
+    for part in ("1 thread per process, load average", "commit", "60 users, 59 items", "content", "Seeds 0,1;"):
         assert part in text
     for row in ("| bft[lam_max=10] | NDCG@10 | seen masked |", "Difference from matched over users"):
         assert row in text
