@@ -73,7 +73,7 @@ IGNORED = frozenset(
     gpu_id worker state reproducibility checkpoint_dir show_progress config_file save_dataset dataset_save_path
     save_dataloaders dataloaders_save_path log_wandb wandb_project shuffle encoding nproc world_size local_rank
     loss_decimal_place require_pow enable_amp enable_scaler transform valid_metric_bigger eval_batch_size
-    metric_decimal_place seq_separator RATING_FIELD LABEL_FIELD threshold NEG_PREFIX ITEM_LIST_LENGTH_FIELD LIST_SUFFIX
+    seq_separator RATING_FIELD LABEL_FIELD threshold NEG_PREFIX ITEM_LIST_LENGTH_FIELD LIST_SUFFIX
     POSITION_FIELD seq_len HEAD_ENTITY_ID_FIELD TAIL_ENTITY_ID_FIELD RELATION_ID_FIELD ENTITY_ID_FIELD kg_reverse_r
     entity_kg_num_interval relation_kg_num_interval unload_col unused_col additional_feat_suffix numerical_features
     filter_inter_by_user_or_item alias_of_user_id alias_of_entity_id alias_of_relation_id preload_weight normalize_field
@@ -85,6 +85,7 @@ _HANDLED = frozenset(
     model dataset data_path use_gpu train_batch_size stopping_step clip_grad_norm learner loss_type metrics valid_metric
     train_neg_sample_args neg_sampling training_neg_sample_num eval_args repeatable load_col user_inter_num_interval
     item_inter_num_interval val_interval benchmark_filename alias_of_item_id field_separator
+    metric_decimal_place
     """.split()  # noqa: SIM905  a table
 )
 

@@ -22,7 +22,9 @@ def test_prepare_for_recbole_writes_a_config_that_train_takes_as_it_is(events, t
     assert read_yaml(config)["data_path"] == str(out) and "Real times" in config.read_text()
     few = ["--set", "epochs=1", "--set", "hidden_size=8", "--out", str(tmp_path / "runs"), "-q"]
     monkeypatch.chdir(tmp_path / "out: here")
+    capsys.readouterr()
     assert main(["train", "--config", str(config), *few]) == 0
+    assert capsys.readouterr().err == ""  # no key of ours is without meaning to us
     assert (tmp_path / "runs" / "sasrec-bft-tiny-shop-seed0" / "metrics.json").is_file()
 
 
