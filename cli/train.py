@@ -58,7 +58,8 @@ def train(
         Path | None, typer.Option(metavar="DIR", help="Folder that gets the run's folder; runs if left out.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The run's folder in --out, in place of MODEL-ARM-DATASET-SEED.")
+        str | None,
+        typer.Option(metavar="NAME", help="The run's folder in --out, in place of MODEL-ARM-DATASET-seedSEED."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the config; repeat for more.")

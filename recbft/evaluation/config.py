@@ -13,7 +13,7 @@ class EvaluationConfig:
     """Full ranking of the target among all items."""
 
     filter_seen: bool = False  # which setting validation and the headline metrics use; both are always recorded
-    ks: tuple[int, ...] = (5, 10, 20)
+    ks: tuple[int, ...] = (5, 10, 20)  # the K of HR@K, NDCG@K and MRR@K
     memory_mb: int = 256  # bound on the score buffers
 
     def __post_init__(self) -> None:

@@ -66,10 +66,10 @@ class RegimeConfig:
     temperature: float = 1.0  # start of tau, in [0.6, 1.6]
     warm_in_steps: int = 1200  # batches over which the bias is let in; 0 means at once
     distance_mix: float = 0.1  # share of the distance prior; 0 leaves it out
-    residual_gate: bool = True
-    value_gate: bool = True
+    residual_gate: bool = True  # the first factor of (4)
+    value_gate: bool = True  # the second
     entropy_floor: float = 0.5  # share of log R below which the mean entropy is penalised
-    entropy_weight: float = 0.02
+    entropy_weight: float = 0.02  # of that penalty, (5)
 
     def __post_init__(self) -> None:
         low, high = TEMPERATURES

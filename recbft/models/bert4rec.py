@@ -51,7 +51,7 @@ class BERT4RecConfig(BackboneConfig):
     layer: Literal["pre_norm", "post_norm"] = "pre_norm"
     head: Literal["tied", "gelu"] = "tied"  # gelu: Linear, GELU and norm before the items, which have biases
     positions: Literal["oldest", "latest"] = "latest"  # where positions are counted from
-    mask_probability: float = 0.2
+    mask_probability: float = 0.2  # of an item in training
     last_item_probability: float = 0.5  # of cutting a history at random and masking its last item only
     mask_seed: int = 0  # of what is masked, apart from the run's seed
 

@@ -15,7 +15,7 @@ from recbft.evaluation.metrics import METRIC
 class TrainingConfig:
     """Adam on the full cross-entropy, stopped early on a validation metric."""
 
-    epochs: int = 200
+    epochs: int = 200  # at most
     batch_size: int = 256  # histories per step
     batch_targets: int | None = None  # in place of batch_size: as many histories as hold about so many targets
     learning_rate: float = 1e-3
@@ -24,14 +24,14 @@ class TrainingConfig:
     warmup_steps: int = 50  # optimiser steps over which precision and recency are ramped in; 0 means at once
     clip_norm: float | None = None  # largest gradient norm; None leaves gradients alone
     patience: int = 20  # validations without improvement before training stops
-    valid_metric: str = "ndcg@10"
+    valid_metric: str = "ndcg@10"  # what chooses the epoch: hr@K, ndcg@K, mrr@K with K in evaluation.ks, or mrr
     eval_every: int = 1  # epochs between validations
     deterministic: bool = False  # refuse operations without a deterministic algorithm
     autocast: Literal["bf16"] | None = None  # bf16: products with learned weights in bfloat16; for GPUs
     cuda_graphs: bool | None = None  # true: steps from CUDA graphs, for GPUs faster than their kernels are launched
     threads: int | None = None  # CPU threads; None leaves PyTorch's choice
     device: str = "auto"  # auto, cpu, cuda or cuda:N
-    tensorboard: bool = False
+    tensorboard: bool = False  # write history.csv as TensorBoard events too
 
     def __post_init__(self) -> None:
         check_range("epochs", self.epochs, at_least=1)

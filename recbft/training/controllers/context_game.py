@@ -33,8 +33,8 @@ from recbft.training.controllers.hooks import Moment
 class ContextGameConfig:
     """Equations (1) and (2)."""
 
-    lengths: tuple[int, ...]
-    eta: float = 0.5
+    lengths: tuple[int, ...]  # c, two or more
+    eta: float = 0.5  # how fast shares follow what lengths earn
     saturation_weight: float = 0.1  # l_s
     saturation_free: float = 0.5  # s_0
     entropy_weight: float = 0.1  # l_h
