@@ -151,7 +151,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Time of the CPU paths.")
-    options.add_argument("--parts", default="attention,vocabulary,memory", help="divided by commas")
+    options.add_argument(
+        "--parts", default="attention,vocabulary,memory", help="attention, vocabulary, memory; all unless given"
+    )
     options.add_argument(
         "--shapes", default="256x2x50x32,128x4x200x64", help="of attention, BxHxTxK, divided by commas"
     )

@@ -5,6 +5,7 @@ python -m benchmarks.machine
 
 from __future__ import annotations
 
+import argparse
 import resource
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ def peak_rss_mb() -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.machine", description="The header that stands above every result, alone."
+    ).parse_args(arguments)
     made = close(header("python -m benchmarks.machine"))
     print("\n".join(lines(made)))
     print(json_text(made), end="")
