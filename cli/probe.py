@@ -38,7 +38,9 @@ class Split(str, Enum):
 def probe(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    split: Annotated[Split, typer.Option(help="Which held-out item is asked for.")] = Split.test,
+    split: Annotated[
+        Split, typer.Option("--part", "--split", help="Which held-out item is asked for, as in `recbft evaluate`.")
+    ] = Split.test,
     users: Annotated[
         int | None, typer.Option(metavar="N", help="So many users, drawn at random; all if left out.")
     ] = None,

@@ -93,7 +93,7 @@ def test_a_plain_arm_says_that_there_is_no_precision_to_probe(capsys, runs):
 
 @pytest.mark.parametrize("model", ["bert4rec", "hstu", "pop"])
 def test_every_model_can_be_probed(capsys, runs, model):
-    code, out, err = run(capsys, runs(model), "--no-write", "--split", "validation")
+    code, out, err = run(capsys, runs(model), "--no-write", "--part", "validation")
     assert code == 0 and "validation histories" in out, err
     assert ("mask" in out) == (model == "bert4rec")
     if model == "pop":
