@@ -49,12 +49,12 @@ def report(
     for line in made.answer:
         typer.echo(line)
     for section in made.sections:
-        if section.tables and section.name in ("metrics", "strata", "mechanism", "uncertainty"):
-            for table in section.tables:
-                typer.echo(f"\n{text(table)}")
+        tables = section.tables if section.name in ("metrics", "strata", "mechanism", "uncertainty") else ()
         words = section.words if section.name != "commands" else ()
-        if words:
-            typer.echo(f"\n{section.title}")
+        if tables or words:
+            typer.echo(f"\n{section.title.upper()}")
+        for table in tables:
+            typer.echo(f"\n{text(table)}")
         for line in words:
             typer.echo(f"\n{line}")
     typer.echo()
