@@ -34,7 +34,7 @@ class Vocabulary:
         if hasattr(raw_ids, "dtype"):
             values = np.asarray(raw_ids)
             if values.dtype.kind == "i" and self.ids.dtype != object:
-                return np.asarray(pd.Index(self.ids).get_indexer(pd.Index(values)), dtype=np.int64) + 1
+                return np.asarray(self._numbers.get_indexer(pd.Index(values)), dtype=np.int64) + 1
             raw_ids = values.tolist()
         texts = pd.Index([canonical_text(value) for value in raw_ids], dtype=object)
         return np.asarray(self._texts.get_indexer(texts), dtype=np.int64) + 1
@@ -49,15 +49,24 @@ class Vocabulary:
 
     @cached_property
     def _texts(self) -> pd.Index[Any]:
-        index: pd.Index[Any] = pd.Index([str(value) for value in self.ids.tolist()], dtype=object)
-        return index
+        return _ready(pd.Index([str(value) for value in self.ids.tolist()], dtype=object))
+
+    @cached_property
+    def _numbers(self) -> pd.Index[Any]:
+        return _ready(pd.Index(self.ids))
+
+
+def _ready(index: pd.Index[Any]) -> pd.Index[Any]:
+    """An index whose hash table is there: threads that ask pandas for it at once may find it half full."""
+    index.get_indexer(index[:1])
+    return index
 
 
 def canonical_text(value: Any) -> str | None:
     """The text of one raw id: whole floats as integers, None for a blank."""
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, (list, tuple, set, dict, np.ndarray)):
+    if isinstance(value, (bytes, list, tuple, set, dict, np.ndarray)):
         raise UserError(f"an item id is {value!r}; give ids that are whole numbers or text, one per event")
     if value is None or value is pd.NA or value != value:
         return None
