@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -24,16 +25,18 @@ from recbft.config import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.datasets.events import in_unit, refuse_finer
+from recbft.datasets.given_histories import Histories
 from recbft.datasets.synth import planted_reliability
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.uncertainty import uncertainty
+from recbft.explaining import explain
 from recbft.files import new_folder
 from recbft.fitted_folder import fitted_folder
 from recbft.kernels import compiled
-from recbft.recommendation import Histories, explain, recommend
+from recbft.recommendation import recommend, recommend_in_blocks
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import session
 from recbft.training.bundle import load_trained
@@ -42,6 +45,8 @@ from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import run_protocol
 
 __all__ = ["Dataset", "Recommender"]
+
+T = TypeVar("T")
 
 
 class Recommender:
@@ -161,25 +166,35 @@ class Recommender:
             candidates: raw ids of the only items that lists may hold; unknown ones have no effect here or there.
 
         Returns:
-            Columns user, item, score, rank (from 1), precision (NaN where the model keeps none). ``attrs`` counts what
-            was skipped: ``unknown_events`` of items the model does not know, and ``skipped_users`` with no known item.
+            Columns user, item, score, rank (from 1), precision (NaN where the model keeps none). A user of whom fewer
+            than k items are left gets those: fewer rows, or none. ``attrs`` counts what was skipped, ``unknown_events``
+            of items the model does not know and ``skipped_users`` with no known item; and ``short_lists``, of fewer
+            than k items, with the length of the ``shortest_list``.
 
         Raises:
-            ColdStartError: that would be all of them.
+            ColdStartError: no user has a known item.
             UserError: as ``recbft.recommendation.recommend``.
         """
-        model, vocabulary, _ = self._fitted()
-        return recommend(
-            model,  # type: ignore[arg-type]
-            vocabulary,
-            histories,
-            k,
-            filter_seen=filter_seen,
-            exclude=exclude,
-            candidates=candidates,
-            memory_mb=self.config.evaluation.memory_mb,
-            time_unit=self._time_unit,
-        )
+        ask = self._of_model(recommend)
+        return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
+
+    def recommend_in_blocks(
+        self,
+        histories: Histories,
+        k: int = 10,
+        *,
+        filter_seen: bool = True,
+        exclude: Iterable[Any] | None = None,
+        candidates: Iterable[Any] | None = None,
+    ) -> Iterator[pd.DataFrame]:
+        """As ``recommend``, some thousand users after the other, so that memory does not grow with the lists.
+
+        Returns:
+            Tables whose rows, one after the other, are those of ``recommend``, each made when it is asked for; what is
+            wrong with the request is said before the first. ``attrs`` count what no table before has counted.
+        """
+        ask = self._of_model(recommend_in_blocks)
+        return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
 
     def explain(self, history: Sequence[Any] | pd.DataFrame, item: Any = None, k: int | None = None) -> pd.DataFrame:
         """Which events of a history speak for an item, or for the best ones.
@@ -196,16 +211,7 @@ class Recommender:
             NaN for the only event of a history). ``attrs``: ``precision`` behind the scores (None without one),
             ``own_weight`` of a token that is no event, such as a mask, and ``unknown_events``, which were skipped.
         """
-        model, vocabulary, _ = self._fitted()
-        return explain(
-            model,  # type: ignore[arg-type]
-            vocabulary,
-            history,
-            item,
-            k,
-            memory_mb=self.config.evaluation.memory_mb,
-            time_unit=self._time_unit,
-        )
+        return self._of_model(explain)(history, item, k)
 
     def probe(
         self,
@@ -346,6 +352,11 @@ class Recommender:
         # With its columns, so that the file behind it, given to this run with -d, is read as it was here.
         data = {"dataset": dataset.name, "data_root": own.data_root, **dataset.columns, **asked}
         return replace(self.config, data=DataConfig(**data))
+
+    def _of_model(self, ask: Callable[..., T]) -> Callable[..., T]:
+        """A function that asks a model about histories, of this one."""
+        model, vocabulary, _ = self._fitted()
+        return partial(ask, model, vocabulary, memory_mb=self.config.evaluation.memory_mb, time_unit=self._time_unit)
 
     @property
     def _time_unit(self) -> str | None:

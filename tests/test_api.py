@@ -190,7 +190,7 @@ def test_users_never_seen_in_training_get_lists(fitted, dataset):
     assert not set(table["item"]) & set(items) and np.isfinite(table["score"]).all()
     one, two = (table[table["user"] == user]["score"].tolist() for user in ("someone new", "and another"))
     assert one != two, "the order of a history matters"
-    assert table.attrs == {"unknown_events": 1, "skipped_users": ["no one"]}
+    assert table.attrs["unknown_events"] == 1 and table.attrs["skipped_users"] == ["no one"]
 
 
 def test_the_same_history_gets_the_same_list_whoever_has_it_and_whatever_is_beside_it(fitted, dataset):
@@ -275,9 +275,19 @@ def test_a_recommender_that_is_not_trained_says_so():
     assert not os.path.exists("nowhere")
 
 
-def test_k_beyond_the_vocabulary_is_refused(fitted, dataset):
-    with pytest.raises(UserError, match=rf"k is 1000, but only \d+ of {dataset.num_items} items are left for user 0"):
-        fitted["bft"].recommend([[1, 2]], 1000)
+def test_k_beyond_the_vocabulary_gives_what_is_left(fitted, dataset):
+    table = fitted["bft"].recommend([dataset.item_ids[:2]], 1000)
+    assert len(table) == dataset.num_items - 2 == table.attrs["shortest_list"] and table.attrs["short_lists"] == 1
+
+
+def test_blocks_hold_the_rows_of_recommend(fitted, dataset):
+    histories = histories_of(dataset)
+    options = {"exclude": dataset.item_ids[:3], "filter_seen": False}
+    blocks = fitted["bft"].recommend_in_blocks(histories, 3, **options)
+    expected = fitted["bft"].recommend(histories, 3, **options)
+    pd.testing.assert_frame_equal(pd.concat(list(blocks), ignore_index=True), expected)
+    with pytest.raises(UserError, match="there is no history"):
+        fitted["bft"].recommend_in_blocks({})
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,18 @@ MAY_IMPORT = {
     # One floor with evaluation, which it reads: an epoch is judged by a validation metric.
     "training": "config config_file datasets errors evaluation files kernels machine mixers models run_config version",
     "recommendation": "config datasets errors evaluation models",
+    "explaining": "datasets errors evaluation models recommendation",
     "experiments": "allocator config config_file datasets errors evaluation files machine models run_config training"
     " version",
     "reporting": "config datasets errors evaluation experiments files run_config version",
     "recbole": "config datasets errors evaluation machine models recbole_yaml run_config training",
     "fitted_folder": "errors",
-    "api": "config datasets errors evaluation files fitted_folder kernels recommendation run_config training",
+    "api": "config datasets errors evaluation explaining files fitted_folder kernels recommendation run_config"
+    " training",
     "arm_comparison": "config datasets errors evaluation experiments files run_config",
     "recbft": "version",  # and, by name on first use, what it exports
     "cli": "allocator api config config_file datasets errors evaluation experiments files mixers models"
-    " recbole_yaml reporting run_config training version",
+    " recbole_yaml recommendation reporting run_config training version",
 }
 AGAINST_THE_ORDER = {
     ("core", "kernels"): "core's public functions pick their faster implementations",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import json
 import warnings
 
 import numpy as np
@@ -17,7 +18,7 @@ from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import ColdStartError, UserError
 from recbft.models.contract import ItemTable, UserStates
-from recbft.recommendation import recommend
+from recbft.recommendation import recommend, recommend_in_blocks, summed
 
 LETTERS = Vocabulary(np.array(list("abcdef"), dtype=object))
 NUMBERS = Vocabulary(np.array([10, 20, 30, 40, 50, 60]))
@@ -54,7 +55,7 @@ def test_a_list_holds_the_best_items_with_scores_and_ranks():
     assert table["score"].tolist() == [102, 6, 5, 106, 5, 4]
     assert table["rank"].tolist() == [1, 2, 3] * 2
     assert table["precision"].tolist() == [2, 2, 2, 1, 1, 1]
-    assert table.attrs == {"unknown_events": 0, "skipped_users": []}
+    assert table.attrs == {"unknown_events": 0, "skipped_users": [], "short_lists": 0, "shortest_list": 3}
 
 
 @pytest.mark.parametrize("history", [{"a", "b"}, frozenset("ab"), {"a": 5}])
@@ -92,7 +93,9 @@ def test_unknown_items_are_skipped_and_counted():
     table = recommend(Echo(), LETTERS, histories, 1, filter_seen=False)
     assert lists(table) == {"ann": ["c"], "dee": ["b"]}
     assert table["precision"].tolist() == [1, 1]
-    assert table.attrs == {"unknown_events": 3, "skipped_users": ["bob", "cem"]}
+    assert table.attrs == {
+        "unknown_events": 3, "skipped_users": ["bob", "cem"], "short_lists": 0, "shortest_list": 1
+    }  # fmt: skip
 
 
 def test_a_blank_item_is_unknown():
@@ -141,16 +144,79 @@ def test_users_without_a_precision_get_nan():
     assert table["precision"].isna().all() and table["precision"].dtype == np.float64
 
 
-def test_asking_for_more_than_is_left_names_the_user_and_what_to_do():
-    with pytest.raises(
-        UserError, match="k is 5, but only 4 of 6 items are left for user 'bob'; lower k or exclude fewer"
-    ):
-        recommend(Echo(), LETTERS, {"ann": ["a"], "bob": ["a", "b", "a"]}, 5)
-    with pytest.raises(UserError, match="k is 7, but only 6 of 6 items"):
-        recommend(Echo(), LETTERS, {"ann": ["a"]}, 7, filter_seen=False)
+@pytest.mark.parametrize("at_once", [1, 4096])
+def test_a_user_with_fewer_items_left_gets_those_and_no_one_else_fewer(at_once, monkeypatch):
+    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", at_once)
+    histories = {"all": list("fedcba"), "ann": ["a"], "bob": ["a", "b", "a", "c", "d"]}
+    table = recommend(Echo(), LETTERS, histories, 4)
+    assert lists(table) == {"ann": ["f", "e", "d", "c"], "bob": ["f", "e"]}
+    assert table["rank"].tolist() == [1, 2, 3, 4, 1, 2] and table["score"].tolist() == [6, 5, 4, 3, 6, 5]
+    assert table["precision"].tolist() == [1] * 4 + [5] * 2 and table.index.tolist() == list(range(6))
+    assert table.attrs == {"unknown_events": 0, "skipped_users": [], "short_lists": 2, "shortest_list": 0}
+    assert table.dtypes.equals(recommend(Echo(), LETTERS, {"ann": ["a"]}, 1).dtypes)
+
+
+def test_a_k_beyond_the_catalogue_gives_all_of_it():
+    for k in (6, 7, 10**12):
+        table = recommend(Echo(), LETTERS, {"ann": ["a"]}, k, filter_seen=False)
+        assert table["item"].tolist() == list("afedcb") and table.attrs["short_lists"] == (k > 6)
     with pytest.raises(UserError, match="k is 0; ask for at least 1 item"):
         recommend(Echo(), LETTERS, {"ann": ["a"]}, 0)
-    assert len(recommend(Echo(), LETTERS, {"ann": ["a"]}, 6, filter_seen=False)) == 6
+
+
+@pytest.mark.parametrize("at_once", [1, 4096])
+@pytest.mark.parametrize(
+    ("vocabulary", "histories", "left_out"),
+    [
+        (LETTERS, {"ann": list("abcdef"), "bob": list("fedcba")}, {}),
+        (NUMBERS, {1: [10], 2: [10]}, {"candidates": [10]}),
+        (LETTERS, [["a"]], {"exclude": list("abcdef")}),
+    ],
+)
+def test_where_no_one_has_an_item_left_the_table_is_empty_and_has_its_types(
+    vocabulary, histories, left_out, at_once, monkeypatch
+):
+    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", at_once)
+    table = recommend(Echo(), vocabulary, histories, 3, **left_out)
+    assert len(table) == 0 and table.attrs["short_lists"] == len(histories) and table.attrs["shortest_list"] == 0
+    usual = recommend(Echo(), vocabulary, histories, 3, filter_seen=False)
+    assert table.dtypes.equals(usual.dtypes) and table.columns.equals(usual.columns)
+
+
+def test_blocks_are_the_rows_of_the_table_and_count_everything_once(monkeypatch):
+    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", 2)
+    histories = {"ann": ["a", "x"], "bob": list("abcde"), "no one": ["y"], "cem": ["c"], "dee": ["d"], "eve": ["e"]}
+    table = recommend(Echo(), LETTERS, histories, 2)
+    blocks = list(recommend_in_blocks(Echo(), LETTERS, histories, 2))
+    assert [block["user"].unique().tolist() for block in blocks] == [["ann", "bob"], ["cem", "dee"], ["eve"]]
+    pd.testing.assert_frame_equal(pd.concat(blocks, ignore_index=True), table)
+    assert summed([block.attrs for block in blocks]) == table.attrs
+    assert table.attrs == {"unknown_events": 2, "skipped_users": ["no one"], "short_lists": 1, "shortest_list": 1}
+
+
+def test_long_lists_come_in_blocks_of_fewer_users(monkeypatch):
+    monkeypatch.setattr("recbft.recommendation.ROWS_AT_ONCE", 10)
+    blocks = recommend_in_blocks(Echo(), LETTERS, [["a"]] * 5, 5)
+    assert [block["user"].nunique() for block in blocks] == [2, 2, 1]
+
+
+def test_what_is_wrong_with_a_request_is_said_before_the_first_block():
+    for histories, k in (([], 1), ([["a"]], 0), ([["x"]], 1)):
+        with pytest.raises(UserError):
+            recommend_in_blocks(Echo(), LETTERS, histories, k)
+
+
+def test_between_two_blocks_gradients_are_the_callers(monkeypatch):
+    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", 1)
+    model = Echo().train()
+    for _ in recommend_in_blocks(model, LETTERS, [["a"], ["b"]], 1):
+        assert model.training and not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+
+
+def test_skipped_users_are_not_copied_with_every_part_of_a_table():
+    table = recommend(Echo(), LETTERS, {np.int64(1): ["a"], np.int64(2): ["x"]}, 1)
+    assert table.head().attrs["skipped_users"] is table.attrs["skipped_users"]
+    assert json.loads(json.dumps(table.attrs))["skipped_users"] == [2], "as Parquet files keep attrs"
 
 
 def test_some_items_can_be_left_out_of_all_lists_or_be_the_only_ones():
@@ -166,8 +232,20 @@ def test_some_items_can_be_left_out_of_all_lists_or_be_the_only_ones():
         recommend(Echo(), LETTERS, histories, 1, candidates=["x", "y"])
     with pytest.raises(UserError, match="exclude is 'e'; give a list of item ids"):
         recommend(Echo(), LETTERS, histories, 1, exclude="e")
-    with pytest.raises(UserError, match="k is 2, but only 1 of 6 items are left for user 'ann'"):
-        recommend(Echo(), LETTERS, histories, 2, candidates=["a", "c"])
+    assert lists(recommend(Echo(), LETTERS, histories, 2, candidates=["a", "c"])) == {"ann": ["c"], "bob": ["c", "a"]}
+
+
+@pytest.mark.parametrize("form", [np.array, pd.Series, pd.Index, tuple, iter, lambda ids: dict.fromkeys(ids)])
+def test_left_out_items_come_in_any_form_of_a_list(form):
+    assert lists(recommend(Echo(), NUMBERS, {"ann": [10]}, 2, exclude=form([60, 40]))) == {"ann": [50, 30]}
+    assert lists(recommend(Echo(), NUMBERS, {"ann": [10]}, 2, candidates=form([60, 40]))) == {"ann": [60, 40]}
+
+
+@pytest.mark.parametrize("form", [pd.DataFrame, pa.table])
+@pytest.mark.parametrize("name", ["exclude", "candidates"])
+def test_a_table_of_left_out_items_is_refused_for_its_columns_would_be_taken_for_ids(form, name):
+    with pytest.raises(UserError, match=f"{name} is a table .*; give its column of item ids"):
+        recommend(Echo(), LETTERS, [["a"]], 1, **{name: form({"item_id": ["f"]})})
 
 
 def test_users_of_whom_nothing_is_known_have_an_error_of_their_own():
@@ -260,6 +338,21 @@ def test_users_come_back_as_they_were_given(users, at_once, monkeypatch):
     monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", at_once)
     found = recommend(Echo(), LETTERS, {user: ["a"] for user in users}, 1)["user"].tolist()
     assert found == users and [type(user) for user in found] == [type(user) for user in users]
+
+
+def test_a_user_whose_name_has_no_utf_8_does_not_end_the_call():
+    assert recommend(Echo(), LETTERS, {"\ud800": ["a"], "ann": ["b"]}, 1)["user"].tolist() == ["\ud800", "ann"]
+
+
+def test_items_in_bytes_are_refused_not_taken_for_unknown():
+    with pytest.raises(UserError, match="an item id is b'a'; give ids that are whole numbers or text"):
+        recommend(Echo(), LETTERS, [[b"a"]], 1)
+
+
+def test_large_ids_of_an_arrow_table_stay_exact_beside_a_blank():
+    vocabulary = Vocabulary(np.array([2**53, 2**53 + 1]))
+    table = pa.table({"user_id": ["u", "u"], "item_id": pa.array([2**53 + 1, None])})
+    assert recommend(Echo(), vocabulary, table, 1, filter_seen=False)["item"].tolist() == [2**53 + 1]
 
 
 def test_users_that_are_whole_numbers_make_a_column_of_them():

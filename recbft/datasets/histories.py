@@ -37,8 +37,7 @@ def read_histories(
     """
     user, item = user or "user_id", item or "item_id"
     events = read_events(Path(path), user=user, item=item, time=time, separator=separator, columns=columns)
-    ids = {"user_id": events.user.to_pylist(), "item_id": events.item.to_pylist()}
-    frame: pd.DataFrame = pd.DataFrame(ids, dtype=object)
+    frame: pd.DataFrame = pd.DataFrame({"user_id": events.user.to_pandas(), "item_id": events.item.to_pandas()})
     if events.time is not None:
         # stable: ties keep the row order
         order = np.argsort(events.time, kind="stable")

@@ -5,7 +5,7 @@ Shapes: N users, V items, D state width; a block has n users by w items.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ IntArray = NDArray[np.int64]
 
 
 class TopK(NamedTuple):
-    """The best items of each user, best first."""
+    """The best items of each user, best first; a list that is shorter than k ends in padding."""
 
-    items: IntArray  # (N, k) item index, >= 1
-    scores: NDArray[np.floating]  # (N, k)
+    items: IntArray  # (N, k) item index, >= 1; 0 is padding
+    scores: NDArray[np.floating]  # (N, k) NaN at padding
+    lengths: IntArray  # (N,) items that are no padding, <= k
 
 
 def top_k(
@@ -42,7 +43,7 @@ def top_k(
     Args:
         states: one per user, (N, D).
         table: the items; row 0 is padding and never recommended.
-        k: items per user, >= 1.
+        k: items per user, >= 1; a user of whom fewer are left gets those.
         exclude_items, exclude_offsets: items never recommended to user u,
             ``exclude_items[exclude_offsets[u]:exclude_offsets[u + 1]]``; None excludes nothing.
         barred: items recommended to nobody, each once.
@@ -50,19 +51,21 @@ def top_k(
         user_ids: names for messages, (N,).
 
     Raises:
-        UserError: a user has fewer than k items left, k is not positive, or the memory is not.
+        UserError: k is not positive, or the memory is not.
         RunError: a score is NaN.
     """
+    if k < 1:
+        raise UserError(f"k is {k}; ask for at least 1 item")
     states, candidates = align(states, table)
     num_users, num_items = len(states), len(candidates.weight)
     barred = np.empty(0, np.int64) if barred is None else np.sort(barred)
     excluded = _Excluded.of(exclude_items, exclude_offsets, num_users, num_items, barred)
-    _check_k(k, num_items, excluded, user_ids)
+    lengths = np.minimum(k, num_items - len(barred) - np.diff(excluded.offsets))
     watch = NanWatch(states, candidates)
     rows, width = block_shape(num_users, num_items, states.element_size(), memory_mb)
     candidates = candidates.for_blocks(num_users, rows)
     room = states.new_empty(rows * width)
-    best = TopK(np.empty((num_users, k), np.int64), np.empty((num_users, k), states.new_empty(0).cpu().numpy().dtype))
+    best = _padding(lengths, k, states.new_empty(0).cpu().numpy().dtype)
     for users in spans(num_users, rows):
         values, items = states.new_empty(0), torch.empty(0, dtype=torch.int64)
         for columns in spans(num_items, width):
@@ -78,9 +81,16 @@ def top_k(
                 items = torch.cat([items, block_items + 1 + columns.start], dim=1)
                 values, order = values.sort(dim=1, descending=True, stable=True)
                 values, items = values[:, :k], items.gather(1, order[:, :k])
-        best.items[users], best.scores[users] = items.cpu().numpy(), values.cpu().numpy()
+        filled = np.arange(min(k, num_items)) < lengths[users, None]
+        best.items[users, :num_items][filled] = items.cpu().numpy()[filled]
+        best.scores[users, :num_items][filled] = values.cpu().numpy()[filled]
     watch.close(user_ids)
     return best
+
+
+def _padding(lengths: IntArray, k: int, dtype: np.dtype[Any]) -> TopK:
+    """Lists in which nothing stands yet."""
+    return TopK(np.zeros((len(lengths), k), np.int64), np.full((len(lengths), k), np.nan, dtype), lengths)
 
 
 def _best_of_block(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -89,7 +99,8 @@ def _best_of_block(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # One more than asked for shows whether items of equal score fall on both sides of the cut.
     values, columns = block.topk(min(k + 1, block.shape[1]), dim=1)
     if values.shape[1] > k:
-        split = (values[:, k] == values[:, k - 1]).nonzero()[:, 0]
+        # At -inf they do among the excluded, none of which is kept.
+        split = ((values[:, k] == values[:, k - 1]) & (values[:, k] > -torch.inf)).nonzero()[:, 0]
         columns = columns[:, :k].contiguous()
         for row in split.tolist():
             columns[row] = _first_of_equal(block[row], values[row, k - 1], k)
@@ -138,16 +149,3 @@ class _Excluded(NamedTuple):
         if end > first:
             out = torch.from_numpy(self.barred[first:end] - 1 - columns.start).to(block.device)
             block.index_fill_(1, out, -torch.inf)
-
-
-def _check_k(k: int, num_items: int, excluded: _Excluded, user_ids: NDArray[np.generic] | None) -> None:
-    if k < 1:
-        raise UserError(f"k is {k}; ask for at least 1 item")
-    left = num_items - len(excluded.barred) - np.diff(excluded.offsets)
-    if left.size and k > left.min():
-        worst = int(left.argmin())
-        name = f"row {worst}" if user_ids is None else f"user {user_ids[worst : worst + 1].tolist()[0]!r}"
-        seen = len(excluded.item) > 0
-        remedy = " or exclude fewer" if seen or len(excluded.barred) else ""
-        remedy += " (filter_seen=False, or --keep-seen, leaves no item of a history out)" if seen else ""
-        raise UserError(f"k is {k}, but only {left[worst]} of {num_items} items are left for {name}; lower k{remedy}")

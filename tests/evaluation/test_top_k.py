@@ -44,14 +44,15 @@ def test_the_best_are_those_of_a_full_sort_with_ties_by_the_smaller_index(seed, 
         torch.tensor(rng.integers(-high, high + 1, V + 1), dtype=torch.float32),
     )
     excluded = [rng.integers(1, V + 1, rng.integers(0, V)).tolist() for _ in range(N)]
-    k = data.draw(st.integers(1, min(V - len(set(out)) for out in excluded)))
+    k = data.draw(st.integers(1, V + 2))
     items, offsets = jagged(excluded)
     best = top_k(states, table, k, exclude_items=items, exclude_offsets=offsets, memory_mb=memory_mb)
     scores = (states @ table.weight.T + table.bias).tolist()
-    assert best.items.tolist() == best_by_hand(scores, k, excluded)
-    assert best.scores.tolist() == [
-        [row[item] for item in chosen] for row, chosen in zip(scores, best.items, strict=True)
-    ]
+    for row, items, values, expected in zip(
+        scores, best.items, best.scores, best_by_hand(scores, k, excluded), strict=True
+    ):
+        assert items.tolist() == expected + [0] * (k - len(expected))
+        assert values[: len(expected)].tolist() == [row[item] for item in expected]
 
 
 def test_all_items_can_be_asked_for_and_padding_is_not_among_them():
@@ -71,8 +72,22 @@ def test_barred_items_are_recommended_to_nobody(memory_mb):
     best = top_k(states, table, 7, exclude_items=items, exclude_offsets=offsets, barred=barred, memory_mb=memory_mb)
     scores = (states @ table.weight.T).tolist()
     assert best.items.tolist() == best_by_hand(scores, 7, [[*own, *barred] for own in seen])
-    with pytest.raises(UserError, match="k is 8, but only 7 of 12 items are left for row 0; lower k or exclude fewer"):
-        top_k(states, table, 8, exclude_items=items, exclude_offsets=offsets, barred=barred)
+
+
+@pytest.mark.parametrize("memory_mb", [256, 1e-5])
+@pytest.mark.parametrize("k", [3, 5, 9])
+def test_a_user_with_fewer_items_left_gets_those_and_then_padding(memory_mb, k):
+    rng = np.random.default_rng(0)
+    states, table = torch.tensor(rng.normal(size=(4, 3))), ItemTable(torch.tensor(rng.normal(size=(6, 3))), None)
+    seen = [[1, 2], [], [5, 3, 1, 2, 4], [4]]
+    items, offsets = jagged(seen)
+    best = top_k(states, table, k, exclude_items=items, exclude_offsets=offsets, barred=np.array([4]),
+                 memory_mb=memory_mb)  # fmt: skip
+    expected = best_by_hand((states @ table.weight.T).tolist(), k, [[*own, 4] for own in seen])
+    assert best.lengths.tolist() == [len(own) for own in expected] == [min(k, left) for left in (2, 4, 0, 4)]
+    for items, scores, own in zip(best.items, best.scores, expected, strict=True):
+        assert items.tolist() == own + [0] * (k - len(own))
+        assert np.isnan(scores[len(own) :]).all() and np.isfinite(scores[: len(own)]).all()
 
 
 def test_constant_scores_give_the_first_items():
@@ -81,16 +96,9 @@ def test_constant_scores_give_the_first_items():
     assert best.items.tolist() == [[1, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3, 4]]
 
 
-def test_more_items_than_there_are_is_refused_with_the_numbers():
-    table = ItemTable(torch.zeros(6, 1), None)
-    with pytest.raises(UserError, match=r"k is 6, but only 5 of 5 items are left for row 0; lower k$"):
-        top_k(torch.zeros(2, 1), table, 6)
-    seen, offsets = jagged([[1], [1, 2, 2, 3]])
-    names = np.array([11, 12])
-    with pytest.raises(UserError, match="k is 3, but only 2 of 5 items are left for user 12;"):
-        top_k(torch.zeros(2, 1), table, 3, exclude_items=seen, exclude_offsets=offsets, user_ids=names)
+def test_no_items_are_refused():
     with pytest.raises(UserError, match="k is 0; ask for at least 1 item"):
-        top_k(torch.zeros(2, 1), table, 0)
+        top_k(torch.zeros(2, 1), ItemTable(torch.zeros(6, 1), None), 0)
 
 
 def test_nan_scores_are_refused():

@@ -1,0 +1,210 @@
+"""Histories as they are given, of raw ids in any form, and as a model reads them: item indices side by side.
+
+Shapes: S histories.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from recbft.datasets.events import check_columns, in_unit, read_times, refuse_finer, steps_back
+from recbft.datasets.vocabulary import Vocabulary
+from recbft.errors import ColdStartError, UserError
+
+Histories = Mapping[Any, Sequence[Any]] | Iterable[Sequence[Any]] | pd.Series | pd.DataFrame
+
+
+class Users(list[Any]):
+    """Raw ids that pandas, which copies ``attrs`` deeply into every part of a table, does not copy one by one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Users:
+        return self
+
+
+class Encoded(NamedTuple):
+    """Histories of item indices, those without a known item left out."""
+
+    users: pd.Series[Any]  # (S,) raw ids as they were given
+    items: NDArray[np.int64]  # known items side by side
+    offsets: NDArray[np.int64]  # (S + 1,)
+    times: NDArray[np.int64] | None  # of the items, for models that read times
+    unknown_events: int
+    skipped_users: Users
+
+
+def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_unit: str | None) -> Encoded:
+    """Raw histories as item indices, unknown items left out and counted.
+
+    Warns, on behalf of the caller's caller's caller, where the rows of a frame go back in time.
+
+    Raises:
+        ColdStartError: no history holds an item of the vocabulary.
+        UserError: as ``recbft.recommendation.recommend``, of histories.
+    """
+    histories = as_frame(histories)
+    times = _times(histories, time_unit) if reads_times else None
+    users, lengths, raw = _flatten(histories)
+    if not users:
+        raise UserError("there is no history to recommend for; give at least one user with items")
+    if not len(raw):
+        raise ColdStartError("the histories hold no item; give at least one of them its item ids, oldest first")
+    items = vocabulary.encode(raw)
+    known = items > 0
+    kept = np.bincount(np.repeat(np.arange(len(users)), lengths)[known], minlength=len(users))
+    if not kept.any():
+        raise ColdStartError(
+            f"none of the {len(raw):,} items in the histories is in the model's vocabulary "
+            f"(such as {next(iter(raw))!r}); check that the ids are those of the training data"
+        )
+    _warn_if_out_of_order(histories)
+    skipped = [user for user, count in zip(users, kept, strict=True) if not count]
+    return Encoded(
+        users=_column([user for user, count in zip(users, kept, strict=True) if count]),
+        items=items[known],
+        offsets=np.concatenate([[0], np.cumsum(kept[kept > 0])]).astype(np.int64),
+        times=None if times is None else times[known],
+        unknown_events=int((~known).sum()),
+        skipped_users=Users(_column(skipped).tolist()),
+    )
+
+
+def as_frame(histories: Any) -> Any:
+    """A table of another library (polars, pyarrow) as a data frame; what is no table is returned as it is."""
+    if isinstance(histories, (pd.DataFrame, pd.Series)) or not hasattr(histories, "__arrow_c_stream__"):
+        return histories
+    try:
+        return pa.RecordBatchReader.from_stream(histories).read_all().to_pandas(integer_object_nulls=True)
+    except pa.ArrowInvalid:  # a column, which is a sequence
+        return histories
+
+
+def _flatten(histories: Histories) -> tuple[list[Any], Sequence[int] | NDArray[np.int64], Any]:
+    """Users, the length of each history, and all items side by side."""
+    if isinstance(histories, pd.DataFrame):
+        check_columns([str(column) for column in histories.columns], ["user_id", "item_id"], "the histories")
+        if (blank := histories["user_id"].isna().to_numpy()).any():
+            raise UserError(
+                f"row {int(blank.argmax()) + 1} of the histories has a blank user_id; fill it in or leave it out"
+            )
+        codes, distinct = pd.factorize(histories["user_id"])
+        order = np.argsort(codes, kind="stable")
+        return distinct.tolist(), np.bincount(codes, minlength=len(distinct)), histories["item_id"].iloc[order]
+    if isinstance(histories, pd.Series):  # of lists, by user
+        if (twice := histories.index.duplicated()).any():
+            raise UserError(
+                f"user {histories.index[twice][0]!r} occurs twice in the histories; give each user one list"
+            )
+        users, sequences = histories.index.tolist(), histories.tolist()
+    elif isinstance(histories, Mapping):
+        users, sequences = list(histories), list(histories.values())
+    elif isinstance(histories, Iterable) and not isinstance(histories, (str, bytes)):
+        sequences = list(histories)
+        users = list(range(len(sequences)))
+    else:
+        raise UserError(
+            f"the histories are {histories!r}; give lists of item ids by user (a mapping), a list of such lists, or a "
+            "data frame with columns user_id and item_id"
+        )
+    for number, (user, items) in enumerate(zip(users, sequences, strict=True), start=1):
+        if user is None or user is pd.NA or user != user:
+            raise UserError(f"user {number} of the histories is blank ({user!r}); fill the id in or leave the user out")
+        if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+            raise UserError(f"the history of user {user!r} is {items!r}; give a list of item ids, such as [{items!r}]")
+        if isinstance(items, (set, frozenset, Mapping)):
+            raise UserError(f"the history of user {user!r} is a {type(items).__name__}; give a list, oldest item first")
+    lists = [list(items) for items in sequences]
+    return users, [len(items) for items in lists], [item for items in lists for item in items]
+
+
+def _column(users: list[Any]) -> pd.Series[Any]:
+    """The users as they were given: whole numbers beside others do not become floats."""
+    mixed = pd.api.types.infer_dtype(users, skipna=False).startswith("mixed")
+    try:
+        column: pd.Series[Any] = pd.Series(users, dtype=object if mixed else None)
+    except UnicodeEncodeError:  # a text without UTF-8, which a column of text cannot hold
+        column = pd.Series(users, dtype=object)
+    return column
+
+
+def _times(histories: Histories, unit: str | None) -> NDArray[np.int64] | None:
+    """The times of all events in the order of ``_flatten``, in ``unit``; None without a column of them."""
+    frame = _with_times(histories)
+    if frame is None:
+        return None
+    check_columns([str(name) for name in frame.columns], ["user_id", "timestamp"], "the histories")
+    column = frame["timestamp"]
+    if (blank := column.isna().to_numpy()).any():
+        raise UserError(
+            f"row {int(blank.argmax()) + 1} of the histories has a blank timestamp; fill it in or leave it out"
+        )
+    array = _as_array(column)
+    if array is None:
+        raise UserError(
+            f"column 'timestamp' of the histories has type {column.dtype}; give dates, or whole numbers in the unit of "
+            "the training data"
+        )
+    times, own = read_times(array, "timestamp", "the histories")
+    if own is not None:
+        times = _converted(times, own, unit)
+    elif unit is not None:
+        refuse_finer(times, unit, "the histories")
+    return times[np.argsort(_numbers(frame["user_id"]), kind="stable")]
+
+
+def _converted(times: NDArray[np.int64], own: str, unit: str | None) -> NDArray[np.int64]:
+    """The ticks of dates in the unit of the training data."""
+    if unit is None:
+        raise UserError(
+            "column 'timestamp' of the histories holds dates, and the training data held whole numbers of a unit "
+            "that it does not say; give whole numbers in that unit"
+        )
+    converted = in_unit(times, own, unit, cut=True)
+    if converted is None:
+        raise UserError(
+            f"column 'timestamp' of the histories holds dates up to {times.max()} {own} after 1970, which do not fit "
+            f"in 64 bits in {unit}, the unit of the training data; give dates that do"
+        )
+    return converted
+
+
+def _warn_if_out_of_order(histories: Histories) -> None:
+    """The row order is taken as it is: say so where the times contradict it, read or not."""
+    frame = _with_times(histories)
+    if frame is None or frame["timestamp"].ndim > 1:
+        return
+    array = _as_array(frame["timestamp"])
+    backwards = 0 if array is None else steps_back(_numbers(frame["user_id"]), array)
+    if backwards:
+        warnings.warn(
+            f"the histories: rows are taken in the frame's order, but column 'timestamp' goes backwards within a user "
+            f"{backwards:,} times; sort the frame by it",
+            stacklevel=5,
+        )
+
+
+def _with_times(histories: Histories) -> pd.DataFrame | None:
+    """The histories, if they are a frame with a column of times."""
+    timed = isinstance(histories, pd.DataFrame) and {"timestamp", "user_id"} <= set(histories.columns)
+    return histories if timed else None  # type: ignore[return-value]
+
+
+def _as_array(column: pd.Series[Any]) -> Any:
+    """A column as an arrow array with categories decoded; None where arrow has no type for it."""
+    try:
+        array = pa.Array.from_pandas(column)
+        return array.cast(array.type.value_type) if pa.types.is_dictionary(array.type) else array
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+        return None
+
+
+def _numbers(users: pd.Series[Any]) -> NDArray[np.int64]:
+    """The number of each row's user, in the order in which ``_flatten`` has them."""
+    users = users.reset_index(drop=True)
+    return users.groupby(users, sort=False, observed=True, dropna=False).ngroup().to_numpy(dtype=np.int64)
