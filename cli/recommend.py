@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import Columns, Item, Separator, Time, User, from_shell
+from recbft_cli.piped import PIPE, as_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,11 +24,11 @@ def recommend(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     histories: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="Events of the users, in any form that recbft reads; no minimum length."),
+        typer.Option(metavar="FILE", help="Events of the users, in any form that recbft reads, or - for stdin."),
     ],
     k: Annotated[int, typer.Option("-k", help="Items per user.")] = 10,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A .parquet or .csv file; printed if left out.")
+        Path | None, typer.Option(metavar="FILE", help="A .parquet or .csv file; printed as CSV if left out or -.")
     ] = None,
     keep_seen: Annotated[bool, typer.Option("--keep-seen", help="Allow items of the history in the list.")] = False,
     exclude: Annotated[
@@ -41,30 +44,39 @@ def recommend(
     columns: Columns = None,
 ) -> None:
     """Recommend items for each history; columns user, item, score, rank, and the precision behind the list."""
+    out = None if out == PIPE else out
     if out is not None and out.suffix.lower() not in (".parquet", ".csv"):
         raise UserError(f"{out}: the ending {out.suffix!r} is not known; let the name end in .parquet or .csv")
 
     from recbft.api import Recommender
     from recbft.datasets.histories import read_histories
     from recbft.datasets.readers import atomic_file
+    from recbft.experiments.processes import terminable
     from recbft.files import refuse_input
+    from recbft.recommendation import summed
 
     if out is not None:
         refuse_input(out, atomic_file(histories))
-    recommender = Recommender.load(run)
     how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
-    lists = recommender.recommend(
-        read_histories(histories, **how),
-        k,
-        filter_seen=not keep_seen,
-        exclude=_ids(exclude),
-        candidates=_ids(candidates),
-    )
-    _write(lists, out)
-    if unknown := lists.attrs["unknown_events"]:
+    with terminable():  # whatever ends it, no unfinished file is left
+        recommender = Recommender.load(run)
+        with as_file(histories) as file:
+            events = read_histories(file, **how)
+        barred, only = _ids(exclude), _ids(candidates)
+        blocks = recommender.recommend_in_blocks(events, k, filter_seen=not keep_seen, exclude=barred, candidates=only)
+        del events  # the blocks know what they need of them
+        _report(summed(_write(blocks, out)), k)
+
+
+def _report(attrs: dict[Any, Any], k: int) -> None:
+    """Say on stderr what the lists do not show."""
+    if unknown := attrs["unknown_events"]:
         typer.echo(f"skipped events with items that the model does not know: {unknown:,}", err=True)
-    if users := lists.attrs["skipped_users"]:
+    if users := attrs["skipped_users"]:
         typer.echo(f"skipped users without a known item: {len(users):,}, such as {users[0]}", err=True)
+    if short := attrs["short_lists"]:
+        fewest = attrs["shortest_list"]
+        typer.echo(f"users with fewer than {k:,} items left: {short:,}, the fewest {fewest:,}", err=True)
 
 
 def _ids(file: Path | None) -> list[str] | None:
@@ -80,15 +92,47 @@ def _ids(file: Path | None) -> list[str] | None:
     return [line.rstrip("\r") for line in lines if line.strip()]
 
 
-def _write(lists: pd.DataFrame, out: Path | None) -> None:
-    from recbft.files import write_atomic, write_parquet
+def _write(blocks: Iterable[pd.DataFrame], out: Path | None) -> list[dict[Any, Any]]:
+    """Write each block as it comes, a file's under its name only when all are there; the blocks' ``attrs``."""
+    from recbft.files import write_atomic
+
+    attrs: list[dict[Any, Any]] = []
+    num_rows = 0
+
+    def noted() -> Iterable[pd.DataFrame]:
+        nonlocal num_rows
+        for block in blocks:
+            attrs.append(block.attrs)
+            block.attrs = {}  # which a Parquet file would keep
+            num_rows += len(block)
+            yield block
 
     if out is None:  # ids are data: UTF-8 whatever the terminal's encoding, as in a file
         sys.stdout.flush()
-        lists.to_csv(sys.stdout.buffer, index=False)
-    elif out.suffix.lower() == ".csv":
-        write_atomic(out, lists.to_csv(index=False).encode())
+        _csv(noted(), sys.stdout.buffer)
     else:
-        write_parquet(out, lists)
-    if out is not None:
-        typer.echo(f"{len(lists):,} recommendations written to {out}")
+        write = _csv if out.suffix.lower() == ".csv" else _parquet
+        write_atomic(out, lambda file: write(noted(), file))
+        typer.echo(f"{num_rows:,} recommendations written to {out}")
+    return attrs
+
+
+def _csv(blocks: Iterable[pd.DataFrame], file: BinaryIO) -> None:
+    for number, block in enumerate(blocks):
+        block.to_csv(file, index=False, header=number == 0)
+
+
+def _parquet(blocks: Iterable[pd.DataFrame], file: BinaryIO) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with contextlib.ExitStack() as stack:
+        writer = None
+        for block in blocks:
+            if writer is None:
+                schema = pa.Schema.from_pandas(block, preserve_index=False)
+                for place, field in enumerate(schema):  # ids that are text, of which the first block has none
+                    if pa.types.is_null(field.type):
+                        schema = schema.set(place, field.with_type(pa.string()))
+                writer = stack.enter_context(pq.ParquetWriter(file, schema))
+            writer.write_table(pa.Table.from_pandas(block, schema=writer.schema, preserve_index=False))

@@ -1,51 +1,18 @@
-"""The commands on a run: train, evaluate, recommend, stop and go on."""
+"""The commands on a run: train, evaluate, stop and go on."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from recbft import Dataset, Recommender
 from recbft.config_file import read_yaml
-from recbft.datasets.synth import SyntheticConfig, generate
 from recbft_cli.main import main
 from recbft_cli.progress import Lines
-
-SMALL = ["epochs=3", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu"]
-SETTINGS = [word for setting in SMALL for word in ("--set", setting)]
-
-
-@pytest.fixture(scope="module")
-def events(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "tiny.parquet"
-    config = SyntheticConfig(num_users=120, num_items=80, mean_length=8.0, seed=3)
-    generate(config).events.to_parquet(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def finished(events, tmp_path_factory):
-    """A finished run and what training printed; tests that change it work on a copy."""
-    out = tmp_path_factory.mktemp("runs")
-    assert main(["train", "-d", str(events), "--set", "time=timestamp", "--out", str(out), "-q", *SETTINGS]) == 0
-    return out / "sasrec-bft-tiny-seed0"
-
-
-def run(capsys, *arguments):
-    code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def train(capsys, events, out, *more):
-    return run(capsys, "train", "-d", events, "--set", "time=timestamp", "--out", out, *SETTINGS, *more)
+from tests.cli.conftest import SETTINGS, run, train
 
 
 def test_training_prints_the_table_the_protocol_and_the_folder(capsys, events, tmp_path):
@@ -139,100 +106,6 @@ def test_the_file_behind_a_frame_is_read_as_the_frame_was(capsys, events, tmp_pa
         said = recommender.fit(dataset, out=folder).evaluate(dataset)
         code, out, err = run(capsys, "evaluate", folder, "-d", tmp_path / "ratings.csv")
         assert (code, err) == (0, "") and f"{said.headline['ndcg@10']:.4f}" in out.splitlines()[1]
-
-
-@pytest.fixture
-def histories(events, tmp_path):
-    path = tmp_path / "histories.csv"
-    known = pd.read_parquet(events)["item_id"].iloc[:3].tolist()
-    rows = [("ann", known[0]), ("bob x", known[1]), ("ann", known[2]), ("bob x", "unheard"), ("eve", "unheard")]
-    path.write_text("user_id,item_id\n" + "".join(f"{user},{item}\n" for user, item in rows))
-    return path
-
-
-def test_recommend_writes_lists_for_users_never_seen(capsys, finished, histories, tmp_path):
-    code, out, err = run(
-        capsys, "recommend", finished, "--histories", histories, "-k", "4", "--out", tmp_path / "recs.parquet"
-    )
-    assert code == 0 and "8 recommendations written to" in out
-    assert "skipped events with items that the model does not know: 2" in err
-    assert "skipped users without a known item: 1, such as eve" in err
-    lists = pd.read_parquet(tmp_path / "recs.parquet")
-    assert list(lists.columns) == ["user", "item", "score", "rank", "precision"]
-    assert lists["user"].tolist() == ["ann"] * 4 + ["bob x"] * 4 and lists["rank"].tolist() == [1, 2, 3, 4] * 2
-    assert (lists["precision"] > 0).all()
-    for _, own in lists.groupby("user"):
-        assert (np.diff(own["score"]) <= 0).all() and own["item"].is_unique
-
-
-def test_recommend_does_not_replace_the_histories(capsys, finished, histories):
-    before = histories.read_bytes()
-    code, out, err = run(capsys, "recommend", finished, "--histories", histories, "-k", "4", "--out", histories)
-    assert (code, out) == (2, "") and histories.read_bytes() == before
-    assert (
-        err == f"error: --out {histories} is the file that is read, and writing would replace it; give another --out\n"
-    )
-
-
-def test_recommend_without_a_file_prints_csv(capsys, finished, histories, tmp_path):
-    _, out, _ = run(capsys, "recommend", finished, "--histories", histories, "-k", "2")
-    assert out.splitlines()[0] == "user,item,score,rank,precision" and len(out.splitlines()) == 5
-    run(capsys, "recommend", finished, "--histories", histories, "-k", "2", "--out", tmp_path / "recs.csv")
-    assert (tmp_path / "recs.csv").read_text() == out
-
-
-def test_recommend_leaves_out_the_items_of_a_file(capsys, finished, histories, tmp_path):
-    def lists(*more):
-        code, out, err = run(capsys, "recommend", finished, "--histories", histories, "-k", "2", *more)
-        assert code == 0, err
-        return [line.split(",")[1] for line in out.splitlines()[1:]]
-
-    ids = tmp_path / "ids.txt"
-    before = lists()
-    ids.write_bytes(b"\xef\xbb\xbf" + f"{before[0]}\r\n\r\nnothing\r\n".encode())
-    assert before[0] not in lists("--exclude", ids)
-    ids.write_text("\n".join(before))
-    assert set(lists("--candidates", ids)) <= set(before)
-
-
-def test_printed_lists_are_utf_8_whatever_the_terminal_speaks(capsys, events, tmp_path):
-    named = pd.read_parquet(events).assign(item_id=lambda frame: "日" + frame["item_id"].astype(str))
-    named.to_parquet(tmp_path / "named.parquet")
-    train(capsys, tmp_path / "named.parquet", tmp_path, "-q", "--set", "epochs=1")
-    command = ["recommend", str(tmp_path / "sasrec-bft-named-seed0"), "--histories", str(tmp_path / "named.parquet")]
-    code = f"import sys; from recbft_cli.main import main; sys.exit(main({command!r}))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"}
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.decode("utf-8").splitlines()[1].split(",")[1].startswith("日")
-
-
-def test_a_model_that_reads_times_recommends_for_timed_histories(capsys, events, tmp_path):
-    code, _, _ = train(capsys, events, tmp_path, "-q", "-m", "hstu", "--set", "time_bias=true")
-    folder, histories = tmp_path / "hstu-bft-tiny-seed0", tmp_path / "histories.parquet"
-    pd.read_parquet(events).iloc[:40].to_parquet(histories)
-    code, out, err = run(capsys, "recommend", folder, "--histories", histories, "-k", "2")
-    assert code == 2 and "reads event times" in err and out == ""
-    code, out, _ = run(capsys, "recommend", folder, "--histories", histories, "--time", "timestamp", "-k", "2")
-    assert code == 0 and out.splitlines()[0] == "user,item,score,rank,precision"
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["-k", "0"], "k is 0"),
-        (["-k", "5000"], "k is 5000"),
-        (["--user", "who"], "no column 'who'"),
-        (["--exclude", "no.txt"], "no.txt: No such file or directory; give a text file of item ids, one a line"),
-        (["--out", "no-folder/recs.parquet"], "no-folder"),
-    ],
-)
-def test_recommend_refuses_what_it_cannot_do(capsys, monkeypatch, finished, histories, tmp_path, more, message):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "recommend", finished, "--histories", histories, *more)
-    assert code == 2 and out == "" and message in err and err.splitlines()[-1].startswith("error: ")
-    assert [path.name for path in tmp_path.iterdir()] == ["histories.csv"]
 
 
 def test_a_finished_run_is_replaced_only_when_asked(capsys, events, tmp_path):
@@ -344,15 +217,6 @@ def test_data_that_were_changed_since_training_are_not_evaluated_in_silence(caps
     assert err.splitlines()[-1] == (
         "no probe.json: it is of all users of the run's own test, and this is of other data; give --out FILE to keep it"
     )
-
-
-def test_rows_that_go_back_in_time_are_warned_of_once(capsys, finished, events, tmp_path):
-    frame = pd.read_parquet(events).iloc[::-1]
-    frame.to_csv(tmp_path / "histories.csv", index=False)
-    words = ("recommend", finished, "--histories", tmp_path / "histories.csv", "-k", "2")
-    code, _, err = run(capsys, *words)
-    assert code == 0 and err.count("goes backwards within a user") == 1
-    assert run(capsys, *words, "--time", "timestamp")[::2] == (0, "")
 
 
 def test_a_folder_that_is_being_trained_is_said_to_be_so(capsys, events, tmp_path, monkeypatch):

@@ -1,0 +1,212 @@
+"""``recbft recommend``: lists for histories from files and pipes, into files and pipes."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from recbft import Recommender
+from recbft.errors import RunError
+from tests.cli.conftest import run, train
+
+
+@pytest.fixture
+def histories(events, tmp_path):
+    path = tmp_path / "histories.csv"
+    known = pd.read_parquet(events)["item_id"].iloc[:3].tolist()
+    rows = [("ann", known[0]), ("bob x", known[1]), ("ann", known[2]), ("bob x", "unheard"), ("eve", "unheard")]
+    path.write_text("user_id,item_id\n" + "".join(f"{user},{item}\n" for user, item in rows))
+    return path
+
+
+def test_recommend_writes_lists_for_users_never_seen(capsys, finished, histories, tmp_path):
+    code, out, err = run(
+        capsys, "recommend", finished, "--histories", histories, "-k", "4", "--out", tmp_path / "recs.parquet"
+    )
+    assert code == 0 and "8 recommendations written to" in out
+    assert "skipped events with items that the model does not know: 2" in err
+    assert "skipped users without a known item: 1, such as eve" in err
+    lists = pd.read_parquet(tmp_path / "recs.parquet")
+    assert list(lists.columns) == ["user", "item", "score", "rank", "precision"]
+    assert lists["user"].tolist() == ["ann"] * 4 + ["bob x"] * 4 and lists["rank"].tolist() == [1, 2, 3, 4] * 2
+    assert (lists["precision"] > 0).all()
+    for _, own in lists.groupby("user"):
+        assert (np.diff(own["score"]) <= 0).all() and own["item"].is_unique
+
+
+def test_recommend_does_not_replace_the_histories(capsys, finished, histories):
+    before = histories.read_bytes()
+    code, out, err = run(capsys, "recommend", finished, "--histories", histories, "-k", "4", "--out", histories)
+    assert (code, out) == (2, "") and histories.read_bytes() == before
+    assert (
+        err == f"error: --out {histories} is the file that is read, and writing would replace it; give another --out\n"
+    )
+
+
+def test_recommend_without_a_file_prints_csv(capsys, finished, histories, tmp_path):
+    _, out, _ = run(capsys, "recommend", finished, "--histories", histories, "-k", "2")
+    assert out.splitlines()[0] == "user,item,score,rank,precision" and len(out.splitlines()) == 5
+    run(capsys, "recommend", finished, "--histories", histories, "-k", "2", "--out", tmp_path / "recs.csv")
+    assert (tmp_path / "recs.csv").read_text() == out
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_recommend_writes_block_by_block_what_it_writes_at_once(
+    capsys, monkeypatch, finished, histories, tmp_path, ending
+):
+    whole, parts = tmp_path / f"whole.{ending}", tmp_path / f"parts.{ending}"
+    words = ("recommend", finished, "--histories", histories, "-k", "500")
+    _, _, err = run(capsys, *words, "--out", whole)
+    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", 1)
+    assert run(capsys, *words, "--out", parts)[2] == err
+    assert "users with fewer than 500 items left: 2, the fewest 7" in err
+    read = pd.read_csv if ending == "csv" else pd.read_parquet
+    pd.testing.assert_frame_equal(read(whole), read(parts))
+    assert list(read(parts).columns) == ["user", "item", "score", "rank", "precision"] and len(read(parts)) > 20
+    if ending == "parquet":
+        assert pq.ParquetFile(parts).num_row_groups == 2
+        assert pq.read_schema(whole).equals(pq.read_schema(parts), check_metadata=True)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_recommend_writes_a_file_without_rows_where_no_item_is_left(capsys, finished, histories, tmp_path, ending):
+    (tmp_path / "own.csv").write_text("".join(histories.read_text().splitlines(keepends=True)[:2]))
+    (tmp_path / "only.txt").write_text((tmp_path / "own.csv").read_text().split(",")[-1])
+    words = ("recommend", finished, "--histories", tmp_path / "own.csv", "--candidates", tmp_path / "only.txt")
+    code, out, err = run(capsys, *words, "--out", tmp_path / f"recs.{ending}")
+    assert code == 0 and "0 recommendations written" in out
+    assert "users with fewer than 10 items left: 1, the fewest 0" in err
+    read = pd.read_csv if ending == "csv" else pd.read_parquet
+    table = read(tmp_path / f"recs.{ending}")
+    assert len(table) == 0 and list(table.columns) == ["user", "item", "score", "rank", "precision"]
+    if ending == "parquet":
+        assert str(pq.read_schema(tmp_path / "recs.parquet").field("user").type).endswith("string")
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RunError("scores are NaN")])
+def test_recommend_stopped_half_way_leaves_what_was_there(
+    capsys, monkeypatch, finished, histories, tmp_path, ending, error
+):
+    def one_block(recommender, *args, **options):
+        yield recommender.recommend(*args, **options)
+        raise error
+
+    monkeypatch.setattr(Recommender, "recommend_in_blocks", one_block)
+    (tmp_path / f"recs.{ending}").write_text("before")
+    code, out, err = run(
+        capsys, "recommend", finished, "--histories", histories, "-k", "2", "--out", tmp_path / f"recs.{ending}"
+    )
+    assert (code, out) == (1, "") and err in ("error: interrupted\n", "error: scores are NaN\n")
+    assert (tmp_path / f"recs.{ending}").read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["histories.csv", f"recs.{ending}"]
+
+
+def piped(monkeypatch, content):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_recommend_reads_stdin_and_prints_nothing_but_lists(capsys, monkeypatch, finished, histories, tmp_path):
+    _, expected, said = run(capsys, "recommend", finished, "--histories", histories, "-k", "2")
+    frame = pd.read_csv(histories)
+    frame.to_parquet(tmp_path / "histories.parquet")
+    lines = frame.to_json(orient="records", lines=True).encode()
+    for content in (histories.read_bytes(), (tmp_path / "histories.parquet").read_bytes(), lines):
+        piped(monkeypatch, content)
+        assert run(capsys, "recommend", finished, "--histories", "-", "-k", "2", "--out", "-") == (0, expected, said)
+
+
+def test_recommend_names_stdin_in_what_is_wrong_with_it(capsys, monkeypatch, finished):
+    for content, message in ((b"who,item_id\na,b\n", "error: stdin: no column 'user_id'"), (b"", "stdin: the file is")):
+        piped(monkeypatch, content)
+        code, out, err = run(capsys, "recommend", finished, "--histories", "-")
+        assert (code, out) == (2, "") and message in err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_recommend_reads_a_named_pipe(capsys, finished, histories, tmp_path):
+    expected = run(capsys, "recommend", finished, "--histories", histories, "-k", "2")
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_bytes(histories.read_bytes()))
+    writer.start()
+    assert run(capsys, "recommend", finished, "--histories", tmp_path / "pipe", "-k", "2") == expected
+    writer.join()
+
+
+def test_recommend_ends_quietly_when_its_reader_has_gone(finished, histories):
+    command = ["recommend", str(finished), "--histories", str(histories), "-k", "50"]
+    code = f"import sys; from recbft_cli.main import main; sys.exit(main({command!r}))"
+    found = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    found.stdout.close()
+    said = found.stderr.read().decode()
+    assert found.wait() == 1 and "Error" not in said and "error" not in said
+
+
+def test_recommend_leaves_out_the_items_of_a_file(capsys, finished, histories, tmp_path):
+    def lists(*more):
+        code, out, err = run(capsys, "recommend", finished, "--histories", histories, "-k", "2", *more)
+        assert code == 0, err
+        return [line.split(",")[1] for line in out.splitlines()[1:]]
+
+    ids = tmp_path / "ids.txt"
+    before = lists()
+    ids.write_bytes(b"\xef\xbb\xbf" + f"{before[0]}\r\n\r\nnothing\r\n".encode())
+    assert before[0] not in lists("--exclude", ids)
+    ids.write_text("\n".join(before))
+    assert set(lists("--candidates", ids)) <= set(before)
+
+
+def test_printed_lists_are_utf_8_whatever_the_terminal_speaks(capsys, events, tmp_path):
+    named = pd.read_parquet(events).assign(item_id=lambda frame: "日" + frame["item_id"].astype(str))
+    named.to_parquet(tmp_path / "named.parquet")
+    train(capsys, tmp_path / "named.parquet", tmp_path, "-q", "--set", "epochs=1")
+    command = ["recommend", str(tmp_path / "sasrec-bft-named-seed0"), "--histories", str(tmp_path / "named.parquet")]
+    code = f"import sys; from recbft_cli.main import main; sys.exit(main({command!r}))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"}
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.decode("utf-8").splitlines()[1].split(",")[1].startswith("日")
+
+
+def test_a_model_that_reads_times_recommends_for_timed_histories(capsys, events, tmp_path):
+    code, _, _ = train(capsys, events, tmp_path, "-q", "-m", "hstu", "--set", "time_bias=true")
+    folder, histories = tmp_path / "hstu-bft-tiny-seed0", tmp_path / "histories.parquet"
+    pd.read_parquet(events).iloc[:40].to_parquet(histories)
+    code, out, err = run(capsys, "recommend", folder, "--histories", histories, "-k", "2")
+    assert code == 2 and "reads event times" in err and out == ""
+    code, out, _ = run(capsys, "recommend", folder, "--histories", histories, "--time", "timestamp", "-k", "2")
+    assert code == 0 and out.splitlines()[0] == "user,item,score,rank,precision"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["-k", "0"], "k is 0"),
+        (["--user", "who"], "no column 'who'"),
+        (["--exclude", "no.txt"], "no.txt: No such file or directory; give a text file of item ids, one a line"),
+        (["--out", "no-folder/recs.parquet"], "no-folder"),
+    ],
+)
+def test_recommend_refuses_what_it_cannot_do(capsys, monkeypatch, finished, histories, tmp_path, more, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "recommend", finished, "--histories", histories, *more)
+    assert code == 2 and out == "" and message in err and err.splitlines()[-1].startswith("error: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["histories.csv"]
+
+
+def test_rows_that_go_back_in_time_are_warned_of_once(capsys, finished, events, tmp_path):
+    frame = pd.read_parquet(events).iloc[::-1]
+    frame.to_csv(tmp_path / "histories.csv", index=False)
+    words = ("recommend", finished, "--histories", tmp_path / "histories.csv", "-k", "2")
+    code, _, err = run(capsys, *words)
+    assert code == 0 and err.count("goes backwards within a user") == 1
+    assert run(capsys, *words, "--time", "timestamp")[::2] == (0, "")
