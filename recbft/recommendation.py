@@ -6,7 +6,7 @@ Shapes: S histories, k items per list.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,16 @@ from recbft.models.contract import SequenceModel, read_histories
 
 HISTORIES_AT_ONCE = 4096
 ROWS_AT_ONCE = 2**20  # of lists: fewer histories at once where k is large
+
+
+class Choice(NamedTuple):
+    """Which items a list may hold, by index, each once and in order."""
+
+    among: NDArray[np.int64] | None  # these alone; None for all
+    barred: NDArray[np.int64] | None  # and none of these
+
+
+ALL = Choice(None, None)
 
 
 def recommend(
@@ -51,8 +61,8 @@ def recommend(
     """
     check_asked(model, k)
     encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
-    barred = _barred(vocabulary, exclude, candidates)
-    blocks = list(blocks_of_lists(model, vocabulary, encoded, k, filter_seen, barred, memory_mb))
+    choice = _choice(vocabulary, exclude, candidates)
+    blocks = list(blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, memory_mb))
     attrs = summed([block.attrs for block in blocks])
     for block in blocks:  # pandas would compare them
         block.attrs = {}
@@ -76,8 +86,8 @@ def recommend_in_blocks(
     """``Recommender.recommend_in_blocks``; see there. It takes what ``recommend`` does, and raises that at once."""
     check_asked(model, k)
     encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
-    barred = _barred(vocabulary, exclude, candidates)
-    return blocks_of_lists(model, vocabulary, encoded, k, filter_seen, barred, memory_mb)
+    choice = _choice(vocabulary, exclude, candidates)
+    return blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, memory_mb)
 
 
 def summed(attrs: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
@@ -119,17 +129,17 @@ def blocks_of_lists(
     encoded: Encoded,
     k: int,
     filter_seen: bool = True,
-    barred: NDArray[np.int64] | None = None,
+    choice: Choice = ALL,
     memory_mb: float = 256.0,
 ) -> Iterator[pd.DataFrame]:
     """The lists of ``encoded.users``, in their order, of as many at once as memory bears; at least one block."""
-    most = max(1, min(k, len(vocabulary) - (0 if barred is None else len(barred))))
+    most = max(1, min(k, len(vocabulary) if choice.among is None else len(choice.among)))
     step = min(HISTORIES_AT_ONCE, max(1, ROWS_AT_ONCE // most))
     skipped: dict[Any, Any] = {"unknown_events": encoded.unknown_events, "skipped_users": encoded.skipped_users}
     for first in range(0, len(encoded.users), step):
         own = slice(first, first + step)
         with torch.inference_mode(), evaluation_mode(model):  # not where the caller works with the block
-            block, lengths = _lists(model, vocabulary, encoded, own, most, filter_seen, barred, memory_mb)
+            block, lengths = _lists(model, vocabulary, encoded, own, most, filter_seen, choice, memory_mb)
         short: dict[Any, Any] = {"short_lists": int((lengths < k).sum()), "shortest_list": int(lengths.min())}
         block.attrs = {**skipped, **short}
         skipped = {"unknown_events": 0, "skipped_users": Users()}
@@ -143,7 +153,7 @@ def _lists(
     own: slice,
     k: int,
     filter_seen: bool,
-    barred: NDArray[np.int64] | None,
+    choice: Choice,
     memory_mb: float,
 ) -> tuple[pd.DataFrame, NDArray[np.int64]]:
     """The lists of some histories, and how long each is."""
@@ -162,7 +172,8 @@ def _lists(
         k,
         exclude_items=encoded.items[offsets[0] : offsets[-1]] if filter_seen else None,
         exclude_offsets=offsets - offsets[0] if filter_seen else None,
-        barred=barred,
+        among=choice.among,
+        barred=choice.barred,
         memory_mb=memory_mb,
         user_ids=users.to_numpy(dtype=object),
     )
@@ -181,13 +192,8 @@ def _lists(
     return lists, best.lengths
 
 
-def _barred(
-    vocabulary: Vocabulary, exclude: Iterable[Any] | None, candidates: Iterable[Any] | None
-) -> NDArray[np.int64] | None:
-    """Indices of the items that no list may hold; None where all may be."""
-    if exclude is None and candidates is None:
-        return None
-    barred = np.zeros(len(vocabulary) + 1, dtype=bool)
+def _choice(vocabulary: Vocabulary, exclude: Iterable[Any] | None, candidates: Iterable[Any] | None) -> Choice:
+    among = barred = None
     if candidates is not None:
         ids = _ids("candidates", candidates)
         known = vocabulary.encode(ids)
@@ -196,11 +202,11 @@ def _barred(
             raise UserError(
                 f"none of the {len(ids):,} candidates is in the model's vocabulary{such}; give some that are"
             )
-        barred[:] = True
-        barred[known] = False
+        among = np.unique(known[known > 0])
     if exclude is not None:
-        barred[vocabulary.encode(_ids("exclude", exclude))] = True
-    return np.flatnonzero(barred[1:]) + 1
+        out = vocabulary.encode(_ids("exclude", exclude))
+        barred = np.unique(out[out > 0])
+    return Choice(among, barred)
 
 
 def _ids(name: str, given: Any) -> Any:

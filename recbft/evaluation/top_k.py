@@ -34,6 +34,7 @@ def top_k(
     *,
     exclude_items: IntArray | None = None,
     exclude_offsets: IntArray | None = None,
+    among: IntArray | None = None,
     barred: IntArray | None = None,
     memory_mb: float = 256.0,
     user_ids: NDArray[np.generic] | None = None,
@@ -46,6 +47,7 @@ def top_k(
         k: items per user, >= 1; a user of whom fewer are left gets those.
         exclude_items, exclude_offsets: items never recommended to user u,
             ``exclude_items[exclude_offsets[u]:exclude_offsets[u + 1]]``; None excludes nothing.
+        among: items that alone are scored, each once and in order; None scores all.
         barred: items recommended to nobody, each once.
         memory_mb: bound on the block of scores.
         user_ids: names for messages, (N,).
@@ -56,11 +58,22 @@ def top_k(
     """
     if k < 1:
         raise UserError(f"k is {k}; ask for at least 1 item")
+    if among is not None:
+        chosen = np.concatenate([[0], among])
+        at = torch.from_numpy(chosen).to(table.weight.device)
+        narrow = ItemTable(table.weight[at], None if table.bias is None else table.bias[at])
+        own = None if exclude_items is None else _places(exclude_items, among)
+        kept = None if barred is None else np.setdiff1d(_places(barred, among), [0])
+        given: dict[str, Any] = {"exclude_offsets": exclude_offsets, "memory_mb": memory_mb, "user_ids": user_ids}
+        best = top_k(states, narrow, k, exclude_items=own, barred=kept, **given)
+        return best._replace(items=chosen[best.items])
     states, candidates = align(states, table)
     num_users, num_items = len(states), len(candidates.weight)
     barred = np.empty(0, np.int64) if barred is None else np.sort(barred)
     excluded = _Excluded.of(exclude_items, exclude_offsets, num_users, num_items, barred)
     lengths = np.minimum(k, num_items - len(barred) - np.diff(excluded.offsets))
+    if not lengths.any():
+        return _padding(lengths, k, states.new_empty(0).cpu().numpy().dtype)
     watch = NanWatch(states, candidates)
     rows, width = block_shape(num_users, num_items, states.element_size(), memory_mb)
     candidates = candidates.for_blocks(num_users, rows)
@@ -86,6 +99,13 @@ def top_k(
         best.scores[users, :num_items][filled] = values.cpu().numpy()[filled]
     watch.close(user_ids)
     return best
+
+
+def _places(items: IntArray, among: IntArray) -> IntArray:
+    """Where each item stands among others, from 1 on; 0 where it does not."""
+    place = np.searchsorted(among, items)
+    found = among[np.minimum(place, len(among) - 1)] == items if len(among) else np.zeros(len(items), bool)
+    return np.where(found, place + 1, 0)
 
 
 def _padding(lengths: IntArray, k: int, dtype: np.dtype[Any]) -> TopK:

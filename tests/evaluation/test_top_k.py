@@ -111,3 +111,22 @@ def test_nan_scores_are_refused():
 def test_no_user_gives_empty_lists():
     best = top_k(torch.zeros(0, 1), ItemTable(torch.ones(6, 1), None), 2)
     assert best.items.shape == best.scores.shape == (0, 2)
+
+
+@pytest.mark.parametrize("among", [[3], [1, 4, 5, 9, 12, 13], list(range(1, 14)), []], ids=len)
+@pytest.mark.parametrize("barred", [None, [5, 8, 9]])
+def test_candidates_are_ranked_as_among_all_items(among, barred):
+    rng = np.random.default_rng(5)
+    states = torch.from_numpy(rng.normal(size=(6, 3)))
+    table = ItemTable(torch.from_numpy(rng.normal(size=(14, 3)).round(1)), torch.from_numpy(rng.normal(size=14)))
+    seen = [rng.integers(0, 14, rng.integers(0, 6)).tolist() for _ in range(6)]
+    items, offsets = np.array([item for own in seen for item in own], np.int64), np.cumsum([0, *map(len, seen)])
+    given = {"exclude_items": items, "exclude_offsets": offsets, "memory_mb": 0.001}
+    others = sorted({*range(1, 14)} - {*among} | {*(barred or [])})
+    whole = top_k(states, table, 4, barred=np.array(others), **given)
+    best = top_k(
+        states, table, 4, among=np.array(among, np.int64), barred=None if barred is None else np.array(barred), **given
+    )
+    assert best.items.tolist() == whole.items.tolist()
+    assert best.lengths.tolist() == whole.lengths.tolist()
+    np.testing.assert_allclose(best.scores, whole.scores, rtol=1e-12)
