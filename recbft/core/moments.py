@@ -21,8 +21,10 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
 from recbft.kernels import softmax_moments as paths
+from recbft.kernels.eager import eagerly
 
 
+@eagerly
 def softmax_moments(
     q: Tensor,
     k: Tensor,
@@ -62,6 +64,7 @@ def softmax_moments(
     return moments
 
 
+@eagerly
 def softmax_mean(
     q: Tensor,
     k: Tensor,

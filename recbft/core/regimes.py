@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recbft.kernels.eager import eagerly
 from recbft.kernels.transforms import applied, beyond_first_gradients, untransformed
 
 HALF_WIDTH = 1.5  # of a block of (3), in T / R
@@ -102,6 +103,7 @@ class BiasTerms(NamedTuple):
     limit: float
 
 
+@eagerly
 def standardised_bias(
     shares: Tensor, terms: Tensor, *, mean: Tensor, deviation: Tensor, limit: float, scale: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,12 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import silu_moments as paths
+from recbft.kernels.eager import eagerly
 from recbft.kernels.silu_moments import reference
 from recbft.kernels.silu_moments.bias import total_bias
 
 
+@eagerly
 def silu_moments(
     q: Tensor,
     k: Tensor,
@@ -58,6 +60,7 @@ def silu_moments(
     return sums
 
 
+@eagerly
 def silu_mean(
     q: Tensor,
     k: Tensor,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from recbft.config import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
+from recbft.kernels.eager import eagerly
 from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace, choose
 from recbft.kernels.memory.positivity import check_positive
 from recbft.kernels.memory.reference import prior, step
@@ -45,6 +46,7 @@ from recbft.mixers.observation import Observation, projected
 __all__ = ["BayesianConfig", "BayesianMixer", "MemoryEvent", "MemoryState", "MemoryTrace", "filter_memory", "step"]
 
 
+@eagerly
 def filter_memory(
     q: Tensor,
     k: Tensor,

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from recbft.config import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
+from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import applied, beyond_first_gradients
 from recbft.mixers.attention import Estimator, SoftmaxAttention
@@ -194,6 +195,7 @@ class MlpGate(nn.Module):
         super().__init__()
         self.read = nn.Linear(2 * hidden_size, hidden_size)
 
+    @eagerly
     @in_full_precision
     def forward(self, total: Tensor, correction: Tensor) -> Tensor:
         """F and c, (B, T, D), to the next F."""

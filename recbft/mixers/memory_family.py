@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from recbft.config import check_choice, check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
+from recbft.kernels.eager import eagerly
 from recbft.kernels.memory import UNFILTERED, Rule, UnfilteredTrace, choose
 from recbft.kernels.memory.reference import unfiltered_reading, unfiltered_step, write_share
 from recbft.mixers.memory_maps import (
@@ -76,6 +77,7 @@ DESIGN_MODELS = {
 }
 
 
+@eagerly
 def unfiltered_memory(
     q: Tensor,
     k: Tensor,

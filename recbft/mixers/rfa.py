@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from recbft.core import SequenceContext, projected_precision, scalar_log_precision
 from recbft.kernels.complex_pairs import as_complex, real
-from recbft.kernels.robust_filter import Clock, Dynamics, Variant, choose, decayed_weights, read_clock
+from recbft.kernels.robust_filter import Clock, Dynamics, Variant, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,
     QUERY_NOISE_START,
@@ -98,8 +98,7 @@ def robust_filter_attention(
     dynamics = Dynamics(frequency, decay, process, key_noise, query_noise, dof, tau)
     _check_scalars(dynamics)
     clock = read_clock(context, use_time=use_time, time_unit=time_unit, dtype=real_type)
-    value, evidence = choose(impl, q, by_position=clock.by_position)(q, k, v, context, dynamics, clock, variant)
-    return RfaOutput(value, evidence)
+    return RfaOutput(*filtered(q, k, v, context, dynamics, clock, variant, impl=impl))
 
 
 def sample_state(
@@ -199,7 +198,7 @@ class RobustFilterAttention(nn.Module):
         dynamics = self.sde()
         dropout = self.dropout if self.training else 0.0
         clock = self._clock(context, x)
-        value, evidence = choose("auto", v, dropout=dropout, by_position=clock.by_position)(
+        value, evidence = filtered(
             *self._sightings(x, source),
             v,
             context,

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from recbft.config import check_range
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
+from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import applied, beyond_first_gradients
 from recbft.models.label_smoothing import smoothing_term
@@ -166,6 +167,7 @@ def gbce_beta(num_negatives: int, num_items: int, t: float) -> float:
     return alpha * (t * (1 - 1 / alpha) + 1 / alpha)
 
 
+@eagerly
 @in_full_precision
 def gathered_scores(states: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """``states[n] . weight[index[n, j]]`` as (N, k), the (N, k, D) gathered vectors only ever a block at a time."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from recbft.kernels.cross_entropy import cpu, reference
 from recbft.kernels.dispatch import Path, choose, late
+from recbft.kernels.eager import eagerly
 
 TRITON_ROW_BYTES = 1024  # of a state in the type that is multiplied; a program holds several
 
@@ -46,6 +47,7 @@ SEVERAL = {
 }
 
 
+@eagerly
 def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: str = "auto") -> Tensor:
     """Mean cross-entropy of ``softmax(states @ weight.T)`` at the targets.
 
@@ -62,6 +64,7 @@ def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: 
     return loss
 
 
+@eagerly
 def full_cross_entropies(
     states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], *, impl: str = "auto"
 ) -> Tensor:

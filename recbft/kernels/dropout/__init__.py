@@ -20,11 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
+from recbft.kernels.eager import eagerly
 from recbft.kernels.transforms import transformed
 
 LEVELS = 2**16
 
 
+@eagerly
 def dropout(x: Tensor, p: float) -> Tensor:
     """Equation (1); on other devices, and under torch.func, PyTorch's own."""
     if p <= 0:

@@ -15,6 +15,7 @@ from recbft import core
 from recbft.core import Belief, SiluMoments
 from recbft.kernels import compiled as in_c
 from recbft.kernels import dispatch
+from recbft.kernels.eager import eagerly
 from recbft.kernels.filter_step import analytic, compiled, sandwich
 from recbft.kernels.filter_step.fused import Fused
 from recbft.kernels.filter_step.operands import prediction_is_plain, update_is_plain
@@ -22,6 +23,7 @@ from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import beyond_first_gradients
 
 
+@eagerly
 @in_full_precision
 def reml_precision(
     residual_variance: Tensor, effective_sample_size: Tensor, *, prior_scale: float, prior_dof: float, cap: float
@@ -31,6 +33,7 @@ def reml_precision(
     return reml(residual_variance, effective_sample_size, prior_scale=prior_scale, prior_dof=prior_dof, cap=cap)
 
 
+@eagerly
 @in_full_precision
 def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float) -> Belief:
     """The belief of ``core.kalman_update``."""
@@ -41,6 +44,7 @@ def kalman_update(belief: Belief, innovation: Tensor, observation_precision: Ten
     return updated
 
 
+@eagerly
 @in_full_precision
 def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
     """``core.predict_precision`` kept at ``low`` or above."""
@@ -51,6 +55,7 @@ def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor
     return predicted
 
 
+@eagerly
 @in_full_precision
 def sandwich_precision(moments: SiluMoments, *, cap: float, centre: str) -> Tensor:
     """``core.sandwich_precision``."""

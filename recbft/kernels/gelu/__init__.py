@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.process import gelu_slope
 from recbft.kernels import dispatch
+from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import compiled
 from recbft.kernels.transforms import applied, beyond_first_gradients, transformed
@@ -40,6 +41,7 @@ def gelu_with_slope_reference(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor
     return F.gelu(a), each.view(*a.shape[:-1], factor.shape[-1])
 
 
+@eagerly
 @in_full_precision
 def gelu_with_slope(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """``(gelu(a), gelu'(a) @ factor)``, both differentiable once with respect to a.
@@ -58,6 +60,7 @@ def gelu_with_slope(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     return y.view_as(a), z.view(*a.shape[:-1], factor.shape[-1])
 
 
+@eagerly
 @in_full_precision
 @torch.no_grad()
 def slope_product(a: Tensor, factor: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from recbft.kernels.dispatch import Path, choose
+from recbft.kernels.eager import eagerly
 from recbft.kernels.per_seed import cpu, reference
 
 LINEAR = {"cpu": Path(lambda: cpu.linear, "cpu"), "reference": Path(lambda: reference.linear)}
 LAYER_NORM = {"cpu": Path(lambda: cpu.layer_norm, "cpu"), "reference": Path(lambda: reference.layer_norm)}
 
 
+@eagerly
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, impl: str = "auto") -> Tensor:
     """``x[s] @ weight[s].T + bias[s]`` for every seed s.
 
@@ -26,6 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, impl: str = "auto"
     return found
 
 
+@eagerly
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl: str = "auto") -> Tensor:
     """Layer norm over the last axis with weights of each seed; x (S, N, D), weight and bias (S, D)."""
     found: Tensor = choose(impl, LAYER_NORM, x)(x, weight, bias, eps)

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from recbft.core.belief import SequenceContext
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path, late, late_decline
+from recbft.kernels.eager import eagerly
 from recbft.kernels.robust_filter import compiled, cpu, isotropic, reference
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, read_clock, turns
 from recbft.kernels.robust_filter.isotropic import decayed_weights
@@ -28,6 +30,7 @@ __all__ = [
     "Variant",
     "choose",
     "decayed_weights",
+    "filtered",
     "read_clock",
     "turns",
 ]
@@ -36,3 +39,23 @@ __all__ = [
 def choose(impl: str, q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> Callable[..., Any]:
     """The path for a call; ``by_position`` as the clock says it."""
     return dispatch.choose(impl, PATHS, q, dropout=dropout, by_position=by_position)
+
+
+@eagerly
+def filtered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    dynamics: Dynamics,
+    clock: Clock,
+    variant: Variant,
+    *,
+    dropout: float = 0.0,
+    impl: str = "auto",
+    **call: Any,
+) -> tuple[Tensor, Tensor]:
+    """The state and its evidence by the path for the call; arguments as those of ``reference.robust_filter``."""
+    path = choose(impl, q, dropout=dropout, by_position=clock.by_position)
+    value, evidence = path(q, k, v, context, dynamics, clock, variant, dropout=dropout, **call)
+    return value, evidence

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
+from recbft.kernels.eager import eagerly
 from recbft.kernels.transforms import applied, beyond_first_gradients
 
 
@@ -39,6 +40,7 @@ def total_bias(
     return total.reshape((1,) * (4 - total.dim()) + total.shape)
 
 
+@eagerly
 def look_up(table: Tensor, index: Tensor) -> Tensor:
     """Elements of a table, (N,), at an index of any shape; an index out of range gives element N - 1 or 0."""
     index = index.clamp(0, table.shape[0] - 1)

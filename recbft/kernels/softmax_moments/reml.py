@@ -10,10 +10,12 @@ from recbft import core
 from recbft.core import SequenceContext
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path, late
+from recbft.kernels.eager import eagerly
 from recbft.kernels.filter_step import reml_precision
 from recbft.kernels.softmax_moments import compiled, decline_triton
 
 
+@eagerly
 def softmax_reml(
     q: Tensor,
     k: Tensor,
