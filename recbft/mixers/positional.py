@@ -25,6 +25,7 @@ from recbft.config import check_choice, check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.complex_pairs import as_complex, real
+from recbft.kernels.eager import eagerly
 from recbft.kernels.robust_filter import Clock, read_clock, turns
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.frequencies import HeadDecay, frequency_range, spread_decays
@@ -145,6 +146,7 @@ class HeadPlaces(nn.Module):
         self.register_buffer("frequency", frequency, persistent=False)
         self.register_buffer("slope", slope, persistent=False)
 
+    @eagerly  # the compiler refuses views that are complex
     def forward(self, q: Tensor, k: Tensor, clock: Clock) -> tuple[Tensor, Tensor, Tensor | None]:
         """q and k turned, (B, H, T, K), and the bias of the logits, (B or 1, H, T, T)."""
         if self.frequency is not None:

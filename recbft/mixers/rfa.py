@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from recbft.core import SequenceContext, projected_precision, scalar_log_precision
 from recbft.kernels.complex_pairs import as_complex, real
+from recbft.kernels.eager import eagerly
 from recbft.kernels.robust_filter import Clock, Dynamics, Variant, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,
@@ -174,6 +175,7 @@ class RobustFilterAttention(nn.Module):
         if gives_precision:
             self.precision = EvidencePrecision(n_heads, 2 * width * (KEY_NOISE_START + QUERY_NOISE_START))
 
+    @eagerly  # the compiler refuses views that are complex
     def forward(
         self,
         x: Tensor,

@@ -25,6 +25,7 @@ from recbft.core import Belief, SequenceContext, pick
 from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
+from recbft.kernels.eager import eagerly
 from recbft.mixers import MIXERS, Place
 from recbft.mixers.penalty import take_penalties
 from recbft.models.block import Block, Layer
@@ -198,6 +199,7 @@ class Backbone(TrainableModel):
         if not self.ramp.is_inference():  # which counts no changes
             self._told = self.ramp, self.ramp._version, torch.tensor(ramp, dtype=self.ramp.dtype).item()
 
+    @eagerly
     def _ramp(self) -> float:
         """w as a number, as it was set last: a device is not waited for unless something else has written there."""
         if self._told is not None:

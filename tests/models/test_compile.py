@@ -16,6 +16,7 @@ from recbft.datasets.batches import pack_histories
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.eager import eagerly
 from recbft.models import MODELS, CoreConfig
+from recbft.run_config import load_run_config
 
 V, D, T = 20, 8, 6
 HISTORIES = (14, 20, 11, 30, 25)  # of each batch, so that none has the shape of another
@@ -104,6 +105,19 @@ def test_a_compiled_loss_is_the_loss_whatever_the_shapes(name, arm, backend, com
     assert_settled(graphs)
     for one, two in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["rope", "rfa", "regime", "deltanet"])
+def test_mixers_of_other_kinds_compile_too(mixer, compiled):
+    settings = {"hidden_size": D, "max_length": T, "n_layers": 1, "mixer": mixer}
+    plain = load_run_config(model="sasrec", arm="bft", **settings).build(torch.tensor([0, *range(V)]))
+    plain.set_ramp(1.0)
+    plain.refresh()
+    model = copy.deepcopy(plain)
+    model.loss = compiled(model.loss, "eager")
+    for histories in HISTORIES[:2]:
+        assert_same(step(model, batch(histories)), step(plain, batch(histories)))
 
 
 @pytest.mark.slow

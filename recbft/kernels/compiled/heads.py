@@ -15,6 +15,7 @@ from recbft.core.belief import SequenceContext
 from recbft.core.regimes import BiasTerms
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
+from recbft.kernels.eager import eagerly
 from recbft.kernels.transforms import untransformed
 
 
@@ -102,6 +103,7 @@ class Terms(ctypes.Structure):
         return cls(*read, *sizes, *numbers, pointer(d_shares), pointer(d_scale))
 
 
+@eagerly
 def statistics_of(terms: BiasTerms, context: SequenceContext, *, every: int) -> tuple[Tensor, Tensor]:
     """Mean and variance of a bias before it is standardised, over the pairs of every few rows."""
     spans = spans_of(context)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import SOME_READ, Path, late
+from recbft.kernels.eager import eagerly
 from recbft.kernels.softmax_moments import compiled, cpu, reference
 from recbft.kernels.transforms import transformed
 
@@ -49,6 +50,7 @@ MEAN_PATHS = {
 }
 
 
+@eagerly
 def takes_terms(x: Tensor, *, dropout: float) -> bool:
     """Whether what attends to a normalised input by ``auto`` takes ``core.regimes.BiasTerms`` for a bias of pairs."""
     closed = transformed() or torch.is_autocast_enabled(x.device.type)
