@@ -67,7 +67,7 @@ def test_negatives_that_do_not_fit_are_named(tmp_path, dataset):
 
 def test_a_training_step_that_does_not_fit_names_batch_and_length(tmp_path, dataset, monkeypatch):
     monkeypatch.setattr(Backbone, "loss", lambda self, batch: torch.empty(TOO_MUCH, dtype=torch.uint8))
-    where = "out of memory in a training step: a tensor of 1.0 PiB that training.loop._train_epoch makes does not fit"
+    where = "out of memory in a training step: a tensor of 1.0 PiB that training.loop.begin makes does not fit"
     refused(tmp_path, config(), dataset, f"{where}; lower training.batch_size (16) or backbone.max_length (8)")
     by_targets = config(batch_targets=64)
     with pytest.raises(RunError, match=r"lower training.batch_targets \(64\) or"):
