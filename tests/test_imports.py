@@ -161,7 +161,7 @@ def test_the_library_is_imported_without_the_packages_that_may_be_missing():
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in files
-        if not path.name.startswith("triton")
+        if not path.name.startswith("triton") and path.name != "graph_break.py"  # which PyTorch's compiler imports
     ]
     code = (
         "import sys; from importlib import import_module\n"

@@ -45,7 +45,7 @@ def fit(
         validate: metrics of the model as it is, by name.
         keep: saves the epoch's row, and the weights as the best ones where the second argument is True.
         controllers: steer the steps of an epoch.
-        graphs: take the steps after the warm-up, which then none but the default controllers steer.
+        graphs: take the steps after the warm-up, which no controller can steer then.
 
     Raises:
         RunError: the loss is not finite, and the optimiser step is not taken; or a weight is not, after an epoch.

@@ -173,6 +173,7 @@ def test_sections_say_what_bare_keys_say(built):
         ("clip_norm", "write clip_grad_norm at the top of the config"),
         ("autocast", "write enable_amp at the top of the config"),
         ("threads", "leave it out"),
+        ("cuda_graphs", "leave it out"),
     ],
 )
 def test_a_training_key_that_recboles_trainer_would_not_read_is_refused(key, use):
@@ -186,7 +187,8 @@ def test_every_key_of_training_is_read_here_or_has_its_reason():
     from recbft.recbole.settings import OWN_TRAINING, RECBOLE_TRAINING
     from recbft.training.config import TrainingConfig
 
-    assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_TRAINING} == {"threads", "tensorboard"}
+    ours = {"cuda_graphs", "tensorboard", "threads"}
+    assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_TRAINING} == ours
 
 
 def test_a_section_that_is_none_is_refused():
