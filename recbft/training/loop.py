@@ -48,7 +48,7 @@ def fit(
         graphs: take the steps after the warm-up, which no controller can steer then.
 
     Raises:
-        RunError: the loss is not finite, and the optimiser step is not taken; or a weight is not, after an epoch.
+        RunError: the loss is not finite, or a weight is not after an epoch, which is not saved then.
     """
     progress.start(config.epochs, state.epoch + 1)
     try:
@@ -213,6 +213,6 @@ def check_weights(model: torch.nn.Module, config: TrainingConfig, state: TrainSt
 def not_finite(loss: float, config: TrainingConfig, state: TrainState) -> RunError:
     """What is said of a run whose loss is not a number."""
     return RunError(
-        f"the loss is {loss} at step {state.step + 1} (epoch {state.epoch + 1}); the step was not taken: "
+        f"the loss is {loss} at step {state.step + 1} (epoch {state.epoch + 1}), which is not saved: "
         f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
     )

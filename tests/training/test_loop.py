@@ -86,7 +86,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_it(core, pois
     optimizer = make_optimizer(model, TrainingConfig())
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
-        RunError, match=r"the loss is nan at step 21 \(epoch 5\); the step was not taken: lower learning_rate"
+        RunError, match=r"the loss is nan at step 21 \(epoch 5\), which is not saved: lower learning_rate"
     ):
         train(model, state=state, epochs=9, learning_rate=1e-3, optimizer=optimizer, progress=progress)
     for name, parameter in model.named_parameters():

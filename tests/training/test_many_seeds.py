@@ -225,7 +225,7 @@ def test_a_run_whose_loss_is_not_finite_fails_alone(dataset, tmp_path, monkeypat
         return made
 
     monkeypatch.setattr(many_seeds, "begin", begin)
-    message = r"the run of seed 1 failed: the loss is nan at step 1 \(epoch 1\); the step was not taken"
+    message = r"the run of seed 1 failed: the loss is nan at step 1 \(epoch 1\), which is not saved"
     with pytest.raises(RunError, match=message):
         together(config(), tmp_path / "together", dataset)
     for seed, expected in zip((0, 5), alone(config(), tmp_path / "alone", dataset, [0, 5]), strict=True):
