@@ -81,7 +81,7 @@ def explain(
 
 
 def _one(history: Iterable[Any] | pd.DataFrame) -> tuple[Histories, list[Any]]:
-    """One history as ``_encode`` takes them, and its raw items."""
+    """One history as ``encode`` takes them, and its raw items."""
     if not isinstance(history, pd.DataFrame):
         if isinstance(history, (str, bytes, Mapping, set, frozenset)) or not isinstance(history, Iterable):
             raise UserError(f"the history is {history!r}; give one list of item ids, oldest first")

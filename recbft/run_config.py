@@ -70,19 +70,18 @@ class RunConfig:
         if self.training.cuda_graphs:
             self._refuse_in_graphs()
 
-    @property
-    def _mixer_reads_back(self) -> bool:
-        return self.mixer is not None and MIXERS[self.mixer].reads_back
-
     def _refuse_in_graphs(self) -> None:
-        reasons = {f"controllers.{name}, which steers single steps": True for name in self.controllers.named}
-        reasons |= {
-            f"mixer {self.mixer!r}, which looks at numbers within a step": self._mixer_reads_back,
-            f"loss {self.backbone.loss!r}, which draws items within a step": self.backbone.loss != "ce",
-            "experts, which get as many tokens as ask for them": self.moe.experts > 0,
-        }
-        for what in (what for what, found in reasons.items() if found):
-            raise UserError(f"training.cuda_graphs repeats steps as they were, and cannot with {what}; leave it out")
+        hindrances = [f"controllers.{name}, which steers single steps" for name in self.controllers.named]
+        if self.mixer is not None and MIXERS[self.mixer].reads_back:
+            hindrances.append(f"mixer {self.mixer!r}, which looks at numbers within a step")
+        if self.backbone.loss != "ce":
+            hindrances.append(f"loss {self.backbone.loss!r}, which draws items within a step")
+        if self.moe.experts:
+            hindrances.append("experts, which get as many tokens as ask for them")
+        if hindrances:
+            raise UserError(
+                f"training.cuda_graphs repeats steps as they were, and cannot with {hindrances[0]}; leave it out"
+            )
 
     @property
     def reads_times(self) -> str | None:

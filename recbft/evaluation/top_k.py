@@ -72,13 +72,13 @@ def top_k(
     barred = np.empty(0, np.int64) if barred is None else np.sort(barred)
     excluded = _Excluded.of(exclude_items, exclude_offsets, num_users, num_items, barred)
     lengths = np.minimum(k, num_items - len(barred) - np.diff(excluded.offsets))
+    best = _padding(lengths, k, states.new_empty(0).cpu().numpy().dtype)
     if not lengths.any():
-        return _padding(lengths, k, states.new_empty(0).cpu().numpy().dtype)
+        return best
     watch = NanWatch(states, candidates)
     rows, width = block_shape(num_users, num_items, states.element_size(), memory_mb)
     candidates = candidates.for_blocks(num_users, rows)
     room = states.new_empty(rows * width)
-    best = _padding(lengths, k, states.new_empty(0).cpu().numpy().dtype)
     for users in spans(num_users, rows):
         values, items = states.new_empty(0), torch.empty(0, dtype=torch.int64)
         for columns in spans(num_items, width):

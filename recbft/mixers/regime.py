@@ -242,12 +242,13 @@ class RegimeAttention(nn.Module):
         shares = (1 - mix) * (mu @ self.alignment.clone())  # as it stood before this batch
         if self.log_distance is not None:
             shares = torch.cat([shares, (-mix * self.log_distance.exp()).expand(*mu.shape[:2], 1)], dim=-1)
+        table, reach = _places(context, self.config.regimes, mu.dtype)
         deviation = self.bias_variance.sqrt().clamp(min=LEAST_DEVIATION)
         warm = self.batches / self.config.warm_in_steps if self.config.warm_in_steps else torch.ones_like(deviation)
         return BiasTerms(
             shares=shares.contiguous(),
-            table=_table(context, self.config.regimes, mu.dtype),
-            reach=_reach(context),
+            table=table,
+            reach=reach,
             mean=self.bias_mean.clone(),
             deviation=deviation,
             scale=warm.clamp(max=1) / self.temperature,
@@ -291,7 +292,7 @@ class RegimeAttention(nn.Module):
     def _alignment_scores(self, mu: Tensor, context: SequenceContext) -> Tensor:
         """S: the mean over histories of sum_t mu_t phi_t', by the whole length of each; (R, R)."""
         B, T, R = mu.shape
-        table = _table(context, R, mu.dtype)
+        table, _ = _places(context, R, mu.dtype)
         own = torch.arange(B, device=mu.device)[:, None] * T + context.first  # a number per history
         position, valid = context.position, context.valid.to(mu.dtype)
         longest = position.new_zeros(B * T).scatter_reduce_(0, own.flatten(), position.flatten(), "amax")
@@ -315,6 +316,7 @@ _BUFFERS = {
 
 
 # What all layers make of one batch: made once, kept as long as the batch's context.
+_PLACES: WeakKeyDictionary[SequenceContext, dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 _TERMS: WeakKeyDictionary[SequenceContext, dict[tuple[int, torch.dtype], Tensor]] = WeakKeyDictionary()
 
 
@@ -349,16 +351,16 @@ def _moments_of(raw: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
     return mean, (raw - mean).square_().mul_(keep).sum() / pairs
 
 
-def _table(context: SequenceContext, regimes: int, dtype: torch.dtype) -> Tensor:
-    longest = int(context.position.amax()) + 1
-    return block_table(1 << (longest - 1).bit_length(), regimes, dtype, context.position.device)
-
-
-def _reach(context: SequenceContext) -> Tensor:
-    """n - 1 of (2): the largest position that each token may read, or 0; (B, T) int32."""
-    if context.causal:
-        return context.position.to(torch.int32)
-    return torch.where(context.allowed, context.position[:, None, :], 0).amax(dim=-1).to(torch.int32)
+@untransformed
+def _places(context: SequenceContext, regimes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``block_table`` of the longest history, and n - 1 of (2), the last place a token may read: (B, T) int32."""
+    made, key, position = _PLACES.setdefault(context, {}), (regimes, dtype), context.position
+    if key not in made:
+        longest = int(position.amax()) + 1
+        reach = position if context.causal else torch.where(context.allowed, position[:, None, :], 0).amax(dim=-1)
+        table = block_table(1 << (longest - 1).bit_length(), regimes, dtype, position.device)
+        made[key] = table, reach.to(torch.int32)
+    return made[key]
 
 
 def _mean_over_tokens(values: Tensor, context: SequenceContext) -> Tensor:  # (B, T) -> ()

@@ -162,10 +162,11 @@ def padded_loss(model: Backbone, padded: Padded) -> Tensor:
 def pad(batch: Batch, width: int) -> tuple[Shape, Tensor]:
     """The shape that a batch on the CPU is padded to, and all its numbers end to end, for ``cut``."""
     assert batch.target is not None
-    target = _grid(batch.target, _rounded(len(batch.items)), width, 0).flatten()
+    rows = _rounded(len(batch.items))
+    target = _grid(batch.target, rows, width, 0).flatten()
     learned = target.nonzero().squeeze(1)
     shape = Shape(
-        rows=_rounded(len(batch.items)),
+        rows=rows,
         width=width,
         histories=_rounded(batch.last.numel()),
         positions=_rounded(learned.numel()),
@@ -175,7 +176,7 @@ def pad(batch: Batch, width: int) -> tuple[Shape, Tensor]:
     own = batch.items.shape[1]
     last = batch.last // own * width + batch.last % own
     grids = ((batch.items, 0), (batch.segment, -1), (batch.position, 0), (batch.time, 0), (batch.next_time, 0))
-    parts = [_grid(grid, shape.rows, width, empty).flatten() for grid, empty in grids if grid is not None]
+    parts = [_grid(grid, rows, width, empty).flatten() for grid, empty in grids if grid is not None]
     parts += [_longer(last, shape.histories, 0), _longer(learned, shape.positions, 0)]
     return shape, torch.cat([*parts, _longer(target[learned] - 1, shape.positions, -1)])
 

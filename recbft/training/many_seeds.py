@@ -47,11 +47,11 @@ from recbft.training.run_settings import run_settings, work_for_run
 from recbft.training.session import Session, begin, go_on
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
-ALONE = {
+GPU_STACK_TOKENS = 400_000  # so that what a step keeps for its backward pass takes gigabytes in single figures
+ALONE = {  # keys of training that such runs do not hear, and why
     "autocast": "whose products are float32",
     "cuda_graphs": "whose kernels are large enough to be launched one by one",
 }
-GPU_STACK_TOKENS = 400_000  # so that what a step keeps for its backward pass takes gigabytes in single figures
 
 
 def train_seeds(

@@ -20,7 +20,7 @@ from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig
 from recbft.training.checkpoint import TrainState, vocabulary_hash
 from recbft.training.controllers import Controllers, make_controllers
-from recbft.training.graphed_steps import check_recordable
+from recbft.training.graphed_steps import GraphedSteps
 from recbft.training.optimiser import make_optimizer
 
 
@@ -31,6 +31,7 @@ class Parts(NamedTuple):
     batches: EpochBatches | None
     optimizer: torch.optim.Adam | None
     controllers: Controllers
+    graphs: GraphedSteps | None  # where ``training.cuda_graphs`` asks for them
 
 
 def make_parts(config: RunConfig, dataset: Dataset, device: torch.device) -> Parts:
@@ -40,13 +41,13 @@ def make_parts(config: RunConfig, dataset: Dataset, device: torch.device) -> Par
         UserError: a part cannot be made.
     """
     model = build_model(config, dataset).to(device)
-    if config.training.cuda_graphs:
-        check_recordable(model, device)
+    optimizer = make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None
     return Parts(
         model=model,
         batches=training_batches(config, dataset),
-        optimizer=make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None,
+        optimizer=optimizer,
         controllers=make_controllers(config.controllers, model, seed=config.seed),
+        graphs=None if optimizer is None else GraphedSteps.asked_for(model, optimizer, config.training),
     )
 
 

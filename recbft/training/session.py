@@ -25,7 +25,6 @@ from recbft.training import checkpoint, tensorboard
 from recbft.training.bundle import write_vocabulary
 from recbft.training.checkpoint import TrainState
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
-from recbft.training.graphed_steps import GraphedSteps
 from recbft.training.loop import Row, fit, moment_of
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
@@ -180,7 +179,7 @@ class Session:
         generator: torch.Generator,
     ) -> None:
         self.run, self.config, self.dataset, self.device = run, config, dataset, device
-        self.model, self.batches, self.optimizer, self.controllers = parts
+        self.model, self.batches, self.optimizer, self.controllers, self.graphs = parts
         self.state, self.progress, self.generator = state, progress, generator
         if config.training.tensorboard:
             self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
@@ -240,7 +239,7 @@ class Session:
             keep=self.keep,
             progress=self.progress,
             controllers=self.controllers,
-            graphs=GraphedSteps.asked_for(self.model, self.optimizer, self.config.training),
+            graphs=self.graphs,
         )
         self._offer_final_weights()
 
