@@ -35,6 +35,7 @@ from recbft.evaluation.uncertainty import uncertainty
 from recbft.explaining import explain
 from recbft.files import new_folder
 from recbft.fitted_folder import fitted_folder
+from recbft.forked import one_thread_if_forked
 from recbft.kernels import compiled
 from recbft.recommendation import recommend, recommend_in_blocks
 from recbft.run_config import RunConfig, load_run_config
@@ -338,6 +339,7 @@ class Recommender:
         return recommender
 
     def _open(self, path: Path, data_root: str | None) -> None:
+        one_thread_if_forked()
         run, config, self._vocabulary, self._model = load_trained(path)
         self.run = RunFolder(run.path.absolute())  # it is still read when the program has gone to another folder
         self._protocol = run.protocol
@@ -368,6 +370,7 @@ class Recommender:
     def _fitted(self) -> tuple[nn.Module, Vocabulary, RunFolder]:
         if self._model is None or self._vocabulary is None or self.run is None:
             raise UserError("this recommender is not trained; call fit(dataset), or Recommender.load(folder)")
+        one_thread_if_forked()
         return self._model, self._vocabulary, self.run
 
 

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "errors": "",
     "version": "",
     "allocator": "",
+    "forked": "",
     "files": "errors",
     "config": "errors",
     "recbole_yaml": "errors",
@@ -32,7 +33,8 @@ MAY_IMPORT = {
     "evaluation": "config core datasets errors files kernels mixers models version",
     "run_config": "config config_file datasets errors evaluation mixers models recbole_yaml",
     # One floor with evaluation, which it reads: an epoch is judged by a validation metric.
-    "training": "config config_file datasets errors evaluation files kernels machine mixers models run_config version",
+    "training": "config config_file datasets errors evaluation files forked kernels machine mixers models run_config"
+    " version",
     "recommendation": "config datasets errors evaluation models",
     "explaining": "datasets errors evaluation models recommendation",
     "experiments": "allocator config config_file datasets errors evaluation files machine models run_config training"
@@ -40,7 +42,7 @@ MAY_IMPORT = {
     "reporting": "config datasets errors evaluation experiments files run_config version",
     "recbole": "config datasets errors evaluation machine models recbole_yaml run_config training",
     "fitted_folder": "errors",
-    "api": "config datasets errors evaluation explaining files fitted_folder kernels recommendation run_config"
+    "api": "config datasets errors evaluation explaining files fitted_folder forked kernels recommendation run_config"
     " training",
     "arm_comparison": "config datasets errors evaluation experiments files run_config",
     "recbft": "version",  # and, by name on first use, what it exports

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from recbft.errors import UserError
+from recbft.forked import one_thread_if_forked
 from recbft.training.config import TrainingConfig
 
 _turns = [RLock()]  # of this process's runs, in a list so that a forked process can have its own
@@ -36,6 +37,7 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
         try:
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
+            one_thread_if_forked()
             if config.deterministic:
                 if device.type == "cuda":
                     # PyTorch 2.6 refuses products without it, and looks once: at the first product.
