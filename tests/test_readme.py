@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import yaml
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -33,3 +34,10 @@ def test_every_page_the_readme_names_exists():
     links = re.findall(r"\]\(((?!http)[^)#]+)\)", README.read_text(encoding="utf-8"))
     assert links
     assert not [link for link in links if not (README.parent / link).exists()]
+
+
+def test_the_citation_names_the_version_and_licence_of_the_package():
+    citation = yaml.safe_load((README.parent / "CITATION.cff").read_text(encoding="utf-8"))
+    project = (README.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nversion = "{citation["version"]}"\n' in project
+    assert f'\nlicense = "{citation["license"]}"\n' in project
