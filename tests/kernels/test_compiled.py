@@ -332,11 +332,10 @@ def test_gelu_and_its_slope_equal_the_reference(N, width, rank, seeds):
 
 
 @needs_build
-def test_gelu_is_as_exact_as_pytorch_s_over_its_range():
+def test_gelu_is_exact_over_its_range():
     a = torch.linspace(-15, 15, 100_001)
     found = gelu_with_slope(a[None], torch.zeros(len(a), 1))[0][0]
-    exact = F.gelu(a.double())
-    assert (found - exact).abs().max() <= (F.gelu(a) - exact).abs().max()
+    assert (found - F.gelu(a.double())).abs().max() < 4e-7  # PyTorch's own: 3.7e-7 with AVX2, 1.1e-6 with AVX-512
 
 
 @needs_build
