@@ -12,7 +12,11 @@ misses after N_b users with E_b misses adds to the sum of (3)
 
 A confidence that is the same for everybody has AUROC 1/2, and its AURC is the share of misses. Where all lists hit, or
 none, there is nothing to tell apart and the AUROC is None. Intervals are bootstrap percentiles over users, 95 %; the
-confidences of one call share their resamples, so that their differences are paired.
+confidences of one call share their resamples, so that their differences are paired. They do not stand alone for a
+verdict: where all but a few users share one confidence (a precision at its cap), most resamples of these few say the
+same, however little they prove. A verdict asks the test of no order as well, with t_m the sizes of the groups
+
+    z = (AUROC - 1/2) n_hit n_miss / sqrt( n_hit n_miss (N + 1 - sum_m (t_m^3 - t_m) / (N (N - 1))) / 12 )  (6)
 
 Source: Mann and Whitney (1947); Geifman and El-Yaniv, Selective Classification for Deep Neural Networks (2017);
 Geifman, Uziel and El-Yaniv, Bias-Reduced Uncertainty Estimation (2019), for (3) and (4).
@@ -21,6 +25,7 @@ Shapes: N users, R resamples, M groups of users of equal confidence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +36,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 CURVE_POINTS = 100
 CELLS = 1_000_000  # of resampled users held at a time
+LEVEL = 0.05  # of the test behind a verdict
 
 
 class Ranking:
@@ -55,6 +61,17 @@ class Ranking:
     def num_distinct(self) -> int:
         """M."""
         return self.first.size
+
+    @property
+    def p(self) -> float:
+        """Two-sided p of (6), normal approximation; 1 where there is nothing to tell apart."""
+        N, hits = self.hit.size, int(self.hit.sum())
+        sizes = np.diff(np.append(self.first, N)).astype(np.float64)
+        pairs = float(hits * (N - hits))
+        if not pairs or self.num_distinct == 1:
+            return 1.0
+        variance = pairs / 12 * (N + 1 - float((sizes**3 - sizes).sum()) / (N * (N - 1)))
+        return math.erfc(abs(self.area - 0.5) * pairs / math.sqrt(2 * variance))
 
     def areas(self, weights: IntArray) -> tuple[FloatArray, FloatArray]:
         """AUROC (NaN where it is None) and AURC with user u counted ``weights[r, u]`` times: (R, N) -> (R,) twice."""
@@ -126,7 +143,7 @@ def compare_confidences(
             "aurc_interval": interval(areas[name][1]),
             "excess_aurc": ranking.risk_area - best,
             "num_distinct": ranking.num_distinct,
-            "verdict": verdict(auroc, inside, ranking.num_distinct),
+            "verdict": verdict(auroc, inside, ranking.num_distinct, ranking.p),
             "curve": ranking.curve(),
         }
         if reference is not None and name != reference:
@@ -136,14 +153,16 @@ def compare_confidences(
     return found
 
 
-def verdict(auroc: float | None, inside: list[float] | None, num_distinct: int) -> str:
-    """What an AUROC says, in words."""
+def verdict(auroc: float | None, inside: list[float] | None, num_distinct: int, p: float) -> str:
+    """What an AUROC says, in words: an order is claimed where the interval leaves out 0.5 and the p of (6) is small."""
     if auroc is None:
         return "all lists hit or all miss, so there is nothing to tell apart"
     if num_distinct == 1:
         return "the same for every user, so it tells nothing: AUROC 0.5"
     if inside is None or inside[0] <= 0.5 <= inside[1]:
         return "does not tell hits from misses: the interval holds 0.5"
+    if p >= LEVEL:
+        return f"does not tell hits from misses: the interval leaves out 0.5, but a rank test has p >= {LEVEL}"
     if auroc > 0.5:
         return "higher where the list holds the target"
     return "lower where the list holds the target"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import mannwhitneyu
 from sklearn.metrics import roc_auc_score
 
 from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval, resamples, verdict
@@ -102,9 +103,31 @@ def test_a_constant_confidence_has_auroc_one_half_and_says_so():
 
 
 def test_verdicts_follow_the_interval():
-    assert verdict(0.6, [0.55, 0.65], 9) == "higher where the list holds the target"
-    assert verdict(0.4, [0.35, 0.45], 9) == "lower where the list holds the target"
-    assert verdict(0.6, [0.45, 0.65], 9) == "does not tell hits from misses: the interval holds 0.5"
+    assert verdict(0.6, [0.55, 0.65], 9, 0.01) == "higher where the list holds the target"
+    assert verdict(0.4, [0.35, 0.45], 9, 0.01) == "lower where the list holds the target"
+    assert verdict(0.6, [0.45, 0.65], 9, 0.01) == "does not tell hits from misses: the interval holds 0.5"
+
+
+@given(users)
+def test_the_rank_test_is_that_of_scipy(drawn):
+    confidence, hit = columns(drawn)
+    if hit.all() or not hit.any() or np.ptp(confidence) == 0:
+        assert Ranking(confidence, hit).p == 1
+    else:
+        found = mannwhitneyu(confidence[hit], confidence[~hit], method="asymptotic", use_continuity=False)
+        assert Ranking(confidence, hit).p == pytest.approx(found.pvalue, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_misses_below_the_cap_prove_nothing(seed):
+    # by chance alone 13 users are all misses in half of all cases (0.95^13)
+    precision, hit = np.full(1400, 100.0), np.arange(1400) % 20 == 0
+    precision[np.flatnonzero(~hit)[:13]] -= np.random.default_rng(seed).random(13)
+    found = compare_confidences({"precision": precision}, hit, samples=200, seed=seed)["precision"]
+    assert found["auroc_interval"][0] > 0.5
+    assert found["verdict"] == (
+        "does not tell hits from misses: the interval leaves out 0.5, but a rank test has p >= 0.05"
+    )
 
 
 def test_the_reference_is_compared_on_the_same_resamples():
