@@ -15,7 +15,7 @@ import multiprocessing
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,8 +165,8 @@ def compare(
     for key, number in (("jobs", jobs), ("batch_seeds", batch_seeds)):
         if number is not None and not (is_whole(number) and number >= 1):
             raise UserError(f"{key} is {number!r}; give a whole number of at least 1")
-    texts, models, arms, seeds = _settings(settings), _models(model), _joined(arms), _joined(seeds)
-    folder, tested = Path(out).expanduser(), parse_metrics(_joined(metrics))
+    texts, models, arms, seeds = _settings(settings), _models(model), _joined("arms", arms), _joined("seeds", seeds)
+    folder, tested = Path(out).expanduser(), parse_metrics(_joined("metrics", metrics))
     file = folder / DATA_FILE
     where = str(file) if given is not None else None if dataset is None else str(dataset)
     named = {"model": model, "seeds": seeds, "baseline": baseline, "config": config, "metrics": ",".join(tested)}
@@ -271,8 +271,12 @@ def _content(file: Path) -> str | None:
         return None
 
 
-def _joined(names: str | Sequence[Any]) -> str:
-    return names if isinstance(names, str) else ",".join(map(str, names))
+def _joined(key: str, names: str | Sequence[Any]) -> str:
+    if isinstance(names, str):
+        return names
+    if not isinstance(names, Iterable):
+        raise UserError(f"{key} is {names!r}; give a list, or text with commas")
+    return ",".join(map(str, names))
 
 
 def _models(model: str | Sequence[str] | None) -> list[str | None]:

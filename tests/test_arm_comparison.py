@@ -202,6 +202,8 @@ def test_a_failed_run_is_a_run_error_that_names_it(dataset, tmp_path):
         ({"arms": ["matched", "btf"]}, "arm btf: arm of sasrec is 'btf'; did you mean 'bft'"),
         ({"arms": "matched,bft[k_core=3]"}, "data.k_core is 3, but the data set that is given was prepared with 0"),
         ({"seeds": [3]}, "^seeds '3' names one seed"),
+        ({"seeds": 3}, "^seeds is 3; give a list, or text with commas$"),
+        ({"metrics": None}, "^metrics is None; give a list, or text with commas$"),
         ({"seeds": [0, -1]}, "^seeds has '-1'; give numbers and ranges"),
         ({"baseline": "pop"}, "^baseline 'pop' is not an arm; choose one of matched, bft"),
         ({"metrics": "auc"}, "unknown metric 'auc'"),
