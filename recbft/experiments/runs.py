@@ -81,6 +81,7 @@ def read_run(path: str | Path) -> Run:
             f"{run.per_user_file} has {len(per_user):,} users and its protocol {protocol['users']:,}; "
             "restore the file, or train again"
         )
+    _check_numbers(run.per_user_file, per_user)
     for setting in ("unfiltered", "filtered"):
         figures = metrics.get("test", {}).get(setting, {})
         cutoffs = [int(name.partition("@")[2]) for name in figures if "@" in name]
@@ -199,6 +200,17 @@ def _read_per_user(run: RunFolder) -> pd.DataFrame:
     if missing := [column for column in COLUMNS.values() if column not in table]:
         raise UserError(f"{path} lacks {', '.join(missing)}: it is of another version of recbft; train again")
     return table
+
+
+def _check_numbers(path: Path, per_user: pd.DataFrame) -> None:
+    """Refuse what would be cast to other numbers in silence: missing values and fractions."""
+    for name, lowest in (("history_length", 1), ("target_count", 0), ("unfiltered", 1), ("filtered", 1)):
+        values = per_user[COLUMNS[name]]
+        if values.dtype.kind not in "iu" or values.isna().any() or (values < lowest).any():
+            raise UserError(
+                f"{path} has values of {values.name!r} that are not whole numbers from {lowest}; "
+                "restore it, or train again"
+            )
 
 
 def _column(run: Run, column: str) -> NDArray[Any]:

@@ -208,6 +208,17 @@ def shuffle_ranks(run):
     table.to_parquet(run / "per_user.parquet")
 
 
+def first_value(column, value):
+    def edit(run):
+        table = pd.read_parquet(run / "per_user.parquet").astype({column: object})
+        table.loc[0, column] = value
+        if isinstance(value, str):
+            table[column] = table[column].astype(str)
+        table.to_parquet(run / "per_user.parquet")
+
+    return edit
+
+
 def drop_column(run):
     pd.read_parquet(run / "per_user.parquet").drop(columns="target_count").to_parquet(run / "per_user.parquet")
 
@@ -218,6 +229,16 @@ def drop_column(run):
         (delete("per_user.parquet"), "per_user.parquet is missing, and a comparison needs every user's rank; restore"),
         (overwrite("per_user.parquet", b"PAR1 no"), r"per_user\.parquet is damaged"),
         (drop_column, r"per_user\.parquet lacks target_count: it is of another version of recbft; train again"),
+        (
+            first_value("rank_unfiltered", None),
+            r"has values of 'rank_unfiltered' that are not whole numbers from 1; re",
+        ),
+        (
+            first_value("rank_filtered", 0),
+            "values of 'rank_filtered' that are not whole numbers from 1; restore it, or",
+        ),
+        (first_value("rank_unfiltered", "third"), "values of 'rank_unfiltered' that are not whole numbers from 1"),
+        (first_value("history_length", None), "values of 'history_length' that are not whole numbers from 1; restore"),
         (shuffle_ranks, r"gives HR@\d+ 0\.\d+ \(filtered\) and metrics.json says 0\.\d+; they are not of one run"),
         (delete("metrics.json"), "is not finished; go on with `recbft train --resume"),
         (overwrite("metrics.json", b"{"), r"metrics\.json is damaged"),
