@@ -88,10 +88,19 @@ def worth(model: SequenceModel, dataset: Dataset) -> dict[str, float]:
     found = {name: Ranking(test_values[name], test_hit).area for name in (*KNOWN, "precision")}
     for label, names in JOINED.items():
         sample, test = (np.stack([part[name] for name in names], axis=1) for part in (values, test_values))
-        mean, deviation = sample.mean(axis=0), sample.std(axis=0) + 1e-12
-        weights = logistic((sample - mean) / deviation, hit)
-        found[label] = Ranking((test - mean) / deviation @ weights, test_hit).area
+        found[label] = joined(sample, hit, test, test_hit)
     return found
+
+
+def joined(sample: FloatArray, hit: NDArray[np.bool_], test: FloatArray, test_hit: NDArray[np.bool_]) -> float:
+    """AUROC on the test of the regression fitted on the sample, (U, P) each; a signal that is one value there is out.
+
+    What rounding leaves of such a signal (a precision at its cap for all users) would be a weight of its own.
+    """
+    varies = np.ptp(sample, axis=0) > 0
+    mean, deviation = sample.mean(axis=0), np.where(varies, sample.std(axis=0) + 1e-12, np.inf)
+    weights = logistic((sample - mean) / deviation, hit)
+    return Ranking((test - mean) / deviation @ weights, test_hit).area
 
 
 def signals(model: SequenceModel, dataset: Dataset, part: Part) -> tuple[dict[str, FloatArray], NDArray[np.bool_]]:

@@ -27,6 +27,17 @@ def test_the_regression_is_scikit_learn_s(seed):
     np.testing.assert_allclose(worth.logistic(x, hit), expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_signal_at_its_cap_on_validation_says_nothing_on_the_test(seed):
+    rng = np.random.default_rng(seed)
+    sample, test = rng.normal(size=(2, 500, 2))
+    hit, test_hit = (rng.random(500) < 1 / (1 + np.exp(1 - x[:, 0])) for x in (sample, test))
+    capped, free = np.full(500, np.log(1000.0)), np.full(500, np.log(1000.0))
+    free[:20] -= 0.01
+    found = worth.joined(np.column_stack([sample, capped]), hit, np.column_stack([test, free]), test_hit)
+    assert found == pytest.approx(worth.joined(sample, hit, test, test_hit), abs=1e-4)
+
+
 def test_every_run_of_the_arm_is_judged_and_the_folder_is_not_named(trained, tmp_path, capsys):
     worth.main([str(trained), "--json", str(tmp_path / "worth.json")])
     said, rows = capsys.readouterr().out, json.loads((tmp_path / "worth.json").read_text())["worth"]
