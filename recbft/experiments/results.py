@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
+from recbft.evaluation.stratified import MIN_USERS
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
+from recbft.experiments.lists import counted
 from recbft.files import make_folder, write_atomic, write_json
 from recbft.training.run_folder import RunFolder
 
@@ -43,6 +45,7 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over
     if SECOND_BASELINE in comparison.arms and SECOND_BASELINE not in baselines:
         baselines.append(SECOND_BASELINE)
     notes = [*comparison.notes, *_constant(comparison, metrics), *_few(len(comparison.seeds))]
+    notes += _few_users(len(comparison.users)) if over_users else []
     return {
         "format": FORMAT,
         "baseline": comparison.baseline,
@@ -144,6 +147,15 @@ def _few(seeds: int) -> list[str]:
     if smallest <= 0.05:
         return []
     return [f"with {seeds} seeds no sign-flip p can be below {smallest:g}; 6 seeds are the fewest that can reach 0.05"]
+
+
+def _few_users(users: int) -> list[str]:
+    """The rule of strata: resamples of so few users are too much alike."""
+    if users >= MIN_USERS:
+        return []
+    return [
+        f"with {counted(users, 'user')} intervals over users are too narrow; {MIN_USERS} are the fewest, as in strata"
+    ]
 
 
 def _environments(comparison: Comparison) -> list[dict[str, Any]]:

@@ -81,6 +81,15 @@ def test_few_seeds_are_said_to_show_little():
     assert results_of(made_up(six), over_users=False)["notes"] == []
 
 
+def test_few_users_are_said_to_have_no_interval_to_rely_on():
+    rng = np.random.default_rng(1)
+    few, enough = ({name: rng.integers(1, 40, (6, users)) for name in ("matched", "bft")} for users in (3, 30))
+    said = "with 3 users intervals over users are too narrow; 30 are the fewest, as in strata"
+    assert said in results_of(made_up(few), metrics=["mrr"])["notes"]
+    assert results_of(made_up(few), metrics=["mrr"], over_users=False)["notes"] == []
+    assert results_of(made_up(enough), metrics=["mrr"])["notes"] == []
+
+
 def test_the_two_claims_are_told_apart_in_the_document():
     rng = np.random.default_rng(2)
     result = results_of(made_up({name: rng.integers(1, 40, (6, 30)) for name in ("matched", "bft")}))
