@@ -26,6 +26,7 @@ Kind = Literal[
 ]
 NONE = "-"
 WIDTH = 110  # of a caption in a terminal
+LONG = 24  # letters of a row's name, beyond which a page may break it
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$",
@@ -131,7 +132,7 @@ def html(table: Table) -> str:
     rows = []
     for row in table.texts():
         cells = [f"<td{_class(c)}>{escape(cell)}</td>" for cell, c in zip(row, table.columns, strict=True)]
-        cells[0] = f"<th scope=row>{escape(row[0])}</th>"
+        cells[0] = f"<th{' class=long' if len(row[0]) > LONG else ''} scope=row>{escape(row[0])}</th>"
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return (
         f'<figure class="table" id="table-{escape(table.name)}"><h3>{escape(table.title)}</h3>'

@@ -95,3 +95,10 @@ def test_tables_are_written_as_files(tmp_path):
     assert all(path.stat().st_size for path in written)
     assert slug("a/b[c=1]+d") == "a-b-c-1-d"
     assert len(f"seeds-against-{slug('語' * 300)}.csv".encode()) < 255
+
+
+def test_a_page_may_break_a_long_name_of_a_row_and_no_other():
+    rows = [["target never in training"], ["bft[core.initial=credibility,core.lam_max=10]"]]
+    made = html(Table(name="t", title="T", caption="C", columns=[Column("stratum")], rows=rows))
+    assert "<th scope=row>target never in training</th>" in made
+    assert "<th class=long scope=row>bft[core.initial=credibility,core.lam_max=10]</th>" in made
