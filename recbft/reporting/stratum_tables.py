@@ -217,8 +217,9 @@ def _left_out(strata: Strata) -> str:
     """Which strata a reader would look for in vain: where many values are equal, one between two edges is empty."""
     if not strata.empty:
         return ""
-    one = len(strata.empty) == 1
-    return f"{' and '.join(strata.empty)} {'has' if one else 'have'} no user and {'is' if one else 'are'} left out."
+    *first, last = strata.empty
+    names = f"{', '.join(first)} and {last}" if first else last
+    return f"{names} {'have' if first else 'has'} no user and {'are' if first else 'is'} left out."
 
 
 def _tests(subject: Subject, results: Sequence[StratumResult]) -> str:
