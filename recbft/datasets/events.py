@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from recbft.errors import UserError, did_you_mean
 
-LARGEST_EXACT_FLOAT = 2**53 - 1  # 2**53 may have been 2**53 + 1
+FLOAT_DIGITS = {16: 11, 32: 24, 64: 53}  # binary digits that a float of so many bits holds
 TICKS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -69,6 +69,15 @@ class Events:
             time_unit=unit,
             extra={name: _flat(table, name) for name in extra},
         )
+
+
+def largest_exact(bits: int) -> int:
+    """The largest whole number that a float of so many bits holds and that rounding makes of no other.
+
+    >>> largest_exact(64) == 2**53 - 1  # 2**53 may have been 2**53 + 1
+    True
+    """
+    return int(2 ** FLOAT_DIGITS.get(bits, 53)) - 1
 
 
 def steps_back(users: NDArray[np.int64], times: Any) -> int:
@@ -199,11 +208,7 @@ def _ids(column: Any, name: str, source: str) -> Any:
         _refuse(pc.equal(pc.utf8_trim_whitespace(column), ""), column, name, source, blank)
         return column
     if pa.types.is_floating(kind):
-        column = column.cast(pa.float64())
-        numbers = column.to_numpy(zero_copy_only=False)
-        bad = (np.abs(numbers) > LARGEST_EXACT_FLOAT) | (numbers != np.round(numbers))
-        _refuse(pa.array(bad), column, name, source, "but an id must be a whole number or a text")
-        return column.cast(pa.int64())
+        return pa.array(_whole_numbers_from_floats(column, name, source, "but an id must be a whole number or a text"))
     if pa.types.is_uint64(kind) and len(column) and pc.max(column).as_py() > np.iinfo(np.int64).max:
         return column.cast(pa.large_string())  # hashes of 64 bits: same canonical text, no overflow
     if pa.types.is_integer(kind):
@@ -226,6 +231,16 @@ def _check_utf8(column: Any, name: str, source: str) -> None:
         raise
 
 
+def _whole_numbers_from_floats(column: Any, name: str, source: str, not_whole: str) -> NDArray[np.int64]:
+    """Floats without blanks as integers; refuses what is not whole and what may have been another number."""
+    bits = column.type.bit_width
+    numbers: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    inexact = f"but whole numbers above 2**{FLOAT_DIGITS[bits]} are not exact as float{bits}; store integers"
+    _refuse(pa.array(~(np.abs(numbers) <= largest_exact(bits))), column, name, source, inexact)
+    _refuse(pa.array(numbers != np.round(numbers)), column, name, source, not_whole)
+    return numbers.astype(np.int64)
+
+
 # Times -----------------------------------------------------------------------------------------------
 
 BLANK_TIME = "but a time may not be blank; fill it in, drop the row, or name no time column to use the row order"
@@ -237,12 +252,12 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
 
 def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
     kind = column.type
-    _refuse(pc.is_null(column), column, name, source, BLANK_TIME)
+    _refuse(pc.is_null(column, nan_is_null=True), column, name, source, BLANK_TIME)
     unit = None
     if is_text(kind):
         numbers = _whole_numbers_from_text(column, name, source)
     elif pa.types.is_floating(kind):
-        numbers = _whole_numbers_from_floats(column, name, source)
+        numbers = _whole_numbers_from_floats(column, name, source, NOT_WHOLE)
     elif pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         numbers, unit = _ticks(column)
     elif pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
@@ -254,15 +269,6 @@ def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str 
         raise UserError(f"{source}: column {name!r} has type {kind}, but times must be whole numbers or dates")
     _refuse(pa.array(numbers < 0), column, name, source, NEGATIVE)
     return np.array(numbers, dtype=np.int64), unit  # a copy: arrow's memory is read-only
-
-
-def _whole_numbers_from_floats(column: Any, name: str, source: str) -> NDArray[np.int64]:
-    numbers: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-    _refuse(pa.array(np.isnan(numbers)), column, name, source, BLANK_TIME)
-    inexact = "but whole numbers above 2**53 are not exact as floats; store integers"
-    _refuse(pa.array(~(np.abs(numbers) <= LARGEST_EXACT_FLOAT)), column, name, source, inexact)
-    _refuse(pa.array(numbers != np.round(numbers)), column, name, source, NOT_WHOLE)
-    return numbers.astype(np.int64)
 
 
 def _whole_numbers_from_text(column: Any, name: str, source: str) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from recbft.datasets.events import largest_exact
 from recbft.errors import UserError
 
 
@@ -30,12 +31,21 @@ class Vocabulary:
         return len(self.ids)
 
     def encode(self, raw_ids: Iterable[Any]) -> NDArray[np.int64]:
-        """Item indices of raw ids (a list, array or column), 0 where an id is unknown or blank."""
+        """Item indices of raw ids (a list, array or column), 0 where an id is unknown or blank.
+
+        Raises:
+            UserError: an id is neither number nor text, or a float so large that it may have been another number.
+        """
         if hasattr(raw_ids, "dtype"):
             values = np.asarray(raw_ids)
             if values.dtype.kind == "i" and self.ids.dtype != object:
                 return np.asarray(self._numbers.get_indexer(pd.Index(values)), dtype=np.int64) + 1
-            raw_ids = values.tolist()
+            if isinstance(raw_ids.dtype, np.dtype):
+                if values.dtype.kind == "f" and (finite := values[np.isfinite(values)]).size:
+                    _refuse_rounded(finite[np.abs(finite).argmax()], values.dtype.itemsize * 8)
+                raw_ids = values.tolist()
+            elif hasattr(raw_ids, "tolist"):  # as an array, whole numbers beside a blank may be floats
+                raw_ids = raw_ids.tolist()
         texts = pd.Index([canonical_text(value) for value in raw_ids], dtype=object)
         return np.asarray(self._texts.get_indexer(texts), dtype=np.int64) + 1
 
@@ -62,13 +72,25 @@ def _ready(index: pd.Index[Any]) -> pd.Index[Any]:
     return index
 
 
+def _refuse_rounded(value: float | np.floating[Any], bits: int) -> None:
+    """Refuse a whole number that may have been another one before it was a float of so many bits."""
+    if abs(value) > largest_exact(bits):
+        raise UserError(
+            f"an item id is {float(value)!r}, but whole numbers so large are not exact as float{bits}; give integers"
+        )
+
+
 def canonical_text(value: Any) -> str | None:
     """The text of one raw id: whole floats as integers, None for a blank."""
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, (bytes, list, tuple, set, dict, np.ndarray)):
-        raise UserError(f"an item id is {value!r}; give ids that are whole numbers or text, one per event")
+    value = value.as_py() if hasattr(value, "as_py") else value  # of arrow
+    if hasattr(value, "__len__") and not isinstance(value, str):
+        shown = " ".join(repr(value).split())[:60]
+        raise UserError(f"an item id is {shown}; give ids that are whole numbers or text, one per event")
     if value is None or value is pd.NA or value != value:
         return None
-    whole = isinstance(value, (float, np.floating)) and float(value).is_integer()
-    return str(int(value)) if whole else str(value)
+    if isinstance(value, (float, np.floating)) and float(value).is_integer():
+        _refuse_rounded(value, getattr(value, "itemsize", 8) * 8)
+        return str(int(value))
+    return str(value)

@@ -60,6 +60,10 @@ def test_whole_times_are_taken_exactly_however_they_are_written(times):
             r"row 2: column 'timestamp' holds inf, but whole numbers above 2\*\*53 are not exact",
         ),
         ([1.0, 1e17, 3.0], r"row 2: column 'timestamp' holds 1e\+17, but whole numbers above 2\*\*53 are not exact"),
+        (
+            pa.array([1, 2**24, 3], pa.float32()),
+            r"row 2: column 'timestamp' holds 16777216.0, but whole numbers above 2\*\*24 are not exact as float32",
+        ),
         (["1", "", "2"], r"row 2: column 'timestamp' holds '', but a time may not be blank"),
         (["1", "NaN", "2"], r"row 2: column 'timestamp' holds 'NaN', but a time may not be blank"),
         (["1", "2", "3.25"], r"row 3: column 'timestamp' holds '3.25', but a time must be a whole number"),
@@ -101,6 +105,8 @@ def test_a_blank_id_is_refused_by_row(column, blank):
     [
         ([1.0, float("nan"), 3.0], "row 2: column 'item_id' holds nan, but an id may not be blank"),
         ([1.0, 2.5, 3.0], "row 2: column 'item_id' holds 2.5, but an id must be a whole number or a text"),
+        ([1.0, 2.0**53, 3.0], r"row 2: .* holds 9007199254740992.0, but .* 2\*\*53 are not exact as float64; store"),
+        (pa.array([1, 2**24, 3], pa.float32()), r"row 2: .* holds 16777216.0, but .* 2\*\*24 are not exact as float32"),
         ([True, False, True], "column 'item_id' has type bool, but ids must be whole numbers or text"),
     ],
 )

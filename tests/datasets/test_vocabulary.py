@@ -4,6 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 
 from recbft.datasets.vocabulary import Vocabulary
@@ -22,7 +24,38 @@ def test_threads_that_ask_first_and_at_once_find_every_item(form):
         assert list(pool.map(ask, range(8))) == [[1, 300_000, 0]] * 8
 
 
-@pytest.mark.parametrize("value", [b"7", [7], (7,), np.array([7])])
+@pytest.mark.parametrize("value", [b"7", [7], (7,), np.array([7]), pd.Series([7]), pd.DataFrame({"item_id": [7]})])
 def test_what_is_neither_number_nor_text_is_refused_not_unknown(value):
     with pytest.raises(UserError, match="give ids that are whole numbers or text, one per event"):
         Vocabulary(np.array([7])).encode([value])
+
+
+@pytest.mark.parametrize("wrap", [pd.array, pd.Series, pd.Index])
+@pytest.mark.parametrize("kind", ["Int64", "int64[pyarrow]", "category"])
+@pytest.mark.parametrize("ids", [np.array([7, 2**53, 2**53 + 1]), np.array(["7", str(2**53), str(2**53 + 1)], object)])
+def test_large_ids_stay_exact_beside_a_blank_in_every_column_that_has_room_for_both(ids, kind, wrap):
+    column = wrap(pd.array([2**53 + 1, None, 7], dtype="Int64").astype(kind))
+    assert Vocabulary(ids).encode(column).tolist() == [3, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "number", "bits"),
+    [
+        ([7, 2.0**53], "9007199254740992.0", 64),
+        (np.array([-(2.0**53), np.nan]), "-9007199254740992.0", 64),
+        (np.array([np.inf, 2**24, 7], np.float32), "16777216.0", 32),
+        ([np.float32(2**24)], "16777216.0", 32),
+        (pd.Series([2**53 + 1, None]), "9007199254740992.0", 64),
+    ],
+)
+def test_an_id_that_rounding_may_have_made_of_another_is_refused(ids, number, bits):
+    vocabulary = Vocabulary(np.array([7, 2**24, 2**53]))
+    with pytest.raises(UserError, match=f"an item id is {number}, but .* not exact as float{bits}; give integers"):
+        vocabulary.encode(ids)
+    assert vocabulary.encode([2.0**53 - 1, np.float32(2**24 - 1), 7.0, 1e400]).tolist() == [0, 0, 1, 0]
+
+
+def test_an_arrow_column_of_ids_has_the_ids_of_its_values():
+    vocabulary = Vocabulary(np.array(["7", "None", "nan"], object))
+    assert vocabulary.encode(pa.array([7.0, None])).tolist() == [1, 0]
+    assert vocabulary.encode(pa.array(["None", None])).tolist() == [2, 0]
