@@ -10,6 +10,7 @@ Users are numbered by first appearance among the kept rows, items by first appea
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recbft.config import is_whole
@@ -152,36 +154,47 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
 def _satisfies(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
     keep = np.ones(len(events), dtype=bool)
     for name, sign, number in preparation.conditions():
-        with np.errstate(invalid="ignore"):
-            values = _numbers(events.extra[name], name, events.source)
-            keep &= _COMPARISONS[sign](values, number) & ~np.isnan(values)
+        column = events.extra[name]
+        values, given = _numbers(column, name, events.source)
+        keep &= _COMPARISONS[sign](values, _as_held(number, column.type)) & given
     return keep
 
 
 def _number(text: str) -> int | float:
     """A number of a row filter; a whole one exactly, since floats hold those beyond 2**53 by rounding."""
+    if not math.isfinite(float(text)):
+        raise ValueError("no column holds a number so large")
     try:
         return int(text)
     except ValueError:
         return float(text)
 
 
-def _numbers(column: Any, name: str, source: str) -> NDArray[Any]:
-    """A filter column as integers where it holds nothing else, or as float64 with NaN where blank."""
-    if pa.types.is_integer(column.type) and column.null_count == 0:
-        return np.asarray(column.to_numpy(zero_copy_only=False))
+def _as_held(number: int | float, kind: Any) -> Any:
+    """A number of a row filter as a column holds it: 4.1 in single precision is another number than in double."""
+    if isinstance(number, float) and (pa.types.is_float32(kind) or pa.types.is_float16(kind)):
+        with np.errstate(over="ignore"):  # infinity then, which is larger too
+            return np.dtype(kind.to_pandas_dtype()).type(number)
+    return number
+
+
+def _numbers(column: Any, name: str, source: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """A filter column's numbers, integers where it holds nothing else or else float64, and which rows are not blank."""
     if is_text(column.type):
-        values = np.asarray(pd.to_numeric(column.to_pandas(), errors="coerce"), dtype=np.float64)
-        for row in np.flatnonzero(np.isnan(values)):
-            text = column[int(row)].as_py()
-            if text is not None and text.strip().lower() not in ("", "nan"):
-                place = f"{source}: row {row + 1}: column {name!r}"
-                raise UserError(f"{place} holds {text!r}, but a row filter needs numbers")
-        return values
-    numbers = as_floats(column)
-    if numbers is None:
+        text = pc.ascii_lower(pc.utf8_trim_whitespace(column))
+        blank = pc.fill_null(pc.is_in(text, value_set=pa.array(["", "nan"], text.type)), True)
+        numbers = np.asarray(pd.to_numeric(pc.if_else(blank, "0", text).to_pandas(), errors="coerce"))
+        if (bad := np.isnan(numbers)).any():
+            row = int(bad.argmax())
+            place = f"{source}: row {row + 1}: column {name!r}"
+            raise UserError(f"{place} holds {column[row].as_py()!r}, but a row filter needs numbers")
+        return numbers, ~blank.to_numpy(zero_copy_only=False)
+    if pa.types.is_integer(column.type):
+        return column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(zero_copy_only=False)
+    floats = as_floats(column)
+    if floats is None:
         raise UserError(f"{source}: column {name!r} has type {column.type}, but a row filter needs numbers")
-    return numbers
+    return floats, ~np.isnan(floats)
 
 
 def _codes(ids: Any, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], Any]:

@@ -96,13 +96,25 @@ def test_k_core_equals_dropping_one_user_or_item_at_a_time(seed):
     assert histories(dataset) == expected
 
 
-def test_a_row_filter_knows_whole_numbers_that_floats_do_not():
+@pytest.mark.parametrize("kind", ["int64", "Int64", "int64[pyarrow]", "str", "object", "category"])
+@pytest.mark.parametrize("blank", [False, True])
+def test_a_row_filter_knows_whole_numbers_that_floats_do_not(kind, blank):
     large = 2**53 + 1  # as float64 the one before it
-    h = np.repeat([large, large - 1], 4)
+    h = pd.Series(np.repeat([large, large - 1], 4)).astype(kind)
     frame = pd.DataFrame({"user_id": np.repeat([1, 2], 4), "item_id": [1, 2, 3, 4] * 2, "h": h})
+    if blank and kind != "int64":
+        frame.loc[[3, 7], "h"] = "" if kind == "str" else None
     dataset = Dataset.from_frame(frame, preparation=Preparation(where=f"h=={large}"))
     assert dataset.user_ids.tolist() == [1]
     assert Dataset.from_frame(frame, preparation=Preparation(where=f"h<={large}.5")).num_users == 2
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, str])
+@pytest.mark.parametrize(("where", "kept"), [("h>=4.1", "bc"), ("h<=4.1", "ab"), ("h>4.1", "c"), ("h<1e39", "abc")])
+def test_a_row_filter_keeps_the_same_rows_in_every_precision(where, kept, kind):
+    height = np.repeat([4.0, 4.1, 4.2], 3).astype(kind)
+    frame = pd.DataFrame({"user_id": np.repeat(["a", "b", "c"], 3), "item_id": 1, "h": height})
+    assert "".join(Dataset.from_frame(frame, preparation=Preparation(where=where)).user_ids) == kept
 
 
 @pytest.mark.parametrize(
@@ -158,6 +170,7 @@ def test_no_user_left_is_an_error_with_counts():
         ({"deduplicate": "both"}, "deduplicate is 'both'; choose 'first', 'last' or None"),
         ({"where": "rating is good"}, "row filter 'rating is good' cannot be read; write COLUMN>=NUMBER"),
         ({"where": "rating>=1.2.3"}, "row filter 'rating>=1.2.3' cannot be read"),
+        ({"where": "rating<=" + "9" * 400}, "row filter 'rating<=9+' cannot be read"),
         ({"where": ""}, "row filter '' cannot be read"),
     ],
 )
