@@ -14,6 +14,9 @@ import pyarrow as pa
 
 from recbft.errors import UserError
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+EMPTY = "the file is empty"
+
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:

@@ -14,11 +14,9 @@ an error has to name one.
 
 from __future__ import annotations
 
-import csv
 import io
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
+from recbft.datasets.delimited import header, read_delimited
 from recbft.datasets.events import check_columns
-from recbft.datasets.opening import is_gzip, one_line, open_bytes, reading
+from recbft.datasets.opening import BYTE_ORDER_MARK, EMPTY, one_line, open_bytes, reading
 from recbft.errors import UserError
 
 FORMATS = {
@@ -45,10 +43,6 @@ FORMATS = {
     ".ndjson": "json lines",
     ".txt": "text",
 }
-ATOMIC_TYPES = ("token", "token_seq", "float", "float_seq")
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-EMPTY = "the file is empty"
-UNIT_SEPARATOR = "\x1f"  # stands for a separator that is not one ASCII character while arrow reads
 
 
 def read_table(
@@ -78,7 +72,7 @@ def read_table(
             return _read_json_lines(path, wanted)
         if kind == "text":
             return _read_text(path, wanted)
-        return _read_delimited(path, wanted, kind, separator, columns)
+        return read_delimited(path, wanted, kind, separator, columns)
 
 
 def column_names(path: str | Path) -> list[str]:
@@ -93,8 +87,8 @@ def column_names(path: str | Path) -> list[str]:
         if kind == "json lines":
             return list(_first_object(path))
         if kind in ("inter", "csv", "tsv"):
-            header = _header(path, "," if kind == "csv" else "\t", quoted=kind != "inter")
-            return [name.rpartition(":")[0] or name for name in header] if kind == "inter" else header
+            names = header(path, "," if kind == "csv" else "\t", quoted=kind != "inter")
+            return [name.rpartition(":")[0] or name for name in names] if kind == "inter" else names
     return []
 
 
@@ -143,139 +137,6 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> Any:
         raise UserError(f"{path}: is not a whole Parquet file ({one_line(error)}); fetch or write it again") from None
     check_columns(schema.names, wanted, str(path))
     return pq.ParquetFile(path).read(columns=list(dict.fromkeys(wanted)))
-
-
-# Delimited text --------------------------------------------------------------------------------------
-
-
-def _read_delimited(
-    path: Path, wanted: Sequence[str], kind: str, separator: str | None, columns: Sequence[str] | None
-) -> Any:
-    separator = {"csv": ",", "tsv": "\t", "inter": "\t"}[kind] if separator is None else separator.replace("\\t", "\t")
-    if separator in ("", "\n", "\r", "\0"):
-        said = repr(separator) if separator else "empty"
-        raise UserError(f"{path}: the separator is {said}; give the text between two fields, such as ',' or '::'")
-    quoted = kind != "inter" and _arrow_takes(separator)  # RecBole's format knows no quotes: an id may hold one
-    raw_names = list(columns) if columns is not None else _header(path, separator, quoted=quoted)
-    names = [_untyped(name, path) for name in raw_names] if kind == "inter" else raw_names
-    check_columns(names, wanted, str(path))
-    chosen = {f"c{names.index(name)}": name for name in wanted}
-    unique = [f"c{index}" for index in range(len(names))]
-    source = _arrow_source(path, separator)
-    delimiter = separator if _arrow_takes(separator) else UNIT_SEPARATOR
-    first_row = 1 if columns is None else 0
-
-    def parse(handler: Any = None) -> Any:
-        return pa_csv.read_csv(
-            source(),
-            pa_csv.ReadOptions(column_names=unique, skip_rows=first_row, use_threads=handler is None),
-            pa_csv.ParseOptions(
-                delimiter=delimiter,
-                quote_char='"' if quoted else False,
-                newlines_in_values=quoted,
-                invalid_row_handler=handler,
-            ),
-            pa_csv.ConvertOptions(
-                include_columns=list(chosen),
-                column_types=dict.fromkeys(chosen, pa.large_string()),
-                strings_can_be_null=False,
-            ),
-        )
-
-    table = _parse_or_name_the_row(parse, path, len(names), first_row)
-    if quoted:
-        _refuse_open_quotes(path, separator, first_row + table.num_rows)
-    if table.num_rows == 0:
-        raise UserError(f"{path}: the file has a header but no rows")
-    return table.rename_columns([chosen[name] for name in table.column_names])
-
-
-def _parse_or_name_the_row(parse: Any, path: Path, num_columns: int, first_row: int) -> Any:
-    try:
-        return parse()
-    except pa.ArrowInvalid as error:
-        if "columns, got" not in str(error):
-            raise
-    bad: list[tuple[int | None, int]] = []
-
-    def remember(row: Any) -> str:
-        bad.append((row.number, row.actual_columns))
-        return "skip"
-
-    parse(remember)  # again, on one thread: only then does arrow count rows
-    number, actual = bad[0]
-    place = "" if number is None else f"row {number - first_row}: "
-    raise UserError(
-        f"{path}: {place}{actual} fields where {num_columns} are expected; check the separator and the column names"
-    )
-
-
-def _refuse_open_quotes(path: Path, separator: str, num_rows: int) -> None:
-    """Refuse a stray quote, which arrow lets swallow all rows up to the next one; values may hold line ends.
-
-    Args:
-        num_rows: that arrow found, the header included. Where there are as many lines and every quote has its second,
-            no value spans several.
-    """
-    with open_bytes(path) as file:
-        quotes = sum(part.count(b'"') for part in iter(lambda: file.read(2**20), b""))
-        if not quotes:
-            return
-        file.seek(0)
-        text = io.TextIOWrapper(file, "latin-1")  # lines end in CR, LF or both, as arrow takes them
-        num_lines = sum(1 for line in text if line.strip())
-        text.detach()
-        if num_lines <= num_rows and quotes % 2 == 0:
-            return
-        file.seek(0)
-        limit, begins = csv.field_size_limit(2**31 - 1), 0
-        lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator, strict=True)
-        try:
-            for _ in lines:
-                begins = lines.line_num
-        except csv.Error:
-            raise UserError(
-                f"{path}: line {begins + 1}: a quote is opened and not closed before the next separator or line; "
-                "write a quote within a value twice, and the value in quotes"
-            ) from None
-        finally:
-            csv.field_size_limit(limit)
-
-
-def _arrow_takes(separator: str) -> bool:
-    return len(separator) == 1 and separator.isascii()
-
-
-def _arrow_source(path: Path, separator: str) -> Callable[[], Any]:
-    """Opens what arrow reads: the file, or its bytes with one character in place of a separator arrow does not take."""
-    if _arrow_takes(separator):
-        return lambda: pa.input_stream(str(path), compression="gzip" if is_gzip(path) else "detect")
-    with open_bytes(path) as file:
-        content = file.read()
-    if UNIT_SEPARATOR.encode() in content:
-        raise UserError(f"{path}: holds the character 0x1f, so separator {separator!r} cannot be used; replace either")
-    content = content.removeprefix(BYTE_ORDER_MARK).replace(separator.encode(), UNIT_SEPARATOR.encode())
-    return lambda: pa.BufferReader(content)
-
-
-def _header(path: Path, separator: str, *, quoted: bool) -> list[str]:
-    with open_bytes(path) as file:
-        start = file.readline()
-    line = re.split(rb"[\r\n]", start, maxsplit=1)[0].decode("utf-8-sig")
-    if not line.strip():
-        raise UserError(f"{path}: {'the first line is blank, but it must name the columns' if start else EMPTY}")
-    if quoted:
-        return next(csv.reader([line], delimiter=separator))
-    return line.split(separator)
-
-
-def _untyped(name: str, path: Path) -> str:
-    """``user_id:token`` -> ``user_id``."""
-    column, _, kind = name.rpartition(":")
-    if not column or kind not in ATOMIC_TYPES:
-        advice = f"write NAME:TYPE, such as 'user_id:token' (types: {', '.join(ATOMIC_TYPES)})"
-        raise UserError(f"{path}: header field {name!r} has no type; {advice}")
-    return column
 
 
 # JSON lines ------------------------------------------------------------------------------------------

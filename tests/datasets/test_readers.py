@@ -8,7 +8,7 @@ import json
 import pandas as pd
 import pytest
 
-from recbft.datasets import Dataset, read_table
+from recbft.datasets import Dataset, delimited, read_table
 from recbft.errors import UserError
 
 ROWS = [("zoë b", "007", 5), ("zoë b", 'q"uote', 6), ("甲", "7", 7), ("zoë b", "Ünï", 8)]
@@ -135,6 +135,7 @@ ERRORS = {
     "empty.inter.gz": ("", r"empty\.inter\.gz: the file is empty"),
     "empty.jsonl": ("\n\n", r"empty\.jsonl: the file is empty"),
     "header.csv": ("user_id,item_id\n", r"header\.csv: the file has a header but no rows"),
+    "unended.csv": ("user_id,item_id", r"unended\.csv: the file has a header but no rows"),
     "blank.csv": ("\nuser_id,item_id\n", r"blank\.csv: the first line is blank, but it must name the columns"),
     "column.csv": (
         "user_id,itemid\n1,2\n",
@@ -299,6 +300,8 @@ def test_a_quoted_field_may_hold_separators_and_line_breaks(tmp_path):
         ({5: '"Heat (1995)'}, 7),  # open to the end
         ({5: '"Heat (1995)', 9: '"Casino'}, 7),  # open to the next quote
         ({3: '"a\nb"', 6: '"c"d'}, 9),  # beside a value of two lines any quote must be in order
+        ({5: '"Heat (1995)', 8: "x" * 2**21}, 7),  # open beyond what is read at once
+        ({5: "too", 6: '"Heat, two'}, 8),  # the row looks too short
     ],
 )
 def test_a_quote_that_is_not_closed_is_named_and_swallows_no_rows(titles, line, ending, tmp_path):
@@ -322,6 +325,18 @@ def test_a_quote_that_is_not_closed_is_named_and_swallows_no_rows(titles, line, 
 def test_an_open_quote_is_found_whatever_ends_a_line(rows, line, end, tmp_path):
     path = write(tmp_path / "a.csv", end.join(["user_id,item_id", *rows, ""]).encode())
     with pytest.raises(UserError, match=f"line {line}: a quote is opened and not closed"):
+        read_table(path, ["user_id", "item_id"])
+
+
+@pytest.mark.parametrize("note", ["x" * 3_000_000, '"' + "two\nlines" * 300_000 + '"'], ids=["line", "lines"])
+def test_a_row_may_be_longer_than_what_is_read_at_once(note, tmp_path, monkeypatch):
+    path = write(tmp_path / "a.csv", f"user_id,item_id,note\nu,a,{note}\nu,b,\n")
+    assert read_table(path, ["user_id", "item_id"])["item_id"].to_pylist() == ["a", "b"]
+    write(path, path.read_text() + "u,c,d,e\n")
+    with pytest.raises(UserError, match="row 3: 4 fields where 3 are expected"):
+        read_table(path, ["user_id", "item_id"])
+    monkeypatch.setattr(delimited, "LONGEST_ROW", 2**20)
+    with pytest.raises(UserError, match=r"a\.csv: a row is longer than 1 MiB; leave its long values out"):
         read_table(path, ["user_id", "item_id"])
 
 
