@@ -252,6 +252,8 @@ def _as_array(column: pd.Series, name: str, source: str) -> Any:
     try:
         return pa.Array.from_pandas(column)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        if column.dtype == object and pd.api.types.infer_dtype(column) == "integer":  # beyond 64 bits: their texts
+            return pa.array([None if pd.isna(value) else str(value) for value in column], pa.large_string())
         kinds = sorted({type(value).__name__ for value in column.dropna()})
         if len(kinds) < 2:
             raise UserError(

@@ -246,6 +246,7 @@ def _whole_numbers_from_floats(column: Any, name: str, source: str, not_whole: s
 BLANK_TIME = "but a time may not be blank; fill it in, drop the row, or name no time column to use the row order"
 NOT_WHOLE = "but a time must be a whole number; use integer seconds or milliseconds"
 NEGATIVE = "but a time must be >= 0"
+BEFORE_1970 = "but a date must not lie before 1970; correct it, drop the row, or name no time column"
 MAX_DIGITS = 19  # of an int64
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
 
@@ -267,7 +268,7 @@ def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str 
             raise UserError(f"{source}: column {name!r} holds a time that is not an int64: {error}") from None
     else:
         raise UserError(f"{source}: column {name!r} has type {kind}, but times must be whole numbers or dates")
-    _refuse(pa.array(numbers < 0), column, name, source, NEGATIVE)
+    _refuse(pa.array(numbers < 0), column, name, source, NEGATIVE if unit is None else BEFORE_1970)
     return np.array(numbers, dtype=np.int64), unit  # a copy: arrow's memory is read-only
 
 

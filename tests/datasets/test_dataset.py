@@ -258,6 +258,18 @@ def test_tables_of_other_libraries_and_numbered_columns_are_read():
     assert Dataset.from_frame(table, user="0", item="1").content_hash == made.content_hash
 
 
+@pytest.mark.parametrize("ids", [[2**64, 1, 2**64], [2**63, -1, 2**63]])
+def test_whole_numbers_beyond_64_bits_are_kept_as_their_text(ids, tmp_path):
+    dataset = Dataset.from_frame(pd.DataFrame({"user_id": ["u"] * 3, "item_id": ids}))
+    assert dataset.decode(dataset.items).tolist() == [str(number) for number in ids]
+    assert dataset.encode(ids).tolist() == [1, 2, 1]
+    lines = [json.dumps({"user_id": "u", "item_id": number}) for number in ids]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert Dataset.load(tmp_path / "a.jsonl").content_hash == dataset.content_hash
+    with pytest.raises(UserError, match="frame: row 2: column 'item_id' holds nothing, but an id may not be blank"):
+        Dataset.from_frame(pd.DataFrame({"user_id": ["u"] * 2, "item_id": pd.Series([2**64, None], dtype=object)}))
+
+
 @pytest.mark.parametrize("frame", [pd.Series(["a", "b"]), "ratings.csv", pa.chunked_array([["a"]])])
 def test_what_is_no_table_is_refused(frame):
     with pytest.raises(UserError, match="is not a table; give a pandas data frame"):

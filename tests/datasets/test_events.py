@@ -53,6 +53,10 @@ def test_whole_times_are_taken_exactly_however_they_are_written(times):
         ([1.0, float("nan"), 2.0], r"log: row 2: column 'timestamp' holds nan, but a time may not be blank"),
         ([1, None, 2], r"row 2: column 'timestamp' holds nothing, but a time may not be blank"),
         ([1, 2, -7], r"row 3: column 'timestamp' holds -7, but a time must be >= 0"),
+        (
+            [datetime.datetime(2020, 1, 1), datetime.datetime(1969, 1, 1), datetime.datetime(2020, 1, 1)],
+            r"row 2: .* holds datetime.datetime\(1969, .*\), but a date must not lie before 1970; correct it",
+        ),
         ([1.0, -7.0, 2.0], r"row 2: column 'timestamp' holds -7.0, but a time must be >= 0"),
         ([1.5, 2.0, 3.0], r"row 1: column 'timestamp' holds 1.5, but a time must be a whole number"),
         (
