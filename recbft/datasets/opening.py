@@ -15,6 +15,7 @@ import pyarrow as pa
 from recbft.errors import UserError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+GZIP = b"\x1f\x8b"  # begins its files
 EMPTY = "the file is empty"
 
 
@@ -59,6 +60,9 @@ def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
 def _not_utf8(path: Path) -> UserError:
     advice = "save the file as UTF-8"
     with reading(path), open_bytes(path) as file:
+        if file.read(2) == GZIP:
+            return UserError(f"{path}: is gzipped; let its name end in .gz, or unpack it")
+        file.seek(0)
         for number, line in enumerate(file, start=1):
             try:
                 line.decode("utf-8")
