@@ -103,8 +103,11 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
     return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+_SIGNS = re.compile(r"""[^\w\[\]{}"'~]+""")  # without those that are values in YAML
+
+
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Key and value of ``key=value``; the value is a YAML scalar or list.
+    """Key and value of ``key=value``; the value is a YAML scalar or list, or signs alone, such as a separator.
 
     >>> parse_setting("learning_rate=1e-3"), parse_setting("ks=[5, 10]"), parse_setting("jacobian=off")
     (('learning_rate', 0.001), ('ks', [5, 10]), ('jacobian', 'off'))
@@ -112,6 +115,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise UserError(f"setting {text!r} is not key=value; write for example epochs=50")
+    if _SIGNS.fullmatch(value):
+        return key.strip(), value
     return key.strip(), _parse(value, f"setting {text!r}")
 
 

@@ -62,6 +62,20 @@ def test_a_setting_is_read_by_the_rules_of_yaml_1_2(text, value):
     assert key == "a" and got == value and type(got) is type(value)
 
 
+@pytest.mark.parametrize("separator", ["::", "|", ",", ";", ":", "#", "*", "-", "|#|", "\t", " ", "→"])
+def test_a_setting_of_signs_alone_is_a_separator_not_yaml(separator):
+    config = load_run_config(settings=[f"data.separator={separator}"])
+    assert config.data.separator == separator
+
+
+def test_a_setting_may_be_nothing():
+    assert [parse_setting(f"a={value}")[1] for value in ("", "~", "null", "[]", "{}", "''")] == [None] * 3 + [
+        [],
+        {},
+        "",
+    ]
+
+
 @pytest.mark.parametrize("text", ["epochs", "=3", ""])
 def test_a_setting_without_key_or_equals_sign_is_refused(text):
     with pytest.raises(UserError, match="is not key=value; write for example epochs=50"):
