@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from recbft.datasets.cards import default_dataset
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.prepare import Preparation
+from recbft.datasets.readers import ending
 from recbft.errors import UserError
 
 
@@ -65,7 +67,8 @@ class DataConfig:
         """The data of a run that was begun earlier, from where they lie now.
 
         Args:
-            dataset: data set or file to read in the place of the run's own, in the same way.
+            dataset: data set or file to read in the place of the run's own, in the same way; separator and column
+                names, which say how the run's own file is written, go with files of its ending alone.
             data_root: where to look for it.
             how: its columns, separator or column names where they are not those of the run's own.
 
@@ -74,6 +77,8 @@ class DataConfig:
         """
         try:
             place = replace(self, dataset=dataset or self.dataset, data_root=data_root or self.data_root)
+            if ending(Path(str(place.dataset))) != ending(Path(str(self.dataset))):
+                place = replace(place, separator=None, columns=None)
             return replace(place, **how).load()
         except UserError as error:
             if dataset is not None:

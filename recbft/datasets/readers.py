@@ -80,7 +80,7 @@ def column_names(path: str | Path) -> list[str]:
     path = atomic_file(Path(path))
     if not path.is_file():
         return []
-    kind = FORMATS.get(_ending(path))
+    kind = FORMATS.get(ending(path))
     with suppress(UserError), reading(path):
         if kind == "parquet":
             return list(pq.read_schema(path).names)
@@ -107,22 +107,23 @@ def atomic_file(path: Path) -> Path:
 
 def file_format(path: Path, *, delimited: bool = False) -> str:
     """The format the ending stands for; any ending is a delimited file once its columns or separator are given."""
-    ending = _ending(path)
-    kind = FORMATS.get(ending)
+    end = ending(path)
+    kind = FORMATS.get(end)
     if delimited:
         if kind in ("inter", "parquet", "json lines"):
-            raise UserError(f"{path}: separator and column names are for delimited files, not {ending}; leave them out")
+            raise UserError(f"{path}: separator and column names are for delimited files, not {end}; leave them out")
         return kind if kind == "tsv" else "csv"
     if kind is None:
         known = ", ".join(FORMATS)
         raise UserError(
-            f"{path}: unknown file ending {ending!r}; known are {known} (each text format also with .gz); "
+            f"{path}: unknown file ending {end!r}; known are {known} (each text format also with .gz); "
             "for another delimited file give its separator or its column names"
         )
     return kind
 
 
-def _ending(path: Path) -> str:
+def ending(path: Path) -> str:
+    """What the name ends in, ``.gz`` left out, in small letters."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else "".join(suffixes[-1:])
 

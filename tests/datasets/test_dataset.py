@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recbft.datasets import Dataset, Preparation, describe, leave_one_out
+from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 
 TEXT_IDS = st.text(min_size=1, max_size=5).filter(lambda text: text.strip() != "")
@@ -247,6 +248,22 @@ def test_the_same_events_give_the_same_hashes_in_every_format(tmp_path):
     text = "".join(f"{u} {i}\n" for u, i in zip(frame.user_id, frame.item_id, strict=True))
     (tmp_path / "a.txt").write_text(text)
     assert Dataset.load(tmp_path / "a.txt").content_hash == Dataset.from_frame(frame).content_hash
+
+
+def test_a_run_of_a_file_without_header_reads_files_of_other_forms(tmp_path):
+    rows = pd.DataFrame({"user": ["u"] * 3, "item": ["007", "7", "8"], "when": [3, 1, 2]})
+    rows.to_csv(tmp_path / "own.dat", sep="|", header=False, index=False)
+    rows.to_csv(tmp_path / "other.dat", sep="|", header=False, index=False)
+    rows.to_csv(tmp_path / "other.csv", index=False)
+    rows.to_csv(tmp_path / "other.tsv", sep=";", index=False)
+    rows.to_parquet(tmp_path / "other.parquet")
+    names = {"user": "user", "item": "item", "time": "when"}
+    config = DataConfig(dataset=str(tmp_path / "own.dat"), separator="|", columns=("user", "item", "when"), **names)
+    for other in ("own.dat", "other.dat", "other.csv", "other.parquet"):
+        assert config.load_again(str(tmp_path / other)).content_hash == config.load().content_hash
+    assert config.load_again(str(tmp_path / "other.tsv"), separator=";").content_hash == config.load().content_hash
+    with pytest.raises(UserError, match=r"column names are for delimited files, not \.parquet; leave"):
+        config.load_again(str(tmp_path / "other.parquet"), columns=["user", "item", "when"])
 
 
 def test_tables_of_other_libraries_and_numbered_columns_are_read():
