@@ -1,7 +1,8 @@
 """The checkpoints of RecBole, which hold its Config and other objects: torch 2.6 and later refuses to read them.
 
 ``load_checkpoint`` reads them and makes only the classes known from there; ``compat`` puts it in the place of
-``torch.load`` in RecBole's own two modules, and nowhere else.
+``torch.load`` in RecBole's own two modules, and nowhere else. Some models keep more than weights: sparse matrices,
+arrays, whole layers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import enum
 import importlib
 import io
 import pickle
+import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -39,36 +41,91 @@ def _enum_member(kind: Any, name: str) -> Any:
     raise pickle.UnpicklingError(f"the checkpoint asks for attribute {name!r} of {kind!r}; load only your own files")
 
 
-class _CheckpointUnpickler(pickle.Unpickler):
-    """Finds the classes that a checkpoint of RecBole is made of, and no other."""
+PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
+
+_InPython: Any = pickle._Unpickler  # undocumented, but what Python has for this
+
+
+class _CheckpointUnpickler(_InPython):  # type: ignore[misc]
+    """Finds the classes that a checkpoint of RecBole is made of, and no other.
+
+    An object of a package's class gets its state and nothing is called for it: RecBole's ``Config``, called, would
+    evaluate the text it is given. So this is the unpickler in Python, which shows what is called.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
     names: ClassVar[dict[str, set[str]]] = {
-        "collections": {"OrderedDict", "defaultdict"},
-        "builtins": {"set", "frozenset", "slice", "complex", "range", "bytearray"},
+        "collections": {"OrderedDict", "defaultdict", "Counter"},
+        "builtins": {"set", "frozenset", "slice", "complex", "range", "bytes", "bytearray", "list"},
         "_codecs": {"encode"},
+        "logging": {"getLogger"},
         "torch": {"device", "Size", "dtype"},
         "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter"},
         "torch.storage": {"UntypedStorage", "TypedStorage"},
-        "numpy": {"dtype", "ndarray"},
+        "numpy": {"dtype", "ndarray", "matrix"},
         "numpy.core.multiarray": {"scalar", "_reconstruct"},
         "numpy._core.multiarray": {"scalar", "_reconstruct"},
+        "pathlib": PATHS,
+        "pathlib._local": PATHS,  # where Python 3.13 has them
         "yaml.loader": {"FullLoader"},
     }
-    packages = ("recbole.config", "recbole.model", "recbole.utils.enum_type", "recbft.recbole.models")
+    packages = (
+        "recbole.config.",
+        "recbole.data.",
+        "recbole.model.",
+        "recbole.utils.enum_type",
+        "recbft.recbole.",
+        "scipy.sparse.",
+        "torch.nn.modules.",
+    )
 
     def find_class(self, module: str, name: str) -> Any:
+        module = {"__builtin__": "builtins"}.get(module, module)  # its name in older protocols
         if (module, name) == ("builtins", "getattr"):  # Python 3.11 pickles the member of an enumeration so
             return _enum_member
         if name in self.names.get(module, ()) or (module == "torch" and name.endswith("Storage")):
             return super().find_class(module, name)
         if module.startswith(self.packages) and "." not in name:
             found = super().find_class(module, name)
-            if isinstance(found, type):
+            if isinstance(found, type) and found.__module__ == module:
                 return found
+        own = getattr(sys.modules.get(module), name, None)
+        if _is_model(own):
+            return own
         raise pickle.UnpicklingError(
-            f"the checkpoint asks for {module}.{name}, which no checkpoint of RecBole needs; load only files that you "
-            "have made"
+            f"the checkpoint asks for {module}.{name}, which RecBole's own models do not write; if the file is yours, "
+            "set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment and PyTorch reads it whatever it holds"
         )
+
+    def load_reduce(self) -> None:
+        """Call what makes an object: of the packages' classes, enumerations alone are made so."""
+        called = self.stack[-2]
+        if self._gets_state(called) and not isinstance(called, enum.EnumMeta):
+            raise pickle.UnpicklingError(f"the checkpoint calls {called!r}; load only files that you have made")
+        super().load_reduce()
+
+    def load_build(self) -> None:
+        """Give an object its state; a class keeps its own."""
+        if isinstance(self.stack[-2], type):
+            raise pickle.UnpicklingError(f"the checkpoint changes {self.stack[-2]!r}; load only files you have made")
+        super().load_build()
+
+    def _instantiate(self, kind: Any, k: Any) -> None:
+        raise pickle.UnpicklingError(f"the checkpoint calls {kind!r}; load only files that you have made")
+
+    def _gets_state(self, called: Any) -> bool:
+        return isinstance(called, type) and (called.__module__.startswith(self.packages) or _is_model(called))
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _is_model(found: Any) -> bool:
+    """Whether this is the class of a RecBole model, such as one that a user's script has defined."""
+    from recbole.model.abstract_recommender import AbstractRecommender
+
+    return isinstance(found, type) and issubclass(found, AbstractRecommender)
 
 
 def load_checkpoint(file: Any, **given: Any) -> Any:

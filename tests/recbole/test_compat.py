@@ -72,16 +72,70 @@ def test_a_checkpoint_that_asks_for_anything_else_is_refused(payload):
         checkpoints.load_checkpoint(file)
 
 
-def test_a_checkpoint_of_recboles_own_models_is_read(settings):
+CONFIG = b"crecbole.config.configurator\nConfig\n"
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (CONFIG + b"(NNN}U\x01aU\x0210stR.", "calls <class 'recbole.config"),
+        (b"(" + CONFIG[1:].join([b"i", b"."]), "calls <class 'recbole.config"),
+        (b"(" + CONFIG + b"o.", "calls <class 'recbole.config"),
+        (CONFIG + b"N}\x86b.", "changes <class 'recbole.config"),
+    ],
+    ids=["REDUCE", "INST", "OBJ", "BUILD"],
+)
+def test_recboles_config_which_evaluates_text_is_neither_called_nor_changed(pickled, message):
+    with pytest.raises(pickle.UnpicklingError, match=f"the checkpoint {message}"):
+        checkpoints._CheckpointUnpickler(io.BytesIO(pickled)).load()
+
+
+@pytest.mark.parametrize("name", ["GRU4Rec", "ItemKNN", "SLIMElastic", "RaCT"])
+def test_a_checkpoint_of_recboles_own_models_is_read(name, settings):
     import glob
 
     from recbole.quick_start import load_data_and_model, run_recbole
 
     changes = {"train_neg_sample_args": None, "load_col": {"inter": ["user_id", "item_id", "timestamp"]}}
-    result = run_recbole(model="GRU4Rec", dataset="tiny", config_dict={**settings, **changes})
-    [file] = glob.glob(f"{settings['checkpoint_dir']}/*.pth")
+    result = run_recbole(model=name, dataset="tiny", config_dict={**settings, **changes})
+    file = glob.glob(f"{settings['checkpoint_dir']}/*.pth")[0]
     config, model, *_ = load_data_and_model(file)
-    assert config["model"] == "GRU4Rec" and type(model).__name__ == "GRU4Rec" and result["test_result"]
+    assert config["model"] == name and type(model).__name__ == name and result["test_result"]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_checkpoint_may_hold_a_layer_that_keeps_its_data_set(protocol, prepared):
+    from recbole.model.layers import FeatureSeqEmbLayer
+
+    train = prepared("GRU4Rec", train_neg_sample_args=None, load_col=None)[1][0]
+    layer = FeatureSeqEmbLayer(train._dataset, 4, ["user_id"], "sum", "cpu")
+    file = io.BytesIO()
+    torch.save({"other_parameter": {"feature_embed_layer": layer}}, file, pickle_protocol=protocol)
+    file.seek(0)
+    read = checkpoints.load_checkpoint(file)["other_parameter"]["feature_embed_layer"]
+    assert all(torch.equal(*pair) for pair in zip(read.parameters(), layer.parameters(), strict=True))
+
+
+def test_a_checkpoint_of_a_model_class_of_ones_own_is_read_with_paths_in_its_config(settings):
+    from pathlib import Path
+
+    from recbole.config import Config
+    from recbole.data import create_dataset, data_preparation
+    from recbole.model.sequential_recommender import STAMP
+    from recbole.trainer import Trainer
+
+    Mine = type("Mine", (STAMP,), {"__module__": __name__})
+    changes = {"train_neg_sample_args": None, "load_col": None, "loss_type": "CE", "embedding_size": 8}
+    paths = {key: Path(settings[key]) for key in ("data_path", "checkpoint_dir")}
+    evaluation = {"split": {"LS": "valid_and_test"}, "order": "TO", "mode": "full", "group_by": "user"}
+    settings = {**settings, **changes, **paths, "eval_args": evaluation}
+    config = Config(model=Mine, dataset="tiny", config_dict=settings)
+    train, valid, test = data_preparation(config, create_dataset(config))
+    trainer = Trainer(config, Mine(config, train._dataset))
+    globals()["Mine"] = Mine
+    trainer.fit(train, valid, verbose=False)
+    assert trainer.evaluate(test)["hit@10"] >= 0
+    trainer.tensorboard.close()
 
 
 def test_a_loader_that_is_held_by_name_already_reads_checkpoints():
