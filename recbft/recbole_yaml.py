@@ -66,6 +66,9 @@ SEQUENTIAL = """
 """.split()  # noqa: SIM905  a table
 
 CPU = ("gpu_id", "")
+# RecBole reads YAML 1.1, in which these words are true and false; read_yaml takes them for text.
+WORDS = {"yes": True, "on": True, "no": False, "off": False}
+SWITCHES = ("use_gpu", "repeatable")
 METRICS = {"hit": "hr", "recall": "hr", "ndcg": "ndcg", "mrr": "mrr", "map": "mrr"}  # with one target per user
 
 IGNORED = frozenset(
@@ -110,6 +113,7 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     for key in tree:
         if str(key).partition(".")[0] not in known:
             raise UserError(f"unknown key {key!r}; {did_you_mean(str(key), known)}")
+    tree = {key: _switch(key, value) for key, value in tree.items()}
     refuse_other_losses(tree.get("loss_type", "CE"))
     _refuse_sampled_negatives(tree)
     _refuse_other_evaluation(tree)
@@ -122,6 +126,16 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
     ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in METRICS]
     return {**_model(tree), **_data(tree), **_training(tree), **made}, ignored
+
+
+def _switch(key: str, value: Any) -> Any:
+    """The value as RecBole reads it where the key is a switch, or has no meaning here."""
+    if key not in SWITCHES and key not in IGNORED:
+        return value
+    value = WORDS.get(value.lower(), value) if isinstance(value, str) else value
+    if key in SWITCHES and not isinstance(value, bool):
+        raise UserError(f"{key} is {value!r}; write True or False")
+    return value
 
 
 def _refuse_two_names(tree: Mapping[str, Any]) -> None:
@@ -251,9 +265,12 @@ def _training(tree: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"learner is {tree['learner']!r}; recbft trains with adam: write learner: adam")
     if tree.get("train_batch_size") is not None:
         made["batch_targets"] = tree["train_batch_size"]
+    for key, at_least in (("stopping_step", 0), ("eval_step", 1)):
+        steps = tree.get(key)
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < at_least):
+            raise UserError(f"{key} is {steps!r}; give a whole number >= {at_least}")
     if tree.get("stopping_step") is not None:
-        steps = tree["stopping_step"]
-        made["patience"] = steps + 1 if isinstance(steps, int) and not isinstance(steps, bool) else steps
+        made["patience"] = tree["stopping_step"] + 1
     clip = tree.get("clip_grad_norm")
     if clip is not None:
         if not isinstance(clip, Mapping) or not {"max_norm"} <= set(clip) <= {"max_norm", "norm_type"}:
