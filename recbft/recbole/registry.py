@@ -94,7 +94,10 @@ def _check_our_keys(configurator: ModuleType) -> None:
     def put_together_and_checked(self: Any) -> dict[str, Any]:
         final: dict[str, Any] = put_together(self)
         if self.model in ADAPTED:
-            importlib.import_module("recbft.recbole.settings").run_config(self.model, final)
+            settings = importlib.import_module("recbft.recbole.settings")
+            settings.run_config(self.model, final)
+            places = (self.file_config_dict, self.variable_config_dict, self.cmd_config_dict)
+            settings.refuse_overruled(self.model, *places)
         return final
 
     config._get_final_config_dict = put_together_and_checked

@@ -73,6 +73,33 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
         raise UserError(_in_recboles_words(str(error), values)) from None
 
 
+def refuse_overruled(name: str, *places: Mapping[str, Any]) -> None:
+    """Refuse a setting whose value loses to one from a place that RecBole puts lower, since it is written otherwise.
+
+    RecBole's precedence goes by key, while a section stands above a bare key, and ours above RecBole's name for it. The
+    window is left out: it may be longer than the history that the model reads.
+
+    Args:
+        name: of the model, in ``ADAPTED``.
+        places: what the user wrote, from low to high: files, dictionary, command line; ``run_config`` has checked it.
+
+    Raises:
+        UserError: there is such a value.
+    """
+    given = {key: (rank, value) for rank, place in enumerate(places) for key, value in place.items()}
+    sections = sections_of(ADAPTED[name].model, given.get("mixer", (0, None))[1])
+    for section in (*MODEL_SECTIONS, "training"):
+        rank, inside = given.get(section, (0, None))
+        for key in OWN_TRAINING if section == "training" else field_types(sections[section]):
+            names = [key, *(theirs for theirs, ours in MODEL_KEYS.items() if (section, ours) == ("backbone", key))]
+            written = [(f"{section}.{key}", rank, inside[key])] if key in (inside or {}) else []
+            written += [(other, *given[other]) for other in names if given.get(other, (0, None))[1] is not None]
+            for way, above, value in written[1:]:
+                kept, below, stands = written[0]
+                if above > below and value != stands and key != "max_length":
+                    raise UserError(f"{way} is {value!r}, but {kept} is {stands!r} and stands above it; write {kept}")
+
+
 def warn_about_unknown(run: RunConfig, given: Collection[str], known_to_recbole: Collection[str]) -> None:
     """RecBole takes any key in silence: name those that neither it nor this run's model knows."""
     sections = sections_of(run.model, run.mixer)

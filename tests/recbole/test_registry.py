@@ -111,3 +111,38 @@ def test_the_operations_of_our_models_are_not_counted_by_modules(built):
     registry._leave_our_flops_uncounted(quick_start)
     assert quick_start.get_flops(built()[2], "data").startswith("not counted (thop sees called modules alone")
     assert quick_start.get_flops(object(), "data") == ("counted", "data")
+
+
+@pytest.mark.parametrize(
+    ("lower", "higher", "message"),
+    [
+        ({"core": {"lam_max": 5}}, {"lam_max": 7}, "lam_max is 7, but core.lam_max is 5 and stands above it"),
+        ({"backbone": {"dropout": 0.3}}, {"hidden_dropout_prob": 0.1}, "_prob is 0.1, but backbone.dropout is 0.3 and"),
+        ({"dropout": 0.3}, {"hidden_dropout_prob": 0.1}, "hidden_dropout_prob is 0.1, but dropout is 0.3 and stands"),
+        ({"backbone": {"inner_size": None}}, {"inner_size": 8}, "inner_size is 8, but backbone.inner_size is None"),
+        ({"training": {"warmup_steps": 5}}, {"warmup_steps": 6}, "warmup_steps is 6, but training.warmup_steps is 5"),
+        ({"mixer": "rfa", "mixing": {"horizon": 3}}, {"horizon": 4}, "horizon is 4, but mixing.horizon is 3 and"),
+        ({"core": {"lam_max": 5}, "dropout": 0.1}, {"lam_max": 5.0, "hidden_dropout_prob": 0.1}, None),
+        ({"max_length": 5, "backbone": {"max_length": 5}}, {"MAX_ITEM_LIST_LENGTH": 12}, None),
+        ({"backbone": {"dropout": 0.3}, "training": {"warmup_steps": 5}}, {}, None),  # over our defaults
+    ],
+)
+def test_a_value_that_would_lose_to_one_from_a_lower_place_is_refused(
+    lower, higher, message, settings, monkeypatch, at_home
+):
+    import yaml
+    from recbole.config import Config
+
+    def read(in_file, in_dict, in_argv):
+        (at_home / "mine.yaml").write_text(yaml.safe_dump({**settings, **in_file}))
+        monkeypatch.setattr(sys, "argv", ["pytest", *(f"--{key}={value}" for key, value in in_argv.items())])
+        return Config(model="SASRecBFT", dataset="tiny", config_file_list=["mine.yaml"], config_dict=in_dict)
+
+    for places in ((lower, higher, {}), (lower, {}, higher), ({}, lower, higher)):
+        if message is None:
+            assert read(*places)["arm"] == "bft"
+        else:
+            with pytest.raises(UserError, match=message):
+                read(*places)
+    assert read(higher, lower, {})["arm"] == "bft"  # the section of the higher place, as it is meant
+    assert read({**higher, **lower}, {}, {})["arm"] == "bft"
