@@ -10,6 +10,7 @@ Shapes: B rows, L the window, V items, D state width.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,6 +27,8 @@ from recbft.run_config import RunConfig
 from recbft.training.run_parts import check_clock
 
 IntArray = NDArray[np.int64]
+
+log = logging.getLogger(__name__)
 
 
 class Adapter(SequentialRecommender):  # type: ignore[misc]
@@ -53,7 +56,7 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         self.time = config["TIME_FIELD"] if self.recommender.reads_times else None
         self.time_list = f"{self.time}{config['LIST_SUFFIX']}"
         if self.time is not None:
-            self._refuse_unreadable_times(config, dataset.inter_feat)
+            self._check_times(config, dataset.inter_feat)
 
     def train(self, mode: bool = True) -> Adapter:
         """Set the mode; entering either brings what is kept from the weights up to date."""
@@ -114,8 +117,11 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         state: Tensor = self.recommender.user_states(batch.to(self.device)).state
         return state
 
-    def _refuse_unreadable_times(self, config: Any, rows: Any) -> None:
-        """Refuse times that are scaled, not whole (they are read as whole numbers), or not known of every event."""
+    def _check_times(self, config: Any, rows: Any) -> None:
+        """Refuse times that are scaled, not whole (they are read as whole numbers), or not known of every event.
+
+        RecBole holds them in single precision: a warning says where that rounds them.
+        """
         reads = f"{self.run.reads_times} reads {self.time!r}"
         if config["normalize_all"] or self.time in (config["normalize_field"] or ()):
             raise UserError(f"{reads}, but RecBole scales it to [0, 1]; set normalize_all: False")
@@ -130,7 +136,16 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
             raise UserError(
                 f"{reads}, which holds {example:g}, not a whole number; give integer seconds or milliseconds"
             )
-        check_clock(self.run, config["dataset"], int(times.max()))
+        latest = times.max()
+        check_clock(self.run, config["dataset"], int(latest))
+        step = float(np.spacing(np.float32(latest.item())))
+        if step > 1:
+            log.warning(
+                "%s, which RecBole holds in single precision, here in steps of %d: scores are not those of recbft, "
+                "which reads exact times",
+                reads,
+                step,
+            )
 
     def _histories(
         self, interaction: Any, target: Tensor | None = None

@@ -396,6 +396,17 @@ def test_a_time_bias_refuses_times_that_are_not_whole(built, at_home):
         built("HSTU", time_bias=True, **data)
 
 
+@pytest.mark.parametrize(
+    ("begin", "said"), [(0, ""), (2**24 - 400, ""), (10**9, "in steps of 64: scores are not those")]
+)
+def test_times_that_recbole_rounds_are_warned_about(begin, said, built, at_home, caplog):
+    rows = [(f"u{user}", f"i{(user + step) % 9}", begin + 60 * step) for user in range(6) for step in range(9)]
+    write_data(at_home, "late", ["user_id:token", "item_id:token", "timestamp:float"], rows)
+    with caplog.at_level(logging.WARNING, "recbft.recbole.adapter"):
+        built("HSTU", time_bias=True, dataset="late", data_path=str(at_home))
+    assert said in caplog.text and bool(caplog.text) == bool(said)
+
+
 def test_a_time_bias_refuses_rows_without_times(built, at_home):
     (at_home / "split").mkdir()
     for part in ("train", "valid", "test"):
