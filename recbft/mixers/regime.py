@@ -39,6 +39,7 @@ from recbft.core import SequenceContext
 from recbft.core.regimes import BiasTerms, block_table, memberships, sinkhorn, standardised_bias
 from recbft.errors import UserError
 from recbft.kernels.compiled.heads import statistics_of
+from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import transformed, untransformed
 from recbft.mixers.attention import Estimator, SoftmaxAttention
@@ -273,6 +274,7 @@ class RegimeAttention(nn.Module):
         held = self.drift.clone() * (self.temperature - self.temperature_before.clone()).square()
         self.penalty.leave(0.5 * self.config.entropy_weight * (1 + self.pressure.clone()) * missing + held)
 
+    @eagerly
     @in_full_precision
     @torch.no_grad()
     def _remember(self, mu: Tensor, moments: Callable[[], tuple[Tensor, Tensor]], context: SequenceContext) -> None:
@@ -330,6 +332,7 @@ def _written_out(bias: BiasTerms, context: SequenceContext) -> tuple[Tensor, Ten
     return made[:, None], raw
 
 
+@eagerly
 @untransformed
 def _terms_of_pairs(table: Tensor, reach: Tensor, context: SequenceContext) -> Tensor:
     """phi_j(n_t) of (2) and |t - j| / (n_t - 1) for all pairs, (R + 1, B, T, T)."""
@@ -351,6 +354,7 @@ def _moments_of(raw: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
     return mean, (raw - mean).square_().mul_(keep).sum() / pairs
 
 
+@eagerly
 @untransformed
 def _places(context: SequenceContext, regimes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``block_table`` of the longest history, and n - 1 of (2), the last place a token may read: (B, T) int32."""

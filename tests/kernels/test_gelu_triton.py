@@ -50,11 +50,11 @@ def test_values_and_gradients_equal_the_reference_s(N, F, r, seeds, by_triton):
     torch.testing.assert_close(alone, exact[1], rtol=1e-5, atol=2e-5)
 
 
-def test_it_is_as_exact_as_pytorch_s_over_its_range():
+def test_it_is_exact_over_its_range():
     a = torch.linspace(-15, 15, 20_001, device=DEVICE)[None]
     found = kernels.forward(a, torch.zeros(a.shape[1], 1, device=DEVICE))[0]
     exact = torch.nn.functional.gelu(a.double())
-    assert (found - exact).abs().max() <= 1.1 * (torch.nn.functional.gelu(a) - exact).abs().max()
+    assert (found - exact).abs().max() < 5e-7  # half a unit of the last digit from 8 on, where a is its own GELU
 
 
 def test_what_is_not_a_number_stays_visible(by_triton):
