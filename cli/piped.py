@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from recbft.datasets.opening import GZIP, open_bytes, reading
 from recbft.errors import UserError
 
 PIPE = Path("-")
@@ -33,11 +34,18 @@ def as_file(path: Path) -> Iterator[Path]:
             else:
                 with path.open("rb") as pipe:
                     shutil.copyfileobj(pipe, kept)
-        with copy.open("rb") as kept:
-            start = kept.read(4)
-        ending = next((name for begin, name in BEGINNINGS.items() if start.startswith(begin)), "csv")
-        named = copy.rename(copy.with_suffix(f".{ending}"))
+        named = copy
         try:
+            if _start(copy).startswith(GZIP):
+                named = named.rename(named.with_suffix(".gz"))
+            start = _start(named)
+            ending = next((name for begin, name in BEGINNINGS.items() if start.startswith(begin)), "csv")
+            named = named.rename(copy.with_suffix(f".{ending}{named.suffix}"))
             yield named
         except UserError as error:
             raise UserError(str(error).replace(str(named), "stdin" if path == PIPE else str(path))) from None
+
+
+def _start(path: Path) -> bytes:
+    with reading(path), open_bytes(path) as file:
+        return file.read(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import subprocess
@@ -119,13 +120,16 @@ def test_recommend_reads_stdin_and_prints_nothing_but_lists(capsys, monkeypatch,
     frame = pd.read_csv(histories)
     frame.to_parquet(tmp_path / "histories.parquet")
     lines = frame.to_json(orient="records", lines=True).encode()
-    for content in (histories.read_bytes(), (tmp_path / "histories.parquet").read_bytes(), lines):
+    csv, parquet = histories.read_bytes(), (tmp_path / "histories.parquet").read_bytes()
+    for content in (csv, parquet, lines, gzip.compress(csv), gzip.compress(lines)):
         piped(monkeypatch, content)
         assert run(capsys, "recommend", finished, "--histories", "-", "-k", "2", "--out", "-") == (0, expected, said)
 
 
 def test_recommend_names_stdin_in_what_is_wrong_with_it(capsys, monkeypatch, finished):
-    for content, message in ((b"who,item_id\na,b\n", "error: stdin: no column 'user_id'"), (b"", "stdin: the file is")):
+    wrong = b"who,item_id\na,b\n", "error: stdin: no column 'user_id'"
+    cut = gzip.compress(b"user_id,item_id\na,b\n" * 99)[:-12], "error: stdin: the gzip file is damaged"
+    for content, message in (wrong, (b"", "stdin: the file is"), cut, (b"\x1f\x8b", cut[1])):
         piped(monkeypatch, content)
         code, out, err = run(capsys, "recommend", finished, "--histories", "-")
         assert (code, out) == (2, "") and message in err
