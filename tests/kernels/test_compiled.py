@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import stat
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -501,6 +502,35 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_process(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert compiled._loaded() is not None
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def unwritable(path, mode, access=os.access):
+    """``os.access`` where nothing can be written."""
+    return mode != os.W_OK and access(path, mode)
+
+
+@needs_build
+@pytest.mark.slow
+def test_a_build_in_a_cache_that_can_only_be_read_is_loaded(cache, monkeypatch):
+    compiled._loaded()
+    monkeypatch.setattr(os, "access", unwritable)
+    monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("built again"))
+    assert compiled._loaded() is not None
+
+
+@pytest.mark.parametrize(("writable", "said"), [(True, "once; they stay in"), (False, "for this process alone")])
+def test_what_cannot_be_read_in_the_cache_is_no_build(cache, monkeypatch, tmp_path, caplog, writable, said):
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("CC", compiler(tmp_path, "echo mine"))
+    monkeypatch.setattr(compiled, "_key", lambda *_: "key")
+    if not writable:
+        monkeypatch.setattr(os, "access", unwritable)
+    monkeypatch.setattr(compiled, "_build", lambda compiler, sources, folder, stem: folder)
+    (cache / "kernels-key-0123.so").mkdir(parents=True)  # read_bytes raises, as it does without permission
+    with caplog.at_level(logging.INFO, logger="recbft"):
+        folder = compiled._loaded()
+    assert (folder == cache) is writable
+    assert [said in message for message in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize(

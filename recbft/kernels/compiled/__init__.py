@@ -104,11 +104,14 @@ def _loaded() -> ctypes.CDLL:
     stem = f"kernels-{_key(compiler, sources)}"
     folder = _cache()
     for built in [] if folder is None else folder.glob(f"{stem}-*.so"):
-        if built.name == f"{stem}-{_sum(built)}.so":
-            with suppress(OSError):
+        with suppress(OSError):  # another user's, which cannot be read, is none
+            if built.name == f"{stem}-{_sum(built)}.so":
                 return ctypes.CDLL(str(built))
-    if folder is not None and shutil.disk_usage(folder).free >= _ROOM:
+    log = getLogger("recbft")
+    if folder is not None and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _ROOM:
+        log.info("building kernels for this processor with %s, once; they stay in %s", compiler[0], folder)
         return _build(compiler, sources, folder, stem)
+    log.info("building kernels with %s, for this process alone: no cache with room that can be written", compiler[0])
     with tempfile.TemporaryDirectory(prefix="recbft-kernels-") as own:  # what is loaded stays when its file goes
         return _build(compiler, sources, Path(own), stem)
 
@@ -127,7 +130,6 @@ def _compiler() -> list[str]:
 
 def _build(compiler: list[str], sources: list[Path], folder: Path, stem: str) -> ctypes.CDLL:
     """Compile, link and load; the file appears whole, under its content's name, or not at all."""
-    getLogger("recbft").info("building kernels for this processor with %s, once; they stay in %s", compiler[0], folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as made:
         compiled = [source for source in sources if source.suffix == ".c"]
         objects = [str(Path(made) / f"{source.stem}.o") for source in compiled]
@@ -188,7 +190,7 @@ def _processor() -> str:
 
 
 def _cache() -> Path | None:
-    """The folder of builds, the user's; None where it cannot be written."""
+    """The folder of builds, the user's, which may be one that can only be read; None where there is none."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(named if os.path.isabs(named) else os.path.expanduser("~/.cache")) / "recbft"
     if not folder.is_absolute():  # a user without a home
@@ -197,4 +199,4 @@ def _cache() -> Path | None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
         return None
-    return folder if os.access(folder, os.W_OK) else None
+    return folder
