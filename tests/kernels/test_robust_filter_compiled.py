@@ -102,6 +102,19 @@ def test_positions_that_begin_late_are_those_that_begin_at_0():
         torch.testing.assert_close(found, one[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_key_without_weight_counts_in_the_evidence(causal):
+    context = packed([[5, 4], [9]], 11, causal=causal, order=torch.arange(11).flip(0))
+    inputs = drawn(2, 2, 11, 3)
+    inputs["key_bias"][context.position == 1] = float("-inf")
+    exact, found = (
+        run(path, inputs, context, Variant(), dtype)
+        for path, dtype in (("isotropic", torch.float64), ("compiled", torch.float32))
+    )
+    for name, value in found.items():
+        torch.testing.assert_close(value, exact[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
 def test_runs_and_numbers_of_threads_give_the_same_bits():
     context = packed([[50], [20, 30], [5] * 10], 50, causal=True)
     inputs, threads, runs = drawn(3, 2, 50, 8), torch.get_num_threads(), []

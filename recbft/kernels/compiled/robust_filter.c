@@ -139,7 +139,7 @@ static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int 
     }
 }
 
-/* Equation (1) of a token from its products; scores are -inf where it may not read. Returns the largest. */
+/* Equation (1) of a token from its products; L and scores are -inf where it may not read. Returns the largest score. */
 static float logits(Room *room, const FilterCall *call, int64_t b, int64_t h, int64_t t, Tile tile, const float *cross)
 {
     const Batch *of = &call->of;
@@ -166,13 +166,15 @@ static float logits(Room *room, const FilterCall *call, int64_t b, int64_t h, in
         float x = s[j] * R2;
         residual[j] = R2;
         y[j] = student ? logarithm_of_one_more(x) : x;
-        L[j] = P[j] - kappa * y[j];
-        score[j] = j >= start && j < stop ? temperature * L[j] + bias[j] : -INFINITY;
+        const float own = P[j] - kappa * y[j];
+        const int reads = j >= start && j < stop;
+        L[j] = reads ? own : -INFINITY;
+        score[j] = reads ? temperature * own + bias[j] : -INFINITY;
     }
     if (of->gaps[token])
         for (int64_t j = start; j < stop; j++)
             if (!may_read(of, b, token, tile.low + j))
-                score[j] = -INFINITY;
+                L[j] = score[j] = -INFINITY;
 #pragma omp simd reduction(max : top)
     for (int64_t j = 0; j < tile.width; j++)
         top = score[j] > top ? score[j] : top;
@@ -212,7 +214,7 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
         if (call->evidence) {
 #pragma omp simd reduction(+ : evidence)
             for (int64_t j = 0; j < tile.width; j++)
-                evidence += score[j] == -INFINITY ? 0 : exponential(L[j]);
+                evidence += exponential(L[j]);
             call->evidence[own] = evidence;
         }
     }
@@ -255,7 +257,7 @@ static float backward_token(Room *room, const FilterCall *call, int64_t b, int64
 #pragma omp simd reduction(+ : d_kappa, d_temperature, d_square)
     for (int64_t j = 0; j < tile.width; j++) {
         const float a = P[j], dl = a * (d[j] - along), R2 = residual[j], x = s[j] * R2, cross = row[j];
-        const float of_evidence = score[j] == -INFINITY ? 0 : g_e * exponential(L[j]);
+        const float of_evidence = L[j] == -INFINITY ? 0 : g_e * exponential(L[j]);
         const float dL = temperature * dl + of_evidence, dx = (student ? 1 / (1 + x) : 1) * -kappa * dL;
         const float dR2 = dx * s[j], dc = E[j] * dR2;
         d_kappa -= dL * y[j];
