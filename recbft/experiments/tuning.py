@@ -19,7 +19,7 @@ import secrets
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ _ROOM = 2**20  # bytes on the disk without which a trial need not be tried
 
 @dataclass(frozen=True)
 class Dimension:
-    """One setting's possible values: a list, or a range of numbers (whole ones if both bounds are)."""
+    """One setting's possible values: a list, or a range of numbers (whole ones where both bounds are of type int)."""
 
     key: str
     choices: tuple[Any, ...] = ()
@@ -114,7 +114,7 @@ def search(
     # A key or value that no run can have is refused before a study is begun with it.
     first = configure(ArmSpec(arm, arm, tuple(f"{dimension.key}={dimension.first}" for dimension in space)), 0)
     _check_each_once(space, first)
-    _check_whole(space, first)
+    space = [_of_kind(dimension, first) for dimension in space]
     if not {dimension.key.rpartition(".")[2] for dimension in space} & {"training", "epochs", "eval_every"}:
         check_reach(objective, base.training)
 
@@ -257,16 +257,23 @@ def _check_each_once(space: Sequence[Dimension], config: RunConfig) -> None:
             seen.add(key)
 
 
-def _check_whole(space: Sequence[Dimension], config: RunConfig) -> None:
-    """A range of a setting that takes whole numbers has whole bounds, else hardly any trial could be run."""
+def _of_kind(dimension: Dimension, config: RunConfig) -> Dimension:
+    """A range with bounds of the kind that its setting takes: ``0..1`` is all between where that is a real number.
+
+    Raises:
+        UserError: the setting takes whole numbers and a bound is none, so that hardly any trial could be run.
+    """
     settings = by_setting(to_dict(config))
-    for dimension in space:
-        name = next((key for key in settings if dimension.key in (key, key.rpartition(".")[2])), None)
-        whole = name is not None and is_whole(settings[name])
-        if whole and not dimension.choices and not (is_whole(dimension.low) and is_whole(dimension.high)):
-            raise UserError(
-                f"--space {dimension.key}={dimension.low}..{dimension.high}: it takes whole numbers; give whole bounds"
-            )
+    value = next((value for key, value in settings.items() if dimension.key in (key, key.rpartition(".")[2])), None)
+    if dimension.choices:
+        return dimension
+    if isinstance(value, float):
+        return replace(dimension, low=float(dimension.low), high=float(dimension.high))
+    if is_whole(value) and not (is_whole(dimension.low) and is_whole(dimension.high)):
+        raise UserError(
+            f"--space {dimension.key}={dimension.low}..{dimension.high}: it takes whole numbers; give whole bounds"
+        )
+    return dimension
 
 
 def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: Sequence[int], objective: str) -> None:

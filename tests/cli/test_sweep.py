@@ -224,6 +224,17 @@ def test_a_tail_that_no_run_is_long_enough_for_is_refused(capsys, events, tmp_pa
     assert not (tmp_path / "x").exists()
 
 
+def test_a_range_of_a_real_setting_with_whole_bounds_is_all_between_them(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    settings = ["--set", "epochs=1", "--set", "loss=gbce", "--set", "hidden_size=8"]
+    space = ["--space", "gbce_t=0..1", "--space", "num_negatives=1..8"]
+    command = ["tune", "-d", events, *settings, *space, "--seeds", "0", "--trials", "3", "--out", tmp_path]
+    assert run(capsys, *command)[0] == 0
+    trials = [trial["settings"] for trial in json.loads((tmp_path / "tune.json").read_text())["trials"]]
+    assert len(trials) == 3 and all(0 < trial["gbce_t"] < 1 for trial in trials)
+    assert all(type(trial["num_negatives"]) is int for trial in trials)
+
+
 @pytest.mark.parametrize(
     ("space", "message"),
     [
