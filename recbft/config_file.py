@@ -7,6 +7,7 @@ sections, bare (``epochs=50``); a file may be nested or flat in the same way.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
@@ -139,7 +140,8 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
         if name not in fields:
             outer, _, inner = name.partition(".")
             if inner and any(map(is_dataclass, get_args(fields.get(outer)))):
-                raise UserError(f"unknown key {key!r}; write {section}.{outer}={{{inner}: {value}}}")
+                inside = yaml.dump({inner: value}, Dumper=_Dumper, default_flow_style=True, width=math.inf).strip()
+                raise UserError(f"unknown key {key!r}; write {section}.{outer}={inside}")
             raise UserError(f"unknown key {key!r}; {_nearest(name, fields, top)}")
         _put(tree, section, name, value)
     elif key in top:

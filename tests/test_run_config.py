@@ -91,6 +91,18 @@ def test_several_columns_and_a_controller_s_own_settings_as_a_shell_gives_them()
         load_run_config(settings=["training.epochs.all=1"])
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["context_game.lengths=20,50", "context_game.lengths=[20, 50]", "guardian.zone=null", "swa.value=valid_mrr"],
+)
+def test_what_is_said_to_be_written_for_a_controller_s_own_setting_can_be_written(setting):
+    with pytest.raises(UserError, match=r"; write controllers\..*}$") as refused:
+        load_run_config(settings=[f"controllers.{setting}"])
+    name, _, key = setting.partition("=")[0].partition(".")
+    made = getattr(load_run_config(settings=[str(refused.value).partition("; write ")[2]]).controllers, name)
+    assert getattr(made, key) == {"lengths": (20, 50), "zone": None, "value": "valid_mrr"}[key]
+
+
 def test_a_model_without_that_arm_takes_its_own():
     assert load_run_config(model="pop").arm == "published"
 
