@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recbft.datasets.opening import GZIP, open_bytes, reading
 from recbft.errors import UserError
 
 PIPE = Path("-")
@@ -26,6 +25,8 @@ def as_file(path: Path) -> Iterator[Path]:
     if path != PIPE and not path.is_fifo():
         yield path
         return
+    from recbft.datasets.opening import GZIP
+
     with tempfile.TemporaryDirectory(prefix="recbft-") as folder:
         copy = Path(folder) / "stdin"
         with copy.open("wb") as kept:
@@ -47,5 +48,7 @@ def as_file(path: Path) -> Iterator[Path]:
 
 
 def _start(path: Path) -> bytes:
+    from recbft.datasets.opening import open_bytes, reading
+
     with reading(path), open_bytes(path) as file:
         return file.read(4)
