@@ -25,7 +25,7 @@ def as_file(path: Path) -> Iterator[Path]:
     if path != PIPE and not path.is_fifo():
         yield path
         return
-    from recbft.datasets.opening import GZIP
+    from recbft.datasets.opening import GZIP, open_bytes, reading
 
     with tempfile.TemporaryDirectory(prefix="recbft-") as folder:
         copy = Path(folder) / "stdin"
@@ -37,18 +37,13 @@ def as_file(path: Path) -> Iterator[Path]:
                     shutil.copyfileobj(pipe, kept)
         named = copy
         try:
-            if _start(copy).startswith(GZIP):
-                named = named.rename(named.with_suffix(".gz"))
-            start = _start(named)
+            with copy.open("rb") as kept:
+                packed = ".gz" if kept.read(len(GZIP)) == GZIP else ""
+            named = copy.rename(copy.with_suffix(packed))
+            with reading(named), open_bytes(named) as kept:
+                start = kept.read(4)
             ending = next((name for begin, name in BEGINNINGS.items() if start.startswith(begin)), "csv")
-            named = named.rename(copy.with_suffix(f".{ending}{named.suffix}"))
+            named = named.rename(copy.with_suffix(f".{ending}{packed}"))
             yield named
         except UserError as error:
             raise UserError(str(error).replace(str(named), "stdin" if path == PIPE else str(path))) from None
-
-
-def _start(path: Path) -> bytes:
-    from recbft.datasets.opening import open_bytes, reading
-
-    with reading(path), open_bytes(path) as file:
-        return file.read(4)

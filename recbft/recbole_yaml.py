@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from recbft.config import is_whole
 from recbft.errors import UserError, did_you_mean
 
 # RecBole's name -> ours, the value being the same.
@@ -267,7 +268,7 @@ def _training(tree: Mapping[str, Any]) -> dict[str, Any]:
         made["batch_targets"] = tree["train_batch_size"]
     for key, at_least in (("stopping_step", 0), ("eval_step", 1)):
         steps = tree.get(key)
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < at_least):
+        if steps is not None and not (is_whole(steps) and steps >= at_least):
             raise UserError(f"{key} is {steps!r}; give a whole number >= {at_least}")
     if tree.get("stopping_step") is not None:
         made["patience"] = tree["stopping_step"] + 1

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "forked": "",
     "files": "errors",
     "config": "errors",
-    "recbole_yaml": "errors",
+    "recbole_yaml": "config errors",
     "config_file": "config errors recbole_yaml",
     "core": "errors",
     "kernels": "core errors",  # one floor with core, whose types they take and give

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from recbft.errors import UserError
 from recbft.evaluation.metrics import check_metric
@@ -90,3 +91,13 @@ def counted(number: int, noun: str) -> str:
     ('1 trial', '1,200 trials')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence; at least one.
+
+    >>> listed(["bft"]), listed(["Q0", "Q1", "Q3"])
+    ('bft', 'Q0, Q1 and Q3')
+    """
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,8 @@ def search(
     # A key or value that no run can have is refused before a study is begun with it.
     first = configure(ArmSpec(arm, arm, tuple(f"{dimension.key}={dimension.first}" for dimension in space)), 0)
     _check_each_once(space, first)
-    space = [_of_kind(dimension, first) for dimension in space]
+    values = by_setting(to_dict(first))
+    space = [_of_kind(dimension, values) for dimension in space]
     if not {dimension.key.rpartition(".")[2] for dimension in space} & {"training", "epochs", "eval_every"}:
         check_reach(objective, base.training)
 
@@ -257,16 +258,15 @@ def _check_each_once(space: Sequence[Dimension], config: RunConfig) -> None:
             seen.add(key)
 
 
-def _of_kind(dimension: Dimension, config: RunConfig) -> Dimension:
+def _of_kind(dimension: Dimension, values: Mapping[str, Any]) -> Dimension:
     """A range with bounds of the kind that its setting takes: ``0..1`` is all between where that is a real number.
 
     Raises:
         UserError: the setting takes whole numbers and a bound is none, so that hardly any trial could be run.
     """
-    settings = by_setting(to_dict(config))
-    value = next((value for key, value in settings.items() if dimension.key in (key, key.rpartition(".")[2])), None)
     if dimension.choices:
         return dimension
+    value = next((value for key, value in values.items() if dimension.key in (key, key.rpartition(".")[2])), None)
     if isinstance(value, float):
         return replace(dimension, low=float(dimension.low), high=float(dimension.high))
     if is_whole(value) and not (is_whole(dimension.low) and is_whole(dimension.high)):

@@ -17,6 +17,7 @@ from typing import Any
 
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
+from recbft.experiments.lists import listed
 from recbft.experiments.results import results_of
 from recbft.files import make_folder, write_atomic
 from recbft.reporting import plots, sections
@@ -61,7 +62,7 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
     probes, unusable = load_probes(comparison)
     others = [name for name in comparison.arms if name != comparison.baseline]
     return Report(
-        title=f"{_listed(others)} against {comparison.baseline}{_of_model(comparison)} on {dataset}",
+        title=f"{listed(others)} against {comparison.baseline}{_of_model(comparison)} on {dataset}",
         answer=[line for each in found.values() for line in answers(headline_findings(comparison, each), dataset)],
         sections=[
             sections.metrics_section(comparison, results, draw=draw),
@@ -131,10 +132,6 @@ def _of_model(comparison: Comparison) -> str:
     """ ", sasrec," where all arms are of one model."""
     model = comparison.protocol.get("config", {}).get("model")
     return f", {model}," if model else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _write(path: Path, text: str) -> Path:

@@ -14,6 +14,7 @@ from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, MIN_USERS, StratumResult, p_of, stratify
 from recbft.experiments.document import p_text
+from recbft.experiments.lists import listed
 from recbft.reporting.findings import WITHOUT_SPREAD
 from recbft.reporting.subject import Subject
 from recbft.reporting.tables import Cell, Column, Table, slug
@@ -217,9 +218,8 @@ def _left_out(strata: Strata) -> str:
     """Which strata a reader would look for in vain: where many values are equal, one between two edges is empty."""
     if not strata.empty:
         return ""
-    *first, last = strata.empty
-    names = f"{', '.join(first)} and {last}" if first else last
-    return f"{names} {'have' if first else 'has'} no user and {'are' if first else 'is'} left out."
+    one = len(strata.empty) == 1
+    return f"{listed(strata.empty)} {'has' if one else 'have'} no user and {'is' if one else 'are'} left out."
 
 
 def _tests(subject: Subject, results: Sequence[StratumResult]) -> str:
