@@ -19,7 +19,8 @@ import typer
 from typer.core import TyperGroup
 
 from recbft.allocator import keep_freed_memory
-from recbft.errors import RunError, UserError
+from recbft.errors import RunError, RunInterruptedError, UserError
+from recbft.torchrun import this_process
 from recbft_cli import compare, data, evaluate, models, probe, recommend, report, stratify, sweep, train, tune
 
 _ORDER = "train evaluate recommend compare report stratify probe sweep tune data models"
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         message, code = _ending(error)
-        if message:
+        if message and not _is_told_elsewhere(error):
             print(f"error: {message}", file=sys.stderr)
         return code
     if code == 130:  # typer's answer to Ctrl-C
@@ -133,6 +134,16 @@ def _ending(error: BaseException) -> tuple[str, int]:
     if _is_shortage(error):
         return "out of memory; lower training.batch_size or evaluation.memory_mb", 1
     return f"{type(error).__name__}: {_one_line(error)} (a defect of recbft; add --debug to see where)", 1
+
+
+def _is_told_elsewhere(error: BaseException) -> bool:
+    """Whether the first of several processes says it: what a user can mend or has stopped, all of them meet alike."""
+    if not isinstance(error, (UserError, RunInterruptedError, KeyboardInterrupt)):
+        return False
+    try:
+        return this_process().local_rank > 0
+    except UserError:
+        return False
 
 
 def _is_shortage(error: BaseException) -> bool:

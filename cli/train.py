@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from recbft.errors import UserError
+from recbft.torchrun import this_process
 from recbft_cli.columns import DataRoot
 from recbft_cli.given import refuse_given
 from recbft_cli.progress import progress_for
@@ -72,7 +73,10 @@ def train(
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, only the result.")] = False,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run exactly.")] = None,
 ) -> None:
-    """Train a model and evaluate it; everything about the run goes to a folder of its own."""
+    """Train a model and evaluate it; everything about the run goes to a folder of its own.
+
+    With torchrun several processes train one run.
+    """
     if resume is not None:
         refuse_given(context, NEW_RUN, f"with --resume, which continues {resume} as it was; leave it out")
 
@@ -93,14 +97,14 @@ def train(
             deterministic=deterministic or None,
         )
         run = _train(run_config, Path("runs") if out is None else out, name, overwrite, quiet)
-    from recbft_cli.results import print_results
+    if this_process().leads:
+        from recbft_cli.results import print_results
 
-    print_results(run)
+        print_results(run)
 
 
 def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quiet: bool) -> RunFolder:
     """Train into the folder that ``out`` holds for this run."""
-    from recbft.training.run_folder import RunFolder
     from recbft.training.session import run_name, train
 
     if name is not None and (name in ("", "..") or Path(name).name != name):
@@ -108,7 +112,6 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
     config = replace(config, data=config.data.resolved())
     dataset = config.data.load()
     path = out / (name or run_name(config, dataset.name))
-    RunFolder.refuse_taken(path, overwrite=overwrite)
     progress = progress_for(config.training.valid_metric, quiet=quiet, opening=f"training into {path}")
     return train(config, path, dataset=dataset, progress=progress, overwrite=overwrite)
 

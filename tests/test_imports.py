@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "version": "",
     "allocator": "",
     "forked": "",
+    "torchrun": "errors",
     "files": "errors",
     "config": "errors",
     "recbole_yaml": "config errors",
@@ -34,11 +35,11 @@ MAY_IMPORT = {
     "run_config": "config config_file datasets errors evaluation mixers models recbole_yaml",
     # One floor with evaluation, which it reads: an epoch is judged by a validation metric.
     "training": "config config_file datasets errors evaluation files forked kernels machine mixers models run_config"
-    " version",
+    " torchrun version",
     "recommendation": "config datasets errors evaluation models",
     "explaining": "datasets errors evaluation models recommendation",
-    "experiments": "allocator config config_file datasets errors evaluation files machine models run_config training"
-    " version",
+    "experiments": "allocator config config_file datasets errors evaluation files machine models run_config torchrun"
+    " training version",
     "reporting": "config datasets errors evaluation experiments files run_config version",
     "recbole": "config datasets errors evaluation machine models recbole_yaml run_config training",
     "fitted_folder": "errors",
@@ -47,7 +48,7 @@ MAY_IMPORT = {
     "arm_comparison": "config datasets errors evaluation experiments files run_config",
     "recbft": "version",  # and, by name on first use, what it exports
     "cli": "allocator api config config_file datasets errors evaluation experiments files mixers models"
-    " recbole_yaml recommendation reporting run_config training version",
+    " recbole_yaml recommendation reporting run_config torchrun training version",
 }
 AGAINST_THE_ORDER = {
     ("core", "kernels"): "core's public functions pick their faster implementations",

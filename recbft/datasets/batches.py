@@ -44,6 +44,18 @@ class Batch(NamedTuple):
         parts = iter(joined.to(device, non_blocking=True).split([x.numel() for x in own]))
         return Batch(*(None if x is None else next(parts).view(x.shape) for x in self))  # type: ignore[arg-type]
 
+    def of_rows(self, rows: Tensor) -> Batch:
+        """What some rows hold, (R,), as a batch of its own, whose histories are counted anew."""
+        num_rows, width = self.items.shape
+        new_row = self.items.new_full((num_rows,), -1).index_copy_(0, rows, torch.arange(len(rows)))
+        row = new_row[self.last // width]  # (S,), -1 where a history is left out
+        number = (row >= 0).cumsum(0) - 1
+        chosen = Batch(*(None if x is None or x is self.last else x[rows] for x in self))  # type: ignore[arg-type]
+        return chosen._replace(
+            segment=torch.where(chosen.segment >= 0, number[chosen.segment.clamp(min=0)], -1),
+            last=(row * width + self.last % width)[row >= 0],
+        )
+
 
 def pack_histories(
     items: IntArray,

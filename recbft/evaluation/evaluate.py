@@ -8,10 +8,10 @@ Shapes: N users.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -29,6 +29,15 @@ from recbft.models.contract import ItemTable, SequenceModel, read_histories
 
 IntArray = NDArray[np.int64]
 Part = Literal["validation", "test"]
+T = TypeVar("T")
+
+
+class Sharing(Protocol):
+    """Processes that evaluate together, each its part of the users."""
+
+    def each_does(self, count: int, work: Callable[[slice], T]) -> list[T]:
+        """What all of them make of their parts of ``count`` users, in order; a part may be empty."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -66,19 +75,28 @@ def evaluate(
     ks: Sequence[int] = KS,
     memory_mb: float = 256.0,
     histories_per_batch: int = HISTORIES_PER_BATCH,
+    sharing: Sharing | None = None,
 ) -> Evaluation:
     """Rank all users of a part and average.
 
     Args:
         memory_mb: bound on the block of scores, and on the states held at a time.
         histories_per_batch: histories that the model reads at once.
+        sharing: processes that call this alike and share the work; every one of them gets the whole.
 
     Raises:
         UserError: the part is unknown or there is no user.
         RunError: a score is NaN.
     """
     view = view_of(dataset, part)
-    ranks, precision = rank_view(model, dataset, view, memory_mb=memory_mb, histories_per_batch=histories_per_batch)
+
+    def rank(users: slice) -> tuple[Ranks, NDArray[np.floating] | None]:
+        return _rank(model, dataset, view, users, memory_mb=memory_mb, histories_per_batch=histories_per_batch)
+
+    num_users = len(view.target)
+    parts = [rank(slice(0, num_users))] if sharing is None else sharing.each_does(num_users, rank)
+    ranks = _joined([ranks for ranks, _ in parts])
+    precisions = [precision for _, precision in parts if precision is not None]
     return Evaluation(
         part=part,
         filter_seen=filter_seen,
@@ -96,34 +114,8 @@ def evaluate(
             "unfiltered": metrics_from_ranks(ranks.unfiltered, ks),
             "filtered": metrics_from_ranks(ranks.filtered, ks),
         },
-        precision=precision,
+        precision=np.concatenate(precisions) if precisions else None,
     )
-
-
-def rank_view(
-    model: SequenceModel,
-    dataset: Dataset,
-    view: View,
-    *,
-    memory_mb: float = 256.0,
-    histories_per_batch: int = HISTORIES_PER_BATCH,
-) -> tuple[Ranks, NDArray[np.floating] | None]:
-    """Ranks and posterior precision of the users of a view, (N,) each, with the model in evaluation mode."""
-    with torch.inference_mode(), evaluation_mode(model):
-        table = model.item_table()
-        num_users = len(view.target)
-        at_once = max(histories_per_batch, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
-        ranks = Ranks(np.empty(num_users, np.int64), np.empty(num_users, np.int64))
-        precisions = []
-        for first in range(0, num_users, at_once):
-            users = slice(first, first + at_once)
-            states, precision = _states(model, dataset, view, users, table, histories_per_batch)
-            seen, offsets = _gather(dataset.items, view.start[users], view.stop[users])
-            ranks.unfiltered[users], ranks.filtered[users] = full_ranks(
-                states, table, view.target[users], seen, offsets, memory_mb=memory_mb, user_ids=dataset.user_ids[users]
-            )
-            precisions += precision
-    return ranks, np.concatenate(precisions) if precisions else None
 
 
 def view_of(dataset: Dataset, part: str, users: IntArray | None = None) -> View:
@@ -155,6 +147,35 @@ def evaluation_mode(model: SequenceModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _rank(
+    model: SequenceModel, dataset: Dataset, view: View, users: slice, *, memory_mb: float, histories_per_batch: int
+) -> tuple[Ranks, NDArray[np.floating] | None]:
+    """Ranks and posterior precision of n users of a view, (n,) each, with the model in evaluation mode."""
+    with torch.inference_mode(), evaluation_mode(model):
+        table = model.item_table()
+        at_once = max(histories_per_batch, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
+        ranks, precisions = [], []
+        for first in range(users.start, users.stop, at_once):
+            chunk = slice(first, min(first + at_once, users.stop))
+            states, precision = _states(model, dataset, view, chunk, table, histories_per_batch)
+            seen, offsets = _gather(dataset.items, view.start[chunk], view.stop[chunk])
+            ids = dataset.user_ids[chunk]
+            ranks.append(
+                full_ranks(states, table, view.target[chunk], seen, offsets, memory_mb=memory_mb, user_ids=ids)
+            )
+            precisions += precision
+    return _joined(ranks), np.concatenate(precisions) if precisions else None
+
+
+def _joined(parts: Sequence[Ranks]) -> Ranks:
+    """The ranks of several parts, one after another; there may be no part."""
+    none = np.empty(0, np.int64)
+    return Ranks(
+        np.concatenate([none, *(part.unfiltered for part in parts)]),
+        np.concatenate([none, *(part.filtered for part in parts)]),
+    )
 
 
 def _states(

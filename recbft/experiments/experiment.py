@@ -27,8 +27,10 @@ from recbft.files import make_folder, write_atomic
 from recbft.machine import cores
 from recbft.models import MODELS
 from recbft.run_config import RunConfig
+from recbft.torchrun import refuse_several
 from recbft.training.run_folder import RunFolder, settle
 
+SIDE_BY_SIDE = "processes that the command itself begins (-j) train the runs, each one of them"  # not torchrun's
 _NAMED_AT_MOST = 5  # failed runs that a message names
 
 
@@ -86,6 +88,7 @@ def prepare(
         UserError: an arm cannot be configured, is not trained, is another's equal or cannot be compared, or a folder
             holds another run.
     """
+    refuse_several(SIDE_BY_SIDE)
     jobs = plan(arms, seeds, out / "runs", configure)
     for job in jobs:
         if not MODELS[job.config.model].trainable:

@@ -28,12 +28,13 @@ from recbft.config_file import parse_setting, place
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec, by_setting, check_judges, check_varies
-from recbft.experiments.experiment import check_positive, prepare, train_or_say
+from recbft.experiments.experiment import SIDE_BY_SIDE, check_positive, prepare, train_or_say
 from recbft.experiments.lists import split_list
 from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach
 from recbft.experiments.queue import Watcher
 from recbft.files import explained, make_folder
 from recbft.run_config import RunConfig, sections_of
+from recbft.torchrun import refuse_several
 
 _RANGE = re.compile(r"(log:)?([^.,][^,]*?)\.\.([^,]+)")
 _STUDY = "recbft"
@@ -104,6 +105,7 @@ def search(
             runs are too short for the objective.
         RunError: interrupted, the disk is full, or every trial failed.
     """
+    refuse_several(SIDE_BY_SIDE)
     check_positive("--jobs", workers)
     if prune and len(seeds) < 2:
         raise UserError(

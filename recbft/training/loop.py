@@ -17,6 +17,7 @@ from recbft.training.autocast import autocast
 from recbft.training.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import Controllers, Moment
+from recbft.training.data_parallel import ALONE, SharedLoss, Team
 from recbft.training.graphed_steps import GraphedSteps
 from recbft.training.optimiser import clip_gradients, warmup_ramp
 from recbft.training.progress import Progress
@@ -37,6 +38,7 @@ def fit(
     progress: Progress,
     controllers: Controllers = UNSTEERED,
     graphs: GraphedSteps | None = None,
+    team: Team = ALONE,
 ) -> None:
     """Train until the last epoch or until validation has stopped improving, going on from ``state``.
 
@@ -46,14 +48,21 @@ def fit(
         keep: saves the epoch's row, and the weights as the best ones where the second argument is True.
         controllers: steer the steps of an epoch.
         graphs: take the steps after the warm-up, which no controller can steer then.
+        team: the processes that train this model, each in a call of its own.
 
     Raises:
         RunError: the loss is not finite, or a weight is not after an epoch, which is not saved then.
     """
+
+    def before_step() -> None:
+        controllers.before_step(moment_of(model, optimizer, batches, config, state))
+
+    shared = SharedLoss(model, team) if team.several else None
+    plain = _PlainSteps(model, optimizer, config, before_step, shared)
     progress.start(config.epochs, state.epoch + 1)
     try:
         while not is_over(config, state):
-            row = _train_epoch(model, optimizer, batches, config, state, progress, controllers, graphs)
+            row = _train_epoch(model, optimizer, batches, config, state, progress, controllers, plain, graphs)
             close_epoch(row, model, config, state, validate=validate, keep=keep, progress=progress)
     finally:
         progress.stop()
@@ -102,6 +111,7 @@ def _train_epoch(
     state: TrainState,
     progress: Progress,
     controllers: Controllers,
+    plain: _PlainSteps,
     graphs: GraphedSteps | None,
 ) -> Row:
     """One pass over the users; the row of ``history.csv`` it earns."""
@@ -110,7 +120,6 @@ def _train_epoch(
     def now() -> Moment:
         return moment_of(model, optimizer, batches, config, state)
 
-    plain = _PlainSteps(model, optimizer, config, lambda: controllers.before_step(now()))
     model.train()
     model.refresh()
     controllers.on_epoch_start(now())
@@ -151,15 +160,16 @@ class _PlainSteps:
     optimizer: torch.optim.Optimizer
     config: TrainingConfig
     before_step: Callable[[], None]
+    shared: SharedLoss | None  # where several processes take them together
 
     def begin(self, batch: Batch) -> torch.Tensor:
         """The loss of a batch and its gradients."""
         device = next(self.model.parameters()).device
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.config.autocast, device):
-            loss = self.model.loss(batch.to(device))
+            loss = self.model.loss(batch.to(device)) if self.shared is None else self.shared.of_share(batch)
         loss.backward()
-        return loss.detach()
+        return loss.detach() if self.shared is None else self.shared.of_batch(loss)
 
     def end(self) -> None:
         """Change the weights."""

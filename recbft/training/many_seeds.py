@@ -36,6 +36,7 @@ from recbft.evaluation.protocol import config_hash
 from recbft.models.backbone import Backbone
 from recbft.models.stacked import Stacked
 from recbft.run_config import RunConfig
+from recbft.torchrun import refuse_several
 from recbft.training import tensorboard
 from recbft.training.loop import Row, close_epoch, is_over, not_finite
 from recbft.training.optimiser import make_optimizer, warmup_ramp
@@ -77,6 +78,7 @@ def train_seeds(
             run, data and config do not fit, or another process trains one of the runs.
         RunError: training was interrupted, or some runs failed, the others being finished.
     """
+    refuse_several("one process trains several seeds together")
     check_together(configs)
     first = configs[0]
     if first.training.tensorboard:

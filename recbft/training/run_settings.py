@@ -13,6 +13,7 @@ import torch
 
 from recbft.errors import UserError
 from recbft.forked import one_thread_if_forked
+from recbft.torchrun import Process, this_process
 from recbft.training.config import TrainingConfig
 
 _turns = [RLock()]  # of this process's runs, in a list so that a forked process can have its own
@@ -26,10 +27,9 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
     All of them belong to the process, so a run in another thread waits until this one is through.
 
     Raises:
-        UserError: the device is not there, or this is one of several processes that torchrun began alike.
+        UserError: the device is not there.
     """
-    _refuse_torchrun()
-    device = _device(config.device)
+    device = _device(config.device, this_process())
     with _turn(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -80,24 +80,23 @@ if hasattr(os, "register_at_fork"):  # who held the turn is not there after a fo
     os.register_at_fork(after_in_child=_own_turns)
 
 
-def _refuse_torchrun() -> None:
-    world_size = os.environ.get("WORLD_SIZE", "")
-    if world_size.isdecimal() and int(world_size) > 1:
-        raise UserError(
-            f"WORLD_SIZE is {world_size}: a run is trained by one process; start it without torchrun, and several runs "
-            "side by side with recbft compare -j"
-        )
-
-
-def _device(name: str) -> torch.device:
+def _device(name: str, here: Process) -> torch.device:
+    """The device of this process; several of a run have a GPU each."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device, there = torch.device(name), torch.cuda.device_count()
+    if device.type == "cpu":
+        return device
+    if here.size > 1 and device.index is not None:
+        raise UserError(f"device is {name!r}, but {here.size} processes train this run, each on a GPU; give cuda")
+    if here.local_size > there > 0:
         raise UserError(
-            f"device is {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto"
+            f"{here.local_size} processes began on this machine, but PyTorch sees {there} CUDA devices; begin as many "
+            "processes as there are GPUs, or set training.device to cpu"
         )
-    return device
+    if (device.index or 0) >= there:
+        raise UserError(f"device is {name!r}, but PyTorch sees {there} CUDA devices; use cpu or auto")
+    return device if here.size == 1 else torch.device("cuda", here.local_rank)
 
 
 def rng_state(generator: torch.Generator, device: torch.device) -> dict[str, Any]:

@@ -7,7 +7,7 @@ initial weights and dropout come from its seed, and the caller's random state is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from recbft.machine import environment
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig, load_run_config
+from recbft.torchrun import Process
 from recbft.training import checkpoint, tensorboard
 from recbft.training.bundle import write_vocabulary
-from recbft.training.checkpoint import TrainState
+from recbft.training.checkpoint import Loaded, TrainState
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
+from recbft.training.data_parallel import ALONE, Team, departure_explained, team
 from recbft.training.loop import Row, fit, moment_of
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
@@ -48,7 +50,7 @@ def train(
     progress: Progress | None = None,
     overwrite: bool = False,
 ) -> RunFolder:
-    """Train a new run and leave its folder.
+    """Train a new run and leave its folder; several processes that torchrun has begun train one together.
 
     Args:
         config: everything that decides the run.
@@ -63,7 +65,8 @@ def train(
         UserError: the folder is taken, data and config do not fit, or another process trains this run.
         RunError: training failed, was interrupted or ran out of memory; the message says how to go on.
     """
-    RunFolder.refuse_taken(out, overwrite=overwrite)
+    together = team(config.training)
+    together.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
     if config.training.tensorboard:
         tensorboard.check_available()
     if dataset is None:
@@ -71,8 +74,9 @@ def train(
         dataset = config.data.load()
     elif config.data.dataset is None:
         config = replace(config, data=replace(config.data, dataset=dataset.name))
-    with memory_explained(config, dataset), run_settings(config.training) as device:
-        return begin(config, out, dataset, device, progress or Silent(), overwrite=overwrite).finish()
+    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
+        listener = _listener(progress, together)
+        return begin(config, out, dataset, device, listener, overwrite=overwrite, together=together).finish()
 
 
 def resume(
@@ -102,8 +106,9 @@ def resume(
         tensorboard.check_available()
     if not isinstance(dataset, Dataset):
         dataset = config.data.load_again(dataset, None if data_root is None else str(data_root))
-    with memory_explained(config, dataset), run_settings(config.training) as device:
-        return go_on(run, config, dataset, device, progress or Silent()).finish()
+    together = team(config.training)
+    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
+        return go_on(run, config, dataset, device, _listener(progress, together), together=together).finish()
 
 
 def begin(
@@ -116,6 +121,7 @@ def begin(
     generator: torch.Generator = torch.default_generator,
     remarks: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    together: Team = ALONE,
 ) -> Session:
     """A new run whose folder is made, within ``run_settings``.
 
@@ -123,16 +129,20 @@ def begin(
         generator: where dropout is drawn from; the model is built with its seed set.
         remarks: what ``environment.json`` says besides.
         overwrite: as in ``train``.
+        together: the processes that train it.
     """
     parts = make_parts(config, dataset, device)
-    run = RunFolder.create(
-        out,
-        config=config.to_yaml(),
-        protocol=run_protocol(config, dataset, parts.model),
-        environment=environment(device) | dict(remarks or {}),
-        overwrite=overwrite,
+    processes = {"processes": together.process.size} if together.several else {}
+    run = together.first_does(
+        lambda: RunFolder.create(
+            out,
+            config=config.to_yaml(),
+            protocol=run_protocol(config, dataset, parts.model),
+            environment=environment(device) | processes | dict(remarks or {}),
+            overwrite=overwrite,
+        )
     )
-    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator)
+    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator, together)
 
 
 def go_on(
@@ -143,6 +153,7 @@ def go_on(
     progress: Progress,
     *,
     generator: torch.Generator = torch.default_generator,
+    together: Team = ALONE,
 ) -> Session:
     """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last.
 
@@ -161,7 +172,8 @@ def go_on(
             f"{run.path} was begun with content {run.protocol['content_hash'][:12]}, but {dataset.name!r} as "
             f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
         )
-    return Session(run, config, dataset, device, make_parts(config, dataset, device), state, progress, generator)
+    parts = make_parts(config, dataset, device)
+    return Session(run, config, dataset, device, parts, state, progress, generator, together)
 
 
 class Session:
@@ -177,13 +189,16 @@ class Session:
         state: TrainState,
         progress: Progress,
         generator: torch.Generator,
+        together: Team,
     ) -> None:
         self.run, self.config, self.dataset, self.device = run, config, dataset, device
         self.model, self.batches, self.optimizer, self.controllers, self.graphs = parts
-        self.state, self.progress, self.generator = state, progress, generator
-        if config.training.tensorboard:
+        self.state, self.progress, self.generator, self.together = state, progress, generator, together
+        if config.training.tensorboard and together.leads:
             self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
         self.rows: list[Row] = []
+        self.is_saved = False  # whether there is a state to go on from
+        together.draw_apart(config.seed)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -192,23 +207,41 @@ class Session:
         Raises:
             UserError: another process trains it, or what was saved is damaged.
         """
-        with self.run.locked():
-            self.run.remove_leftovers()
-            write_vocabulary(self.run.checkpoint, self.dataset)
-            if self.run.has_checkpoint:
-                self._restore()
+        with ExitStack() as held:
+
+            def take() -> Loaded | None:
+                held.enter_context(self.run.locked())
+                self.run.remove_leftovers()
+                write_vocabulary(self.run.checkpoint, self.dataset)
+                if not self.run.has_checkpoint:
+                    return None
+                loaded = checkpoint.load(self.run.checkpoint)
                 checkpoint.tidy(self.run.checkpoint)
+                return loaded
+
+            loaded = self.together.first_does(take)
+            if loaded is not None:
+                self._restore(loaded)
             yield
 
-    def _restore(self) -> None:
-        loaded = checkpoint.load(self.run.checkpoint)
-        self.state = loaded.state
+    def _restore(self, loaded: Loaded) -> None:
+        self.state, self.is_saved = loaded.state, True
         self.model.load_state_dict(loaded.model_state)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded.optimizer_state)
         self.controllers.load_state_dict(loaded.controllers_state)
-        set_rng_state(self.generator, loaded.rng_state, self.device)
+        set_rng_state(self.generator, self._own_rng(loaded.rng_state), self.device)
         self.rows = self.run.read_history(up_to_epoch=self.state.epoch)
+
+    def _own_rng(self, saved: Any) -> Any:
+        """This process's random state, of as many as trained the run so far."""
+        states, here = saved.get("processes", [saved]), self.together.process
+        if len(states) != here.size:
+            raise UserError(
+                f"{self.run.path} was trained by {_processes(len(states))}, and {_processes(here.size)} would draw "
+                f"other numbers; go on with {Process.of(len(states)).command(self.run.resume_command)}"
+            )
+        return states[here.rank]
 
     def finish(self) -> RunFolder:
         """Train to the end, evaluate the best weights, write the results."""
@@ -218,8 +251,9 @@ class Session:
                 self.report()
         except KeyboardInterrupt:
             saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
+            command = self.together.process.command(self.run.resume_command)
             raise RunInterruptedError(
-                f"interrupted; the state after epoch {saved} is saved, go on with: {self.run.resume_command}"
+                f"interrupted; the state after epoch {saved} is saved, go on with: {command}"
             ) from None
         return self.run
 
@@ -240,16 +274,18 @@ class Session:
             progress=self.progress,
             controllers=self.controllers,
             graphs=self.graphs,
+            team=self.together,
         )
         self._offer_final_weights()
 
     def make_resumable(self) -> None:
         """Save the state before the first epoch, unless one is saved: from here on a killed run can be resumed."""
-        if not self.run.has_checkpoint:
+        if not self.is_saved:
             self._save(best=None)
 
     def validate(self) -> dict[str, float]:
         """The validation metrics of the weights that controllers want judged, the model's own without them."""
+        self.together.align(self.model)
         with self.controllers.evaluation_weights(self.model):
             metrics = self._evaluate("validation").headline
             if self.controllers.needs_validation_loss:
@@ -281,6 +317,7 @@ class Session:
             filter_seen=settings.filter_seen,
             ks=settings.ks,
             memory_mb=settings.memory_mb,
+            sharing=self.together,
         )
 
     def keep(self, row: Row, best: bool) -> None:
@@ -294,24 +331,28 @@ class Session:
             moment = moment_of(self.model, self.optimizer, self.batches, self.config.training, self.state)
             self.controllers.on_epoch_end(moment, row)
         self.rows.append(row)
-        self.run.write_history(self.rows)
+        self.together.first_does(lambda: self.run.write_history(self.rows))
         self._save(best=judged)
 
     def _save(self, *, best: Mapping[str, torch.Tensor] | None) -> None:
         self.state.sampler = {"order": "numpy PCG64 of [seed, epoch]", "next_epoch": self.state.epoch}
-        checkpoint.save(
-            self.run.checkpoint,
-            model_state=self.model.state_dict(),
-            optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
-            rng_state=rng_state(self.generator, self.device),
-            controllers_state=self.controllers.state_dict(),
-            state=self.state,
-            best_model_state=best,
+        random_states = self.together.gathered(rng_state(self.generator, self.device))
+        self.together.first_does(
+            lambda: checkpoint.save(
+                self.run.checkpoint,
+                model_state=self.model.state_dict(),
+                optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
+                rng_state={"processes": random_states} if self.together.several else random_states[0],
+                controllers_state=self.controllers.state_dict(),
+                state=self.state,
+                best_model_state=best,
+            )
         )
+        self.is_saved = True
 
     def report(self) -> None:
         """Evaluate the best weights on validation and test, and close the run."""
-        self.model.load_state_dict(checkpoint.load_best(self.run.checkpoint))
+        self.model.load_state_dict(self.together.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
         validation, test = self._evaluate("validation"), self._evaluate("test")
         metrics = {
             "filter_seen": self.config.evaluation.filter_seen,
@@ -322,7 +363,16 @@ class Session:
             "steps": self.state.step,
             "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
         }
-        self.run.finish(metrics, test.per_user)
+        self.together.first_does(lambda: self.run.finish(metrics, test.per_user))
+
+
+def _processes(number: int) -> str:
+    return "one process" if number == 1 else f"{number} processes"
+
+
+def _listener(progress: Progress | None, together: Team) -> Progress:
+    """Who is told how it goes: of several processes, by the first."""
+    return Silent() if progress is None or not together.leads else progress
 
 
 def _check(saved: TrainState, now: TrainState, run: RunFolder) -> None:

@@ -79,25 +79,6 @@ def test_a_missing_tensorboard_is_named_whichever_way_a_run_is_trained(dataset, 
     assert os.listdir(tmp_path) == ["begun"] and not RunFolder.open(tmp_path / "begun").has_checkpoint
 
 
-def test_one_of_several_processes_that_torchrun_began_trains_no_run(dataset, tmp_path, monkeypatch):
-    begun(config(), tmp_path / "begun", dataset)
-    finished = session.train(config(), tmp_path / "finished", dataset=dataset)
-    before = finished.metrics
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for go in (
-        lambda: session.train(config(), tmp_path / "new", dataset=dataset),
-        lambda: session.train(config(), tmp_path / "finished", dataset=dataset, overwrite=True),
-        lambda: session.resume(tmp_path / "begun", dataset=dataset),
-        lambda: train_seeds([config()], [tmp_path / "new"], dataset=dataset),
-    ):
-        with pytest.raises(
-            UserError, match=r"^WORLD_SIZE is 2: a run is trained by one process; start it without torch"
-        ):
-            go()
-    assert sorted(os.listdir(tmp_path)) == ["begun", "finished"] and finished.metrics == before
-    assert not RunFolder.open(tmp_path / "begun").has_checkpoint
-
-
 @pytest.mark.parametrize("world_size", ["1", ""])
 def test_torchrun_with_one_process_trains_as_usual(world_size, dataset, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", world_size)

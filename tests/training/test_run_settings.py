@@ -64,7 +64,7 @@ def test_on_the_cpu_a_gpu_s_random_state_is_left_alone(monkeypatch):
 
 @pytest.mark.parametrize(("given", "kept"), [("", ":4096:8"), (":16:8", ":16:8")])
 def test_a_deterministic_run_on_a_gpu_has_what_its_products_ask_for(given, kept, monkeypatch):
-    monkeypatch.setattr(run_settings, "_device", torch.device)
+    monkeypatch.setattr(run_settings, "_device", lambda name, here: torch.device(name))
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
     if not given:

@@ -1,0 +1,306 @@
+"""A run of several processes takes the steps of one: the shares of a batch add up, and a whole run by torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pandas as pd
+import pytest
+import torch
+
+from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.errors import RunInterruptedError, UserError
+from recbft.experiments.experiment import prepare
+from recbft.mixers import MIXERS
+from recbft.models import MODELS
+from recbft.models.backbone import Backbone
+from recbft.run_config import RunConfig, load_run_config
+from recbft.torchrun import Process, this_process
+from recbft.training import checkpoint, session
+from recbft.training.data_parallel import share_of
+from recbft.training.many_seeds import train_seeds
+from recbft.training.run_folder import RunFolder
+from recbft.training.run_parts import build_model, training_batches
+from recbft.training.run_settings import run_settings
+from recbft.training.tensor_tree import flatten
+
+SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 4, "warmup_steps": 6, "device": "cpu"}
+PLAIN = {  # without draws, so that the batch's shares add up to what one process works out
+    "sasrec": {"dropout": 0.0, "clip_norm": 1.0},
+    "bert4rec": {"dropout": 0.0, "attention_dropout": 0.0},
+    "hstu": {"dropout": 0.0},
+}
+
+
+def make_dataset():
+    # More users than one process evaluates at once.
+    return synthetic_dataset(SyntheticConfig(num_users=300, num_items=60, mean_length=7, seed=1))
+
+
+def config(model="sasrec", arm="bft", **settings) -> RunConfig:
+    return load_run_config(model=model, arm=arm, **{**SMALL, **settings})
+
+
+def main(out: Path) -> None:
+    """What each of the processes does that torchrun begins: several runs, one after another, and some refused."""
+    dataset = make_dataset()
+
+    def refused(name, go):
+        try:
+            go()
+        except (UserError, RunInterruptedError) as error:
+            (out / f"{name}-{this_process().rank}.txt").write_text(str(error))
+
+    for model, settings in PLAIN.items():
+        session.train(config(model, **settings), out / model, dataset=dataset)
+    for name in ("whole", "again"):
+        session.train(config(), out / name, dataset=dataset)
+    keep = session.Session.keep
+
+    def stop(self, row, best):
+        keep(self, row, best)
+        if self.state.epoch == 2:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(session.Session, "keep", stop):
+        refused("interrupted", lambda: session.train(config(), out / "stopped", dataset=dataset))
+        refused("for-one", lambda: session.train(config(), out / "left", dataset=dataset))
+    session.resume(out / "stopped", dataset=dataset)
+    session.train(load_run_config(model="pop", device="cpu"), out / "popularity", dataset=dataset)
+    refused("taken", lambda: session.train(config(), out / "whole", dataset=dataset))
+    refused("graphs", lambda: session.train(config(cuda_graphs=True), out / "new", dataset=dataset))
+    refused("together", lambda: train_seeds([config()], [out / "new"], dataset=dataset))
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return make_dataset()
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """The folder of what two processes have done."""
+    folder = tmp_path_factory.mktemp("several")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, __file__, folder], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def assert_equal_runs(one, two):
+    saved, tensors = [checkpoint.load(run.checkpoint) for run in (one, two)], []
+    for loaded in saved:
+        tensors.append({})
+        flatten([loaded.model_state, loaded.optimizer_state, loaded.rng_state], "all", tensors[-1])
+    assert saved[0].state == saved[1].state and tensors[0].keys() == tensors[1].keys()
+    for name, value in tensors[0].items():
+        assert torch.equal(value, tensors[1][name]), name
+    timings = ["seconds", "tokens_per_second"]
+    histories = [pd.DataFrame(run.read_history()).drop(columns=timings) for run in (one, two)]
+    pd.testing.assert_frame_equal(*histories, check_exact=True)
+    pd.testing.assert_frame_equal(*(pd.read_parquet(run.per_user_file) for run in (one, two)), check_exact=True)
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("size", [2, 3, 40])
+@pytest.mark.parametrize(("model", "mixer"), [(model, mixer) for model in PLAIN for mixer in MODELS[model].mixers])
+def test_the_shares_of_a_batch_add_up_to_its_gradient(model, mixer, size, dataset):
+    arm = "matched" if MIXERS[mixer].precision == "none" else "bft"
+    made = config(model, arm, mixer=mixer, batch_size=24, **PLAIN[model])
+    with run_settings(made.training):
+        whole = build_model(made, dataset).double()
+    assert isinstance(whole, Backbone)
+    whole.train()
+    whole.set_ramp(1.0)
+    batches = training_batches(made, dataset)
+    assert batches is not None
+    batch = next(batches.epoch(0))
+    state = {name: value.clone() for name, value in whole.state_dict().items()}
+    loss = whole.loss(batch)
+    loss.backward()
+    wanted = gradients(whole)
+    total = 0.0
+    whole.zero_grad()
+    for rank in range(size):
+        whole.load_state_dict(state)
+        share, weight = share_of(batch, rank, size)
+        part = weight * whole.loss(share)
+        part.backward()
+        total += part.item()
+    assert total == pytest.approx(loss.item(), rel=1e-12)
+    largest = max(float(value.abs().max()) for value in wanted.values())
+    for name, value in gradients(whole).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-12 * largest, msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_each_history_is_in_one_share_as_it_stood(size, dataset):
+    batches = training_batches(config(batch_size=40), dataset)
+    batch = next(batches.epoch(0))
+    found = []
+    for rank in range(size):
+        share, weight = share_of(batch, rank, size)
+        assert share.items.shape[1] == batch.items.shape[1]
+        held = histories(share)
+        assert len(held) == len(share.last)
+        if weight > 0:
+            found += held
+        else:
+            assert rank >= len(batch.items)
+    assert sorted(found) == sorted(histories(batch))
+
+
+def histories(batch):
+    """Each history's tokens: item, position, target."""
+    flat = [x.flatten() for x in (batch.items, batch.position, batch.target)]
+    held = []
+    for number, last in enumerate(batch.last.tolist()):
+        tokens = (batch.segment.flatten() == number).nonzero().flatten()
+        assert tokens[-1] == last
+        held.append(tuple(tuple(x[tokens].tolist()) for x in flat))
+    return held
+
+
+def test_a_share_without_a_target_has_no_weight(dataset):
+    batch = next(training_batches(config(batch_size=40), dataset).epoch(0))
+    target = batch.target.clone()
+    target[1::2] = 0
+    share, weight = share_of(batch._replace(target=target), 1, 2)
+    assert weight == 0 and int((share.target > 0).sum()) > 0
+    assert share_of(batch._replace(target=target), 0, 2)[1] == 1
+
+
+@pytest.mark.parametrize("model", PLAIN)
+def test_two_processes_without_draws_train_the_model_of_one(model, out, dataset, tmp_path):
+    alone = session.train(config(model, **PLAIN[model]), tmp_path / "alone", dataset=dataset)
+    two = RunFolder.open(out / model)
+    losses = [[row["loss"] for row in run.read_history()] for run in (alone, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    weights = [checkpoint.load(run.checkpoint).model_state for run in (alone, two)]
+    for name, value in weights[0].items():
+        if "mean_" not in name:  # running means are of the first process's shares
+            torch.testing.assert_close(weights[1][name], value, rtol=2e-2, atol=2e-3, msg=name)
+    ranks = [pd.read_parquet(run.per_user_file) for run in (alone, two)]
+    assert (
+        ranks[0]
+        .drop(columns=["rank_unfiltered", "rank_filtered"])
+        .equals(ranks[1].drop(columns=["rank_unfiltered", "rank_filtered"]))
+    )
+    assert (ranks[0].rank_unfiltered - ranks[1].rank_unfiltered).abs().mean() < 1
+    assert two.environment["processes"] == 2 and "processes" not in alone.environment
+
+
+def test_two_processes_repeat_a_run_bit_for_bit_and_go_on_exactly(out):
+    whole, again, stopped = (RunFolder.open(out / name) for name in ("whole", "again", "stopped"))
+    assert_equal_runs(whole, again)
+    assert_equal_runs(whole, stopped)
+    assert RunFolder.open(out / "popularity").is_finished
+
+
+def test_processes_draw_different_dropout(out):
+    states = checkpoint.load(out / "whole" / "checkpoint").rng_state["processes"]
+    assert len(states) == 2 and not torch.equal(states[0]["cpu"], states[1]["cpu"])
+
+
+def test_what_the_first_process_refuses_all_refuse(out):
+    said = {path.stem: path.read_text() for path in out.glob("*.txt")}
+    for name, wanted in {
+        "taken": f"{out}/whole holds a finished run; name another folder, or replace it with --overwrite",
+        "graphs": "training.cuda_graphs",
+        "together": "WORLD_SIZE is 2: one process trains several seeds together; begin it without torchrun",
+        "interrupted": "interrupted; the state after epoch 2 is saved, go on with: "
+        f"torchrun --standalone --nproc-per-node 2 --no-python recbft train --resume {out}/stopped",
+    }.items():
+        for rank in (0, 1):
+            assert said[f"{name}-{rank}"].startswith(wanted)
+    assert not (out / "new").exists()
+
+
+def test_as_many_processes_go_on_as_began(out, dataset):
+    before = checkpoint.load(out / "left" / "checkpoint")
+    with pytest.raises(
+        UserError,
+        match=r"left was trained by 2 processes, and one process would draw other numbers; go on with torchrun "
+        r"--standalone --nproc-per-node 2 --no-python recbft train --resume .*left$",
+    ):
+        session.resume(out / "left", dataset=dataset)
+    after = checkpoint.load(out / "left" / "checkpoint")
+    assert before.state == after.state and not RunFolder.open(out / "left").is_finished
+
+
+def set_environment(monkeypatch, **environment):
+    """As torchrun sets it, but for what is given."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | environment).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, Process()),
+        ({"WORLD_SIZE": ""}, Process()),
+        ({"WORLD_SIZE": "1"}, Process()),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, Process(1, 2, 1, 2)),
+        (
+            {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            Process(5, 8, 1, 4),
+        ),
+    ],
+)
+def test_the_environment_says_which_process_this_is(environment, wanted, monkeypatch):
+    set_environment(monkeypatch, **environment)
+    assert this_process() == wanted
+    assert wanted.leads == (wanted.rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({"RANK": ""}, "WORLD_SIZE is 2, but RANK is not set; begin the processes with torchrun, or unset WORLD_SIZE"),
+        ({"RANK": "1", "MASTER_ADDR": ""}, "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
+        ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
+    ],
+)
+def test_an_environment_that_does_not_add_up_is_refused(environment, wanted, dataset, tmp_path, monkeypatch):
+    set_environment(monkeypatch, **{"WORLD_SIZE": "2", **environment})
+    with pytest.raises(UserError, match=wanted):
+        session.train(config(), tmp_path / "new", dataset=dataset)
+    assert not os.listdir(tmp_path)
+
+
+def test_commands_that_begin_processes_are_refused(tmp_path, monkeypatch):
+    set_environment(monkeypatch, WORLD_SIZE="2", RANK="0")
+    with pytest.raises(
+        UserError, match=r"WORLD_SIZE is 2: processes that the command itself begins .* without torchrun"
+    ):
+        prepare([], [], tmp_path, lambda arm, seed: config())
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "wanted"),
+    [
+        ("cuda:1", 4, r"device is 'cuda:1', but 2 processes train this run, each on a GPU; give cuda"),
+        ("cuda", 1, "2 processes began on this machine, but PyTorch sees 1 CUDA devices"),
+        ("cuda", 0, "device is 'cuda', but PyTorch sees 0 CUDA devices; use cpu or auto"),
+    ],
+)
+def test_each_process_needs_a_gpu_of_its_own(device, count, wanted, monkeypatch):
+    set_environment(monkeypatch, WORLD_SIZE="2", RANK="1", LOCAL_WORLD_SIZE="2", LOCAL_RANK="1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(UserError, match=wanted), run_settings(config(device=device).training):
+        pass
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
