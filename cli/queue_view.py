@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -27,10 +26,10 @@ class Lines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._total, self._done, self._began = 0, 0, 0.0
+        self._total, self._done = 0, 0
 
     def start(self, total: int, finished: int) -> None:
-        self._total, self._done, self._began = total, finished, time.monotonic()
+        self._total, self._done = total, finished
         if finished:
             self.note(f"{finished} of {total} runs are finished already")
 

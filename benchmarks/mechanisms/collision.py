@@ -34,7 +34,7 @@ from recbft.mixers.memory_family import unfiltered_memory
 NAME = "mechanisms.collision"
 WIDTH, IDENTITIES, SEED_PASSES, BOOST, FLOOD = 16, 6, 2, 40, 60
 NOISE, PRIOR, OVERLAP = 0.05, 3.0, 0.92  # ell2 = r2, p0, rho
-SEEDED, BOOSTED = SEED_PASSES * IDENTITIES, SEED_PASSES * IDENTITIES + BOOST
+BOOSTED = SEED_PASSES * IDENTITIES + BOOST  # steps until then
 
 OVERLAPS = (0.30, 0.45, 0.60, 0.75, 0.85, 0.90, 0.92, 0.95, 0.98)
 MARGINS = [".46", ".46", ".46", ".46", ".46", ".45", ".45", ".43", ".34"]
