@@ -88,8 +88,8 @@ class Dataset:
         Args:
             frame: a pandas data frame, a pyarrow table, or any table that speaks arrow (polars, duckdb).
             user, item: the columns with raw ids.
-            time: the column that orders a user's events (whole numbers or dates; ties keep the row order). Without it
-                the row order is the order, and the data set has no times.
+            time: the column that orders a user's events (whole numbers or dates, as text too; ties keep the row order).
+                Without it the row order is the order, and the data set has no times.
             preparation: filters and minimum counts.
 
         Raises:

@@ -1,7 +1,8 @@
 """Events: who took which item, and when, with raw ids and in the order of the source.
 
-An id is an integer or a text and is kept exactly: the text ``007`` is not the integer 7. A time is a whole number >= 0,
-kept as int64: whole numbers written as floats (``1.0``, ``881250949.0``) are taken exactly, anything else is refused.
+An id is an integer or a text and is kept exactly: the text ``007`` is not the integer 7. A time is a date or a whole
+number >= 0, kept as int64: whole numbers written as floats (``1.0``, ``881250949.0``) are taken exactly, dates as ticks
+of the coarsest unit that loses nothing; anything else is refused.
 Rows are numbered from 1, the header not counted; every refusal names source, row, column and value.
 """
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from recbft.datasets import dates
 from recbft.errors import UserError, did_you_mean
 
 FLOAT_DIGITS = {16: 11, 32: 24, 64: 53}  # binary digits that a float of so many bits holds
@@ -51,7 +53,7 @@ class Events:
 
         Raises:
             UserError: a named column is missing, is named twice, or holds a blank, an id that is neither integer nor
-                text, or a time that is not a whole number >= 0.
+                text, or a time that is neither a date nor a whole number >= 0.
         """
         roles = {"user": user, "item": item} | ({} if time is None else {"time": time})
         for column in roles.values():
@@ -87,6 +89,11 @@ def steps_back(users: NDArray[np.int64], times: Any) -> int:
         users: their numbers, one per row.
         times: an arrow column, of any type.
     """
+    if is_text(times.type) and dates.are_dates(times):
+        try:
+            times = dates.timestamps(times, "", "")
+        except UserError:
+            return 0
     if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
         times = times.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
     ticks = as_floats(times)
@@ -244,7 +251,7 @@ def _whole_numbers_from_floats(column: Any, name: str, source: str, not_whole: s
 # Times -----------------------------------------------------------------------------------------------
 
 BLANK_TIME = "but a time may not be blank; fill it in, drop the row, or name no time column to use the row order"
-NOT_WHOLE = "but a time must be a whole number; use integer seconds or milliseconds"
+NOT_WHOLE = "but a time must be a whole number or a date; use integer seconds or milliseconds, or 2024-01-31 12:30:00"
 NEGATIVE = "but a time must be >= 0"
 BEFORE_1970 = "but a date must not lie before 1970; correct it, drop the row, or name no time column"
 MAX_DIGITS = 19  # of an int64
@@ -255,7 +262,10 @@ def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str 
     kind = column.type
     _refuse(pc.is_null(column, nan_is_null=True), column, name, source, BLANK_TIME)
     unit = None
-    if is_text(kind):
+    if is_text(kind) and dates.are_dates(column):
+        _refuse(pc.equal(pc.utf8_trim_whitespace(column), ""), column, name, source, BLANK_TIME)
+        numbers, unit = _ticks(dates.timestamps(column, name, source))
+    elif is_text(kind):
         numbers = _whole_numbers_from_text(column, name, source)
     elif pa.types.is_floating(kind):
         numbers = _whole_numbers_from_floats(column, name, source, NOT_WHOLE)
