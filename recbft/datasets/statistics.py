@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from recbft.datasets.dataset import Dataset
+from recbft.datasets.distinct import distinct
 
 LENGTH_QUANTILES = {"min": 0.0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "90%": 0.9, "max": 1.0}
 
@@ -48,7 +49,7 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         tied_neighbours = float(tied[same_user].mean())
         tied_last_two = float(tied[last - 1].mean())
     users = np.repeat(np.arange(dataset.num_users), dataset.lengths)
-    distinct = len(np.unique(users * (dataset.num_items + 1) + dataset.items))
+    num_pairs = len(distinct(users * (dataset.num_items + 1) + dataset.items))
     return DatasetStatistics(
         name=dataset.name,
         num_users=dataset.num_users,
@@ -60,7 +61,7 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         tied_neighbours=tied_neighbours,
         tied_last_two=tied_last_two,
         unseen_targets=float((dataset.training_counts[dataset.items[last]] == 0).mean()),
-        repeated_events=1 - distinct / dataset.num_events,
+        repeated_events=1 - num_pairs / dataset.num_events,
         content_hash=dataset.content_hash,
         target_hash=dataset.target_hash,
     )

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recbft.datasets.distinct import distinct
 from recbft.evaluation.score_blocks import Candidates, NanWatch, align, block_shape, score_block, spans
 from recbft.models.contract import ItemTable
 
@@ -143,7 +144,7 @@ class _Seen(NamedTuple):
         user, item = self.user[here], self.item[here]
         place = torch.from_numpy(user * width + column[here]).to(marks.device)
         marked = (marks.view(-1)[place] > 0).cpu().numpy()
-        pairs = np.unique(user[marked] * group.size + item[marked])
+        pairs = distinct(user[marked] * group.size + item[marked])
         return np.bincount(pairs // group.size, minlength=num_users)
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recbft.datasets.distinct import distinct
 from recbft.errors import UserError
 from recbft.evaluation.score_blocks import NanWatch, align, block_shape, score_block, spans
 from recbft.models.contract import ItemTable
@@ -152,7 +153,7 @@ class _Excluded(NamedTuple):
             nothing = np.empty(0, np.int64)
             return cls(nothing, nothing, np.zeros(num_users + 1, np.int64), barred)
         user = np.repeat(np.arange(num_users), np.diff(offsets))
-        pairs = np.unique(user * (num_items + 1) + items[offsets[0] : offsets[-1]])
+        pairs = distinct(user * (num_items + 1) + items[offsets[0] : offsets[-1]])
         user, item = pairs // (num_items + 1), pairs % (num_items + 1)
         real = (item > 0) & ~np.isin(item, barred)
         user, item = user[real], item[real]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from recbft.datasets import Dataset, Preparation, describe, leave_one_out
 from recbft.datasets.config import DataConfig
+from recbft.datasets.distinct import distinct
 from recbft.errors import UserError
 
 TEXT_IDS = st.text(min_size=1, max_size=5).filter(lambda text: text.strip() != "")
@@ -154,6 +155,15 @@ def test_leave_one_out_takes_the_last_event_for_test_and_the_one_before_for_vali
     assert (split.test.stop - split.test.start).tolist() == [3, 2]
     assert split.training_start is split.test.start or np.shares_memory(split.training_start, split.test.start)
     assert dataset.training_counts.tolist() == [0, 2, 1, 0, 0, 0, 0], "held-out items keep their place"
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 1000])
+@pytest.mark.parametrize("seed", range(3))
+def test_distinct_values_are_those_of_numpy(seed, size):
+    values = np.random.default_rng(seed).integers(-(2**40), 2**40, size)[np.arange(size) // 3]
+    before = values.copy()
+    assert distinct(values).tolist() == np.unique(values).tolist()
+    assert (values == before).all()
 
 
 def test_statistics_by_hand():
