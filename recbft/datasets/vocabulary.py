@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
+from pandas.api.extensions import ExtensionArray
+from pandas.api.types import infer_dtype, is_numeric_dtype, is_string_dtype
 
 from recbft.datasets.events import largest_exact
 from recbft.errors import UserError
@@ -36,6 +38,13 @@ class Vocabulary:
         Raises:
             UserError: an id is neither number nor text, or a float so large that it may have been another number.
         """
+        column: Any = raw_ids
+        if not _of_one_kind(column) or (column.dtype.kind == "i" and self.ids.dtype != object):
+            return self._encode(column)
+        codes, distinct = pd.factorize(column)  # instead of a text for each of millions of events
+        return np.asarray(np.append(self._encode(distinct), 0)[codes], dtype=np.int64)  # a blank has code -1
+
+    def _encode(self, raw_ids: Any) -> NDArray[np.int64]:
         if hasattr(raw_ids, "dtype"):
             values = np.asarray(raw_ids)
             if values.dtype.kind == "i" and self.ids.dtype != object:
@@ -64,6 +73,17 @@ class Vocabulary:
     @cached_property
     def _numbers(self) -> pd.Index[Any]:
         return _ready(pd.Index(self.ids))
+
+
+def _of_one_kind(ids: Any) -> bool:
+    """Whether ids are a column of numbers or of texts, in which pandas finds the distinct ones as we would."""
+    if not isinstance(ids, (np.ndarray, pd.Series, pd.Index, ExtensionArray)) or ids.ndim != 1:
+        return False
+    dtype = ids.dtype
+    if isinstance(dtype, np.dtype):
+        # beside others pandas takes 1, 1.0 and True for one
+        return dtype.kind in "iuf" or (dtype.kind == "O" and infer_dtype(ids, skipna=True) == "string")
+    return isinstance(dtype, pd.CategoricalDtype) or is_string_dtype(dtype) or is_numeric_dtype(dtype)
 
 
 def _ready(index: pd.Index[Any]) -> pd.Index[Any]:

@@ -8,7 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from recbft.datasets.vocabulary import Vocabulary
+import recbft.datasets.vocabulary
+from recbft.datasets.vocabulary import Vocabulary, canonical_text
 from recbft.errors import UserError
 
 
@@ -28,6 +29,27 @@ def test_threads_that_ask_first_and_at_once_find_every_item(form):
 def test_what_is_neither_number_nor_text_is_refused_not_unknown(value):
     with pytest.raises(UserError, match="give ids that are whole numbers or text, one per event"):
         Vocabulary(np.array([7])).encode([value])
+
+
+@pytest.mark.parametrize("kind", ["int64", "uint16", "float32", "object", "str", "Int64", "int64[pyarrow]", "category"])
+@pytest.mark.parametrize("texts", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_column_has_the_indices_of_its_ids_one_by_one_and_each_id_is_read_once(seed, texts, kind, monkeypatch):
+    raw = np.random.default_rng(seed).integers(0, 40, 500)
+    values = raw.astype(str) if kind in ("object", "str") else raw
+    column, seen = pd.Series(values).astype(kind), []
+    monkeypatch.setattr(recbft.datasets.vocabulary, "canonical_text", lambda x: seen.append(x) or canonical_text(x))
+    ids = np.arange(0, 60, 2)
+    found = Vocabulary(ids.astype(str).astype(object) if texts else ids).encode(column)
+    assert found.dtype == np.int64 and found.tolist() == np.where(raw % 2, 0, raw // 2 + 1).tolist()
+    assert len(seen) <= len(set(raw.tolist()))
+
+
+def test_ids_that_pandas_takes_for_one_keep_their_own_texts():
+    vocabulary = Vocabulary(np.array(["1", "True", "nan"], object))
+    mixed = np.array([1, True, 1.0, "1", None, "nan", np.nan], object)
+    assert vocabulary.encode(mixed).tolist() == [1, 2, 1, 1, 0, 3, 0]
+    assert vocabulary.encode(mixed[[3, 4, 5, 6]]).tolist() == [1, 0, 3, 0]
 
 
 @pytest.mark.parametrize("wrap", [pd.array, pd.Series, pd.Index])
