@@ -24,6 +24,7 @@ from torch import Tensor
 
 from recbft.datasets.distinct import distinct
 from recbft.evaluation.score_blocks import Candidates, NanWatch, align, block_shape, score_block, spans
+from recbft.kernels.product import product
 from recbft.models.contract import ItemTable
 
 IntArray = NDArray[np.int64]
@@ -149,10 +150,10 @@ class _Seen(NamedTuple):
 
 
 def _own_scores(chunk: Tensor, candidates: Candidates, own: IntArray) -> Tensor:
-    """Score of one candidate per user, (n, 1)."""
+    """Score of one candidate per user, (n, 1), by the product that scores the others: a sum would be rounded apart."""
     rows = torch.from_numpy(own).to(chunk.device)
-    score = (chunk * candidates.weight[rows]).sum(1, keepdim=True)
-    return score if candidates.bias is None else score + candidates.bias[rows, None]
+    bias = None if candidates.bias is None else candidates.bias[rows]
+    return product(chunk, candidates.weight[rows], bias).diagonal()[:, None]
 
 
 def _group_equal(candidates: Candidates) -> _Groups:

@@ -21,9 +21,11 @@ from recbft.kernels.product import fastest_layout, product
 from recbft.models.contract import ItemTable
 
 # A block of about this many scores stays in a processor's cache between its product and its use, which is quicker
-# than a larger one; fewer rows than this make the matrix product slow.
+# than a larger one; fewer rows than this make the matrix product slow. What oneDNN returns is new memory, which beyond
+# so many bytes glibc takes from the system each time, to be cleared page by page: three times as slow.
 _CACHED_SCORES = 1_600_000
 _ENOUGH_ROWS = 64
+_LARGEST_KEPT = 2**25 - 2**12  # with what malloc adds
 
 
 class Candidates(NamedTuple):
@@ -46,7 +48,7 @@ def align(states: Tensor, table: ItemTable) -> tuple[Tensor, Candidates]:
 
 
 def block_shape(num_users: int, num_items: int, item_size: int, memory_mb: float) -> tuple[int, int]:
-    """Users and items per block: all items where enough users fit beside them into the memory, else tiles of items.
+    """Users and items per block: all items where enough users fit beside them into memory that is kept, else tiles.
 
     Args:
         item_size: bytes per score.
@@ -60,7 +62,7 @@ def block_shape(num_users: int, num_items: int, item_size: int, memory_mb: float
     budget = max(1, int(memory_mb * 2**20) // item_size)
     num_users, num_items = max(1, num_users), max(1, num_items)
     enough = min(_ENOUGH_ROWS, num_users)
-    if enough * num_items <= budget:
+    if enough * num_items <= min(budget, _LARGEST_KEPT // item_size):
         return min(max(_CACHED_SCORES // num_items, enough), budget // num_items, num_users), num_items
     rows = min(2 * _ENOUGH_ROWS, num_users, math.isqrt(budget))
     return rows, min(num_items, min(budget, _CACHED_SCORES) // rows)

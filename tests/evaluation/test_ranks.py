@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recbft.errors import RunError, UserError
+from recbft.evaluation import score_blocks
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.score_blocks import block_shape, spans
+from recbft.evaluation.top_k import top_k
 from recbft.models.contract import ItemTable
 
 TINY = 1e-4  # MB: a block of 26 single-precision scores, so that users and items are cut into many pieces
@@ -190,6 +192,31 @@ def test_memory_that_is_not_positive_is_refused(memory_mb):
 def test_a_block_fits_into_the_memory(N, V, memory_mb):
     rows, width = block_shape(N, V, 4, memory_mb)
     assert rows >= 1 and 1 <= width <= V and 4 * rows * width <= max(4, memory_mb * 2**20)
+
+
+@given(N=st.integers(2, 10**6), V=st.integers(1, 10**7), memory_mb=st.floats(1, 1e4))
+def test_a_block_of_several_users_is_memory_that_is_kept_for_the_next_one(N, V, memory_mb):
+    rows, width = block_shape(N, V, 4, memory_mb)
+    assert 4 * rows * width < 2**25
+
+
+@pytest.mark.parametrize("V", [700, 1001])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_catalogue_too_large_for_one_block_is_ranked_by_the_same_scores(seed, bias, V, monkeypatch):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(V + 1, 16, generator=generator, dtype=torch.float64)
+    table = ItemTable(weight, torch.randn(V + 1, generator=generator, dtype=torch.float64) if bias else None)
+    states = torch.randn(70, 16, generator=generator, dtype=torch.float64)
+    targets = torch.randint(1, V + 1, (70,), generator=generator).numpy()
+    seen = jagged([[int(target), 5, 7] for target in targets])
+    whole = full_ranks(states, table, targets, *seen), top_k(states, table, 20)
+    monkeypatch.setattr(score_blocks, "_LARGEST_KEPT", 2**12)
+    monkeypatch.setattr(score_blocks, "_CACHED_SCORES", 2**13)
+    assert block_shape(70, V, 8, 256)[1] < V
+    tiles = full_ranks(states, table, targets, *seen), top_k(states, table, 20)
+    assert all((x == y).all() for x, y in zip(whole[0], tiles[0], strict=True))
+    assert (whole[1].items == tiles[1].items).all()
 
 
 @given(num=st.integers(0, 500), size=st.integers(1, 600))
