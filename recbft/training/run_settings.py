@@ -30,7 +30,7 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
         UserError: the device is not there.
     """
     device = _device(config.device, this_process())
-    with _turn(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _turn(), _current(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -97,6 +97,11 @@ def _device(name: str, here: Process) -> torch.device:
     if (device.index or 0) >= there:
         raise UserError(f"device is {name!r}, but PyTorch sees {there} CUDA devices; use cpu or auto")
     return device if here.size == 1 else torch.device("cuda", here.local_rank)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A GPU chosen by number is the current one: pinned memory and the like would open the first one beside it."""
+    return contextlib.nullcontext() if device.index is None else torch.cuda.device(device)
 
 
 def rng_state(generator: torch.Generator, device: torch.device) -> dict[str, Any]:

@@ -74,6 +74,22 @@ def test_a_deterministic_run_on_a_gpu_has_what_its_products_ask_for(given, kept,
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize(("device", "wanted"), [("cuda:3", ["cuda:3"]), ("cuda", []), ("cpu", [])])
+def test_a_gpu_chosen_by_number_is_the_current_one(device, wanted, monkeypatch):
+    made_current = []
+
+    @contextlib.contextmanager
+    def current(device):
+        made_current.append(str(device))
+        yield
+
+    monkeypatch.setattr(run_settings, "_device", lambda name, here: torch.device(name))
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", current)
+    with run_settings.run_settings(TrainingConfig(device=device)):
+        assert made_current == wanted
+
+
 def surrounded(inside=None, leave=None):
     with run_settings.run_settings(TrainingConfig(device="cpu")):
         if inside is not None:
