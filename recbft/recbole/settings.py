@@ -89,15 +89,20 @@ def refuse_overruled(name: str, *places: Mapping[str, Any]) -> None:
     given = {key: (rank, value) for rank, place in enumerate(places) for key, value in place.items()}
     sections = sections_of(ADAPTED[name].model, given.get("mixer", (0, None))[1])
     for section in (*MODEL_SECTIONS, "training"):
-        rank, inside = given.get(section, (0, None))
-        for key in OWN_TRAINING if section == "training" else field_types(sections[section]):
-            names = [key, *(theirs for theirs, ours in MODEL_KEYS.items() if (section, ours) == ("backbone", key))]
-            written = [(f"{section}.{key}", rank, inside[key])] if key in (inside or {}) else []
-            written += [(other, *given[other]) for other in names if given.get(other, (0, None))[1] is not None]
+        keys = set(OWN_TRAINING if section == "training" else field_types(sections[section])) - {"max_length"}
+        for written in (_written(section, key, given) for key in sorted(keys)):
             for way, above, value in written[1:]:
                 kept, below, stands = written[0]
-                if above > below and value != stands and key != "max_length":
+                if above > below and value != stands:
                     raise UserError(f"{way} is {value!r}, but {kept} is {stands!r} and stands above it; write {kept}")
+
+
+def _written(section: str, key: str, given: Mapping[str, tuple[int, Any]]) -> list[tuple[str, int, Any]]:
+    """The ways in which a setting is written, each with its place and value, that which is taken first."""
+    rank, inside = given.get(section, (0, None))
+    names = [key, *(theirs for theirs, ours in MODEL_KEYS.items() if (section, ours) == ("backbone", key))]
+    written = [(f"{section}.{key}", rank, inside[key])] if key in (inside or {}) else []
+    return written + [(other, *given[other]) for other in names if given.get(other, (0, None))[1] is not None]
 
 
 def warn_about_unknown(run: RunConfig, given: Collection[str], known_to_recbole: Collection[str]) -> None:
