@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from recbft.allocator import keep_freed_memory
-from recbft.errors import RunError, RunInterruptedError, UserError
+from recbft.errors import OneProcessError, RunError, UserError
 from recbft.torchrun import this_process
 from recbft_cli import compare, data, evaluate, models, probe, recommend, report, stratify, sweep, train, tune
 
@@ -96,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {message}", file=sys.stderr)
         return code
     if code == 130:  # typer's answer to Ctrl-C
-        print("error: interrupted", file=sys.stderr)
+        if not _is_told_elsewhere(KeyboardInterrupt()):
+            print("error: interrupted", file=sys.stderr)
         return 1
     return code if isinstance(code, int) else 0
 
@@ -137,8 +138,8 @@ def _ending(error: BaseException) -> tuple[str, int]:
 
 
 def _is_told_elsewhere(error: BaseException) -> bool:
-    """Whether the first of several processes says it: what a user can mend or has stopped, all of them meet alike."""
-    if not isinstance(error, (UserError, RunInterruptedError, KeyboardInterrupt)):
+    """Whether the first of several processes says it: most of what ends a run all of them meet alike."""
+    if isinstance(error, OneProcessError) or not isinstance(error, (UserError, RunError, KeyboardInterrupt)):
         return False
     try:
         return this_process().local_rank > 0

@@ -22,6 +22,10 @@ class RunError(RuntimeError):
     """A run that failed or cannot be continued; the message says why and what is left."""
 
 
+class OneProcessError(RunError):
+    """A run that failed in this process; others that train it with this one may not have met the same."""
+
+
 class RunInterruptedError(RunError):
     """A run that its user stopped; its last whole epoch is saved, and the message says how to go on."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from recbft.datasets import Dataset
-from recbft.errors import RunError
+from recbft.errors import OneProcessError
 from recbft.run_config import RunConfig
 
 _SIZE = re.compile(r"allocate ([\d.]+) (bytes|[KMGTPE]iB)")  # in the words of PyTorch, for CPU and CUDA, and of numpy
@@ -38,14 +38,14 @@ def memory_explained(config: RunConfig, dataset: Dataset) -> Iterator[None]:
     """Turn the refusals of an allocator into one line.
 
     Raises:
-        RunError: there was one.
+        OneProcessError: there was one.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):
             raise
-        raise RunError(_explanation(error, config, dataset)) from error
+        raise OneProcessError(_explanation(error, config, dataset)) from error
 
 
 def is_shortage(error: BaseException) -> bool:

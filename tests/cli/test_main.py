@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recbft.datasets.dataset import Dataset
-from recbft.errors import RunError, UserError
+from recbft.errors import OneProcessError, RunError, UserError
 from recbft_cli import main as main_module
 from recbft_cli.main import main
 
@@ -127,6 +127,30 @@ def test_each_kind_of_failure_has_its_line_and_code(capsys, monkeypatch, error, 
 
     monkeypatch.setattr(main_module, "app", fail)
     assert run(capsys, "models") == (code, "", line + "\n")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("error", "told_by"),
+    [
+        (UserError("lower k"), "0"),
+        (RunError("the loss is nan"), "0"),
+        (KeyboardInterrupt(), "0"),
+        (OneProcessError("out of memory"), "01"),
+        (KeyError("k"), "01"),
+    ],
+)
+def test_what_all_processes_of_a_run_meet_is_told_once(capsys, monkeypatch, error, told_by, rank):
+    def fail():
+        raise error
+
+    for name, value in {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("recbft.datasets.cards.card_names", fail)
+    code, out, err = run(capsys, "data", "list")
+    assert code > 0 and out == "" and err.count("error: ") == (rank in told_by)
 
 
 def test_ctrl_c_inside_a_command_is_a_failed_run(capsys, monkeypatch):
