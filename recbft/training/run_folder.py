@@ -34,6 +34,7 @@ import pyarrow as pa
 from recbft.config_file import read_yaml
 from recbft.errors import UserError
 from recbft.files import json_text, new_folder, write_atomic, write_json, write_parquet
+from recbft.torchrun import Process
 from recbft.training import checkpoint
 from recbft.training.run_lock import locked
 
@@ -144,8 +145,16 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """What goes on with this run in a shell."""
-        return f"recbft train --resume {shlex.quote(str(self.path))}"
+        """What goes on with this run in a shell, by as many processes as began it."""
+        try:
+            processes = self.environment.get("processes", 1)
+        except UserError:
+            processes = 1
+        return self.command_to_resume(Process.of(processes))
+
+    def command_to_resume(self, processes: Process) -> str:
+        """What goes on with it in a shell, by these processes."""
+        return processes.command(f"recbft train --resume {shlex.quote(str(self.path))}")
 
     @property
     def is_finished(self) -> bool:
