@@ -41,6 +41,7 @@ from recbft.recommendation import recommend, recommend_in_blocks
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import session
 from recbft.training.bundle import load_trained
+from recbft.training.data_parallel import team
 from recbft.training.progress import Progress
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import run_protocol
@@ -95,9 +96,16 @@ class Recommender:
         """
         _check_dataset(dataset)
         config = self.config if dataset is None else self._config_for(dataset)
-        with fitted_folder(out) as place, _python_way_on(place.path, dataset):
-            run = session.train(config, place.path, dataset=dataset, progress=progress)
-            self._open(run.path, config.data.data_root)
+        together = team(config.training)
+        with fitted_folder(out) as place:
+            path = together.first_does(lambda: place.path)
+            with _python_way_on(path, dataset):
+                run = session.train(config, path, dataset=dataset, progress=progress)
+                if out is None and not together.leads:  # the first process's folder goes with that process's object
+                    shutil.copytree(run.path, place.path)
+                    run = RunFolder.open(place.path)
+                together.wait()
+                self._open(run.path, config.data.data_root)
             place.go_with(self.run)
         return self
 

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class FittedFolder(NamedTuple):
 
 @contextmanager
 def fitted_folder(out: str | Path | None) -> Iterator[FittedFolder]:
-    """The folder of a new run; a temporary one that failed goes at once, but stays after an interruption."""
+    """The folder of a new run; a temporary one that failed goes at once, after an interruption if it is empty."""
     if out is not None:
         yield FittedFolder(Path(out), None)
         return
@@ -39,6 +39,8 @@ def fitted_folder(out: str | Path | None) -> Iterator[FittedFolder]:
     try:
         yield FittedFolder(Path(place) / "run", remove)
     except RunInterruptedError:
+        with suppress(OSError):  # it holds something
+            Path(place).rmdir()
         raise
     except BaseException:
         remove()

@@ -239,23 +239,24 @@ class Session:
         if len(states) != here.size:
             raise UserError(
                 f"{self.run.path} was trained by {_processes(len(states))}, and {_processes(here.size)} would draw "
-                f"other numbers; go on with {Process.of(len(states)).command(self.run.resume_command)}"
+                f"other numbers; go on with {self.run.command_to_resume(Process.of(len(states)))}"
             )
         return states[here.rank]
 
     def finish(self) -> RunFolder:
         """Train to the end, evaluate the best weights, write the results."""
         try:
-            with self.locked():
+            with departure_explained(self.together, self._way_on), self.locked():
                 self._train()
                 self.report()
         except KeyboardInterrupt:
-            saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
-            command = self.together.process.command(self.run.resume_command)
-            raise RunInterruptedError(
-                f"interrupted; the state after epoch {saved} is saved, go on with: {command}"
-            ) from None
+            raise RunInterruptedError(f"interrupted; {self._way_on()}") from None
         return self.run
+
+    def _way_on(self) -> str:
+        saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
+        command = self.run.command_to_resume(self.together.process)
+        return f"the state after epoch {saved} is saved, go on with: {command}"
 
     def _train(self) -> None:
         if self.batches is None:
@@ -285,7 +286,6 @@ class Session:
 
     def validate(self) -> dict[str, float]:
         """The validation metrics of the weights that controllers want judged, the model's own without them."""
-        self.together.align(self.model)
         with self.controllers.evaluation_weights(self.model):
             metrics = self._evaluate("validation").headline
             if self.controllers.needs_validation_loss:

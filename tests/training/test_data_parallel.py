@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from unittest import mock
 import pandas as pd
 import pytest
 import torch
+import torch.distributed as dist
 
+from recbft.api import Recommender
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
-from recbft.errors import RunInterruptedError, UserError
+from recbft.errors import RunError, UserError
+from recbft.evaluation import evaluate
 from recbft.experiments.experiment import prepare
 from recbft.mixers import MIXERS
 from recbft.models import MODELS
@@ -21,7 +25,7 @@ from recbft.models.backbone import Backbone
 from recbft.run_config import RunConfig, load_run_config
 from recbft.torchrun import Process, this_process
 from recbft.training import checkpoint, session
-from recbft.training.data_parallel import share_of
+from recbft.training.data_parallel import share_of, team
 from recbft.training.many_seeds import train_seeds
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import build_model, training_batches
@@ -29,6 +33,8 @@ from recbft.training.run_settings import run_settings
 from recbft.training.tensor_tree import flatten
 
 SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 4, "warmup_steps": 6, "device": "cpu"}
+# Its controller reads running means after every step; the first epoch is not validated.
+GAME = {"mixer": "regime", "epochs": 2, "eval_every": 2, "controllers": {"context_game": {"lengths": [2, 8]}}}
 PLAIN = {  # without draws, so that the batch's shares add up to what one process works out
     "sasrec": {"dropout": 0.0, "clip_norm": 1.0},
     "bert4rec": {"dropout": 0.0, "attention_dropout": 0.0},
@@ -47,13 +53,35 @@ def config(model="sasrec", arm="bft", **settings) -> RunConfig:
 
 def main(out: Path) -> None:
     """What each of the processes does that torchrun begins: several runs, one after another, and some refused."""
-    dataset = make_dataset()
+    dataset, rank = make_dataset(), this_process().rank
+    team(config().training).wait()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":  # torchrun begins them again, with the store it has
+        sys.exit(1)
+    keep = session.Session.keep
+
+    def watched(self, row, best):
+        """Note what this process holds after an epoch."""
+        keep(self, row, best)
+        digest, tensors = hashlib.sha256(), {}
+        plain = flatten([self.model.state_dict(), self.optimizer.state_dict()], "learned", tensors)
+        plain = [plain, flatten(self.controllers.state_dict(), "controllers", tensors), self.state]
+        for name, value in tensors.items():
+            digest.update(name.encode() + value.numpy().tobytes())
+        with open(out / f"states-{rank}.log", "a") as file:
+            print(self.run.path.name, self.state.epoch, digest.hexdigest(), plain, file=file)
+
+    with mock.patch.object(session.Session, "keep", watched):
+        runs(out, dataset, rank)
+
+
+def runs(out: Path, dataset, rank: int) -> None:
+    """The runs of one process."""
 
     def refused(name, go):
         try:
             go()
-        except (UserError, RunInterruptedError) as error:
-            (out / f"{name}-{this_process().rank}.txt").write_text(str(error))
+        except (UserError, RunError, OSError, KeyError) as error:
+            (out / f"{name}-{rank}.txt").write_text(str(error))
 
     for model, settings in PLAIN.items():
         session.train(config(model, **settings), out / model, dataset=dataset)
@@ -74,6 +102,37 @@ def main(out: Path) -> None:
     refused("taken", lambda: session.train(config(), out / "whole", dataset=dataset))
     refused("graphs", lambda: session.train(config(cuda_graphs=True), out / "new", dataset=dataset))
     refused("together", lambda: train_seeds([config()], [out / "new"], dataset=dataset))
+    session.train(config(**GAME), out / "game", dataset=dataset)
+
+    def full(self, rows):
+        raise OSError(28, "No space left on device")
+
+    def broken(model, dataset, view, users, **settings):
+        if users.start > 0:  # in the second process's part
+            raise KeyError("broken")
+        return rank_users(model, dataset, view, users, **settings)
+
+    rank_users = evaluate._rank
+    with mock.patch.object(RunFolder, "write_history", full):
+        refused("full", lambda: session.train(config(), out / "full", dataset=dataset))
+    with mock.patch.object(evaluate, "_rank", broken):
+        refused("broken", lambda: session.train(config(), out / "broken", dataset=dataset))
+    fitted = Recommender("sasrec", **SMALL).fit(dataset)
+    temporary = fitted.run.path
+    if rank == 0:
+        del fitted
+        assert not temporary.exists()
+    team(config().training).wait()
+    if rank == 1:
+        assert fitted.run.metrics["epochs"] == 4
+
+    def leave(self, row, best):
+        keep(self, row, best)
+        if rank == 1:
+            os._exit(0)
+
+    with mock.patch.object(session.Session, "keep", leave):
+        refused("alone", lambda: session.train(config(), out / "alone", dataset=dataset))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +146,11 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("several")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, __file__, folder], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*torchrun, "--max-restarts", "1", __file__, folder],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=600,  # rather than wait for each other
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -206,6 +269,12 @@ def test_two_processes_repeat_a_run_bit_for_bit_and_go_on_exactly(out):
     assert RunFolder.open(out / "popularity").is_finished
 
 
+def test_all_processes_hold_the_same_after_every_epoch(out):
+    one, two = ((out / f"states-{rank}.log").read_text().splitlines() for rank in (0, 1))
+    assert one == two
+    assert {line.split()[0] for line in one} >= {*PLAIN, "whole", "stopped", "game"}
+
+
 def test_processes_draw_different_dropout(out):
     states = checkpoint.load(out / "whole" / "checkpoint").rng_state["processes"]
     assert len(states) == 2 and not torch.equal(states[0]["cpu"], states[1]["cpu"])
@@ -217,12 +286,38 @@ def test_what_the_first_process_refuses_all_refuse(out):
         "taken": f"{out}/whole holds a finished run; name another folder, or replace it with --overwrite",
         "graphs": "training.cuda_graphs",
         "together": "WORLD_SIZE is 2: one process trains several seeds together; begin it without torchrun",
+        "broken": ("process 1 failed: KeyError: 'broken'", "'broken'"),
+        "full": ("[Errno 28] No space left", "process 0 failed: OSError: [Errno 28] No space left on device"),
         "interrupted": "interrupted; the state after epoch 2 is saved, go on with: "
         f"torchrun --standalone --nproc-per-node 2 --no-python recbft train --resume {out}/stopped",
     }.items():
         for rank in (0, 1):
-            assert said[f"{name}-{rank}"].startswith(wanted)
+            assert said[f"{name}-{rank}"].startswith(wanted if isinstance(wanted, str) else wanted[rank])
     assert not (out / "new").exists()
+
+
+def test_who_is_left_alone_says_how_to_go_on(out):
+    assert not (out / "alone-1.txt").exists()
+    assert (out / "alone-0.txt").read_text() == (
+        "process 0 does not hear from another one, which has ended; the state after epoch 1 is saved, go on with: "
+        f"torchrun --standalone --nproc-per-node 2 --no-python recbft train --resume {out}/alone"
+    )
+
+
+def test_a_folder_that_is_taken_names_the_command_of_as_many_processes(out, dataset):
+    with pytest.raises(UserError, match=r"go on with `torchrun --standalone --nproc-per-node 2 .* --resume .*left`"):
+        session.train(config(), out / "left", dataset=dataset)
+
+
+def test_a_group_of_other_processes_is_refused(dataset, tmp_path, monkeypatch):
+    set_environment(monkeypatch, WORLD_SIZE="2", RANK="1")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(UserError, match=r"process 0 of 1, but RANK is 1 and WORLD_SIZE is 2; make the group"):
+            session.train(config(), tmp_path / "new", dataset=dataset)
+    finally:
+        dist.destroy_process_group()
+    assert not os.listdir(tmp_path)
 
 
 def test_as_many_processes_go_on_as_began(out, dataset):
