@@ -26,8 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch
 from recbft.errors import OneProcessError, RunError, UserError
@@ -156,6 +154,10 @@ def team(config: TrainingConfig) -> Team:
 
 
 def _meet() -> None:
+    # Builds of PyTorch without processes have neither.
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
+
     store, rank, size = next(rendezvous("env://"))
     # After a restart by torchrun (--max-restarts) the store still holds the addresses of those who have ended.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
