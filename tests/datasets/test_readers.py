@@ -343,6 +343,12 @@ def test_a_row_may_be_longer_than_what_is_read_at_once(note, tmp_path, monkeypat
         read_table(path, ["user_id", "item_id"])
 
 
+def test_files_with_long_rows_are_read_one_after_another(tmp_path):
+    path = write(tmp_path / "a.csv", f"user_id,item_id,note\nu,a,{'x' * 3_000_000}\nu,b,\n")
+    for _ in range(30):  # arrow 18 to 22 would stop at one of the first, were they read on several threads
+        assert read_table(path, ["user_id", "item_id"]).num_rows == 2
+
+
 def test_quotes_within_a_line_need_not_be_in_order(tmp_path):
     path = write(tmp_path / "a.csv", 'user_id,item_id,title\n1,2,a "good" one\n1,3,"b"\n\n1,4,5" disc\n')
     assert read_table(path, ["user_id", "item_id"]).num_rows == 3
