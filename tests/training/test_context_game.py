@@ -36,15 +36,16 @@ def test_the_replicator_step_by_hand():
     assert game.shares == pytest.approx(before), "an epoch without a step changes nothing"
 
 
-def test_the_game_comes_to_rest_at_the_length_that_earns_most():
-    game = ContextGame(ContextGameConfig(lengths=(5, 10), eta=0.5), torch.nn.Linear(1, 1), seed=2)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_game_comes_to_rest_at_the_length_that_earns_most(seed):
+    game = ContextGame(ContextGameConfig(lengths=(5, 10), eta=0.5), torch.nn.Linear(1, 1), seed=seed)
     batch = pack_histories(np.arange(1, 13), np.array([0]), np.array([12]))
     for _ in range(60):
         for _ in range(5):
             played = game.on_batch(batch)
             game.after_step(moment(), {5: 3.0, 10: 2.0}[int((played.segment >= 0).sum())])
         game.on_epoch_end(moment(), {})
-    assert game.shares[10] > 0.99
+    assert game.shares[10] > 0.97  # how close depends on the draws, which differ between versions of torch
 
 
 def test_a_cut_batch_is_the_batch_of_shorter_histories():
