@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from recbft.errors import UserError
 
@@ -26,13 +25,12 @@ def are_dates(column: Any) -> bool:
     return first is not None and _DAY.match(first.strip()) is not None
 
 
-def timestamps(column: Any, name: str, source: str) -> Any:
-    """The dates of a column that begins with one, as an arrow array of timestamps in nanoseconds.
+def timestamps(text: Any, name: str, source: str) -> Any:
+    """The dates of a column that begins with one, spaces around them left out, as arrow's timestamps in nanoseconds.
 
     Raises:
         UserError: a value is no date, or has an offset from UTC where the first has none, or the other way round.
     """
-    text = pc.utf8_trim_whitespace(column)
     first = text[0].as_py()
     kind = pa.timestamp("ns", tz="UTC" if _OFFSET.match(first) else None)
     try:
@@ -41,7 +39,7 @@ def timestamps(column: Any, name: str, source: str) -> Any:
         row = _first_unreadable(text, kind)
     alike = f"as the column's first, {first!r}" if row else "of a calendar between 1677 and 2262"
     raise UserError(
-        f"{source}: row {row + 1}: column {name!r} holds {column[row].as_py()!r}, which is no date {alike}; write all "
+        f"{source}: row {row + 1}: column {name!r} holds {text[row].as_py()!r}, which is no date {alike}; write all "
         "dates alike, such as 2024-01-31 or 2024-01-31 12:30:00, all with an offset from UTC (Z, +02:00) or all without"
     )
 

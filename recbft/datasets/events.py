@@ -91,7 +91,7 @@ def steps_back(users: NDArray[np.int64], times: Any) -> int:
     """
     if is_text(times.type) and dates.are_dates(times):
         try:
-            times = dates.timestamps(times, "", "")
+            times = dates.timestamps(pc.utf8_trim_whitespace(times), "", "")
         except UserError:
             return 0
     if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
@@ -263,8 +263,9 @@ def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str 
     _refuse(pc.is_null(column, nan_is_null=True), column, name, source, BLANK_TIME)
     unit = None
     if is_text(kind) and dates.are_dates(column):
-        _refuse(pc.equal(pc.utf8_trim_whitespace(column), ""), column, name, source, BLANK_TIME)
-        numbers, unit = _ticks(dates.timestamps(column, name, source))
+        text = pc.utf8_trim_whitespace(column)
+        _refuse(pc.equal(text, ""), column, name, source, BLANK_TIME)
+        numbers, unit = _ticks(dates.timestamps(text, name, source))
     elif is_text(kind):
         numbers = _whole_numbers_from_text(column, name, source)
     elif pa.types.is_floating(kind):

@@ -89,8 +89,8 @@ def refuse_overruled(name: str, *places: Mapping[str, Any]) -> None:
     given = {key: (rank, value) for rank, place in enumerate(places) for key, value in place.items()}
     sections = sections_of(ADAPTED[name].model, given.get("mixer", (0, None))[1])
     for section in (*MODEL_SECTIONS, "training"):
-        keys = set(OWN_TRAINING if section == "training" else field_types(sections[section])) - {"max_length"}
-        for written in (_written(section, key, given) for key in sorted(keys)):
+        keys = OWN_TRAINING if section == "training" else field_types(sections[section])
+        for written in (_written(section, key, given) for key in keys if key != "max_length"):
             for way, above, value in written[1:]:
                 kept, below, stands = written[0]
                 if above > below and value != stands:
