@@ -91,7 +91,7 @@ def steps_back(users: NDArray[np.int64], times: Any) -> int:
     """
     if is_text(times.type) and dates.are_dates(times):
         try:
-            times = dates.timestamps(pc.utf8_trim_whitespace(times), "", "")
+            times = dates.timestamps(pc.utf8_trim_whitespace(times.cast(pa.large_string())), "", "")
         except UserError:
             return 0
     if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
