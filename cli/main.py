@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     code = _run(arguments)
     if _has_met_others():
-        # DistributedDataParallel leaves threads behind that now and then abort a process which ends as usual.
+        # torch.distributed leaves threads behind that now and then abort a process which ends as usual.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -321,4 +321,4 @@ def test_as_many_processes_go_on_as_began(out, dataset):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(0)  # as the command line ends: threads of DistributedDataParallel can abort what ends as usual
+    os._exit(0)  # as the command line ends: threads of torch.distributed can abort what ends as usual
