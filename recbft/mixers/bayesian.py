@@ -175,8 +175,6 @@ class BayesianMixer(nn.Module):
         UserError: a head width that noise groups or pairs of rows do not divide.
     """
 
-    gives_precision = True
-
     def __init__(
         self,
         hidden_size: int,

@@ -61,8 +61,6 @@ class BoostedAttention(nn.Module):
         estimator, prior_dof, prior_variance, cap: of the last round's observation precision.
     """
 
-    weights = "softmax"  # which estimators are defined: core.ESTIMATORS
-
     def __init__(
         self,
         hidden_size: int,
@@ -147,8 +145,6 @@ class BoostedAttention(nn.Module):
 
 class TwicingAttention(nn.Module):
     """Equation (4) over a packed batch; arguments as those of ``SoftmaxAttention``."""
-
-    weights = "softmax"  # which estimators are defined: core.ESTIMATORS
 
     def __init__(
         self, hidden_size: int, n_heads: int, *, output_projection: bool = False, cap: float = 100.0, **attention: Any

@@ -74,8 +74,6 @@ class PositionalAttention(nn.Module):
         UserError: an unknown scheme, a head of odd width that is to be turned, or a setting that has no effect.
     """
 
-    weights = "softmax"  # which estimators are defined: core.ESTIMATORS
-
     def __init__(
         self,
         hidden_size: int,

@@ -135,7 +135,6 @@ class RegimeAttention(nn.Module):
         UserError: there are more regimes than positions.
     """
 
-    weights = "softmax"  # which estimators are defined: core.ESTIMATORS
     alignment: Tensor
     bias_mean: Tensor
     bias_variance: Tensor

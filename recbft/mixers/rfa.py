@@ -142,9 +142,6 @@ class RobustFilterAttention(nn.Module):
         cap: lam_max.
     """
 
-    gives_precision = True
-    weights = "evidence"
-
     def __init__(
         self,
         hidden_size: int,
