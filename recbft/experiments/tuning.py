@@ -25,7 +25,7 @@ from typing import Any
 
 from recbft.config import is_whole, to_dict
 from recbft.config_file import parse_setting, place
-from recbft.errors import RunError, UserError
+from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec, by_setting, check_judges, check_varies
 from recbft.experiments.experiment import SIDE_BY_SIDE, check_positive, prepare, train_or_say
@@ -103,7 +103,8 @@ def search(
         UserError: Optuna is missing, ``workers`` is not positive, one seed leaves nothing to ``prune``, the study is of
             another search, in another command's hands or unreadable, a setting is named twice or has no such value, or
             runs are too short for the objective.
-        RunError: interrupted, the disk is full, or every trial failed.
+        RunInterruptedError: the user stopped it; the same command goes on.
+        RunError: the disk is full, or every trial failed.
     """
     refuse_several(SIDE_BY_SIDE)
     check_positive("--jobs", workers)
@@ -144,9 +145,9 @@ def search(
                 continue
             try:
                 value = evaluate(trial, settings)
+            except RunInterruptedError:
+                raise RunInterruptedError("interrupted; the same command goes on with this trial") from None
             except RunError as error:
-                if str(error).startswith("interrupted"):
-                    raise RunError("interrupted; the same command goes on with this trial") from None
                 if _is_full(out, error):  # the next trial would fail as well; this one is left open
                     raise
                 watch.note(f"this trial failed: {error}")

@@ -31,7 +31,7 @@ from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.batches import Batch
 from recbft.datasets.side_by_side import SideBySide, lay_side_by_side
-from recbft.errors import RunError, UserError
+from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.protocol import config_hash
 from recbft.models.backbone import Backbone
 from recbft.models.stacked import Stacked
@@ -173,7 +173,7 @@ class _Group:
                     self.stop.set()  # the other threads end within a step
                     raise
         except KeyboardInterrupt:
-            raise RunError(
+            raise RunInterruptedError(
                 "interrupted; every run's last full epoch is saved, the same call goes on from there"
             ) from None
         finally:

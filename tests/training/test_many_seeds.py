@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
-from recbft.errors import RunError, UserError
+from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.run_config import load_run_config
 from recbft.training import checkpoint, many_seeds, session
 from recbft.training.many_seeds import train_seeds
@@ -212,7 +212,9 @@ def test_a_run_that_was_stopped_together_with_others_can_go_on_alone(dataset, tm
 
 
 def test_an_interrupted_group_says_how_to_go_on(dataset, tmp_path):
-    with pytest.raises(RunError, match="interrupted; every run's last full epoch is saved, the same call goes on"):
+    with pytest.raises(
+        RunInterruptedError, match="interrupted; every run's last full epoch is saved, the same call goes on"
+    ):
         together(config(), tmp_path, dataset, progresses=[StopAt(1, KeyboardInterrupt), Silent(), Silent()])
 
 
