@@ -46,7 +46,7 @@ def evaluate(
 
     from recbft.api import Recommender
     from recbft.config import to_dict
-    from recbft.evaluation.protocol import format_metrics, protocol
+    from recbft.evaluation.protocol import format_metrics, headline_setting, protocol
     from recbft.training.run_folder import RunFolder
 
     recommender = Recommender.load(run, data_root=data_root)
@@ -56,7 +56,7 @@ def evaluate(
     data = recommender.aligned(None if dataset is None else config.data.load_again(dataset, **how))
     evaluation = recommender.evaluate(data, part.value)
     filter_seen = filter_seen or config.evaluation.filter_seen
-    setting = "filtered" if filter_seen else "unfiltered"
+    setting = headline_setting(filter_seen)
     made = protocol(
         data,
         part=evaluation.part,

@@ -115,11 +115,12 @@ class LiveTable(Lines):
 
 
 def _result(job: Job) -> str:
+    from recbft.evaluation.protocol import headline_setting
     from recbft.experiments.lists import counted
     from recbft.training.run_folder import RunFolder
 
     metrics, training = RunFolder(job.path).metrics, job.config.training
-    setting = "filtered" if metrics["filter_seen"] else "unfiltered"
+    setting = headline_setting(metrics["filter_seen"])
     value = metrics["validation"][setting][training.valid_metric]
     return (
         f"{job.name}: {counted(metrics['epochs'], 'epoch')}, best {metrics['best_epoch']}, "

@@ -24,6 +24,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View, leave_one_out
 from recbft.errors import UserError
 from recbft.evaluation.metrics import KS, metrics_from_ranks
+from recbft.evaluation.protocol import headline_setting
 from recbft.evaluation.ranks import Ranks, full_ranks
 from recbft.models.contract import ItemTable, SequenceModel, read_histories
 
@@ -63,7 +64,7 @@ class Evaluation:
     @property
     def headline(self) -> dict[str, float]:
         """The metrics of the chosen setting."""
-        return self.metrics["filtered" if self.filter_seen else "unfiltered"]
+        return self.metrics[headline_setting(self.filter_seen)]
 
 
 def evaluate(

@@ -77,6 +77,11 @@ def _set(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def headline_setting(filter_seen: bool) -> str:
+    """The key of ``SETTINGS`` that ``filter_seen`` stands for: what comes first of the two that are always recorded."""
+    return "filtered" if filter_seen else "unfiltered"
+
+
 def format_metrics(rows: Mapping[str, Mapping[str, float]], protocol: Mapping[str, Any]) -> str:
     """Metrics as a table in plain text, one line per row, and the protocol they were made under.
 
@@ -104,7 +109,7 @@ def format_metrics(rows: Mapping[str, Mapping[str, float]], protocol: Mapping[st
 def protocol_lines(protocol: Mapping[str, Any]) -> list[str]:
     """The protocol as two lines of text."""
     p = protocol
-    headline = SETTINGS["filtered" if p["filter_seen"] else "unfiltered"]
+    headline = SETTINGS[headline_setting(p["filter_seen"])]
     model = " ".join(str(p["config"][key]) for key in ("model", "arm") if p["config"].get(key))
     return [
         f"data: {p['dataset']}, {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "

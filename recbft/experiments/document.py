@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recbft.evaluation.paired import holm
-from recbft.evaluation.protocol import SETTINGS
+from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments import provenance
 from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.tables import Row, markdown_table, text_table
@@ -103,6 +103,15 @@ def p_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
+def p_equals(p: float) -> str:
+    """A p-value with its sign, to stand after the letter.
+
+    >>> p_equals(0.0333), p_equals(0.00001)
+    ('= 0.033', '< 0.001')
+    """
+    return p_text(p) if p < 0.001 else f"= {p_text(p)}"
+
+
 def mean_sd(figures: Mapping[str, Any]) -> str:
     """Mean and standard deviation over seeds; the mean alone where there is one set of ranks for all of them."""
     return spread_text(figures["mean"], figures["sd"])
@@ -119,7 +128,7 @@ def spread_text(mean: float, sd: float | None) -> str:
 
 def _setting(protocol: Mapping[str, Any]) -> str:
     metric = protocol["config"].get("training.valid_metric", "each arm's validation metric").upper()
-    setting = SETTINGS["filtered" if protocol["filter_seen"] else "unfiltered"]
+    setting = SETTINGS[headline_setting(protocol["filter_seen"])]
     epochs = protocol["config"].get("training.epochs")
     within = f" within {counted(epochs, 'epoch')}" if epochs else ""
     return f"validation {metric} ({setting}){within}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from recbft.errors import UserError
+from recbft.evaluation.protocol import headline_setting
 from recbft.experiments.plan import Job
 from recbft.experiments.tail_objective import WINDOW, tail_value
 from recbft.training.config import TrainingConfig
@@ -13,7 +14,7 @@ from recbft.training.run_folder import RunFolder
 
 def best_validation(job: Job) -> float:
     """The validation metric of the weights that the run kept."""
-    setting = "filtered" if job.config.evaluation.filter_seen else "unfiltered"
+    setting = headline_setting(job.config.evaluation.filter_seen)
     value: float = RunFolder(job.path).metrics["validation"][setting][job.config.training.valid_metric]
     return value
 

@@ -17,7 +17,7 @@ from recbft.config import to_dict
 from recbft.config_file import parse_setting
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
-from recbft.evaluation.protocol import SETTINGS
+from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments.arms import ArmSpec, by_setting, check_judges, check_varies
 from recbft.experiments.document import Table, difference_cells, head, mean_sd, p_text
 from recbft.experiments.lists import counted, split_list
@@ -75,7 +75,7 @@ def plan_sweep(vary: str, arm: str, configure: Callable[[ArmSpec], RunConfig]) -
 def sweep_results(sweep: Sweep, jobs: Sequence[Job]) -> dict[str, Any]:
     """Validation and test per value, and their paired differences from the default."""
     training, evaluation = jobs[0].config.training, jobs[0].config.evaluation
-    setting, metric = "filtered" if evaluation.filter_seen else "unfiltered", training.valid_metric
+    setting, metric = headline_setting(evaluation.filter_seen), training.valid_metric
     values: dict[str, dict[str, list[float]]] = {}
     for arm in sweep.arms:
         found = [RunFolder(job.path).metrics for job in jobs if job.arm == arm]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from recbft.evaluation.paired import EXACT_SEEDS
 from recbft.evaluation.protocol import SETTINGS
-from recbft.experiments.document import p_text
+from recbft.experiments.document import p_equals, p_text
 from recbft.reporting.findings import Finding
 from recbft.reporting.tables import percent
 
@@ -42,7 +42,7 @@ def answer(found: Finding, dataset: str, *, p: float, num_arms: int = 1) -> str:
         within = "the same in every seed and so without an interval, p by sign flips"
     evidence = (
         f"{_amount(found, found.seeds.difference)} {found.metric.upper()} ({SETTINGS[found.setting]}), "
-        f"{within}, {n} seeds, p {_p(p)}"
+        f"{within}, {n} seeds, p {p_equals(p)}"
     )
     if num_arms > 1:
         alone = f"; {p_text(found.seeds.p_t)} by itself" if p_text(found.seeds.p_t) != p_text(p) else ""
@@ -62,7 +62,7 @@ def _signs(found: Finding) -> str:
     """What the permutation test adds, which does not lean on normal differences."""
     n, p = found.seeds.num_seeds, found.seeds.p_sign_flip
     exact = "exact" if n <= EXACT_SEEDS else "sampled"
-    wins = f"Better in {found.seeds.wins} of {n} seeds; {exact} sign-flip p {_p(p)}"
+    wins = f"Better in {found.seeds.wins} of {n} seeds; {exact} sign-flip p {p_equals(p)}"
     smallest = 2 / 2**n
     if smallest >= LEVEL:
         return f"{wins}, and {n} seeds cannot bring it below {smallest:.3g}: take more seeds before relying on this."
@@ -78,7 +78,3 @@ def _end(found: Finding, end: float) -> str:
     """An end of the interval; one that rounds to zero keeps its sign, which says on which side of zero it lies."""
     share = found.share(end)
     return _amount(found, end) if not share else f"{100 * share:+.1f} %"
-
-
-def _p(p: float) -> str:
-    return p_text(p) if p < 0.001 else f"= {p_text(p)}"

@@ -17,6 +17,7 @@ import numpy as np
 from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
+from recbft.experiments.document import cells_of
 from recbft.experiments.lists import seeds_text
 from recbft.reporting.subject import headline
 from recbft.reporting.tables import Cell, Column, Table, slug
@@ -50,15 +51,10 @@ class Finding:
 
 def findings(comparison: Comparison, results: Mapping[str, Any]) -> dict[str, list[Finding]]:
     """Every test of ``results_of`` or ``comparison.json``, by baseline."""
-    found: dict[str, list[Finding]] = {}
-    for baseline, arms in results["comparisons"].items():
-        found[baseline] = [
-            _finding(comparison, baseline, arm, setting, metric, cell)
-            for arm, settings in arms.items()
-            for setting, metrics in settings.items()
-            for metric, cell in metrics.items()
-        ]
-    return found
+    return {
+        baseline: [_finding(comparison, baseline, *cell) for cell in cells_of(against)]
+        for baseline, against in results["comparisons"].items()
+    }
 
 
 def headline_findings(comparison: Comparison, found: Sequence[Finding]) -> list[tuple[Finding, float]]:

@@ -13,7 +13,7 @@ from recbft.evaluation.paired import SeedComparison
 from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, MIN_USERS, StratumResult, p_of, stratify
-from recbft.experiments.document import p_text
+from recbft.experiments.document import p_equals
 from recbft.experiments.lists import listed
 from recbft.reporting.findings import WITHOUT_SPREAD
 from recbft.reporting.subject import Subject
@@ -244,8 +244,4 @@ def confound_line(subject: Subject) -> str:
         return "Confound check: training length or target frequency does not vary, so they cannot be confused."
     r, p = confound(lengths, counts)
     verdict = "the two axes are all but separate" if abs(r) < 0.1 else "the two axes partly say the same"
-    return f"Confound check: Pearson r = {r:+.2f} of training length and target frequency (p {_p(p)}): {verdict}."
-
-
-def _p(p: float) -> str:
-    return p_text(p) if p < 0.001 else f"= {p_text(p)}"
+    return f"Confound check: Pearson r = {r:+.2f} of training length and target frequency (p {p_equals(p)}): {verdict}."

@@ -21,7 +21,7 @@ from recbft.config import from_dict
 from recbft.datasets.config import DataConfig
 from recbft.datasets.dataset import Dataset
 from recbft.errors import UserError
-from recbft.evaluation.protocol import SETTINGS
+from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments.comparison import Comparison
 from recbft.experiments.runs import COLUMNS, Run, check_same, label_runs, read_run
 
@@ -112,7 +112,7 @@ def subject_of_comparison(comparison: Comparison, *, data_root: str | Path | Non
 
 def headline(protocol: Mapping[str, Any]) -> str:
     """The setting that a protocol puts first."""
-    return "filtered" if protocol.get("filter_seen") else "unfiltered"
+    return headline_setting(bool(protocol.get("filter_seen")))
 
 
 def load_items(
