@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
+from recbft_cli.evaluate import Part
 from recbft_cli.given import refuse_given
 from recbft_cli.tables import table
 
@@ -25,22 +25,14 @@ recbft probe runs/sasrec-bft-ml-100k-seed0
 
 recbft probe runs/sasrec-bft-ml-100k-seed0 --explain 196
 """
-PROBE_FILE = "probe.json"
-
-
-class Split(str, Enum):
-    """Which held-out item is asked for."""
-
-    test = "test"
-    validation = "validation"
 
 
 def probe(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    split: Annotated[
-        Split, typer.Option("--part", "--split", help="Which held-out item is asked for, as in `recbft evaluate`.")
-    ] = Split.test,
+    part: Annotated[
+        Part, typer.Option("--part", "--split", help="Which held-out item is asked for, as in `recbft evaluate`.")
+    ] = Part.test,
     users: Annotated[
         int | None, typer.Option(metavar="N", help="So many users, drawn at random; all if left out.")
     ] = None,
@@ -78,16 +70,17 @@ def probe(
     from recbft.api import Recommender
     from recbft.evaluation.protocol import protocol_lines
     from recbft.files import json_text, write_json
+    from recbft.reporting.probe_sections import PROBE_FILE
     from recbft.training.run_folder import RunFolder
 
     recommender = Recommender.load(run, data_root=data_root)
     data = recommender.own_dataset() if dataset is None else recommender.config.data.load_again(dataset, **how)
     if explain is not None:
-        _explain(recommender, data, explain, split.value, as_json)
+        _explain(recommender, data, explain, part.value, as_json)
         return
-    found = recommender.probe(data, split.value, users=users)
+    found = recommender.probe(data, part.value, users=users)
     own = found["protocol"]["content_hash"] == RunFolder.open(run).protocol["content_hash"]
-    other = _other_than_the_run_s(users, split, own=own)
+    other = _other_than_the_run_s(users, part, own=own)
     if not no_write and out is None and other is not None:
         why = f"it is of all users of the run's own test, and this is {other}; give --out FILE to keep it"
         typer.echo(f"no {PROBE_FILE}: {why}", err=True)
@@ -106,13 +99,13 @@ def probe(
         typer.echo("\n".join(lines))
 
 
-def _other_than_the_run_s(users: int | None, split: Split, *, own: bool) -> str | None:
+def _other_than_the_run_s(users: int | None, part: Part, *, own: bool) -> str | None:
     """What makes a probe another than that which the run's report shows; None if nothing does."""
     if not own:
         return "of other data"
     if users is not None:
         return f"of {users:,} users"
-    return None if split is Split.test else f"of its {split.value}"
+    return None if part is Part.test else f"of its {part.value}"
 
 
 def _mechanism(found: dict[str, Any]) -> list[str]:
@@ -258,11 +251,11 @@ def _calibration(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _explain(recommender: Recommender, dataset: Dataset, user: str, split: str, as_json: bool) -> None:
+def _explain(recommender: Recommender, dataset: Dataset, user: str, part: str, as_json: bool) -> None:
     """Print which of a user's events speak for the best items."""
     from recbft.files import json_text
 
-    history = _history(dataset, user, split)
+    history = _history(dataset, user, part)
     found = recommender.explain(history)
     precision = found.attrs["precision"]
     if as_json:
@@ -270,7 +263,7 @@ def _explain(recommender: Recommender, dataset: Dataset, user: str, split: str, 
         typer.echo(json_text({"user": user, "precision": precision, "events": rows}), nl=False)
         return
     sure = "" if precision is None else f", posterior precision {precision:.2f}"
-    typer.echo(f"user {user}: {len(history):,} events before the {split} target{sure}")
+    typer.echo(f"user {user}: {len(history):,} events before the {part} target{sure}")
     for item, rows in found.groupby("item", sort=False):
         parts = (rows[name].tolist() for name in ("position", "event", "weight", "change"))
         body = [
@@ -285,7 +278,7 @@ def _explain(recommender: Recommender, dataset: Dataset, user: str, split: str, 
     typer.echo("change: the score less that of the history without the event; above 0 the event speaks for the item.")
 
 
-def _history(dataset: Dataset, user: str, split: str) -> pd.DataFrame:
+def _history(dataset: Dataset, user: str, part: str) -> pd.DataFrame:
     """What a user's held-out item is ranked from."""
     import pandas as pd
 
@@ -293,7 +286,7 @@ def _history(dataset: Dataset, user: str, split: str) -> pd.DataFrame:
     if user not in ids:
         raise UserError(f"there is no user {user!r} in {dataset.name!r}; its users have ids such as {ids[0]!r}")
     number = ids.index(user)
-    events = slice(dataset.offsets[number], dataset.offsets[number + 1] - (1 if split == "test" else 2))
+    events = slice(dataset.offsets[number], dataset.offsets[number + 1] - (1 if part == "test" else 2))
     history: pd.DataFrame = pd.DataFrame({"user_id": user, "item_id": dataset.decode(dataset.items[events])})
     if dataset.times is not None:
         times, unit = dataset.times[events], dataset.preparation.get("time_unit")

@@ -185,10 +185,6 @@ def _parse(text: str, source: str) -> Any:
         raise UserError(f"{source}: {' '.join(str(error).split())}; mend the YAML") from None
     except RecursionError:
         raise UserError(f"{source}: nested too deeply; mend the YAML") from None
-    except (
-        ValueError,
-        KeyError,
-        AttributeError,
-        TypeError,
-    ):  # of a tag, such as `!!int abc`, or a number of 5,000 digits
+    except (ValueError, KeyError, AttributeError, TypeError):
+        # A tag that its value does not fit, such as `!!int abc`, or a number of 5,000 digits.
         raise UserError(f"{source}: holds a value that is not what its tag or its form says; mend the YAML") from None

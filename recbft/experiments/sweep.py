@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from recbft.config import to_dict
-from recbft.config_file import parse_setting
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS, headline_setting
@@ -51,14 +50,14 @@ def plan_sweep(vary: str, arm: str, configure: Callable[[ArmSpec], RunConfig]) -
     check_judges("--vary", key)
     base = ArmSpec(arm, arm)
     default = by_setting(to_dict(configure(base)))
-    arms, values, full = [base], {}, ""
+    arms, full = [base], ""
+    values: dict[str, Any] = {}
     for text in texts:
         spec = ArmSpec(f"{arm}[{key}={text}]", arm, (f"{key}={text}",))
         made = by_setting(to_dict(configure(spec)))
         # Of a mixer's own options, which come and go with it, the mixer is the first.
         changed = next((name for name, value in made.items() if name not in default or value != default[name]), None)
-        if changed is None:
-            values[arm] = parse_setting(f"{key}={text}")[1]
+        if changed is None:  # the default, which has an arm already
             continue
         full = full or changed
         if changed != full:

@@ -85,13 +85,12 @@ def hstu(
         seed: equal seeds give equal weights to the parameters that two arms share.
         moe: experts in the place of the feed-forward network, or None.
     """
-    if core is not None and (not config.feed_forward or config.activation != "gelu"):
-        raise UserError(
-            f"arm 'bft' needs feed_forward true and activation gelu, got {str(config.feed_forward).lower()} and "
-            f"{config.activation}: precision is predicted through the feed-forward network"
-        )
-
     if core is not None:
+        if not config.feed_forward or config.activation != "gelu":
+            raise UserError(
+                f"arm 'bft' needs feed_forward true and activation gelu, got {str(config.feed_forward).lower()} and "
+                f"{config.activation}: precision is predicted through the feed-forward network"
+            )
         check_core(core, PointwiseAttention.weights, config.max_length)
 
     def mixer() -> PointwiseAttention:
