@@ -32,10 +32,10 @@ def recommend(
     ] = None,
     keep_seen: Annotated[bool, typer.Option("--keep-seen", help="Allow items of the history in the list.")] = False,
     exclude: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Items that no list may hold: their ids, one a line.")
+        Path | None, typer.Option(metavar="FILE", help="Items that no list may hold, one id per line.")
     ] = None,
     candidates: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The only items that lists may hold: their ids, one a line.")
+        Path | None, typer.Option(metavar="FILE", help="The only items that lists may hold, one id per line.")
     ] = None,
     user: User = None,
     item: Item = None,
@@ -88,7 +88,7 @@ def _ids(file: Path | None) -> list[str] | None:
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror or error}; give a text file of item ids, one a line") from None
+        raise UserError(f"{file}: {error.strerror or error}; give a text file with one item id per line") from None
     return [line.rstrip("\r") for line in lines if line.strip()]
 
 

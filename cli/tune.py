@@ -39,7 +39,7 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="In all, those of earlier commands included.")] = 20,
     objective: Annotated[
         Objective,
-        typer.Option(help="The best validation, or with tail a fifth of what its last 5 epochs gained besides."),
+        typer.Option(help="best: the best validation; tail: that, and a fifth of what the last 5 epochs gained."),
     ] = Objective.best,
     prune: Annotated[bool, typer.Option("--prune", help="Give up trials below the median after some seeds.")] = False,
     jobs: Jobs = None,

@@ -10,7 +10,7 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory for the next step instead of handing it back to the system; whether that could be said.
+    """Keep freed memory for the next step instead of returning it to the system; True if the C library took the order.
 
     Every step takes and frees the same arrays. glibc maps and unmaps the large ones each time, and the system clears
     every page anew: on Beauty a million page faults per epoch, 7 to 8 % of its time on one Intel machine. The largest

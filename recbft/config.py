@@ -112,7 +112,7 @@ def describe(annotation: Any) -> str:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of Python or numpy; true and false are none."""
+    """Whether a value is a whole number, of Python or numpy; True and False are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""Processes forked from one that has worked with PyTorch: its OpenMP threads are not there, and would be waited for.
+"""Processes forked from one in which PyTorch has worked: they lack its OpenMP threads, and would wait for them.
 
 A server that loads a model once and forks its workers (``gunicorn --preload``) makes such processes. They answer with
 one thread, which is what a worker per core wants; where each loads the model itself, each may have more.

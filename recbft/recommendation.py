@@ -102,7 +102,7 @@ def summed(attrs: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
 
 
 def check_asked(model: SequenceModel, k: Any) -> None:
-    """Refuse a length that is none, and a model that cannot recommend.
+    """Refuse a k that is no positive whole number, and a model that cannot recommend.
 
     Raises:
         UserError: as ``recommend``.

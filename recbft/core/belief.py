@@ -54,7 +54,7 @@ class SequenceContext:
 
     @property
     def read_by_all(self) -> bool:
-        """Whether the tokens that read are those that may be read, column by column."""
+        """Whether all tokens read, so that queries and keys stand in the same columns."""
         return True
 
     @cached_property

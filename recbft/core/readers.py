@@ -1,4 +1,4 @@
-"""Some tokens read while all may be read: what the last layer needs in evaluation, one token of each history.
+"""Attention from a few tokens to all of them: in evaluation the last layer needs one token of each history.
 
 The wanted tokens of a row stand side by side, in as many places as the fullest row has; a row with fewer fills its
 places with its first token, whose reading nobody takes.
@@ -85,7 +85,7 @@ class _ReadBySome(SequenceContext):
     @cached_property
     @untransformed
     def first(self) -> Tensor:
-        return self.whole.first  # of keys, of which there are as many as ever
+        return self.whole.first  # of the keys, none of which is left out
 
     def _rows(self, pairs: Tensor) -> Tensor:
         return pairs.take_along_dim(self.column[..., None], dim=1)

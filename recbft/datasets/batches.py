@@ -167,7 +167,7 @@ class EpochBatches(Protocol):
 
 
 class TrainingBatches:
-    """The batches of one epoch: every user with two or more training events, in an order drawn from (seed, epoch).
+    """Batches for next-item models: every user with two or more training events, in an order drawn from (seed, epoch).
 
     A history's last ``max_length`` + 1 training events give ``max_length`` inputs and their next items. The order
     depends on the seed and the epoch alone, so a resumed run continues with the batches it would have seen.
@@ -226,7 +226,7 @@ class TrainingBatches:
 
 
 class ClozeBatches:
-    """The batches of one epoch of the Cloze objective: masked items to be found from both sides.
+    """Batches of the Cloze objective: masked items to be found from both sides.
 
     Every user with two or more training events is read once an epoch, its last ``max_length`` of them. With probability
     ``last_item_probability`` the history is cut after a random event and that event alone is masked, which is what

@@ -155,6 +155,7 @@ def _arrow_source(path: Path, separator: str) -> Callable[[], Any]:
 
 
 def header(path: Path, separator: str, *, quoted: bool) -> list[str]:
+    """The column names in the first line; UserError where it is blank or there is none."""
     with open_bytes(path) as file:
         start = file.readline()
     line = re.split(rb"[\r\n]", start, maxsplit=1)[0].decode("utf-8-sig")

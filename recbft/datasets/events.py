@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from recbft.datasets import dates
 from recbft.errors import UserError, did_you_mean
 
-FLOAT_DIGITS = {16: 11, 32: 24, 64: 53}  # binary digits that a float of so many bits holds
+FLOAT_DIGITS = {16: 11, 32: 24, 64: 53}  # bits of a float -> binary digits that it holds
 TICKS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -74,7 +74,7 @@ class Events:
 
 
 def largest_exact(bits: int) -> int:
-    """The largest whole number that a float of so many bits holds and that rounding makes of no other.
+    """The largest whole number that a float of this many bits holds and to which no other is rounded.
 
     >>> largest_exact(64) == 2**53 - 1  # 2**53 may have been 2**53 + 1
     True

@@ -22,7 +22,7 @@ Histories = Mapping[Any, Sequence[Any]] | Iterable[Sequence[Any]] | pd.Series | 
 
 
 class Users(list[Any]):
-    """Raw ids that pandas, which copies ``attrs`` deeply into every part of a table, does not copy one by one."""
+    """Raw ids in a table's ``attrs``, which pandas deep-copies into every part of it: a copy is the list itself."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Users:
         return self
@@ -42,7 +42,7 @@ class Encoded(NamedTuple):
 def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_unit: str | None) -> Encoded:
     """Raw histories as item indices, unknown items left out and counted.
 
-    Warns, on behalf of the caller's caller's caller, where the rows of a frame go back in time.
+    Warns where the rows of a frame go back in time; the warning points at the program that called recbft.
 
     Raises:
         ColdStartError: no history holds an item of the vocabulary.

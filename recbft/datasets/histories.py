@@ -1,4 +1,4 @@
-"""Histories to recommend for: raw ids, any length, nothing dropped."""
+"""Read the histories to recommend for from a file: raw ids, any length, nothing dropped."""
 
 from __future__ import annotations
 

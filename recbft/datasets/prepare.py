@@ -97,6 +97,8 @@ class Preparation:
 
 
 class Prepared(NamedTuple):
+    """Histories, their ids and how they came about; what ``Dataset`` is made of."""
+
     items: NDArray[np.int64]  # (E,)    item index 1..V, users one after the other
     offsets: NDArray[np.int64]  # (U+1,)  user u owns items[offsets[u]:offsets[u+1]]
     times: NDArray[np.int64] | None  # (E,)

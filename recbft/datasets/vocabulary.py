@@ -93,7 +93,7 @@ def _ready(index: pd.Index[Any]) -> pd.Index[Any]:
 
 
 def _refuse_rounded(value: float | np.floating[Any], bits: int) -> None:
-    """Refuse a whole number that may have been another one before it was a float of so many bits."""
+    """Refuse a whole number so large that a float of this many bits may have rounded another one to it."""
     if abs(value) > largest_exact(bits):
         raise UserError(
             f"an item id is {float(value)!r}, but whole numbers so large are not exact as float{bits}; give integers"

@@ -5,7 +5,7 @@
     rank_filtered    the same with the user's seen items masked
     seed             optional, from 0; without it the ranks stand for every seed
 
-Either kind of rank will do. So a ``per_user.parquet`` of ours is such a file too.
+One kind of rank is enough. A run's own ``per_user.parquet`` is such a file too.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _MUTEX = "mutex"
 
 
 class Owner(NamedTuple):
-    """A process, once and for all."""
+    """A process, told apart from others that have had its number."""
 
     pid: int
     host: str

@@ -28,7 +28,7 @@ Status = Literal["missing", "unfinished", "finished"]
 
 @dataclass(frozen=True)
 class Job:
-    """One run to be had."""
+    """One run of an experiment."""
 
     arm: ArmSpec
     config: RunConfig

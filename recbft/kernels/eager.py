@@ -1,4 +1,4 @@
-"""What is written by hand stays as it is in a model under ``torch.compile``, and runs between the graphs.
+"""Functions written by hand stay out of the graphs of ``torch.compile`` and run between them.
 
 PyTorch's compiler traces with tensors that have no memory. What hands addresses to C or Triton, decides by the numbers,
 or keeps what it found of a batch cannot be traced so, and has nothing to gain: it is the fast path already.

@@ -33,7 +33,7 @@ def in_full_precision(function: Function) -> Function:
 
 
 def autocast_device() -> str | None:
-    """The kind of device on which autocast is on at present, if any."""
+    """The kind of device for which autocast is on now, or None."""
     return next((device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)), None)
 
 

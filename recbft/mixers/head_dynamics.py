@@ -50,11 +50,11 @@ class RobustFilterConfig:
         frequency_base: frequencies run from 1 towards 1 / frequency_base.
         damping: b, decay over the highest frequency of a band: fixed in ``sc_rfa``, a start in ``rfa``.
         undamped_heads: heads that do not decay; None means a quarter of them.
-        time: lags in real time.
+        time: measure lags in real time, not in positions.
         time_unit: how much of the data's time makes one unit; a day of seconds unless given.
-        learn_time_unit: whether that is a start.
+        learn_time_unit: learn it, starting there.
         horizon: units of time after the query that the estimate is for.
-        confidence_gate: the token's own value where there is little evidence, (3).
+        confidence_gate: take the token's own value where there is little evidence, (3).
         latent_sampling: draw the state from its distribution, in training.
     """
 
@@ -91,7 +91,7 @@ class RobustFilterConfig:
 
     @property
     def variant(self) -> Variant:
-        """What of it the kernel is told."""
+        """The settings that the kernel needs."""
         return Variant(self.kernel, self.multiplicative == "on", self.rotate_values == "on", self.horizon)
 
 

@@ -20,12 +20,12 @@ from recbft.mixers.rfa import RobustFilterAttention, RobustFilterConfig
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """What a mixer without options of its own has of them."""
+    """The options of a mixer that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a backbone says to the mixer of a layer; each mixer hears what concerns it.
+    """What a backbone tells the mixers of its layers; a mixer is given what its ``MixerSpec.hears`` names.
 
     Args:
         hidden_size, n_heads, length: D, H and the longest history.
@@ -49,6 +49,8 @@ class MixerSpec:
     """A mixer by name.
 
     Args:
+        summary: a line for ``recbft models``.
+        kind: the class; its constructor takes the hidden size, the number of heads and what follows from the rest.
         options: the class of its own options (the ``mixing`` section of a config).
         fixed: constructor arguments that make this name of a kind with several.
         precision: where its observation precision comes from: an estimator of ``softmax`` or ``silu`` weights, the

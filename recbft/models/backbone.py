@@ -186,7 +186,7 @@ class Backbone(TrainableModel):
         return self.states_of(self.encode(batch, only=batch.last))
 
     def states_of(self, belief: Belief) -> UserStates:
-        """What is said of users whose belief is had, (N, D)."""
+        """The user states of beliefs that are computed already, (N, D)."""
         return UserStates(belief.mean, None if self.core is None else belief.precision.mean(dim=-1))
 
     def item_table(self) -> ItemTable:

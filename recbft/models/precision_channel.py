@@ -130,7 +130,7 @@ class LayerPrecision(nn.Module):
 
     @property
     def mode(self) -> JacobianMode:
-        """How the Jacobian is had at present."""
+        """How the Jacobian is found as the layer is now, in training or in evaluation."""
         if self.core.propagation != "jacobian":
             return "off"
         if not self.training:
@@ -140,7 +140,7 @@ class LayerPrecision(nn.Module):
 
     @property
     def needs_jacobian(self) -> bool:
-        """Whether the Jacobian at each token is wanted at present."""
+        """Whether a Jacobian at each token is needed as the layer is now."""
         return self.mode != "off" and (self.training or self.mode != "running_mean")
 
     def refresh(self, w1: Tensor, w2: Tensor) -> None:

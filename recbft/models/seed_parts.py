@@ -53,7 +53,7 @@ class SeedRows:
         return bits
 
     def sampled(self) -> tuple[Tensor, Tensor]:
-        """Every fourth row of each seed's own batch: flat indices of tokens (S, n), and which n are none to fill up."""
+        """Every fourth row of each seed's own batch: indices of tokens, (S, n), and which count; the rest fill up."""
         now = self.now
         widths = torch.tensor(now.widths)[:, None]
         valid = now.batch.segment.view(now.num_seeds, -1) >= 0

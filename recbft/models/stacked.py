@@ -7,7 +7,8 @@ parameters is exchanged for a part that keeps S of them (``models.seed_parts``);
 repeated for the rows of its seed. Each seed draws its own dropout, in the order and for the tokens of its own batch, so
 that it trains as it would alone.
 
-The models themselves stay whole: their tensors become views of the stacked ones, to be evaluated and saved as ever.
+The models themselves stay whole: their tensors become views of the stacked ones, so that each is evaluated and saved
+as a model that trains alone.
 
 Shapes: S seeds, R rows of all, T tokens, D model width.
 """

@@ -248,7 +248,7 @@ def _label(name: str) -> str:
 
 
 def _broken(name: str, letters: int = LETTERS) -> str:
-    """A name in lines of so many letters at most, broken after a comma, bracket or space where there is one.
+    """A name in lines of at most ``letters`` letters, broken after a comma, bracket or space where there is one.
 
     >>> _broken("bft[core.initial=count,backbone.dropout=0.3]")
     'bft[core.initial=count,\\nbackbone.dropout=0.3]'

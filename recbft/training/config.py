@@ -13,7 +13,7 @@ from recbft.evaluation.metrics import METRIC
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Adam on the full cross-entropy, stopped early on a validation metric."""
+    """Adam on the loss of the backbone, stopped early when a validation metric no longer improves."""
 
     epochs: int = 200  # at most
     batch_size: int = 256  # histories per step

@@ -6,7 +6,7 @@ added has a state of zeros, whose loss is log V and moves no weight:
 
     loss = (P mean - (P - N) log V) / N        mean over P positions, of which N are real                     (1)
 
-The first batch of a shape is trained on as ever, so that what is made at first use (compiled kernels, room that
+The first batch of a shape is trained on without one, so that what is made at first use (compiled kernels, room that
 libraries work in) is there when the second is recorded. The warm-up ramp is a number that a graph would repeat: until
 it is 1 the training loop takes its steps without.
 
@@ -142,7 +142,7 @@ def check_recordable(model: nn.Module, device: torch.device) -> None:
     if device.type != "cuda":
         raise UserError(f"training.cuda_graphs is true, and the run is on {device.type}, which has none; leave it out")
     if not isinstance(model, Backbone):
-        raise UserError(f"training.cuda_graphs is not had with models of kind {type(model).__name__}; leave it out")
+        raise UserError(f"training.cuda_graphs does not work with models of kind {type(model).__name__}; leave it out")
 
 
 def padded_loss(model: Backbone, padded: Padded) -> Tensor:

@@ -49,7 +49,7 @@ from recbft.training.session import Session, begin, go_on
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
 GPU_STACK_TOKENS = 400_000  # so that what a step keeps for its backward pass takes gigabytes in single figures
-ALONE = {  # keys of training that such runs do not hear, and why
+ALONE = {  # settings of training that have no effect on such runs, and why
     "autocast": "whose products are float32",
     "cuda_graphs": "whose kernels are large enough to be launched one by one",
 }

@@ -189,7 +189,7 @@ class RunFolder:
         return _read_json(self.metrics_file)
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep other processes from training or replacing this run; UserError if one is at it."""
+        """Keep other processes from training or replacing this run; UserError if one does so now."""
         return locked(self.config_file)
 
     def remove_leftovers(self) -> None:

@@ -53,7 +53,7 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
 
 
 def work_for_run() -> None:
-    """Say that this thread works for the run whose turn it is: what its listeners train does not wait for it."""
+    """Mark this thread as one of the run whose turn it is: what its listeners train does not wait for a turn."""
     _thread.works = True
 
 

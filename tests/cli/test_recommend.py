@@ -196,7 +196,7 @@ def test_a_model_that_reads_times_recommends_for_timed_histories(capsys, events,
     [
         (["-k", "0"], "k is 0"),
         (["--user", "who"], "no column 'who'"),
-        (["--exclude", "no.txt"], "no.txt: No such file or directory; give a text file of item ids, one a line"),
+        (["--exclude", "no.txt"], "no.txt: No such file or directory; give a text file with one item id per line"),
         (["--out", "no-folder/recs.parquet"], "no-folder"),
     ],
 )

@@ -54,7 +54,7 @@ class UnavailableError(Exception):
 
 
 def missing() -> str | None:
-    """Why the compiled paths cannot be had on this machine, or None."""
+    """Why there are no compiled paths on this machine, or None."""
     found = _found()
     return found if isinstance(found, str) else None
 
@@ -190,7 +190,7 @@ def _processor() -> str:
 
 
 def _cache() -> Path | None:
-    """The folder of builds, the user's, which may be one that can only be read; None where there is none."""
+    """The user's folder of builds, which may be read-only; None where there is no such folder."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(named if os.path.isabs(named) else os.path.expanduser("~/.cache")) / "recbft"
     if not folder.is_absolute():  # a user without a home

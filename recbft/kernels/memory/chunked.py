@@ -134,6 +134,7 @@ def join(x: Tensor, B: int, H: int, T: int) -> Tensor:  # (B H, n, C, ...) -> (B
 
 
 def cut_scalar(x: Tensor, C: int, *, fill: float) -> Tensor:  # (B, H, T) -> (B H, n, C)
+    """The same of one number per token."""
     return cut(x[..., None], C, fill=fill)[..., 0]
 
 

@@ -40,7 +40,7 @@ class Dynamics(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What of the mechanism is switched on."""
+    """Which parts of the mechanism are switched on."""
 
     kernel: Kernel = "student"
     multiplicative: bool = True  # the precision weighs the squared residual

@@ -112,7 +112,7 @@ class LabelSmoothing(_Stateless):
 
 
 class DropoutGlide(_Stateless):
-    """Equation (3), for every dropout of the model, layers and those within mixers, by the rate it was built with."""
+    """Equation (3) for every dropout of the model, those inside mixers included; p_0 is the rate it was built with."""
 
     def __init__(self, config: DropoutGlideConfig, model: nn.Module) -> None:
         self.config = config
