@@ -50,7 +50,7 @@ from recbft.evaluation.association import spearman
 from recbft.evaluation.evaluate import Part, evaluation_mode, view_of
 from recbft.evaluation.layer_sums import LayerSums, mean, plain, ratio
 from recbft.evaluation.strata import QUANTILES, Strata, item_frequency
-from recbft.evaluation.trace import trace
+from recbft.evaluation.trace import attention_in, trace
 from recbft.models.contract import SequenceModel, read_histories
 from recbft.models.precision_channel import LAM_MIN
 
@@ -191,12 +191,13 @@ def _levels(reliability: FloatArray, values: FloatArray, count: str) -> list[dic
 
 def _histories_per_batch(model: SequenceModel, memory_mb: float) -> int:
     """As many histories as leave their attention weights within the memory."""
-    pairs = [1]
+    most = 1  # G
     for block in getattr(model, "blocks", ()):
-        kept = block.mixer.query.out_features if getattr(block.mixer, "kriging", "") == "per_dimension" else 0
-        pairs.append(max(kept, getattr(block.mixer, "n_heads", 1)) * model.max_length**2)
-    size = model.item_table().weight.element_size()
-    return max(1, min(HISTORIES_PER_BATCH, int(memory_mb * 2**20) // (COPIES * size * max(pairs))))
+        attention: Any = attention_in(block.mixer)
+        by_coordinate = getattr(attention, "kriging", "") == "per_dimension"
+        most = max(most, attention.query.out_features if by_coordinate else getattr(attention, "n_heads", 1))
+    each = COPIES * model.item_table().weight.element_size() * most * model.max_length**2
+    return max(1, min(HISTORIES_PER_BATCH, int(memory_mb * 2**20) // each))
 
 
 def _cap(model: SequenceModel) -> float | None:

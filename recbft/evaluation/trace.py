@@ -38,7 +38,7 @@ class _Call(NamedTuple):
     output: Any
 
 
-def _attention_in(mixer: nn.Module) -> nn.Module:
+def attention_in(mixer: nn.Module) -> nn.Module:
     """The attention that a mixer is built around, the last of several; a mixer of one piece itself."""
     inner: nn.Module | None = getattr(mixer, "reader", None) or getattr(mixer, "smoother", None)
     rounds = getattr(mixer, "rounds", None)
@@ -59,13 +59,13 @@ class LayerTrace:
     @property
     def num_heads(self) -> int:
         """H, of a mixer that attends."""
-        return int(_attention_in(self.block.mixer).n_heads)  # type: ignore[arg-type]
+        return int(attention_in(self.block.mixer).n_heads)  # type: ignore[arg-type]
 
     @property
     def mixes_heads(self) -> bool:
         """Whether an output map follows the heads, so that no coordinate of the innovation is one head's own."""
         mixer = self.block.mixer
-        return any(getattr(one, "out", None) is not None for one in (mixer, _attention_in(mixer)))
+        return any(getattr(one, "out", None) is not None for one in (mixer, attention_in(mixer)))
 
     @property
     def incoming(self) -> Tensor | None:
@@ -128,7 +128,7 @@ class LayerTrace:
     @property
     def recency_decay(self) -> float | None:
         """rho, the factor by which a key's weight falls with every position of lag."""
-        logit = getattr(_attention_in(self.block.mixer), "decay_logit", None)
+        logit = getattr(attention_in(self.block.mixer), "decay_logit", None)
         return None if logit is None else float(torch.sigmoid(logit))
 
     @cached_property

@@ -14,6 +14,7 @@ from recbft.datasets.split import leave_one_out
 from recbft.datasets.synth import PlantedReliability
 from recbft.errors import UserError
 from recbft.evaluation.mechanism import mechanism
+from recbft.evaluation.trace import trace
 from recbft.files import json_text
 from recbft.models import MODELS
 from recbft.models.popularity import Popularity
@@ -228,6 +229,22 @@ def test_little_memory_and_batches_change_no_figure(lab, arm):
     one, two = (mechanism(model, lab.dataset, memory_mb=memory) for memory in (256, 0.001))
     for a, b in zip(flat(one), flat(two), strict=True):
         assert a == b or a == pytest.approx(b, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("mixer", ["attention", "rope", "boosted", "twicing", "regime"])
+def test_weights_that_are_written_out_keep_within_the_memory_whatever_the_mixer(lab, mixer, monkeypatch):
+    settings = {"hidden_size": 8, "n_heads": 2, "max_length": 8}
+    run = load_run_config(model="sasrec", mixer=mixer, backbone=settings, core={"kriging": "per_dimension"})
+    sizes = []
+
+    def watched(model, batch):
+        states, layers = trace(model, batch)
+        sizes.append(layers[0].weights.nbytes)
+        return states, layers
+
+    monkeypatch.setattr("recbft.evaluation.mechanism.trace", watched)
+    mechanism(run.build(torch.from_numpy(lab.dataset.training_counts)).eval(), lab.dataset, memory_mb=0.02)
+    assert max(sizes) <= 0.02 * 2**20
 
 
 def flat(value):
