@@ -57,12 +57,14 @@ def evaluate(
     evaluation = recommender.evaluate(data, part.value)
     filter_seen = filter_seen or config.evaluation.filter_seen
     setting = headline_setting(filter_seen)
+    own = RunFolder.open(run).protocol
     made = protocol(
         data,
         part=evaluation.part,
         filter_seen=filter_seen,
-        max_length=RunFolder.open(run).protocol["max_length"],
+        max_length=own["max_length"],
         seed=config.seed,
         config=to_dict(config),
+        begun_from=own.get("begun_from"),
     )
     typer.echo(format_metrics(evaluation.metrics if both else {setting: evaluation.metrics[setting]}, made))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Parameters of a run that begins.
 NEW_RUN = (
     "model", "arm", "mixer", "update", "seed", "settings", "config", "deterministic", "overwrite", "name",
-    "out",
+    "out", "warm_start",
 )  # fmt: skip
 EXAMPLES = """Examples:
 
@@ -30,6 +30,8 @@ recbft train -m sasrec -d amazon-beauty --arm bft --data-root DIR --set epochs=5
 recbft train --config configs/quickstart.yaml
 
 recbft train --resume runs/sasrec-bft-ml-100k-seed0
+
+recbft train --warm-start runs/sasrec-bft-ml-100k-seed0 -d grown.csv --name grown
 """
 
 
@@ -68,6 +70,13 @@ def train(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML with settings; options and --set win.")
     ] = None,
+    warm_start: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Begin from this run's weights, found by item ids, with its settings unless --config gives others.",
+        ),
+    ] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Use deterministic algorithms only.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run folder that exists.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, only the result.")] = False,
@@ -83,7 +92,10 @@ def train(
     run = _resume(resume, dataset, data_root, quiet) if resume is not None else None
     if run is None:
         from recbft.run_config import load_run_config
+        from recbft.training.run_folder import RunFolder
 
+        if warm_start is not None and config is None:
+            config = RunFolder.open(warm_start).config_file
         run_config = load_run_config(
             config,
             settings or (),
@@ -95,6 +107,7 @@ def train(
             seed=seed,
             data_root=data_root,
             deterministic=deterministic or None,
+            warm_start=None if warm_start is None else str(warm_start),
         )
         run = _train(run_config, Path("runs") if out is None else out, name, overwrite, quiet)
     if this_process().leads:

@@ -82,13 +82,20 @@ class Recommender:
         self._protocol: dict[str, Any] = {}  # of the run: its folder may go before this object does
 
     def fit(
-        self, dataset: Dataset | None = None, *, out: str | Path | None = None, progress: Progress | None = None
+        self,
+        dataset: Dataset | None = None,
+        *,
+        out: str | Path | None = None,
+        progress: Progress | None = None,
+        warm_start: bool = False,
     ) -> Recommender:
         """Train on a data set (the configured one unless given) and keep the best weights.
 
         Args:
             out: the run's folder; a temporary one, gone with this object, unless given.
             progress: who is told how it goes; nobody unless given.
+            warm_start: begin from the weights of the run that this recommender holds, of which
+                ``training.warm_start_keep`` says how much is kept; without it one that holds a run trains from scratch.
 
         Raises:
             UserError: as ``train``; a data set is given, and settings of this object would have prepared another.
@@ -96,6 +103,9 @@ class Recommender:
         """
         _check_dataset(dataset)
         config = self.config if dataset is None else self._config_for(dataset)
+        if warm_start or self.run is not None:
+            asked = {"warm_start": str(self._fitted()[2].path)} if warm_start else {"warm_start_keep": None}
+            config = replace(config, training=replace(config.training, **{"warm_start": None} | asked))
         together = team(config.training)
         with fitted_folder(out) as place:
             path = together.first_does(lambda: place.path)
@@ -253,7 +263,11 @@ class Recommender:
         return {
             "mechanism": mechanism(model, dataset, part, users=rows, planted=planted, memory_mb=memory_mb),  # type: ignore[arg-type]
             "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),  # type: ignore[arg-type]
-            "protocol": {**run_protocol(self.config, dataset, model), "part": part, "filter_seen": False},
+            "protocol": {
+                **run_protocol(self.config, dataset, model, self._protocol.get("begun_from")),
+                "part": part,
+                "filter_seen": False,
+            },
         }
 
     def aligned(self, dataset: Dataset | None = None) -> Dataset:

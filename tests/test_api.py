@@ -554,3 +554,23 @@ def test_loading_neither_draws_from_nor_turns_back_the_callers_random_numbers(fi
 def test_a_recommender_needs_no_scipy():
     code = "import sys; from recbft import Recommender; assert 'scipy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_recommender_is_fitted_again_from_its_own_weights_or_from_scratch(fitted, dataset, tmp_path):
+    fitted["bft"].save(tmp_path / "older")
+    older = Recommender.load(tmp_path / "older")
+    warm = Recommender.load(tmp_path / "older").fit(dataset, out=tmp_path / "warm", warm_start=True)
+    assert warm.run.protocol["begun_from"]["run"] == str(tmp_path / "older")
+    histories = histories_of(dataset)
+    afresh = Recommender.load(tmp_path / "warm").fit(dataset, out=tmp_path / "afresh")
+    assert "begun_from" not in afresh.run.protocol
+    pd.testing.assert_frame_equal(afresh.recommend(histories), older.recommend(histories))
+    named = Recommender("sasrec", arm="bft", **SMALL, warm_start=str(tmp_path / "older"))
+    named.fit(dataset, out=tmp_path / "named")
+    pd.testing.assert_frame_equal(named.recommend(histories), warm.recommend(histories))
+    assert warm.probe(dataset)["protocol"]["begun_from"] == warm.run.protocol["begun_from"]
+
+
+def test_only_a_fitted_recommender_has_weights_to_begin_from(dataset):
+    with pytest.raises(UserError, match="not trained"):
+        Recommender("sasrec", **SMALL).fit(dataset, warm_start=True)

@@ -31,6 +31,7 @@ def protocol(
     seed: int,
     config: Mapping[str, Any],
     target_time: str = "no times are read",
+    begun_from: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """All that a reader needs to make a number again, ready for JSON.
 
@@ -40,6 +41,8 @@ def protocol(
         max_length: events of a history that the model reads.
         config: the run's configuration as a plain mapping.
         target_time: whether the model is shown the time of the target.
+        begun_from: the older run whose weights training began from, by ``run``, ``weights``, ``content_hash``,
+            ``kept`` and ``known_items``; None, and no entry, where it began from scratch.
     """
     return {
         "dataset": dataset.name,
@@ -59,6 +62,7 @@ def protocol(
         "seed": seed,
         "recbft_version": recbft_version(),
         "config": dict(config),
+        **({} if begun_from is None else {"begun_from": dict(begun_from)}),
     }
 
 
@@ -107,7 +111,7 @@ def format_metrics(rows: Mapping[str, Mapping[str, float]], protocol: Mapping[st
 
 
 def protocol_lines(protocol: Mapping[str, Any]) -> list[str]:
-    """The protocol as two lines of text."""
+    """The protocol as two lines of text, and a third where training began from older weights."""
     p = protocol
     headline = SETTINGS[headline_setting(p["filter_seen"])]
     model = " ".join(str(p["config"][key]) for key in ("model", "arm") if p["config"].get(key))
@@ -117,4 +121,14 @@ def protocol_lines(protocol: Mapping[str, Any]) -> list[str]:
         f"protocol: {p['part']} target of leave-one-out among all items, ties against it, headline {headline} "
         f"(filter_seen {str(p['filter_seen']).lower()}), max length {p['max_length']}, seed {p['seed']}, "
         f"recbft {p['recbft_version']}, {model + ', ' if model else ''}config {config_hash(p['config'])[:12]}",
+        *([f"begun from {begun_from(p)}"] if p.get("begun_from") else []),
     ]
+
+
+def begun_from(protocol: Mapping[str, Any]) -> str:
+    """The older run of a protocol that has one, in words."""
+    older = protocol["begun_from"]
+    return (
+        f"{older['kept']:g} of the weights of {older['run']} ({older['weights'][:12]}, trained on content "
+        f"{older['content_hash'][:12]}), which knew {older['known_items']:,} of the {protocol['items']:,} items"
+    )

@@ -98,6 +98,11 @@ class Backbone(TrainableModel):
     """
 
     ramp: Tensor
+    per_item = (
+        "item_embedding.weight",
+        "item_bias",
+        *(f"item_precision.{name}" for name in ("base", "credibility", "table")),
+    )
 
     def __init__(
         self,

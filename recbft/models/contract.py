@@ -98,6 +98,7 @@ class TrainableModel(nn.Module, abc.ABC):
     append: int | None = None
     reads_times: bool = False
     shows_target_time: bool = False
+    per_item: tuple[str, ...] = ()  # parameters and buffers with a row per token: padding, the items, then what is none
 
     @abc.abstractmethod
     def user_states(self, batch: Batch) -> UserStates:

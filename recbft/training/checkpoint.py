@@ -157,7 +157,23 @@ def load_best(folder: str | Path, *, device: torch.device | str = "cpu") -> dict
             if best == before:
                 raise
             # A training that goes on has just put better ones in their place.
-    raise UserError(f"{folder} holds no best weights: training stopped before its first validation; resume it")
+    raise _no_best(folder)
+
+
+def best_digest(folder: str | Path) -> str:
+    """SHA-256 of the file with the best weights.
+
+    Raises:
+        UserError: there is none, or the state is damaged.
+    """
+    best = _recorded_best(Path(folder))
+    if best is None:
+        raise _no_best(folder)
+    return str(best["sha256"])
+
+
+def _no_best(folder: str | Path) -> UserError:
+    return UserError(f"{folder} holds no best weights: training stopped before its first validation; resume it")
 
 
 def check_dataset(

@@ -129,7 +129,7 @@ def _train_epoch(
         batch = controllers.on_batch(batch)
         assert batch.target is not None
         learned = int((batch.target > 0).sum())  # while it is on the CPU: reading from a device waits for it
-        ramp = warmup_ramp(state.step, config.warmup_steps)
+        ramp = warmup_ramp(state.step, config.ramp_steps)
         model.set_ramp(ramp)
         steps = plain if graphs is None or ramp < 1 else graphs
         loss = steps.begin(batch)

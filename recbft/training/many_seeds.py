@@ -271,7 +271,7 @@ class _Stack:
             batches, side = following
             if self.stop.is_set():
                 raise RunError("another run broke off")
-            self.model.set_ramp(warmup_ramp(states[0].step, self.config.warmup_steps))
+            self.model.set_ramp(warmup_ramp(states[0].step, self.config.ramp_steps))
             self.optimizer.zero_grad(set_to_none=True)
             losses = self.model.losses(side)
             losses.sum().backward()

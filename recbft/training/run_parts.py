@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from recbft.training.checkpoint import TrainState, vocabulary_hash
 from recbft.training.controllers import Controllers, make_controllers
 from recbft.training.graphed_steps import GraphedSteps
 from recbft.training.optimiser import make_optimizer
+from recbft.training.warm_start import warm_start
 
 
 class Parts(NamedTuple):
@@ -32,15 +34,21 @@ class Parts(NamedTuple):
     optimizer: torch.optim.Adam | None
     controllers: Controllers
     graphs: GraphedSteps | None  # where ``training.cuda_graphs`` asks for them
+    begun_from: dict[str, Any] | None  # the older run whose weights the model has, as ``warm_start`` returns it
 
 
-def make_parts(config: RunConfig, dataset: Dataset, device: torch.device) -> Parts:
-    """All of them untrained, before there is a folder: what config and data cannot have is refused here.
+def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, begins: bool = True) -> Parts:
+    """All of them as a run begins, before there is a folder: what config and data cannot have is refused here.
+
+    Args:
+        begins: False where the run has weights of its own, and needs no older run's.
 
     Raises:
         UserError: a part cannot be made.
     """
-    model = build_model(config, dataset).to(device)
+    model = build_model(config, dataset)
+    begun_from = warm_start(model, config, dataset) if begins else None
+    model = model.to(device)
     optimizer = make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None
     return Parts(
         model=model,
@@ -48,6 +56,7 @@ def make_parts(config: RunConfig, dataset: Dataset, device: torch.device) -> Par
         optimizer=optimizer,
         controllers=make_controllers(config.controllers, model, seed=config.seed),
         graphs=None if optimizer is None else GraphedSteps.asked_for(model, optimizer, config.training),
+        begun_from=begun_from,
     )
 
 
@@ -118,8 +127,10 @@ def check_clock(config: RunConfig, name: str, latest: int, unit: str | None = No
         )
 
 
-def run_protocol(config: RunConfig, dataset: Dataset, model: Any) -> dict[str, Any]:
-    """What ``protocol.json`` holds: how the run's test metrics are made."""
+def run_protocol(
+    config: RunConfig, dataset: Dataset, model: Any, begun_from: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What ``protocol.json`` holds: how the run's test metrics are made; ``begun_from`` as in ``Parts``."""
     return protocol(
         dataset,
         part="test",
@@ -128,6 +139,7 @@ def run_protocol(config: RunConfig, dataset: Dataset, model: Any) -> dict[str, A
         seed=config.seed,
         config=to_dict(config),
         target_time=_target_time(model),
+        begun_from=begun_from,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, Part, evaluate
+from recbft.evaluation.protocol import begun_from
 from recbft.machine import environment
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
@@ -67,6 +68,8 @@ def train(
     """
     together = team(config.training)
     together.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
+    if (older := config.training.warm_start) is not None and Path(older).resolve() == Path(out).resolve():
+        raise UserError(f"{out} is the run whose weights this one begins from; give it a folder of its own")
     if config.training.tensorboard:
         tensorboard.check_available()
     if dataset is None:
@@ -137,7 +140,7 @@ def begin(
         lambda: RunFolder.create(
             out,
             config=config.to_yaml(),
-            protocol=run_protocol(config, dataset, parts.model),
+            protocol=run_protocol(config, dataset, parts.model, parts.begun_from),
             environment=environment(device) | processes | dict(remarks or {}),
             overwrite=overwrite,
         )
@@ -172,7 +175,7 @@ def go_on(
             f"{run.path} was begun with content {run.protocol['content_hash'][:12]}, but {dataset.name!r} as "
             f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
         )
-    parts = make_parts(config, dataset, device)
+    parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
     return Session(run, config, dataset, device, parts, state, progress, generator, together)
 
 
@@ -192,7 +195,7 @@ class Session:
         together: Team,
     ) -> None:
         self.run, self.config, self.dataset, self.device = run, config, dataset, device
-        self.model, self.batches, self.optimizer, self.controllers, self.graphs = parts
+        self.model, self.batches, self.optimizer, self.controllers, self.graphs, _ = parts
         self.state, self.progress, self.generator, self.together = state, progress, generator, together
         if config.training.tensorboard and together.leads:
             self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
@@ -281,8 +284,11 @@ class Session:
 
     def make_resumable(self) -> None:
         """Save the state before the first epoch, unless one is saved: from here on a killed run can be resumed."""
-        if not self.is_saved:
-            self._save(best=None)
+        if self.is_saved:
+            return
+        if self.config.training.warm_start is not None:
+            self.progress.note(f"begins from {begun_from(self.run.protocol)}")
+        self._save(best=None)
 
     def validate(self) -> dict[str, float]:
         """The validation metrics of the weights that controllers want judged, the model's own without them."""

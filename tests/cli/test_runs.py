@@ -232,3 +232,25 @@ def test_a_folder_that_is_being_trained_is_said_to_be_so(capsys, events, tmp_pat
     assert code == 0 and refused == [2]
     assert f"error: {folder} is being trained by another process; wait until it has ended" in err
     assert "stopped after epoch" not in err
+
+
+def test_a_run_begins_from_the_weights_and_settings_of_an_older_one(capsys, events, finished, tmp_path):
+    grown = tmp_path / "grown.csv"
+    frame = pd.read_parquet(events)
+    more = frame.tail(30).assign(user_id="newcomer", item_id=[f"new {n % 5}" for n in range(30)])
+    pd.concat([frame, more]).to_csv(grown, index=False)
+    code, out, err = run(capsys, "train", "--warm-start", finished, "-d", grown, "--out", tmp_path, "--name", "next")
+    assert code == 0, err
+    assert f"begins from 0.4 of the weights of {finished}" in err and "which knew 80 of the 85 items" in err
+    assert f"begun from 0.4 of the weights of {finished}" in out
+    made, before = (read_yaml(folder / "config.yaml") for folder in (tmp_path / "next", finished))
+    assert made["training"].pop("warm_start") == str(finished) and before["training"].pop("warm_start") is None
+    assert made["data"].pop("dataset") == str(grown) != before["data"].pop("dataset")
+    assert made == before
+    code, out, _ = run(capsys, "evaluate", tmp_path / "next")
+    assert code == 0 and f"begun from 0.4 of the weights of {finished}" in out
+
+
+def test_weights_to_begin_from_are_those_of_a_run(capsys, tmp_path):
+    code, _, err = run(capsys, "train", "--warm-start", tmp_path / "nowhere")
+    assert code == 2 and "there is no run folder" in err and "Traceback" not in err

@@ -187,7 +187,7 @@ def test_every_key_of_training_is_read_here_or_has_its_reason():
     from recbft.recbole.settings import OWN_TRAINING, RECBOLE_TRAINING
     from recbft.training.config import TrainingConfig
 
-    ours = {"cuda_graphs", "tensorboard", "threads"}
+    ours = {"cuda_graphs", "tensorboard", "threads", "warm_start", "warm_start_keep"}
     assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_TRAINING} == ours
 
 
