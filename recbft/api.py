@@ -45,6 +45,7 @@ from recbft.training.data_parallel import team
 from recbft.training.progress import Progress
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import run_protocol
+from recbft.vectors import ItemVectors, UserVectors, item_vectors, user_vectors
 
 __all__ = ["Dataset", "Recommender"]
 
@@ -214,6 +215,26 @@ class Recommender:
         """
         ask = self._of_model(recommend_in_blocks)
         return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
+
+    def user_vectors(self, histories: Histories) -> UserVectors:
+        """What the model knows of each user, as a vector whose product with an item's is the score of ``recommend``.
+
+        Args:
+            histories: as ``recommend`` takes them.
+
+        Returns:
+            ``users``, ``vectors`` (a row each), ``precision``, and what was skipped.
+
+        Raises:
+            ColdStartError, UserError: as ``recommend``.
+        """
+        model, vocabulary, _ = self._fitted()
+        return user_vectors(model, vocabulary, histories, time_unit=self._time_unit)  # type: ignore[arg-type]
+
+    def item_vectors(self) -> ItemVectors:
+        """The items of the model and a vector of each, for an index of nearest neighbours by inner product."""
+        model, vocabulary, _ = self._fitted()
+        return item_vectors(model, vocabulary)  # type: ignore[arg-type]
 
     def explain(self, history: Sequence[Any] | pd.DataFrame, item: Any = None, k: int | None = None) -> pd.DataFrame:
         """Which events of a history speak for an item, or for the best ones.

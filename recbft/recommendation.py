@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from recbft.config import is_whole
 from recbft.datasets.given_histories import Encoded, Histories, Users, encode
@@ -159,15 +160,10 @@ def _lists(
     """The lists of some histories, and how long each is."""
     users = encoded.users.iloc[own]
     offsets = encoded.offsets[own.start : own.start + len(users) + 1]
-    states, precisions, table = [], [], model.item_table()
-    for batch in read_histories(
-        model, encoded.items, offsets[:-1], offsets[1:], times=encoded.times, source="the list of histories"
-    ):
-        state, precision = model.user_states(batch.to(table.weight.device))
-        states.append(state)
-        precisions.append(torch.full_like(state[:, 0], float("nan")) if precision is None else precision)
+    table = model.item_table()
+    states, precisions = states_of(model, encoded, own, table.weight.device)
     best = top_k(
-        torch.cat(states),
+        states,
         table,
         k,
         exclude_items=encoded.items[offsets[0] : offsets[-1]] if filter_seen else None,
@@ -186,10 +182,23 @@ def _lists(
             "item": pd.Series(items, dtype=pd.Series(vocabulary.ids[:1]).dtype),
             "score": best.scores[filled],
             "rank": np.broadcast_to(np.arange(1, k + 1), filled.shape)[filled],
-            "precision": np.repeat(torch.cat(precisions).double().cpu().numpy(), best.lengths),
+            "precision": np.repeat(precisions.double().cpu().numpy(), best.lengths),
         }
     )
     return lists, best.lengths
+
+
+def states_of(model: SequenceModel, encoded: Encoded, own: slice, device: torch.device) -> tuple[Tensor, Tensor]:
+    """State and precision of some histories, (S, D) and (S,), NaN where the model keeps no precision."""
+    offsets = encoded.offsets[own.start : own.stop + 1]
+    states, precisions = [], []
+    for batch in read_histories(
+        model, encoded.items, offsets[:-1], offsets[1:], times=encoded.times, source="the list of histories"
+    ):
+        state, precision = model.user_states(batch.to(device))
+        states.append(state)
+        precisions.append(torch.full_like(state[:, 0], float("nan")) if precision is None else precision)
+    return torch.cat(states), torch.cat(precisions)
 
 
 def _choice(vocabulary: Vocabulary, exclude: Iterable[Any] | None, candidates: Iterable[Any] | None) -> Choice:

@@ -38,13 +38,14 @@ MAY_IMPORT = {
     " torchrun version",
     "recommendation": "config datasets errors evaluation models",
     "explaining": "datasets errors evaluation models recommendation",
+    "vectors": "datasets evaluation models recommendation",
     "experiments": "allocator config config_file datasets errors evaluation files machine models run_config torchrun"
     " training version",
     "reporting": "config datasets errors evaluation experiments files run_config version",
     "recbole": "config datasets errors evaluation machine models recbole_yaml run_config training",
     "fitted_folder": "errors",
     "api": "config datasets errors evaluation explaining files fitted_folder forked kernels recommendation run_config"
-    " training",
+    " training vectors",
     "arm_comparison": "config datasets errors evaluation experiments files run_config",
     "recbft": "version",  # and, by name on first use, what it exports
     "cli": "allocator api config config_file datasets errors evaluation experiments files mixers models"
