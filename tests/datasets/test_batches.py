@@ -111,7 +111,7 @@ def test_training_targets_are_the_next_items_of_the_training_events(lengths, max
     assert sorted(found) == sorted(expected)
     assert not any(batch.target[batch.segment < 0].any() for batch in epoch)
     assert batches.num_batches == len(epoch) and all(len(batch.last) <= batch_size for batch in epoch)
-    assert batches.num_tokens == sum(int((batch.target > 0).sum()) for batch in epoch)
+    assert batches.num_tokens == batches.num_targets == sum(int((batch.target > 0).sum()) for batch in epoch)
 
 
 def test_neither_validation_nor_test_items_are_ever_trained_on():
@@ -174,7 +174,24 @@ def test_a_batch_moved_to_a_device_is_the_same_batch():
     for batch in (
         pack_histories(items, start, stop),
         pack_histories(items, start, stop - 1, times=items, with_targets=True),
+        pack_histories(items, start, stop - 1, times=items * 3, with_next_times=True),
     ):
-        moved = batch.to("cpu")
+        assert batch.to("cpu") is batch
+        moved = batch.to("cpu:0")  # to torch another device than "cpu", so that all is copied
         for one, two in zip(batch, moved, strict=True):
             assert (one is None and two is None) or torch.equal(one, two)
+
+
+@given(lengths_of_histories, st.data())
+def test_some_rows_of_a_batch_are_a_batch_of_the_histories_in_them(lengths, data):
+    items, start, stop = log_of(lengths)
+    batch = pack_histories(items, start, stop, times=items * 3)
+    num_rows, width = batch.items.shape
+    rows = torch.tensor(data.draw(st.lists(st.sampled_from(range(num_rows)), min_size=1, unique=True)))
+    some, all_histories = batch.of_rows(rows), unpacked(batch)
+    left = [number for number, last in enumerate(batch.last.tolist()) if last // width in rows.tolist()]
+    assert unpacked(some) == [all_histories[number] for number in left]
+    assert some.items.flatten()[some.last].tolist() == [all_histories[number][-1] for number in left]
+    assert some.segment.flatten()[some.last].tolist() == list(range(len(left)))
+    assert torch.equal(some.segment < 0, batch.segment[rows] < 0)
+    assert torch.equal(some.time, some.items * 3) and some.target is None

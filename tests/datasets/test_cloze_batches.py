@@ -36,6 +36,7 @@ def test_every_history_of_two_events_or_more_is_read_once_with_something_masked(
     items, start, stop, batches = cloze()
     found = read(batches, epoch)
     assert len(found) == (stop - start >= 2).sum() and batches.num_batches == -(-len(found) // 64)
+    assert batches.num_tokens == sum(min(length, 8) for length in (stop - start).tolist() if length >= 2)
     windows = {tuple(items[max(a, b - 8) : b].tolist()) for a, b in zip(start, stop, strict=True)}
     for tokens, targets in found:
         assert any(targets)
@@ -77,13 +78,15 @@ def test_masks_follow_the_mask_seed_and_the_epoch_and_not_the_order():
 
 
 def test_an_appended_item_ends_every_history_at_the_time_of_its_last_event():
-    items, times = np.arange(1, 8), np.arange(7) * 10
-    batch = pack_histories(items, np.array([0, 3]), np.array([3, 7]), times=times, append=MASK)
-    for number, (tokens, stamps) in enumerate([([1, 2, 3, MASK], [0, 10, 20, 20]), ([4, 5, 6, 7, MASK], None)]):
+    items, times = np.arange(1, 9), np.arange(8) * 10 + 5
+    batch = pack_histories(items, np.array([0, 1, 4]), np.array([1, 4, 8]), times=times, append=MASK)
+    for number, (tokens, stamps) in enumerate(
+        [([1, MASK], [5, 5]), ([2, 3, 4, MASK], [15, 25, 35, 35]), ([5, 6, 7, 8, MASK], [45, 55, 65, 75, 75])]
+    ):
         own = batch.segment == number
         order = batch.position[own].argsort()
         assert batch.items[own][order].tolist() == tokens
-        assert stamps is None or batch.time[own][order].tolist() == stamps
+        assert batch.time[own][order].tolist() == stamps
     assert (batch.items.flatten()[batch.last] == MASK).all()
 
 
@@ -112,7 +115,7 @@ def test_a_masked_last_event_has_the_time_that_prediction_gives_the_mask():
             asked = int(batch.target[own][order][-1]) > 0
             assert gaps == [10] * (len(gaps) - asked) + [0] * asked
             inner += not asked
-    assert inner > 0 and times[-1] == (items.size - 1) * 10
+    assert inner > 0 and times.tolist() == list(range(0, items.size * 10, 10)), "the data's own times are left alone"
 
 
 def test_a_target_that_is_masked_alone_in_a_whole_history_has_the_time_of_the_event_before_it():
