@@ -5,7 +5,7 @@ import torch
 
 from recbft.models import CoreConfig, SASRecConfig, sasrec
 from recbft.training.config import TrainingConfig
-from recbft.training.optimiser import make_optimizer, warmup_ramp
+from recbft.training.optimiser import clip_gradients, make_optimizer, warmup_ramp
 
 
 def build(core, **settings):
@@ -59,6 +59,43 @@ def test_recency_decay_alone_is_learned_at_the_precision_rate_too():
 def test_a_plain_model_has_one_group():
     (group,) = make_optimizer(build(None, recency_decay=False), TrainingConfig(learning_rate=0.5)).param_groups
     assert group["lr"] == 0.5
+
+
+class Dynamic(torch.nn.Module):
+    """A weight of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.precision, self.decay = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+
+    def is_precision_parameter(self, name):
+        return name in ("precision", "decay")
+
+    def is_dynamics_parameter(self, name):
+        return name == "decay"
+
+
+def test_stochastic_dynamics_take_half_the_rate_no_momentum_and_no_weight_decay():
+    model = Dynamic()
+    config = TrainingConfig(learning_rate=0.01, weight_decay=0.3, precision_lr_multiplier=5.0)
+    *others, group = make_optimizer(model, config).param_groups
+    assert [names_of(model, one) for one in (*others, group)] == [{"weight"}, {"precision"}, {"decay"}]
+    found = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "clip_norm")}
+    assert found == {"lr": 0.005, "betas": (0.0, 0.999), "eps": 1e-7, "weight_decay": 0.0, "clip_norm": 1e-4}
+    assert [one["eps"] for one in others] == [1e-8] * 2 and not any(one.get("clip_norm") for one in others)
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "norms"), [(None, (10.0, 10.0, 1e-4)), (1.0, (0.5**0.5, 0.5**0.5, 1e-5 / 2**0.5))]
+)
+def test_the_gradient_of_stochastic_dynamics_is_clipped_by_itself_and_then_all_together(clip_norm, norms):
+    model = Dynamic()
+    optimizer = make_optimizer(model, TrainingConfig())
+    for parameter in model.parameters():
+        parameter.grad = torch.tensor([6.0, 8.0])
+    clip_gradients(model, optimizer, clip_norm)
+    found = [parameter.grad.norm().item() for parameter in model.parameters()]
+    assert found == pytest.approx(norms, rel=1e-4)
 
 
 def test_weight_decay_pulls_at_the_backbone_and_not_at_precision():
