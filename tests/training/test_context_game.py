@@ -11,6 +11,7 @@ import torch
 from recbft.datasets.batches import ClozeBatches, pack_histories
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
+from recbft.mixers.regime import Diagnosis, RegimeConfig
 from recbft.run_config import load_run_config
 from recbft.training.controllers import Moment
 from recbft.training.controllers.context_game import ContextGame, ContextGameConfig, cut
@@ -36,6 +37,30 @@ def test_the_replicator_step_by_hand():
     assert game.shares == pytest.approx(before), "an epoch without a step changes nothing"
 
 
+class Mixer:
+    """Memberships that look as they are told to."""
+
+    def __init__(self, *, saturated, entropy, regimes):
+        self.seen, self.config = Diagnosis(entropy=entropy, saturated=saturated), RegimeConfig(regimes=regimes)
+
+    def diagnosis(self):
+        return self.seen
+
+
+def test_a_length_earns_less_where_memberships_are_saturated_and_more_where_they_are_spread():
+    config = ContextGameConfig(lengths=(5, 10), saturation_weight=0.2, saturation_free=0.5, entropy_weight=0.3)
+    game = ContextGame(config, torch.nn.Linear(1, 1))
+    game.mixers = [
+        Mixer(saturated=0.75, entropy=math.log(2), regimes=4),  # 0.3 / 2 - 0.2 (0.75 - 0.5) = 0.1
+        Mixer(saturated=0.25, entropy=math.log(3), regimes=3),  # 0.3 - 0
+    ]
+    game.chosen = 1
+    for loss in (2.0, 5.0):
+        game.after_step(moment(), loss)
+    assert game.earned.tolist() == pytest.approx([0, -7 + 2 * (0.1 + 0.3) / 2])
+    assert game.played.tolist() == [0, 2]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_game_comes_to_rest_at_the_length_that_earns_most(seed):
     game = ContextGame(ContextGameConfig(lengths=(5, 10), eta=0.5), torch.nn.Linear(1, 1), seed=seed)
@@ -51,15 +76,17 @@ def test_the_game_comes_to_rest_at_the_length_that_earns_most(seed):
 def test_a_cut_batch_is_the_batch_of_shorter_histories():
     items, times = np.arange(1, 31), np.arange(30) * 7
     start, stop = np.array([0, 9, 12]), np.array([8, 11, 27])
-    whole = pack_histories(items, start, stop, times=times, with_targets=True)
+    given = {"times": times, "with_targets": True, "with_next_times": True}
+    whole = pack_histories(items, start, stop, **given)
     found = cut(whole, 4)
-    expected = pack_histories(items, np.maximum(start, stop - 4), stop, times=times, with_targets=True)
+    expected = pack_histories(items, np.maximum(start, stop - 4), stop, **given)
     for segment in range(3):
         mine, theirs = found.segment == segment, expected.segment == segment
-        for name in ("items", "position", "time", "target"):
+        for name in ("items", "position", "time", "target", "next_time"):
             assert torch.equal(getattr(found, name)[mine], getattr(expected, name)[theirs])
     empty = found.segment < 0
-    assert not found.items[empty].any() and not found.target[empty].any() and not found.position[empty].any()
+    for name in ("items", "position", "time", "target"):
+        assert not getattr(found, name)[empty].any()
     assert torch.equal(found.items.flatten()[found.last], whole.items.flatten()[whole.last])
     assert cut(whole, 15) is whole
 
