@@ -425,6 +425,7 @@ def test_dates_are_told_in_the_unit_of_the_training_data_and_whole_numbers_are_i
         ([1, 2, 2**64], "s", "column 'timestamp' of the histories has type object; give dates, or whole"),
         ([1, "x", DAYS[0]], "s", "column 'timestamp' of the histories has type object; give dates, or whole"),
         ([True, False, True], "s", "column 'timestamp' has type bool, but times must be whole numbers or dates"),
+        ([1, 2, 1_700_000_000_000], "s", "up to 1700000000000, which are dates in ms, and the model reads them in s"),
         ([1.0, np.nan, 3.0], "s", "row 2 of the histories has a blank timestamp; fill it in or leave it out"),
         ([*DAYS[:2], None], "s", "row 3 of the histories has a blank timestamp"),
         (DAYS, None, "holds dates, and the training data held whole numbers of a unit that it does not say"),
