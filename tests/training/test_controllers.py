@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from recbft.errors import UserError
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.regime import RegimeAttention, RegimeConfig
 from recbft.models.backbone import Backbone, make_blocks
+from recbft.models.contract import read_histories
 from recbft.models.sasrec import SASRecConfig
 from recbft.run_config import load_run_config
 from recbft.training.checkpoint import TrainState, load, save
@@ -28,6 +30,7 @@ from recbft.training.controllers import (
     Moment,
     make_controllers,
     validation_cross_entropy,
+    validation_loss,
 )
 from recbft.training.controllers.averaging import Ema, EmaConfig, SelectiveSwa, SwaConfig, replaced, take_in
 from recbft.training.controllers.chaos import ChaosConfig, ChaosSchedule
@@ -386,6 +389,56 @@ def test_the_guardian_learns_at_validated_epochs_alone_and_needs_a_regime_mixer(
         Guardian(GuardianConfig(), make_model(dataset, regime=False))
 
 
+def steady(guardian, action):
+    """Make the policy take one action, whatever it sees."""
+    with torch.no_grad():
+        guardian.policy.mean.weight.zero_()
+        guardian.policy.mean.bias.copy_(torch.tensor(action))
+        guardian.policy.log_deviation.fill_(-50)
+
+
+def test_the_guardian_s_actions_are_cut_and_grow_weaker_from_one_to_the_next(monkeypatch):
+    model = RegimeAttention(8, 2)
+    guardian = Guardian(GuardianConfig(decay=0.5), model)
+    steady(guardian, [0.0, 7.0, 2.0])
+    monkeypatch.setattr(guardian, "_learn", lambda reward: None)
+    drifts, pressures = [], []
+    for epoch in range(3):
+        guardian.on_epoch_end(moment(model, epoch=epoch), {VALIDATION_LOSS: 5.0})
+        drifts.append(model.drift.item())
+        pressures.append(model.pressure.item())
+    assert drifts == pytest.approx([0.03, 0.045, 0.0525])  # 0.01 x 3, halved from one to the next
+    assert pressures == pytest.approx([0.02, 0.03, 0.035])
+    assert guardian.taken[1].tolist() == pytest.approx([0, 7, 2]), "the density is that of what was drawn"
+
+
+@pytest.mark.parametrize("zone", [None, 4.0])
+def test_the_guardian_s_last_action_is_rewarded_by_the_loss_after_it(zone, monkeypatch):
+    model, rewards, config = RegimeAttention(8, 2), [], GuardianConfig(zone=zone)
+    guardian = Guardian(config, model)
+    monkeypatch.setattr(guardian, "_learn", rewards.append)
+    losses = [5.0, 4.5, 4.75]
+    for epoch, loss in enumerate(losses):
+        guardian.on_epoch_end(moment(model, epoch=epoch), {VALIDATION_LOSS: loss})
+    expected = [reward(loss, before, zone or 5.0, config) for before, loss in pairwise(losses)]
+    assert rewards == pytest.approx(expected)
+
+
+def test_the_guardian_sees_the_mean_over_the_mixers_and_how_far_the_temperature_moved():
+    model = torch.nn.ModuleList([RegimeAttention(8, 2), RegimeAttention(8, 2)])
+    guardian = Guardian(GuardianConfig(), model)
+    for mixer, entropy, saturated, step in zip(model, (0.5, 1.0), (0.25, 0.75), (-0.1, -0.3), strict=True):
+        mixer.entropy.fill_(entropy)
+        mixer.saturated.fill_(saturated)
+        with torch.no_grad():
+            mixer.move_temperature(step)
+    steady(guardian, [0.0, 0.0, 0.0])
+    guardian.on_epoch_end(moment(model, epoch=1), {VALIDATION_LOSS: 5.0})
+    assert guardian.taken[0].tolist() == pytest.approx([0.2, 0.5, 0.75, 5.0], abs=1e-5)
+    guardian.on_epoch_end(moment(model, epoch=2), {VALIDATION_LOSS: 4.0})
+    assert guardian.taken[0].tolist() == pytest.approx([0, 0.5, 0.75, 4.0], abs=1e-5)
+
+
 def test_the_validation_loss_is_the_mean_cross_entropy_over_all_items(dataset):
     model = make_model(dataset).double()
     view = leave_one_out(dataset).validation
@@ -397,6 +450,35 @@ def test_the_validation_loss_is_the_mean_cross_entropy_over_all_items(dataset):
     assert model.training
     some = validation_cross_entropy(model, dataset, most_users=7)
     assert some != expected and some == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("most_users", [4096, 43])
+def test_the_validation_loss_does_not_depend_on_how_many_users_and_scores_are_held_at_once(
+    most_users, dataset, monkeypatch
+):
+    model = load_run_config(model="bert4rec", hidden_size=8, max_length=LENGTH, head="gelu").build(
+        torch.from_numpy(dataset.training_counts)
+    )
+    model.double()
+    with torch.no_grad():
+        model.item_bias.copy_(torch.linspace(-3, 3, len(model.item_bias)))
+    whole = validation_cross_entropy(model, dataset, most_users=most_users)
+    monkeypatch.setattr(validation_loss, "BLOCK_SCORES", 5 * dataset.num_items + 1)
+    monkeypatch.setattr(
+        validation_loss,
+        "read_histories",
+        lambda *given, **named: read_histories(*given, **named, histories_per_batch=8),
+    )
+    assert validation_cross_entropy(model, dataset, most_users=most_users) == pytest.approx(whole, rel=1e-12)
+    users = np.unique(np.linspace(0, dataset.num_users - 1, min(dataset.num_users, most_users)).astype(int))
+    view = leave_one_out(dataset).validation
+    batch = pack_histories(
+        dataset.items, np.maximum(view.start, view.stop - LENGTH + 1), view.stop, append=model.append
+    )
+    table = model.item_table()
+    scores = model.eval().user_states(batch).state @ table.weight[1:].T + table.bias[1:]
+    wanted = torch.from_numpy(view.target) - 1
+    assert whole == pytest.approx(F.cross_entropy(scores[users], wanted[users]).item(), rel=1e-9)
 
 
 def test_a_mean_that_was_loaded_goes_to_where_the_parameters_are():
