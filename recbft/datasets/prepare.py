@@ -183,8 +183,8 @@ def _as_held(number: int | float, kind: Any) -> Any:
 def _numbers(column: Any, name: str, source: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """A filter column's numbers, integers where it holds nothing else or else float64, and which rows are not blank."""
     if is_text(column.type):
-        text = pc.ascii_lower(pc.utf8_trim_whitespace(column))
-        blank = pc.fill_null(pc.is_in(text, value_set=pa.array(["", "nan"], text.type)), True)
+        text = pc.fill_null(pc.ascii_lower(pc.utf8_trim_whitespace(column)), "")
+        blank = pc.is_in(text, value_set=pa.array(["", "nan"], text.type))
         numbers = np.asarray(pd.to_numeric(pc.if_else(blank, "0", text).to_pandas(), errors="coerce"))
         if (bad := np.isnan(numbers)).any():
             row = int(bad.argmax())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -79,6 +81,13 @@ def test_minimum_counts_hold_together_with_the_minimum_of_three_events():
     assert dataset.preparation["dropped"]["users_under_3_events"] == 2
 
 
+def test_users_are_counted_by_the_minimum_that_they_miss_the_asked_one_first():
+    frame = log("a:x a:y a:z b:x b:y c:x d:x e:x e:y")
+    dataset = Dataset.from_frame(frame, preparation=Preparation(min_user_events=2))
+    dropped = dataset.preparation["dropped"]
+    assert (dropped["users_below_minimum"], dropped["users_under_3_events"]) == (2, 2)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_k_core_equals_dropping_one_user_or_item_at_a_time(seed):
     rng = np.random.default_rng(seed)
@@ -135,8 +144,11 @@ def test_a_row_filter_keeps_the_rows_that_satisfy_it(where, kept, kind):
     assert histories(dataset)["a"] == kept.split()
 
 
-def test_a_row_whose_filter_value_is_blank_is_dropped_and_counted():
-    frame = log("a:o a:p a:q a:r", rating=[5.0, None, 5.0, 5.0])
+@pytest.mark.parametrize(
+    "rating", [[5.0, None, 5.0, 5.0], *(["5", blank, "5.0", " 5"] for blank in (None, "", " NaN "))]
+)
+def test_a_row_whose_filter_value_is_blank_is_dropped_and_counted(rating):
+    frame = log("a:o a:p a:q a:r", rating=rating)
     dataset = Dataset.from_frame(frame, preparation=Preparation(where="rating!=1"))
     assert histories(dataset) == {"a": ["o", "q", "r"]}
     assert dataset.preparation["dropped"]["events_filtered_out"] == 1
@@ -148,6 +160,9 @@ def test_a_row_filter_on_text_or_a_missing_column_is_refused():
         Dataset.from_frame(frame, preparation=Preparation(where="rating>3"))
     with pytest.raises(UserError, match="frame: no column 'ratings'; did you mean 'rating'"):
         Dataset.from_frame(frame, preparation=Preparation(where="ratings>3"))
+    dates = frame.assign(rating=pd.to_datetime(["2020-01-01"] * 3))
+    with pytest.raises(UserError, match=r"frame: column 'rating' has type timestamp.*, but a row filter needs numbers"):
+        Dataset.from_frame(dates, preparation=Preparation(where="rating>3"))
 
 
 def test_no_user_left_is_an_error_with_counts():
@@ -180,7 +195,7 @@ def test_a_preparation_checks_its_values(settings, complaint):
 
 
 def test_a_preparation_goes_through_a_plain_dict_and_refuses_unknown_keys():
-    preparation = Preparation(k_core=5, deduplicate="last", where="rating>=4")
-    assert Preparation.from_dict(preparation.to_dict()) == preparation
+    preparation = Preparation(k_core=np.int64(5), deduplicate="last", where="rating>=4")
+    assert Preparation.from_dict(json.loads(json.dumps(preparation.to_dict()))) == preparation
     with pytest.raises(UserError, match="unknown preparation key 'kcore'; did you mean 'k_core'"):
         Preparation.from_dict({"kcore": 5})
