@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from recbft.datasets import Dataset, Preparation, describe, leave_one_out
 from recbft.datasets.config import DataConfig
 from recbft.datasets.distinct import distinct
+from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 
 TEXT_IDS = st.text(min_size=1, max_size=5).filter(lambda text: text.strip() != "")
@@ -190,6 +191,21 @@ def test_statistics_by_hand():
 def test_test_targets_never_seen_in_training_are_counted():
     frame = pd.DataFrame({"user_id": list("aaabbb"), "item_id": [1, 2, 3, 1, 2, 1]})
     assert describe(Dataset.from_frame(frame)).unseen_targets == 1 / 2
+
+
+def test_histories_are_numbered_as_another_vocabulary_has_their_items():
+    frame = pd.DataFrame({"user_id": list("aaabbb"), "item_id": [7, 8, 9, 9, 7, 7], "t": [1, 2, 3, 1, 2, 3]})
+    dataset = Dataset.from_frame(frame, time="t")
+    other = dataset.numbered_as(Vocabulary(np.array(["5", "9", "8", "7"], dtype=object)))
+    assert other.items.tolist() == [4, 3, 2, 2, 4, 4] and other.num_items == 4
+    assert histories(other) == {"a": ["7", "8", "9"], "b": ["9", "7", "7"]} and other.times.tolist() == [1, 2, 3] * 2
+    assert other.target_hash == dataset.target_hash
+    assert dataset.numbered_as(Vocabulary(np.array([7, 8, 9]))) is dataset
+    assert dataset.numbered_as(Vocabulary(np.array([7, 8, 9, 5]))).num_items == 4
+    with pytest.raises(
+        UserError, match=r"1 of the 3 items of data set 'frame' are unknown there, such as (np.int64.)?8"
+    ):
+        dataset.numbered_as(Vocabulary(np.array([7, 9])))
 
 
 def test_a_saved_data_set_keeps_its_name_and_record_and_can_be_filtered_again(tmp_path):
