@@ -225,6 +225,7 @@ def test_some_items_can_be_left_out_of_all_lists_or_be_the_only_ones():
         "ann": ["f", "d"],
         "bob": ["d", "c"],
     }
+    assert "".join(recommend(Echo(), LETTERS, [["f"]], 6, exclude=["a"], filter_seen=False)["item"]) == "fedcb"
     only = recommend(Echo(), LETTERS, histories, 1, candidates=pd.Series(["b", "a", "b", "nothing"]), exclude=["b"],
                      filter_seen=False)  # fmt: skip
     assert lists(only) == {"ann": ["a"], "bob": ["a"]}
