@@ -62,6 +62,21 @@ def test_extreme_logits_stay_finite(pieces):
     assert torch.isfinite(states.grad).all()
 
 
+@pytest.mark.parametrize("largest", [59.0, 61.0, 89.0, 104.0])
+@pytest.mark.parametrize("found", [0, 1])
+def test_logits_near_the_limits_of_single_precision_lose_nothing(largest, found, pieces):
+    states, weight = torch.tensor([[largest], [-largest]]), torch.tensor([[1.0], [-1.0], [0.5]])
+    target = torch.tensor([found, 2])
+
+    def run(impl, dtype):
+        given = [x.to(dtype).requires_grad_() for x in (states, weight)]
+        loss = full_cross_entropy(*given, target, impl=impl)
+        return [loss, *torch.autograd.grad(loss, given)]
+
+    for one, two in zip(run("cpu", torch.float32), run("reference", torch.float64), strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=2e-6, atol=2e-6)
+
+
 def test_an_unknown_path_is_refused():
     with pytest.raises(ValueError, match="unknown impl 'gpu'"):
         full_cross_entropy(torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1, dtype=torch.long), impl="gpu")
