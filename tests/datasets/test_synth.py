@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -57,6 +59,68 @@ def test_noisy_users_follow_taste_as_much_less_as_their_reliability_says(made):
 def test_reliability_is_independent_of_popularity(made):
     means = made.items.groupby("reliability").num_events.mean()
     assert means.max() / means.min() < 1.3
+
+
+def test_times_are_sessions_of_minutes_that_lie_days_apart(made):
+    first = made.events.groupby("user_id").timestamp.min()
+    assert 1_577_836_800 <= first.min() < first.max() < 1_577_836_800 + 365 * 86_400
+    gaps = made.events.groupby("user_id").timestamp.diff().dropna()
+    # within the hour: 0.6 of the gaps, and 1 % of those with a mean of four days
+    assert (gaps < 3600).mean() == pytest.approx(0.604, abs=0.015)
+    assert gaps.mean() == pytest.approx(0.6 * 300 + 0.4 * 4 * 86_400, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_taste_drifts_with_the_time_that_passes(seed):
+    """With one factor and a taste that decides all, an item's side tells the sign of taste: it is kept with
+    probability 1 - arccos(c) / pi, c = exp(-dt / drift)."""
+    config = SyntheticConfig(
+        num_users=1600, num_items=200, mean_length=12, num_factors=1, focus=1e6, seed=seed, drift_days=1e12,
+        item_reliabilities=(1.0,), item_shares=(1.0,), user_reliabilities=(1.0,), user_shares=(1.0,),
+    )  # fmt: skip
+    constant = generate(config).events
+    side = np.arange(201)  # of each item: what a user has taken is on one side
+    for _ in range(12):
+        least = np.full(1601, 201)
+        np.minimum.at(least, constant.user_id, side[constant.item_id])
+        np.minimum.at(side, constant.item_id, least[constant.user_id])
+    taken = constant.item_id.unique()
+    assert len(set(side[taken])) == 2
+    events = generate(replace(config, drift_days=2.0)).events.sort_values(["user_id", "timestamp"], kind="stable")
+    events = events[events.item_id.isin(taken)].assign(side=lambda table: side[table.item_id])
+    follows = (events.user_id == events.user_id.shift()).to_numpy()
+    kept = (events.side == events.side.shift()).to_numpy()[follows]
+    days = events.timestamp.diff().to_numpy()[follows] / 86_400
+    expected = 1 - np.arccos(np.exp(-days / 2)) / np.pi
+    for chosen in (days < 0.01, (days > 0.01) & (days < 2), days > 4):
+        sigma = np.sqrt((expected[chosen] * (1 - expected[chosen])).sum()) / chosen.sum()
+        assert chosen.sum() > 200 and abs(kept[chosen].mean() - expected[chosen].mean()) < 4 * sigma
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_focus_popularity_alone_decides(seed):
+    config = SyntheticConfig(num_users=4000, num_items=40, mean_length=5, focus=0.0, zipf=1.5, seed=seed)
+    first = generate(config).events.drop_duplicates("user_id").item_id
+    share = np.arange(1, 41) ** -1.5
+    expected = 4000 * share / share.sum()
+    found = np.sort(np.bincount(first, minlength=41)[1:])[::-1]
+    assert (abs(found - expected) < 5 * np.sqrt(expected)).all()
+
+
+def test_histories_are_as_long_and_users_as_reliable_in_blocks_of_users(monkeypatch):
+    config = SyntheticConfig(num_users=150, num_items=80, mean_length=10, user_reliabilities=(1.0, 0.05))
+    whole = generate(config)
+    monkeypatch.setattr("recbft.datasets.synth.BLOCK_CELLS", 7 * 80)
+    parts = generate(config)
+    same = ["user_id", "reliability", "num_events"]
+    pd.testing.assert_frame_equal(parts.users[same], whole.users[same])
+    for made in (whole, parts):
+        lengths = made.events.user_id.value_counts().sort_index()
+        assert lengths.tolist() == made.users.num_events.tolist()
+        assert (lengths.min(), lengths.max()) == (5, 20), "the longest history has a quarter of the items"
+        shares = made.users.groupby("reliability").taste_share.mean()
+        assert shares[0.05] < 0.2 < 0.6 < shares[1.0]
+    assert not parts.events.duplicated(["user_id", "item_id"]).any()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
