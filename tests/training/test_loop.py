@@ -24,10 +24,11 @@ def new_state():
     return TrainState(epoch=0, step=0, seed=0, dataset="d", content_hash="c", vocabulary_hash="v", config_hash="f")
 
 
-def batches(num_users=12, batch_size=4, seed=0):
+def batches(num_users=12, batch_size=4, seed=0, uneven=False):
     items = np.random.default_rng(seed).integers(1, V + 1, num_users * 6)
     start = np.arange(num_users) * 6
-    return TrainingBatches(items, start, start + 6, max_length=5, batch_size=batch_size, seed=seed)
+    stop = start + 6 - (np.arange(num_users) % 4 if uneven else 0)
+    return TrainingBatches(items, start, stop, max_length=5, batch_size=batch_size, seed=seed)
 
 
 def build(core=True, **settings):
@@ -147,16 +148,31 @@ def test_the_metric_that_judges_is_the_configured_one():
 # The row, the progress, the warm-up --------------------------------------------------------------------
 
 
-def test_the_row_s_loss_is_the_mean_over_all_training_positions():
+@pytest.mark.parametrize("uneven", [False, True])
+def test_the_row_s_loss_is_the_mean_over_all_training_positions(uneven):
     model = build(core=False, recency_decay=False)
     reference = copy.deepcopy(model)
     model.dropout.p = reference.dropout.p = 0.0
     for block in (*model.blocks, *reference.blocks):
         block.dropout.p = 0.0
-    _, ((row, _),) = train(model, epochs=1, learning_rate=1e-12, data=batches(batch_size=5))
-    (whole,) = batches(batch_size=12).epoch(0)
+    progress = Recorder()
+    data = batches(batch_size=5, uneven=uneven)
+    _, ((row, _),) = train(model, epochs=1, learning_rate=1e-12, data=data, progress=progress)
+    (whole,) = batches(batch_size=12, uneven=uneven).epoch(0)
     assert row["loss"] == pytest.approx(reference.loss(whole).item(), rel=1e-5)
+    assert progress.batches[-1][3] == data.num_targets == (60 - 18 * uneven)
     assert row["seconds"] > 0 and row["tokens_per_second"] > 0
+
+
+def test_an_epoch_trains_with_dropout_whatever_mode_the_model_was_left_in():
+    trained = []
+    for mode in (True, False):
+        model = build().train(mode)
+        torch.manual_seed(0)
+        train(model, epochs=1)
+        assert model.training
+        trained.append(model.state_dict())
+    assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
 
 
 def test_progress_hears_of_every_batch_and_epoch_in_order():
