@@ -56,18 +56,19 @@ def test_inputs_of_any_strides_are_served(dtype):
     torch.testing.assert_close(found, torch.einsum("sni,soi->sno", x, weight), **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("num_rows", [9, 20])  # few rows are one library's alone
 @pytest.mark.parametrize("library", [None, products._find_onednn()], ids=["mkl", "onednn"])
-def test_the_product_is_the_same_by_either_library(monkeypatch, library):
+def test_the_product_is_the_same_by_either_library(monkeypatch, library, num_rows):
     monkeypatch.setattr(products, "_ONEDNN", library)
-    x, weight, bias = (draw(*shape, dtype=torch.float32, grad=False) for shape in ((9, 6), (4, 6), (4,)))
+    x, weight, bias = (draw(*shape, dtype=torch.float32, grad=False) for shape in ((num_rows, 6), (4, 6), (4,)))
     for rows in (x, x.mT.contiguous().mT):
         for items in (weight, products.fastest_layout(weight)):
             torch.testing.assert_close(products.product(rows, items), rows @ weight.T)
             torch.testing.assert_close(products.product(rows, items, bias), rows @ weight.T + bias)
-            room = torch.full((9, 4), torch.nan)
+            room = torch.full((num_rows, 4), torch.nan)
             torch.testing.assert_close(products.product(rows, items, bias, room=room), rows @ weight.T + bias)
             torch.testing.assert_close(products.product(rows, items, room=room), rows @ weight.T)
-            total = torch.ones(9, 4)
+            total = torch.ones(num_rows, 4)
             products.add_product(total, rows, items)
             torch.testing.assert_close(total, 1 + rows @ weight.T)
 
