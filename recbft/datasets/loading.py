@@ -71,7 +71,7 @@ def load_dataset(
     if stored is not None:
         earlier = stored["preparation"]
         untouched = not asked and preparation == Preparation()
-        unit = earlier.get("time_unit") if "time" not in asked and dataset.times is not None else None
+        unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None
         again = {**dataset.preparation, "time_unit": unit, "earlier": earlier}
         dataset = replace(dataset, preparation=earlier if untouched else again)
     if found.card is not None and not asked and preparation == Preparation():

@@ -223,11 +223,16 @@ def test_a_saved_data_set_keeps_its_name_and_record_and_can_be_filtered_again(tm
     assert [p.name for p in tmp_path.iterdir()] == ["file.parquet"]
 
 
-def test_naming_the_usual_columns_of_a_saved_data_set_changes_nothing(tmp_path):
-    frame = pd.DataFrame({"user_id": list("aaaabbb"), "item_id": [1, 2, 3, 1, 1, 2, 3], "t": [1, 2, 3, 4, 1, 2, 3]})
+@pytest.mark.parametrize(
+    "asked", [{"user": "user_id"}, {"time": "timestamp"}, {"preparation": Preparation(deduplicate="first")}]
+)
+def test_naming_the_usual_columns_of_a_saved_data_set_changes_nothing(asked, tmp_path):
+    frame = pd.DataFrame({"user_id": list("aaaabbb"), "item_id": [1, 2, 3, 4, 1, 2, 3], "t": [1, 2, 3, 4, 1, 2, 3]})
+    frame["t"] = pd.to_datetime(frame["t"], unit="s")
     Dataset.from_frame(frame, time="t").save(tmp_path / "file.parquet")
-    plain, named = (Dataset.load(tmp_path / "file.parquet", **asked) for asked in ({}, {"user": "user_id"}))
+    plain, named = (Dataset.load(tmp_path / "file.parquet", **given) for given in ({}, asked))
     assert named.times is not None and named.content_hash == plain.content_hash
+    assert named.preparation["time_unit"] == plain.preparation["time_unit"] == "s"
 
 
 def test_a_time_column_that_nobody_named_may_be_damaged(tmp_path):
