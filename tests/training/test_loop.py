@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from recbft.errors import RunError
 from recbft.models import CoreConfig, SASRecConfig, sasrec
 from recbft.training.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
+from recbft.training.controllers import Controllers
 from recbft.training.loop import fit
 from recbft.training.optimiser import make_optimizer
 from recbft.training.progress import Silent
@@ -54,7 +56,7 @@ class Recorder(Silent):
         self.calls.append(("stop",))
 
 
-def train(model, metrics=None, *, state=None, optimizer=None, progress=None, data=None, **settings):
+def train(model, metrics=None, *, state=None, optimizer=None, progress=None, data=None, controllers=None, **settings):
     """Fit with a given sequence of validation metrics; returns what was kept."""
     config = TrainingConfig(**{"epochs": 3, "learning_rate": 1e-2, **settings})
     state = new_state() if state is None else state
@@ -69,6 +71,7 @@ def train(model, metrics=None, *, state=None, optimizer=None, progress=None, dat
         validate=lambda: {"ndcg@10": next(values), "mrr": 0.5},
         keep=lambda row, best: kept.append((row, best)),
         progress=Silent() if progress is None else progress,
+        controllers=Controllers(controllers or {}),
     )
     return state, kept
 
@@ -215,6 +218,47 @@ def test_a_gradient_is_clipped_to_the_asked_norm():
     train(model, epochs=1, clip_norm=1e-3, optimizer=optimizer, data=batches(num_users=4))
     change = torch.cat([(p.detach() - before[name]).flatten() for name, p in model.named_parameters()])
     assert change.norm().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+class Diary:
+    """A controller that writes down when it is asked, and halves the learning rate from step to step."""
+
+    def __init__(self):
+        self.lines = []
+
+    def on_epoch_start(self, moment):
+        self.lines.append(f"epoch {moment.epoch}")
+
+    def on_batch(self, batch):
+        self.lines.append("batch")
+        return batch
+
+    def lr_factor(self, moment):
+        self.lines.append(f"rate {moment.step} of {moment.total_steps}, {moment.epoch} of {moment.total_epochs}")
+        return 0.5**moment.step
+
+    def after_step(self, moment, loss):
+        assert loss > 0
+        self.lines.append(f"after {moment.step}")
+
+
+def test_controllers_are_asked_in_order_and_their_rate_is_the_one_of_the_step():
+    model, diary, values = build(core=False, recency_decay=False), Diary(), []
+    model.item_embedding.weight.register_post_accumulate_grad_hook(
+        lambda weight: values.append((weight.detach().clone(), weight.grad.clone()))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    train(model, epochs=2, optimizer=optimizer, data=batches(num_users=8, batch_size=4), controllers={"diary": diary})
+    expected, step = [], 0
+    for epoch in range(2):
+        expected.append(f"epoch {epoch}")
+        for _ in range(2):
+            expected += ["batch", f"rate {step} of 4, {epoch} of 2", f"after {step + 1}"]
+            step += 1
+    assert diary.lines == expected
+    values.append((model.item_embedding.weight.detach(), None))
+    for step, ((before, grad), (after, _)) in enumerate(pairwise(values)):
+        torch.testing.assert_close(after, before - 0.5 * 0.5**step * grad)
 
 
 @pytest.mark.parametrize("seed", range(2))
