@@ -31,10 +31,11 @@ def test_a_column_has_one_meaning():
 @pytest.mark.parametrize(
     "times",
     [
-        [1, 2, 2**62],
-        [1.0, 881250949.0, 2.0],
-        ["1", "2", "9000000000000000001"],
+        [1, 0, 2**62],
+        [0.0, 881250949.0, 2.0],
+        ["1", "0", "9000000000000000001"],
         ["1.0", " 881250949.000", "9.78E8"],
+        ["0.0", "0E0", "+5E0"],
         pa.array([1, 2, 3], pa.uint64()),
         pa.array([1, 2, 3], pa.float32()),
     ],
@@ -95,6 +96,7 @@ def test_dates_become_ticks_of_the_coarsest_unit_that_loses_nothing():
     fine = events_of(timestamp=[day + datetime.timedelta(milliseconds=s) for s in range(3)])
     assert (fine.time_unit, fine.time.tolist()) == ("ms", [1577836800000, 1577836800001, 1577836800002])
     assert events_of(timestamp=[day.date()] * 3).time.tolist() == [1577836800] * 3
+    assert events_of(timestamp=[datetime.datetime(1970, 1, 1), day, day]).time.tolist() == [0] + [1577836800] * 2
 
 
 @pytest.mark.parametrize("blank", ["", "   ", None])
@@ -131,7 +133,8 @@ def test_ids_keep_their_type_and_text_is_kept_exactly():
     assert events.user.to_pylist() == ["007", "7", " 7"]
     assert events.item.to_pylist() == [1, 2, 3]
     assert events_of(user_id=pa.array([2**64 - 1, 1, 2], pa.uint64())).user.to_pylist() == [str(2**64 - 1), "1", "2"]
-    assert events_of(user_id=pa.array(["x", "y", "x"]).dictionary_encode()).user.to_pylist() == ["x", "y", "x"]
+    for ids in (["x", "y", "x"], [7, 9, 7]):
+        assert events_of(user_id=pa.array(ids).dictionary_encode()).user.to_pylist() == ids
 
 
 def test_a_missing_column_is_named_with_the_nearest_and_all_columns():
