@@ -70,24 +70,32 @@ def test_times_are_sessions_of_minutes_that_lie_days_apart(made):
     assert gaps.mean() == pytest.approx(0.6 * 300 + 0.4 * 4 * 86_400, rel=0.05)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_taste_drifts_with_the_time_that_passes(seed):
-    """With one factor and a taste that decides all, an item's side tells the sign of taste: it is kept with
-    probability 1 - arccos(c) / pi, c = exp(-dt / drift)."""
+def with_sides(seed):
+    """A config whose taste has one factor, stays and decides all: an item's side tells the sign of taste.
+
+    Returns:
+        The config, the side of each item by its id, -1 where nobody took it, and the side of each user by its id.
+    """
     config = SyntheticConfig(
         num_users=1600, num_items=200, mean_length=12, num_factors=1, focus=1e6, seed=seed, drift_days=1e12,
         item_reliabilities=(1.0,), item_shares=(1.0,), user_reliabilities=(1.0,), user_shares=(1.0,),
     )  # fmt: skip
-    constant = generate(config).events
-    side = np.arange(201)  # of each item: what a user has taken is on one side
-    for _ in range(12):
-        least = np.full(1601, 201)
-        np.minimum.at(least, constant.user_id, side[constant.item_id])
-        np.minimum.at(side, constant.item_id, least[constant.user_id])
-    taken = constant.item_id.unique()
-    assert len(set(side[taken])) == 2
+    events = generate(config).events
+    item_side, user_side = np.arange(201), np.full(1601, 201)
+    for _ in range(12):  # what a user has taken is on one side
+        np.minimum.at(user_side, events.user_id, item_side[events.item_id])
+        np.minimum.at(item_side, events.item_id, user_side[events.user_id])
+    item_side[np.setdiff1d(np.arange(201), events.item_id)] = -1
+    assert len(set(user_side[1:])) == 2
+    return config, item_side, user_side
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_taste_drifts_with_the_time_that_passes(seed):
+    """Its sign is kept with probability 1 - arccos(c) / pi, c = exp(-dt / drift)."""
+    config, side, _ = with_sides(seed)
     events = generate(replace(config, drift_days=2.0)).events.sort_values(["user_id", "timestamp"], kind="stable")
-    events = events[events.item_id.isin(taken)].assign(side=lambda table: side[table.item_id])
+    events = events.assign(side=side[events.item_id])
     follows = (events.user_id == events.user_id.shift()).to_numpy()
     kept = (events.side == events.side.shift()).to_numpy()[follows]
     days = events.timestamp.diff().to_numpy()[follows] / 86_400
@@ -95,6 +103,18 @@ def test_taste_drifts_with_the_time_that_passes(seed):
     for chosen in (days < 0.01, (days > 0.01) & (days < 2), days > 4):
         sigma = np.sqrt((expected[chosen] * (1 - expected[chosen])).sum()) / chosen.sum()
         assert chosen.sum() > 200 and abs(kept[chosen].mean() - expected[chosen].mean()) < 4 * sigma
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_not_of_taste_is_drawn_by_popularity_among_items_of_its_level(seed):
+    config, item_side, user_side = with_sides(seed)  # of the same items and users, who are drawn first
+    noisy = generate(replace(config, item_reliabilities=(0.8, 0.2), item_shares=(0.5, 0.5), zipf=0.0))
+    events = noisy.events.assign(level=noisy.items.reliability.to_numpy()[noisy.events.item_id - 1])
+    agrees = pd.Series(item_side[events.item_id] == user_side[events.user_id]).groupby(events.level).mean()
+    for level, items in noisy.items.groupby("reliability").item_id:
+        of_each = (item_side[items][:, None] == np.unique(user_side[1:])).mean(axis=0)
+        own = of_each[np.searchsorted(np.unique(user_side[1:]), user_side[events.user_id[events.level == level]])]
+        assert agrees[level] == pytest.approx(level + (1 - level) * own.mean(), abs=0.04)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -171,6 +191,12 @@ def test_the_synthetic_data_set_is_loaded_by_name():
         ({"num_items": 10}, "num_items is 10; it must be >= 20"),
         ({"mean_length": 3}, "mean_length is 3; it must be between 5 and"),
         ({"focus": -1}, "focus is -1; it must be >= 0"),
+        ({"seed": -1}, "seed is -1; it must be >= 0"),
+        ({"zipf": -0.1}, "zipf is -0.1; it must be >= 0"),
+        ({"num_factors": 0}, "num_factors is 0; it must be >= 1"),
+        ({"drift_days": 0}, "drift_days is 0; it must be > 0"),
+        ({"user_shares": (1.5, -0.5)}, "user_shares is .*; it must be one share per level"),
+        ({"user_shares": (0.5, 0.4)}, "user_shares is .*; it must be one share per level"),
         ({"item_reliabilities": (1.0, 0.0)}, r"item_reliabilities is \(1.0, 0.0\); it must be in \(0, 1\]"),
         ({"user_shares": (0.5, 0.6)}, r"user_shares is \(0.5, 0.6\); it must be one share per level"),
     ],
