@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 
-from recbft.datasets import Dataset, Preparation, card, card_names, dataset_names, default_dataset, is_available
+from recbft.datasets import Dataset, Preparation, card, card_names, cards, dataset_names, default_dataset, is_available
+from recbft.datasets.cards import Counts, find
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 
@@ -97,6 +99,26 @@ def test_counts_that_differ_from_the_card_are_a_warning_naming_both(tmp_path, mo
         warnings.simplefilter("error")
         filtered = Dataset.load("amazon-games", preparation=Preparation(where="unixReviewTime>=1"))
     assert filtered.num_events == 6, "with filters of one's own other counts are expected"
+
+
+def test_events_that_differ_where_counts_agree_are_told_by_their_hash(tmp_path, monkeypatch):
+    (tmp_path / "reviews_Video_Games_5.json").write_text(
+        "\n".join(f'{{"reviewerID": "A", "asin": "B{i}", "unixReviewTime": {i}}}' for i in range(4))
+    )
+    games = replace(card("amazon-games"), expected=Counts(users=1, items=4, events=4))
+    path, file = find(games, tmp_path)
+    monkeypatch.setattr(cards, "card", lambda name: games)
+    for known in (None, "0" * 64):
+        monkeypatch.setattr(cards, "find", lambda card, root, known=known: (path, replace(file, content_hash=known)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            content_hash = Dataset.load("amazon-games", data_root=tmp_path).content_hash
+        told = f"content hash begins {content_hash[:12]}, not 000000000000: events, order or times differ"
+        assert [told in str(warning.message) for warning in caught] == [True] * (known is not None)
+    monkeypatch.setattr(cards, "find", lambda card, root: (path, replace(file, content_hash=content_hash)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Dataset.load("amazon-games", data_root=tmp_path)
 
 
 def test_the_data_set_that_recbole_carries_is_sorted_by_exact_time_without_importing_it(bundled):
