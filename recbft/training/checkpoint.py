@@ -217,7 +217,7 @@ def vocabulary_hash(item_ids: NDArray[Any]) -> str:
 
 def _write_tensors(folder: Path, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write a tensor file named for its content; return what ``state.json`` keeps of it."""
-    parts = file_parts(_apart(tensors))
+    parts = file_parts({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     content = hashlib.sha256()
     for part in parts:
         content.update(part)
@@ -225,18 +225,6 @@ def _write_tensors(folder: Path, prefix: str, tensors: Mapping[str, Tensor]) -> 
     name = f"{prefix}-{digest[:8]}.safetensors"
     write_atomic(folder / name, lambda file: file.writelines(parts))
     return {"file": name, "bytes": sum(len(part) for part in parts), "sha256": digest}
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, those that share memory (tied weights) copied, since the format refuses them."""
-    apart: dict[str, Tensor] = {}
-    owned = set()
-    for name, tensor in tensors.items():
-        here = tensor.detach().cpu().contiguous()
-        memory = here.untyped_storage().data_ptr()
-        apart[name] = here.clone() if memory in owned else here
-        owned.add(memory)
-    return apart
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
