@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
 from recbft.errors import UserError
-from recbft.evaluation.metrics import metrics_from_ranks, values_from_ranks
+from recbft.evaluation.metrics import check_metric, metrics_from_ranks, one_from_ranks, values_from_ranks
 from recbft.evaluation.ranks import full_ranks
 from recbft.models.contract import ItemTable
 
@@ -112,6 +112,27 @@ def test_metrics_grow_with_k_and_order_as_their_definitions_do(ranks):
     for name in ("hr", "ndcg", "mrr"):
         assert metrics[f"{name}@5"] <= metrics[f"{name}@10"]
     assert metrics["mrr@10"] <= metrics["ndcg@10"] + 1e-12 and metrics["ndcg@10"] <= metrics["hr@10"] + 1e-12
+
+
+def test_metrics_are_cut_at_5_10_and_20_unless_asked_otherwise():
+    cut = [f"{name}@{k}" for name in ("hr", "ndcg", "mrr") for k in (5, 10, 20)]
+    assert list(values_from_ranks(np.array([1]))) == [*cut, "mrr"]
+
+
+@pytest.mark.parametrize("metric", ["hr@1", "ndcg@3", "mrr@7", "mrr"])
+def test_a_metric_asked_for_by_name_is_the_one_of_that_name(metric):
+    check_metric(metric)
+    ranks = np.arange(1, 13).reshape(3, 4)
+    expected = values_from_ranks(ranks.ravel(), ks=(1, 3, 7))[metric]
+    assert one_from_ranks(ranks, metric).tolist() == expected.reshape(3, 4).tolist()
+
+
+@pytest.mark.parametrize("name", ["hr", "ndcg", "hr@0", "mrr@", "hr@10.5", "xhr@10", "map@10", ""])
+def test_a_name_that_is_no_metric_s_is_refused(name):
+    with pytest.raises(UserError, match="unknown metric"):
+        check_metric(name)
+    with pytest.raises(UserError, match="unknown metric"):
+        one_from_ranks(np.array([1]), name)
 
 
 def test_no_user_is_refused():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from recbft.errors import UserError
-from recbft.evaluation.paired import compare_seeds, compare_users, fisher, holm, sign_flip_p
+from recbft.evaluation.paired import bootstrap_interval, compare_seeds, compare_users, fisher, holm, sign_flip_p
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -28,6 +28,12 @@ def test_the_t_test_and_its_interval_are_scipys(n, seed):
     assert found.relative == pytest.approx((b - a).mean() / a.mean())
     assert found.wins == sum(b > a)
     assert found.cohen_d == pytest.approx((b - a).mean() / (b - a).std(ddof=1))
+    assert (found.num_seeds, found.mean_baseline, found.mean_other) == (
+        n,
+        pytest.approx(a.mean()),
+        pytest.approx(b.mean()),
+    )
+    assert (found.sd_baseline, found.sd_other) == pytest.approx((stats.tstd(a), stats.tstd(b)))
 
 
 @given(st.lists(st.integers(-5, 5), min_size=2, max_size=9))
@@ -55,6 +61,18 @@ def test_sign_flip_equals_scipys_for_twelve_seeds():
     d = np.random.default_rng(1).normal(0.3, 1, 12)
     expected = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)
     assert sign_flip_p(d) == pytest.approx(expected.pvalue)
+
+
+@pytest.mark.parametrize(("wins", "n"), [(1, 1), (9, 15), (13, 16), (12, 20), (20, 20)])
+def test_differences_of_one_size_make_it_the_exact_sign_test(wins, n):
+    d = np.repeat([0.25, -0.25], [wins, n - wins])  # 16 and 20 of them have more patterns than are held at a time
+    assert sign_flip_p(d) == pytest.approx(stats.binomtest(wins, n).pvalue, rel=1e-12)
+
+
+def test_among_many_differences_the_observed_signs_count_as_one_of_the_samples():
+    assert sign_flip_p(np.ones(40), samples=99) == 1 / 100  # no pattern drawn comes near 40 equal signs
+    cancelling = np.tile([1.0, -1.0], 300)  # every pattern is as extreme; more of them than are held at a time
+    assert sign_flip_p(cancelling, samples=7_000) == 1.0
 
 
 def test_sampled_sign_flips_come_close_to_the_normal_limit():
@@ -133,6 +151,20 @@ def test_where_nothing_differs_users_are_told_apart_as_often_as_the_level_says(s
     draws = rng.gamma(4, size=(2500, 300)) - 4 if skewness else rng.normal(size=(2500, 300))
     p = np.array([sign_flip_p(d, samples=199, seed=seed) for seed, d in enumerate(draws)])
     assert 0.035 <= (p <= 0.05).mean() <= 0.065
+
+
+def test_the_interval_of_a_share_of_users_is_the_binomial_s():
+    num_users, hits = 10_000, 3_000
+    found = bootstrap_interval(np.arange(num_users) < hits, samples=100_000)
+    expected = stats.binom.ppf([0.025, 0.975], num_users, hits / num_users) / num_users
+    assert found == pytest.approx(tuple(expected), abs=2 / num_users)  # five standard errors of a sampled quantile
+
+
+def test_the_interval_over_users_is_of_as_many_resamples_as_asked_for_and_of_a_seed():
+    values = np.random.default_rng(0).normal(size=50)
+    found = compare_users(np.zeros(50), values, samples=200, seed=3).interval
+    assert found == bootstrap_interval(values, samples=200, seed=3)
+    assert found != bootstrap_interval(values, samples=200, seed=4) != bootstrap_interval(values, samples=201, seed=4)
 
 
 def test_user_intervals_cover_the_truth():
