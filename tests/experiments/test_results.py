@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from recbft.errors import UserError
-from recbft.evaluation.paired import holm
+from recbft.evaluation.paired import compare_users, holm
 from recbft.experiments.comparison import Arm, Comparison
 from recbft.experiments.document import cells_of, comparison_document, difference_cells, p_text
 from recbft.experiments.pooling import pool, pooled_document
@@ -36,7 +38,10 @@ def test_figures_are_scipys_and_holm_is_over_all_tests_of_the_table(seed):
     rng = np.random.default_rng(seed)
     ranks = {name: rng.integers(1, 40, (6, 80)) for name in ("matched", "bft", "published")}
     found = results_of(made_up(ranks))
-    assert found["arms"]["bft"]["metrics"]["unfiltered"]["hr@10"]["mean"] == pytest.approx((ranks["bft"] <= 10).mean())
+    for name, of_arm in ranks.items():
+        figures, per_seed = found["arms"][name]["metrics"]["unfiltered"]["hr@10"], (of_arm <= 10).mean(axis=1)
+        assert figures["values"] == pytest.approx(per_seed)
+        assert (figures["mean"], figures["sd"]) == pytest.approx((per_seed.mean(), stats.tstd(per_seed)))
     cells = []
     for name in ("bft", "published"):
         for metric, value in (("hr@10", ranks[name] <= 10), ("mrr", 1 / ranks[name])):
@@ -49,6 +54,15 @@ def test_figures_are_scipys_and_holm_is_over_all_tests_of_the_table(seed):
             assert cell["over_users"]["p_sign_flip"] == pytest.approx(flips.pvalue, abs=0.03)
         cells += [c["over_seeds"] for c in found["comparisons"]["matched"][name]["unfiltered"].values()]
     assert [c["p_holm"] for c in cells] == holm([c["p_t"] for c in cells]) and len(cells) == 6
+
+
+@pytest.mark.parametrize(("users", "samples"), [(10_000, 10_000), (10_001, 2_000)])
+def test_beyond_ten_thousand_users_there_are_fewer_resamples(users, samples):
+    rng = np.random.default_rng(0)
+    ranks = {name: rng.integers(1, 21, (2, users)) for name in ("matched", "bft")}
+    found = results_of(made_up(ranks), metrics=["hr@10"])["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]
+    pair = ((ranks[name] <= 10).mean(axis=0) for name in ("matched", "bft"))
+    assert found["over_users"] == asdict(compare_users(*pair, samples=samples))
 
 
 def test_one_user_is_compared_over_seeds_alone():
