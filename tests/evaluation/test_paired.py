@@ -69,6 +69,13 @@ def test_differences_of_one_size_make_it_the_exact_sign_test(wins, n):
     assert sign_flip_p(d) == pytest.approx(stats.binomtest(wins, n).pvalue, rel=1e-12)
 
 
+@pytest.mark.parametrize("wins", [20, 22, 24, 28])
+def test_sampled_sign_flips_come_close_to_the_exact_sign_test(wins):
+    d = np.repeat([0.25, -0.25], [wins, 40 - wins])
+    expected = stats.binomtest(wins, 40).pvalue
+    assert sign_flip_p(d, samples=20_000, seed=wins) == pytest.approx(expected, abs=0.015)  # four standard errors
+
+
 def test_among_many_differences_the_observed_signs_count_as_one_of_the_samples():
     assert sign_flip_p(np.ones(40), samples=99) == 1 / 100  # no pattern drawn comes near 40 equal signs
     cancelling = np.tile([1.0, -1.0], 300)  # every pattern is as extreme; more of them than are held at a time
