@@ -93,11 +93,12 @@ def seed_table(comparison: Comparison, found: Sequence[Finding]) -> Table:
     rows: list[list[Cell]] = []
     for one in found:
         s = one.seeds
+        # Without a spread (equal arms have none either) nothing says what so many seeds could show.
         rows.append(
             [one.arm, one.metric.upper(), SETTINGS[one.setting], s.difference, s.relative,
              None if s.is_constant else s.interval, s.p_t, one.holm_p, s.p_sign_flip, f"{s.wins} of {s.num_seeds}",
              None if s.cohen_d is None else f"{s.cohen_d:+.2f}",
-             None if s.is_constant else one.share(s.smallest_effect)]
+             one.share(s.smallest_effect) if s.smallest_effect else None]
         )  # fmt: skip
     baseline = found[0].baseline
     constant = f" {WITHOUT_SPREAD}" if any(one.seeds.is_constant for one in found) else ""

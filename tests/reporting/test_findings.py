@@ -54,6 +54,15 @@ def test_the_same_difference_in_every_seed_has_dashes_and_a_reason(comparison, r
     assert "p is the sign flips'" in table.caption and "p is the sign flips'" not in before.caption
 
 
+def test_equal_arms_are_not_said_to_show_any_difference_however_small(comparison, results):
+    (found, *_) = findings(comparison, results)["matched"]
+    values = np.array([0.1, 0.12, 0.15])
+    table = seed_table(comparison, [found, replace(found, seeds=compare_seeds(values, values))])
+    one, equal = (dict(zip([c.heading for c in table.columns], row, strict=True)) for row in table.rows)
+    assert one["80 % power"] == found.seeds.smallest_effect / found.seeds.mean_baseline > 0
+    assert (equal["80 % power"], equal["p"], equal["95 % interval"]) == (None, 1.0, (0.0, 0.0))
+
+
 def test_the_headline_is_one_metric_per_arm_adjusted_over_arms_alone(comparison, results):
     ((one, p),) = headline_findings(comparison, findings(comparison, results)["matched"])
     assert (one.arm, one.metric, one.setting) == ("bft", "ndcg@10", "unfiltered") and p == one.seeds.p_t
