@@ -50,3 +50,10 @@ def test_a_figure_held_against_itself_leaves_nothing():
 def test_equal_means_that_round_differently_are_ties():
     x = np.array([sum([0.1] * n) / n for n in range(1, 12)])
     assert len(set(x)) > 1 and spearman(x, np.arange(11)).rho is None
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e9])
+def test_the_unit_of_a_figure_does_not_matter(unit):
+    rng = np.random.default_rng(0)
+    x, y, z = rng.normal(size=(3, 30))
+    assert spearman(x * unit, y, given=z * unit) == spearman(x, y, given=z)

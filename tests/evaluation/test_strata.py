@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from recbft.errors import UserError
 from recbft.evaluation.strata import confound, first_time_items, grid, item_frequency, recency, user_activity
@@ -18,6 +19,11 @@ def test_item_strata_take_their_edges_from_items_not_from_users():
     found = item_frequency([9, 10, 10, 3], np.arange(1, 11))
     assert found.names == ("Q1", "Q4") and found.bounds == ("3-4", "9-10")
     assert found.member.tolist() == [1, 1, 1, 0]
+
+
+def test_bounds_reach_to_the_ends_of_items_and_users_alike():
+    assert item_frequency([1, 9], np.arange(1, 11)).bounds == ("1-2", "9-10")
+    assert item_frequency([0, 20], np.arange(1, 11)).bounds == ("0-2", "9-20")
 
 
 def test_ties_stay_together_and_empty_strata_are_left_out():
@@ -62,6 +68,7 @@ def test_targets_never_seen_in_training_form_their_own_stratum():
     found = first_time_items([0, 3, 0])
     assert found.names == ("target never in training", "target in training") and found.bounds == ("0", "1-3")
     assert found.member.tolist() == [0, 1, 0]
+    assert first_time_items([1, 0, 1]).member.tolist() == [1, 0, 1], "one training event is no first time"
     assert first_time_items([2, 3]).names == ("target in training",)
 
 
@@ -69,6 +76,7 @@ def test_recency_says_its_bounds_in_a_unit_one_can_read():
     gaps = [0, 0, 3600, 2 * DAY, 30 * DAY, 400 * DAY]
     found = recency(gaps, seconds=True, quantiles=3)
     assert found.bounds == ("0", "1 h-2 d", "30 d-400 d") and found.member.tolist() == [0, 0, 1, 1, 2, 2]
+    assert recency([1, 90, 1600 * DAY], seconds=True, quantiles=3).bounds == ("1 s", "1.5 min", "1600 d")
     assert recency([0, 0, 1, 7], seconds=False, quantiles=2).bounds == ("0", "1-7")
 
 
@@ -86,6 +94,8 @@ def test_too_few_quantiles_and_no_users_are_refused():
         user_activity([1, 2], quantiles=1)
     with pytest.raises(UserError, match="no user to stratify"):
         user_activity([])
+    with pytest.raises(UserError, match="no user to stratify"):
+        item_frequency([1, 2], [])
 
 
 def test_the_confound_is_a_pearson_correlation():
@@ -94,4 +104,10 @@ def test_the_confound_is_a_pearson_correlation():
     counts = lengths + rng.integers(0, 30, 100)
     found = confound(lengths, counts)
     assert found.r == pytest.approx(np.corrcoef(lengths, counts)[0, 1]) and found.p < 0.001
-    assert confound([1, 2, 3], [3, 3, 3]) == (0.0, 1.0)
+    assert found.p == pytest.approx(stats.pearsonr(lengths, counts).pvalue)
+    assert confound([1, 2, 4], [3, 7, 5]).r == pytest.approx(np.corrcoef([1, 2, 4], [3, 7, 5])[0, 1])
+
+
+@pytest.mark.parametrize("pair", [([1, 2, 3], [3, 3, 3]), ([3, 3, 3], [1, 2, 3]), ([1, 2], [3, 4]), ([], [])])
+def test_what_does_not_vary_or_is_too_little_has_no_confound(pair):
+    assert confound(*pair) == (0.0, 1.0)

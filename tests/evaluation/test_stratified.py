@@ -89,6 +89,9 @@ def test_strata_too_small_say_so_and_why():
     hits[-MIN_HITS:] = 10
     for seeds in (2, 10, 20):  # means over ten seeds do not sum to whole numbers
         assert within({"plain": np.stack([hits] * seeds)}, counts=counts, baseline=None)[1].too_small == ""
+    weak = np.where(hits == 10, 11, hits)
+    one, other = within({"plain": np.stack([weak] * 2), "bft": np.stack([hits] * 2)}, counts=counts)
+    assert (one.too_small, other.too_small) == ("29 users", ""), "the best arm has hits enough"
     hits[-MIN_HITS + 1 :] = 11
     assert within({"plain": np.stack([hits, hits])}, counts=counts, baseline=None)[1].too_small == "1 hit"
 
@@ -102,7 +105,7 @@ def test_constant_metrics_and_single_users_give_no_nan():
         assert row.levels["bft"].interval == (0, 0) and row.holm_p["bft"] == 1
     alone, pair = within({"plain": [[5, 99, 99]], "bft": [[1, 99, 1]]}, counts=[1, 9, 9])
     assert alone.levels["bft"].interval is None and alone.differences == {} and alone.holm_p == {}
-    assert pair.differences["bft"].difference == 0.5
+    assert pair.differences["bft"].difference == 0.5 and pair.levels["bft"].interval == (0, 1)
 
 
 def test_what_does_not_fit_together_is_refused():
