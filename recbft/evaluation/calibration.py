@@ -145,10 +145,9 @@ def calibration(
     """
     edges = np.quantile(probability, np.arange(1, bins) / bins, method="inverted_cdf")
     _, member = np.unique(np.searchsorted(edges, probability, side="left"), return_inverse=True)
-    size = int(member.max()) + 1
-    number = np.bincount(member, minlength=size)
-    mean, rate = (np.bincount(member, weights=w, minlength=size) / number for w in (probability, hit))
-    spread = np.bincount(member, weights=probability * (1 - probability), minlength=size)
+    number = np.bincount(member)
+    mean, rate = (np.bincount(member, weights=w) / number for w in (probability, hit))
+    spread = np.bincount(member, weights=probability * (1 - probability))
     order = np.argsort(member, kind="stable")
     gap = (probability - hit)[order]
     first = np.concatenate([[0], np.cumsum(number)[:-1]])

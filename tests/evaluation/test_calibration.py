@@ -7,7 +7,9 @@ import pytest
 import torch
 from scipy import optimize, special, stats
 
+from recbft.evaluation import calibration as calibrating
 from recbft.evaluation.calibration import calibration, fit_temperature, predicted, solve_temperature
+from recbft.evaluation.score_blocks import score_block
 from recbft.models.contract import ItemTable
 
 
@@ -40,6 +42,31 @@ def test_every_user_s_distribution_is_the_softmax_over_all_items(temperature, me
     np.testing.assert_allclose(found.top[1], p.max(axis=1), rtol=1e-10)
     np.testing.assert_allclose(found.top[10], np.sort(p, axis=1)[:, -10:].sum(axis=1), rtol=1e-10)
     np.testing.assert_allclose(found.top[500], 1.0, rtol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_in_single_precision_makes_no_probability_beyond_one_and_no_entropy_below_zero(seed):
+    states, (weight, _), scores = drawn(seed, N=200, spread=8.0)
+    table = ItemTable(weight.float(), None)
+    targets = scores.argmax(axis=1) + 1
+    (found,) = predicted(states.float(), table, targets, temperatures=[1.0], ks=(1, 10, 30), memory_mb=1)
+    assert found.entropy.min() >= 0.0 and all(0 < p.min() <= p.max() <= 1.0 for p in found.top.values())
+    assert {part.dtype for part in (found.nll, found.entropy, *found.top.values())} == {np.dtype(np.float64)}
+
+
+@pytest.mark.parametrize("memory_mb", [1e-9, 0.05])
+def test_the_scores_alive_at_a_time_fit_into_the_memory(monkeypatch, memory_mb):
+    blocks = []
+
+    def watched(chunk, candidates, columns, room):
+        blocks.append(room.numel())
+        return score_block(chunk, candidates, columns, room)
+
+    monkeypatch.setattr(calibrating, "score_block", watched)
+    states, table, _ = drawn(0, N=400, V=30)
+    predicted(states, table, np.ones(400, np.int64), temperatures=[1.0], ks=(1,), memory_mb=memory_mb)
+    allowed = memory_mb * 2**20 / (calibrating.COPIES * states.element_size())
+    assert set(blocks) == {30 * max(1, int(allowed / 30))} and sum(blocks) >= 400 * 30
 
 
 def test_scores_far_apart_give_a_sure_distribution_and_no_nan():
@@ -98,7 +125,8 @@ def test_the_root_of_a_rising_slope_is_found_wherever_it_lies(root, wrong):
 
     found = solve_temperature(slope)
     assert found.value == pytest.approx(1 / root, rel=1e-5) and not found.at_bound
-    assert len(asked) < 60
+    # Each is a pass over all scores; halving alone would take 25.
+    assert len(asked) < (16 if wrong == 1.0 else 60)
 
 
 @pytest.mark.parametrize("rise", [0.0, 1e-9, 1.0])
@@ -146,5 +174,6 @@ def test_the_interval_is_of_the_same_bins_over_resampled_users():
     rng = np.random.default_rng(0)
     claims = rng.random(500)
     found = calibration(claims, rng.random(500) < claims**2, samples=300)
+    assert [one["num_users"] for one in found["bins"]] == [50] * 10
     assert found["interval"][0] < found["ece"] < found["interval"][1]
     assert calibration(claims, rng.random(500) < 2, samples=5)["hit_rate"] == 1
