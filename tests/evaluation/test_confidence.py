@@ -42,6 +42,16 @@ def test_a_table_without_ties_worked_by_hand():
     assert ranking.curve() == {"coverage": [0.25, 0.5, 0.75, 1.0], "risk": pytest.approx([0, 1 / 2, 1 / 3, 1 / 2])}
 
 
+def test_users_of_equal_confidence_share_their_risk_along_the_curve():
+    assert Ranking([1, 1, 1, 1], [True, False, False, False]).curve()["risk"] == pytest.approx([3 / 4] * 4)
+    # two at random of a hit and a miss, then a hit
+    assert Ranking([2, 2, 1], [True, False, True]).curve()["risk"] == pytest.approx([1 / 2, 1 / 2, 1 / 3])
+
+
+def test_a_hit_and_a_miss_are_one_pair_and_enough():
+    assert Ranking([0.9, 0.2], [True, False]).area == 1 and Ranking([0.9, 0.2], [False, True]).area == 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_ties_count_as_the_mean_over_all_their_orders(seed):
     rng = np.random.default_rng(seed)
