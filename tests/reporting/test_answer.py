@@ -52,6 +52,31 @@ def test_no_difference_says_what_would_have_been_found():
     assert said.endswith(f"with 10 seeds an effect of {effect:.1f} % would have been found with 80 % power.")
 
 
+@pytest.mark.parametrize(("p", "shown"), [(0.0499, True), (0.05, False), (0.06, False)])
+def test_a_difference_is_shown_where_the_adjusted_p_is_below_the_level(p, shown):
+    found = finding(BASE, BASE + np.random.default_rng(1).normal(0.001, 0.002, 10))
+    said = answer(found, "ml-1m", p=p, num_arms=2)
+    assert said.startswith("bft is better" if shown else "No difference")
+    assert f"p = {p:.3f} (Holm over 2 arms; {found.seeds.p_t:.3f} by itself)" in said
+    alone = answer(found, "ml-1m", p=found.seeds.p_t, num_arms=2)
+    assert f"p = {found.seeds.p_t:.3f} (Holm over 2 arms)" in alone and "by itself" not in alone
+
+
+@pytest.mark.parametrize(("n", "reaches"), [(5, False), (6, True)])
+def test_six_seeds_are_the_fewest_that_sign_flips_can_be_sure_with(n, reaches):
+    said = answer(finding(BASE[:n], BASE[:n] + 1e-3 * np.arange(1, n + 1)), "ml-1m", p=0.01)
+    assert said.endswith(f"Better in {n} of {n} seeds; exact sign-flip p = 0.031.") == reaches
+    assert (f"p = 0.062, and {n} seeds cannot bring it below 0.0625: take more seeds" in said) != reaches
+
+
+@pytest.mark.parametrize(("n", "how"), [(20, "exact"), (21, "sampled")])
+def test_sign_flips_are_called_exact_where_they_are(n, how):
+    rng = np.random.default_rng(0)
+    base = rng.normal(0.05, 0.001, n)
+    said = answer(finding(base, base + rng.normal(0, 0.001, n)), "ml-1m", p=0.04)
+    assert f"; {how} sign-flip p = " in said and f": the {how} test does not show it." in said
+
+
 def test_few_seeds_are_not_oversold():
     said = say([0.05, 0.051, 0.052], [0.0521, 0.053, 0.0541])
     assert "bft is better" in said

@@ -40,7 +40,13 @@ def test_the_tables_show_them(comparison, results):
     mean, sd = levels.rows[1][3]
     values = comparison.values("bft", "unfiltered", "ndcg@10")
     assert (mean, sd) == (pytest.approx(values.mean()), pytest.approx(values.std(ddof=1)))
-    assert [row[3] for row in seeds.rows] == [one.seeds.difference for one in found]
+    for row, one in zip(seeds.rows, found, strict=True):
+        s = one.seeds
+        assert row[3:9] == [s.difference, s.relative, s.interval, s.p_t, one.holm_p, s.p_sign_flip]
+        assert row[9:] == [f"{s.wins} of 3", f"{s.cohen_d:+.2f}", s.smallest_effect / s.mean_baseline]
+    for row, one, p in zip(users.rows, found, holm([one.users.p_sign_flip for one in found]), strict=True):
+        u = one.users
+        assert row[3:] == [u.difference, u.difference / one.seeds.mean_baseline, u.interval, u.p_sign_flip, p]
     assert "Holm p: over the 6 tests" in seeds.caption and "ties against the target" in seeds.caption
     assert "Another claim than over seeds" in users.caption and len(users.rows) == 6
 
@@ -68,9 +74,20 @@ def test_the_headline_is_one_metric_per_arm_adjusted_over_arms_alone(comparison,
     assert (one.arm, one.metric, one.setting) == ("bft", "ndcg@10", "unfiltered") and p == one.seeds.p_t
 
 
+def test_the_headline_is_in_the_protocol_s_setting_and_in_the_first_metric_without_the_usual_one(comparison, results):
+    masked = replace(comparison, protocol={**comparison.protocol, "filter_seen": True})
+    ((one, _),) = headline_findings(masked, findings(comparison, results)["matched"])
+    assert (one.metric, one.setting) == ("ndcg@10", "filtered")
+    other = results_of(comparison, metrics=("mrr", "hr@10"), over_users=False)
+    ((one, _),) = headline_findings(comparison, findings(comparison, other)["matched"])
+    assert (one.metric, one.setting) == ("mrr", "unfiltered")
+    assert headline_findings(comparison, []) == []
+
+
 def test_an_external_system_joins_with_the_setting_that_it_has(with_external):
     found = findings(with_external, results_of(with_external, metrics=("ndcg@10",), over_users=False))["matched"]
-    ours, other = [one for one, _ in headline_findings(with_external, found)]
+    (ours, other), adjusted = zip(*headline_findings(with_external, found), strict=True)
+    assert list(adjusted) == holm([ours.seeds.p_t, other.seeds.p_t]) != [ours.seeds.p_t, other.seeds.p_t]
     assert (ours.setting, other.arm, other.setting) == ("unfiltered", "<b>other</b>", "filtered")
     assert user_table(with_external, found) is None
 
