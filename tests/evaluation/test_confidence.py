@@ -115,7 +115,10 @@ def test_a_constant_confidence_has_auroc_one_half_and_says_so():
 def test_verdicts_follow_the_interval():
     assert verdict(0.6, [0.55, 0.65], 9, 0.01) == "higher where the list holds the target"
     assert verdict(0.4, [0.35, 0.45], 9, 0.01) == "lower where the list holds the target"
-    assert verdict(0.6, [0.45, 0.65], 9, 0.01) == "does not tell hits from misses: the interval holds 0.5"
+    for holding in ([0.45, 0.65], [0.5, 0.65], [0.45, 0.5]):
+        assert verdict(0.6, holding, 9, 0.01) == "does not tell hits from misses: the interval holds 0.5"
+    assert "a rank test has p >= 0.05" in verdict(0.6, [0.55, 0.65], 9, 0.05)
+    assert verdict(0.6, [0.55, 0.65], 9, 0.0499) == "higher where the list holds the target"
 
 
 @given(users)
