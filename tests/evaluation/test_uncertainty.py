@@ -12,6 +12,7 @@ from scipy import special, stats
 from sklearn.metrics import roc_auc_score
 
 from recbft.datasets.split import leave_one_out
+from recbft.errors import RunError
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.uncertainty import uncertainty
 from recbft.files import json_text
@@ -129,6 +130,16 @@ def test_one_user_is_enough_for_a_report(lab, large):
     assert found["confidences"]["precision"]["auroc"] is None
     assert found["random_aurc"] == found["optimal_aurc"] == 1 - found["hit_rate"]
     json_text(found)
+
+
+@pytest.mark.parametrize("users", [None, np.array([7, 3])])
+def test_broken_weights_are_an_error_that_names_the_user(lab, large, users):
+    model = lab.make_model(large)
+    with torch.no_grad():
+        model.item_table().weight.fill_(torch.nan)
+    first = large.user_ids[0 if users is None else 7]
+    with pytest.raises(RunError, match=f"first for user '{first}'"):
+        uncertainty(model, large, users=users, samples=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -161,6 +161,10 @@ def test_pooling_is_fishers_and_tells_the_direction():
     first = found["pooled"][0]
     cells = [r["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]["over_seeds"] for r in results]
     assert first["p_fisher"] == pytest.approx(stats.combine_pvalues([c["p_t"] for c in cells]).pvalue)
+    flips = stats.combine_pvalues([c["p_sign_flip"] for c in cells]).pvalue
+    assert first["p_fisher_sign_flip"] == pytest.approx(flips)
+    assert first["relative"] == [c["relative"] for c in cells]
+    assert first["mean_relative"] == pytest.approx(sum(first["relative"]) / 3)
     assert first["better_on"] == sum(c["difference"] > 0 for c in cells) == 2
     assert [row["p_holm"] for row in found["pooled"]] == holm([row["p_fisher"] for row in found["pooled"]])
     text = pooled_document(found, markdown=False)
@@ -168,6 +172,16 @@ def test_pooling_is_fishers_and_tells_the_direction():
     results[0]["comparisons"]["matched"]["more"] = results[0]["comparisons"]["matched"]["bft"]
     assert "Left out, not in every comparison: more" in pooled_document(pool(results), markdown=False)
     assert "2 of 3" in text and "read its direction from the data sets" in text
+
+
+def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part_in_their_mean():
+    results = [results_with(-2, "beauty"), results_with(-1, "games")]
+    one, other = (r["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]["over_seeds"] for r in results)
+    one["relative"] = None
+    first = pool(results)["pooled"][0]
+    assert first["mean_relative"] == other["relative"] and first["better_on"] == 2
+    other["relative"] = None
+    assert pool(results)["pooled"][0]["mean_relative"] is None
 
 
 def test_what_cannot_be_pooled_is_refused():
