@@ -7,13 +7,14 @@ import socket
 import sqlite3
 import subprocess
 import sys
+from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, UserError
-from recbft.evaluation.paired import compare_seeds
+from recbft.evaluation.paired import compare_seeds, holm
 from recbft.experiments import locks, tuning
 from recbft.experiments.comparison import load_comparison
 from recbft.experiments.sweep import plan_sweep
@@ -54,7 +55,13 @@ def test_a_sweep_compares_each_value_with_the_default_and_chooses_by_validation(
     for part in ("validation", "test"):
         d = result["rows"][0][part]["difference"]
         expected = compare_seeds(values["bft"][part], values["bft_lam_max=0.5"][part])
-        assert d["difference"] == expected.difference and d["p_t"] == expected.p_t and d["p_holm"] >= d["p_t"]
+        assert d["difference"] == expected.difference and d["p_t"] == expected.p_t
+        others = [row[part]["difference"] for row in result["rows"][:2]]
+        assert [d["p_holm"] for d in others] == holm([d["p_t"] for d in others])
+        for row, name in ((0, "bft_lam_max=0.5"), (2, "bft")):
+            found, of_arm = result["rows"][row][part], values[name][part]
+            assert (found["mean"], found["sd"]) == (pytest.approx(mean(of_arm)), pytest.approx(stdev(of_arm)))
+    assert result["rows"][2]["validation"]["difference"] is None and result["metric"] == "ndcg@10"
     best = max(result["rows"], key=lambda row: row["validation"]["mean"])
     assert result["chosen"] == best["value"] and result["key"] == "core.lam_max"
     assert f"core.lam_max={best['value']}. The test columns played no part" in out and "100.0 (default)" in out

@@ -65,6 +65,17 @@ def test_every_figure_is_that_of_the_full_score_table(lab, large, arm, part):
     assert calibration["nll"]["uniform"] == math.log(60)
 
 
+def test_the_interval_of_the_likelihood_loss_is_that_of_a_mean_over_users(lab, large):
+    model = lab.make_model(large)
+    found = uncertainty(model, large, samples=4000)["calibration"]
+    scores, _, target = tables(model, large, "test")
+    for when, b in (("before", 1.0), ("after", 1 / found["temperature"])):
+        nll = -special.log_softmax(scores * b, axis=1)[np.arange(150), target]
+        half = 1.96 * nll.std() / math.sqrt(150)
+        interval = (nll.mean() - half, nll.mean() + half)
+        assert found["nll"][f"{when}_interval"] == pytest.approx(interval, abs=0.2 * half)
+
+
 def test_the_temperature_is_fitted_on_validation_whatever_is_judged(lab, large):
     model = lab.make_model(large)
     test, validation = (uncertainty(model, large, part, samples=5)["calibration"] for part in ("test", "validation"))
@@ -91,8 +102,9 @@ def test_a_posterior_that_is_all_at_the_cap_says_nothing_and_the_report_says_so(
     assert found["confidences"]["precision"]["verdict"] == "the same for every user, so it tells nothing: AUROC 0.5"
 
 
-def test_saturation_counts_coordinates_and_whole_users(lab, large):
-    model = lab.make_model(large, core={"lam_max": 6.0, "process_noise": False})
+@pytest.mark.parametrize("n_layers", [1, 3])
+def test_saturation_counts_coordinates_and_whole_users_of_the_last_layer(lab, large, n_layers):
+    model = lab.make_model(large, core={"lam_max": 6.0, "process_noise": False}, n_layers=n_layers)
     found = uncertainty(model, large, samples=5)["saturation"]
     with torch.no_grad():
         view = leave_one_out(large).test
