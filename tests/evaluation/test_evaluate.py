@@ -8,7 +8,9 @@ from torch import nn
 
 from recbft.datasets.dataset import Dataset
 from recbft.errors import RunError, UserError
-from recbft.evaluation.evaluate import evaluate, evaluation_mode
+from recbft.evaluation import evaluate as evaluating
+from recbft.evaluation.evaluate import evaluate, evaluation_mode, view_of
+from recbft.evaluation.ranks import full_ranks
 from recbft.models.contract import ItemTable, UserStates
 from recbft.models.popularity import Popularity
 
@@ -102,6 +104,33 @@ def test_neither_batches_nor_memory_change_a_result():
         cut = evaluate(model, dataset, "test", histories_per_batch=at_once, memory_mb=memory_mb)
         pd.testing.assert_frame_equal(whole.per_user, cut.per_user)
         assert whole.metrics == cut.metrics and whole.precision.tolist() == cut.precision.tolist()
+
+
+@pytest.mark.parametrize(("histories_per_batch", "held"), [(7, 13), (16, 16)])
+def test_no_more_states_are_held_than_memory_or_one_batch_of_histories_allows(monkeypatch, histories_per_batch, held):
+    ranked = []
+
+    def watched(states, *arguments, **how):
+        ranked.append(len(states))
+        return full_ranks(states, *arguments, **how)
+
+    monkeypatch.setattr(evaluating, "full_ranks", watched)
+    dataset = draw_dataset(5)
+    memory_mb = 13 * 4 * 4 / 2**20  # of thirteen states of four single-precision numbers
+    evaluate(SumModel(dataset.num_items), dataset, "test", histories_per_batch=histories_per_batch, memory_mb=memory_mb)
+    assert ranked == [held] * (40 // held) + [40 % held]
+
+
+def test_a_model_in_half_precision_gives_its_posterior_precision_in_single(lab):
+    result = evaluate(lab.make_model(lab.dataset).bfloat16(), lab.dataset, "test")
+    assert result.precision.dtype == np.float32 and (result.precision > 0).all()
+
+
+def test_one_user_is_evaluated_and_none_is_refused():
+    result = evaluate(Popularity(np.array([0, 1, 0, 0])), make_dataset({"ann": "abc"}), "test")
+    assert result.per_user["rank_unfiltered"].tolist() == [3]
+    with pytest.raises(UserError, match="data set 'small' has no user to evaluate; users need at least 3 events"):
+        view_of(draw_dataset(0), "test", np.empty(0, np.int64))
 
 
 def test_the_model_gets_its_modes_back_part_by_part():

@@ -47,7 +47,7 @@ def test_what_the_model_does_not_read_could_not_have_changed_the_score(lab):
 def test_softmax_weights_are_the_last_row_of_the_last_layer_and_sum_to_one_with_the_mask(lab, arm, core):
     if core and arm != ("sasrec", "bft"):
         arm = ("sasrec", "bft")
-    model = lab.make_model(lab.dataset, *arm, core=core, max_length=10)
+    model = lab.make_model(lab.dataset, *arm, core=core, max_length=10, n_layers=3)
     found = explain(model, HISTORY, np.array([2]))
     batch = pack_histories(HISTORY, np.array([0]), np.array([6]), append=model.append)
     with torch.no_grad():
