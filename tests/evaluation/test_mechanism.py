@@ -13,7 +13,9 @@ from scipy import stats
 from recbft.datasets.split import leave_one_out
 from recbft.datasets.synth import PlantedReliability
 from recbft.errors import UserError
+from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.mechanism import mechanism
+from recbft.evaluation.strata import item_frequency
 from recbft.evaluation.trace import trace
 from recbft.files import json_text
 from recbft.models import MODELS
@@ -142,15 +144,30 @@ def test_what_is_learned_of_the_layers_is_reported_as_it_stands(lab, worked):
         assert layer["jacobian_mode"] == "running_mean"
 
 
-def test_the_initial_precision_is_over_items_seen_in_training(lab, worked):
-    model, report, _ = worked
-    counts = lab.dataset.training_counts[1:]
-    items = torch.arange(1, len(counts) + 1)[None]
+def initial_of(model, dataset):
+    """What the items' precision starts from, (V,)."""
+    items = torch.arange(1, dataset.num_items + 1)[None]
     with torch.no_grad():
-        tau = model.item_precision(items, model.item_embedding.weight[items])[0, :, 0].numpy()
+        return model.item_precision(items, model.item_table().weight[items])[0, :, 0].numpy()
+
+
+def test_the_initial_precision_is_over_items_seen_in_training(lab):
+    dataset = lab.make_dataset(num_users=12, num_items=30, seed=4, longest=5)
+    model = lab.make_model(dataset, core={"initial": "hybrid"})
+    counts = dataset.training_counts[1:]
+    seen = counts > 0
+    assert 5 < seen.sum() < dataset.num_items
+    tau = initial_of(model, dataset)[seen]
+    report = mechanism(model, dataset, quantiles=BINS)
     initial = report["initial_precision"]
-    assert initial["num_items"] == (counts > 0).sum() and initial["max"] == tau[counts > 0].max()
-    assert initial["rho"] == pytest.approx(stats.spearmanr(counts[counts > 0], tau[counts > 0]).statistic)
+    assert (initial["num_items"], initial["min"], initial["max"]) == (seen.sum(), tau.min(), tau.max())
+    assert initial["mean"] == pytest.approx(tau.mean())
+    expected = stats.spearmanr(counts[seen], tau)
+    assert (initial["rho"], initial["p"]) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue))
+    bins = item_frequency(counts, counts, quantiles=BINS)
+    means = [tau[bins.member[seen] == stratum].mean() if seen[bins.users(stratum)].any() else None
+             for stratum in range(len(bins.names))]  # fmt: skip
+    assert initial["bins"] == [None if one is None else pytest.approx(one) for one in means]
     assert (initial["at_floor"], initial["at_cap"]) == (0, 0)
     assert initial["levels"] is None and report["user_reliability"] is None
 
@@ -167,10 +184,7 @@ def test_items_at_either_end_of_the_range_are_counted(lab, start, ends):
 
 def test_planted_truth_is_correlated_with_what_was_learned(lab, worked):
     model, _, _ = worked
-    counts = lab.dataset.training_counts[1:]
-    items = torch.arange(1, len(counts) + 1)[None]
-    with torch.no_grad():
-        tau = model.item_precision(items, model.item_embedding.weight[items])[0, :, 0].numpy()
+    tau = initial_of(model, lab.dataset)
     rank = np.argsort(np.argsort(tau))
     truth = PlantedReliability(items=np.where(rank > 8, 1.0, 0.2), users=np.linspace(0.1, 1, lab.dataset.num_users))
     found = mechanism(model, lab.dataset, planted=truth)
@@ -182,6 +196,13 @@ def test_planted_truth_is_correlated_with_what_was_learned(lab, worked):
     assert found["user_reliability"]["num_users"] == lab.dataset.num_users
     some = mechanism(model, lab.dataset, planted=truth, users=np.array([1, 4, 9, 11]))
     assert some["user_reliability"]["num_users"] == some["num_users"] == 4
+    precision = evaluate(model, lab.dataset, "test").precision
+    for report, users in ((found, np.arange(lab.dataset.num_users)), (some, [1, 4, 9, 11])):
+        row, expected = report["user_reliability"], stats.spearmanr(truth.users[users], precision[users])
+        assert (row["rho"], row["p"]) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue))
+        assert [one["reliability"] for one in row["levels"]] == truth.users[users].tolist()
+        assert [one["mean"] for one in row["levels"]] == pytest.approx(precision[users], rel=1e-5)
+        assert all(one["num_users"] == 1 for one in row["levels"])
 
 
 @pytest.mark.parametrize("name", ["sasrec", "bert4rec", "hstu"])

@@ -194,6 +194,21 @@ def test_a_block_fits_into_the_memory(N, V, memory_mb):
     assert rows >= 1 and 1 <= width <= V and 4 * rows * width <= max(4, memory_mb * 2**20)
 
 
+@pytest.mark.parametrize(
+    ("num_users", "num_items", "memory_mb", "shape"),
+    [
+        (1000, 10_000, 256, (160, 10_000)),  # as many users as a processor's cache has room for
+        (1000, 100_000, 256, (64, 100_000)),  # as few as a product needs
+        (1000, 10_000, 4, (104, 10_000)),  # as many as the memory has room for
+        (5, 10_000, 256, (5, 10_000)),
+        (10, 10_000_000, 1, (10, 26_214)),  # tiles
+        (0, 0, 256, (1, 1)),
+    ],
+)
+def test_a_block_holds_all_items_where_enough_users_fit_beside_them(num_users, num_items, memory_mb, shape):
+    assert block_shape(num_users, num_items, 4, memory_mb) == shape
+
+
 @given(N=st.integers(2, 10**6), V=st.integers(1, 10**7), memory_mb=st.floats(1, 1e4))
 def test_a_block_of_several_users_is_memory_that_is_kept_for_the_next_one(N, V, memory_mb):
     rows, width = block_shape(N, V, 4, memory_mb)
