@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from recbft.datasets.dataset import Dataset
@@ -13,7 +14,7 @@ from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.reporting.stratum_tables import STRATA, available, confound_line, make_strata, stratified
-from recbft.reporting.subject import Items, Subject, subject_of_comparison, subject_of_runs
+from recbft.reporting.subject import Items, Subject, load_items, subject_of_comparison, subject_of_runs
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,13 @@ def test_a_table_worked_by_hand():
     assert "Edges of item frequency from the training counts of all 4 items" in table.caption
     assert "Holm over the 2 tests of this table" in table.caption and "Confound check: Pearson r" in table.caption
     assert column(table, "95 % interval") == [None, (0.0, 0.0)] and "without an interval is the same" in table.caption
+
+
+def test_a_baseline_without_a_hit_leaves_a_gain_without_a_relative_change():
+    ranks = {"plain": np.full((2, 4), 20), "bft": np.array([[1, 20, 20, 20], [1, 1, 20, 20]])}
+    subject = by_hand(ranks={"unfiltered": ranks, "filtered": {}})
+    (made,) = stratified(subject, by=["item-frequency"], metrics=["hr@10"], quantiles=2, setting="unfiltered")
+    assert column(made.table, "difference") == [0.75, 0.0] and column(made.table, "relative") == [None, 0.0]
 
 
 def test_differences_that_cancel_are_not_called_no_difference():
@@ -97,6 +105,19 @@ def test_counts_and_gaps_are_the_data_sets(subject, events):
     u = 17
     times = dataset.times[dataset.offsets[u] : dataset.offsets[u + 1]]
     assert subject.items.gap[u] == times[-1] - times[-2]
+
+
+@pytest.mark.parametrize(("unit", "seconds"), [(1, True), (1000, False), (10**-4, False)])
+def test_times_count_seconds_where_read_so_they_are_of_our_days(events, tmp_path, unit, seconds):
+    frame = pd.read_parquet(events)
+    path = tmp_path / "scaled.parquet"
+    frame.assign(timestamp=(frame["timestamp"] * unit).astype(int)).to_parquet(path)
+    dataset = Dataset.load(path, time="timestamp")
+    config = {"data": {"dataset": str(path), "time": "timestamp"}}
+    items, missing = load_items(config, dataset.content_hash, dataset.user_ids, None)
+    assert (items.seconds, missing) == (seconds, "")
+    none, missing = load_items(config, dataset.content_hash, dataset.user_ids[::-1], None)
+    assert none is None and missing == "scaled as loaded lists other users than the runs"
 
 
 def test_one_run_has_levels_and_no_test(trained):
