@@ -30,6 +30,7 @@ from torch import Tensor
 
 from recbft.evaluation.confidence import bootstrap, interval
 from recbft.evaluation.score_blocks import align, score_block
+from recbft.evaluation.strata import quantile_edges
 from recbft.models.contract import ItemTable
 
 FloatArray = NDArray[np.float64]
@@ -143,7 +144,7 @@ def calibration(
     Returns:
         ece, interval (95 %), floor, mean_probability, hit_rate, and bins: a list of {probability, hit_rate, num_users}.
     """
-    edges = np.quantile(probability, np.arange(1, bins) / bins, method="inverted_cdf")
+    edges = quantile_edges(probability, bins)
     _, member = np.unique(np.searchsorted(edges, probability, side="left"), return_inverse=True)
     number = np.bincount(member)
     mean, rate = (np.bincount(member, weights=w) / number for w in (probability, hit))

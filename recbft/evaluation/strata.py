@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +24,7 @@ from recbft.errors import UserError
 
 QUANTILES = 5
 IntArray = NDArray[np.int64]
+Number = TypeVar("Number", bound=np.number[Any])
 _DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -119,13 +120,20 @@ def confound(training_length: ArrayLike, target_frequency: ArrayLike) -> Confoun
     return Confound(float(found.statistic), float(found.pvalue))
 
 
+def quantile_edges(population: NDArray[Number], quantiles: int) -> NDArray[Number]:
+    """Equation (1), (K - 1,); the population is not empty."""
+    # In whole numbers: a share of 1/K is rounded, and its product with a size may lie above a whole number.
+    last = -(-np.arange(1, quantiles) * population.size // quantiles) - 1
+    edges: NDArray[Number] = np.sort(population)[last]
+    return edges
+
+
 def _quantiles(axis: str, unit: str, values: IntArray, population: IntArray, quantiles: int) -> Strata:
     if quantiles < 2:
         raise UserError(f"quantiles is {quantiles}; give 2 or more")
     if values.size == 0 or population.size == 0:
         raise UserError("there is no user to stratify; evaluate a data set with users first")
-    last = -(-np.arange(1, quantiles) * population.size // quantiles) - 1  # in whole numbers: shares of 1/K are rounded
-    edges = np.sort(population)[last]  # (1)
+    edges = quantile_edges(population, quantiles)
     member = np.searchsorted(edges, values, side="left")  # (2)
     low = np.concatenate([[population.min()], edges + 1])
     high = np.concatenate([edges, [population.max()]])

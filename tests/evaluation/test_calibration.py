@@ -148,6 +148,14 @@ def test_a_table_worked_by_hand():
     assert found["floor"] == pytest.approx(sum(np.sqrt(2 / np.pi * s) for s in spreads) / 4)
 
 
+@pytest.mark.parametrize("bins", [2, 10, 14, 25, 38])
+def test_bins_are_equal_where_the_number_of_users_allows_it(bins):
+    for each in (1, 3, 7):
+        claims = np.linspace(0.1, 0.9, each * bins)
+        found = calibration(claims, claims > 0.5, bins=bins, samples=1)
+        assert [one["num_users"] for one in found["bins"]] == [each] * bins
+
+
 def test_equal_probabilities_share_one_bin_and_one_user_is_enough():
     found = calibration(np.full(7, 0.25), np.arange(7) < 2, samples=10)
     assert len(found["bins"]) == 1 and found["ece"] == pytest.approx(2 / 7 - 1 / 4)
