@@ -60,9 +60,13 @@ def test_softmax_weights_are_the_last_row_of_the_last_layer_and_sum_to_one_with_
         assert (found.own_weight > 0) == (arm[0] == "bert4rec")
 
 
-def test_one_event_has_all_the_weight_and_no_change(lab):
-    found = explain(lab.make_model(lab.dataset), HISTORY[:1], np.array([2, 3]))
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_one_event_has_all_the_weight_and_no_change_and_two_have_one_each(lab, n_layers):
+    model, items = lab.make_model(lab.dataset, n_layers=n_layers), np.array([2, 3])
+    found = explain(model, HISTORY[:1], items)
     assert found.weight.tolist() == [1.0] and np.isnan(found.change).all() and found.precision > 0
+    pair = explain(model, HISTORY[:2], items)
+    np.testing.assert_allclose(pair.score - pair.change[:, 1], found.score, rtol=1e-9)
 
 
 def test_a_model_that_reads_times_is_asked_with_the_times_of_the_events_that_stay(lab):
