@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -69,3 +70,12 @@ def test_rows_may_have_different_metrics(dataset):
 def test_a_configs_hash_ignores_the_order_of_keys_and_nothing_else():
     assert config_hash({"a": 1, "b": (2,)}) == config_hash({"b": [2], "a": 1})
     assert config_hash({"a": 1}) != config_hash({"a": 2})
+    assert config_hash({"a": {"b": 1}}) != config_hash({"a": 1, "b": 1})
+
+
+def test_an_option_that_is_not_set_leaves_the_hash_of_an_older_version_which_is_that_of_compact_json():
+    older = {"core": {"lam_max": 5.0}, "arm": "bft"}
+    assert config_hash({"new": None, "core": {"newer": None, "lam_max": 5.0}, "arm": "bft"}) == config_hash(older)
+    assert config_hash({**older, "new": False}) != config_hash(older) != config_hash({**older, "new": 0})
+    expected = hashlib.sha256(b'{"arm":"bft","core":{"lam_max":5.0}}').hexdigest()
+    assert config_hash(older) == expected, "runs made so far would not be taken for those asked for"
