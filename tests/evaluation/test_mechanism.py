@@ -19,6 +19,7 @@ from recbft.evaluation.strata import item_frequency
 from recbft.evaluation.trace import trace
 from recbft.files import json_text
 from recbft.models import MODELS
+from recbft.models.contract import read_histories
 from recbft.models.popularity import Popularity
 from recbft.run_config import load_run_config
 
@@ -135,6 +136,40 @@ def test_the_saturated_shares_count_coordinates_at_the_cap(lab):
     assert all(share == 0 for layer in loose for share in layer["saturated"].values())
 
 
+def traced(model, dataset):
+    """All histories of the test in one batch, and what each layer did."""
+    view = leave_one_out(dataset).test
+    (batch,) = read_histories(model, dataset.items, view.start, view.stop, source="")
+    with torch.no_grad():
+        return batch, trace(model, batch)[1]
+
+
+def test_weights_per_dimension_are_averaged_over_a_head_s_own_coordinates(lab):
+    model = lab.make_model(lab.dataset, core={"kriging": "per_dimension"})
+    batch, layers = traced(model, lab.dataset)
+    row, column = batch.last // batch.items.shape[1], batch.last % batch.items.shape[1]
+    before = batch.position.flatten()[batch.last]
+    for layer, found in zip(layers, mechanism(model, lab.dataset)["layers"], strict=True):
+        share = layer.shares[row, :, column, column - before][before > 0].mean(dim=0)  # (D,)
+        expected = share.view(model.config.n_heads, -1).mean(dim=-1).tolist()
+        assert [one["share"] for one in found["first_position"]] == pytest.approx(expected)
+
+
+def test_the_saturated_shares_are_of_every_coordinate_of_the_tokens_read(lab):
+    model = lab.make_model(lab.dataset, core={"lam_max": 6.0, "process_noise": False})
+    report = mechanism(model, lab.dataset)
+    batch, layers = traced(model, lab.dataset)
+    real, shares = batch.segment >= 0, []
+    assert not real.all()
+    for layer, row in zip(layers, report["layers"], strict=True):
+        parts = {name: getattr(layer, name)[real] for name in ("incoming", "observation", "outgoing")}
+        parts["last_token"] = layer.outgoing.flatten(0, 1)[batch.last]
+        expected = {name: (values >= 6.0).double().mean().item() for name, values in parts.items()}
+        assert row["saturated"] == pytest.approx(expected)
+        shares += expected.values()
+    assert len({share for share in shares if 0 < share < 1}) > 3
+
+
 def test_what_is_learned_of_the_layers_is_reported_as_it_stands(lab, worked):
     model, report, _ = worked
     for block, layer in zip(model.blocks, report["layers"], strict=True):
@@ -229,10 +264,13 @@ def test_the_mask_has_a_column_of_its_own_and_enters_no_correlation(lab):
 def test_a_model_without_layers_and_a_mixer_that_mixes_heads_are_served(lab):
     report = mechanism(Popularity(lab.dataset.training_counts), lab.dataset)
     assert report["layers"] == [] and not report["tracks_precision"]
-    mixed = mechanism(lab.make_model(lab.dataset, output_projection=True), lab.dataset)
-    for layer in mixed["layers"]:
-        gains = [row["gain"] for row in layer["first_position"]]
+    model = lab.make_model(lab.dataset, output_projection=True)
+    batch, layers = traced(model, lab.dataset)
+    several = batch.position.flatten()[batch.last] > 0
+    for layer, found in zip(layers, mechanism(model, lab.dataset)["layers"], strict=True):
+        gains = [row["gain"] for row in found["first_position"]]
         assert len(set(gains)) == 1  # no coordinate is one head's own
+        assert gains[0] == pytest.approx(layer.gain.flatten(0, 1)[batch.last][several].mean().item())
 
 
 @pytest.mark.parametrize(
