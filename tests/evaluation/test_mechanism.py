@@ -253,7 +253,12 @@ def test_a_plain_arm_reports_what_attention_says_and_no_precision(lab, name, arm
 
 
 def test_the_mask_has_a_column_of_its_own_and_enters_no_correlation(lab):
-    report = mechanism(lab.make_model(lab.dataset, "bert4rec"), lab.dataset)
+    model = lab.make_model(lab.dataset, "bert4rec")
+    report = mechanism(model, lab.dataset)
+    batch, traces = traced(model, lab.dataset)
+    for found, layer in zip(traces, report["layers"], strict=True):
+        gain = found.gain.flatten(0, 1)[batch.last].mean().item()  # the mask is every history's last token
+        assert layer["quantities"]["gain"]["bins"][-1] == pytest.approx(gain)
     assert report["bins"][-1] == {"name": "mask", "counts": "0", "num_items": 1, "num_tokens": lab.dataset.num_users}
     for layer in report["layers"]:
         for row in layer["quantities"].values():
