@@ -10,9 +10,11 @@ import pytest
 import torch
 from scipy import stats
 
+from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.split import leave_one_out
 from recbft.datasets.synth import PlantedReliability
 from recbft.errors import UserError
+from recbft.evaluation import mechanism as looking
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.strata import item_frequency
@@ -225,6 +227,9 @@ def test_planted_truth_is_correlated_with_what_was_learned(lab, worked):
     found = mechanism(model, lab.dataset, planted=truth)
     low, high = found["initial_precision"]["levels"]
     assert (low["reliability"], high["reliability"]) == (0.2, 1.0) and low["mean"] < high["mean"]
+    seen = lab.dataset.training_counts[1:] > 0
+    for level, own in ((low, seen & (rank <= 8)), (high, seen & (rank > 8))):
+        assert (level["num_items"], level["mean"]) == (own.sum(), pytest.approx(tau[own].mean()))
     assert low["num_items"] + high["num_items"] == found["initial_precision"]["num_items"]
     assert found["initial_precision"]["rho_reliability"] > 0.7
     assert found["layers"][0]["quantities"]["incoming_precision"]["rho_reliability"] > 0.7
@@ -286,6 +291,23 @@ def test_settings_without_a_part_leave_it_out(lab, core):
     names = set(report["layers"][0]["quantities"])
     assert ("jacobian" in names) == ("propagation" not in core)
     assert report["layers"][0]["first_position"][0]["num_users"] > 0
+
+
+@pytest.mark.parametrize(("core", "weights"), [({}, 2), ({"kriging": "per_dimension"}, 8)], ids=str)
+@pytest.mark.parametrize("histories", [0, 1, 5])
+def test_no_more_attention_weights_are_written_out_than_memory_allows(lab, monkeypatch, core, weights, histories):
+    asked = []
+
+    def watched(*arguments, histories_per_batch, **how):
+        asked.append(histories_per_batch)
+        return read_histories(*arguments, histories_per_batch=histories_per_batch, **how)
+
+    monkeypatch.setattr(looking, "read_histories", watched)
+    model = lab.make_model(lab.dataset, core=core)
+    memory_mb = histories * looking.COPIES * weights * 8 * 8 * 8 / 2**20  # 8 tokens by 8 tokens of 8 bytes each
+    mechanism(model, lab.dataset, memory_mb=memory_mb)
+    mechanism(model, lab.dataset, memory_mb=1e6)
+    assert asked == [max(1, histories), HISTORIES_PER_BATCH]
 
 
 def test_little_memory_and_batches_change_no_figure(lab, arm):
