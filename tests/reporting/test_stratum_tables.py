@@ -128,6 +128,21 @@ def test_one_run_has_levels_and_no_test(trained):
     assert "one run, so nothing is tested" in made.table.caption and "seen masked" in made.table.caption
 
 
+def test_one_run_has_the_users_and_the_ranks_that_it_has_in_a_comparison(trained, subject, comparison):
+    runs = trained / "runs"
+    for baseline in (None, runs / "matched-seed0"):
+        one = subject_of_runs(runs / "bft-seed0", baseline=baseline)
+        assert (one.num_seeds, one.setting, one.dataset) == (1, subject.setting, subject.dataset)
+        assert one.baseline == (None if baseline is None else "matched")
+        for of_users in ("target", "target_frequency", "training_length"):
+            assert np.array_equal(getattr(one, of_users), getattr(subject, of_users))
+        assert np.array_equal(one.items.gap, subject.items.gap)
+        for setting, ranks in one.ranks.items():
+            assert list(ranks) == (["bft"] if baseline is None else ["matched", "bft"])
+            for arm, of_arm in ranks.items():
+                assert np.array_equal(of_arm, comparison.arms[arm].ranks[setting][:1])
+
+
 def test_strata_that_nobody_is_in_are_named():
     subject = by_hand(items=None, missing="the file is not here")
     made = stratified(subject, by=["user-activity", "grid"], metrics=["hr@10"], quantiles=9, setting="unfiltered")
