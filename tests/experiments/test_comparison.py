@@ -288,6 +288,20 @@ def test_a_constant_metric_is_noted_and_compared_without_nan(trained, tmp_path):
     assert result["comparisons"]["matched"]["bft"]["filtered"][f"hr@{vocabulary}"]["over_seeds"]["p_t"] == 1
 
 
+def test_how_long_an_arm_trained_is_what_its_runs_say(trained, tmp_path):
+    file = ranks_file(tmp_path / "other.csv", runs_in(trained)[0])
+    arms = results_of(comparison_of(runs_in(trained), external={"other": file}), metrics=["mrr"], over_users=False)[
+        "arms"
+    ]
+    for name in ("matched", "bft"):
+        ran = [RunFolder(run).metrics for run in runs_in(trained, name)]
+        assert arms[name]["epochs"] == [one["epochs"] for one in ran] == [2, 2, 2]
+        assert arms[name]["best_epochs"] == [one["best_epoch"] for one in ran]
+        assert arms[name]["training_seconds"] == [one["training_seconds"] for one in ran]
+        assert (arms[name]["config"]["arm"], arms[name]["config"]["seed"]) == (name, "each of the seeds")
+    assert (arms["other"]["epochs"], arms["other"]["config"]) == ([], {})
+
+
 def test_settings_of_training_that_differ_are_noted(events, tmp_path):
     for job in jobs_of(events, tmp_path, "matched,bft[epochs=1]"):
         train(job.config, job.path)
@@ -318,6 +332,7 @@ def test_ranks_of_another_system_join_as_an_arm(trained, tmp_path):
     assert (arm.ranks["unfiltered"] == ours).all() and arm.ranks["unfiltered"].shape[0] == 3
     assert arm.runs == (None,) * 3 and arm.histories == ([], [], []) and "filtered" not in arm.ranks
     assert found.settings("other", "bft") == ("unfiltered",)
+    assert found.run_folders == runs_in(trained, "bft") + runs_in(trained, "matched")
     with pytest.raises(UserError, match="arm other has no filtered ranks; use unfiltered"):
         found.values("other", "filtered", "mrr")
     assert list(results_of(found, over_users=False)["comparisons"]["matched"]["other"]) == ["unfiltered"]

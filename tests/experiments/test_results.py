@@ -10,6 +10,7 @@ from scipy import stats
 
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_users, holm
+from recbft.experiments import results as results_module
 from recbft.experiments.comparison import Arm, Comparison
 from recbft.experiments.document import cells_of, comparison_document, difference_cells, p_text
 from recbft.experiments.pooling import pool, pooled_document
@@ -56,13 +57,20 @@ def test_figures_are_scipys_and_holm_is_over_all_tests_of_the_table(seed):
     assert [c["p_holm"] for c in cells] == holm([c["p_t"] for c in cells]) and len(cells) == 6
 
 
-@pytest.mark.parametrize(("users", "samples"), [(10_000, 10_000), (10_001, 2_000)])
-def test_beyond_ten_thousand_users_there_are_fewer_resamples(users, samples):
+@pytest.mark.parametrize(("users", "samples"), [(80, 10_000), (10_000, 10_000), (10_001, 2_000)])
+def test_beyond_ten_thousand_users_there_are_fewer_resamples(monkeypatch, users, samples):
+    asked = []
+
+    def watched(*pair, samples):
+        asked.append(samples)
+        return compare_users(*pair, samples=20)
+
+    monkeypatch.setattr(results_module, "compare_users", watched)
     rng = np.random.default_rng(0)
     ranks = {name: rng.integers(1, 21, (2, users)) for name in ("matched", "bft")}
     found = results_of(made_up(ranks), metrics=["hr@10"])["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]
     pair = ((ranks[name] <= 10).mean(axis=0) for name in ("matched", "bft"))
-    assert found["over_users"] == asdict(compare_users(*pair, samples=samples))
+    assert found["over_users"] == asdict(compare_users(*pair, samples=20)) and asked == [samples]
 
 
 def test_one_user_is_compared_over_seeds_alone():
