@@ -73,6 +73,27 @@ def test_beyond_ten_thousand_users_there_are_fewer_resamples(monkeypatch, users,
     assert found["over_users"] == asdict(compare_users(*pair, samples=20)) and asked == [samples]
 
 
+@pytest.mark.parametrize(
+    ("arms", "baseline", "tables"),
+    [
+        (("matched", "bft"), "matched", {"matched": ["bft"]}),
+        (("matched", "matched+recency"), "matched", {"matched": ["matched+recency"]}),
+        (("matched", "matched+recency"), "matched+recency", {"matched+recency": ["matched"]}),
+        (
+            ("matched", "bft", "matched+recency"),
+            "matched",
+            {"matched": ["bft", "matched+recency"], "matched+recency": ["bft"]},
+        ),
+    ],
+)
+def test_what_is_left_over_the_recency_decay_has_a_table_of_its_own_where_there_is_an_arm_for_it(
+    arms, baseline, tables
+):
+    ranks = {name: np.random.default_rng(0).integers(1, 40, (3, 30)) for name in arms}
+    found = results_of(made_up(ranks, baseline=baseline), metrics=["mrr"], over_users=False)["comparisons"]
+    assert {name: list(against) for name, against in found.items()} == tables
+
+
 def test_one_user_is_compared_over_seeds_alone():
     rng = np.random.default_rng(0)
     found = results_of(made_up({name: rng.integers(1, 40, (4, 1)) for name in ("matched", "bft")}), metrics=["mrr"])
