@@ -173,8 +173,10 @@ def test_without_the_data_set_edges_come_from_the_targets_and_the_table_says_so(
         "from the 3 distinct targets only, since the data set is not at hand (the file is not here)"
         in made.table.caption
     )
-    names, left_out = available(subject)
-    assert "recency" not in names and left_out[0].startswith("recency is left out: the file is not here")
+    others = [name for name in STRATA if name != "recency"]
+    assert available(subject) == (others, ["recency is left out: the file is not here"])
+    untimed = by_hand(items=Items(counts=np.array([0, 1, 9, 4]), gap=None, seconds=False))
+    assert available(untimed) == (others, ["recency is left out: hand has no real times"])
 
 
 def test_other_data_under_the_same_name_is_not_taken(copied):
@@ -207,6 +209,14 @@ def test_what_the_data_does_not_have_is_refused(changes, name, message):
 def test_a_setting_without_ranks_and_an_unknown_metric_are_refused():
     with pytest.raises(UserError, match="there are no ranks seen masked; choose the other --setting"):
         stratified(by_hand(), by=["first-time"], quantiles=2, setting="filtered")
+    alone = by_hand().ranks["unfiltered"]["plain"]
+    with pytest.raises(UserError, match="only plain has ranks seen masked, and nothing to be compared with"):
+        stratified(
+            by_hand(ranks={"unfiltered": {}, "filtered": {"plain": alone}}),
+            by=["first-time"], quantiles=2, setting="filtered",
+        )  # fmt: skip
+    with pytest.raises(UserError, match="there are no ranks all items"):
+        stratified(by_hand(ranks={"unfiltered": {"bft": alone}}), by=["first-time"], quantiles=2, setting="unfiltered")
     with pytest.raises(UserError, match="unknown metric 'auc@10'"):
         stratified(by_hand(), by=["first-time"], metrics=["auc@10"], quantiles=2, setting="unfiltered")
 
