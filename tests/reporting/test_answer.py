@@ -119,6 +119,8 @@ def test_an_end_of_the_interval_that_rounds_to_zero_keeps_its_side():
 def test_a_baseline_of_zero_is_compared_in_the_metrics_own_unit():
     said = say([0.0, 0.0, 0.0], [0.01, 0.012, 0.011])
     assert "+0.0110 NDCG@10" in said and "interval +0.0085 to +0.0135" in said and "%, 3 seeds" not in said
+    neither = say([0.0] * 3, [0.0] * 3)
+    assert "No difference" in neither and "0.0 % NDCG@10 (all items), 95 % interval 0.0 to 0.0 %" in neither
 
 
 @pytest.mark.parametrize("num_arms", [1, 3])
@@ -132,6 +134,6 @@ def test_several_arms_are_adjusted_and_the_p_alone_is_said_too(num_arms):
 
 def test_what_could_have_been_found_is_said_of_the_test_that_it_holds_for():
     found = finding(BASE, BASE + np.random.default_rng(1).normal(0, 0.002, 10))
-    (one,), several = answers([(found, found.seeds.p_t)], "ml-1m"), answers([(found, 1.0)] * 3, "ml-1m")
+    (one,), several = answers([(found, found.seeds.p_t)], "ml-1m"), answers([(found, 1.0)] * 2, "ml-1m")
     assert one.endswith("with 80 % power.")
     assert all(said.endswith("with 80 % power by a test alone, without Holm's adjustment.") for said in several)
