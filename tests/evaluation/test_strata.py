@@ -22,7 +22,7 @@ def test_item_strata_take_their_edges_from_items_not_from_users():
 
 
 def test_bounds_reach_to_the_ends_of_items_and_users_alike():
-    assert item_frequency([1, 9], np.arange(1, 11)).bounds == ("1-2", "9-10")
+    assert item_frequency([2, 9], np.arange(1, 11)).bounds == ("1-2", "9-10")
     assert item_frequency([0, 20], np.arange(1, 11)).bounds == ("0-2", "9-20")
 
 
