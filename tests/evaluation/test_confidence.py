@@ -174,6 +174,12 @@ def test_resamples_draw_as_many_users_as_there_are_and_depend_on_the_seed_alone(
     assert means.mean() == pytest.approx(3, abs=0.15) and interval(means)[0] < 3 < interval(means)[1]
 
 
+def test_an_interval_leaves_out_a_fortieth_at_either_end_and_resamples_without_a_value():
+    values = np.random.default_rng(0).permutation(np.arange(1001.0))
+    assert interval(values) == interval(np.append(values, [np.nan] * 500)) == [25, 975]
+    assert interval(np.full(3, np.nan)) is None
+
+
 def test_the_curve_of_many_users_has_a_hundred_points_and_ends_at_the_whole():
     rng = np.random.default_rng(0)
     hit = rng.random(1234) < 0.2
