@@ -136,4 +136,5 @@ def test_equal_arms_reject_at_the_level_in_strata_too():
 def test_a_seed_interval_is_students():
     values = [0.1, 0.2, 0.25]
     assert seed_interval(values) == pytest.approx(stats.t.interval(0.95, 2, np.mean(values), stats.sem(values)))
+    assert seed_interval([0.1, 0.3]) == pytest.approx(stats.t.interval(0.95, 1, 0.2, 0.1))
     assert seed_interval([0.1]) is None
