@@ -91,6 +91,7 @@ def test_discount_and_decay_scale_precision_up_to_the_cap(lam, delta, rate):
     assert discount_precision(precision, delta).item() == pytest.approx(min(delta * lam, 100))
     found = decay_precision(precision, torch.tensor(rate, dtype=torch.float64), cap=50.0)
     assert found.item() == pytest.approx(min(lam / math.exp(rate), 50))
+    assert decay_precision(precision, torch.tensor(-20.0)).item() == 100
 
 
 def test_a_rate_of_zero_changes_nothing_and_both_pass_gradcheck():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recbft.core import (
@@ -56,8 +56,8 @@ def test_nothing_read_means_no_precision():
 
 
 def test_naive_reml_is_capped_for_one_observation_and_vanishing_residuals():
-    S, n = tensor([0.0, 2.0], [0.0, 2.0]), tensor(1.0, 5.0)
-    expected = tensor([100.0, 100.0], [100.0, 2.0])
+    S, n = tensor([0.0, 2.0], [0.0, 2.0], [0.0, 2.0]), tensor(1.0, 1.5, 5.0)
+    expected = tensor([100.0, 100.0], [100.0, 0.25], [100.0, 2.0])
     torch.testing.assert_close(reml_naive_precision(S, n), expected)
 
 
@@ -66,6 +66,12 @@ def test_projected_precision_is_the_variance_through_the_squared_weights():
     precision, weight = torch.rand(5, 4).double() + 0.5, torch.randn(3, 4).double()
     variance = torch.stack([torch.diag(weight @ torch.diag(1 / p) @ weight.T) for p in precision])
     torch.testing.assert_close(projected_precision(precision, weight, cap=1e9), 1 / variance, rtol=1e-9, atol=0)
+
+
+def test_a_coordinate_of_which_nothing_is_known_tells_on_the_outputs_that_read_it_alone():
+    precision = tensor([[0.5, 0.0], [0.2, 0.1], [0.0, 0.0]])  # (B, T, D) as a layer has it
+    found = projected_precision(precision, tensor([2.0, 0.0], [1.0, 1.0]))
+    torch.testing.assert_close(found, tensor([[1 / 8, 0.0], [1 / 20, 1 / 15], [0.0, 0.0]]), rtol=1e-9, atol=1e-9)
 
 
 # Update -----------------------------------------------------------------------------------------
@@ -152,6 +158,8 @@ def test_gelu_slope_is_the_derivative():
 
 
 @given(lam=positive, J=st.floats(-3, 3), Q=st.floats(0, 10))
+@example(lam=2.0, J=-1.0, Q=0.0)
+@example(lam=2.0, J=-0.95, Q=0.3)
 def test_prediction_adds_the_noise_to_the_stretched_variance(lam, J, Q):
     found = predict_precision(tensor(lam), tensor(J), tensor(Q), cap=1e9).item()
     assert found == pytest.approx(1 / (max((1 + J) ** 2, 0.01) / lam + Q), rel=1e-9)
@@ -162,8 +170,9 @@ def test_prediction_without_slope_or_noise_changes_nothing_but_the_cap():
     assert torch.equal(predict_precision(lam, 0.0, 0.0), tensor(0.5, 1.0, 99.0, 100.0))
 
 
-def test_process_noise_starts_small():
+def test_process_noise_is_a_share_of_its_scale_that_starts_small():
     assert process_noise(tensor(-9.0), 1.0).item() == pytest.approx(math.log1p(math.exp(-9)))
+    assert process_noise(tensor(-9.0), 3.0).item() == pytest.approx(3 * math.log1p(math.exp(-9)))
 
 
 @pytest.mark.parametrize("seed", range(2))

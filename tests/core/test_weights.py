@@ -10,12 +10,15 @@ import torch
 from recbft.core import (
     MAX_TOKENS,
     SequenceContext,
+    SiluMoments,
     delta_precision,
     design_effect_precision,
     effective_sample_size,
     key_variance,
     per_dimension_weights,
+    projected_precision,
     propagated_variance,
+    reml_naive_precision,
     reml_precision,
     residual_variance,
     sandwich_precision,
@@ -195,6 +198,33 @@ def test_design_effect_for_one_key_is_the_prior_alone_and_sandwich_the_cap():
     assert (sandwich_precision(weight_sums(a, v, context), cap=40.0)[:, :, 0] == 40).all()
 
 
+def test_no_rounding_makes_a_variance_negative():
+    g = torch.Generator().manual_seed(10)
+    weights = torch.rand(B, H, T, T - 1, generator=g).softmax(-1)
+    v = torch.full((B, H, T, K), 7.3)
+    v[:, :, 0] = 0  # the first token, from which values are counted, is not read
+    context = SequenceContext(torch.zeros(B, T).long(), torch.arange(T).expand(B, T))
+    none = residual_variance(torch.nn.functional.pad(weights, (1, 0)), v, context)
+    assert (none >= 0).all() and (none < 1e-4).all()
+
+
+@pytest.mark.parametrize("known", [{}, {"cap": 3.0}])
+def test_every_estimate_ends_at_the_cap_a_hundred_unless_another_is_given(known):
+    surely, n = torch.full((2, 5), 1e-9).double(), torch.full((2,), 3.0).double()
+    prior = {"prior_scale": 1e-6}
+    sums = SiluMoments(surely * 0, n / 3, n / 3, surely * 0, surely)
+    estimates = (
+        reml_precision(surely, n, **prior, **known),
+        reml_naive_precision(surely, n, **known),
+        sandwich_precision(sums, **known),
+        delta_precision(surely, **known),
+        design_effect_precision(surely, n, **prior, **known),
+        projected_precision(1 / surely, torch.eye(5).double(), **known),
+    )
+    for estimate in estimates:
+        torch.testing.assert_close(estimate, torch.full_like(estimate, known.get("cap", 100.0)))
+
+
 def test_a_shift_of_the_values_moves_no_estimate():
     q, k, v, precision, _ = drawn(9)
     a, context = softmax_weights(q, k, context_of()), context_of()
@@ -208,3 +238,5 @@ def test_rows_too_long_for_weights_per_dimension_are_refused():
     context = SequenceContext(torch.zeros(1, MAX_TOKENS + 1).long(), torch.arange(MAX_TOKENS + 1)[None])
     with pytest.raises(ValueError, match=r"per-dimension weights of 65 tokens .* at most 64 tokens are taken"):
         per_dimension_weights(long, long, context, log_precision=torch.zeros(1, MAX_TOKENS + 1, 2))
+    longest, context = long[:, :, 1:], SequenceContext(context.segment[:, 1:], context.position[:, 1:])
+    assert per_dimension_weights(longest, longest, context, log_precision=torch.zeros(1, MAX_TOKENS, 2)).shape[-1] == 64
