@@ -81,7 +81,7 @@ def reml_precision(
 def reml_naive_precision(residual_variance: Tensor, effective_sample_size: Tensor, *, cap: float = 100.0) -> Tensor:
     """Equation (2), for study: the cap where n = 1 or the residuals vanish. Shapes as above."""
     size = effective_sample_size[..., None]
-    precision = (size - 1).clamp(min=0) / (residual_variance + epsilon_of(residual_variance))
+    precision = (size - 1) / (residual_variance + epsilon_of(residual_variance))
     alone = size - 1 <= 1e-6
     return torch.where(alone, torch.full_like(precision, cap), precision.clamp(max=cap)) * (size > 0)
 
@@ -107,7 +107,7 @@ def sandwich_precision(moments: SiluMoments, *, cap: float = 100.0, centre: str 
     total = moments.weight_sum[..., None]
     denominator = torch.maximum(total.square(), 1e-6 * squares + 1e-12)
     m = moments.mean * (total / denominator) if centre == "root" else moments.mean
-    spread = (moments.square_second - 2 * m * moments.square_mean + m.square() * squares).clamp(min=0)
+    spread = moments.square_second - 2 * m * moments.square_mean + m.square() * squares
     # The cap is put on the variance, so that a vanishing spread has no infinite gradient.
     return (spread / denominator).clamp(min=1 / cap).reciprocal() * (squares > 0)
 
