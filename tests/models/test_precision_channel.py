@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from recbft.core import kalman_update
+from recbft.core import SequenceContext, ffn_jacobian, kalman_update
 from recbft.errors import RunError
+from recbft.models import CoreConfig
+from recbft.models.precision_channel import LayerPrecision
 
 # Starting values -------------------------------------------------------------------------------------
 
@@ -91,6 +93,7 @@ def test_what_is_learned_of_an_item_counts_by_how_often_it_was_seen(lab):
     learned = model.item_precision(items, model.item_embedding(items))
     learned.sum().backward()
     assert torch.isfinite(learned).all() and learned[0] == before[0]
+    torch.testing.assert_close((learned / before).log()[1:, 0], torch.full((3,), 4.0))  # 55 times, never beyond
 
 
 # The precision channel --------------------------------------------------------------------------------
@@ -129,6 +132,57 @@ def test_running_means_are_updated_in_training_and_in_training_alone(lab, varian
         expected |= {"mean_jacobian"} if with_jacobian else set()
         expected |= {"mean_precision"} if model.core.prior_scale == "per_layer" else set()
     assert changed == expected
+
+
+def test_a_scale_per_layer_follows_the_mean_of_the_precision_that_came_in_before():
+    core = CoreConfig(prior_scale="per_layer", initial_gain=0.8)
+    layer = LayerPrecision(core, hidden_size=4, head_width=2).double().train()
+    context = SequenceContext(torch.tensor([[0, 0, -1], [1, 2, 2]]), torch.tensor([[0, 1, 0], [0, 0, 1]]))
+    incoming = torch.rand(3, 2, 3, 4).double() + 0.5
+    means = [each[context.valid].mean() for each in incoming]
+    with torch.no_grad():
+        layer.log_kappa.fill_(0.3)
+    mean = torch.tensor(1.0).double()
+    for number, each in enumerate(incoming):
+        found = layer.prior(each, context)
+        torch.testing.assert_close(found, math.exp(0.3) * (2 * 2 * 0.2 / 0.8) * each / mean)
+        mean = means[0] if number == 0 else 0.99 * mean + 0.01 * means[number]
+        torch.testing.assert_close(layer.mean_precision, mean)
+        layer.predict(found, torch.zeros(()))  # an update is over
+    extreme = layer.eval().prior(incoming[0] * torch.tensor([1e-9, 1.0, 1.0, 1e9]), context)
+    assert (extreme[..., 0] == 1e-3).all() and (extreme[..., 3] == 100).all()
+
+
+@pytest.mark.parametrize("propagation", ["jacobian", "discount", "decay"])
+def test_a_layer_adds_little_noise_at_the_start_and_keeps_precision_above_a_thousandth(propagation):
+    core = CoreConfig(**({"q_max": 2.0} if propagation == "jacobian" else {"propagation": propagation}))
+    layer = LayerPrecision(core, hidden_size=4, head_width=2).double()
+    precision = torch.tensor([1e-3, 1.0, 30.0, 1e3]).double()
+    start = layer.predict(precision, torch.zeros(()).double())
+    if propagation == "jacobian":
+        noise = 2 * math.log1p(math.exp(-9))
+        torch.testing.assert_close(start, (1 / (1 / precision + noise)).clamp(1e-3, 100))
+    (parameter,) = layer.parameters()
+    with torch.no_grad():
+        parameter.fill_({"jacobian": 1e4, "discount": -20.0, "decay": 20.0}[propagation])
+    assert (layer.predict(precision, torch.zeros(()).double())[:3] == 1e-3).all()
+
+
+def test_where_only_the_mean_jacobian_is_wanted_every_fourth_row_makes_it():
+    layer = LayerPrecision(CoreConfig(jacobian="exact"), hidden_size=4, head_width=2, is_last=True).double().train()
+    segment = torch.tensor([[0, 0, -1], *([[1, 1, 1]] * 5)])
+    context = SequenceContext(segment, torch.arange(3).expand(6, 3))
+    w1, w2 = torch.randn(5, 4).double(), torch.randn(4, 5).double()
+    mean = torch.zeros(4).double()
+    for number in range(3):
+        a = torch.randn(6, 3, 5).double()
+        hidden, found = layer.activate(a, w1, w2, context)
+        torch.testing.assert_close(hidden, torch.nn.functional.gelu(a))
+        torch.testing.assert_close(found, mean)  # as it stood before this batch
+        new = ffn_jacobian(torch.cat([a[0, :2], a[4]]), w1, w2).mean(dim=0)
+        mean = new if number == 0 else 0.99 * mean + 0.01 * new
+        torch.testing.assert_close(layer.mean_jacobian, mean)
+        layer.predict(torch.ones(6, 3, 4).double(), found)
 
 
 def test_the_running_jacobian_is_the_mean_over_real_tokens_only(lab):
