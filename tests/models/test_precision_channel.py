@@ -78,6 +78,19 @@ def test_initial_precision_starts_as_its_formula_says(lab, initial, expected):
     torch.testing.assert_close(found, expected(quantiles, 2 * (lab.D / 2) / 9), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("initial", ["uniform", "table", "count", "hybrid", "credibility", "empirical_bayes"])
+def test_no_item_starts_above_the_largest_precision_nor_below_a_thousandth(lab, initial):
+    counts = torch.tensor([0, 0, 1, *[3] * 9, 400])
+    for lam_max in (0.25, 100.0):
+        model = lab.build("bft", core={"initial": initial, "lam_max": lam_max}, counts=counts)
+        items = torch.arange(1, lab.V + 1)
+        with torch.no_grad():
+            for parameter in model.item_precision.parameters():
+                parameter.sub_(30.0)
+            found = model.item_precision(items, model.item_embedding(items))
+        assert found.min() >= 1e-3 and found.max() <= lam_max
+
+
 def test_what_is_learned_of_an_item_counts_by_how_often_it_was_seen(lab):
     counts = torch.tensor([0, 0, 100, 300, 10**9])
     model = lab.build("bft", core={"initial": "credibility", "lam_max": 1e6}, counts=counts)
@@ -138,8 +151,9 @@ def test_a_scale_per_layer_follows_the_mean_of_the_precision_that_came_in_before
     core = CoreConfig(prior_scale="per_layer", initial_gain=0.8)
     layer = LayerPrecision(core, hidden_size=4, head_width=2).double().train()
     context = SequenceContext(torch.tensor([[0, 0, -1], [1, 2, 2]]), torch.tensor([[0, 1, 0], [0, 0, 1]]))
-    incoming = torch.rand(3, 2, 3, 4).double() + 0.5
+    incoming = (torch.rand(3, 2, 3, 4).double() + 0.5).requires_grad_()
     means = [each[context.valid].mean() for each in incoming]
+    assert layer.log_kappa == 0
     with torch.no_grad():
         layer.log_kappa.fill_(0.3)
     mean = torch.tensor(1.0).double()
@@ -148,6 +162,7 @@ def test_a_scale_per_layer_follows_the_mean_of_the_precision_that_came_in_before
         torch.testing.assert_close(found, math.exp(0.3) * (2 * 2 * 0.2 / 0.8) * each / mean)
         mean = means[0] if number == 0 else 0.99 * mean + 0.01 * means[number]
         torch.testing.assert_close(layer.mean_precision, mean)
+        assert not layer.mean_precision.requires_grad
         layer.predict(found, torch.zeros(()))  # an update is over
     extreme = layer.eval().prior(incoming[0] * torch.tensor([1e-9, 1.0, 1.0, 1e9]), context)
     assert (extreme[..., 0] == 1e-3).all() and (extreme[..., 3] == 100).all()
@@ -166,6 +181,71 @@ def test_a_layer_adds_little_noise_at_the_start_and_keeps_precision_above_a_thou
     with torch.no_grad():
         parameter.fill_({"jacobian": 1e4, "discount": -20.0, "decay": 20.0}[propagation])
     assert (layer.predict(precision, torch.zeros(()).double())[:3] == 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    ("is_last", "jacobian", "in_evaluation", "training", "evaluating"),
+    [
+        (False, "exact", "running_mean", "each", "mean"),
+        (False, "low_rank", "low_rank", "each", "each"),
+        (False, "running_mean", "exact", "mean", "each"),
+        (False, "exact", "off", "each", "none"),
+        (False, "off", "off", "none", "none"),
+        (True, "exact", "exact", "mean", "each"),  # no score depends on what the last layer predicts
+        (True, "low_rank", "running_mean", "mean", "mean"),
+        (True, "off", "exact", "none", "each"),
+    ],
+)
+def test_each_phase_has_the_jacobian_that_was_asked_for_it(is_last, jacobian, in_evaluation, training, evaluating):
+    core = CoreConfig(jacobian=jacobian, jacobian_in_evaluation=in_evaluation)
+    layer = LayerPrecision(core, hidden_size=4, head_width=2, is_last=is_last).double()
+    layer.mean_jacobian.fill_(0.7)
+    context = SequenceContext(torch.zeros(1, 3).long(), torch.arange(3)[None])
+    a, w1, w2 = torch.randn(1, 3, 5).double(), torch.randn(5, 4).double(), torch.randn(4, 5).double()
+    each = ffn_jacobian(a, w1, w2)  # of 4 coordinates, so that rank 16 is exact
+    expected = {"each": each, "mean": torch.full((4,), 0.7).double(), "none": torch.zeros(()).double()}
+    for phase, asked in ((True, training), (False, evaluating)):
+        layer.train(phase)
+        wanted = asked == "each" or (phase and asked == "mean")  # in training the mean is made of it
+        assert layer.needs_jacobian == wanted
+        layer.mean_jacobian.fill_(0.7)
+        torch.testing.assert_close(layer.activate(a, w1, w2, context)[1], expected[asked])
+        layer.mean_jacobian.fill_(0.7)
+        torch.testing.assert_close(layer.take(each if wanted else None, context), expected[asked])
+
+
+@pytest.mark.parametrize("jacobian", ["exact", "low_rank"])
+@pytest.mark.parametrize("detach", [False, True])
+def test_the_slope_passes_gradients_to_what_it_is_taken_at_unless_detached_and_none_to_the_weights(jacobian, detach):
+    core = CoreConfig(jacobian=jacobian, jacobian_detach=detach)
+    layer = LayerPrecision(core, hidden_size=4, head_width=2).double().train()
+    context = SequenceContext(torch.zeros(1, 3).long(), torch.arange(3)[None])
+    a, w1, w2 = (torch.randn(size).double().requires_grad_() for size in ((1, 3, 5), (5, 4), (4, 5)))
+    own = ffn_jacobian(a, w1, w2)
+    for found in (
+        layer.activate(a, w1, w2, context)[1],
+        layer.take(ffn_jacobian(a, w1.detach(), w2.detach()), context),
+    ):
+        torch.testing.assert_close(found, own)
+        assert found.requires_grad == (not detach)
+        if not detach:
+            gradients = torch.autograd.grad(found.square().sum(), (a, w1, w2), allow_unused=True)
+            expected = torch.autograd.grad(own.square().sum(), a, retain_graph=True)[0]
+            torch.testing.assert_close(gradients[0], expected)
+            assert gradients[1] is None and gradients[2] is None
+
+
+def test_factors_of_the_jacobian_are_brought_up_to_date_where_they_are():
+    layer = LayerPrecision(CoreConfig(jacobian_in_evaluation="low_rank"), hidden_size=4, head_width=2).double().eval()
+    context = SequenceContext(torch.zeros(1, 3).long(), torch.arange(3)[None])
+    places = set()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        a, w1, w2 = (torch.randn(*size, generator=generator).double() for size in ((1, 3, 5), (5, 4), (4, 5)))
+        layer.refresh(w1, w2)
+        torch.testing.assert_close(layer.activate(a, w1, w2, context)[1], ffn_jacobian(a, w1, w2))
+        places.add(tuple(factor.data_ptr() for factor in layer.factors))  # where a captured step reads them
+    assert len(places) == 1
 
 
 def test_where_only_the_mean_jacobian_is_wanted_every_fourth_row_makes_it():
