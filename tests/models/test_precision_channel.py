@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from recbft.core import SequenceContext, ffn_jacobian, kalman_update
+from recbft.core import (
+    SequenceContext,
+    ffn_jacobian,
+    gelu_slope,
+    jacobian_factors,
+    kalman_update,
+    low_rank_jacobian,
+)
 from recbft.errors import RunError
 from recbft.models import CoreConfig
 from recbft.models.precision_channel import LayerPrecision
@@ -168,6 +175,13 @@ def test_a_scale_per_layer_follows_the_mean_of_the_precision_that_came_in_before
     assert (extreme[..., 0] == 1e-3).all() and (extreme[..., 3] == 100).all()
 
 
+def test_what_is_remembered_of_one_token_is_that_token():
+    layer = LayerPrecision(CoreConfig(prior_scale="per_layer"), hidden_size=4, head_width=2).double().train()
+    incoming = torch.rand(1, 3, 4).double() + 0.5
+    layer.prior(incoming, SequenceContext(torch.tensor([[-1, -1, 0]]), torch.zeros(1, 3).long()))
+    torch.testing.assert_close(layer.mean_precision, incoming[0, 2].mean())
+
+
 @pytest.mark.parametrize("propagation", ["jacobian", "discount", "decay"])
 def test_a_layer_adds_little_noise_at_the_start_and_keeps_precision_above_a_thousandth(propagation):
     core = CoreConfig(**({"q_max": 2.0} if propagation == "jacobian" else {"propagation": propagation}))
@@ -212,6 +226,19 @@ def test_each_phase_has_the_jacobian_that_was_asked_for_it(is_last, jacobian, in
         torch.testing.assert_close(layer.activate(a, w1, w2, context)[1], expected[asked])
         layer.mean_jacobian.fill_(0.7)
         torch.testing.assert_close(layer.take(each if wanted else None, context), expected[asked])
+
+
+@pytest.mark.parametrize(("jacobian", "is_last"), [("exact", False), ("low_rank", False), ("low_rank", True)])
+def test_a_low_rank_is_had_where_it_was_asked_for_whatever_the_other_phase_has(jacobian, is_last):
+    core = CoreConfig(jacobian=jacobian, jacobian_in_evaluation="low_rank", jacobian_rank=1)
+    layer = LayerPrecision(core, hidden_size=4, head_width=2, is_last=is_last).double()
+    context = SequenceContext(torch.zeros(1, 3).long(), torch.arange(3)[None])
+    a, w1, w2 = torch.randn(1, 3, 5).double(), torch.randn(5, 4).double(), torch.randn(4, 5).double()
+    low = low_rank_jacobian(gelu_slope(a), *jacobian_factors(w1, w2, 1))
+    torch.testing.assert_close(layer.eval().activate(a, w1, w2, context)[1], low)
+    layer.train().activate(a, w1, w2, context)
+    in_training = low if jacobian == "low_rank" else ffn_jacobian(a, w1, w2)
+    torch.testing.assert_close(layer.mean_jacobian, in_training[0].mean(dim=0))
 
 
 @pytest.mark.parametrize("jacobian", ["exact", "low_rank"])
