@@ -8,11 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recbft.core import gelu_slope
+from recbft.core import Belief, SequenceContext, gelu_slope, kalman_update, predict_precision, process_noise
 from recbft.errors import UserError
+from recbft.mixers import SoftmaxAttention
 from recbft.mixers.penalty import take_penalties
+from recbft.models import CoreConfig
+from recbft.models.block import Block
 from recbft.models.fuzzy_moe import FuzzyMoE, FuzzyMoEConfig, load_imbalance
 from recbft.models.label_smoothing import smoothing_term
+from recbft.models.precision_channel import LayerPrecision
 
 D, INNER, E, R = 6, 10, 4, 3
 
@@ -80,6 +84,27 @@ def test_the_jacobian_is_the_diagonal_of_autograd_s_where_gates_are_fixed():
 
     jacobian = torch.autograd.functional.jacobian(output, x[0, 0])
     torch.testing.assert_close(found.jacobian[0, 0], jacobian.diagonal())
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_layer_with_experts_adds_their_mixture_and_predicts_through_its_slope(tracked):
+    core = CoreConfig(jacobian="exact", jacobian_in_evaluation="exact")
+    precision = LayerPrecision(core, hidden_size=D, head_width=D // 2) if tracked else None
+    mixer = SoftmaxAttention(D, 2, estimator="reml" if tracked else None)
+    shape = {"hidden_size": D, "inner_size": INNER, "dropout": 0.0, "norm_eps": 1e-8}
+    block = Block(mixer, precision, **shape, moe=moe()).double().eval()
+    context = SequenceContext(torch.tensor([[0] * 5, [1] * 3 + [-1] * 2]), torch.tensor([[0, 1, 2, 3, 4]] * 2))
+    before = Belief(drawn(), torch.full((2, 5, D), 3.0).double())
+    found = block(before, context, 1.0)
+    observed = mixer(block.norm_mixer(before.mean), before.precision if tracked else None, context)
+    updated = kalman_update(before, *observed)[0] if tracked else Belief(before.mean + observed.innovation, 3.0)
+    predicted = block.moe(block.norm_ffn(updated.mean), context.valid, with_jacobian=True)
+    torch.testing.assert_close(found.mean, updated.mean + predicted.output)
+    expected = before.precision
+    if tracked:
+        noise = process_noise(precision.noise_logits, 1.0)
+        expected = predict_precision(updated.precision, predicted.jacobian, noise)
+    torch.testing.assert_close(found.precision, expected)
 
 
 def test_load_imbalance_by_hand():

@@ -134,6 +134,19 @@ def test_binary_losses_draw_every_item_but_the_target(name, monkeypatch):
         assert (counts > 0).sum() == V - 1 and counts.max() < 2 * 600 / (V - 1)
 
 
+@pytest.mark.parametrize(("name", "known"), [("sampled_softmax", {}), ("bce", {}), ("gbce", {"gbce_t": 0.75})], ids=str)
+def test_a_loss_draws_as_many_as_its_authors_unless_told_otherwise(name, known):
+    items = 2000
+    states, weight = torch.randn(N, D).double(), torch.randn(items, D).double()
+    target, counts = torch.arange(N), torch.ones(items + 1)
+    number = {"sampled_softmax": 512, "bce": 1, "gbce": 256}[name]
+    values = []
+    for settings in ({}, {"num_negatives": number, **known}):
+        torch.manual_seed(0)
+        values.append(loss_of(name, counts, **settings)(states, weight, None, target))
+    assert torch.equal(*values)
+
+
 def test_draws_come_from_the_default_generator():
     states, weight, _, target = problem()
     for name in ("sampled_softmax", "bce", "gbce"):
