@@ -309,6 +309,8 @@ def test_long_wide_and_deep_backbones_work():
         ),
         ("sasrec", {"num_negatives": 5}, "num_negatives has no effect with loss 'ce'; leave it out or choose loss"),
         ("sasrec", {"loss": "bce", "negatives": "in_batch"}, "negatives has no effect with loss 'bce'"),
+        ("sasrec", {"loss": "bce", "num_negatives": 0}, "num_negatives is 0; give a whole number >= 1"),
+        ("sasrec", {"loss": "gbce", "gbce_t": 1.25}, "gbce_t is 1.25; give a number >= 0 and <= 1"),
         ("hstu", {"loss": "bce", "gbce_t": 0.5}, "gbce_t has no effect with loss 'bce'"),
         ("hstu", {"loss": "bpr"}, "loss is 'bpr'"),
         ("bert4rec", {"n_heads": 3}, "n_heads is 3, which does not divide hidden_size 64"),

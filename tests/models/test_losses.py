@@ -64,6 +64,18 @@ def test_the_drawn_sum_of_sampled_softmax_is_unbiased(negatives):
     assert total / 3000 == pytest.approx(float(exact.sum() - exact[4]), rel=0.03)
 
 
+def test_sampled_softmax_is_its_definition_with_each_negative_by_how_often_it_was_expected():
+    states, weight, _, target = problem(1)
+    negatives, expected = torch.tensor([3, 0, 7, 3]), torch.tensor([0.5, 2.0, 3.0, 0.5]).double()
+    total = 0.0
+    for n in range(N):
+        scores = (weight @ states[n]).exp()
+        drawn = sum(scores[j] / e for j, e in zip(negatives, expected, strict=True) if j != target[n])
+        total = total - (scores[target[n]] / (scores[target[n]] + drawn)).log()
+    found = sampled_softmax(states, weight, target, negatives, expected.log())
+    torch.testing.assert_close(found, total / N)
+
+
 def test_sampled_softmax_does_not_count_the_target_among_its_negatives():
     states, weight, _, target = problem()
     hits = sampled_softmax(states[:1], weight, target[:1], target[:1].repeat(3), torch.zeros(3, dtype=torch.float64))
@@ -145,6 +157,34 @@ def test_a_loss_draws_as_many_as_its_authors_unless_told_otherwise(name, known):
         torch.manual_seed(0)
         values.append(loss_of(name, counts, **settings)(states, weight, None, target))
     assert torch.equal(*values)
+
+
+def test_smoothed_labels_make_torch_s_smoothed_cross_entropy():
+    states, weight, bias, target = problem(2)
+    loss = loss_of("ce")
+    loss.label_smoothing = 0.2
+    expected = F.cross_entropy(states @ weight.T + bias, target, label_smoothing=0.2)
+    torch.testing.assert_close(loss(states, weight, bias, target), expected)
+
+
+@pytest.mark.parametrize(("name", "beta"), [("bce", 1.0), ("gbce", 0.3 * (0.75 * (1 - 1 / 0.3) + 1 / 0.3))])
+def test_only_the_calibrated_loss_weighs_its_target(name, beta):
+    states, weight, _, target = problem(3)
+    loss = loss_of(name, num_negatives=3)
+    torch.manual_seed(4)
+    found = loss(states, weight, None, target)
+    torch.manual_seed(4)
+    drawn = torch.randint(V - 1, (N, 3))
+    drawn = torch.where(drawn >= target[:, None], drawn + 1, drawn)
+    torch.testing.assert_close(found, binary_cross_entropy(states, weight, target, drawn, beta=beta))
+
+
+def test_of_two_items_the_other_one_is_the_negative():
+    states, weight = torch.randn(N, D).double(), torch.randn(2, D).double()
+    target = torch.tensor([0, 1, 1, 0, 1, 0, 0])
+    for loss in (loss_of("bce", torch.ones(3)), loss_of("gbce", torch.ones(3), num_negatives=1)):
+        found = loss(states, weight, None, target)
+        torch.testing.assert_close(found, binary_cross_entropy(states, weight, target, 1 - target[:, None]))
 
 
 def test_draws_come_from_the_default_generator():
