@@ -84,6 +84,8 @@ def test_the_jacobian_is_the_diagonal_of_autograd_s_where_gates_are_fixed():
 
     jacobian = torch.autograd.functional.jacobian(output, x[0, 0])
     torch.testing.assert_close(found.jacobian[0, 0], jacobian.diagonal())
+    weights = [expert.weight for expert in model.outer]  # constants of the slope, as in a plain layer
+    assert not any(torch.autograd.grad(found.jacobian.sum(), weights, allow_unused=True))
 
 
 @pytest.mark.parametrize("tracked", [False, True])
@@ -195,6 +197,21 @@ def test_more_choices_than_experts_are_refused():
         FuzzyMoEConfig(experts=4, experts_per_token=1)
     with pytest.raises(UserError, match="experts is 1; give a whole number >= 2"):
         FuzzyMoEConfig(experts=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"experts_per_token": 3}, "experts_per_token has no effect without experts"),
+        ({"load_balance": 0.5}, "load_balance has no effect without experts"),
+        ({"experts": 4, "gate_regimes": 1}, "gate_regimes is 1; give a whole number >= 2"),
+        ({"experts": 4, "gate_regimes": 5, "gate_width": 4}, "gate_width is 4; give a whole number >= 5"),
+        ({"experts": 4, "load_balance": -0.1}, "load_balance is -0.1; give a number >= 0"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused_with_what_to_give(settings, message):
+    with pytest.raises(UserError, match=message):
+        FuzzyMoEConfig(**settings)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
