@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 from recbft.core import Belief, SequenceContext
 from recbft.core.readers import Readers
-from recbft.core.regimes import block_table
+from recbft.core.regimes import block_table, standardised_bias
 from recbft.kernels import cross_entropy, dispatch, filter_step, memory, robust_filter, silu_moments, softmax_moments
 from recbft.kernels.gelu import gelu_with_slope
 from recbft.kernels.robust_filter import Dynamics, Variant, read_clock
 from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.bayesian import filter_memory
+from recbft.mixers.boosted import MlpGate
 from recbft.mixers.memory_family import unfiltered_memory
 from recbft.models.losses import gathered_scores
 
@@ -123,6 +124,19 @@ def gathered(impl, states, weight):
     return gathered_scores(states, weight, TARGET.view(-1, 1).expand(-1, 2))
 
 
+GATE = MlpGate(K)
+
+
+def gated(impl, total, correction, weight, bias):
+    return functional_call(GATE, {"read.weight": weight, "read.bias": bias}, (total, correction))
+
+
+def standardised(impl, shares, scale):
+    terms = torch.linspace(-2, 3, 3 * B * T * T, dtype=shares.dtype).view(3, B, T, T).sin()
+    constants = {"mean": shares.new_tensor(0.2), "deviation": shares.new_tensor(0.7)}
+    return standardised_bias(shares, terms, **constants, limit=1.5, scale=scale)[0]
+
+
 HEADS, TOKENS, DOUBLE = (B, H, T, K), (B, T, K), (B, H, T, 2 * K)
 MECHANISMS = {
     softmax: (HEADS, HEADS, HEADS, (B, T), (1,), (1, H, T, T)),
@@ -141,6 +155,8 @@ MECHANISMS = {
     predict: (TOKENS, TOKENS, (K,)),
     gelu: (TOKENS,),
     gathered: ((6, K), (V, K)),
+    gated: (TOKENS, TOKENS, (K, 2 * K), (K,)),
+    standardised: ((3, B, T), ()),
 }
 ON_CPU = [mechanism for mechanism in MECHANISMS if mechanism is not softmax_with_reml]
 CASES = [(mechanism, "cpu") for mechanism in ON_CPU] + [
@@ -255,13 +271,14 @@ def test_beyond_one_gradient_only_the_reference_serves():
         grad(lambda x: dispatch.choose("cpu", closed, q) and x**2)(x[0])
 
 
-def test_a_curvature_is_that_of_the_reference():
-    residual, size = drawn(reml, "cpu", stacked=False)
-    found = hessian(lambda x: mixed(reml("cpu", x, size)))(residual)
+@pytest.mark.parametrize("mechanism", [reml, gathered, gated, standardised])
+def test_a_curvature_is_that_of_the_reference(mechanism):
+    first, *others = drawn(mechanism, "cpu", stacked=False)
+    found = hessian(lambda x: mixed(mechanism("cpu", x, *others)))(first)
     step = 1e-6
-    direction = torch.randn(residual.shape, generator=torch.Generator().manual_seed(1)).double()
-    sides = [alone(reml, "cpu", [residual + sign * step * direction, size])[0] for sign in (1, -1)]
-    along = torch.einsum("abcdefgh,efgh->abcd", found, direction)
+    direction = torch.randn(first.shape, generator=torch.Generator().manual_seed(1)).double()
+    sides = [alone(mechanism, "cpu", [first + sign * step * direction, *others])[0] for sign in (1, -1)]
+    along = (found.view(first.numel(), -1) @ direction.flatten()).view_as(first)
     torch.testing.assert_close(along, (sides[0] - sides[1]) / (2 * step), rtol=1e-5, atol=1e-7)
 
 

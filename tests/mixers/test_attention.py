@@ -118,8 +118,9 @@ def test_a_projected_precision_adds_variances_through_the_squared_weights():
     torch.testing.assert_close(1 / carried, (1 / found) @ projected.out.weight.square().T, rtol=1e-8, atol=1e-10)
 
 
-def test_dropping_weights_changes_the_innovation_and_not_its_precision():
-    mixer = make(estimator="reml", dropout=0.5)
+@pytest.mark.parametrize("estimator", ["reml", "reml_naive", "sandwich", "delta", "design_effect"])
+def test_dropping_weights_changes_the_innovation_and_not_its_precision(estimator):
+    mixer = make(estimator=estimator, dropout=0.5)
     x, precision = drawn()
     still, certain = mixer(x, precision, context())
     mixer.train()

@@ -312,6 +312,55 @@ def test_resets_are_the_delta_rules(design, impl):
             torch.testing.assert_close(trace.mean[b, h], S, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("design", [name for name, model in DESIGN_MODELS.items() if model.rule == "reset"])
+def test_the_observation_of_a_reset_is_its_readout_and_one_over_the_variance_after_the_write(design):
+    mixer = make_family(design, config=MemoryFamilyConfig(prior_variance=0.3)).eval()
+    batch, context = packed([6])
+    x, precision = inputs(batch)
+    with torch.no_grad():
+        mixer.log_scale.add_(torch.tensor([0.2, -0.4]))
+        innovation, found = mixer(x, precision, context, ramp=0.5)
+        q, k, v = (part[0] for part in mixer.maps(x, x))
+        a = mixer.transition(x)
+        r2 = softplus(x[0] @ mixer.observation.to_noise.weight.T + mixer.observation.noise_start)  # (T, H) or (T, D)
+        r2 = r2.view(6, H, -1).expand(6, H, K)  # a noise per head, or per column of its values
+        trusted = r2 / precision[0].mean(-1).sqrt()[:, None, None] + 1e-4
+    scale = 0.3 * torch.tensor([0.2, -0.4]).double().exp()
+    for h in range(H):
+        M = torch.zeros(K, K).double()
+        for t in range(6):
+            M = M if a is None else a[0, h, t].expand(K)[:, None] * M
+            gain = k[h, t][:, None] / (trusted[t, h] + k[h, t] @ k[h, t])  # (K, M), of lam = 1
+            M = M + gain * (v[h, t] - M.T @ k[h, t])
+            left = q[h, t] @ q[h, t] - (q[h, t] @ k[h, t]) * (q[h, t] @ gain)  # q' P q after the write, by column
+            mine = slice(h * K, (h + 1) * K)
+            torch.testing.assert_close(innovation[0, t, mine], M.T @ q[h, t], **TOLERANCE)
+            expected = 1 / (scale[h] * (left + r2[t, h] + 1e-4))
+            torch.testing.assert_close(found[0, t, mine], expected.clamp(max=100), rtol=1e-6, atol=1e-9)
+
+
+def test_what_is_learned_starts_where_it_is_asked_to():
+    asked = {"retention": 0.9, "observation_noise": 0.3}
+    nothing = torch.zeros(1, 1, D).double()
+    for mixer, variance in (
+        (make_bayesian({**asked, "process_noise": 0.02}), 1 / K),
+        (make_bayesian({**asked, "transition": "scalar", "prior_variance": 0.7}), 0.7),
+        (make_bayesian({**asked, "transition": "complex_pairs"}), 1 / K),
+        (make_family("kda", config=MemoryFamilyConfig(**asked)), 1 / K),
+        (make_family("gated_deltanet", config=MemoryFamilyConfig(**asked, prior_variance=0.7)), 0.7),
+    ):
+        kept = mixer.transition(nothing)
+        torch.testing.assert_close(kept.abs(), torch.full_like(kept.abs(), 0.9), rtol=1e-6, atol=0)
+        if kept.is_complex():
+            angles = 10_000.0 ** -(torch.arange(K // 2) / (K // 2)).double()
+            torch.testing.assert_close(kept.angle()[0, :, 0], angles.expand(H, -1), rtol=1e-6, atol=0)
+        noise = mixer.observation(nothing)
+        torch.testing.assert_close(noise, torch.full_like(noise, 0.3 + 1e-4), rtol=1e-6, atol=0)
+        torch.testing.assert_close(mixer.log_scale.exp(), torch.full((H,), variance).double(), rtol=1e-6, atol=0)
+    noise = make_bayesian({"process_noise": 0.02}).process(nothing)
+    torch.testing.assert_close(noise, torch.full_like(noise, 0.02 + 1e-6), rtol=1e-6, atol=0)
+
+
 def test_the_filter_with_its_covariance_reset_is_deltanet():
     q, k, v, r2, _ = drawn()
     lam = 0.7
@@ -418,6 +467,8 @@ def test_head_widths_that_do_not_divide_are_refused(settings, message):
         (BayesianConfig, {"transition": "diag"}, "transition is 'diag'; did you mean 'diagonal'?"),
         (BayesianConfig, {"transition": "identity", "retention": 0.5}, "retention has no effect with transition 'id"),
         (BayesianConfig, {"chunk_size": 0}, "chunk_size is 0; give a whole number >= 1"),
+        (MemoryFamilyConfig, {"observation_noise": 0.0}, "observation_noise is 0.0; give a number > 0"),
+        (MemoryFamilyConfig, {"prior_variance": 0.0}, "prior_variance is 0.0; give a number > 0"),
         (MemoryFamilyConfig, {"retention": 0.0}, "retention is 0.0; give a number > 0.01 and < 1"),
     ],
 )

@@ -160,6 +160,10 @@ def test_it_starts_integrative_nearly_gaussian_and_as_the_real_part_of_the_state
     mixer = make()
     dynamics = mixer.sde()
     assert (dynamics.key_noise > dynamics.process).all()
+    starts = {"process": (0.25, 0.001), "key_noise": (0.5, 0.5), "query_noise": (0.25, 0.25)}
+    still = make(undamped_heads=1).sde()  # its last head does not decay
+    for name, start in starts.items():
+        torch.testing.assert_close(getattr(still, name), torch.tensor(start).double(), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(dynamics.dof, torch.full((H,), 4.0 * K).double())
     torch.testing.assert_close(dynamics.temperature, torch.ones(H).double())
     batch, context = packed([1])
