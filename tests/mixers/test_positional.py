@@ -171,5 +171,9 @@ def test_what_makes_no_sense_is_refused():
         make("rope", config=PositionalConfig(damping=0.1))
     with pytest.raises(UserError, match=r"frequency_base is 1.0; give a number > 1"):
         from_dict(PositionalConfig, {"frequency_base": 1.0})
+    with pytest.raises(UserError, match=r"damping is 0.0; give a number > 0"):
+        from_dict(PositionalConfig, {"damping": 0.0})
+    with pytest.raises(UserError, match=r"undamped_heads is -1; give a whole number >= 0"):
+        from_dict(PositionalConfig, {"undamped_heads": -1})
     with pytest.raises(TypeError, match="dropuot"):
         make("rope", dropuot=0.1)

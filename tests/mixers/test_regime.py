@@ -333,6 +333,22 @@ def test_memberships_below_the_entropy_floor_are_penalised_in_training_alone():
     assert mixer.memberships.centres.grad.any() and mixer.temperature_logit.grad != 0
 
 
+def test_memberships_above_the_entropy_floor_are_not_rewarded():
+    mixer = regime(entropy_floor=0.5, entropy_weight=0.5)
+    x, where = drawn()[0], context((6,), width=9)
+    with torch.no_grad():
+        mixer.memberships.log_width.fill_(9.0)  # all regimes alike
+    mixer.train()(x, None, where)
+    assert take_penalties(mixer) == 0
+
+
+def test_the_prior_starts_where_it_is_asked_to():
+    mixer = RegimeAttention(D, H, RegimeConfig(temperature=0.75, regimes=3))
+    assert mixer.temperature.item() == pytest.approx(0.75) == mixer.temperature_before.item()
+    assert mixer.log_distance.exp().item() == pytest.approx(0.2)
+    assert (mixer.alignment == 1 / 3).all()
+
+
 def test_a_state_dict_carries_all_that_is_remembered():
     mixer, other = regime(0, type2=True), regime(5, type2=True, experienced=False)
     other.load_state_dict(mixer.state_dict())
@@ -357,6 +373,11 @@ def test_more_regimes_than_positions_and_values_out_of_range_are_refused():
         RegimeConfig(temperature=2.0)
     with pytest.raises(UserError, match="width is 3; give a whole number >= 4"):
         RegimeConfig(width=3)
+    for settings in ({"regimes": 1}, {"alignment_temperature": 0.0}, {"sweeps": 0}, {"warm_in_steps": -1},
+                     {"distance_mix": 1.5}, {"entropy_floor": 1.5}, {"entropy_weight": -0.1}):  # fmt: skip
+        (name,) = settings
+        with pytest.raises(UserError, match=f"{name} is "):
+            RegimeConfig(**settings)
 
 
 def test_centres_start_as_far_from_each_other_as_random_ones_in_the_paper():
