@@ -141,7 +141,7 @@ def test_running_means_are_updated_in_training_and_in_training_alone(lab, varian
     model = lab.shaken(lab.build(variant))
     histories = lab.draw_histories(0)
     before = {name: value.clone() for name, value in model.named_buffers()}
-    lab.beliefs(model, histories, training=False)
+    lab.beliefs(model, histories, training=False, remember=True)  # of this model, not of a copy
     assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
     lab.beliefs(model, histories, training=True, remember=True)
     changed = {name.split(".")[-1] for name, value in model.named_buffers() if not torch.equal(before[name], value)}
