@@ -496,8 +496,9 @@ def test_designs_refuse_what_has_no_effect_in_them(design, config, message):
     ("changed", "message"),
     [
         ({"q": torch.zeros(1, 1, 4, 3)}, "q, k and v must agree but in width"),
-        ({"observation_noise": torch.zeros(1, 1, 4)}, "observation_noise has 0; give a variance > 0"),
-        ({"process_noise": torch.full((1, 1, 4), -0.1)}, "process_noise has -0.1; give a variance >= 0"),
+        (dict.fromkeys("qkv", torch.zeros(1, 1, 0, 5)), "a history needs at least one token, got 0"),
+        ({"observation_noise": torch.tensor([[[1.0, 0.5, 0.0, 2.0]]])}, "observation_noise has 0; give a variance > 0"),
+        ({"process_noise": torch.tensor([[[0.0, 0.3, -0.1, 0.0]]])}, "process_noise has -0.1; give a variance >= 0"),
         ({"prior_variance": 0.0}, "prior_variance has 0; give a variance > 0"),
         ({"transition": torch.ones(1, 1, 4, 2)}, "transition has 2 rows for keys of width 5; give 5 or 1"),
         ({"transition": torch.ones(1, 1, 4, 2) + 0j}, "keys of width 5 need 2.5 of them, got 2"),
