@@ -339,6 +339,18 @@ def test_the_observation_of_a_reset_is_its_readout_and_one_over_the_variance_aft
             torch.testing.assert_close(found[0, t, mine], expected.clamp(max=100), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("known", [{}, {"cap": 3.0}])
+def test_a_precision_ends_at_the_cap_a_hundred_unless_another_is_given(known):
+    surely = {"prior_variance": 1e-6}
+    batch, context = packed([3])
+    for mixer in (
+        make_bayesian(surely, **known),
+        make_family("longhorn", config=MemoryFamilyConfig(**surely), **known),
+    ):
+        found = mixer(*inputs(batch), context).precision
+        torch.testing.assert_close(found, torch.full_like(found, known.get("cap", 100.0)))
+
+
 def test_what_is_learned_starts_where_it_is_asked_to():
     asked = {"retention": 0.9, "observation_noise": 0.3}
     nothing = torch.zeros(1, 1, D).double()

@@ -347,6 +347,8 @@ def test_the_prior_starts_where_it_is_asked_to():
     assert mixer.temperature.item() == pytest.approx(0.75) == mixer.temperature_before.item()
     assert mixer.log_distance.exp().item() == pytest.approx(0.2)
     assert (mixer.alignment == 1 / 3).all()
+    assert mixer.memberships.uncertainty is None
+    assert RegimeAttention(D, H, RegimeConfig(type2=True)).memberships.uncertainty is not None
 
 
 def test_a_state_dict_carries_all_that_is_remembered():
