@@ -55,8 +55,7 @@ def softmax_moments(
     Raises:
         ValueError: unknown ``impl``, or the forced path cannot serve the call (the message says why).
     """
-    if log_decay is not None and log_decay.numel() != 1 and log_decay.shape != (q.shape[0], 1):
-        raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; give a scalar tensor, or (B, 1) per row")
+    _check_decay(q, log_decay)
     path = paths.choose(impl, q, dropout=dropout, read_by_all=context.read_by_all)
     moments: Moments = path(
         q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias
@@ -78,9 +77,15 @@ def softmax_mean(
     impl: str = "auto",
 ) -> Tensor:
     """Equation (3) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``."""
+    _check_decay(q, log_decay)
     path = paths.choose_mean(impl, q, dropout=dropout, read_by_all=context.read_by_all)
     mean: Tensor = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias)
     return mean
+
+
+def _check_decay(q: Tensor, log_decay: Tensor | None) -> None:
+    if log_decay is not None and log_decay.numel() != 1 and log_decay.shape != (q.shape[0], 1):
+        raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; give a scalar tensor, or (B, 1) per row")
 
 
 def scalar_log_precision(precision: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -162,9 +162,15 @@ def planted_reliability(dataset: Dataset, source: str | Path) -> PlantedReliabil
             return None
         items, users = (pd.read_parquet(file) for file in files)
     return PlantedReliability(
-        items=items.set_index("item_id")["reliability"].reindex(dataset.item_ids).to_numpy(np.float64),
-        users=users.set_index("user_id")["reliability"].reindex(dataset.user_ids).to_numpy(np.float64),
+        items=_reliability(items, "item_id", dataset.item_ids), users=_reliability(users, "user_id", dataset.user_ids)
     )
+
+
+def _reliability(truth: pd.DataFrame, column: str, ids: NDArray[Any]) -> NDArray[np.float64]:
+    """The reliability of each id, which may be text where the truth has numbers."""
+    known = truth.set_index(truth[column].astype(str))["reliability"]
+    found: NDArray[np.float64] = known.reindex([str(raw) for raw in ids.tolist()]).to_numpy(np.float64)
+    return found
 
 
 class _World(NamedTuple):

@@ -243,5 +243,6 @@ def test_an_unknown_or_unable_path_is_refused_with_the_reason():
         softmax_moments(q, k, v, context, impl="gpu")
     with pytest.raises(ValueError, match="moments with attention dropout are served by the reference"):
         softmax_moments(q, k, v, context, impl="cpu", dropout=0.1)
-    with pytest.raises(ValueError, match=r"log_decay has shape \(2,\); give a scalar"):
-        softmax_moments(q, k, v, context, log_decay=torch.zeros(2))
+    for attend in (softmax_moments, softmax_mean):
+        with pytest.raises(ValueError, match=r"log_decay has shape \(2,\); give a scalar"):
+            attend(q, k, v, context, log_decay=torch.zeros(2))

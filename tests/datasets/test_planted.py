@@ -27,6 +27,14 @@ def test_a_saved_data_set_has_its_truth_beside_it(small, tmp_path):
     assert found.users.tolist() == [users[user] for user in dataset.user_ids]
 
 
+def test_ids_that_became_text_have_their_truth(small, tmp_path):
+    save_synthetic(small, tmp_path / "made.parquet")
+    numbers = Dataset.from_frame(small.events, time="timestamp")
+    texts = Dataset.from_frame(small.events.astype({"user_id": str, "item_id": str}), time="timestamp")
+    one, two = (planted_reliability(dataset, tmp_path / "made.parquet") for dataset in (numbers, texts))
+    assert one.items.tolist() == two.items.tolist() and one.users.tolist() == two.users.tolist()
+
+
 def test_ids_without_truth_are_nan(small, tmp_path):
     save_synthetic(small._replace(items=small.items[small.items["item_id"] != 7]), tmp_path / "made.parquet")
     dataset = Dataset.from_frame(small.events, time="timestamp")
