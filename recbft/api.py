@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ from recbft.datasets.events import in_unit, refuse_finer
 from recbft.datasets.given_histories import Histories
 from recbft.datasets.synth import planted_reliability
 from recbft.datasets.vocabulary import Vocabulary
-from recbft.errors import RunInterruptedError, UserError
+from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.uncertainty import uncertainty
@@ -110,7 +112,7 @@ class Recommender:
         together = team(config.training)
         with fitted_folder(out) as place:
             path = together.first_does(lambda: place.path)
-            with _python_way_on(path, dataset):
+            with _python_errors(path, dataset):
                 run = session.train(config, path, dataset=dataset, progress=progress)
                 if out is None and not together.leads:  # the first process's folder goes with that process's object
                     shutil.copytree(run.path, place.path)
@@ -142,7 +144,7 @@ class Recommender:
             RunError: as in ``fit``.
         """
         _check_dataset(dataset)
-        with _python_way_on(Path(path), dataset):
+        with _python_errors(Path(path), dataset):
             session.resume(path, data_root=data_root, dataset=dataset, progress=progress)
         return cls.load(path, data_root=data_root)
 
@@ -418,13 +420,28 @@ class Recommender:
 
 
 @contextmanager
-def _python_way_on(path: Path, dataset: Dataset | None) -> Iterator[None]:
-    """Say after an interruption how a program goes on."""
+def _python_errors(path: Path, dataset: Dataset | None) -> Iterator[None]:
+    """Say after an interruption how a program goes on; what has failed lets go of its model."""
+    handled = sys.exc_info()[1]
     try:
         yield
-    except RunInterruptedError as error:
+    except (UserError, RunError) as error:
+        _let_go(error, handled)
+        if not isinstance(error, RunInterruptedError):
+            raise
         given = "" if dataset is None else ", dataset"
         raise RunInterruptedError(f"{error} (in Python: Recommender.resume({str(path)!r}{given}))") from None
+
+
+def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
+    """Empty the frames behind an error: a notebook keeps the last one, and with it all that was on the device.
+
+    Args:
+        handled: what the caller was handling already, which is not ours.
+    """
+    while error is not None and error is not handled:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _check_dataset(dataset: object) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ import recbft
 from recbft import Dataset, Recommender
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import RunError, UserError
+from recbft.models.backbone import Backbone
+from recbft.training import session
 from recbft.training.progress import Silent
 
 SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 2, "device": "cpu", "warmup_steps": 4}
@@ -140,6 +143,36 @@ def test_a_fit_that_cannot_begin_leaves_no_folder_behind(dataset, tmp_path, monk
     with pytest.raises(RunError, match=r"not finite|loss is"):
         Recommender("sasrec", **{**SMALL, "learning_rate": 1e30}).fit(dataset)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("failure", ["diverges", "is interrupted", "runs out of memory"])
+def test_an_error_that_is_kept_keeps_no_model(dataset, tmp_path, monkeypatch, failure):
+    def spy(*arguments):
+        parts = make_parts(*arguments)
+        held.extend(map(weakref.ref, (parts.model, parts.optimizer)))
+        return parts
+
+    def exhausted(model, batch):
+        raise MemoryError
+
+    def of_the_caller():
+        own = 1  # noqa: F841
+        raise ValueError
+
+    held, make_parts = [], session.make_parts
+    monkeypatch.setattr(session, "make_parts", spy)
+    settings = {**SMALL, "learning_rate": 1e30} if failure == "diverges" else SMALL
+    if failure == "runs out of memory":
+        monkeypatch.setattr(Backbone, "loss", exhausted)
+    progress = StopAfter(1) if failure == "is interrupted" else None
+    with pytest.raises(RunError) as error:
+        try:
+            of_the_caller()
+        except ValueError as handled:
+            frame = handled.__traceback__.tb_next.tb_frame
+            Recommender("sasrec", **settings).fit(dataset, out=tmp_path / "run", progress=progress)
+    assert len(held) == 2 and [ref() for ref in held] == [None, None]
+    assert error.value.__traceback__ is not None and frame.f_locals == {"own": 1}
 
 
 def test_a_run_whose_data_had_no_file_says_how_to_give_them(dataset, tmp_path):
