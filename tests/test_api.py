@@ -13,6 +13,7 @@ import sys
 import tempfile
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -398,6 +399,36 @@ def test_the_caller_s_random_state_is_left_alone(dataset, tmp_path):
     recommender.save(tmp_path / "kept")
     Recommender.load(tmp_path / "kept")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        partial(torch.device, "meta"),
+        partial(torch.autocast, "cpu", torch.bfloat16),
+    ],
+    ids=["no_grad", "inference_mode", "device", "autocast"],
+)
+def test_what_a_caller_works_within_changes_no_number(fitted, dataset, around):
+    def modes():
+        return torch.is_grad_enabled(), torch.get_default_device(), torch.is_autocast_enabled("cpu")
+
+    def answers(one):
+        lists, explained = one.recommend(histories_of(dataset), 3), one.explain(dataset.item_ids[3:9].tolist())
+        return lists, explained, one.evaluate(dataset).metrics, one.probe(dataset, samples=5)
+
+    expected = answers(fitted["bft"])
+    with around():
+        before = modes()
+        new = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+        for one in (new, Recommender.load(new.run.path)):
+            found = answers(one)
+            for frames in zip(found[:2], expected[:2], strict=True):
+                pd.testing.assert_frame_equal(*frames, check_exact=True)
+            assert found[2:] == expected[2:]
+        assert modes() == before
 
 
 def test_a_second_fit_starts_afresh(dataset):

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "version": "",
     "allocator": "",
     "forked": "",
+    "surroundings": "",
     "torchrun": "errors",
     "files": "errors",
     "config": "errors",
@@ -31,11 +32,11 @@ MAY_IMPORT = {
     "datasets": "config errors files",
     "mixers": "config core errors kernels",
     "models": "config core datasets errors kernels mixers",
-    "evaluation": "config core datasets errors files kernels mixers models version",
+    "evaluation": "config core datasets errors files kernels mixers models surroundings version",
     "run_config": "config config_file datasets errors evaluation mixers models recbole_yaml",
     # One floor with evaluation, which it reads: an epoch is judged by a validation metric.
     "training": "config config_file datasets errors evaluation files forked kernels machine mixers models run_config"
-    " torchrun version",
+    " surroundings torchrun version",
     "recommendation": "config datasets errors evaluation models",
     "explaining": "datasets errors evaluation models recommendation",
     "vectors": "datasets evaluation models recommendation",

@@ -27,6 +27,7 @@ from recbft.evaluation.metrics import KS, metrics_from_ranks
 from recbft.evaluation.protocol import headline_setting
 from recbft.evaluation.ranks import Ranks, full_ranks
 from recbft.models.contract import ItemTable, SequenceModel, read_histories
+from recbft.surroundings import set_aside
 
 IntArray = NDArray[np.int64]
 Part = Literal["validation", "test"]
@@ -138,13 +139,17 @@ def view_of(dataset: Dataset, part: str, users: IntArray | None = None) -> View:
 
 @contextmanager
 def evaluation_mode(model: SequenceModel) -> Iterator[None]:
-    """Switch dropout and the like off, and afterwards back to what each part of the model had."""
+    """Switch dropout and the like off, and afterwards back to what each part of the model had.
+
+    The caller's default device and autocast are set aside, too.
+    """
     # A model that serves has none in training: nothing of it is written, whichever threads ask.
     training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
     try:
         for module in training:
             module.training = False
-        yield
+        with set_aside():
+            yield
     finally:
         for module in training:
             module.training = True

@@ -21,6 +21,7 @@ from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.files import write_parquet
 from recbft.run_config import RunConfig, load_run_config
+from recbft.surroundings import set_aside
 from recbft.training import checkpoint
 from recbft.training.checkpoint import vocabulary_hash
 from recbft.training.run_folder import RunFolder
@@ -55,7 +56,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             "restore the file, or train again into a new folder"
         )
     weights = checkpoint.load_best(run.checkpoint)
-    with _OwnDraws():
+    with set_aside(), _OwnDraws():
         model = config.build(counts)
     try:
         model.load_state_dict(weights)

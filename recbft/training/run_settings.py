@@ -13,6 +13,7 @@ import torch
 
 from recbft.errors import UserError
 from recbft.forked import one_thread_if_forked
+from recbft.surroundings import set_aside
 from recbft.torchrun import Process, this_process
 from recbft.training.config import TrainingConfig
 
@@ -24,7 +25,8 @@ _thread = local()
 def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
     """Device, threads, determinism and random state of a run; all put back afterwards.
 
-    All of them belong to the process, so a run in another thread waits until this one is through.
+    They belong to the process, so a run in another thread waits until this one is through. What the caller works
+    within, such as ``torch.no_grad()``, is set aside.
 
     Raises:
         UserError: the device is not there.
@@ -45,7 +47,8 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
                 torch.use_deterministic_algorithms(True)
                 # Nothing here reads memory before it is written.
                 torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-            yield device
+            with set_aside(), torch.inference_mode(False), torch.enable_grad():
+                yield device
         finally:
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
