@@ -16,6 +16,10 @@ __all__ = ["Dataset", "Recommender", "__version__", "compare"]
 _PLACES = {"Dataset": "recbft.api", "Recommender": "recbft.api", "compare": "recbft.arm_comparison"}
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use, so that ``import recbft`` stays light."""
     if name == "__version__":

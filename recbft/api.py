@@ -84,6 +84,14 @@ class Recommender:
         self._vocabulary: Vocabulary | None = None
         self._protocol: dict[str, Any] = {}  # of the run: its folder may go before this object does
 
+    def __repr__(self) -> str:
+        state = (
+            "not trained"
+            if self.run is None
+            else f"trained on {self.config.data.dataset!r}, run folder {self.run.path}"
+        )
+        return f"<Recommender {self.config.model} {self.config.arm}, seed {self.config.seed}: {state}>"
+
     def fit(
         self,
         dataset: Dataset | None = None,

@@ -53,7 +53,7 @@ def histories_of(dataset, back=1):
 
 
 def test_the_package_offers_the_two_names_of_its_notebook_interface():
-    assert {"Dataset", "Recommender"} <= set(recbft.__all__)
+    assert {"Dataset", "Recommender"} <= set(recbft.__all__) <= set(dir(recbft))
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -123,6 +123,19 @@ def test_an_interrupted_fit_goes_on_as_its_message_says_as_if_nothing_had_been(d
         assert again.run.metrics == resumed.run.metrics
     finally:
         shutil.rmtree(place.parent if out is None else place)
+
+
+def test_what_a_cell_ends_with_is_told_in_a_line(fitted, dataset):
+    one = fitted["bft"]
+    assert repr(Recommender("sasrec", arm="bft", seed=3)) == "<Recommender sasrec bft, seed 3: not trained>"
+    assert repr(one) == f"<Recommender sasrec bft, seed 0: trained on 'synthetic', run folder {one.run.path}>"
+    counts = f"50 users, {dataset.num_items} items, {dataset.num_events} events"
+    assert repr(dataset) == f"<Dataset 'synthetic': {counts}, with times>"
+    assert repr(replace(dataset, times=None)) == f"<Dataset 'synthetic': {counts}, no times>"
+    told, value = repr(one.evaluate(dataset)), one.run.metrics["test"]["unfiltered"]["mrr"]
+    assert re.fullmatch(r"<Evaluation, test targets of 50 users among all items: hr@5 .*, mrr .*>", told)
+    assert f"mrr {value:.4f}" in told
+    assert "among all items but those seen: " in repr(replace(one.evaluate(dataset), filter_seen=True))
 
 
 def test_a_fit_that_is_stopped_leaves_the_one_before_it_as_it_was(dataset):

@@ -33,7 +33,7 @@ from recbft.errors import UserError
 DEFAULT_PREPARATION = Preparation()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Dataset:
     """Histories of at least 3 events; users are numbered by first appearance in the source, items in the histories.
 
@@ -55,6 +55,10 @@ class Dataset:
         assert len(self.offsets) == len(self.user_ids) + 1 and np.diff(self.offsets).min() >= MIN_HISTORY
         assert self.items.min() >= 1 and self.items.max() <= len(self.item_ids), "item indices are 1..V"
         assert self.times is None or len(self.times) == len(self.items)
+
+    def __repr__(self) -> str:
+        counts = f"{self.num_users:,} users, {self.num_items:,} items, {self.num_events:,} events"
+        return f"<Dataset {self.name!r}: {counts}, {'no' if self.times is None else 'with'} times>"
 
     # Making one --------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class Sharing(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """Ranks of one part of a data set and what follows from them.
 
@@ -66,6 +66,11 @@ class Evaluation:
     def headline(self) -> dict[str, float]:
         """The metrics of the chosen setting."""
         return self.metrics[headline_setting(self.filter_seen)]
+
+    def __repr__(self) -> str:
+        among = "all items but those seen" if self.filter_seen else "all items"
+        values = ", ".join(f"{name} {value:.4f}" for name, value in self.headline.items())
+        return f"<Evaluation, {self.part} targets of {len(self.per_user):,} users among {among}: {values}>"
 
 
 def evaluate(
