@@ -119,7 +119,7 @@ class Recommender:
             config = replace(config, training=replace(config.training, **{"warm_start": None} | asked))
         together = team(config.training)
         with fitted_folder(out) as place:
-            path = together.first_does(lambda: place.path)
+            path = together.first_does(lambda: _free(place.path, dataset))
             with _python_errors(path, dataset):
                 run = session.train(config, path, dataset=dataset, progress=progress)
                 if out is None and not together.leads:  # the first process's folder goes with that process's object
@@ -437,8 +437,24 @@ def _python_errors(path: Path, dataset: Dataset | None) -> Iterator[None]:
         _let_go(error, handled)
         if not isinstance(error, RunInterruptedError):
             raise
-        given = "" if dataset is None else ", dataset"
-        raise RunInterruptedError(f"{error} (in Python: Recommender.resume({str(path)!r}{given}))") from None
+        raise RunInterruptedError(f"{error} (in Python: {_resuming(path, dataset)})") from None
+
+
+def _free(path: Path, dataset: Dataset | None) -> Path:
+    """The folder of a new run; UserError, with how a program goes on, where a run stands there."""
+    try:
+        RunFolder.refuse_taken(path)
+    except UserError as error:
+        run = RunFolder(path)
+        if not run.is_run:
+            raise
+        way = f"Recommender.load({str(path)!r})" if run.is_finished else _resuming(path, dataset)
+        raise UserError(f"{error} (in Python: {way})") from None
+    return path
+
+
+def _resuming(path: Path, dataset: Dataset | None) -> str:
+    return f"Recommender.resume({str(path)!r}{'' if dataset is None else ', dataset'})"
 
 
 def _let_go(error: BaseException | None, handled: BaseException | None) -> None:

@@ -125,6 +125,24 @@ def test_an_interrupted_fit_goes_on_as_its_message_says_as_if_nothing_had_been(d
         shutil.rmtree(place.parent if out is None else place)
 
 
+def test_a_fit_into_the_folder_of_a_run_says_how_a_program_goes_on(dataset, tmp_path):
+    def fit(progress=None):
+        return Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=tmp_path / "run", progress=progress)
+
+    with pytest.raises(RunError):
+        fit(StopAfter(1))
+    with pytest.raises(
+        UserError, match=r"stopped after epoch 1; .* \(in Python: Recommender\.resume\('.*run', dataset\)\)"
+    ):
+        fit()
+    Recommender.resume(tmp_path / "run", dataset)
+    with pytest.raises(UserError, match=r"holds a finished run; .* \(in Python: Recommender\.load\('.*run'\)\)$"):
+        fit()
+    (tmp_path / "run" / "protocol.json").unlink()
+    with pytest.raises(UserError, match=r"a folder with other files in it; name another folder for the run$"):
+        fit()
+
+
 def test_what_a_cell_ends_with_is_told_in_a_line(fitted, dataset):
     one = fitted["bft"]
     assert repr(Recommender("sasrec", arm="bft", seed=3)) == "<Recommender sasrec bft, seed 3: not trained>"
