@@ -154,6 +154,9 @@ def team(config: TrainingConfig) -> Team:
 
 
 def _meet() -> None:
+    # Its functions keep the group there is when it is imported, which PyTorch's optimisers do, beyond ``_part``.
+    import torch.distributed.nn.functional
+
     # Builds of PyTorch without processes have neither.
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
@@ -167,6 +170,11 @@ def _meet() -> None:
 
 
 def _part() -> None:
+    """End the group and, as nothing else holds it, its threads, while Python is there.
+
+    A thread lets go of the last tensor that it has sent when it comes to it; where the interpreter is being taken down
+    by then, PyTorch ends it in a way that aborts the process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import subprocess
@@ -40,6 +41,9 @@ PLAIN = {  # without draws, so that the batch's shares add up to what one proces
 }
 
 
+TASKS = Path("/proc/self/task")
+
+
 def make_dataset():
     # More users than one process evaluates at once.
     return synthetic_dataset(SyntheticConfig(num_users=300, num_items=60, mean_length=7, seed=1))
@@ -49,10 +53,17 @@ def config(model="sasrec", arm="bft", **settings) -> RunConfig:
     return load_run_config(model=model, arm=arm, **{**SMALL, **settings})
 
 
+def threads() -> list[str]:
+    """The names of this process's threads, Python's and others, where the system tells them."""
+    return [(task / "comm").read_text().strip() for task in TASKS.iterdir()] if TASKS.is_dir() else []
+
+
 def main(out: Path) -> None:
     """What each of the processes does that torchrun begins: several runs, one after another, and some refused."""
     dataset, rank = make_dataset(), this_process().rank
+    atexit.register(lambda: (out / f"threads-{rank}.log").write_text("\n".join(threads())))  # after the group's end
     team(config().training).wait()
+    assert not TASKS.is_dir() or any("gloo" in name for name in threads())
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":  # torchrun begins them again, with the store it has
         sys.exit(1)
     keep = session.Session.keep
@@ -302,6 +313,11 @@ def test_who_is_left_alone_says_how_to_go_on(out):
     )
 
 
+def test_a_process_that_ends_has_ended_the_threads_of_its_group(out):
+    # One that lets go of a tensor while Python is taken down would abort the process.
+    assert not [name for name in (out / "threads-0.log").read_text().splitlines() if "gloo" in name]
+
+
 def test_a_folder_that_is_taken_names_the_command_of_as_many_processes(out, dataset):
     with pytest.raises(UserError, match=r"go on with `torchrun --standalone --nproc-per-node 2 .* --resume .*left`"):
         session.train(config(), out / "left", dataset=dataset)
@@ -321,4 +337,3 @@ def test_as_many_processes_go_on_as_began(out, dataset):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(0)  # as the command line ends: threads of torch.distributed can abort what ends as usual
