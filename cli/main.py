@@ -76,16 +76,6 @@ def _global_options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    code = _run(arguments)
-    if _has_met_others():
-        # torch.distributed leaves threads behind that now and then abort a process which ends as usual.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
-
-
-def _run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # taken anywhere on the line, before or after the command
     given = [argument for argument in given if argument != "--debug"]
@@ -110,12 +100,6 @@ def _run(arguments: Sequence[str] | None) -> int:
             print("error: interrupted", file=sys.stderr)
         return 1
     return code if isinstance(code, int) else 0
-
-
-def _has_met_others() -> bool:
-    """Whether this is one of several processes that have trained a run."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _spin_less() -> None:

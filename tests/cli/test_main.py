@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -274,19 +273,3 @@ def test_models_prints_settings_with_which_every_mixer_can_be_built(capsys, tmp_
         _, out, _ = run(capsys, "models", "sasrec", "--mixer", mixer)
         (tmp_path / "run.yaml").write_text(out)
         load_run_config(tmp_path / "run.yaml").build(torch.ones(6, dtype=torch.int64))
-
-
-def test_one_of_several_processes_ends_at_once_with_its_code(monkeypatch, capsys):
-    class EndedError(Exception):
-        pass
-
-    def end(code):
-        raise EndedError(code)
-
-    monkeypatch.setattr(main_module, "_has_met_others", lambda: True)
-    monkeypatch.setattr(os, "_exit", end)
-    for arguments, code in ((["--version"], 0), (["train", "--resume", "nowhere"], 2)):
-        with pytest.raises(EndedError) as ended:
-            main_module.main(arguments)
-        assert ended.value.args == (code,)
-    assert "recbft" in capsys.readouterr().out
