@@ -9,11 +9,7 @@
 from __future__ import annotations
 
 import shutil
-import sys
-import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +19,14 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
+from recbft.aligning import aligned
 from recbft.config import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
-from recbft.datasets.events import in_unit, refuse_finer
 from recbft.datasets.given_histories import Histories
 from recbft.datasets.synth import planted_reliability
 from recbft.datasets.vocabulary import Vocabulary
-from recbft.errors import RunError, RunInterruptedError, UserError
+from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.uncertainty import uncertainty
@@ -39,6 +35,7 @@ from recbft.files import new_folder
 from recbft.fitted_folder import fitted_folder
 from recbft.forked import one_thread_if_forked
 from recbft.kernels import compiled
+from recbft.python_errors import free_folder, python_errors
 from recbft.recommendation import recommend, recommend_in_blocks
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import session
@@ -119,8 +116,8 @@ class Recommender:
             config = replace(config, training=replace(config.training, **{"warm_start": None} | asked))
         together = team(config.training)
         with fitted_folder(out) as place:
-            path = together.first_does(lambda: _free(place.path, dataset))
-            with _python_errors(path, dataset):
+            path = together.first_does(lambda: free_folder(place.path, dataset))
+            with python_errors(path, dataset):
                 run = session.train(config, path, dataset=dataset, progress=progress)
                 if out is None and not together.leads:  # the first process's folder goes with that process's object
                     shutil.copytree(run.path, place.path)
@@ -152,7 +149,7 @@ class Recommender:
             RunError: as in ``fit``.
         """
         _check_dataset(dataset)
-        with _python_errors(Path(path), dataset):
+        with python_errors(Path(path), dataset):
             session.resume(path, data_root=data_root, dataset=dataset, progress=progress)
         return cls.load(path, data_root=data_root)
 
@@ -316,34 +313,7 @@ class Recommender:
         model, vocabulary, run = self._fitted()
         _check_dataset(dataset)
         dataset = self.own_dataset() if dataset is None else dataset
-        try:
-            made = dataset.numbered_as(vocabulary)
-        except UserError as error:
-            raise UserError(
-                f"{run.path} is a model of data set {run.protocol['dataset']!r}: {error}; leave their events out, "
-                "or give the data it was trained on"
-            ) from None
-        if made is not dataset:
-            warnings.warn(
-                f"data set {dataset.name!r} has its items in another order than what the model was trained on, or "
-                f"fewer: they are found by their raw ids, and ranked among all {len(vocabulary):,} of the model",
-                stacklevel=3,
-            )
-        unit, own = made.preparation.get("time_unit"), self._time_unit
-        if not getattr(model, "reads_times", False) or made.times is None:
-            return made
-        if unit is None and own is not None:
-            refuse_finer(made.times, own, f"data set {dataset.name!r}")
-        if unit in (None, own):
-            return made
-        times = None if own is None else in_unit(made.times, unit, own)
-        if times is None:
-            known = own or "whole numbers of a unit that it does not say"
-            raise UserError(
-                f"the times of data set {dataset.name!r} are in {unit}, but the model reads times and its training "
-                f"data had {known}; give the times in that unit"
-            )
-        return replace(made, times=times, preparation={**made.preparation, "time_unit": own})
+        return aligned(dataset, model, vocabulary, run, self._time_unit)
 
     def own_dataset(self) -> Dataset:
         """The data set that this model was trained on, from where it lies now.
@@ -425,47 +395,6 @@ class Recommender:
             raise UserError("this recommender is not trained; call fit(dataset), or Recommender.load(folder)")
         one_thread_if_forked()
         return self._model, self._vocabulary, self.run
-
-
-@contextmanager
-def _python_errors(path: Path, dataset: Dataset | None) -> Iterator[None]:
-    """Say after an interruption how a program goes on; what has failed lets go of its model."""
-    handled = sys.exc_info()[1]
-    try:
-        yield
-    except (UserError, RunError) as error:
-        _let_go(error, handled)
-        if not isinstance(error, RunInterruptedError):
-            raise
-        raise RunInterruptedError(f"{error} (in Python: {_resuming(path, dataset)})") from None
-
-
-def _free(path: Path, dataset: Dataset | None) -> Path:
-    """The folder of a new run; UserError, with how a program goes on, where a run stands there."""
-    try:
-        RunFolder.refuse_taken(path)
-    except UserError as error:
-        run = RunFolder(path)
-        if not run.is_run:
-            raise
-        way = f"Recommender.load({str(path)!r})" if run.is_finished else _resuming(path, dataset)
-        raise UserError(f"{error} (in Python: {way})") from None
-    return path
-
-
-def _resuming(path: Path, dataset: Dataset | None) -> str:
-    return f"Recommender.resume({str(path)!r}{'' if dataset is None else ', dataset'})"
-
-
-def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
-    """Empty the frames behind an error: a notebook keeps the last one, and with it all that was on the device.
-
-    Args:
-        handled: what the caller was handling already, which is not ours.
-    """
-    while error is not None and error is not handled:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _check_dataset(dataset: object) -> None:

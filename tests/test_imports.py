@@ -45,8 +45,10 @@ MAY_IMPORT = {
     "reporting": "config datasets errors evaluation experiments files run_config version",
     "recbole": "config datasets errors evaluation machine models recbole_yaml run_config training",
     "fitted_folder": "errors",
-    "api": "config datasets errors evaluation explaining files fitted_folder forked kernels recommendation run_config"
-    " training vectors",
+    "aligning": "datasets errors training",
+    "python_errors": "datasets errors training",
+    "api": "aligning config datasets errors evaluation explaining files fitted_folder forked kernels python_errors"
+    " recommendation run_config training vectors",
     "arm_comparison": "config datasets errors evaluation experiments files run_config",
     "recbft": "version",  # and, by name on first use, what it exports
     "cli": "allocator api config config_file datasets errors evaluation experiments files mixers models"
