@@ -40,6 +40,9 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
         "threads": torch.get_num_threads(),
+        # Both are the process's; they decide digits.
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "matmul_precision": torch.get_float32_matmul_precision(),
         "kernels": "plain" if compiled.missing() else "compiled",  # on a CPU
     }
 

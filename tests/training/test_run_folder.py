@@ -198,6 +198,7 @@ def test_damaged_history_is_refused_by_name(tmp_path):
 def test_an_environment_tells_versions_and_not_whose_machine_it_is():
     made = environment()
     assert made["torch"] == torch.__version__ and made["device"] == "cpu" and made["threads"] >= 1
+    assert made["dtype"] == "float32" and made["matmul_precision"] == "highest"
     text = json.dumps(made)
     for private in (platform.node(), str(Path.home()), os.getcwd()):
         assert len(private) < 3 or private not in text
