@@ -25,7 +25,7 @@ from benchmarks import machine
 from benchmarks.command import check_folder_of, finish, parser, recorded
 from recbft.datasets import Dataset
 from recbft.errors import UserError
-from recbft.evaluation.evaluate import evaluate
+from recbft.evaluation.evaluate import Part, evaluate
 from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.lists import parse_seeds, split_list
 from recbft.experiments.tables import markdown_table
@@ -38,7 +38,12 @@ from recbft.training.session import train
 NAME = "warm_start"
 AS_IT_WAS, AFRESH = "as it was", "afresh"
 Measured = dict[str, dict[str, float]]
-METRICS = {"unfiltered": "NDCG@10 all items", "filtered": "NDCG@10 seen masked"}
+PARTS: tuple[Part, ...] = ("validation", "test")
+METRICS = {
+    "validation": "validation NDCG@10",
+    "unfiltered": "test NDCG@10, all items",
+    "filtered": "test NDCG@10, seen masked",
+}
 
 
 def earlier(dataset: Dataset, share: float) -> Dataset:
@@ -57,7 +62,7 @@ def earlier(dataset: Dataset, share: float) -> Dataset:
 
 
 def measure(config: RunConfig, older: Dataset, dataset: Dataset, keeps: Sequence[float]) -> Measured:
-    """Epochs and seconds to the best weights, and test NDCG@10, of each way to begin."""
+    """Epochs and seconds to the best weights, and NDCG@10 on validation and test, of each way to begin."""
     with tempfile.TemporaryDirectory() as folder:
         first = train(config, Path(folder) / "older", dataset=older)
 
@@ -68,18 +73,19 @@ def measure(config: RunConfig, older: Dataset, dataset: Dataset, keeps: Sequence
         with run_settings(config.training) as device:
             model: Any = make_parts(warm(1.0), dataset, device).model
             model.refresh()
-            unchanged = evaluate(model, dataset, "test").metrics
+            unchanged = {part: evaluate(model, dataset, part).metrics for part in PARTS}
         found: Measured = {AS_IT_WAS: {"epochs": 0, "seconds": 0.0} | _ndcg(unchanged)}
         for start, asked in {AFRESH: config, **{f"{keep:g} kept": warm(keep) for keep in keeps}}.items():
             run = train(asked, Path(folder) / start, dataset=dataset)
             best = run.metrics["best_epoch"]
             seconds = sum(float(row["seconds"]) for row in run.read_history()[:best])
-            found[start] = {"epochs": best, "seconds": seconds} | _ndcg(run.metrics["test"])
+            found[start] = {"epochs": best, "seconds": seconds} | _ndcg(run.metrics)
     return found
 
 
-def _ndcg(metrics: dict[str, dict[str, float]]) -> dict[str, float]:
-    return {setting: metrics[setting]["ndcg@10"] for setting in METRICS}
+def _ndcg(metrics: dict[str, Any]) -> dict[str, float]:
+    test = {setting: metrics["test"][setting]["ndcg@10"] for setting in ("unfiltered", "filtered")}
+    return {"validation": metrics["validation"]["unfiltered"]["ndcg@10"], **test}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

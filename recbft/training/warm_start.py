@@ -6,8 +6,8 @@ Initial weights are those that the run would have begun with. Of what has a row 
 for one item, by its raw id, and items that the older run has not keep their initial rows. Running means and the warm-up
 are taken over; what is counted in the data, such as where precision starts, is that of the new data.
 
-With ``keep`` 1 a run stays near where the older one ended, and generalises worse than one begun from scratch; shrunk
-and perturbed as in (1) it does not, and is still done sooner (docs/serving.md has the figures).
+With ``keep`` 1 a run stays near where the older one ended, and can generalise worse than one begun from scratch;
+shrunk and perturbed as in (1) it is not shown to, and is still done sooner (docs/serving.md has the figures).
 
 Source: Ash and Adams, On Warm-Starting Neural Network Training (arXiv 1910.08475).
 Shapes: V items of the new data.
