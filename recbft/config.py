@@ -69,6 +69,14 @@ def to_dict(config: Any) -> dict[str, Any]:
     }
 
 
+def by_setting(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config by the keys that ``--set`` takes; what is nested deeper (a controller) stays whole."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+    return found
+
+
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
     """Field name -> resolved annotation, in the order of the class."""

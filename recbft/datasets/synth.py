@@ -24,6 +24,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
+from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.files import write_parquet
 
@@ -168,9 +169,8 @@ def planted_reliability(dataset: Dataset, source: str | Path) -> PlantedReliabil
 
 def _reliability(truth: pd.DataFrame, column: str, ids: NDArray[Any]) -> NDArray[np.float64]:
     """The reliability of each id, which may be text where the truth has numbers."""
-    known = truth.set_index(truth[column].astype(str))["reliability"]
-    found: NDArray[np.float64] = known.reindex([str(raw) for raw in ids.tolist()]).to_numpy(np.float64)
-    return found
+    known = np.append(np.nan, truth["reliability"].to_numpy(np.float64))
+    return known[Vocabulary(truth[column].to_numpy()).encode(ids)]
 
 
 class _World(NamedTuple):

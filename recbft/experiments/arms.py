@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recbft.config import field_types, to_dict
+from recbft.config import by_setting, field_types, to_dict
 from recbft.config_file import parse_setting
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
@@ -123,14 +123,6 @@ def settings_of(config: RunConfig) -> list[str]:
     named = ("model", "arm", "seed", "data.dataset")
     ours = {key: value for key, value in by_setting(to_dict(config)).items() if key not in named}
     return [_setting(key, value) for key, value in ours.items() if value != default.get(key)]
-
-
-def by_setting(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config by the keys that ``--set`` takes; what is nested deeper (a controller) stays whole."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        found |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
-    return found
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -18,11 +18,10 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recbft.config import to_dict
+from recbft.config import by_setting, to_dict
 from recbft.errors import UserError
 from recbft.evaluation.metrics import metrics_from_ranks
 from recbft.evaluation.protocol import config_hash
-from recbft.experiments.arms import by_setting
 from recbft.run_config import load_run_config
 from recbft.training.run_folder import RunFolder
 

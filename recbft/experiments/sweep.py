@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from recbft.config import to_dict
+from recbft.config import by_setting, to_dict
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS, headline_setting
-from recbft.experiments.arms import ArmSpec, by_setting, check_judges, check_varies
+from recbft.experiments.arms import ArmSpec, check_judges, check_varies
 from recbft.experiments.document import Table, difference_cells, head, mean_sd, p_text
 from recbft.experiments.lists import counted, split_list
 from recbft.experiments.plan import Job

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recbft.config import is_whole, to_dict
+from recbft.config import by_setting, is_whole, to_dict
 from recbft.config_file import parse_setting, place
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments import locks
-from recbft.experiments.arms import ArmSpec, by_setting, check_judges, check_varies
+from recbft.experiments.arms import ArmSpec, check_judges, check_varies
 from recbft.experiments.experiment import SIDE_BY_SIDE, check_positive, prepare, train_or_say
 from recbft.experiments.lists import split_list
 from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach

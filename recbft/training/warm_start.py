@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recbft.config import to_dict
+from recbft.config import by_setting, to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -126,13 +126,6 @@ def _taken_over(
 
 def _differences(config: RunConfig, theirs: RunConfig) -> list[str]:
     """What decides a model and is not the same in both, as text."""
-    here, there = (_flat({key: to_dict(one)[key] for key in _OF_THE_MODEL}) for one in (config, theirs))
+    here, there = (by_setting({key: to_dict(one)[key] for key in _OF_THE_MODEL}) for one in (config, theirs))
     # Where one has no such key, the model, the arm or the mixer differ too.
     return [f"{key} {there[key]!r} (here {here[key]!r})" for key in here if key in there and here[key] != there[key]]
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= {f"{key}.{inner}": own for inner, own in value.items()} if isinstance(value, Mapping) else {key: value}
-    return flat

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from recbft.config import to_dict
+from recbft.config import by_setting, to_dict
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec, by_setting, check_distinct, parse_arms, settings_of
+from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms, settings_of
 from recbft.experiments.lists import parse_seeds
 from recbft.experiments.runs import arm_name
 from recbft.run_config import load_run_config
