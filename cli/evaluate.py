@@ -51,13 +51,14 @@ def evaluate(
 
     recommender = Recommender.load(run, data_root=data_root)
     config = recommender.config
-    if not RunFolder.open(run).is_finished:
+    folder = RunFolder.open(run)
+    if not folder.is_finished:
         typer.echo(f"warning: {run} is not finished; the best of its epochs so far is evaluated", err=True)
     data = recommender.aligned(None if dataset is None else config.data.load_again(dataset, **how))
     evaluation = recommender.evaluate(data, part.value)
     filter_seen = filter_seen or config.evaluation.filter_seen
     setting = headline_setting(filter_seen)
-    own = RunFolder.open(run).protocol
+    own = folder.protocol
     made = protocol(
         data,
         part=evaluation.part,

@@ -111,9 +111,11 @@ class Recommender:
         """
         _check_dataset(dataset)
         config = self.config if dataset is None else self._config_for(dataset)
-        if warm_start or self.run is not None:
-            asked = {"warm_start": str(self._fitted()[2].path)} if warm_start else {"warm_start_keep": None}
-            config = replace(config, training=replace(config.training, **{"warm_start": None} | asked))
+        if warm_start:
+            older = str(self._fitted()[2].path)
+            config = replace(config, training=replace(config.training, warm_start=older))
+        elif self.run is not None:  # what that run began from is not asked for here
+            config = replace(config, training=replace(config.training, warm_start=None, warm_start_keep=None))
         together = team(config.training)
         with fitted_folder(out) as place:
             path = together.first_does(lambda: free_folder(place.path, dataset))
