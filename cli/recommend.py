@@ -43,7 +43,7 @@ def recommend(
     separator: Separator = None,
     columns: Columns = None,
 ) -> None:
-    """Recommend items for each history; columns user, item, score, rank, and the precision behind the list."""
+    """Recommend items for each history; columns user, item, score, rank, precision behind the list, probability."""
     out = None if out == PIPE else out
     if out is not None and out.suffix.lower() not in (".parquet", ".csv"):
         raise UserError(f"{out}: the ending {out.suffix!r} is not known; let the name end in .parquet or .csv")

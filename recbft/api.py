@@ -29,6 +29,7 @@ from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
+from recbft.evaluation.probability import Calibration
 from recbft.evaluation.uncertainty import uncertainty
 from recbft.explaining import explain
 from recbft.files import new_folder
@@ -80,6 +81,7 @@ class Recommender:
         self._model: nn.Module | None = None
         self._vocabulary: Vocabulary | None = None
         self._protocol: dict[str, Any] = {}  # of the run: its folder may go before this object does
+        self._calibrations: dict[bool, Calibration | None] = {}  # by filter_seen
 
     def __repr__(self) -> str:
         state = (
@@ -183,7 +185,7 @@ class Recommender:
         exclude: Iterable[Any] | None = None,
         candidates: Iterable[Any] | None = None,
     ) -> pd.DataFrame:
-        """The k best items for each history, with the posterior precision behind each list.
+        """The k best items for each history, with their probabilities and the posterior precision behind each list.
 
         Args:
             histories: raw item ids, oldest first, by user (a mapping, or a pandas series of lists), without users (a
@@ -195,16 +197,20 @@ class Recommender:
             candidates: raw ids of the only items that lists may hold; unknown ones have no effect here or there.
 
         Returns:
-            Columns user, item, score, rank (from 1), precision (NaN where the model keeps none). A user of whom fewer
-            than k items are left gets those: fewer rows, or none. ``attrs`` counts what was skipped, ``unknown_events``
-            of items the model does not know and ``skipped_users`` with no known item; and ``short_lists``, of fewer
-            than k items, with the length of the ``shortest_list``.
+            Columns user, item, score, rank (from 1), precision (NaN where the model keeps none), probability. A user of
+            whom fewer than k items are left gets those: fewer rows, or none. ``probability`` is how likely the user's
+            next event is of this item, if it is of one that the list may hold: one of the ``candidates``, not seen
+            (``filter_seen``), not excluded. Its sum over a list is how likely the next item is on it. What
+            makes it of the scores is ``calibration``.
+
+            ``attrs`` counts what was skipped, ``unknown_events`` of items the model does not know and ``skipped_users``
+            with no known item; and ``short_lists``, of fewer than k items, with the length of the ``shortest_list``.
 
         Raises:
             ColdStartError: no user has a known item.
             UserError: as ``recbft.recommendation.recommend``.
         """
-        ask = self._of_model(recommend)
+        ask = partial(self._of_model(recommend), calibration=self.calibration(filter_seen=filter_seen))
         return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
 
     def recommend_in_blocks(
@@ -222,8 +228,17 @@ class Recommender:
             Tables whose rows, one after the other, are those of ``recommend``, each made when it is asked for; what is
             wrong with the request is said before the first. ``attrs`` count what no table before has counted.
         """
-        ask = self._of_model(recommend_in_blocks)
+        ask = partial(self._of_model(recommend_in_blocks), calibration=self.calibration(filter_seen=filter_seen))
         return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
+
+    def calibration(self, *, filter_seen: bool = True) -> Calibration | None:
+        """T and u of the probabilities that ``recommend`` gives, (1 - u) softmax(scores / T) + u / number of items.
+
+        They were fitted on validation targets when the run ended. None where there were none to fit them on, and of a
+        run that is not finished or that a version before this made; its lists have no probabilities.
+        """
+        self._fitted()
+        return self._calibrations[bool(filter_seen)]
 
     def user_vectors(self, histories: Histories) -> UserVectors:
         """What the model knows of each user, as a vector whose product with an item's is the score of ``recommend``.
@@ -368,6 +383,7 @@ class Recommender:
         run, config, self._vocabulary, self._model = load_trained(path)
         self.run = RunFolder(run.path.absolute())  # it is still read when the program has gone to another folder
         self._protocol = run.protocol
+        self._calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
         self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
 
     def _config_for(self, dataset: Dataset) -> RunConfig:

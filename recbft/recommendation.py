@@ -1,4 +1,4 @@
-"""Lists for histories of raw ids, of users seen in training or not, with the precision behind each.
+"""Lists for histories of raw ids, of users seen in training or not, with the precision and probability behind each.
 
 Shapes: S histories, k items per list.
 """
@@ -19,6 +19,7 @@ from recbft.datasets.given_histories import Encoded, Histories, Users, encode
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluation_mode
+from recbft.evaluation.probability import Calibration
 from recbft.evaluation.top_k import top_k
 from recbft.models.contract import SequenceModel, read_histories
 
@@ -46,13 +47,14 @@ def recommend(
     exclude: Iterable[Any] | None = None,
     candidates: Iterable[Any] | None = None,
     memory_mb: float = 256.0,
+    calibration: Calibration | None = None,
     time_unit: str | None = None,
 ) -> pd.DataFrame:
     """``Recommender.recommend``; see there.
 
     A model that reads event times takes a data frame whose third column ``timestamp`` holds dates, or whole numbers in
     the unit of the training data: ``time_unit``, which is None where that data held whole numbers too. What is finer
-    in a date is cut off.
+    in a date is cut off. ``calibration`` makes the probabilities, NaN without it.
 
     Raises:
         ColdStartError: no history holds an item that the model knows.
@@ -63,7 +65,7 @@ def recommend(
     check_asked(model, k)
     encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
     choice = _choice(vocabulary, exclude, candidates)
-    blocks = list(blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, memory_mb))
+    blocks = list(blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, calibration, memory_mb))
     attrs = summed([block.attrs for block in blocks])
     for block in blocks:  # pandas would compare them
         block.attrs = {}
@@ -82,13 +84,14 @@ def recommend_in_blocks(
     exclude: Iterable[Any] | None = None,
     candidates: Iterable[Any] | None = None,
     memory_mb: float = 256.0,
+    calibration: Calibration | None = None,
     time_unit: str | None = None,
 ) -> Iterator[pd.DataFrame]:
     """``Recommender.recommend_in_blocks``; see there. It takes what ``recommend`` does, and raises that at once."""
     check_asked(model, k)
     encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
     choice = _choice(vocabulary, exclude, candidates)
-    return blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, memory_mb)
+    return blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, calibration, memory_mb)
 
 
 def summed(attrs: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
@@ -131,6 +134,7 @@ def blocks_of_lists(
     k: int,
     filter_seen: bool = True,
     choice: Choice = ALL,
+    calibration: Calibration | None = None,
     memory_mb: float = 256.0,
 ) -> Iterator[pd.DataFrame]:
     """The lists of ``encoded.users``, in their order, of as many at once as memory bears; at least one block."""
@@ -140,7 +144,7 @@ def blocks_of_lists(
     for first in range(0, len(encoded.users), step):
         own = slice(first, first + step)
         with torch.inference_mode(), evaluation_mode(model):  # not where the caller works with the block
-            block, lengths = _lists(model, vocabulary, encoded, own, most, filter_seen, choice, memory_mb)
+            block, lengths = _lists(model, vocabulary, encoded, own, most, filter_seen, choice, calibration, memory_mb)
         short: dict[Any, Any] = {"short_lists": int((lengths < k).sum()), "shortest_list": int(lengths.min())}
         block.attrs = {**skipped, **short}
         skipped = {"unknown_events": 0, "skipped_users": Users()}
@@ -155,6 +159,7 @@ def _lists(
     k: int,
     filter_seen: bool,
     choice: Choice,
+    calibration: Calibration | None,
     memory_mb: float,
 ) -> tuple[pd.DataFrame, NDArray[np.int64]]:
     """The lists of some histories, and how long each is."""
@@ -170,6 +175,7 @@ def _lists(
         exclude_offsets=offsets - offsets[0] if filter_seen else None,
         among=choice.among,
         barred=choice.barred,
+        calibration=calibration,
         memory_mb=memory_mb,
         user_ids=users.to_numpy(dtype=object),
     )
@@ -183,6 +189,7 @@ def _lists(
             "score": best.scores[filled],
             "rank": np.broadcast_to(np.arange(1, k + 1), filled.shape)[filled],
             "precision": np.repeat(precisions.double().cpu().numpy(), best.lengths),
+            "probability": best.probabilities[filled],
         }
     )
     return lists, best.lengths

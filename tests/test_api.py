@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import pickle
 import re
@@ -236,6 +237,37 @@ def test_recommending_scores_like_evaluating(fitted, dataset, arm, part, back):
         assert (own["score"] >= score).sum() == row["rank_unfiltered"]
         if evaluation.precision is not None:
             assert own["precision"].tolist() == pytest.approx([evaluation.precision[number]] * len(own), rel=1e-6)
+
+
+@pytest.mark.parametrize("filter_seen", [False, True])
+def test_lists_of_a_run_have_probabilities_by_what_the_run_was_calibrated_to(fitted, dataset, filter_seen):
+    histories = histories_of(dataset)
+    for arm, recommender in fitted.items():
+        temperature, lapse = recommender.calibration(filter_seen=filter_seen)
+        recorded = recommender.run.metrics["probability"]["filtered" if filter_seen else "unfiltered"]
+        assert recorded == {"temperature": temperature, "lapse": lapse}
+        table = recommender.recommend(histories, dataset.num_items, filter_seen=filter_seen)
+        users = table.groupby("user")["score"]
+        odds = np.exp((table["score"] - users.transform("max")) / temperature)
+        softmax = odds / odds.groupby(table["user"]).transform("sum")
+        expected = (1 - lapse) * softmax + lapse / users.transform("size")
+        assert table["probability"].tolist() == pytest.approx(expected.tolist(), rel=1e-4), arm
+        blocks = recommender.recommend_in_blocks(histories, 3, filter_seen=filter_seen)
+        first = table[table["rank"] <= 3]["probability"]
+        assert pd.concat(blocks)["probability"].tolist() == pytest.approx(first.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("known", [None, {}, {"filtered": None}, {"filtered": {"temperature": 1.5}}, 1.5])
+def test_a_run_that_was_not_calibrated_gives_lists_without_probabilities(fitted, dataset, tmp_path, known):
+    fitted["bft"].save(tmp_path / "old")
+    path = tmp_path / "old/metrics.json"
+    metrics = json.loads(path.read_text()) | {"probability": known}
+    if known is None:
+        del metrics["probability"]
+    path.write_text(json.dumps(metrics))
+    old = Recommender.load(tmp_path / "old")
+    table = old.recommend(histories_of(dataset), 2)
+    assert old.calibration() is None and table["probability"].isna().all() and len(table)
 
 
 def test_only_the_arm_that_tracks_precision_reports_it(fitted, dataset):

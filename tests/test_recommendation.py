@@ -17,6 +17,7 @@ from torch import nn
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import ColdStartError, UserError
+from recbft.evaluation.probability import Calibration
 from recbft.models.contract import ItemTable, UserStates
 from recbft.recommendation import recommend, recommend_in_blocks, summed
 
@@ -49,13 +50,34 @@ def lists(table):
 
 def test_a_list_holds_the_best_items_with_scores_and_ranks():
     table = recommend(Echo(), LETTERS, {"ann": ["c", "b"], "bob": ["f"]}, 3, filter_seen=False)
-    assert list(table.columns) == ["user", "item", "score", "rank", "precision"]
+    assert list(table.columns) == ["user", "item", "score", "rank", "precision", "probability"]
     assert table["user"].tolist() == ["ann"] * 3 + ["bob"] * 3
     assert table["item"].tolist() == ["b", "f", "e", "f", "e", "d"]
     assert table["score"].tolist() == [102, 6, 5, 106, 5, 4]
     assert table["rank"].tolist() == [1, 2, 3] * 2
     assert table["precision"].tolist() == [2, 2, 2, 1, 1, 1]
+    assert table["probability"].isna().all() and table["probability"].dtype == np.float64
     assert table.attrs == {"unknown_events": 0, "skipped_users": [], "short_lists": 0, "shortest_list": 3}
+
+
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [
+        ({"filter_seen": False}, "abcdef"),
+        ({}, "abde"),
+        ({"exclude": ["a", "c", "unheard"]}, "bde"),
+        ({"candidates": ["f", "d", "unheard", "a"]}, "ad"),
+        ({"candidates": ["b", "d", "e"], "exclude": ["e"], "filter_seen": False}, "bd"),
+    ],
+    ids=["all", "not seen", "not excluded", "candidates", "candidates, not excluded"],
+)
+def test_probabilities_are_those_of_the_items_that_the_list_may_hold(how, left):
+    table = recommend(Echo(), LETTERS, {"ann": ["c", "f"]}, 2, calibration=Calibration(50.0, 0.25), **how)
+    scores = {letter: (100 if letter == "f" else 0) + n for n, letter in enumerate("abcdef", start=1)}
+    odds = {letter: np.exp(scores[letter] / 50) for letter in left}
+    expected = [0.75 * odds[letter] / sum(odds.values()) + 0.25 / len(left) for letter in table["item"]]
+    assert table["probability"].tolist() == pytest.approx(expected, rel=1e-5)
+    assert table["probability"].is_monotonic_decreasing
 
 
 @pytest.mark.parametrize("history", [{"a", "b"}, frozenset("ab"), {"a": 5}])
@@ -315,14 +337,16 @@ def test_many_users_get_the_lists_they_would_get_alone(memory_mb, monkeypatch):
     rng = np.random.default_rng(0)
     histories = {f"u{n}": rng.choice(list("abcdefxy"), rng.integers(1, 5)).tolist() for n in range(20)}
     histories["sure"] = ["a"]
-    together = recommend(Echo(), LETTERS, histories, 2, memory_mb=memory_mb)
+    together = recommend(Echo(), LETTERS, histories, 2, memory_mb=memory_mb, calibration=Calibration(50.0, 0.1))
     for user, items in histories.items():
         own = together[together["user"] == user]
         if user in together.attrs["skipped_users"]:
             assert own.empty and not set(items) & set("abcdef")
             continue
-        alone = recommend(Echo(), LETTERS, {user: items}, 2)
-        assert own[["item", "score", "rank", "precision"]].values.tolist() == alone.iloc[:, 1:].values.tolist()
+        alone = recommend(Echo(), LETTERS, {user: items}, 2, calibration=Calibration(50.0, 0.1))
+        assert own["probability"].tolist() == pytest.approx(alone["probability"].tolist(), rel=1e-6)
+        rest = ["item", "score", "rank", "precision"]
+        assert own[rest].values.tolist() == alone[rest].values.tolist()
 
 
 def test_the_model_s_mode_is_left_as_it_was():

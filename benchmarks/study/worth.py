@@ -14,7 +14,7 @@ Shapes: U users, P signals.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +56,9 @@ FloatArray = NDArray[np.float64]
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     check_folder_of(options.json)
-    runs = [read_run(path) for out in options.out for path in finished_runs(Path(out))]
-    if runs:
-        check_same(runs)
-    arms = label_runs(runs)
-    if options.arm not in arms:
-        raise UserError(f"unknown arm {options.arm!r}; {did_you_mean(options.arm, arms)}")
     rows, dataset = [], None
-    for _, run in sorted(by_seed(options.arm, arms[options.arm]).items()):
-        config = load_run_config(run.path / "config.yaml", data_root=options.data_root)
-        dataset = config.data.load() if dataset is None else dataset
-        if dataset.content_hash != run.protocol["content_hash"]:
-            raise UserError(
-                f"{dataset.name} as loaded has content {dataset.content_hash[:12]}, {run.path} was made on "
-                f"{run.protocol['content_hash'][:12]}; name the folder of its data with --data-root"
-            )
-        *_, model = load_trained(run.path)
-        rows.append({"seed": config.seed} | worth(model, dataset))
+    for seed, model, dataset in models_of_arm(options.out, options.arm, options.data_root):
+        rows.append({"seed": seed} | worth(model, dataset))
     said = ["OUT" if argument in options.out else argument for argument in arguments]
     made = machine.header(recorded(NAME, said), dataset)
     print("\n".join(machine.lines(made)), end="\n\n")
@@ -80,6 +66,31 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         write_json(options.json, machine.close(made) | {"worth": rows})
     return 0
+
+
+def models_of_arm(outs: Sequence[str], arm: str, data_root: str | None) -> Iterator[tuple[int, Any, Dataset]]:
+    """Seed, trained model and data of every finished run of an arm, in the order of their seeds.
+
+    Raises:
+        UserError: there is no such arm, or the data are not those of the runs.
+    """
+    runs = [read_run(path) for out in outs for path in finished_runs(Path(out))]
+    if runs:
+        check_same(runs)
+    arms = label_runs(runs)
+    if arm not in arms:
+        raise UserError(f"unknown arm {arm!r}; {did_you_mean(arm, arms)}")
+    dataset = None
+    for _, run in sorted(by_seed(arm, arms[arm]).items()):
+        config = load_run_config(run.path / "config.yaml", data_root=data_root)
+        dataset = config.data.load() if dataset is None else dataset
+        if dataset.content_hash != run.protocol["content_hash"]:
+            raise UserError(
+                f"{dataset.name} as loaded has content {dataset.content_hash[:12]}, {run.path} was made on "
+                f"{run.protocol['content_hash'][:12]}; name the folder of its data with --data-root"
+            )
+        *_, model = load_trained(run.path)
+        yield config.seed, model, dataset
 
 
 def worth(model: SequenceModel, dataset: Dataset) -> dict[str, float]:

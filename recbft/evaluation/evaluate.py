@@ -26,7 +26,7 @@ from recbft.errors import UserError
 from recbft.evaluation.metrics import KS, metrics_from_ranks
 from recbft.evaluation.protocol import headline_setting
 from recbft.evaluation.ranks import Ranks, full_ranks
-from recbft.models.contract import ItemTable, SequenceModel, read_histories
+from recbft.models.contract import SequenceModel, read_histories
 from recbft.surroundings import set_aside
 
 IntArray = NDArray[np.int64]
@@ -170,8 +170,9 @@ def _rank(
         ranks, precisions = [], []
         for first in range(users.start, users.stop, at_once):
             chunk = slice(first, min(first + at_once, users.stop))
-            states, precision = _states(model, dataset, view, chunk, table, histories_per_batch)
-            seen, offsets = _gather(dataset.items, view.start[chunk], view.stop[chunk])
+            part = View(view.start[chunk], view.stop[chunk], view.target[chunk])
+            states, precision = states_of_view(model, dataset, part, table.weight.device, histories_per_batch)
+            seen, offsets = events_of(dataset.items, view.start[chunk], view.stop[chunk])
             ids = dataset.user_ids[chunk]
             ranks.append(
                 full_ranks(states, table, view.target[chunk], seen, offsets, memory_mb=memory_mb, user_ids=ids)
@@ -189,28 +190,35 @@ def _joined(parts: Sequence[Ranks]) -> Ranks:
     )
 
 
-def _states(
-    model: SequenceModel, dataset: Dataset, view: View, users: slice, table: ItemTable, histories_per_batch: int
+def states_of_view(
+    model: SequenceModel,
+    dataset: Dataset,
+    view: View,
+    device: torch.device,
+    histories_per_batch: int = HISTORIES_PER_BATCH,
 ) -> tuple[torch.Tensor, list[NDArray[np.floating]]]:
-    """States, (n, D), and precisions (a list of parts, empty where there are none) of some users."""
+    """States, (N, D), and precisions (a list of parts, empty where there are none) of the users of a view.
+
+    The model is in evaluation mode, and no gradient is asked for.
+    """
     states, precisions = [], []
     for batch in read_histories(
         model,
         dataset.items,
-        view.start[users],
-        view.stop[users],
+        view.start,
+        view.stop,
         times=dataset.times,
         source=f"data set {dataset.name!r}",
         histories_per_batch=histories_per_batch,
     ):
-        state, precision = model.user_states(batch.to(table.weight.device))
+        state, precision = model.user_states(batch.to(device))
         states.append(state)
         if precision is not None:
             precisions.append(precision.float().cpu().numpy())
     return torch.cat(states), precisions
 
 
-def _gather(items: IntArray, start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
+def events_of(items: IntArray, start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
     """The events of each history side by side, and their offsets."""
     offsets = np.concatenate([[0], np.cumsum(stop - start)])
     event = np.arange(offsets[-1]) + np.repeat(start - offsets[:-1], stop - start)

@@ -16,9 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recbft.datasets.distinct import distinct
 from recbft.errors import RunError, UserError
 from recbft.kernels.product import fastest_layout, product
 from recbft.models.contract import ItemTable
+
+IntArray = NDArray[np.int64]
 
 # A block of about this many scores stays in a processor's cache between its product and its use, which is quicker
 # than a larger one; fewer rows than this make the matrix product slow. What oneDNN returns is new memory, which beyond
@@ -80,6 +83,48 @@ def score_block(chunk: Tensor, candidates: Candidates, columns: slice, room: Ten
     n, w = len(chunk), columns.stop - columns.start
     bias = None if candidates.bias is None else candidates.bias[columns]
     return product(chunk, candidates.weight[columns], bias, room=room[: n * w].view(n, w))
+
+
+class Excluded(NamedTuple):
+    """Distinct pairs of a user and an item not to recommend, by user."""
+
+    user: IntArray  # (E,)
+    item: IntArray  # (E,) none of them barred
+    offsets: IntArray  # (N + 1,)
+    barred: IntArray  # items for nobody, in order
+
+    @classmethod
+    def of(
+        cls,
+        items: IntArray | None,
+        offsets: IntArray | None,
+        num_users: int,
+        num_items: int,
+        barred: IntArray | None = None,
+    ) -> Excluded:
+        """User u's are ``items[offsets[u]:offsets[u + 1]]``, none without ``items``; ``barred`` are everyone's."""
+        barred = np.empty(0, np.int64) if barred is None else np.sort(barred)
+        if items is None or offsets is None:
+            nothing = np.empty(0, np.int64)
+            return cls(nothing, nothing, np.zeros(num_users + 1, np.int64), barred)
+        user = np.repeat(np.arange(num_users), np.diff(offsets))
+        pairs = distinct(user * (num_items + 1) + items[offsets[0] : offsets[-1]])
+        user, item = pairs // (num_items + 1), pairs % (num_items + 1)
+        real = (item > 0) & ~np.isin(item, barred)
+        user, item = user[real], item[real]
+        return cls(user, item, np.searchsorted(user, np.arange(num_users + 1)), barred)
+
+    def mask(self, block: Tensor, users: slice, columns: slice) -> None:
+        """Give the excluded items of a block, in place, a score below all others."""
+        own = slice(self.offsets[users.start], self.offsets[users.stop])
+        column = self.item[own] - 1 - columns.start
+        here = (column >= 0) & (column < block.shape[1])
+        place = (self.user[own][here] - users.start) * block.shape[1] + column[here]
+        block.view(-1)[torch.from_numpy(place).to(block.device)] = -torch.inf
+        first, end = np.searchsorted(self.barred - 1, [columns.start, columns.stop])
+        if end > first:
+            out = torch.from_numpy(self.barred[first:end] - 1 - columns.start).to(block.device)
+            block.index_fill_(1, out, -torch.inf)
 
 
 class NanWatch:

@@ -1,5 +1,7 @@
 """The k best items per user, ties broken by the smaller item index, in blocks of bounded memory.
 
+With a ``Calibration`` they have probabilities, by (1) of ``probability``, over the items that the list may hold.
+
 Shapes: N users, V items, D state width; a block has n users by w items.
 """
 
@@ -12,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.datasets.distinct import distinct
 from recbft.errors import UserError
-from recbft.evaluation.score_blocks import NanWatch, align, block_shape, score_block, spans
+from recbft.evaluation.probability import Calibration, LogSum
+from recbft.evaluation.score_blocks import Excluded, NanWatch, align, block_shape, score_block, spans
 from recbft.models.contract import ItemTable
 
 IntArray = NDArray[np.int64]
@@ -26,6 +28,7 @@ class TopK(NamedTuple):
     items: IntArray  # (N, k) item index, >= 1; 0 is padding
     scores: NDArray[np.floating]  # (N, k) NaN at padding
     lengths: IntArray  # (N,) items that are no padding, <= k
+    probabilities: NDArray[np.float64]  # (N, k) NaN at padding, and without a calibration
 
 
 def top_k(
@@ -37,6 +40,7 @@ def top_k(
     exclude_offsets: IntArray | None = None,
     among: IntArray | None = None,
     barred: IntArray | None = None,
+    calibration: Calibration | None = None,
     memory_mb: float = 256.0,
     user_ids: NDArray[np.generic] | None = None,
 ) -> TopK:
@@ -50,7 +54,8 @@ def top_k(
             ``exclude_items[exclude_offsets[u]:exclude_offsets[u + 1]]``; None excludes nothing.
         among: items that alone are scored, each once and in order; None scores all.
         barred: items recommended to nobody, each once.
-        memory_mb: bound on the block of scores.
+        calibration: what makes probabilities of scores; there are none without it.
+        memory_mb: bound on the block of scores, and on what probabilities need of it.
         user_ids: names for messages, (N,).
 
     Raises:
@@ -65,27 +70,33 @@ def top_k(
         narrow = ItemTable(table.weight[at], None if table.bias is None else table.bias[at])
         own = None if exclude_items is None else _places(exclude_items, among)
         kept = None if barred is None else np.setdiff1d(_places(barred, among), [0])
-        given: dict[str, Any] = {"exclude_offsets": exclude_offsets, "memory_mb": memory_mb, "user_ids": user_ids}
-        best = top_k(states, narrow, k, exclude_items=own, barred=kept, **given)
+        best = top_k(
+            states, narrow, k, exclude_items=own, exclude_offsets=exclude_offsets, barred=kept,
+            calibration=calibration, memory_mb=memory_mb, user_ids=user_ids,
+        )  # fmt: skip
         return best._replace(items=chosen[best.items])
     states, candidates = align(states, table)
     num_users, num_items = len(states), len(candidates.weight)
-    barred = np.empty(0, np.int64) if barred is None else np.sort(barred)
-    excluded = _Excluded.of(exclude_items, exclude_offsets, num_users, num_items, barred)
-    lengths = np.minimum(k, num_items - len(barred) - np.diff(excluded.offsets))
+    excluded = Excluded.of(exclude_items, exclude_offsets, num_users, num_items, barred)
+    left = num_items - len(excluded.barred) - np.diff(excluded.offsets)
+    lengths = np.minimum(k, left)
     best = _padding(lengths, k, states.new_empty(0).cpu().numpy().dtype)
     if not lengths.any():
         return best
     watch = NanWatch(states, candidates)
-    rows, width = block_shape(num_users, num_items, states.element_size(), memory_mb)
+    blocks = 1 if calibration is None else 2
+    rows, width = block_shape(num_users, num_items, states.element_size(), memory_mb / blocks)
     candidates = candidates.for_blocks(num_users, rows)
     room = states.new_empty(rows * width)
+    log_sum = None if calibration is None else LogSum(calibration.temperature, torch.empty_like(room))
     for users in spans(num_users, rows):
         values, items = states.new_empty(0), torch.empty(0, dtype=torch.int64)
         for columns in spans(num_items, width):
             block = score_block(states[users], candidates, columns, room)
             watch.look(block, users)
             excluded.mask(block, users, columns)
+            if log_sum is not None:
+                log_sum.add(block, first=columns.start == 0)
             block_values, block_items = _best_of_block(block, k)
             del block  # before the next one is made
             if columns.start == 0:
@@ -98,7 +109,12 @@ def top_k(
         filled = np.arange(min(k, num_items)) < lengths[users, None]
         best.items[users, :num_items][filled] = items.cpu().numpy()[filled]
         best.scores[users, :num_items][filled] = values.cpu().numpy()[filled]
+        if log_sum is not None:
+            best.probabilities[users, :num_items][filled] = log_sum.log_softmax(values).exp().cpu().numpy()[filled]
     watch.close(user_ids)
+    if calibration is not None:
+        chance = 1 / np.maximum(left, 1)[:, None]
+        best.probabilities[:] += calibration.lapse * (chance - best.probabilities)
     return best
 
 
@@ -111,7 +127,8 @@ def _places(items: IntArray, among: IntArray) -> IntArray:
 
 def _padding(lengths: IntArray, k: int, dtype: np.dtype[Any]) -> TopK:
     """Lists in which nothing stands yet."""
-    return TopK(np.zeros((len(lengths), k), np.int64), np.full((len(lengths), k), np.nan, dtype), lengths)
+    shape = len(lengths), k
+    return TopK(np.zeros(shape, np.int64), np.full(shape, np.nan, dtype), lengths, np.full(shape, np.nan))
 
 
 def _best_of_block(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -135,38 +152,3 @@ def _first_of_equal(scores: Tensor, cut: Tensor, k: int) -> Tensor:
     above = (scores > cut).nonzero()[:, 0]
     level = (scores == cut).nonzero()[:, 0]
     return torch.cat([above, level[: k - len(above)]])
-
-
-class _Excluded(NamedTuple):
-    """Distinct pairs of a user and an item not to recommend, by user."""
-
-    user: IntArray  # (E,)
-    item: IntArray  # (E,) none of them barred
-    offsets: IntArray  # (N + 1,)
-    barred: IntArray  # items for nobody, in order
-
-    @classmethod
-    def of(
-        cls, items: IntArray | None, offsets: IntArray | None, num_users: int, num_items: int, barred: IntArray
-    ) -> _Excluded:
-        if items is None or offsets is None:
-            nothing = np.empty(0, np.int64)
-            return cls(nothing, nothing, np.zeros(num_users + 1, np.int64), barred)
-        user = np.repeat(np.arange(num_users), np.diff(offsets))
-        pairs = distinct(user * (num_items + 1) + items[offsets[0] : offsets[-1]])
-        user, item = pairs // (num_items + 1), pairs % (num_items + 1)
-        real = (item > 0) & ~np.isin(item, barred)
-        user, item = user[real], item[real]
-        return cls(user, item, np.searchsorted(user, np.arange(num_users + 1)), barred)
-
-    def mask(self, block: Tensor, users: slice, columns: slice) -> None:
-        """Give the excluded items of a block, in place, a score below all others."""
-        own = slice(self.offsets[users.start], self.offsets[users.stop])
-        column = self.item[own] - 1 - columns.start
-        here = (column >= 0) & (column < block.shape[1])
-        place = (self.user[own][here] - users.start) * block.shape[1] + column[here]
-        block.view(-1)[torch.from_numpy(place).to(block.device)] = -torch.inf
-        first, end = np.searchsorted(self.barred - 1, [columns.start, columns.stop])
-        if end > first:
-            out = torch.from_numpy(self.barred[first:end] - 1 - columns.start).to(block.device)
-            block.index_fill_(1, out, -torch.inf)

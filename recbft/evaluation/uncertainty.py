@@ -43,7 +43,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.calibration import Predicted, calibration, fit_temperature, predicted
 from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval
-from recbft.evaluation.evaluate import Part, evaluation_mode, view_of
+from recbft.evaluation.evaluate import Part, evaluation_mode, states_of_view, view_of
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.trace import at_cap as saturated
 from recbft.evaluation.trace import trace
@@ -91,8 +91,10 @@ def uncertainty(
             user_ids=dataset.user_ids if users is None else dataset.user_ids[users],
         ).unfiltered  # fmt: skip
         fit_view = view_of(dataset, "validation", users)
-        fit = read if part == "validation" else _read(model, dataset, fit_view)
-        temperature = fit_temperature(fit.states, table, fit_view.target, memory_mb=memory_mb)
+        fitted = read.states
+        if part != "validation":
+            fitted, _ = states_of_view(model, dataset, fit_view, table.weight.device)
+        temperature = fit_temperature(fitted, table, fit_view.target, memory_mb=memory_mb)
         before, after = predicted(
             read.states, table, view.target, temperatures=(1.0, temperature.value), ks=(1, K), memory_mb=memory_mb
         )

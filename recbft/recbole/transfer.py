@@ -21,6 +21,7 @@ from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.evaluation.probability import calibrations
 from recbft.machine import environment
 from recbft.recbole.adapter import Adapter
 from recbft.recbole.models import adapter_for
@@ -109,10 +110,13 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         part: evaluate(ours, data, part, filter_seen=config.evaluation.filter_seen, ks=config.evaluation.ks)
         for part in ("validation", "test")
     }
-    metrics = {part: evaluation.metrics for part, evaluation in parts.items()}
-    run.finish(
-        {"filter_seen": config.evaluation.filter_seen, **metrics, "trained_by": "recbole"}, parts["test"].per_user
-    )
+    metrics = {
+        "filter_seen": config.evaluation.filter_seen,
+        **{part: evaluation.metrics for part, evaluation in parts.items()},
+        "probability": calibrations(ours, data),
+        "trained_by": "recbole",
+    }
+    run.finish(metrics, parts["test"].per_user)
     return run
 
 

@@ -33,6 +33,8 @@ import pyarrow as pa
 
 from recbft.config_file import read_yaml
 from recbft.errors import UserError
+from recbft.evaluation.probability import Calibration
+from recbft.evaluation.protocol import headline_setting
 from recbft.files import json_text, new_folder, write_atomic, write_json, write_parquet
 from recbft.torchrun import Process
 from recbft.training import checkpoint
@@ -187,6 +189,14 @@ class RunFolder:
         if not self.is_finished:
             raise UserError(f"{self.path} is not finished; go on with `{self.resume_command}`")
         return _read_json(self.metrics_file)
+
+    def calibration(self, *, filter_seen: bool) -> Calibration | None:
+        """What makes probabilities of the model's scores; None of a run that has none, or not yet."""
+        known = self.metrics.get("probability") if self.is_finished else None
+        try:
+            return Calibration(**known[headline_setting(filter_seen)])  # type: ignore[index]
+        except (KeyError, TypeError):
+            return None
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes from training or replacing this run; UserError if one does so now."""

@@ -17,6 +17,7 @@ import torch
 from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, Part, evaluate
+from recbft.evaluation.probability import calibrations
 from recbft.evaluation.protocol import begun_from
 from recbft.machine import environment
 from recbft.models import MODELS
@@ -326,6 +327,9 @@ class Session:
             sharing=self.together,
         )
 
+    def _calibrations(self) -> dict[str, dict[str, float] | None]:
+        return calibrations(self.model, self.dataset, memory_mb=self.config.evaluation.memory_mb)  # type: ignore[arg-type]
+
     def keep(self, row: Row, best: bool) -> None:
         """Save the state after an epoch, and the weights that were judged as the best ones if they are."""
         judged = None
@@ -364,6 +368,7 @@ class Session:
             "filter_seen": self.config.evaluation.filter_seen,
             "test": test.metrics,
             "validation": validation.metrics,
+            "probability": self.together.first_does(self._calibrations),
             "best_epoch": self.state.best_epoch,
             "epochs": self.state.epoch,
             "steps": self.state.step,

@@ -18,6 +18,8 @@ from recbft import Recommender
 from recbft.errors import RunError
 from tests.cli.conftest import run, train
 
+COLUMNS = ["user", "item", "score", "rank", "precision", "probability"]
+
 
 @pytest.fixture
 def histories(events, tmp_path):
@@ -36,7 +38,7 @@ def test_recommend_writes_lists_for_users_never_seen(capsys, finished, histories
     assert "skipped events with items that the model does not know: 2" in err
     assert "skipped users without a known item: 1, such as eve" in err
     lists = pd.read_parquet(tmp_path / "recs.parquet")
-    assert list(lists.columns) == ["user", "item", "score", "rank", "precision"]
+    assert list(lists.columns) == COLUMNS
     assert lists["user"].tolist() == ["ann"] * 4 + ["bob x"] * 4 and lists["rank"].tolist() == [1, 2, 3, 4] * 2
     assert (lists["precision"] > 0).all()
     for _, own in lists.groupby("user"):
@@ -54,7 +56,7 @@ def test_recommend_does_not_replace_the_histories(capsys, finished, histories):
 
 def test_recommend_without_a_file_prints_csv(capsys, finished, histories, tmp_path):
     _, out, _ = run(capsys, "recommend", finished, "--histories", histories, "-k", "2")
-    assert out.splitlines()[0] == "user,item,score,rank,precision" and len(out.splitlines()) == 5
+    assert out.splitlines()[0] == ",".join(COLUMNS) and len(out.splitlines()) == 5
     run(capsys, "recommend", finished, "--histories", histories, "-k", "2", "--out", tmp_path / "recs.csv")
     assert (tmp_path / "recs.csv").read_text() == out
 
@@ -71,7 +73,7 @@ def test_recommend_writes_block_by_block_what_it_writes_at_once(
     assert "users with fewer than 500 items left: 2, the fewest 7" in err
     read = pd.read_csv if ending == "csv" else pd.read_parquet
     pd.testing.assert_frame_equal(read(whole), read(parts))
-    assert list(read(parts).columns) == ["user", "item", "score", "rank", "precision"] and len(read(parts)) > 20
+    assert list(read(parts).columns) == COLUMNS and len(read(parts)) > 20
     if ending == "parquet":
         assert pq.ParquetFile(parts).num_row_groups == 2
         assert pq.read_schema(whole).equals(pq.read_schema(parts), check_metadata=True)
@@ -87,7 +89,7 @@ def test_recommend_writes_a_file_without_rows_where_no_item_is_left(capsys, fini
     assert "users with fewer than 10 items left: 1, the fewest 0" in err
     read = pd.read_csv if ending == "csv" else pd.read_parquet
     table = read(tmp_path / f"recs.{ending}")
-    assert len(table) == 0 and list(table.columns) == ["user", "item", "score", "rank", "precision"]
+    assert len(table) == 0 and list(table.columns) == COLUMNS
     if ending == "parquet":
         assert str(pq.read_schema(tmp_path / "recs.parquet").field("user").type).endswith("string")
 
@@ -188,7 +190,7 @@ def test_a_model_that_reads_times_recommends_for_timed_histories(capsys, events,
     code, out, err = run(capsys, "recommend", folder, "--histories", histories, "-k", "2")
     assert code == 2 and "reads event times" in err and out == ""
     code, out, _ = run(capsys, "recommend", folder, "--histories", histories, "--time", "timestamp", "-k", "2")
-    assert code == 0 and out.splitlines()[0] == "user,item,score,rank,precision"
+    assert code == 0 and out.splitlines()[0] == ",".join(COLUMNS)
 
 
 @pytest.mark.parametrize(

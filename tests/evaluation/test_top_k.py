@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recbft.errors import RunError, UserError
+from recbft.evaluation.probability import Calibration
 from recbft.evaluation.top_k import top_k
 from recbft.models.contract import ItemTable
 
@@ -60,6 +61,50 @@ def test_all_items_can_be_asked_for_and_padding_is_not_among_them():
     best = top_k(torch.ones(2, 1), ItemTable(weight, None), 3)
     assert best.items.tolist() == [[2, 3, 1]] * 2 and best.scores.tolist() == [[3, 2, 1]] * 2
     assert best.items.dtype == np.int64 and best.scores.dtype == np.float32
+
+
+@pytest.mark.parametrize("compiled", ["0", "1"])
+@pytest.mark.parametrize("memory_mb", [256, 1e-5, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("among", [None, [2, 5, 6, 11]], ids=["all", "among"])
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 7.5])
+def test_probabilities_are_those_of_the_items_left(monkeypatch, compiled, memory_mb, dtype, among, temperature):
+    monkeypatch.setenv("RECBFT_COMPILED", compiled)
+    rng = np.random.default_rng(0)
+    states, weight, bias = (torch.tensor(rng.normal(size=size)) for size in ((6, 3), (13, 3), 13))
+    seen = [[1, 2, 3, 4], [], [5, 5], [12], [3], list(range(1, 13))]  # the first block has nothing left of the first
+    items, offsets = jagged(seen)
+    barred = np.array([9, 2])
+    best = top_k(
+        states.to(dtype),
+        ItemTable(weight.to(dtype), bias.to(dtype)),
+        5,
+        exclude_items=items,
+        exclude_offsets=offsets,
+        among=None if among is None else np.array(among),
+        barred=barred,
+        calibration=Calibration(temperature, 0.2),
+        memory_mb=memory_mb,
+    )
+    scores = (states @ weight.T + bias).numpy() / temperature
+    for row, own, found, listed in zip(scores, seen, best.probabilities, best.items, strict=True):
+        left = [item for item in (among or range(1, 13)) if item not in own and item not in barred]
+        odds = {item: np.exp(row[item] - max((row[i] for i in left), default=0)) for item in left}
+        expected = [0.8 * odds[item] / sum(odds.values()) + 0.2 / len(left) for item in listed if item]
+        tolerance = (1e-4 if temperature < 1 else 2e-6) if dtype is torch.float32 else 1e-12
+        np.testing.assert_allclose(found[: len(expected)], expected, rtol=tolerance)
+        assert np.isnan(found[len(expected) :]).all()
+    assert best.probabilities.dtype == np.float64
+
+
+def test_probabilities_change_nothing_else_and_those_of_all_items_sum_to_one():
+    rng = np.random.default_rng(1)
+    states, table = torch.tensor(rng.normal(size=(50, 8))), ItemTable(torch.tensor(rng.normal(size=(301, 8))), None)
+    plain, best = top_k(states, table, 300), top_k(states, table, 300, calibration=Calibration(0.7, 0.3))
+    for name in ("items", "scores", "lengths"):
+        np.testing.assert_array_equal(getattr(plain, name), getattr(best, name))
+    assert np.isnan(plain.probabilities).all()
+    np.testing.assert_allclose(best.probabilities.sum(axis=1), 1, rtol=1e-12)
 
 
 @pytest.mark.parametrize("memory_mb", [256, 1e-5])

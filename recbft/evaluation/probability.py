@@ -1,0 +1,192 @@
+"""How likely each item is the user's next: scores as probabilities, by two numbers fitted on validation.
+
+    p_i = (1 - u) exp(s_i / T) / sum_j exp(s_j / T) + u / n          over the n items j that a list may hold     (1)
+    T, u = argmax of  sum over users of ln p_target                  over validation targets                     (2)
+
+u, the lapse rate, is the share of events that come evenly from all items, whatever the scores. Without it T alone must
+make room for targets that nobody foresaw, and takes it from the items at the head of a list. For each T the best u
+follows from the targets' softmax alone (the sum is concave in u), so (2) is a search in one dimension: T of a grid a
+factor of 2 apart, then Brent's method between its neighbours.
+
+Source: temperature: Guo et al., On Calibration of Modern Neural Networks (2017); lapse rate: Wichmann and Hill, The
+psychometric function I (2001); their product is ours, and what it is worth is measured in docs/study.md, section 6.
+Shapes: N users, V items, D state width; a block has n users by w items.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import View
+from recbft.evaluation.evaluate import evaluation_mode, events_of, states_of_view, view_of
+from recbft.evaluation.score_blocks import Excluded, align, block_shape, score_block, spans
+from recbft.kernels.cross_entropy.exponentials import exponentials
+from recbft.models.contract import ItemTable, SequenceModel
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+FITTED_SCORES = 20_000_000  # a run's probabilities are fitted on so many users by items,
+FITTED_USERS = 1000  # or on so many users where that is more
+GRID = [2.0**power for power in range(-5, 13)]  # of T
+TOLERANCE = 1e-4  # of ln T
+
+
+class Calibration(NamedTuple):
+    """What makes probabilities of scores, by (1)."""
+
+    temperature: float  # T > 0
+    lapse: float  # u in [0, 1]
+
+
+class LogSum:
+    """ln sum_j exp(s_j / T) of some users, over one block of items after another."""
+
+    def __init__(self, temperature: float, room: Tensor) -> None:
+        """``room`` is as large as a block, and written over."""
+        self.temperature, self.room = temperature, room
+        self.value = room.new_empty(0)  # (n, 1) float64
+
+    def add(self, block: Tensor, *, first: bool) -> None:
+        """Scores of some users, of the first items or of more, (n, w), -inf where excluded; they stay as they are."""
+        scaled = torch.mul(block, 1 / self.temperature, out=self.room[: block.numel()].view_as(block))
+        _, total, shift = exponentials(scaled, shifted=True)
+        assert shift is not None
+        value = torch.where(shift == -torch.inf, -torch.inf, total.double().log() + shift)  # nothing is left
+        self.value = value if first else torch.logaddexp(self.value, value)
+
+    def log_softmax(self, scores: Tensor) -> Tensor:
+        """Of some items of these users, (n, k), float64."""
+        return (scores.double() / self.temperature - self.value).clamp(max=0)
+
+
+def calibrations(
+    model: SequenceModel, dataset: Dataset, *, memory_mb: float = 256.0
+) -> dict[str, dict[str, float] | None]:
+    """Equation (2) for a trained model, on users drawn from a fixed seed where the catalogue is large.
+
+    Returns:
+        "unfiltered" over all items, "filtered" over those that the user has not seen, fitted where the target is among
+        them; None if it never is. Ready for JSON.
+
+    Raises:
+        UserError: there is no user.
+    """
+    num_users = max(FITTED_USERS, FITTED_SCORES // dataset.num_items)
+    users = np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:num_users])
+    view = view_of(dataset, "validation", users)
+    with torch.inference_mode(), evaluation_mode(model):
+        table = model.item_table()
+        states, _ = states_of_view(model, dataset, view, table.weight.device)
+        every = fit(states, table, view.target, memory_mb=memory_mb)
+        new = rows_of_new_targets(dataset, view)
+        if not new.size:
+            return {"unfiltered": every._asdict(), "filtered": None}
+        seen = events_of(dataset.items, view.start[new], view.stop[new])
+        unseen = fit(states[new], table, view.target[new], seen=seen, memory_mb=memory_mb)
+    return {"unfiltered": every._asdict(), "filtered": unseen._asdict()}
+
+
+def rows_of_new_targets(dataset: Dataset, view: View) -> IntArray:
+    """The users of a view, by row, whose target is not in their history."""
+    items, offsets = events_of(dataset.items, view.start, view.stop)
+    user = np.repeat(np.arange(len(view.target)), np.diff(offsets))
+    return np.setdiff1d(user, user[items == view.target[user]])
+
+
+def fit(
+    states: Tensor,
+    table: ItemTable,
+    targets: IntArray,
+    *,
+    seen: tuple[IntArray, IntArray] | None = None,
+    lapses: bool = True,
+    memory_mb: float = 256.0,
+) -> Calibration:
+    """Equation (2), or with ``lapses=False`` T alone, u being 0.
+
+    Args:
+        states: (N, D).
+        targets: item index per user, (N,).
+        seen: items that (1) leaves out, and their offsets by user, (N + 1,); no target is among its user's.
+        memory_mb: bound on the scores that are alive at a time, and on what (1) makes of them.
+    """
+    from scipy.optimize import minimize_scalar  # half a second to import, which nobody who only recommends waits for
+
+    num_items = len(table.weight) - 1
+    items, offsets = (None, None) if seen is None else seen
+    excluded = Excluded.of(items, offsets, len(states), num_items)
+    log_chance = -np.log(num_items - np.diff(excluded.offsets))
+
+    def at(temperatures: Sequence[float]) -> list[tuple[float, float]]:
+        found = _log_softmax_of_targets(states, table, targets, excluded, temperatures, memory_mb)
+        return [best_lapse(own, log_chance) if lapses else (0.0, float(own.mean())) for own in found]
+
+    grid = at(GRID)
+    best = max(range(len(GRID)), key=lambda n: grid[n][1])
+    bounds = math.log(GRID[max(best - 1, 0)]), math.log(GRID[min(best + 1, len(GRID) - 1)])
+    closer = minimize_scalar(
+        lambda x: -at([math.exp(x)])[0][1], bounds=bounds, method="bounded", options={"xatol": TOLERANCE}
+    )
+    temperature = GRID[best] if -closer.fun <= grid[best][1] else math.exp(closer.x)
+    return Calibration(temperature, at([temperature])[0][0])
+
+
+def best_lapse(log_p: FloatArray, log_chance: FloatArray) -> tuple[float, float]:
+    """The u at which mean ln((1 - u) p + u c) is largest, and that mean.
+
+    Args:
+        log_p: ln of the softmax at each target, (N,).
+        log_chance: ln c, c = 1 / n, (N,).
+    """
+    gain = np.expm1(np.clip(log_chance - log_p, None, 700))  # c / p - 1
+
+    def slope(u: float) -> float:
+        return float((gain / (1 + u * gain)).mean())
+
+    low, high = 0.0, 1.0
+    if slope(0.0) <= 0:
+        high = 0.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
+    u = (low + high) / 2
+    return u, float((log_p + np.log1p(u * gain)).mean())
+
+
+def _log_softmax_of_targets(
+    states: Tensor,
+    table: ItemTable,
+    targets: IntArray,
+    excluded: Excluded,
+    temperatures: Sequence[float],
+    memory_mb: float,
+) -> list[FloatArray]:
+    """ln of the softmax of (1) at each user's target, (N,), at each temperature."""
+    states, candidates = align(states, table)
+    num_items = len(candidates.weight)
+    rows, width = block_shape(len(states), num_items, states.element_size(), memory_mb / 2)
+    candidates = candidates.for_blocks(len(states), rows)
+    room, other = states.new_empty(rows * width), states.new_empty(rows * width)
+    own = torch.from_numpy(targets - 1).to(states.device)
+    score = torch.linalg.vecdot(states, candidates.weight[own])
+    if candidates.bias is not None:
+        score += candidates.bias[own]
+    found: list[list[Tensor]] = [[] for _ in temperatures]
+    for users in spans(len(states), rows):
+        sums = [LogSum(temperature, other) for temperature in temperatures]
+        for columns in spans(num_items, width):
+            block = score_block(states[users], candidates, columns, room)
+            excluded.mask(block, users, columns)
+            for one in sums:
+                one.add(block, first=columns.start == 0)
+        for parts, one in zip(found, sums, strict=True):
+            parts.append(one.log_softmax(score[users, None])[:, 0])
+    return [torch.cat(parts).cpu().numpy() for parts in found]

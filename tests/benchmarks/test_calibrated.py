@@ -1,0 +1,41 @@
+"""What is claimed of lists beside what comes true, of runs whose probabilities were made three ways."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.study import calibrated
+from recbft import Recommender
+from recbft.datasets import Dataset, leave_one_out
+
+
+@pytest.fixture
+def trained(train_arms):
+    return train_arms("bft")
+
+
+def test_claims_and_truth_are_those_of_the_lists_that_a_recommender_gives(trained, tmp_path, capsys):
+    calibrated.main([str(trained), "--json", str(tmp_path / "found.json")])
+    said, rows = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())["calibrated"]
+    assert "study.calibrated OUT" in said and str(tmp_path) not in said and [row["seed"] for row in rows] == [0, 1]
+    recommender = Recommender.load(trained / "runs" / "bft-seed0")
+    dataset: Dataset = recommender.own_dataset()
+    view = leave_one_out(dataset).test
+    histories = {
+        user: dataset.decode(dataset.items[start:stop]).tolist()
+        for user, start, stop in zip(dataset.user_ids.tolist(), view.start, view.stop, strict=True)
+    }
+    target = dict(zip(dataset.user_ids.tolist(), dataset.decode(view.target).tolist(), strict=True))
+    for name, filter_seen in (("all items", False), ("items not seen", True)):
+        lists = recommender.recommend(histories, 10, filter_seen=filter_seen)
+        found = rows[0][name]["temperature and lapse rate"]
+        assert recommender.calibration(filter_seen=filter_seen) == pytest.approx((found["temperature"], found["lapse"]))
+        claimed = lists.groupby("user")["probability"].sum().clip(upper=1)
+        hit = (lists["item"] == lists["user"].map(target)).groupby(lists["user"]).any()
+        assert found["@10"]["mean_probability"] == pytest.approx(claimed.mean(), rel=1e-5)
+        assert found["@10"]["hit_rate"] == pytest.approx(np.mean(hit))
+        assert rows[0][name]["as trained"]["lapse"] == rows[0][name]["temperature"]["lapse"] == 0
+    assert said.count("| all items |") == said.count("| items not seen |") == 3

@@ -1,0 +1,183 @@
+"""Probabilities of scores: the two numbers behind them against a search by hand, and found again where planted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import optimize, special
+
+from recbft.datasets import Dataset
+from recbft.evaluation import probability
+from recbft.evaluation.probability import best_lapse, calibrations, fit
+from recbft.models.contract import ItemTable, UserStates
+
+
+def drawn(seed, N=400, V=30, *, bias=False):
+    rng = np.random.default_rng(seed)
+    states, weight = torch.tensor(rng.normal(size=(N, 6))), torch.tensor(rng.normal(size=(V + 1, 6)))
+    table = ItemTable(weight, torch.tensor(rng.normal(size=V + 1)) if bias else None)
+    scores = states @ weight[1:].T + (table.bias[1:] if bias else 0)
+    return states, table, scores.numpy()
+
+
+def mixed(scores, temperature, lapse):
+    """Equation (1); -inf is an item left out."""
+    left = np.isfinite(scores)
+    return (1 - lapse) * special.softmax(scores / temperature, axis=1) + lapse * left / left.sum(axis=1, keepdims=True)
+
+
+def sample(p, seed):
+    rng = np.random.default_rng(seed)
+    return 1 + np.array([rng.choice(len(row), p=row) for row in p])
+
+
+def best_by_search(scores, targets):
+    """Equation (2) by a search in the plane from many starts."""
+
+    def loss(x):
+        p = mixed(scores, np.exp(x[0]), special.expit(x[1]))
+        return -np.log(p[np.arange(len(targets)), targets - 1]).mean()
+
+    how = {"method": "Nelder-Mead", "options": {"xatol": 1e-7, "fatol": 1e-12, "maxiter": 2000}}
+    found = min((optimize.minimize(loss, (a, b), **how) for a in (-1, 1) for b in (-3, 0)), key=lambda one: one.fun)
+    return np.exp(found.x[0]), special.expit(found.x[1])
+
+
+@pytest.mark.parametrize(("temperature", "lapse"), [(0.5, 0.3), (1.0, 0.0), (2.5, 0.15), (1.3, 0.7)])
+def test_planted_numbers_are_found_again(temperature, lapse):
+    states, table, scores = drawn(1, N=6000)
+    targets = sample(mixed(scores, temperature, lapse), seed=2)
+    found = fit(states, table, targets)
+    assert found.temperature == pytest.approx(temperature, rel=0.15) and found.lapse == pytest.approx(lapse, abs=0.05)
+
+
+@pytest.mark.parametrize("memory_mb", [1e-4, 1e-2, 256.0])
+@pytest.mark.parametrize("unseen", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_fit_is_the_best_of_a_search_in_the_plane(memory_mb, unseen, bias):
+    states, table, scores = drawn(5, N=300, bias=bias)
+    rng = np.random.default_rng(0)
+    left_out = rng.random(scores.shape) < rng.choice([0.0, 0.3, 0.9], (300, 1))
+    left_out[:, 0] = False
+    seen = None
+    if unseen:
+        user, item = np.nonzero(left_out)
+        seen = item + 1, np.searchsorted(user, np.arange(301))
+        scores = np.where(left_out, -np.inf, scores)
+    targets = sample(mixed(scores, 1.7, 0.25), seed=1)
+    found = fit(states, table, targets, seen=seen, memory_mb=memory_mb)
+    temperature, lapse = best_by_search(scores, targets)
+    assert found.temperature == pytest.approx(temperature, rel=1e-3) and found.lapse == pytest.approx(lapse, abs=1e-3)
+
+
+def test_a_temperature_alone_is_that_of_the_best_likelihood():
+    states, table, scores = drawn(3, N=500)
+    targets = sample(mixed(scores, 1.4, 0.3), seed=0)
+    found = fit(states, table, targets, lapses=False)
+
+    def loss(x):
+        return -special.log_softmax(scores * np.exp(-x), axis=1)[np.arange(500), targets - 1].mean()
+
+    best = optimize.minimize_scalar(loss, bounds=(-3, 3), method="bounded", options={"xatol": 1e-9}).x
+    assert found.temperature == pytest.approx(np.exp(best), rel=1e-3) and found.lapse == 0
+
+
+def test_targets_that_scores_foresee_leave_no_lapse_and_those_they_do_not_leave_nothing_else():
+    states, table, scores = drawn(4)
+    sure = fit(states, table, scores.argmax(axis=1) + 1)
+    assert sure.temperature < 0.1 and sure.lapse < 1e-6
+    worst = fit(states, table, scores.argmin(axis=1) + 1)
+    assert worst.lapse > 0.9 or worst.temperature > 100
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_lapse_of_a_softmax_is_the_best_of_a_grid(seed):
+    rng = np.random.default_rng(seed)
+    log_p, log_chance = -rng.exponential(4, 50), -np.log(rng.integers(5, 300, 50))
+    u, value = best_lapse(log_p, log_chance)
+    grid = np.linspace(0, 1, 2001)[:, None]
+    values = np.log((1 - grid) * np.exp(log_p) + grid * np.exp(log_chance)).mean(axis=1)
+    assert values.max() <= value + 1e-12 and abs(grid[values.argmax(), 0] - u) <= 5e-4
+
+
+@pytest.mark.parametrize("log_p", [-800.0, -5000.0])
+def test_a_target_that_the_softmax_leaves_no_room_gets_its_share_of_the_lapses(log_p):
+    u, value = best_lapse(np.array([log_p, np.log(0.5)]), np.log([0.1, 0.1]))
+    assert 0.3 < u < 0.7 and np.isfinite(value)
+
+
+def test_one_item_or_equal_scores_need_no_care():
+    one = fit(torch.ones(5, 3), ItemTable(torch.ones(2, 3), None), np.ones(5, np.int64))
+    equal = fit(torch.ones(5, 3), ItemTable(torch.ones(9, 3), None), np.ones(5, np.int64))
+    assert all(np.isfinite(found).all() and 0 <= found.lapse <= 1 for found in (one, equal))
+
+
+class Known(torch.nn.Module):
+    """The state of a user is that of the last item of the history."""
+
+    def __init__(self, states, table):
+        super().__init__()
+        self.max_length, self.states, self.table = 50, states, table
+
+    def user_states(self, batch):
+        assert torch.is_inference_mode_enabled() and not self.training
+        return UserStates(self.states[batch.items.flatten()[batch.last]], None)
+
+    def item_table(self):
+        return self.table
+
+
+def test_a_run_s_are_fitted_on_its_validation_targets(monkeypatch):
+    rng = np.random.default_rng(0)
+    V, N = 40, 200
+    states, weight = rng.normal(size=(2, V, 3))
+    rows = []
+    for user in range(N):
+        item = rng.integers(V)
+        for _ in range(rng.integers(3, 9)):
+            rows.append((user, item))
+            item = rng.choice(V, p=special.softmax(weight @ states[item])) if rng.random() < 0.8 else rng.integers(V)
+    dataset = Dataset.from_frame(pd.DataFrame(rows, columns=["user", "item"]), user="user", item="item")
+    order = dataset.item_ids[[0, *range(dataset.num_items)]]  # with a row for padding
+    states, weight = torch.tensor(states[order]), torch.tensor(weight[order])
+    model = Known(states, ItemTable(weight, None))
+
+    def by_hand(*, unseen, users):
+        kept, targets = [], []
+        for user in users:
+            items = dataset.items[dataset.offsets[user] : dataset.offsets[user + 1]]
+            history, asked = items[:-2], items[-2]
+            row = (states[history[-1]] @ weight[1:].T).numpy().copy()
+            if unseen and asked in history:
+                continue
+            if unseen:
+                row[history - 1] = -np.inf
+            kept.append(row)
+            targets.append(asked)
+        return best_by_search(np.array(kept), np.array(targets))
+
+    found = calibrations(model, dataset)
+    for name, unseen in (("unfiltered", False), ("filtered", True)):
+        temperature, lapse = by_hand(unseen=unseen, users=range(N))
+        assert found[name] == {
+            "temperature": pytest.approx(temperature, rel=2e-3), "lapse": pytest.approx(lapse, abs=2e-3)
+        }, name  # fmt: skip
+    # Of a large catalogue some of the users, the same each time.
+    monkeypatch.setattr(probability, "FITTED_USERS", 20)
+    monkeypatch.setattr(probability, "FITTED_SCORES", 90 * dataset.num_items)
+    some = np.sort(np.random.default_rng(0).permutation(N)[:90])
+    fewer = calibrations(model, dataset)
+    assert fewer == calibrations(model, dataset) and fewer != found
+    temperature, _ = by_hand(unseen=True, users=some)
+    assert fewer["filtered"]["temperature"] == pytest.approx(temperature, rel=2e-3)
+
+
+def test_where_every_target_was_seen_before_there_is_none_of_the_unseen():
+    rows = [(user, 1 + user % 3 if place != 3 else 4) for user in range(5) for place in range(4)]
+    dataset = Dataset.from_frame(pd.DataFrame(rows, columns=["user", "item"]), user="user", item="item")
+    generator = torch.Generator().manual_seed(0)
+    states, weight = torch.randn(10, 2, generator=generator), torch.randn(dataset.num_items + 1, 2, generator=generator)
+    found = calibrations(Known(states, ItemTable(weight, None)), dataset)
+    assert found["filtered"] is None and found["unfiltered"]["temperature"] > 0
