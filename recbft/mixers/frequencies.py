@@ -19,10 +19,12 @@ from recbft.mixers.positive import SMALLEST, positive, raw_of
 
 
 def frequency_range(n_heads: int, count: int, base: float, *, in_bands: bool) -> Tensor:
-    """(1) for every head, (H, n): one range of n for each, or one of H n cut into bands."""
+    """(1) for every head, (H, n): one range of n for each, or one of H n cut into bands; in the default dtype."""
     count, repeats = (n_heads * count, 1) if in_bands else (count, n_heads)
-    falling = torch.pow(torch.tensor(base, dtype=torch.float64), -torch.arange(count) / count).float()
-    return falling.repeat(repeats).view(n_heads, -1)
+    exponent = -torch.arange(count, dtype=torch.float32) / count
+    # Rounded to float32 whatever the dtype: frequencies are not saved, and have to be those a run was trained with.
+    falling = torch.pow(torch.tensor(base, dtype=torch.float64), exponent).float()
+    return falling.to(torch.get_default_dtype()).repeat(repeats).view(n_heads, -1)
 
 
 def spread_decays(n_heads: int, base: float, damping: float, undamped: int | None) -> Tensor:

@@ -15,6 +15,7 @@ def positive(raw: Tensor) -> Tensor:
 
 
 def raw_of(value: Tensor) -> Tensor:
-    """The float32 numbers whose ``positive`` is ``value``, > 1e-6."""
+    """The numbers whose ``positive`` is ``value``, > 1e-6, in the default dtype."""
     above = value.double() - SMALLEST
-    return (above + torch.log(-torch.expm1(-above))).float()  # log(exp(x) - 1), without its overflow
+    raw = above + torch.log(-torch.expm1(-above))  # log(exp(x) - 1), without its overflow
+    return raw.to(torch.get_default_dtype())

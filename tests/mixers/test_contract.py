@@ -60,11 +60,12 @@ def test_every_mixer_is_held_to_the_contract():
     assert set(SETTINGS) == set(MIXERS)
 
 
-def make(name, settings, *, training=False, seed=0):
+def make(name, settings, *, training=False, seed=0, converted=True):
     torch.manual_seed(seed)
     spec = MIXERS[name]
     plain = {} if spec.precision in ("softmax", "silu") else {"gives_precision": False}
-    return spec.kind(D, H, **{**plain, **spec.fixed, **settings}).double().train(training)
+    mixer = spec.kind(D, H, **{**plain, **spec.fixed, **settings}).train(training)
+    return mixer.double() if converted else mixer
 
 
 def gives_precision(settings):
@@ -106,6 +107,22 @@ def test_an_observation_has_the_shape_of_the_input_and_a_precision_where_one_is_
         real = batch.segment >= 0
         assert (precision[real] > 0).all() and (precision <= 100).all()
         assert not precision[~real].any(), "padding reads nothing"
+
+
+@over_mixers
+def test_a_mixer_made_where_float64_is_the_default_is_the_one_made_in_float32(name, settings):
+    batch, context = packed([5, 3, 1, 4])
+    expected = make(name, settings)
+    torch.set_default_dtype(torch.float64)
+    try:
+        mixer = make(name, settings, converted=False)
+        mixer.load_state_dict(expected.state_dict())
+        found = mixer(*inputs(batch), context)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, two in zip(found, expected(*inputs(batch), context), strict=True):
+        if two is not None:
+            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
 
 @over_mixers
