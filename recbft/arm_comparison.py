@@ -150,12 +150,13 @@ def compare(
         settings: settings of every run, as ``Recommender`` takes them; an arm's own win over them.
 
     Raises:
-        UserError: an unknown name, a value of the wrong type or range, arms that cannot be compared, or ``out`` holds
-            other runs; before anything is trained.
+        UserError: an unknown name, a value of the wrong type or range, arms that cannot be compared, ``out`` holds
+            other runs, or the script that calls is no file; before anything is trained.
         RunError: runs failed, or it was interrupted; the same call goes on.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(1)  # a process that trains, as it imports the script that called; who waits for it says what is wrong
+    _check_importable()
     given = dataset if isinstance(dataset, Dataset) else None
     if dataset is not None and not isinstance(dataset, (Dataset, str, Path)):
         raise UserError(
@@ -244,6 +245,17 @@ def _python_words() -> Iterator[None]:
         if WORDLESS in str(error) and hasattr(sys.modules["__main__"], "__file__"):
             on += "; in a script it has to stand under `if __name__ == '__main__':`"
         raise kind(f"{error} (in Python: {on})") from None
+
+
+def _check_importable() -> None:
+    """Refuse a script that processes could not import, such as one on standard input."""
+    script = sys.modules["__main__"]
+    file = getattr(script, "__file__", None)
+    if file is not None and script.__spec__ is None and not Path(file).is_file():
+        raise UserError(
+            f"the processes that train import the script that calls compare, and {file} is no file; save the script "
+            "as a file, with the call under `if __name__ == '__main__':`"
+        )
 
 
 def _keep(dataset: Dataset, file: Path) -> None:

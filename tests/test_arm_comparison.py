@@ -247,16 +247,27 @@ from recbft import compare
 """
 
 
+def run_python(*arguments, cwd, **how):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, **how
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("guard", ["if __name__ == '__main__':", "if True:"])
 def test_a_script_needs_the_guard_and_is_told_so(tmp_path, guard):
     (tmp_path / "script.py").write_text(SCRIPT.format(guard=guard))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = run_python("script.py", cwd=tmp_path)
     if guard == "if True:":
         assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
         assert done.stderr.endswith("; in a script it has to stand under `if __name__ == '__main__':`)\n")
     else:
         assert (done.returncode, done.stdout) == (0, "12\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_on_standard_input_is_refused_before_anything_is_written(tmp_path):
+    done = run_python("-", cwd=tmp_path, input=SCRIPT.format(guard="if __name__ == '__main__':"))
+    assert done.returncode == 1 and "<stdin> is no file; save the script as a file, with the call under" in done.stderr
+    assert list(tmp_path.iterdir()) == []
