@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from recbft.experiments.tables import text_table
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Text columns to the left, numbers to the right; None is a dash.
@@ -13,14 +15,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     all items      0.1083
     seen left out  0.1100
     """
-    cells = [[_text(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    right = [any(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))]
-    lines = [
-        "  ".join(f"{cell:>{w}}" if r else f"{cell:<{w}}" for cell, w, r in zip(line, widths, right, strict=True))
-        for line in [list(header), *cells]
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    left = [not any(isinstance(row[n], (int, float)) for row in rows) for n in range(len(header))]
+    return text_table(header, [[_text(value) for value in row] for row in rows], left)
 
 
 def _text(value: object) -> str:

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 Row = Sequence[str]
 
 
-def text_table(head: Row, rows: Sequence[Row]) -> str:
-    """Columns aligned by spaces: the first to the left, the others to the right."""
-    widths = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head))]
+def text_table(head: Row, rows: Sequence[Row], to_the_left: Sequence[bool] | None = None) -> str:
+    """Columns aligned by spaces: the first to the left, the others to the right, unless told for each."""
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    left = [n == 0 for n in range(len(head))] if to_the_left is None else to_the_left
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if n == 0 else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+            f"{cell:<{width}}" if on_left else f"{cell:>{width}}"
+            for cell, width, on_left in zip(line, widths, left, strict=True)
         ).rstrip()
-        for row in [head, *rows]
+        for line in lines
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from recbft.experiments.document import interval_text, p_text, spread_text, unsigned_zero
+from recbft.experiments.tables import text_table
 from recbft.files import make_folder, write_atomic
 
 Cell = str | int | float | tuple[float, float | None] | None
@@ -87,10 +88,11 @@ def written(cell: Cell, kind: Kind) -> str:
 
 def text(table: Table) -> str:
     """For a terminal: columns aligned by spaces, the caption below."""
-    shown = [(c, [written(row[n], c.kind) for row in table.rows]) for n, c in enumerate(table.columns) if not c.detail]
-    columns = [_aligned([c.heading, *cells], to_the_left=c.is_text) for c, cells in shown]
-    aligned = ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
-    return "\n".join([table.title, "", *aligned, "", textwrap.fill(table.caption, WIDTH)])
+    shown = [n for n, column in enumerate(table.columns) if not column.detail]
+    columns = [table.columns[n] for n in shown]
+    rows = [[row[n] for n in shown] for row in table.texts()]
+    aligned = text_table([c.heading for c in columns], rows, [c.is_text for c in columns])
+    return "\n".join([table.title, "", aligned, "", textwrap.fill(table.caption, WIDTH)])
 
 
 def markdown(table: Table) -> str:
@@ -204,11 +206,6 @@ _WRITTEN: dict[Kind, Callable[..., str]] = {
     "range": lambda cell: _between(cell, ".4f"),
     "interval": lambda cell: _between(cell, "+.4f"),
 }
-
-
-def _aligned(cells: Sequence[str], *, to_the_left: bool) -> list[str]:
-    width = max(map(len, cells))
-    return [f"{cell:<{width}}" if to_the_left else f"{cell:>{width}}" for cell in cells]
 
 
 _PAIRS: dict[Kind, tuple[str, str]] = {"spread": ("mean", "sd"), "range": ("low", "high"), "interval": ("low", "high")}
