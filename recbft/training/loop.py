@@ -114,7 +114,7 @@ def _train_epoch(
     plain: _PlainSteps,
     graphs: GraphedSteps | None,
 ) -> Row:
-    """One pass over the users; the row of ``history.csv`` it earns."""
+    """One pass over the users, and its row."""
     began, done, tokens, total = time.perf_counter(), 0, 0, 0.0
 
     def now() -> Moment:
@@ -142,8 +142,12 @@ def _train_epoch(
         controllers.after_step(now(), value)
         tokens, total = tokens + learned, total + value * learned
         progress.batch(done, batches.num_batches, total / tokens, tokens)
+    return epoch_row(state, total, tokens, time.perf_counter() - began)
+
+
+def epoch_row(state: TrainState, total: float, tokens: int, seconds: float) -> Row:
+    """Count an epoch whose losses of ``tokens`` tokens sum up to ``total``; the row of ``history.csv`` it earns."""
     state.epoch += 1
-    seconds = time.perf_counter() - began
     return {
         "epoch": state.epoch,
         "loss": total / tokens,

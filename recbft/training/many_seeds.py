@@ -38,7 +38,7 @@ from recbft.models.stacked import Stacked
 from recbft.run_config import RunConfig
 from recbft.torchrun import refuse_several
 from recbft.training import tensorboard
-from recbft.training.loop import Row, close_epoch, is_over, not_finite
+from recbft.training.loop import Row, close_epoch, epoch_row, is_over, not_finite
 from recbft.training.optimiser import make_optimizer, warmup_ramp
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
@@ -293,19 +293,8 @@ class _Stack:
                     self.sessions[n].progress.batch(done, own[n].num_batches, total[n] / tokens[n], tokens[n])
         # Each run's share: what the epoch would have cost if all had taken their turns.
         seconds = (time.perf_counter() - began) / num
-        rows: list[Row | RunError] = []
-        for n, state in enumerate(states):
-            state.epoch += 1
-            rows.append(
-                failed[n]
-                or {
-                    "epoch": state.epoch,
-                    "loss": total[n] / tokens[n],
-                    "seconds": round(seconds, 4),
-                    "tokens_per_second": round(tokens[n] / seconds),
-                }
-            )
-        return rows
+        rows = [epoch_row(*run, seconds) for run in zip(states, total, tokens, strict=True)]
+        return [failure or row for failure, row in zip(failed, rows, strict=True)]
 
     def _clip(self) -> None:
         """Clip each run's gradients by its own norm."""
