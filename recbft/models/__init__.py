@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recbft.datasets.batches import EpochBatches, TrainingBatches
 from recbft.mixers import MIXERS, MixerSpec
-from recbft.models.backbone import Backbone, BackboneConfig, Mixing
+from recbft.models.backbone import BackboneConfig, Mixing
 from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.hstu import HSTUConfig, hstu
@@ -150,21 +150,4 @@ MODELS: dict[str, ModelSpec] = {
     ),
 }
 
-__all__ = [
-    "MODELS",
-    "BERT4RecConfig",
-    "Backbone",
-    "BackboneConfig",
-    "CoreConfig",
-    "FuzzyMoEConfig",
-    "HSTUConfig",
-    "Mixing",
-    "ModelSpec",
-    "Popularity",
-    "PopularityConfig",
-    "SASRecConfig",
-    "bert4rec",
-    "hstu",
-    "next_item_batches",
-    "sasrec",
-]
+__all__ = ["MODELS", "CoreConfig", "ModelSpec", "next_item_batches"]

@@ -10,7 +10,8 @@ import torch
 
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError
-from recbft.models import MODELS, CoreConfig, FuzzyMoEConfig
+from recbft.models import MODELS, CoreConfig
+from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.run_config import load_run_config
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import make_optimizer

@@ -11,7 +11,8 @@ import torch
 
 from recbft.datasets.batches import TrainingBatches
 from recbft.errors import RunError
-from recbft.models import CoreConfig, SASRecConfig, sasrec
+from recbft.models import CoreConfig
+from recbft.models.sasrec import SASRecConfig, sasrec
 from recbft.training.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import Controllers

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recbft.models import CoreConfig, SASRecConfig, sasrec
+from recbft.models import CoreConfig
+from recbft.models.sasrec import SASRecConfig, sasrec
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import clip_gradients, make_optimizer, warmup_ramp
 
