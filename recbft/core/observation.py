@@ -96,7 +96,8 @@ def sandwich_precision(moments: SiluMoments, *, cap: float = 100.0, centre: str 
             which is the same where s1 = 1 and else moves with a shift of the values.
 
     Returns:
-        Observation precision per coordinate, (B, H, T, K), in [0, cap]; 0 where nothing was read.
+        Observation precision per coordinate, (B, H, T, K), in [0, cap]; 0 where nothing was read. Weights that are all
+        but zero meet the cap, since s1 is floored, until their squares vanish: then nothing is read.
 
     Raises:
         ValueError: an unknown ``centre``.

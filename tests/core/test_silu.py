@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recbft.core import SequenceContext, SiluMoments, sandwich_precision, silu_mean, silu_moments, silu_weights
+from recbft.kernels import filter_step
 
 IMPLS = ("cpu", "reference")  # those that serve float64 on the CPU
 
@@ -126,6 +127,23 @@ def test_sandwich_is_bounded_where_weights_cancel_and_zero_where_nothing_is_read
     assert sandwich_precision(nothing).item() == 0
     alone = SiluMoments(one, zero + 0.5, zero + 0.25, one * 0.5, one)
     assert sandwich_precision(alone).item() == 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("impl", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize("sandwich", [sandwich_precision, filter_step.sandwich_precision])
+def test_weights_all_but_zero_meet_the_cap_until_their_squares_vanish_which_reads_nothing(sandwich, impl, dtype):
+    vanishes = -50 if dtype == torch.float32 else -376
+    context = context_of([0, 0])
+    for score in (-5.0, -20.0, -45.0, -60.0, -110.0, -380.0, -1e4):
+        root = (abs(score) ** 0.5 * torch.ones(1, 1, 2, 1, dtype=dtype)).requires_grad_()
+        v = torch.tensor([0.0, 2.0], dtype=dtype).view(1, 1, 2, 1).requires_grad_()
+        r = sandwich(silu_moments(root, -root, v, context, length=1, impl=impl), cap=100.0, centre="root")
+        # Two keys of one weight a: variance 2 a^2 / (2 a)^2 = 1 / 2, until the floor of (2 a)^2 shrinks it.
+        expected = 0.0 if score < vanishes else 100.0 if score < -5 else 2.0
+        assert r[0, 0, 1].item() == pytest.approx(expected, rel=1e-5), score
+        for grad in torch.autograd.grad(r.sum(), (root, v)):
+            assert torch.isfinite(grad).all() and (score == -5 or not grad.any())
 
 
 def test_wrong_arguments_are_refused_with_the_choices():
