@@ -11,8 +11,8 @@ from recbft_cli.given import refuse_given
 DataRoot = Annotated[
     str | None, typer.Option("--data-root", metavar="DIR", help="Folder with data sets.", envvar="RECBFT_DATA_ROOT")
 ]
-User = Annotated[str | None, typer.Option("--user", metavar="COLUMN", help="Column with user ids.")]
-Item = Annotated[str | None, typer.Option("--item", metavar="COLUMN", help="Column with item ids.")]
+User = Annotated[str | None, typer.Option("--user", metavar="COLUMN", help="Column with user ids, if not user_id.")]
+Item = Annotated[str | None, typer.Option("--item", metavar="COLUMN", help="Column with item ids, if not item_id.")]
 Time = Annotated[
     str | None, typer.Option("--time", metavar="COLUMN", help="Column to order by; otherwise the row order counts.")
 ]
@@ -28,7 +28,9 @@ MinItemEvents = Annotated[int | None, typer.Option("--min-item-events", help="As
 Deduplicate = Annotated[
     str | None, typer.Option("--deduplicate", metavar="first|last", help="Of repeated user-item pairs keep one.")
 ]
-Where = Annotated[str | None, typer.Option("--where", metavar="FILTER", help="Keep rows such as 'rating>=4'.")]
+Where = Annotated[
+    str | None, typer.Option("--where", metavar="FILTER", help="Keep rows such as 'rating>=4 and year>2000'.")
+]
 
 
 def of_other_data(context: typer.Context, dataset: str | None, **options: Any) -> dict[str, Any]:

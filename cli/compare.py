@@ -45,7 +45,8 @@ Settings = Annotated[
 ]
 Config = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML with settings of every run.")]
 Jobs = Annotated[
-    int | None, typer.Option("-j", "--jobs", metavar="N", help="Runs trained at a time; the cores, at most 4.")
+    int | None,
+    typer.Option("-j", "--jobs", metavar="N", help="Runs trained at a time; if left out the cores, at most 4."),
 ]
 BatchSeeds = Annotated[
     int, typer.Option("--batch-seeds", metavar="N", help="Train up to N seeds of an arm together in one process.")
@@ -58,9 +59,12 @@ DryRun = Annotated[
 def compare(
     context: typer.Context,
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN_DIR", help="Finished runs, in place of training.")
+        list[Path] | None,
+        typer.Argument(metavar="RUN_DIR", help="Finished runs, in place of training; with --pool comparisons."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for runs and results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for runs and results; --pool alone can do without.")
+    ] = None,
     models: Annotated[
         str | None,
         typer.Option("-m", "--model", help="One of `recbft models`, or several: DIR/MODEL each; sasrec if left out."),
@@ -76,7 +80,8 @@ def compare(
     config: Config = None,
     data_root: DataRoot = None,
     baseline: Annotated[
-        str | None, typer.Option(metavar="ARM", help="What others are compared with; matched, else the first arm.")
+        str | None,
+        typer.Option(metavar="ARM", help="What others are compared with; if left out matched, or else the first arm."),
     ] = None,
     metrics: Annotated[
         str | None,

@@ -28,7 +28,9 @@ def evaluate(
     filter_seen: Annotated[
         bool, typer.Option("--filter-seen", help="Leave out of the ranking what the user has seen.")
     ] = False,
-    both: Annotated[bool, typer.Option("--both", help="Print both settings.")] = False,
+    both: Annotated[
+        bool, typer.Option("--both", help="Print both settings: all items ranked, and seen ones left out.")
+    ] = False,
     dataset: Annotated[
         str | None, typer.Option("-d", "--dataset", help="Other data with the same items; that of the run if left out.")
     ] = None,

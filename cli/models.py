@@ -12,7 +12,9 @@ EXAMPLES = """Example: recbft models sasrec --arm bft --mixer rfa"""
 
 
 def models(
-    name: Annotated[str | None, typer.Argument(help="Show every setting of this model, with its default.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Show every setting of this model, with its default.")
+    ] = None,
     arm: Annotated[str | None, typer.Option(help="Show the settings of this arm.")] = None,
     mixer: Annotated[str | None, typer.Option(help="Show the settings with this mixer.")] = None,
 ) -> None:

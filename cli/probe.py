@@ -44,8 +44,8 @@ def probe(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The JSON file; if left out RUN/probe.json, which reports show, for all users of the run's own test, "
-            "else none.",
+            help="The JSON file. If left out a probe of all users on the run's own test is written to RUN/probe.json, "
+            "where reports find it, and no other.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

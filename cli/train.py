@@ -27,6 +27,8 @@ EXAMPLES = """Examples:
 
 recbft train -m sasrec -d amazon-beauty --arm bft --data-root DIR --set epochs=50
 
+recbft train -d ratings.csv --set user=who --set item=what --set time=when
+
 recbft train --config configs/quickstart.yaml
 
 recbft train --resume runs/sasrec-bft-ml-100k-seed0

@@ -35,7 +35,7 @@ def tune(
     model: Model = None,
     dataset: DatasetName = None,
     arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
-    seeds: Annotated[str, typer.Option(help="A trial's value is the mean over them.")] = "0-2",
+    seeds: Annotated[str, typer.Option(help="Such as 0-2 or 0,1,5; a trial's value is the mean over them.")] = "0-2",
     trials: Annotated[int, typer.Option(min=1, help="In all, those of earlier commands included.")] = 20,
     objective: Annotated[
         Objective,
