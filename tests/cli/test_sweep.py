@@ -17,7 +17,9 @@ from recbft.errors import RunError, UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.experiments import locks, tuning
 from recbft.experiments.comparison import load_comparison
-from recbft.experiments.sweep import plan_sweep
+from recbft.experiments.plan import Job
+from recbft.experiments.sweep import plan_sweep, sweep_results
+from recbft.files import write_json
 from recbft.training.run_folder import RunFolder
 from recbft_cli.main import main
 
@@ -116,6 +118,63 @@ def test_a_mixer_or_a_controller_can_be_varied(vary, values):
     planned = plan_sweep(vary, "bft", lambda spec: spec.config(settings, dataset="synthetic"))
     assert planned.values == values and [arm.label for arm in planned.arms] == list(values)
     assert planned.default == values["bft"]
+
+
+def swept(folder, figures, *settings):
+    """The results of a sweep over lam_max (bft has 100) whose runs of seeds 0, 1, ... found these figures.
+
+    ``figures`` are by value, then "validation" or "test", then "unfiltered" or "filtered"; what is left out is 0.
+    """
+    planned = plan_sweep(
+        f"lam_max={','.join(map(str, figures))}", "bft", lambda arm: arm.config(settings, dataset="synthetic")
+    )
+    jobs = []
+    for arm in planned.arms:
+        found = figures[planned.values[arm.label]]
+        for seed in range(len(next(iter(next(iter(found.values())).values())))):
+            job = Job(arm, arm.config(settings, dataset="synthetic", seed=seed), folder / f"{arm.folder}-{seed}")
+            metrics = {
+                part: {
+                    setting: {"ndcg@10": found.get(part, {}).get(setting, [0, 0, 0])[seed], "mrr": 0.5}
+                    for setting in ("unfiltered", "filtered")
+                }
+                for part in ("validation", "test")
+            }
+            job.path.mkdir()
+            write_json(job.path / "metrics.json", metrics)
+            jobs.append(job)
+    # Runs come seed by seed, as ``plan`` has them.
+    return sweep_results(planned, sorted(jobs, key=lambda job: job.config.seed))
+
+
+@pytest.mark.parametrize("setting", ["unfiltered", "filtered"])
+def test_the_mean_validation_of_the_headline_setting_chooses_whatever_test_and_the_other_setting_say(tmp_path, setting):
+    other = {"unfiltered": "filtered", "filtered": "unfiltered"}[setting]
+    low, high = [0.1, 0.2, 0.6], [0.3, 0.3, 0.4]  # means 0.3 and 1/3, in which the best seed is the other's
+    figures = {
+        5.0: {"validation": {setting: high}, "test": {setting: low}},
+        100.0: {"validation": {setting: low, other: high}, "test": {setting: high, other: high}},
+        20.0: {"validation": {setting: low, other: high}, "test": {setting: high}},
+    }
+    found = swept(tmp_path, figures, f"filter_seen={setting == 'filtered'}")
+    assert (found["chosen"], found["default"], found["setting"]) == (5.0, 100.0, setting)
+    assert [row["value"] for row in found["rows"]] == [5.0, 20.0, 100.0]
+    for row in found["rows"]:
+        for part in ("validation", "test"):
+            assert row[part]["values"] == figures[row["value"]][part][setting]
+            if row["value"] != 100.0:
+                expected = compare_seeds(figures[100.0][part][setting], row[part]["values"])
+                assert row[part]["difference"]["difference"] == expected.difference
+                assert row[part]["difference"]["p_t"] == expected.p_t
+    for part in ("validation", "test"):
+        tested = [row[part]["difference"] for row in found["rows"][:2]]
+        assert [d["p_holm"] for d in tested] == holm([d["p_t"] for d in tested])
+
+
+@pytest.mark.parametrize("order", [(5.0, 100.0, 20.0), (100.0, 5.0, 20.0), (20.0, 5.0, 100.0)])
+def test_where_another_value_is_as_good_the_default_is_chosen(tmp_path, order):
+    equal = {value: {"validation": {"unfiltered": [0.2, 0.4]}} for value in order}
+    assert swept(tmp_path, equal)["chosen"] == 100.0
 
 
 def test_two_values_that_would_share_a_folder_are_refused():

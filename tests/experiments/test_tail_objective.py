@@ -7,8 +7,12 @@ from fractions import Fraction
 import pytest
 
 from recbft.errors import UserError
+from recbft.experiments.arms import ArmSpec
 from recbft.experiments.objectives import OBJECTIVES, check_reach
+from recbft.experiments.plan import Job
 from recbft.experiments.tail_objective import tail_value
+from recbft.files import write_json
+from recbft.run_config import load_run_config
 from recbft.training.config import TrainingConfig
 from recbft.training.run_folder import RunFolder
 from tests.experiments.conftest import jobs_of
@@ -79,3 +83,19 @@ def test_the_objectives_of_a_finished_run_are_read_from_its_folder(events, copie
     run.history_file.unlink()
     with pytest.raises(UserError, match=r"bft-seed1/history\.csv: no epoch has a validation by ndcg@10"):
         OBJECTIVES["tail"](job)
+
+
+@pytest.mark.parametrize("filter_seen", [False, True])
+def test_the_objectives_are_of_the_headline_setting_and_of_the_epochs_that_the_run_may_have(tmp_path, filter_seen):
+    settings = (f"filter_seen={filter_seen}", "epochs=9", "valid_metric=mrr")
+    job = Job(ArmSpec("bft", "bft"), load_run_config(None, settings, dataset="synthetic"), tmp_path)
+    kept = {"unfiltered": 0.3, "filtered": 0.4}
+    found = {part: {name: {"mrr": value + 0.1 * n, "ndcg@10": 0.9} for name, value in kept.items()}
+             for n, part in enumerate(("validation", "test"))}  # fmt: skip
+    write_json(tmp_path / "metrics.json", found)
+    values = [0.1, 0.2, 0.15, 0.21, 0.25, 0.26, 0.27]  # stopped after 7 of 9 epochs, of which 5 are the tail
+    lines = ["epoch,valid_mrr", *(f"{epoch},{value}" for epoch, value in enumerate(values, start=1))]
+    (tmp_path / "history.csv").write_text("\n".join(lines) + "\n")
+    best = kept["filtered" if filter_seen else "unfiltered"]
+    assert OBJECTIVES["best"](job) == best
+    assert OBJECTIVES["tail"](job) == pytest.approx(best + 0.2 * (best - 0.21))
