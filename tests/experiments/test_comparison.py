@@ -9,10 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
+from recbft.experiments.arms import leaves
 from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.document import mean_sd
 from recbft.experiments.external import read_external
@@ -308,6 +310,22 @@ def test_settings_of_training_that_differ_are_noted(events, tmp_path):
     assert comparison_of(runs_in(tmp_path)).notes == ("the arms differ in training.epochs: bft 1, matched 2",)
 
 
+def test_what_all_runs_have_is_the_protocol_and_what_one_has_otherwise_is_not(copied):
+    shared = comparison_of(runs_in(copied)).protocol
+    first, *_, last = (json.loads((run / "protocol.json").read_bytes()) for run in runs_in(copied))
+    assert (shared["max_length"], shared["dataset"]) == (10, "tiny") and shared["arms"] == ["bft", "matched"]
+    one, other = leaves(first["config"]), leaves(last["config"])
+    assert shared["config"] == {key: one[key] for key in one if key in other and one[key] == other[key]}
+    assert {"arm", "seed"} & set(shared["config"]) == set() and shared["config"]["training.epochs"] == 2
+    path = copied / "runs" / "matched-seed2" / "protocol.json"
+    training = last["config"]["training"] | {"threads": 8}
+    edit_json(path, max_length=7, dataset="another", config=last["config"] | {"training": training})
+    found = comparison_of(runs_in(copied)).protocol
+    assert (found["max_length"], found["dataset"]) == ("of each arm", "data of several names")
+    assert set(shared["config"]) - set(found["config"]) == {"training.threads"}
+    assert {key for key, value in shared.items() if found.get(key) != value} == {"max_length", "dataset", "config"}
+
+
 def test_runs_of_other_machines_belong_to_the_same_arm(copied):
     path = copied / "runs" / "bft-seed1" / "protocol.json"
     config = json.loads(path.read_bytes())["config"]
@@ -358,6 +376,35 @@ def test_one_set_of_ranks_for_all_seeds_has_no_standard_deviation(trained, tmp_p
     other, bft = (arms[name]["metrics"]["unfiltered"]["mrr"] for name in ("other", "bft"))
     assert other["sd"] is None and mean_sd(other) == f"{other['mean']:.4f}"
     assert bft["sd"] > 0 and " ± " in mean_sd(bft)
+
+
+@pytest.mark.parametrize("column", ["rank_unfiltered", "rank_filtered"])
+def test_a_file_with_seeds_has_a_standard_deviation_where_any_rank_of_any_seed_is_another(trained, tmp_path, column):
+    table = pd.read_parquet(runs_in(trained, "bft")[0] / "per_user.parquet")
+    parts = [table[["user", "rank_unfiltered", "rank_filtered"]].assign(seed=seed) for seed in range(3)]
+    file = tmp_path / "other.parquet"
+    pd.concat(parts).to_parquet(file)
+    alike = results_of(comparison_of(runs_in(trained), external={"other": file}), metrics=["mrr"], over_users=False)
+    parts[2].loc[4, column] += 1
+    pd.concat(parts).to_parquet(file)
+    found = results_of(comparison_of(runs_in(trained), external={"other": file}), metrics=["mrr"], over_users=False)
+    for setting in ("unfiltered", "filtered"):
+        assert alike["arms"]["other"]["metrics"][setting]["mrr"]["sd"] is None
+        mrr = found["arms"]["other"]["metrics"][setting]["mrr"]
+        assert mrr["sd"] == np.std(mrr["values"], ddof=1) and (mrr["sd"] > 1e-9) == (column == f"rank_{setting}")
+
+
+def test_an_arm_with_the_ranks_of_the_baseline_in_one_setting_alone_is_not_called_the_same(trained, tmp_path):
+    runs, file = runs_in(trained, "matched"), tmp_path / "other.parquet"
+    columns = ["seed", "user", "rank_unfiltered", "rank_filtered"]
+    table = pd.concat([pd.read_parquet(run / "per_user.parquet").assign(seed=seed) for seed, run in enumerate(runs)])
+    same = "arm other has the same ranks as matched for every user and seed: the difference is 0 and p is 1"
+    for changed in (None, "rank_unfiltered", "rank_filtered"):
+        ranks = table[columns].reset_index(drop=True)
+        if changed is not None:
+            ranks.loc[70, changed] += 1
+        ranks.to_parquet(file)
+        assert (same in comparison_of(runs_in(trained), external={"other": file}).notes) == (changed is None)
 
 
 def test_external_ranks_with_seeds_are_paired_by_them(trained, tmp_path):
@@ -437,6 +484,24 @@ def test_two_files_of_one_seed_are_not_told_apart_over_seeds(trained, tmp_path):
     assert comparison_of(runs_in(trained), external=files).baseline == "matched"
     with pytest.raises(UserError, match="--external pop and peer have ranks of one seed each"):
         comparison_of(runs_in(trained), external=files, baseline="pop")
+
+
+def test_a_file_of_ranks_may_be_the_baseline_where_something_varies_over_seeds(trained, tmp_path):
+    runs = runs_in(trained, "bft")
+    popular = ranks_file(tmp_path / "popular.csv", runs[0])
+    found = comparison_of(runs_in(trained), external={"popular": popular}, baseline="popular")
+    cell = results_of(found, metrics=["mrr"], over_users=False)["comparisons"]["popular"]["bft"]["unfiltered"]["mrr"]
+    values = found.values("bft", "unfiltered", "mrr")
+    expected = stats.ttest_1samp(values, values[0])
+    assert cell["over_seeds"]["p_t"] == pytest.approx(expected.pvalue)
+    assert cell["over_seeds"]["interval"] == pytest.approx(
+        tuple(end - values[0] for end in stats.t.interval(0.95, 2, values.mean(), stats.sem(values)))
+    )
+    seeds = pd.concat([pd.read_csv(ranks_file(tmp_path / "one.csv", run, seed=n)) for n, run in enumerate(runs)])
+    seeds.to_csv(tmp_path / "seeds.csv", index=False)
+    files = {"popular": popular, "seeds": tmp_path / "seeds.csv"}
+    for baseline in files:
+        assert comparison_of(runs_in(trained), external=files, baseline=baseline).baseline == baseline
 
 
 def test_a_plain_layer_with_the_decay_is_never_called_without(trained):

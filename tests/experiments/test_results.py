@@ -201,6 +201,10 @@ def test_pooling_is_fishers_and_tells_the_direction():
     results[0]["comparisons"]["matched"]["more"] = results[0]["comparisons"]["matched"]["bft"]
     assert "Left out, not in every comparison: more" in pooled_document(pool(results), markdown=False)
     assert "2 of 3" in text and "read its direction from the data sets" in text
+    changes = [f"{100 * r:+.1f} %" for r in (*first["relative"], first["mean_relative"])]
+    (row,) = [line for line in pooled_document(found, markdown=True).splitlines() if line.startswith("| bft | HR@10 |")]
+    ps = [p_text(first["p_fisher"]), p_text(first["p_holm"])]
+    assert [cell.strip() for cell in row.split("|")][3:-1] == ["all items", *changes, "2 of 3", *ps]
 
 
 def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part_in_their_mean():
@@ -211,6 +215,8 @@ def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part
     assert first["mean_relative"] == other["relative"] and first["better_on"] == 2
     other["relative"] = None
     assert pool(results)["pooled"][0]["mean_relative"] is None
+    other["difference"] = 0.0
+    assert pool(results)["pooled"][0]["better_on"] == 1, "a data set on which nothing differs is none it is better on"
 
 
 def test_what_cannot_be_pooled_is_refused():
