@@ -7,13 +7,15 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from recbft.errors import UserError
 from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.results import results_of, write_comparison
 from recbft.reporting.report import check_formats, document, make_report, write_report
-from recbft.reporting.sections import metrics_section
+from recbft.reporting.sections import metrics_section, training_section
 from recbft.reporting.tables import text
 
 pytest.importorskip("matplotlib")
@@ -125,6 +127,110 @@ def test_intervals_of_probes_say_what_they_are_over(report, copied):
     (copied / "runs" / "bft-seed0" / "probe.json").unlink()
     alone = make_report(comparison_of(runs), draw=False).sections[3].tables[0].caption
     assert "intervals: bootstrap over users." in alone
+
+
+def probes_in(folder, *runs):
+    return [json.loads((folder / "runs" / run / "probe.json").read_text()) for run in runs]
+
+
+def means(found, *keys):
+    """Over the figures that are known; None where none is."""
+    known = [[one[key] for one in found if one[key] is not None] for key in keys]
+    return [np.mean(values) if values else None for values in known]
+
+
+def test_what_precision_does_inside_is_shown_as_means_over_the_probed_seeds(copied):
+    def change(probe, of):
+        of(probe["mechanism"])
+        (copied / "runs" / f"bft-seed{probe['protocol']['seed']}" / "probe.json").write_text(json.dumps(probe))
+
+    first, second = probes_in(copied, "bft-seed0", "bft-seed1")
+    change(first, lambda found: found["layers"][1]["quantities"]["gain"].update(rho=None, p=None))
+    change(first, lambda found: found["layers"][0]["quantities"]["gain"].update(p=0.05))
+    change(second, lambda found: found["layers"][0]["quantities"]["gain"].update(p=0.049))
+    change(second, lambda found: found["layers"][1]["quantities"]["gain"]["bins"].__setitem__(2, None))
+    change(first, lambda found: found["layers"][0]["saturated"].update(last_token=0.9))
+    change(first, lambda found: found["layers"][1]["saturated"].update(last_token=0.5))
+    change(second, lambda found: found["layers"][1]["saturated"].update(last_token=0.25))
+    section = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False).sections[2]
+    parts = [probe["mechanism"] for probe in (first, second)]
+    expected = {("before 1", "initial precision"): [one["initial_precision"] for one in parts]}
+    sinks = {}
+    for number, layer in enumerate(first["mechanism"]["layers"]):
+        for name in layer["quantities"]:
+            found = [one["layers"][number]["quantities"][name] for one in parts]
+            expected[str(layer["layer"]), name.replace("_", " ")] = found
+        for head in range(2):
+            found = [one["layers"][number]["first_position"][head] for one in parts]
+            sinks["bft", str(layer["layer"]), str(found[0]["head"])] = found
+    rows = {tuple(row[1:3]): row[3:] for row in section.tables[0].rows}
+    assert rows.keys() == expected.keys() and {row[0] for row in section.tables[0].rows} == {"bft"}
+    for key, found in expected.items():
+        bins = [means([{"": one["bins"][n]} for one in found], "")[0] for n in range(5)]
+        assert rows[key][:6] == pytest.approx([*bins, *means(found, "rho")])
+        p = [one["p"] for one in found if one["p"] is not None]
+        assert rows[key][6] == (f"{sum(each < 0.05 for each in p)} of {len(p)}" if p else None)
+    assert rows["1", "gain"][6] == "1 of 2" and rows["2", "gain"][6] == "1 of 1"
+    assert rows["1", "jacobian used"][5:] == [None, None], "what does not vary has no correlation"
+    (table,) = section.folded
+    assert {tuple(row[:3]): row[3:] for row in table.rows} == {
+        key: pytest.approx(means(found, "share", "uniform", "gain", "rho", "rho_given_keys"))
+        for key, found in sinks.items()
+    }
+    assert section.words == ["bft: 37.5 % of the precision at users' last tokens lies at its cap of 100."]
+
+
+def test_confidences_and_probabilities_are_shown_as_means_with_intervals_over_the_probed_seeds(report, trained):
+    ours, plain = probes_in(trained, "bft-seed0", "bft-seed1"), probes_in(trained, "matched-seed0")
+    confidences, calibration = report.sections[3].tables
+    rows = {tuple(row[:2]): row[2:] for row in confidences.rows}
+    for arm, probes in (("bft", ours), ("matched", plain)):
+        for name in probes[0]["uncertainty"]["confidences"]:
+            found = [probe["uncertainty"]["confidences"][name] for probe in probes]
+            auroc, inside, aurc, excess, above, above_inside = rows.pop((arm, name.replace("_", " ")))
+            assert [auroc, aurc, excess] == pytest.approx(means(found, "auroc", "aurc", "excess_aurc"))
+            beside = [one["reference_above"] for one in found if "reference_above" in one]
+            assert len(beside) == (len(found) if arm == "bft" and name != "precision" else 0)
+            assert above == (pytest.approx(means(beside, "auroc")[0]) if beside else None)
+            if arm == "matched":
+                assert (inside, above_inside) == (tuple(found[0]["auroc_interval"]), None)
+            else:
+                assert inside == pytest.approx(over_seeds([one["auroc"] for one in found]))
+                assert above_inside == (pytest.approx(over_seeds([one["auroc"] for one in beside])) if beside else None)
+    assert not rows
+    expected = []
+    for arm, probes in (("bft", ours), ("matched", plain)):
+        for when in ("before", "after"):
+            found = [probe["uncertainty"]["calibration"] for probe in probes]
+            temperature = 1.0 if when == "before" else means(found, "temperature")[0]
+            nll = means([one["nll"] for one in found], when)
+            hits = means([one[when]["hit@10"] for one in found], "ece", "floor", "mean_probability", "hit_rate")
+            expected.append([arm, "hit@10", *(pytest.approx(value) for value in (temperature, *nll, *hits))])
+    assert [[row[0], row[3], *row[1:3], *row[4:]] for row in calibration.rows] == expected
+    aurocs = [probe["uncertainty"]["confidences"]["precision"]["auroc"] for probe in ours]
+    low, high = over_seeds(aurocs)
+    said = f"AUROC {np.mean(aurocs):.3f} on average over seeds 0,1, 95 % interval over seeds {low:.3f} to {high:.3f}"
+    assert said in report.sections[3].words[0]
+
+
+def over_seeds(values):
+    return stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+
+
+def test_training_is_shown_as_means_over_the_seeds_that_have_a_history(comparison):
+    bft = comparison.arms["bft"]
+    histories = ([], bft.histories[1], [*bft.histories[2], {"epoch": 3, "seconds": None}])
+    changed = replace(comparison, arms={**comparison.arms, "bft": replace(bft, histories=histories)})
+    (table,) = training_section(changed, draw=False).tables
+    seconds = {name: [sum(row["seconds"] for row in each) for each in arm.histories]
+               for name, arm in comparison.arms.items()}  # fmt: skip
+    assert {row[0]: row[1:] for row in table.rows} == {
+        "bft": [2, 2.5, pytest.approx(np.mean(seconds["bft"][1:]))],
+        "matched": [3, 2.0, pytest.approx(np.mean(seconds["matched"]))],
+    }
+    without = {name: replace(arm, histories=([], [], [])) for name, arm in comparison.arms.items()}
+    empty = training_section(replace(comparison, arms=without), draw=True)
+    assert (empty.tables, empty.words) == ((), ["No run of this comparison has a history."])
 
 
 def changed_probe(folder, change):
