@@ -12,7 +12,7 @@ from recbft.errors import UserError
 from recbft.evaluation.paired import compare_users, holm
 from recbft.experiments import results as results_module
 from recbft.experiments.comparison import Arm, Comparison
-from recbft.experiments.document import cells_of, comparison_document, difference_cells, p_text
+from recbft.experiments.document import cells_of, comparison_document, difference_cells, p_equals, p_text
 from recbft.experiments.pooling import pool, pooled_document
 from recbft.experiments.results import results_of
 
@@ -98,6 +98,8 @@ def test_one_user_is_compared_over_seeds_alone():
     rng = np.random.default_rng(0)
     found = results_of(made_up({name: rng.integers(1, 40, (4, 1)) for name in ("matched", "bft")}), metrics=["mrr"])
     assert set(found["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"]) == {"over_seeds"}
+    two = results_of(made_up({name: rng.integers(1, 40, (4, 2)) for name in ("matched", "bft")}), metrics=["mrr"])
+    assert set(two["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"]) == {"over_seeds", "over_users"}
 
 
 def test_where_nothing_differs_five_in_a_hundred_tables_say_otherwise():
@@ -120,6 +122,9 @@ def test_few_seeds_are_said_to_show_little():
     ranks = {name: rng.integers(1, 40, (3, 30)) for name in ("matched", "bft")}
     notes = results_of(made_up(ranks), over_users=False)["notes"]
     assert notes == ["with 3 seeds no sign-flip p can be below 0.25; 6 seeds are the fewest that can reach 0.05"]
+    five = {name: rng.integers(1, 40, (5, 30)) for name in ("matched", "bft")}
+    (note,) = results_of(made_up(five), over_users=False)["notes"]
+    assert note.startswith("with 5 seeds no sign-flip p can be below 0.0625;")
     six = {name: rng.integers(1, 40, (6, 30)) for name in ("matched", "bft")}
     assert results_of(made_up(six), over_users=False)["notes"] == []
 
@@ -145,6 +150,67 @@ def test_the_two_claims_are_told_apart_in_the_document():
         lines = text[text.index("seeds averaged away") :].splitlines()
         for line, p in zip([line for line in lines if "bft" in line], holm(users), strict=True):
             assert p_text(p) in line
+
+
+def tables_of(text):
+    """The tables of a Markdown text: the cells of every row but the rule's."""
+    parts = [part.splitlines() for part in text.split("\n\n")]
+    rows = [[line for line in part if not set(line) <= set("| -")] for part in parts if part[0].startswith("| ")]
+    return [[[cell.strip() for cell in line[1:-1].split("|")] for line in part] for part in rows]
+
+
+def test_every_number_of_the_document_is_one_of_the_results():
+    rng = np.random.default_rng(4)
+    ranks = {name: rng.integers(1, 40, (6, 40)) for name in ("matched", "bft", "other")}
+    comparison = made_up(ranks)
+    for name in ("matched", "bft"):
+        comparison.arms[name].ranks["filtered"] = ranks[name] - rng.integers(0, 2, (6, 40)) * (ranks[name] > 1)
+    result = results_of(comparison, metrics=("hr@10", "mrr"))
+    result["arms"]["bft"] |= {"epochs": [10, 20], "best_epochs": [4, None], "training_seconds": [1.0, 2.5]}
+    result["arms"]["matched"] |= {"epochs": [7, 7], "best_epochs": [None, None], "training_seconds": [3.0, 3.0]}
+    text = comparison_document({**result, "made": MADE, "notes": ["one", "two"]}, markdown=True)
+    assert "- note: one\n- note: two\n" in text and "different environments" not in text
+    arms, seeds, users = tables_of(text)
+    keys = [(setting, metric) for setting in ("unfiltered", "filtered") for metric in ("hr@10", "mrr")]
+    assert arms[0][1:5] == ["HR@10 all items", "MRR all items", "HR@10 seen masked", "MRR seen masked"]
+    for (name, figures), row in zip(result["arms"].items(), arms[1:], strict=True):
+        known = [figures["metrics"].get(setting, {}).get(metric) for setting, metric in keys]
+        assert row[:5] == [name, *("" if d is None else f"{d['mean']:.4f} ± {d['sd']:.4f}" for d in known)]
+    assert [row[5:] for row in arms[1:]] == [["7 (-)", "3.0"], ["15 (4)", "1.8"], ["", ""]]
+    found = cells_of(result["comparisons"]["matched"])
+    assert [key[:3] for key in found] == [
+        *(("bft", setting, metric) for setting, metric in keys), ("other", "unfiltered", "hr@10"),
+        ("other", "unfiltered", "mrr"),
+    ]  # fmt: skip
+    items = {"unfiltered": "all items", "filtered": "seen masked"}
+    for (name, setting, metric, cell), row in zip(found, seeds[1:], strict=True):
+        d = cell["over_seeds"]
+        low, high = d["interval"]
+        assert row == [
+            name, metric.upper(), items[setting], f"{d['difference']:+.4f}", f"{100 * d['relative']:+.1f} %",
+            f"{low:+.4f} to {high:+.4f}", *(p_text(d[p]) for p in ("p_t", "p_sign_flip", "p_holm")),
+            f"{d['wins']} of 6", f"{d['cohen_d']:+.2f}", f"{d['smallest_effect']:.4f}",
+        ]  # fmt: skip
+    adjusted = holm([cell["over_users"]["p_sign_flip"] for *_, cell in found])
+    for (name, setting, metric, cell), p, row in zip(found, adjusted, users[1:], strict=True):
+        d = cell["over_users"]
+        low, high = d["interval"]
+        assert row == [
+            name, metric.upper(), items[setting], f"{d['difference']:+.4f}", f"{low:+.4f} to {high:+.4f}",
+            p_text(d["p_sign_flip"]), p_text(p), "40",
+        ]  # fmt: skip
+    several = {**result, "made": MADE, "environments": [{"cpu": "a"}, {"cpu": "b"}]}
+    assert "- note: the runs come from 2 different environments" in comparison_document(several, markdown=True)
+    alone = comparison_document({**several, "environments": [{"cpu": "a"}]}, markdown=True)
+    assert "different environments" not in alone
+
+
+@pytest.mark.parametrize(
+    ("p", "written"),
+    [(0.00099999, "< 0.001"), (0.001, "0.001"), (0.00149, "0.001"), (0.0496, "0.050"), (1.0, "1.000")],
+)
+def test_a_p_is_written_to_three_digits_and_called_smaller_only_where_it_is(p, written):
+    assert p_text(p) == written and p_equals(p) == (written if written[0] == "<" else f"= {written}")
 
 
 def results_with(shift, content):
