@@ -96,6 +96,16 @@ def test_strata_too_small_say_so_and_why():
     assert within({"plain": np.stack([hits, hits])}, counts=counts, baseline=None)[1].too_small == "1 hit"
 
 
+@pytest.mark.parametrize(("metric", "k"), [("hr@5", 5), ("ndcg@20", 20), ("mrr", 10), ("mrr@7", 7)])
+def test_hits_are_counted_to_the_metrics_own_cut_off_and_to_ten_where_it_has_none(metric, k):
+    for num_users in (MIN_USERS - 1, MIN_USERS):
+        for last, said in ((k, ""), (k + 1, "4 hits")):
+            ranks = np.full((2, num_users), 99)
+            ranks[:, :MIN_HITS] = (1, 1, 1, k, last)
+            (row,) = within({"plain": ranks}, counts=np.ones(num_users, int), metric=metric, baseline=None)
+            assert row.too_small == (said if num_users == MIN_USERS else "29 users")
+
+
 def test_constant_metrics_and_single_users_give_no_nan():
     ranks = {"plain": [[99, 99, 99]] * 3, "bft": [[99, 99, 99]] * 3}
     for row in within(ranks, counts=[1, 9, 9]):
