@@ -47,7 +47,6 @@ def spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Asso
         if spread < 1e-12:  # one of the two is the third
             return Association(None, None, n)
         rho = float((r[0, 1] - r[0, 2] * r[1, 2]) / math.sqrt(spread))
-    rho = max(-1.0, min(1.0, rho))
     if 1 - abs(rho) < 1e-12:
         return Association(math.copysign(1.0, rho), 0.0, n)
     t = rho * math.sqrt(freedom / (1 - rho**2))

@@ -47,8 +47,9 @@ def test_a_figure_held_against_itself_leaves_nothing():
     assert spearman(x, x[::-1], given=x).rho is None
 
 
-def test_equal_means_that_round_differently_are_ties():
-    x = np.array([sum([0.1] * n) / n for n in range(1, 12)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_equal_means_that_round_differently_are_ties(sign):
+    x = sign * np.array([sum([0.1] * n) / n for n in range(1, 12)])
     assert len(set(x)) > 1 and spearman(x, np.arange(11)).rho is None
 
 
