@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from recbft.errors import UserError
+from recbft.experiments.arms import leaves
 from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.results import results_of, write_comparison
 from recbft.reporting.report import check_formats, document, make_report, write_report
@@ -302,6 +303,20 @@ def test_a_probe_of_something_else_is_not_shown_as_the_tests(copied, change, rea
         line for line in report.sections[-1].words if line.startswith(f"bft-seed0/probe.json is {reason}, and left")
     ]
     assert "bft 1" in report.sections[2].tables[0].caption
+
+
+def test_the_protocol_lists_the_settings_in_which_arms_differ_and_no_other(report, comparison):
+    (table,) = report.sections[5].tables
+    assert [column.heading for column in table.columns[1:]] == list(comparison.arms) == ["bft", "matched"]
+    rows = {row[0]: row[1:] for row in table.rows}
+    ours, plain = (leaves(comparison.arms[name].config) for name in ("bft", "matched"))
+    own = {"core.estimator", "core.lam_max", "core.process_noise"}
+    assert rows["arm"] == ["bft", "matched"] and own < set(rows)
+    assert [rows[key] for key in sorted(own)] == [["reml", None], ["100", None], ["true", None]]
+    hashes = rows.pop("hash of the config")
+    assert hashes[0] != hashes[1] and not {"seed", "model", "training.epochs", "backbone.max_length"} & set(rows)
+    assert all(ours.get(key) != plain.get(key) for key in rows)
+    assert all(ours.get(key) == plain.get(key) for key in {*ours, *plain} - {*rows})
 
 
 def test_runs_of_one_data_set_under_several_names_have_a_report(copied):

@@ -120,6 +120,16 @@ def test_times_count_seconds_where_read_so_they_are_of_our_days(events, tmp_path
     assert none is None and missing == "scaled as loaded lists other users than the runs"
 
 
+def test_data_that_are_gone_or_without_times_are_told_apart(events, tmp_path):
+    users = Dataset.load(events).user_ids
+    none, missing = load_items({"data": {"dataset": str(tmp_path / "gone.csv")}}, "hash", users, None)
+    assert none is None and "gone.csv" in missing
+    untimed = Dataset.load(events)
+    items, missing = load_items({"data": {"dataset": str(events)}}, untimed.content_hash, users, None)
+    assert (items.gap, items.seconds, missing) == (None, False, "")
+    assert items.counts.tolist() == untimed.training_counts[1:].tolist()
+
+
 def test_one_run_has_levels_and_no_test(trained):
     subject = subject_of_runs(trained / "runs" / "bft-seed0")
     (made,) = stratified(subject, by=["user-activity"], metrics=["hr@10"], quantiles=2, setting="filtered")
@@ -229,6 +239,7 @@ def test_several_arms_have_a_line_each(comparison):
     assert column(made.table, "arm") == ["bft", "copy"] * len(made.results)
     copies = [row for row in made.results if row.differences["copy"].p_t == 1 and row.holm_p["copy"] == 1]
     assert len(copies) == len(made.results)
+    assert set(column(made.table, "remark")) == {""}, "one arm differs, so nothing is said to be the same"
 
 
 def test_the_confound_is_said_in_words():
