@@ -16,7 +16,7 @@ from recbft.experiments.arms import leaves
 from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.results import results_of, write_comparison
 from recbft.reporting.report import check_formats, document, make_report, write_report
-from recbft.reporting.sections import metrics_section, training_section
+from recbft.reporting.sections import metrics_section, strata_section, training_section
 from recbft.reporting.tables import text
 
 pytest.importorskip("matplotlib")
@@ -329,6 +329,26 @@ def test_runs_of_one_data_set_under_several_names_have_a_report(copied):
 def test_an_arm_that_strata_leave_out_is_named(with_external):
     strata = make_report(with_external, draw=False).sections[1]
     assert "<b>other</b> has no unfiltered ranks and is in none of these tables." in strata.words
+
+
+def test_strata_are_of_the_setting_in_which_the_baseline_can_be_compared(with_external):
+    other = "<b>other</b>"
+    alone = {name: with_external.arms[name] for name in ("matched", other)}
+    for changes in ({"baseline": other}, {"arms": alone}):
+        section = strata_section(replace(with_external, **changes), data_root=None, draw=False)
+        assert section.words == [] and all("seen masked" in table.caption for table in section.tables)
+    both = strata_section(with_external, data_root=None, draw=False)
+    assert all("all items" in table.caption and "seen masked" not in table.caption for table in both.tables)
+
+
+def test_the_first_metric_is_shown_without_the_grid_and_the_rest_is_folded(report):
+    metrics, strata = report.sections[:2]
+    assert [table.name for table in metrics.tables] == ["levels", "seeds-against-matched"]
+    assert [table.name for table in metrics.folded] == ["users-against-matched"]
+    names = ("item-frequency", "user-activity", "first-time", "recency")
+    assert [table.name for table in strata.tables] == [f"strata-{name}-ndcg-10" for name in names]
+    folded = {f"strata-{name}-hr-10" for name in (*names, "grid")} | {"strata-grid-ndcg-10"}
+    assert len(strata.folded) == 6 and {table.name for table in strata.folded} == folded
 
 
 def test_a_metric_of_which_the_baseline_has_nothing_is_named_beside_the_plot(comparison):
