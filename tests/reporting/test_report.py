@@ -15,6 +15,8 @@ from recbft.errors import UserError
 from recbft.experiments.arms import leaves
 from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.results import results_of, write_comparison
+from recbft.reporting import plots
+from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
 from recbft.reporting.report import check_formats, document, make_report, write_report
 from recbft.reporting.sections import metrics_section, strata_section, training_section
 from recbft.reporting.tables import text
@@ -106,6 +108,37 @@ def test_every_plot_of_ranks_says_among_which_items(report):
     captions = {plot.name: plot.caption for section in report.sections for plot in section.plots}
     for name in ("differences", "seeds", "strata-item-frequency", "strata-user-activity", "training"):
         assert ", all items" in captions[name]
+
+
+@pytest.mark.parametrize("filter_seen", [False, True])
+def test_what_is_drawn_is_the_headline_setting_by_seed_and_each_run_by_epoch(with_external, monkeypatch, filter_seen):
+    drawn = {}
+    for name in ("differences", "seed_scatter", "training_curves"):
+        monkeypatch.setattr(plots, name, lambda *given, name=name: drawn.setdefault(name, given) and "")
+    bft, other = with_external.arms["bft"], "<b>other</b>"
+    gaps = [{"epoch": 3, "valid_ndcg@10": None}, {"epoch": 4, "valid_ndcg@10": 0.5}]
+    histories = (bft.histories[0], [*bft.histories[1], *gaps], [])
+    comparison = replace(
+        with_external,
+        protocol=with_external.protocol | {"filter_seen": filter_seen},
+        arms=with_external.arms | {"bft": replace(bft, histories=histories)},
+    )
+    results = results_of(comparison, over_users=False)
+    metrics_section(comparison, results, draw=True)
+    training_section(comparison, draw=True)
+    setting = "filtered" if filter_seen else "unfiltered"
+    there = ["bft", other] if filter_seen else ["bft"]
+    colours = {"matched": 0, "bft": 1, other: 2}
+    found, colour = drawn["differences"]
+    assert {(one.arm, one.setting) for one in found} == {(name, setting) for name in there} and colour == colours
+    baseline, values, metric, colour = drawn["seed_scatter"]
+    assert (baseline, metric, list(values), colour) == ("matched", "ndcg@10", ["matched", *there], colours)
+    for name, each in values.items():
+        assert each.tolist() == comparison.values(name, setting, "ndcg@10").tolist()
+    curves, _, colour = drawn["training_curves"]
+    valid = [[row["valid_ndcg@10"] for row in history] for history in bft.histories]
+    assert curves["bft"] == [([1, 2], valid[0]), ([1, 2, 4], [*valid[1], 0.5])] and colour == colours
+    assert len(curves["matched"]) == 3 and other not in curves
 
 
 def test_probes_become_two_sections(report):
@@ -212,6 +245,37 @@ def test_confidences_and_probabilities_are_shown_as_means_with_intervals_over_th
     low, high = over_seeds(aurocs)
     said = f"AUROC {np.mean(aurocs):.3f} on average over seeds 0,1, 95 % interval over seeds {low:.3f} to {high:.3f}"
     assert said in report.sections[3].words[0]
+
+
+def test_curves_of_probes_are_means_by_frequency_and_one_probe_s_risk_and_reliability(comparison, trained, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(
+        plots, "lines", lambda curves, *given, **more: drawn.setdefault(given[2], (curves, more)) and ""
+    )
+    probes, notes = load_probes(comparison)
+    assert notes == [] and {arm: list(each) for arm, each in probes.items()} == {"bft": [0, 1], "matched": [0]}
+    mechanism_section(probes, draw=True)
+    uncertainty_section(probes, draw=True)
+    first, second = probes_in(trained, "bft-seed0", "bft-seed1")
+    for quantity in ("gain", "incoming_precision"):
+        curves, more = drawn[f"{quantity.replace('_', ' ')} by frequency"]
+        assert more["ticks"] == [f"{row['name']}\n{row['counts']}" for row in first["mechanism"]["bins"]]
+        for number in range(2):
+            found = [each["mechanism"]["layers"][number]["quantities"][quantity]["bins"] for each in (first, second)]
+            assert curves.pop(f"bft, layer {number + 1}") == ([0, 1, 2, 3, 4], pytest.approx(np.mean(found, axis=0)))
+        assert not curves
+    one = first["uncertainty"]
+    risk, reliability = drawn["Risk and coverage"][0], drawn["Reliability"][0]
+    assert risk["at random"] == ([0, 1], [1 - one["hit_rate"]] * 2)
+    assert set(risk) == {"at random", "precision", "negative entropy", "history length"}
+    curve = one["confidences"]["precision"]["curve"]
+    assert risk["precision"] == (curve["coverage"], curve["risk"])
+    for label, when in (
+        ("as trained, T = 1", "before"),
+        (f"fitted, T = {one['calibration']['temperature']:.2f}", "after"),
+    ):
+        bins = one["calibration"][when]["hit@10"]["bins"]
+        assert reliability[label] == ([b["probability"] for b in bins], [b["hit_rate"] for b in bins])
 
 
 def over_seeds(values):
