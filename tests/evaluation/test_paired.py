@@ -136,6 +136,15 @@ def test_the_smallest_effect_is_found_four_times_in_five(n):
     assert (np.abs(t) > stats.t.ppf(0.975, n - 1)).mean() == pytest.approx(0.8, abs=0.015)
 
 
+@pytest.mark.parametrize("n", [3, 4, 10, 20, 60])
+def test_the_power_at_the_smallest_effect_is_four_fifths_by_the_noncentral_t(n):
+    d = np.random.default_rng(n).normal(size=n)
+    found, critical = compare_seeds(np.zeros(n), d), stats.t.ppf(0.975, n - 1)
+    shift = found.smallest_effect / d.std(ddof=1) * math.sqrt(n)
+    power = stats.nct.sf(critical, n - 1, shift) + stats.nct.cdf(-critical, n - 1, shift)
+    assert power == pytest.approx(0.8, abs=1e-6)
+
+
 # Arms of skewed metrics differ symmetrically where nothing differs. Ten skewed differences are beyond both tests, which
 # reject one in ten of them; over users there are enough.
 NULLS = {
