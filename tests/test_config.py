@@ -33,6 +33,7 @@ class Outer:
     on: bool = False
     clip: float | None = None
     width_or_auto: int | Literal["auto"] = "auto"
+    switch: Literal["on", "off", "auto"] = "auto"
     ks: tuple[int, ...] = (5, 10)
     inner: Inner = dataclasses.field(default_factory=Inner)
     other: Inner | None = None
@@ -66,6 +67,13 @@ def test_a_field_marked_unsaved_stays_out_of_the_mapping():
     ("key", "value", "wanted"),
     [
         ("scale", 2, 2.0),
+        ("scale", 10**6, 1e6),
+        ("scale", np.float32(0.5), 0.5),
+        ("width", np.int64(3), 3),
+        ("on", np.bool_(True), True),
+        ("width_or_auto", np.array(3), 3),
+        ("switch", True, "on"),
+        ("switch", False, "off"),
         ("scale", "1e-3", 1e-3),
         ("clip", "none", None),
         ("clip", 1, 1.0),
@@ -128,6 +136,24 @@ def test_the_section_is_named_before_the_key():
 def test_numbers_outside_their_bounds_are_refused(value):
     with pytest.raises(UserError, match=r"rate is .*; give a number >= 0 and < 1"):
         check_range("rate", value, at_least=0, below=1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "inside", "outside"),
+    [
+        ({"at_least": 2}, (2, 2.1), (1.9, 1)),
+        ({"above": 2}, (2.1, 3), (2, 2.0)),
+        ({"at_most": 2}, (2, 1.9), (2.1, 3)),
+        ({"below": 2}, (1.9, 1), (2, 2.0)),
+        ({"above": 0, "at_most": 2}, (1, 2), (0, 3)),
+    ],
+)
+def test_a_bound_is_inside_or_outside_as_its_sign_says(bound, inside, outside):
+    for value in inside:
+        check_range("rate", value, **bound)
+    for value in outside:
+        with pytest.raises(UserError, match="rate is "):
+            check_range("rate", value, **bound)
 
 
 def test_whole_numbers_are_asked_for_as_such():
