@@ -147,6 +147,19 @@ def test_experts_need_a_layer_with_a_place_for_them(model, arm):
         config.build(torch.arange(5))
 
 
+def test_a_seed_is_a_whole_number_of_32_bits():
+    assert [load_run_config(seed=seed).seed for seed in (0, 2**32 - 1)] == [0, 2**32 - 1]
+    for seed in (-1, 2**32):
+        with pytest.raises(UserError, match=f"seed is {seed}; give a whole number >= 0 and < 4294967296"):
+            load_run_config(seed=seed)
+
+
+def test_a_mixer_is_refused_where_there_is_nothing_to_mix():
+    with pytest.raises(UserError, match="mixer 'rfa' has no effect in model 'pop', which has no layers; leave it out"):
+        load_run_config(model="pop", mixer="rfa")
+    assert load_run_config(model="pop").mixer is None
+
+
 def test_later_layers_win(write):
     file = write("epochs: 1\nbatch_size: 1\nseed: 1\nhidden_size: 32\n")
     config = load_run_config(file, ["epochs=2", "training.batch_size=2", "seed=2"], epochs=3, seed=None)
