@@ -282,6 +282,75 @@ def test_a_study_goes_on_with_the_objective_it_was_begun_with(capsys, events, tm
     assert (code, err) == (0, "") and trial["validation"] == trial["value"]
 
 
+class Trial:
+    """What is asked of Optuna's trial, remembered; ``prunes`` is its answer after each report."""
+
+    def __init__(self, prunes=()):
+        self.asked, self.reports, self.attributes, self.prunes = [], [], {}, list(prunes)
+
+    def __getattr__(self, name):
+        return lambda *given, **more: self.asked.append((name, *given, more)) or given[0]
+
+    def report(self, value, step):
+        self.reports.append((pytest.approx(value), step))
+
+    def should_prune(self):
+        return self.prunes.pop(0)
+
+    def set_user_attr(self, name, value):
+        self.attributes[name] = pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("width=8..64", ("suggest_int", "width", 8, 64, {"log": False})),
+        ("width=log:8..64", ("suggest_int", "width", 8, 64, {"log": True})),
+        ("rate=0.5..2", ("suggest_float", "rate", 0.5, 2, {"log": False})),
+        ("rate=log:1e-4..1e-2", ("suggest_float", "rate", 1e-4, 1e-2, {"log": True})),
+        ("rate=-1.5..-0.5", ("suggest_float", "rate", -1.5, -0.5, {"log": False})),
+        ("width=8, 16,32", ("suggest_categorical", "width", [8, 16, 32], {})),
+        ("ema=~,{decay: 0.9}", ("suggest_categorical", "ema", [None, {"decay": 0.9}], {})),
+    ],
+)
+def test_a_range_is_of_whole_numbers_where_both_bounds_are_and_by_ratio_after_log(text, asked):
+    (dimension,), trial = tuning.parse_space([text]), Trial()
+    dimension.suggest(trial)
+    assert trial.asked == [asked] and dimension.first == (asked[2][0] if "categorical" in asked[0] else asked[2])
+
+
+@pytest.mark.parametrize(
+    ("prune", "workers", "prunes", "batches"),
+    [
+        (False, 2, (), [[0, 1, 2, 3, 4]]),
+        (True, 2, (False, False), [[0, 1], [2, 3], [4]]),
+        (True, 8, (False,), [[0, 1, 2], [3, 4]]),
+        (True, 2, (False, True), [[0, 1], [2, 3]]),
+    ],
+)
+def test_a_trial_is_worth_the_mean_of_its_objective_over_the_seeds(
+    monkeypatch, tmp_path, prune, workers, prunes, batches
+):
+    values, trained, trial = [0.1, 0.4, 0.15, 0.9, 0.2], [], Trial(prunes)
+
+    def prepare(arms, seeds, out, configure):
+        trained.append(list(seeds))
+        return [SimpleNamespace(seed=seed) for seed in seeds], None
+
+    monkeypatch.setattr(tuning, "prepare", prepare)
+    monkeypatch.setattr(tuning, "train_or_say", lambda *_, **__: None)
+    monkeypatch.setattr(tuning, "best_validation", lambda job: values[job.seed])
+    monkeypatch.setitem(tuning.OBJECTIVES, "tail", lambda job: 3 * values[job.seed] + 1)
+    found = tuning._evaluate(trial, None, range(5), tmp_path, None, "tail", workers=workers, prune=prune, watch=None)
+    assert trained == batches and trial.prunes == []
+    done = [sum(map(len, batches[: n + 1])) for n in range(len(batches))]
+    assert trial.reports == ([(3 * mean(values[:n]) + 1, n) for n in done] if prune else [])
+    if done[-1] < 5:
+        assert (found, trial.attributes) == (None, {})
+    else:
+        assert found == pytest.approx(3 * mean(values) + 1) and trial.attributes == {"validation": mean(values)}
+
+
 @pytest.mark.parametrize("more", [["--set", "epochs=5"], ["--set", "epochs=9", "--set", "eval_every=5"]])
 def test_a_tail_that_no_run_is_long_enough_for_is_refused(capsys, events, tmp_path, more):
     pytest.importorskip("optuna")
