@@ -15,12 +15,15 @@ import pytest
 
 import recbft
 from recbft import Dataset, Recommender, compare
+from recbft.arm_comparison import Compared
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.experiments.comparison import load_comparison
+from recbft.experiments.results import results_of
 from recbft_cli.main import main
 from tests.experiments.conftest import Watch
+from tests.experiments.test_results import made_up
 
 SMALL = {"hidden_size": 8, "max_length": 10, "batch_size": 32, "epochs": 1, "device": "cpu"}
 ARMS = "matched,bft[lam_max=10]"
@@ -161,6 +164,38 @@ def test_several_models_have_a_folder_each_and_one_table(dataset, tmp_path):
         "recbft.compare('published,matched', 'mine', model=['sasrec', 'hstu'], seeds='3,5', metrics='mrr', "
         in (tmp_path / "hstu" / "comparison.md").read_text()
     )
+
+
+def test_each_row_is_a_test_and_holm_is_over_those_of_one_model_against_one_baseline():
+    rng, results = np.random.default_rng(0), {}
+    for model in ("sasrec", "hstu"):
+        ranks = {name: rng.integers(1, 40, (3, 30)) for name in ("matched", "matched+recency", "bft")}
+        ranks["file"] = np.repeat(rng.integers(1, 40, (1, 30)), 3, axis=0)  # one set of ranks for all seeds
+        results[model] = json.loads(json.dumps(results_of(made_up(ranks), metrics=["mrr", "hr@10"])))
+    compared = Compared(Path("out"), {}, results)
+    spread = compared.arms.set_index(["model", "arm", "metric"])["sd"]
+    assert spread.isna().groupby("arm").all().to_dict() == {name: name == "file" for name in ranks}
+    for over, frame, p in (
+        ("over_seeds", compared.differences, "p_t"),
+        ("over_users", compared.over_users, "p_sign_flip"),
+    ):
+        families = frame.groupby(["model", "baseline"])
+        assert families.size().to_dict() == {
+            (model, baseline): 2 * others
+            for model in results
+            for baseline, others in (("matched", 3), ("matched+recency", 2))
+        }
+        for _, family in families:
+            assert family["p_holm"].tolist() == pytest.approx(holm(family[p].tolist()), rel=1e-12)
+        for _, row in frame.iterrows():
+            found = results[row["model"]]["comparisons"][row["baseline"]][row["arm"]][row["setting"]][row["metric"]][
+                over
+            ]
+            assert [row["low"], row["high"]] == found["interval"]
+            assert (row["difference"], row[p]) == (found["difference"], found[p])
+    one = results_of(made_up({name: rng.integers(1, 40, (3, 1)) for name in ("matched", "bft")}), metrics=["mrr"])
+    alone = Compared(Path("out"), {}, {"sasrec": one})
+    assert len(alone.differences) == 1 and len(alone.over_users) == 0, "of one user nothing is said over users"
 
 
 def test_an_arms_own_settings_win_over_those_of_all_runs(dataset, tmp_path):
