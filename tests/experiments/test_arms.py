@@ -4,7 +4,7 @@ import pytest
 
 from recbft.config import by_setting, to_dict
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms, settings_of
+from recbft.experiments.arms import ArmSpec, check_distinct, check_judges, check_varies, parse_arms, settings_of
 from recbft.experiments.lists import parse_seeds
 from recbft.experiments.runs import arm_name
 from recbft.run_config import load_run_config
@@ -53,6 +53,24 @@ def test_what_a_command_sets_is_named_by_section_and_key_and_a_controller_is_who
     config = ArmSpec("matched", "matched").config(("ema={decay: 0.9}", "mixer=rfa", "rotate=off"), dataset="synthetic")
     assert settings_of(config)[-1] == 'controllers.ema={"decay": 0.9}'
     assert {"mixer=rfa", "mixing.rotate=off"} <= set(settings_of(config))
+    keys = {setting.partition("=")[0] for setting in settings_of(config)}
+    assert not keys & {"model", "arm", "seed", "data.dataset"}, "which have options of their own"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["data.k_core", "k_core", "data.time", " where", "evaluation.ks", "ks", "filter_seen", "evaluation.filter_seen",
+     "training.valid_metric", "valid_metric"],
+)  # fmt: skip
+def test_what_values_are_judged_by_is_not_varied(key):
+    with pytest.raises(UserError, match=f"--vary cannot vary {key}: its values are judged by one metric on one data"):
+        check_judges("--vary", key)
+
+
+@pytest.mark.parametrize("key", ["lam_max", "core.lam_max", "mixing.time", "training.epochs", "dropout", "mixer"])
+def test_what_decides_the_model_or_its_training_is_varied(key):
+    check_judges("--vary", key)
+    check_varies("--vary", key)
 
 
 def test_an_unknown_arm_is_named_with_the_nearest():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 
 import numpy as np
@@ -13,8 +14,9 @@ from recbft.evaluation.paired import compare_users, holm
 from recbft.experiments import results as results_module
 from recbft.experiments.comparison import Arm, Comparison
 from recbft.experiments.document import cells_of, comparison_document, difference_cells, p_equals, p_text
-from recbft.experiments.pooling import pool, pooled_document
+from recbft.experiments.pooling import pool, pooled_document, read_results
 from recbft.experiments.results import results_of
+from recbft.files import write_json
 
 MADE = {"command": "recbft compare", "date": "2026-01-01", "cpu": "a CPU", "device": "cpu", "machine": "m",
         "system": "s", "cores": 1, "memory_gib": 1.0, "threads": 1, "load_average_before": 0.0, "recbft": "1",
@@ -283,6 +285,27 @@ def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part
     assert pool(results)["pooled"][0]["mean_relative"] is None
     other["difference"] = 0.0
     assert pool(results)["pooled"][0]["better_on"] == 1, "a data set on which nothing differs is none it is better on"
+
+
+def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_they_are_damaged(tmp_path):
+    with pytest.raises(UserError, match=r"holds no comparison\.json; --pool takes folders written by recbft compare"):
+        read_results(tmp_path)
+    written = results_with(1, "beauty")
+    write_json(tmp_path / "comparison.json", written)
+    assert pool([read_results(tmp_path), results_with(2, "games")]) == pool([written, results_with(2, "games")])
+    without = [
+        json.dumps({key: value for key, value in written.items() if key != one}) for one in ("baseline", "protocol")
+    ]
+    for damaged in (
+        "{",
+        "[]",
+        *without,
+        json.dumps({**written, "protocol": {}}),
+        json.dumps({**written, "protocol": 3}),
+    ):
+        (tmp_path / "comparison.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"comparison\.json is damaged; make it again with recbft compare"):
+            read_results(tmp_path)
 
 
 def test_what_cannot_be_pooled_is_refused():
