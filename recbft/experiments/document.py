@@ -127,11 +127,12 @@ def spread_text(mean: float, sd: float | None) -> str:
 
 
 def _setting(protocol: Mapping[str, Any]) -> str:
-    metric = protocol["config"].get("training.valid_metric", "each arm's validation metric").upper()
+    metric = protocol["config"].get("training.valid_metric")
+    judged = "each arm's validation metric" if metric is None else f"validation {metric.upper()}"
     setting = SETTINGS[headline_setting(protocol["filter_seen"])]
     epochs = protocol["config"].get("training.epochs")
     within = f" within {counted(epochs, 'epoch')}" if epochs else ""
-    return f"validation {metric} ({setting}){within}"
+    return f"{judged} ({setting}){within}"
 
 
 def _arm_cells(result: Result) -> tuple[list[str], list[list[str]]]:

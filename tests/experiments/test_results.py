@@ -208,6 +208,28 @@ def test_every_number_of_the_document_is_one_of_the_results():
 
 
 @pytest.mark.parametrize(
+    ("config", "filter_seen", "said"),
+    [
+        (
+            {"training.valid_metric": "ndcg@10", "training.epochs": 2},
+            False,
+            "validation NDCG@10 (all items) within 2 epochs;",
+        ),
+        ({"training.valid_metric": "mrr"}, True, "validation MRR (seen masked);"),
+        ({}, True, "each arm's validation metric (seen masked);"),
+    ],
+)
+def test_the_document_says_by_which_metric_and_within_how_many_epochs_runs_were_stopped(config, filter_seen, said):
+    result = results_of(made_up({name: np.ones((2, 30), int) for name in ("matched", "bft")}), metrics=["mrr"])
+    result["protocol"] |= {"config": config, "filter_seen": filter_seen, "items": 12345}
+    text = comparison_document({**result, "made": MADE}, markdown=False)
+    assert (
+        "Seeds 0,1; test target of leave-one-out ranked among all 12,345 items, ties against the target; early " in text
+    )
+    assert f"early stopping on {said} mean and standard deviation over seeds." in text
+
+
+@pytest.mark.parametrize(
     ("p", "written"),
     [(0.00099999, "< 0.001"), (0.001, "0.001"), (0.00149, "0.001"), (0.0496, "0.050"), (1.0, "1.000")],
 )
