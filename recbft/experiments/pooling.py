@@ -23,6 +23,8 @@ from recbft.experiments.comparison import COMPARISON_FILE
 from recbft.experiments.document import cells_of, p_text
 from recbft.experiments.tables import markdown_table, text_table
 
+Cell = tuple[str, str, str]  # arm, setting, metric
+
 
 def read_results(path: Path) -> dict[str, Any]:
     """The figures in a folder written by ``recbft compare``."""
@@ -70,7 +72,7 @@ def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "baseline": baseline,
         "data": [result["protocol"]["dataset"] for result in results],
         "pooled": pooled,
-        "left_out": sorted({key[0] for one in each for key in one} - {key[0] for key in shared}),
+        "left_out": _left_out({key for one in each for key in one}, set(shared)),
     }
 
 
@@ -96,7 +98,18 @@ def pooled_document(pooled: dict[str, Any], *, markdown: bool) -> str:
     )
 
 
-def _pooled(key: tuple[str, str, str], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _left_out(there: set[Cell], shared: set[Cell]) -> list[str]:
+    """Arms that not every comparison has, and of the others the metrics that not every one has."""
+    arms = {arm for arm, _, _ in shared}
+    return sorted(
+        {
+            f"{arm} {metric.upper()} ({SETTINGS[setting]})" if arm in arms else arm
+            for arm, setting, metric in there - shared
+        }
+    )
+
+
+def _pooled(key: Cell, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     arm, setting, metric = key
     relative = [one["relative"] for one in each]
     known = [value for value in relative if value is not None]

@@ -289,7 +289,12 @@ def test_pooling_is_fishers_and_tells_the_direction():
     text = pooled_document(found, markdown=False)
     assert f"by Holm over the {len(found['pooled'])} rows" in text and "p Holm" in text
     results[0]["comparisons"]["matched"]["more"] = results[0]["comparisons"]["matched"]["bft"]
-    assert "Left out, not in every comparison: more" in pooled_document(pool(results), markdown=False)
+    results[0]["comparisons"]["matched"]["bft"]["filtered"] = {"mrr": results[0]["comparisons"]["matched"]["bft"]}
+    del results[1]["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"]
+    fewer = pool(results)
+    assert len(fewer["pooled"]) == len(found["pooled"]) - 1
+    said = "Left out, not in every comparison: bft MRR (all items), bft MRR (seen masked), more\n"
+    assert said in pooled_document(fewer, markdown=False)
     assert "2 of 3" in text and "read its direction from the data sets" in text
     changes = [f"{100 * r:+.1f} %" for r in (*first["relative"], first["mean_relative"])]
     (row,) = [line for line in pooled_document(found, markdown=True).splitlines() if line.startswith("| bft | HR@10 |")]
