@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -62,6 +64,26 @@ def test_a_baseline_without_a_hit_leaves_a_gain_without_a_relative_change():
     assert column(made.table, "difference") == [0.75, 0.0] and column(made.table, "relative") == [None, 0.0]
 
 
+def test_one_user_in_one_seed_has_a_level_and_no_test():
+    ranks = {"plain": np.array([[1, 20, 3, 20]]), "bft": np.array([[1, 1, 3, 20]])}
+    subject = by_hand(ranks={"unfiltered": ranks, "filtered": {}}, num_seeds=1)
+    (made,) = stratified(subject, by=["item-frequency"], metrics=["hr@10"], quantiles=4, setting="unfiltered")
+    table = made.table
+    assert column(table, "bounds") == ["0", "1", "5-9"] and column(table, "users") == [1, 1, 2]
+    assert column(table, "plain") == [1, 0, 0.5] and column(table, "bft") == [1, 1, 0.5]
+    assert column(table, "difference") == [None, None, 0] and column(table, "relative") == [None, None, 0]
+    assert column(table, "95 % interval") == [None, None, (0, 0)] and column(table, "Holm p") == [None, None, 1]
+    assert column(table, "remark") == ["too small: 1 user", "too small: 1 user", "too small: 2 users"]
+    assert "one seed, so paired over users" in table.caption and "one test, so no adjustment" in table.caption
+    alone = by_hand(
+        ranks={"unfiltered": {name: each[:, :2] for name, each in ranks.items()}, "filtered": {}}, num_seeds=1,
+        target=np.array(["a", "b"]), target_frequency=np.array([0, 1]), training_length=np.array([3, 3]),
+    )  # fmt: skip
+    (made,) = stratified(alone, by=["item-frequency"], metrics=["hr@10"], quantiles=4, setting="unfiltered")
+    assert column(made.table, "p") == [None, None]
+    assert "Nothing is tested: one seed, and no stratum with two users." in made.table.caption
+
+
 def test_differences_that_cancel_are_not_called_no_difference():
     def hits(*numbers):
         return np.stack([np.where(np.arange(40) < number, 1, 20) for number in numbers])
@@ -102,9 +124,8 @@ def test_counts_and_gaps_are_the_data_sets(subject, events):
     assert np.array_equal(subject.items.counts, dataset.training_counts[1:])
     assert np.array_equal(subject.target_frequency, dataset.training_counts[split.test.target])
     assert np.array_equal(subject.training_length, split.training_stop - split.training_start)
-    u = 17
-    times = dataset.times[dataset.offsets[u] : dataset.offsets[u + 1]]
-    assert subject.items.gap[u] == times[-1] - times[-2]
+    times = [dataset.times[start:stop] for start, stop in pairwise(dataset.offsets)]
+    assert subject.items.gap.tolist() == [each[-1] - each[-2] for each in times]
 
 
 @pytest.mark.parametrize(("unit", "seconds"), [(1, True), (1000, False), (10**-4, False)])
@@ -173,6 +194,14 @@ def test_two_runs_are_compared_over_users(trained):
     assert list(other.ranks["unfiltered"]) == ["matched (seed 1)", "bft (seed 0)"]
     with pytest.raises(UserError, match="is its own baseline; give another run"):
         subject_of_runs(runs / "bft-seed0", baseline=runs / "bft-seed0")
+
+
+def test_a_baseline_on_other_targets_is_refused(copied):
+    runs = copied / "runs"
+    file = runs / "matched-seed0" / "protocol.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_hash": "another"}))
+    with pytest.raises(UserError, match="the runs differ in target_hash: another in "):
+        subject_of_runs(runs / "bft-seed0", baseline=runs / "matched-seed0")
 
 
 def test_without_the_data_set_edges_come_from_the_targets_and_the_table_says_so():
