@@ -214,6 +214,28 @@ def test_what_precision_does_inside_is_shown_as_means_over_the_probed_seeds(copi
     assert section.words == ["bft: 37.5 % of the precision at users' last tokens lies at its cap of 100."]
 
 
+def test_the_mask_has_a_column_of_its_own_beside_the_bins_of_items(comparison, monkeypatch):
+    probes = {"bft": load_probes(comparison)[0]["bft"]}
+    plain = mechanism_section(probes, draw=False).tables[0]
+    assert "mask" not in [column.heading for column in plain.columns] and "mask:" not in plain.caption
+    for number, probe in enumerate(probes["bft"].values()):
+        probe["mechanism"]["bins"].append({"name": "mask", "counts": "none", "num_items": 1, "num_tokens": 150})
+        for layer in probe["mechanism"]["layers"]:
+            for quantity in layer["quantities"].values():
+                quantity["bins"].append(0.5 + number)
+    drawn = {}
+    monkeypatch.setattr(
+        plots, "lines", lambda curves, *given, **more: drawn.setdefault(given[2], (curves, more)) and ""
+    )
+    table = mechanism_section(probes, draw=True).tables[0]
+    assert [column.heading for column in table.columns][7:9] == ["Q4", "mask"]
+    assert [row[8] for row in table.rows] == [None, *[1.0] * (len(table.rows) - 1)], "an initial precision is of items"
+    assert [[*row[:8], *row[9:]] for row in table.rows] == plain.rows
+    assert "; mask: the token that stands for the item asked for" in table.caption and "mask none" not in table.caption
+    for curves, more in drawn.values():
+        assert len(more["ticks"]) == 5 and all(places == [0, 1, 2, 3, 4] for places, _ in curves.values())
+
+
 def test_confidences_and_probabilities_are_shown_as_means_with_intervals_over_the_probed_seeds(report, trained):
     ours, plain = probes_in(trained, "bft-seed0", "bft-seed1"), probes_in(trained, "matched-seed0")
     confidences, calibration = report.sections[3].tables
