@@ -397,7 +397,13 @@ def test_a_time_bias_refuses_times_that_are_not_whole(built, at_home):
 
 
 @pytest.mark.parametrize(
-    ("begin", "said"), [(0, ""), (2**24 - 400, ""), (10**9, "in steps of 64: scores are not those")]
+    ("begin", "said"),
+    [
+        (0, ""),
+        (2**24 - 400, ""),
+        (2**24 - 300, "in steps of 2: scores are not those"),  # of the latest of the times alone
+        (10**9, "in steps of 64: scores are not those"),
+    ],
 )
 def test_times_that_recbole_rounds_are_warned_about(begin, said, built, at_home, caplog):
     rows = [(f"u{user}", f"i{(user + step) % 9}", begin + 60 * step) for user in range(6) for step in range(9)]
@@ -405,6 +411,18 @@ def test_times_that_recbole_rounds_are_warned_about(begin, said, built, at_home,
     with caplog.at_level(logging.WARNING, "recbft.recbole.adapter"):
         built("HSTU", time_bias=True, dataset="late", data_path=str(at_home))
     assert said in caplog.text and bool(caplog.text) == bool(said)
+
+
+def test_a_clock_of_seconds_is_refused_where_the_times_are_of_another_unit(built, at_home):
+    for name, second in (("seconds", 1), ("thousandths", 1000)):
+        rows = [
+            (f"u{u}", f"i{(u + step) % 9}", second * (1_700_000_000 + 60 * step)) for u in range(6) for step in range(9)
+        ]
+        write_data(at_home, name, ["user_id:token", "item_id:token", "timestamp:float"], rows)
+    how = {"mixer": "rfa", "mixing": {"time": True}, "data_path": str(at_home)}
+    built(dataset="seconds", **how)
+    with pytest.raises(UserError, match="a day of seconds, but the times of data set 'thousandths' are in ms"):
+        built(dataset="thousandths", **how)
 
 
 def test_a_time_bias_refuses_rows_without_times(built, at_home):
@@ -466,7 +484,11 @@ def test_counts_of_split_files_are_those_of_whole_histories(prepared, at_home):
     data = at_home / "split"
     data.mkdir()
     header = "user_id:token\titem_id_list:token_seq\titem_id:token\n"
-    parts = {"train": ["1\ta b c\td", "2\tb a\tc"], "valid": ["1\ta b c d\te"], "test": ["1\ta b c d e\tf"]}
+    parts = {
+        "train": ["1\ta\tb", "1\ta b c\td", "1\ta b\tc", "3\tb\ta", "2\tb a\tc", "3\tb a\td"],
+        "valid": ["1\ta b c d\te"],
+        "test": ["1\ta b c d e\tf"],
+    }
     for part, rows in parts.items():
         (data / f"split.{part}.inter").write_text(header + "\n".join(rows) + "\n")
     config, (train, _, _) = prepared(
@@ -476,5 +498,5 @@ def test_counts_of_split_files_are_those_of_whole_histories(prepared, at_home):
     )  # fmt: skip
     counts = training_counts(config, train._dataset)
     number = train._dataset.field2token_id["item_id"]
-    assert {token: counts[number[token]] for token in "abcdef"} == {"a": 2, "b": 2, "c": 2, "d": 1, "e": 0, "f": 0}
-    assert np.array_equal(train._dataset.inter_feat["item_length"].numpy(), [3, 2])
+    assert {token: counts[number[token]] for token in "abcdef"} == {"a": 3, "b": 3, "c": 2, "d": 2, "e": 0, "f": 0}
+    assert np.array_equal(train._dataset.inter_feat["item_length"].numpy(), [1, 3, 2, 1, 2, 2])
