@@ -190,6 +190,28 @@ def test_there_and_back_again_changes_no_weight(dataset, prepared, at_home):
     assert back.metrics["test"] == run.metrics["test"]
 
 
+@pytest.mark.parametrize(("model", "arm"), [("sasrec", "bft"), ("bert4rec", "published"), ("hstu", "bft")])
+def test_a_run_that_numbers_the_items_otherwise_has_equal_scores_there_and_back(model, arm, dataset, prepared, at_home):
+    turned = replace(dataset, item_ids=dataset.item_ids[::-1].copy())
+    other = dataset.numbered_as(turned.vocabulary)
+    run = trained(other, at_home / "run", model, arm)
+    config, parts, theirs = in_recbole(run, prepared, dataset="tiny")
+    assert theirs.item_tokens[1:].tolist() == [str(raw) for raw in dataset.item_ids] != [str(i) for i in other.item_ids]
+    check_parity(run, other, config, parts, theirs)
+    back = recbft.recbole.to_run(theirs, other, at_home / "back")
+    first, second = (load_trained(each.path)[-1].state_dict() for each in (run, back))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert back.metrics["test"] == run.metrics["test"]
+
+
+def test_other_items_are_refused_on_the_way_back(built, dataset, at_home):
+    ids = np.array([f"other {i}" for i in dataset.item_ids], dtype=object)
+    ids[3:] = dataset.item_ids[3:]
+    with pytest.raises(UserError, match=r"the RecBole model has .* of which 3 are unknown to it, such as 'other "):
+        recbft.recbole.to_run(built()[2], replace(dataset, item_ids=ids), at_home / "back")
+    assert not (at_home / "back").exists()
+
+
 def test_other_items_are_refused(dataset, prepared, at_home):
     other = replace(dataset, item_ids=np.array([f"other {i}" for i in dataset.item_ids], dtype=object))
     run = trained(other, at_home / "run")
