@@ -10,6 +10,7 @@ import sys
 from statistics import mean, stdev
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate
@@ -17,11 +18,13 @@ from recbft.errors import RunError, UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.experiments import locks, tuning
 from recbft.experiments.comparison import load_comparison
+from recbft.experiments.document import difference_cells, p_text
 from recbft.experiments.plan import Job
-from recbft.experiments.sweep import plan_sweep, sweep_results
+from recbft.experiments.sweep import plan_sweep, sweep_document, sweep_results
 from recbft.files import write_json
 from recbft.training.run_folder import RunFolder
 from recbft_cli.main import main
+from tests.experiments.test_results import MADE
 
 SMALL = ["time=timestamp", "epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu"]
 SETTINGS = [word for setting in SMALL for word in ("--set", setting)]
@@ -169,6 +172,38 @@ def test_the_mean_validation_of_the_headline_setting_chooses_whatever_test_and_t
     for part in ("validation", "test"):
         tested = [row[part]["difference"] for row in found["rows"][:2]]
         assert [d["p_holm"] for d in tested] == holm([d["p_t"] for d in tested])
+
+
+@pytest.mark.parametrize("best", [5.0, 100.0])
+def test_every_number_of_a_sweeps_table_is_one_of_its_results(tmp_path, best):
+    rng = np.random.default_rng(0)
+    figures = {
+        value: {
+            part: {"unfiltered": list(0.1 + (value == best) + 0.01 * rng.random(3))} for part in ("validation", "test")
+        }
+        for value in (100.0, 5.0, 20.0)
+    }
+    found = swept(tmp_path, figures)
+    header = {
+        "made": MADE,
+        "protocol": {"items": 9, "filter_seen": False, "config": {}},
+        "seeds": [0, 1, 2],
+        "notes": [],
+    }
+    text = sweep_document({**header, **found}, markdown=True)
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("| ")]
+    names = ["mean ± sd", "difference", "relative", "95 % interval", "p", "p Holm"]
+    assert rows[0] == ["core.lam_max", *(f"{part} {name}" for part in ("validation", "test") for name in names)]
+    assert [row[0] for row in rows[2:]] == ["5.0", "20.0", "100.0 (default)"]
+    for row, result in zip(rows[2:], found["rows"], strict=True):
+        for part, cells in (("validation", row[1:7]), ("test", row[7:])):
+            of_part, d = result[part], result[part]["difference"]
+            written = (
+                ["", "", "", "", ""] if d is None else [*difference_cells(d), p_text(d["p_t"]), p_text(d["p_holm"])]
+            )
+            assert cells == [f"{mean(of_part['values']):.4f} ± {stdev(of_part['values']):.4f}", *written]
+    said = "the default, core.lam_max=100.0." if best == 100.0 else "core.lam_max=5.0."
+    assert f"Chosen by validation: {said}" in text and "Holm over the 2 other values" in text
 
 
 @pytest.mark.parametrize("order", [(5.0, 100.0, 20.0), (100.0, 5.0, 20.0), (20.0, 5.0, 100.0)])
