@@ -29,6 +29,7 @@ from recbft.evaluation.calibration import calibration
 from recbft.evaluation.evaluate import evaluation_mode, events_of, states_of_view, view_of
 from recbft.evaluation.probability import Calibration, fit, rows_of_new_targets
 from recbft.evaluation.top_k import top_k
+from recbft.experiments.lists import counted
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
 from recbft.models.contract import SequenceModel
@@ -84,7 +85,7 @@ def judged(model: SequenceModel, dataset: Dataset, unseen: bool) -> dict[str, An
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line per kind of list and way."""
-    head = ["lists of", f"probabilities, {len(rows)} seeds", "T, u"]
+    head = ["lists of", f"probabilities, {counted(len(rows), 'seed')}", "T, u"]
     head += [f"{column} @{k}" for k in KS for column in ("claimed / true", "ECE (floor)")]
     lines = []
     for name in LISTS:
