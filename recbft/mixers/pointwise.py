@@ -167,8 +167,8 @@ class PointwiseAttention(nn.Module):
         """g of (2), (B, 1, T, T)."""
         if self.time_table is None:
             return None
-        bucket = (context.log_elapsed / BUCKET_WIDTH).long().clamp_(max=NUM_BUCKETS - 1)  # (5)
-        return look_up(self.time_table[:, 0], bucket)[:, None]
+        bucket = (context.log_elapsed / BUCKET_WIDTH).long()  # (5)
+        return look_up(self.time_table[:, 0], bucket)[:, None]  # the last one of all that lies beyond the table
 
     def _heads(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, H, T, K)
         B, T, D = x.shape

@@ -77,6 +77,20 @@ def test_the_observation_is_the_gated_sum_and_its_sandwich_precision(settings, r
     assert not found[0, 7].any(), "padding reads nothing"
 
 
+def test_any_time_beyond_the_table_is_in_its_last_bucket():
+    mixer, where = make(time_bias=True), torch.tensor([[0, 1]])
+    x, _ = drawn(3)
+    found = [
+        mixer.attention(x[:, :2], None, SequenceContext(0 * where, where, time * where))[0, :, 1, 0]
+        for time in (2**56, 2**62, 1)  # buckets 128, 142 and 0 of 128
+    ]
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    with torch.no_grad():
+        mixer.time_table[0] = mixer.time_table[127]
+    last = mixer.attention(x[:, :2], None, SequenceContext(0 * where, where, where))[0, :, 1, 0]
+    torch.testing.assert_close(last, found[0])
+
+
 def test_without_an_estimator_it_observes_the_same_and_knows_no_precision():
     with_precision, plain = make(estimator="sandwich", recency_decay=0.9), make(recency_decay=0.9)
     x, precision = drawn(1)
@@ -105,3 +119,9 @@ def test_dropout_is_of_what_the_output_map_reads_in_training_alone_and_spares_pr
 def test_the_recency_decay_starts_where_it_is_asked_to():
     assert torch.sigmoid(make(recency_decay=0.99).decay_logit).item() == pytest.approx(0.99)
     assert make().decay_logit is None and make().time_table is None
+
+
+def test_the_biases_are_one_number_per_distance_and_one_per_bucket():
+    mixer = PointwiseAttention(D, H, length=400, time_bias=True)
+    assert mixer.position_table.shape == (400, 1) and mixer.time_table.shape == (128, 1)
+    assert 0.015 < mixer.position_table.std() < 0.025 and 0.015 < mixer.time_table.std() < 0.025
