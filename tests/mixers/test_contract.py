@@ -13,6 +13,8 @@ from recbft.datasets.batches import pack_histories
 from recbft.mixers import MIXERS
 from recbft.mixers.bayesian import BayesianConfig
 from recbft.mixers.boosted import BoostedConfig
+from recbft.mixers.memory_family import MemoryFamilyConfig
+from recbft.mixers.positional import PositionalConfig
 from recbft.mixers.regime import RegimeConfig
 from recbft.mixers.rfa import RobustFilterConfig
 
@@ -188,3 +190,62 @@ def test_weights_survive_a_state_dict(name, settings):
     batch, context = packed([3, 2])
     for one, two in zip(mixer(*inputs(batch), context), other(*inputs(batch), context), strict=True):
         assert (one is None and two is None) or torch.equal(one, two)
+
+
+@over_mixers
+def test_unless_told_otherwise_the_warm_up_is_over(name, settings):
+    mixer = make(name, settings)
+    batch, context = packed([4, 2])
+    given = *inputs(batch), context
+    for one, two in zip(mixer(*given), mixer(*given, ramp=1.0), strict=True):
+        assert (one is None and two is None) or torch.equal(one, two)
+    assert not torch.equal(mixer(*given)[0], mixer(*given, ramp=0.0)[0])
+
+
+@over_mixers
+def test_single_precision_stays_so_and_observes_what_double_precision_does(name, settings):
+    mixer = make(name, settings)
+    batch, context = packed([5, 3, 1, 4])
+    exact = mixer(*inputs(batch), context, ramp=0.7)
+    for one, two in zip(mixer.float()(*(x.float() for x in inputs(batch)), context, ramp=0.7), exact, strict=True):
+        if one is not None:
+            assert one.dtype == torch.float32
+            torch.testing.assert_close(one.double(), two, rtol=1e-4, atol=1e-5)
+
+
+@over_mixers
+def test_nothing_is_saved_but_what_is_learned_and_what_training_remembers(name, settings):
+    mixer = make(name, settings)
+    learned = {key for key, _ in mixer.named_parameters()}
+    remembered = {
+        "alignment", "bias_mean", "bias_variance", "batches", "entropy", "saturated", "pressure", "drift",
+        "temperature_before",
+    }  # fmt: skip
+    assert set(mixer.state_dict()) - learned == (remembered if name == "regime" else set())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RobustFilterConfig(
+            kernel="student", precision_prior="on", multiplicative="on", rotate="on", rotate_values="on",
+            key_precision="on", latent_width=None, frequency_base=10_000.0, damping=0.05, undamped_heads=None,
+            time=False, time_unit=86_400.0, learn_time_unit=False, horizon=0.0, confidence_gate=False,
+            latent_sampling=False,
+        ),
+        PositionalConfig(frequency_base=10_000.0, damping=0.05, undamped_heads=None),
+        BayesianConfig(
+            transition="diagonal", retention=0.98, noise_groups=1, process_noise=0.01, observation_noise=0.1,
+            prior_variance=None, key_precision="on", chunk_size=None,
+        ),
+        MemoryFamilyConfig(observation_noise=0.1, retention=0.98, prior_variance=None, key_precision="on"),
+        BoostedConfig(rounds=2, gate="mlp"),
+        RegimeConfig(
+            regimes=4, width=16, type2=False, alignment_temperature=0.7, sweeps=8, temperature=1.0, warm_in_steps=1200,
+            distance_mix=0.1, residual_gate=True, value_gate=True, entropy_floor=0.5, entropy_weight=0.02,
+        ),
+    ],
+    ids=lambda config: type(config).__name__,
+)  # fmt: skip
+def test_what_runs_rely_on_without_asking_stays_as_it_is(config):
+    assert type(config)() == config
