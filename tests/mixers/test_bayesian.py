@@ -373,6 +373,15 @@ def test_what_is_learned_starts_where_it_is_asked_to():
     torch.testing.assert_close(noise, torch.full_like(noise, 0.02 + 1e-6), rtol=1e-6, atol=0)
 
 
+def test_what_is_learned_starts_slow_to_forget_and_sure_of_what_it_sees_unless_asked():
+    nothing = torch.zeros(1, 1, D).double()
+    for mixer in (make_bayesian(), make_family("kda")):
+        for found, start in ((mixer.transition(nothing), 0.98), (mixer.observation(nothing), 0.1 + 1e-4)):
+            torch.testing.assert_close(found, torch.full_like(found, start), rtol=1e-6, atol=0)
+    noise = make_bayesian().process(nothing)
+    torch.testing.assert_close(noise, torch.full_like(noise, 0.01 + 1e-6), rtol=1e-6, atol=0)
+
+
 def test_the_filter_with_its_covariance_reset_is_deltanet():
     q, k, v, r2, _ = drawn()
     lam = 0.7
@@ -476,6 +485,8 @@ def test_head_widths_that_do_not_divide_are_refused(settings, message):
         (BayesianConfig, {"retention": 1.0}, "retention is 1.0; give a number > 0.01 and < 1"),
         (BayesianConfig, {"noise_groups": 0}, "noise_groups is 0; give a whole number >= 1"),
         (BayesianConfig, {"observation_noise": 0.0}, "observation_noise is 0.0; give a number > 0"),
+        (BayesianConfig, {"process_noise": 0.0}, "process_noise is 0.0; give a number > 0"),
+        (BayesianConfig, {"prior_variance": 0.0}, "prior_variance is 0.0; give a number > 0"),
         (BayesianConfig, {"transition": "diag"}, "transition is 'diag'; did you mean 'diagonal'?"),
         (BayesianConfig, {"transition": "identity", "retention": 0.5}, "retention has no effect with transition 'id"),
         (BayesianConfig, {"chunk_size": 0}, "chunk_size is 0; give a whole number >= 1"),
@@ -508,6 +519,7 @@ def test_designs_refuse_what_has_no_effect_in_them(design, config, message):
     ("changed", "message"),
     [
         ({"q": torch.zeros(1, 1, 4, 3)}, "q, k and v must agree but in width"),
+        ({"v": torch.zeros(1, 1, 3, 2)}, "q, k and v must agree but in width"),
         (dict.fromkeys("qkv", torch.zeros(1, 1, 0, 5)), "a history needs at least one token, got 0"),
         ({"observation_noise": torch.tensor([[[1.0, 0.5, 0.0, 2.0]]])}, "observation_noise has 0; give a variance > 0"),
         ({"process_noise": torch.tensor([[[0.0, 0.3, -0.1, 0.0]]])}, "process_noise has -0.1; give a variance >= 0"),
@@ -528,9 +540,36 @@ def test_a_filter_refuses_what_does_not_fit(changed, message):
         "observation_noise": torch.ones(1, 1, 4),
         "prior_variance": 1.0,
     }
-    filter_memory(**given)
+    filter_memory(**given, chunk=1)
     with pytest.raises(ValueError) as error:
         filter_memory(**given | changed)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"q": torch.zeros(1, 1, 4, 3)}, "q, k and v must agree but in width"),
+        ({"v": torch.zeros(1, 1, 3, 2)}, "q, k and v must agree but in width"),
+        ({"rule": "delta"}, "rule is 'delta'; choose reset or additive"),
+        ({"transition": torch.ones(1, 1, 4, 2) + 0j}, "takes real transitions, got complex ones; use filter_memory"),
+        ({"transition": torch.ones(1, 1, 4, 2)}, "transition has 2 rows for keys of width 5; give 5 or 1"),
+        ({"impl": "triton"}, "unknown impl 'triton'; choose one of auto, chunked, reference"),
+    ],
+)
+def test_a_memory_without_covariance_refuses_what_does_not_fit(changed, message):
+    given = {
+        "q": torch.zeros(1, 1, 4, 5),
+        "k": torch.zeros(1, 1, 4, 5),
+        "v": torch.zeros(1, 1, 4, 2),
+        "transition": None,
+        "observation_noise": torch.ones(1, 1, 4),
+        "variance": 1.0,
+        "rule": "reset",
+    }
+    unfiltered_memory(**given)
+    with pytest.raises(ValueError) as error:
+        unfiltered_memory(**given | changed)
     assert message in str(error.value)
 
 

@@ -25,7 +25,7 @@ SETTINGS = [
     {"kernel": "gaussian", "coupled": True},
     {"precision_prior": "flat"},
     {"multiplicative": "off"},
-    {"rotate_values": "off", "undamped_heads": 1},
+    {"rotate_values": "off", "undamped_heads": 1, "frequency_base": 2.0},
     {"rotate": "off", "dropout": 0.4},
     {"confidence_gate": True, "horizon": 2.0},
     {"time": True, "learn_time_unit": True, "time_unit": 50.0},
@@ -279,6 +279,15 @@ def test_a_gate_that_is_shut_passes_the_tokens_own_value_and_an_open_one_the_est
     torch.testing.assert_close(mixer(x, None, context).innovation, own)
 
 
+def test_a_gate_starts_open_and_leans_to_the_estimate_by_the_log_of_its_evidence():
+    gate, evidence = ConfidenceGate(1), torch.tensor([[[0.01, 1.0, 40.0]]])
+    value, own = torch.ones(1, 1, 3, 2), torch.zeros(1, 1, 3, 2)
+    with torch.no_grad():
+        found = gate(value, own, evidence, torch.ones(1, 3, dtype=torch.bool))
+    expected = torch.sigmoid(0.1 * evidence.log() + 5)
+    torch.testing.assert_close(found, expected[..., None].expand_as(found), rtol=1e-6, atol=0)
+
+
 def test_a_gate_shuts_where_evidence_underflows_and_leaves_padding_alone():
     gate = ConfidenceGate(1)
     value, own = torch.ones(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
@@ -325,6 +334,10 @@ def test_real_time_with_equal_gaps_is_position_and_a_longer_pause_decays_more():
     by_place, by_time = make(), make(time=True)
     by_time.load_state_dict(by_place.state_dict())
     torch.testing.assert_close(by_time(x, None, equal), by_place(x, None, context))
+    learning = make(time=True, learn_time_unit=True, time_unit=50.0)
+    learning.load_state_dict(by_place.state_dict(), strict=False)
+    often = SequenceContext(context.segment, context.position, 50 * context.position)
+    torch.testing.assert_close(learning(x, None, often), by_place(x, None, context), rtol=1e-5, atol=1e-6)
     paused = equal.time.clone()
     paused[:, 3:] += 86_400 * 50
     later = by_time.attention(x, None, SequenceContext(context.segment, context.position, paused))
@@ -369,6 +382,9 @@ def test_what_softplus_makes_of_a_start_is_the_start():
     ("settings", "message"),
     [
         ({"kernel": "cauchy"}, "kernel is 'cauchy'"),
+        ({"latent_width": 1}, "latent_width is 1; give a whole number >= 2"),
+        ({"frequency_base": 1.0}, "frequency_base is 1.0; give a number > 1"),
+        ({"undamped_heads": -1}, "undamped_heads is -1; give a whole number >= 0"),
         ({"damping": 0}, "damping is 0; give a whole number > 0|damping is 0.0; give a number > 0"),
         ({"horizon": -1.0}, "horizon is -1.0; give a number >= 0"),
         ({"time_unit": 0.0, "time": True}, "time_unit is 0.0; give a number > 0"),
