@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
@@ -249,3 +250,9 @@ def test_nothing_is_saved_but_what_is_learned_and_what_training_remembers(name, 
 )  # fmt: skip
 def test_what_runs_rely_on_without_asking_stays_as_it_is(config):
     assert type(config)() == config
+
+
+def test_a_mixer_that_is_not_told_bounds_precision_by_a_hundred_and_reads_fifty_tokens():
+    parameters = [p for spec in MIXERS.values() for p in inspect.signature(spec.kind).parameters.values()]
+    told = {(p.name, p.default) for p in parameters if p.name in ("cap", "length", "dropout", "prior_dof")}
+    assert told == {("cap", 100.0), ("length", 50), ("dropout", 0.0), ("prior_dof", 1.0)}

@@ -254,6 +254,14 @@ def test_padding_reads_nothing_and_is_not_counted():
         torch.testing.assert_close(value, dict(other.named_buffers())[name], msg=name)
 
 
+@pytest.mark.parametrize("rows", [[(), (3,), (), (), ()], [()]])  # one row in four is looked at
+def test_rows_of_nothing_but_padding_spoil_nothing_that_is_remembered(rows):
+    mixer = regime()
+    seen = mixer.train()(drawn(2, B=len(rows))[0], None, context(*rows, width=9))
+    assert seen.innovation.isfinite().all()
+    assert all(value.isfinite().all() for value in mixer.buffers())
+
+
 def test_training_remembers_the_alignment_and_the_bias_of_the_batches_before():
     mixer = regime(experienced=False)
     x, where = drawn(1, B=2)[0], context((5, 4), (9,))
@@ -368,6 +376,7 @@ def test_the_prior_starts_where_it_is_asked_to():
     assert mixer.temperature.item() == pytest.approx(0.75) == mixer.temperature_before.item()
     assert mixer.log_distance.exp().item() == pytest.approx(0.2)
     assert (mixer.alignment == 1 / 3).all()
+    assert (mixer.bias_mean, mixer.bias_variance) == (0, 1) and mixer.diagnosis() == (0, 0)
     gates = {name for name, _ in mixer.named_parameters() if "gate" in name}
     assert gates == {"residual_gate.weight", "value_gate.weight"}
     assert mixer.memberships.uncertainty is None

@@ -428,6 +428,11 @@ def test_the_function_filters_by_any_path():
         q, k, v, context, frequency=frequency, **scalars(), use_time=True, time_unit=3.0, temperature=torch.ones(1)
     )
     torch.testing.assert_close(timed, found["reference"])
+    one, two = (
+        robust_filter_attention(q, k, v, context, frequency=frequency, **scalars(), use_time=True, **unit)
+        for unit in ({}, {"time_unit": 1.0})
+    )
+    assert torch.equal(one.evidence, two.evidence) and not torch.allclose(one.evidence, timed.evidence)
     cold = robust_filter_attention(q, k, v, context, frequency=frequency, **scalars(), temperature=2.0)
     torch.testing.assert_close(cold.evidence, timed.evidence)
     assert not torch.allclose(cold.value, timed.value)
@@ -460,3 +465,14 @@ def test_inputs_that_do_not_fit_are_refused(changed, message):
     } | changed
     with pytest.raises(ValueError, match=message):
         robust_filter_attention(inputs.pop("q"), inputs.pop("k"), inputs.pop("v"), inputs.pop("context"), **inputs)
+
+
+@pytest.mark.parametrize("name", ["decay", "process", "key_noise", "query_noise", "dof"])
+def test_one_head_out_of_range_among_others_is_refused(name):
+    x = torch.zeros(1, 2, 5, 2, dtype=torch.complex128)
+    context = SequenceContext(torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None])
+    inputs = {"frequency": torch.zeros(2, 2).double(), **{key: value.repeat(2) for key, value in scalars().items()}}
+    robust_filter_attention(x, x, x, context, **inputs)
+    inputs[name][1] = -0.5
+    with pytest.raises(ValueError, match=f"{name} is -0.5 in some head"):
+        robust_filter_attention(x, x, x, context, **inputs)
