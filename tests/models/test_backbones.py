@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -228,6 +229,17 @@ def test_equal_seeds_give_matched_and_bft_equal_weights(model):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in shared)
 
 
+@pytest.mark.parametrize("case", ["sasrec bft", "bert4rec published", "bert4rec bft head", "hstu published"])
+def test_weights_start_normal_with_the_deviation_asked_for_and_biases_at_zero(case):
+    model = build(case, hidden_size=64, num_items=200, initializer_range=0.05)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and parameter.numel() > 500:
+            assert parameter.std().item() == pytest.approx(0.05, rel=0.1), name
+            assert abs(parameter.mean().item()) < 0.005, name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+
+
 @pytest.mark.parametrize("model", ["bert4rec", "hstu"])
 @pytest.mark.parametrize("seed", range(2))
 def test_before_the_warm_up_a_precision_layer_is_the_plain_layer_bit_for_bit(model, seed):
@@ -320,6 +332,29 @@ def test_long_wide_and_deep_backbones_work():
 def test_a_setting_that_cannot_be_is_named_with_what_to_give(model, settings, message):
     with pytest.raises(UserError, match=message):
         load_run_config(model=model, arm="matched", **settings)
+
+
+SHARED = {
+    "hidden_size": 64, "n_layers": 2, "n_heads": 2, "inner_size": None, "max_length": 50, "absolute_positions": True,
+    "embedding_scale": None, "initializer_range": 0.02, "recency_decay": True, "output_projection": False,
+    "loss": "ce", "num_negatives": None, "negatives": None, "gbce_t": None,
+}  # fmt: skip
+OWN = {
+    "sasrec": {"attention_dropout": None, "activation": "gelu", "layer": "pre_norm", "dropout": 0.5, "norm_eps": 1e-8},
+    "bert4rec": {
+        "attention_dropout": None, "layer": "pre_norm", "head": "tied", "positions": "latest", "dropout": 0.5,
+        "norm_eps": 1e-8, "mask_probability": 0.2, "last_item_probability": 0.5, "mask_seed": 0,
+    },
+    "hstu": {
+        "feed_forward": True, "time_bias": False, "show_target_time": False, "activation": "gelu", "dropout": 0.2,
+        "norm_eps": 1e-6,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", OWN)
+def test_what_runs_rely_on_without_asking_stays_as_it_is(model):
+    assert dataclasses.asdict(MODELS[model].config()) == {**SHARED, **OWN[model]}
 
 
 def test_hstu_says_that_it_caps_dropout_and_saves_what_is_used():
