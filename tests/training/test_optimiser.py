@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from recbft.models import CoreConfig
+from recbft.models.backbone import Mixing
 from recbft.models.sasrec import SASRecConfig, sasrec
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import clip_gradients, make_optimizer, warmup_ramp
@@ -84,6 +85,26 @@ def test_stochastic_dynamics_take_half_the_rate_no_momentum_and_no_weight_decay(
     found = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "clip_norm")}
     assert found == {"lr": 0.005, "betas": (0.0, 0.999), "eps": 1e-7, "weight_decay": 0.0, "clip_norm": 1e-4}
     assert [one["eps"] for one in others] == [1e-8] * 2 and not any(one.get("clip_norm") for one in others)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "learned"),
+    [
+        ("sc_rfa", {"raw_process", "raw_key_noise", "raw_query_noise", "raw_dof", "raw_temperature"}),
+        ("decayed_rope", {"decay.raw"}),
+    ],
+)
+def test_what_a_mixer_learns_of_its_dynamics_and_of_its_evidence_is_in_their_groups(mixer, learned):
+    model = sasrec(
+        SASRecConfig(hidden_size=8, max_length=5, n_layers=1, recency_decay=mixer != "sc_rfa"),
+        CoreConfig(),
+        torch.arange(6),
+        mixing=Mixing(mixer),
+    )
+    *others, dynamics = make_optimizer(model, TrainingConfig()).param_groups
+    assert names_of(model, dynamics) == {f"blocks.0.mixer.sde.{name}" for name in learned}
+    evidence = {"blocks.0.mixer.precision.log_scale"} if mixer == "sc_rfa" else set()
+    assert evidence <= names_of(model, others[1])
 
 
 @pytest.mark.parametrize(
