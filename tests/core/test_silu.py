@@ -9,6 +9,7 @@ import torch
 
 from recbft.core import SequenceContext, SiluMoments, sandwich_precision, silu_mean, silu_moments, silu_weights
 from recbft.kernels import filter_step
+from recbft.kernels.silu_moments.bias import look_up, total_bias
 
 IMPLS = ("cpu", "reference")  # those that serve float64 on the CPU
 
@@ -165,3 +166,28 @@ def test_the_weights_written_out_are_those_of_the_sums():
     assert weights.shape == (2, 2, 6, 6) and (weights[~CONTEXT.allowed[:, None].expand_as(weights)] == 0).all()
     torch.testing.assert_close(weights @ v, sums.mean)
     torch.testing.assert_close(weights.square().sum(dim=-1), sums.square_sum)
+
+
+def test_a_table_is_read_at_any_index_and_each_element_gets_the_gradient_of_all_its_readers():
+    table = torch.tensor([0.3, -1.2, 2.0], dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([[0, 2, 2], [-4, 1, 9]])  # below and beyond the table the first and the last are read
+    found = look_up(table, index)
+    assert found.tolist() == [[0.3, 2.0, 2.0], [0.3, -1.2, 2.0]]
+    (gradient,) = torch.autograd.grad((found * torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])).sum(), table)
+    assert gradient.tolist() == [1 + 8, 16, 2 + 4 + 32]
+
+
+@pytest.mark.parametrize("axes", [2, 3, 4])
+def test_biases_of_all_kinds_add_up_pair_by_pair(axes):
+    q, _, _, bias, log_precision, log_decay = inputs_of(5)
+    bias = bias if axes == 3 else bias[0] if axes == 2 else torch.stack([bias, 2 * bias])
+    table = torch.tensor([0.5, -0.7, 1.1], dtype=torch.float64)
+    known = {"lag_bias": table, "log_precision": log_precision, "log_decay": log_decay}
+    found = total_bias(q, CONTEXT, bias=bias, **known).expand(2, 2, 6, 6)
+    for b, t, j in CONTEXT.allowed.nonzero().tolist():
+        lag = int(CONTEXT.position[b, t] - CONTEXT.position[b, j])
+        given = bias.expand(2, 2, 6, 6)[b, :, t, j]
+        expected = given + table[min(lag, 2)] + log_precision[b, j] + lag * log_decay
+        torch.testing.assert_close(found[b, :, t, j], expected)
+    assert total_bias(q, CONTEXT) is None
+    assert total_bias(q, CONTEXT, bias=bias).shape == (1,) * (4 - axes) + bias.shape

@@ -100,6 +100,10 @@ def test_the_tensor_form_is_the_sum_over_keys(causal, variant):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
+def test_nothing_is_left_out_unless_asked():
+    assert Variant() == Variant(kernel="student", multiplicative=True, rotate_values=True, horizon=0.0)
+
+
 def values_and_gradients(impl, context, variant, *, use_time=False, learn_unit=False, biased=True, seed=0):
     (q, k, v), d = drawn(seed)
     leaves = [x.requires_grad_() for x in (q, k, v, *d[1:])]
@@ -265,6 +269,25 @@ def test_times_that_are_missing_or_run_backwards_are_refused():
             read_clock(context, use_time=True, dtype=torch.float64)
 
 
+def test_a_token_that_reads_before_its_own_time_is_refused():
+    early = SequenceContext(SEGMENT, POSITION, TIME, query_time=TIME - 1)
+    with pytest.raises(UserError, match="elapsed time -1 between an event and one before it in its history"):
+        read_clock(early, use_time=True, dtype=torch.float64)
+
+
+def test_where_all_histories_lie_token_after_token_one_row_of_lags_stands_for_all():
+    for context, rows in ((packed(), 1), (packed(causal=False), 1), (packed(shuffled=True), B)):
+        clock = read_clock(context, dtype=torch.float64)
+        assert clock.lag.shape == (rows, T, T) and clock.query.shape == clock.key.shape == (rows, T)
+        assert (clock.in_columns, clock.by_position, clock.unit) == (rows == 1, True, 1)
+        lag = context.lag if context.causal else context.position[:, :, None] - context.position[:, None]
+        assert torch.equal(clock.lag.expand(B, T, T)[context.allowed], lag.double()[context.allowed])
+    clock = read_clock(packed(), use_time=True, time_unit=7.0, dtype=torch.float64)
+    assert (clock.in_columns, clock.by_position, clock.unit) == (False, False, 7)
+    none = SequenceContext(SEGMENT[:0], POSITION[:0])
+    assert read_clock(none, dtype=torch.float64).lag.shape == (1, T, T)
+
+
 def test_events_at_one_time_and_times_of_another_history_are_no_negative_lags():
     time = torch.where(SEGMENT == 1, TIME - 10**8, TIME)
     time[0, 1] = time[0, 0]
@@ -278,6 +301,7 @@ def test_huge_times_and_zero_vectors_stay_finite(dtype):
     context = SequenceContext(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], time)
     clock = read_clock(context, use_time=True, dtype=dtype)
     assert clock.lag[0, 3, 2] == 5, "a short lag long after the start keeps its digits"
+    assert clock.query.tolist() == clock.key.tolist() == time.tolist(), "and so does the time since then"
     d = Dynamics(*(x.to(dtype) for x in head(query_noise=0.0, process=0.0)))
     q = torch.zeros(1, 1, 4, 2, dtype=torch.complex64 if dtype == torch.float32 else torch.complex128)
     leaves = [q.clone().requires_grad_() for _ in range(3)]
@@ -286,6 +310,19 @@ def test_huge_times_and_zero_vectors_stay_finite(dtype):
     assert not value.abs().any() and torch.isfinite(evidence).all()
     for gradient in torch.autograd.grad(value.real.sum() + evidence.log().sum(), leaves + scalars):
         assert torch.isfinite(torch.view_as_real(gradient) if gradient.is_complex() else gradient).all()
+
+
+@pytest.mark.parametrize("kernel", ["student", "gaussian"])
+def test_a_misfit_that_rounds_below_nothing_is_none(kernel):
+    g = torch.Generator().manual_seed(0)
+    x = 1000 * torch.randn(1, 1, 64, 4, generator=g, dtype=torch.complex64)
+    d = head(decay=0.0, process=0.0, key_noise=0.0, query_noise=1e-4, frequency=[0.0] * 4)
+    d = Dynamics(*(part.float() for part in d))
+    context = one_history(64)
+    for path in PATHS.values():  # of each token its own key fits exactly, and no other does
+        value, evidence = path(x, x, x, context, d, read_clock(context, dtype=torch.float32), Variant(kernel=kernel))
+        torch.testing.assert_close(value, x)
+        assert (evidence <= 1.01e4).all() and evidence.isfinite().all()
 
 
 def test_a_single_token_returns_its_own_value():

@@ -12,7 +12,9 @@ from recbft.core.regimes import block_table, standardised_bias
 from recbft.kernels import cross_entropy, dispatch, filter_step, memory, robust_filter, silu_moments, softmax_moments
 from recbft.kernels.gelu import gelu_with_slope
 from recbft.kernels.robust_filter import Dynamics, Variant, read_clock
+from recbft.kernels.silu_moments.bias import look_up
 from recbft.kernels.softmax_moments.reml import softmax_reml
+from recbft.kernels.transforms import beyond_first_gradients, decline_dropout
 from recbft.mixers.bayesian import filter_memory
 from recbft.mixers.boosted import MlpGate
 from recbft.mixers.memory_family import unfiltered_memory
@@ -124,6 +126,10 @@ def gathered(impl, states, weight):
     return gathered_scores(states, weight, TARGET.view(-1, 1).expand(-1, 2))
 
 
+def looked(impl, table):
+    return look_up(table, CONTEXT.lag - 1).square()  # some elements several times, and some beyond the table
+
+
 GATE = MlpGate(K)
 
 
@@ -155,6 +161,7 @@ MECHANISMS = {
     predict: (TOKENS, TOKENS, (K,)),
     gelu: (TOKENS,),
     gathered: ((6, K), (V, K)),
+    looked: ((3,),),
     gated: (TOKENS, TOKENS, (K, 2 * K), (K,)),
     standardised: ((3, B, T), ()),
 }
@@ -271,7 +278,21 @@ def test_beyond_one_gradient_only_the_reference_serves():
         grad(lambda x: dispatch.choose("cpu", closed, q) and x**2)(x[0])
 
 
-@pytest.mark.parametrize("mechanism", [reml, gathered, gated, standardised])
+def test_plain_calls_and_one_gradient_are_served_by_hand_and_what_is_beyond_is_not():
+    asked = []
+
+    def asking(x):
+        asked.append((beyond_first_gradients(), decline_dropout(0.1) is not None, decline_dropout(0.0) is not None))
+        return x.square().sum()
+
+    one, many = torch.ones(2), torch.ones(3, 2)
+    asking(one), vmap(asking)(many), grad(asking)(one), vmap(grad(asking))(many)
+    assert asked == [(False, False, False), *3 * [(False, True, False)]]
+    grad(lambda x: grad(asking)(x).sum())(one), jvp(asking, (one,), (one,))
+    assert asked[4:] == 2 * [(True, True, False)]
+
+
+@pytest.mark.parametrize("mechanism", [reml, gathered, gated, standardised, looked])
 def test_a_curvature_is_that_of_the_reference(mechanism):
     first, *others = drawn(mechanism, "cpu", stacked=False)
 
