@@ -134,12 +134,25 @@ def test_the_chunked_filter_equals_the_loop(T, kind, packed):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_making_chunks_again_in_the_backward_changes_nothing(kind, monkeypatch):
-    inputs, first = drawn(30, kind=kind), starts(30)
-    kept = values_and_gradients(chunked.filter_memory(**inputs, first=first, chunk=CHUNK), inputs)
+    inputs, first, saved = drawn(30, kind=kind), starts(30), []
+
+    def found():
+        saved.append(0)
+
+        def pack(x):
+            saved[-1] += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            trace = chunked.filter_memory(**inputs, first=first, chunk=CHUNK)
+        return values_and_gradients(trace, inputs)
+
+    kept = found()
     monkeypatch.setattr(chunked, "KEPT_BYTES", 0)
-    again = values_and_gradients(chunked.filter_memory(**inputs, first=first, chunk=CHUNK), inputs)
-    for one, two in zip(kept, again, strict=True):
+    for one, two in zip(kept, found(), strict=True):
         assert torch.equal(one, two)
+    tokens, per_token = 2 * 2 * 32, 6 + 5 + 6 + 2 * CHUNK + 1  # R, E, F, B and L^-1, pivots
+    assert saved[0] - saved[1] == tokens * per_token
 
 
 @pytest.mark.parametrize("wanted", range(5))
@@ -291,15 +304,17 @@ def test_covariance_stays_positive_over_100_000_random_steps_one_by_one():
 
 def test_a_pivot_that_is_not_positive_is_raised_and_reported():
     K, C = 2, 3
-    k = torch.eye(K)[[0, 1, 0]][None]
-    masks = history_masks(None, C, like=torch.zeros(1, 1, C))[0]
-    broken = torch.diag(torch.tensor([-1.0, 1.0]))[None]  # what rounding would have to do to P
-    with pytest.warns(RuntimeWarning, match=r"lost positive definiteness at 2 of 3 steps \(worst variance -"):
-        readout, *_ = FilterChunk.apply(
-            broken, torch.zeros(1, K, 1), k, k, 0 * k, k[..., :1], torch.full((1, C), 0.1), None,
-            torch.zeros(1, 1), None, *masks, True, True,
+    k = torch.eye(K)[[0, 1, 0]].expand(2, C, K)
+    masks = history_masks(None, C, like=torch.zeros(2, 1, C))[0]
+    broken = torch.diag_embed(torch.tensor([[-1.0, 1.0], [-0.5, 1.0]]))  # what rounding would have to do to P
+    # Of the first, pivots -1 + r2 and, of the same key again, that less (-1)^2 / r2: 10 and 110 times r2 too low.
+    with pytest.warns(RuntimeWarning, match=r"lost positive definiteness at 4 of 6 steps \(worst variance -110 times"):
+        readout, _, gain, *_ = FilterChunk.apply(
+            broken, torch.zeros(2, K, 1), k, k, 0 * k, k[..., :1], torch.full((2, C), 0.1), None,
+            torch.zeros(2, 1), None, *masks, True, True,
         )  # fmt: skip
     assert torch.isfinite(readout).all()
+    torch.testing.assert_close(gain, torch.tensor([0.0, 1 / 1.1, 0.0]).expand(2, C))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -593,5 +593,19 @@ def test_a_loss_of_positive_definiteness_beyond_all_numbers_is_reported_too():
         check_positive(margin, gain, torch.ones(2))
 
 
+def test_a_loss_is_told_in_units_of_the_noise_and_from_a_thousandth_of_it_on():
+    noise = torch.full((5,), 2.0)
+    variance, gain = torch.tensor([1.0, -0.0018, 0.0, 0.001, 3.0]), torch.tensor([0.5, 0.5, -0.0009, 0.0, 0.0005])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_positive(variance, gain, noise)
+    # margins -0.2 and 0.5 times the noise; k' Pb k by the gain of -0.5 is -0.5 / 1.5 of it
+    variance, gain = torch.tensor([1.0, -0.4, 1.0, -0.0018, 3.0]), torch.tensor([0.5, 0.5, -0.5, 0.5, 0.0005])
+    with pytest.warns(RuntimeWarning, match=r"at 2 of 5 steps \(worst variance -0.333 times the observation noise"):
+        check_positive(variance, gain, noise)
+    with pytest.warns(RuntimeWarning, match=r"at 1 of 5 steps \(worst variance -0.0011 times"):
+        check_positive(torch.tensor([1.0, -0.0022, 1.0, 1.0, 1.0]), gain.abs(), noise)
+
+
 def test_names_that_others_rely_on():
     assert {"filter_memory", "step", "MemoryTrace", "MemoryState", "MemoryEvent"} <= set(dir(bayesian))
