@@ -221,6 +221,15 @@ def test_float32_is_as_near_to_float64_as_the_loop(kind):
         assert (two.double() - truth).abs().max() / scale < 2 * (one.double() - truth).abs().max() / scale + 1e-6
 
 
+def test_turns_late_in_a_long_history_are_as_exact_as_early_ones():
+    inputs = drawn(3000, B=1, H=1, kind="pairs", dtype=torch.float32)
+    inputs["transition"] = torch.polar(torch.full((1, 1, 3000, 3), 0.9), torch.full((1, 1, 3000, 3), 3.0))
+    exact = {name: x.detach().to(torch.promote_types(x.dtype, torch.float64)) for name, x in inputs.items()}
+    found, truth = (chunked.filter_memory(**given, first=None).readout for given in (inputs, exact))
+    error = (found - truth).abs().amax(dim=-1)[0, 0] / truth.abs().max()
+    assert error[-500:].max() < 1e-5 > error[:500].max()
+
+
 @pytest.mark.parametrize("impl", sorted(PATHS))
 @pytest.mark.parametrize("keys", ["zero", "equal", "axes"])
 def test_keys_that_say_nothing_or_the_same_again_do_no_harm(impl, keys):
