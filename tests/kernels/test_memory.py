@@ -10,7 +10,16 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recbft.kernels import dispatch, memory
-from recbft.kernels.memory import FILTER, UNFILTERED, MemoryEvent, MemoryState, chunked, reference, unfiltered
+from recbft.kernels.memory import (
+    FILTER,
+    UNFILTERED,
+    MemoryEvent,
+    MemoryState,
+    chunked,
+    reference,
+    transport,
+    unfiltered,
+)
 from recbft.kernels.memory.chunk import FilterChunk
 from recbft.kernels.memory.chunked import history_masks
 
@@ -153,6 +162,16 @@ def test_making_chunks_again_in_the_backward_changes_nothing(kind, monkeypatch):
         assert torch.equal(one, two)
     tokens, per_token = 2 * 2 * 32, 6 + 5 + 6 + 2 * CHUNK + 1  # R, E, F, B and L^-1, pivots
     assert saved[0] - saved[1] == tokens * per_token
+
+
+@pytest.mark.parametrize("kind", ["scalar", "diagonal", "pairs"])
+def test_sums_that_are_deterministic_on_a_gpu_are_the_same(kind, monkeypatch):
+    inputs, found = drawn(20, kind=kind), []
+    for refused in (False, True):
+        monkeypatch.setattr(transport, "_sums_are_refused", lambda x, refused=refused: refused)
+        trace = chunked.filter_memory(**inputs, first=None, chunk=CHUNK)
+        found.append(values_and_gradients(trace, inputs))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("wanted", range(5))
