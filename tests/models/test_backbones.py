@@ -11,6 +11,7 @@ import torch
 
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError
+from recbft.mixers.penalty import take_penalties
 from recbft.models import MODELS, CoreConfig
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.run_config import load_run_config
@@ -219,6 +220,18 @@ def test_a_state_dict_carries_everything_that_scores_depend_on(case):
     other.load_state_dict(model.state_dict())
     for one, two in zip(*(beliefs(m, draw_histories(3)) for m in (model, other)), strict=True):
         assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+def test_what_mixers_and_experts_are_fined_for_is_added_to_the_loss():
+    histories, losses, fine = draw_histories(0, 8, shortest=2), [], 0.0
+    for weight in (0.0, 0.7):
+        model = build("sasrec matched experts gate_regimes gate_width gate_noise load_balance", load_balance=weight)
+        batch = training_batch(model.double().train(), histories)
+        losses.append(model.loss(batch))
+        model.encode(batch)
+        fine = take_penalties(model) or fine
+    assert fine > 0.01
+    torch.testing.assert_close(losses[1], losses[0] + fine)
 
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
