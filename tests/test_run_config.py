@@ -287,6 +287,8 @@ def test_how_recbole_would_train_a_model_that_is_not_trained_is_ignored_aloud(wr
         (["mixer=rfa", "key_precision=off"], "key_precision has no effect in an arm without precision"),
         (["mixer=bayesian", "mixing.prior_variance=0.1"], "prior_variance has no effect in an arm without precision"),
         (["activation=relu", "moe.experts=2"], "activation relu has no effect with experts"),
+        (["arm=bft", "moe.experts=2", "core.jacobian_rank=3"], "jacobian_rank has no effect with experts"),
+        (["mixer=bayesian", "attention_dropout=0.1"], "attention_dropout has no effect with mixer 'bayesian'"),
         (
             ["arm=bft", "mixer=rfa", "core.initial=uniform", "core.prior_variance=0.1"],
             "prior_variance has no effect with a mixer that has no attention weights",

@@ -12,6 +12,7 @@ import torch
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError
 from recbft.mixers.penalty import take_penalties
+from recbft.mixers.rfa import RobustFilterConfig
 from recbft.models import MODELS, CoreConfig
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.run_config import load_run_config
@@ -251,6 +252,44 @@ def test_weights_start_normal_with_the_deviation_asked_for_and_biases_at_zero(ca
             assert abs(parameter.mean().item()) < 0.005, name
         elif name.endswith("bias"):
             assert not parameter.any(), name
+
+
+def test_a_seed_draws_the_same_weights_in_every_version():
+    config = load_run_config(model="sasrec", arm="bft", hidden_size=D, initial="hybrid", seed=3)
+    model = config.build(torch.arange(V + 1))
+    shared, own = (torch.Generator().manual_seed(number) for number in (6, 7))  # 2 seed, and one more for precision
+    drawn = dict(model.named_parameters())
+    for name, generator in (("item_embedding.weight", shared), ("item_precision.read.0.weight", own)):
+        expected = torch.empty_like(drawn[name]).normal_(std=0.02, generator=generator)
+        assert torch.equal(drawn[name], expected), name
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_the_last_layer_alone_knows_that_no_score_hears_its_prediction(model):
+    assert [block.precision.is_last for block in build(f"{model} bft", n_layers=3).blocks] == [False, False, True]
+
+
+@pytest.mark.parametrize(("options", "told"), [(None, False), ({}, False), ({"time": True}, True)])
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec"])
+def test_a_model_wants_times_where_its_mixer_reads_them(model, options, told):
+    spec = MODELS[model]
+    config = spec.config(hidden_size=D, recency_decay=False)
+    mixing = None if options is None else RobustFilterConfig(**options)
+    assert spec.make(config, None, torch.arange(5), seed=0, mixer="rfa", mixing=mixing).reads_times is told
+
+
+@pytest.mark.parametrize(("model", "published"), [("sasrec", "original"), ("bert4rec", "post_norm")])
+def test_attention_weights_are_dropped_as_asked_or_in_the_published_layer_as_all_else_is(model, published):
+    spec = MODELS[model]
+    for settings, rate in (
+        ({}, 0.0),
+        ({"attention_dropout": 0.1}, 0.1),
+        ({"layer": published}, 0.3),
+        ({"layer": published, "attention_dropout": 0.0}, 0.0),
+    ):
+        config = spec.config(hidden_size=D, dropout=0.3, **settings)
+        blocks = spec.make(config, None, torch.arange(5), seed=0).blocks
+        assert [block.mixer.dropout for block in blocks] == [rate, rate]
 
 
 @pytest.mark.parametrize("model", ["bert4rec", "hstu"])
