@@ -223,6 +223,29 @@ def test_a_state_dict_carries_everything_that_scores_depend_on(case):
         assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
 
+@pytest.mark.parametrize(
+    ("case", "width"),
+    [("sasrec matched", 4 * D), ("sasrec published", D), ("bert4rec bft", 4 * D), ("hstu bft", 4 * D)],
+)
+def test_the_feed_forward_network_is_as_wide_as_its_authors_have_it_unless_asked(case, width):
+    assert {block.inner.out_features for block in build(case).blocks} == {width}
+    assert {block.inner.out_features for block in build(case, inner_size=5).blocks} == {5}
+
+
+def test_bert4rec_norms_what_it_reads_out_where_its_layers_do_not_end_in_a_norm():
+    found = {
+        (layer, head): type(build("bert4rec matched", layer=layer, head=head).norm)
+        for layer in ("pre_norm", "post_norm")
+        for head in ("tied", "gelu")
+    }
+    assert found == {
+        ("pre_norm", "tied"): torch.nn.LayerNorm,
+        ("post_norm", "tied"): torch.nn.Identity,
+        ("pre_norm", "gelu"): torch.nn.Sequential,
+        ("post_norm", "gelu"): torch.nn.Sequential,
+    }
+
+
 def test_what_mixers_and_experts_are_fined_for_is_added_to_the_loss():
     histories, losses, fine = draw_histories(0, 8, shortest=2), [], 0.0
     for weight in (0.0, 0.7):
@@ -367,6 +390,7 @@ def test_long_wide_and_deep_backbones_work():
         ("bert4rec", {"last_item_probability": 1.5}, "last_item_probability is 1.5; give a number >= 0 and <= 1"),
         ("hstu", {"show_target_time": True}, "show_target_time has no effect without time_bias"),
         ("hstu", {"feed_forward": False, "inner_size": 8}, "inner_size has no effect with feed_forward false"),
+        ("hstu", {"feed_forward": False, "activation": "relu"}, "activation has no effect with feed_forward false"),
         (
             "bert4rec",
             {"absolute_positions": False, "positions": "oldest"},
