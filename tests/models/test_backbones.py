@@ -433,6 +433,23 @@ def test_what_runs_rely_on_without_asking_stays_as_it_is(model):
     assert dataclasses.asdict(MODELS[model].config()) == {**SHARED, **OWN[model]}
 
 
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("sasrec", {"hidden_size": 1, "n_heads": 1, "n_layers": 1, "inner_size": 1, "max_length": 1, "dropout": 0.0}),
+        ("sasrec", {"loss": "bce", "num_negatives": 1, "attention_dropout": 0.0}),
+        ("sasrec", {"loss": "gbce", "gbce_t": 0.0}),
+        ("sasrec", {"loss": "gbce", "gbce_t": 1.0}),
+        ("bert4rec", {"max_length": 2, "last_item_probability": 0.0, "mask_seed": 0}),
+        ("bert4rec", {"last_item_probability": 1.0}),
+        ("hstu", {"time_bias": True, "show_target_time": True}),
+    ],
+    ids=str,
+)
+def test_the_least_and_the_largest_values_that_can_be_are_taken(model, settings):
+    assert settings.items() <= dataclasses.asdict(MODELS[model].config(**settings)).items()
+
+
 def test_hstu_says_that_it_caps_dropout_and_saves_what_is_used():
     with pytest.warns(UserWarning, match=r"dropout is 0.5, but HSTU takes at most 0.2; 0.2 is used"):
         config = load_run_config(model="hstu", arm="bft", dropout=0.5)
