@@ -90,8 +90,9 @@ class ItemLoss:
             raise UserError(f"loss {self.name!r} needs items to draw from, but there is only one; take loss 'ce'")
         self.num_negatives = settings.num_negatives or NUM_NEGATIVES.get(self.name, 0)
         self.gbce_t = GBCE_T if settings.gbce_t is None else settings.gbce_t
-        counts = training_counts[1:].double().clamp(min=1)
-        self.log_share = (counts / counts.sum()).log()  # (V,)
+        counts = training_counts[1:].double()
+        # No target of a training batch is without events; one that is found elsewhere is as rare as an item of one.
+        self.log_share = (counts.clamp(min=1) / counts.sum().clamp(min=1)).log()  # (V,)
         self.label_smoothing = 0.0  # of ``ce``; a training-time controller may set it
 
     def __call__(self, states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:

@@ -90,6 +90,17 @@ def test_in_batch_takes_all_targets_where_there_are_fewer_than_asked_for():
     torch.testing.assert_close(log_expected, (N * share[target]).log())
 
 
+def test_items_without_training_events_take_no_share_of_the_others():
+    counts = torch.tensor([0, 6, 0, 0, 2, 0])
+    loss = loss_of("sampled_softmax", counts, negatives="in_batch", num_negatives=4)
+    drawn, log_expected = loss._shared_negatives(torch.tensor([0, 3, 0]), torch.float64)
+    assert drawn.tolist() == [0, 3, 0]
+    torch.testing.assert_close(log_expected.exp(), torch.tensor([3 * 6 / 8, 3 * 2 / 8, 3 * 6 / 8]).double())
+    unseen = loss._shared_negatives(torch.tensor([1]), torch.float64)[1]
+    torch.testing.assert_close(unseen.exp(), torch.tensor([1 / 8]).double())
+    assert loss_of("sampled_softmax", 0 * counts, negatives="in_batch").log_share.isfinite().all()
+
+
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 def test_binary_cross_entropy_is_its_definition_in_value_and_gradients(beta):
     states, weight, _, target = problem()
