@@ -242,7 +242,7 @@ def test_float32_is_as_near_to_float64_as_the_loop(kind):
 
 def test_turns_late_in_a_long_history_are_as_exact_as_early_ones():
     inputs = drawn(3000, B=1, H=1, kind="pairs", dtype=torch.float32)
-    inputs["transition"] = torch.polar(torch.full((1, 1, 3000, 3), 0.9), torch.full((1, 1, 3000, 3), 3.0))
+    inputs["transition"] = torch.polar(torch.full((1, 1, 3000, 3), 0.9), torch.full((1, 1, 3000, 3), 2.9))
     exact = {name: x.detach().to(torch.promote_types(x.dtype, torch.float64)) for name, x in inputs.items()}
     found, truth = (chunked.filter_memory(**given, first=None).readout for given in (inputs, exact))
     error = (found - truth).abs().amax(dim=-1)[0, 0] / truth.abs().max()
@@ -415,6 +415,16 @@ def test_what_is_found_late_to_have_no_factor_is_filtered_again(monkeypatch):
         with pytest.warns(RuntimeWarning, match="lost positive definiteness"):
             found.append(values_and_gradients(chunked.filter_memory(**inputs, first=None, chunk=CHUNK), inputs))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_the_least_that_is_kept_anywhere_bounds_the_length_of_chunks():
+    kept = torch.full((1, 1, 64, 2), 0.9)
+    assert chunked.chunk_length(64, 32, kept, 80.0) == chunked.chunk_length(64, 32, None, 80.0) == 32
+    assert chunked.chunk_length(33, 32, kept, 80.0) == 17, "chunks are as equal as they can be"
+    for least in (0.011, torch.tensor(0.011j)):
+        kept = kept.to(torch.complex64) if isinstance(least, torch.Tensor) else kept
+        kept[0, 0, 5, 1] = least  # 17 tokens of it leave e^-77
+        assert chunked.chunk_length(64, 32, kept, 80.0) == 16
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
