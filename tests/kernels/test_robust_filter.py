@@ -284,8 +284,9 @@ def test_where_all_histories_lie_token_after_token_one_row_of_lags_stands_for_al
         assert torch.equal(clock.lag.expand(B, T, T)[context.allowed], lag.double()[context.allowed])
     clock = read_clock(packed(), use_time=True, time_unit=7.0, dtype=torch.float64)
     assert (clock.in_columns, clock.by_position, clock.unit) == (False, False, 7)
-    none = SequenceContext(SEGMENT[:0], POSITION[:0])
-    assert read_clock(none, dtype=torch.float64).lag.shape == (1, T, T)
+    for rows, tokens in ((0, T), (B, 0), (0, 0)):
+        none = SequenceContext(SEGMENT[:rows, :tokens], POSITION[:rows, :tokens])
+        assert read_clock(none, dtype=torch.float64).lag.shape == (1, tokens, tokens)
 
 
 def test_events_at_one_time_and_times_of_another_history_are_no_negative_lags():

@@ -85,8 +85,6 @@ def read_clock(
 
 def in_columns(context: SequenceContext) -> bool:
     """Whether every history lies token after token, so that a lag in positions is one in columns."""
-    if context.position.numel() == 0:
-        return True
     offset = context.position - torch.arange(context.position.shape[1], device=context.position.device)
     moved = (offset != offset.gather(1, context.first)) & context.valid
     return not bool(moved.any())
