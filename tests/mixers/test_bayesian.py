@@ -541,6 +541,8 @@ def test_a_filter_refuses_what_does_not_fit(changed, message):
         "prior_variance": 1.0,
     }
     filter_memory(**given, chunk=1)
+    none = {name: x[:0] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    assert filter_memory(**none).readout.shape == (0, 1, 4, 2)
     with pytest.raises(ValueError) as error:
         filter_memory(**given | changed)
     assert message in str(error.value)

@@ -205,13 +205,14 @@ def test_unless_told_otherwise_the_warm_up_is_over(name, settings):
 
 @over_mixers
 def test_single_precision_stays_so_and_observes_what_double_precision_does(name, settings):
-    mixer = make(name, settings)
     batch, context = packed([5, 3, 1, 4])
-    exact = mixer(*inputs(batch), context, ramp=0.7)
-    for one, two in zip(mixer.float()(*(x.float() for x in inputs(batch)), context, ramp=0.7), exact, strict=True):
+    exact, single = make(name, settings), make(name, settings, converted=False)
+    found = single(*(x.float() for x in inputs(batch)), context, ramp=0.7)
+    for one, two in zip(found, exact(*inputs(batch), context, ramp=0.7), strict=True):
         if one is not None:
             assert one.dtype == torch.float32
             torch.testing.assert_close(one.double(), two, rtol=1e-4, atol=1e-5)
+    assert {value.dtype for value in (*single.parameters(), *single.buffers())} == {torch.float32}
 
 
 @over_mixers
