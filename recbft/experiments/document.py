@@ -95,12 +95,15 @@ def _is_constant(d: Mapping[str, Any]) -> bool:
 
 
 def p_text(p: float) -> str:
-    """A p-value to three digits.
+    """A p-value to three digits, or as many as show on which side of 0.05 it lies.
 
-    >>> p_text(0.0333), p_text(0.00001)
-    ('0.033', '< 0.001')
+    >>> p_text(0.0333), p_text(0.00001), p_text(0.0497), p_text(0.0503)
+    ('0.033', '< 0.001', '0.0497', '0.050')
     """
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+    if p < 0.001:
+        return "< 0.001"
+    digits = next((digits for digits in range(3, 9) if (round(p, digits) < 0.05) == (p < 0.05)), 9)
+    return f"{p:.{digits}f}"
 
 
 def p_equals(p: float) -> str:

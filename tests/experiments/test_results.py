@@ -231,9 +231,17 @@ def test_the_document_says_by_which_metric_and_within_how_many_epochs_runs_were_
 
 @pytest.mark.parametrize(
     ("p", "written"),
-    [(0.00099999, "< 0.001"), (0.001, "0.001"), (0.00149, "0.001"), (0.0496, "0.050"), (1.0, "1.000")],
+    [
+        (0.00099999, "< 0.001"),
+        (0.001, "0.001"),
+        (0.00149, "0.001"),
+        (0.0496, "0.0496"),
+        (0.05, "0.050"),
+        (0.0504, "0.050"),
+        (1.0, "1.000"),
+    ],
 )
-def test_a_p_is_written_to_three_digits_and_called_smaller_only_where_it_is(p, written):
+def test_a_p_is_written_to_three_digits_and_shows_on_which_side_of_its_bounds_it_lies(p, written):
     assert p_text(p) == written and p_equals(p) == (written if written[0] == "<" else f"= {written}")
 
 
