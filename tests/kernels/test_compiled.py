@@ -303,7 +303,7 @@ def test_the_sandwich_precision_equals_the_core_s(centre, cap):
     sums = weights @ v, weights.sum(-1), squares.sum(-1), squares @ v, squares @ v.square()
 
     def run(function, dtype):
-        inputs = [x.to(dtype).requires_grad_() for x in sums]
+        inputs = [x.detach().to(dtype).requires_grad_() for x in sums]
         precision = function(SiluMoments(*inputs), cap=cap, centre=centre)
         loss = (precision * torch.arange(1, precision.numel() + 1, dtype=dtype).cos().view_as(precision)).sum()
         return [x.detach().double() for x in (precision, *torch.autograd.grad(loss, inputs))]
@@ -348,7 +348,7 @@ def test_update_equals_the_other_path(N, D, ramp):
     lam, r = (0.01 + 5 * torch.rand(N, D, generator=g, dtype=torch.float64) for _ in range(2))
 
     def run(path, dtype):
-        inputs = [x.to(dtype).requires_grad_() for x in (h, lam, e, r)]
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (h, lam, e, r)]
         belief = path.kalman_update(Belief(*inputs[:2]), *inputs[2:], ramp=ramp)
         loss = (belief.mean * h.to(dtype)).sum() + (belief.precision * e.to(dtype)).sum()
         return [x.detach().double() for x in (*belief, *torch.autograd.grad(loss, inputs))]
@@ -369,7 +369,7 @@ def test_prediction_equals_the_other_path(N, D, noise, jacobian):
     Q = torch.rand((D,) if noise == "each" else (), generator=g, dtype=torch.float64)
 
     def run(path, dtype):
-        wanted = [x.to(dtype).requires_grad_() for x in ((lam, Q, J) if jacobian == "each" else (lam, Q))]
+        wanted = [x.detach().to(dtype).requires_grad_() for x in ((lam, Q, J) if jacobian == "each" else (lam, Q))]
         slope = wanted[2] if jacobian == "each" else J.to(dtype)
         assert path is analytic or prediction_is_plain(wanted[0], slope, wanted[1])
         after = path.predict_precision(wanted[0], slope, wanted[1], low=0.05, cap=3.0)
@@ -402,10 +402,11 @@ def test_steps_of_other_shapes_and_types_are_not_for_one_pass():
 
 
 @needs_build
-@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize(("shifted", "offset"), [(True, 0), (True, -100), (False, 0)])
 @pytest.mark.parametrize(("N", "V"), [(1, 1), (3, 17), (9, 5000)])
-def test_exponentials_and_their_sums(N, V, shifted):
-    logits = 20 * torch.randn(N, V + 3, generator=torch.Generator().manual_seed(V))
+def test_exponentials_and_their_sums(N, V, shifted, offset):
+    logits = offset + 20 * torch.randn(N, V + 3, generator=torch.Generator().manual_seed(V))
+    logits[:, V:] = 500.0  # of others
     exact = logits[:, :V].double()
     top = exact.amax(dim=1, keepdim=True) if shifted else torch.zeros(N, 1)
     odds, total, shift = exponentials(logits[:, :V], shifted=shifted)
