@@ -288,6 +288,14 @@ def test_what_it_cannot_serve_goes_to_another_path():
         softmax_moments(*(torch.randn(2, 1, 4, 3) for _ in range(3)), context, impl="compiled")
 
 
+def precision_of(function, sums, dtype, **call):
+    """A sandwich precision and gradients of a mixture of its elements."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in sums]
+    precision = function(SiluMoments(*inputs), **call)
+    loss = (precision * torch.arange(1, precision.numel() + 1, dtype=dtype).cos().view_as(precision)).sum()
+    return [x.detach().double() for x in (precision, *torch.autograd.grad(loss, inputs))]
+
+
 @needs_build
 @pytest.mark.parametrize("cap", [100.0, 3.0])
 @pytest.mark.parametrize("centre", ["root", "innovation"])
@@ -302,15 +310,27 @@ def test_the_sandwich_precision_equals_the_core_s(centre, cap):
     squares = weights.square()
     sums = weights @ v, weights.sum(-1), squares.sum(-1), squares @ v, squares @ v.square()
 
-    def run(function, dtype):
-        inputs = [x.detach().to(dtype).requires_grad_() for x in sums]
-        precision = function(SiluMoments(*inputs), cap=cap, centre=centre)
-        loss = (precision * torch.arange(1, precision.numel() + 1, dtype=dtype).cos().view_as(precision)).sum()
-        return [x.detach().double() for x in (precision, *torch.autograd.grad(loss, inputs))]
-
-    exact, plain = (run(core.sandwich_precision, dtype) for dtype in (torch.float64, torch.float32))
+    call = {"cap": cap, "centre": centre}
+    exact, plain = (precision_of(core.sandwich_precision, sums, x, **call) for x in (torch.float64, torch.float32))
     assert sandwich.serves(SiluMoments(*(x.float() for x in sums)))
-    assert_as_near_as(run(filter_step.sandwich_precision, torch.float32), plain, exact, slack=3e-6)
+    found = precision_of(filter_step.sandwich_precision, sums, torch.float32, **call)
+    assert_as_near_as(found, plain, exact, slack=3e-6)
+
+
+@needs_build
+@pytest.mark.parametrize("centre", ["root", "innovation"])
+def test_the_sandwich_precision_of_weights_that_cancel_is_held_by_the_floor(centre):
+    sizes = 1e-5, 1e-4, 1.0, 5e-4, 3e-6  # s1^2 = 1e-8, the floor 1e-6; m = 1e-3 about the root, a spread of 3e-6
+    each = torch.tensor([1.0, 1.25, 1.5], dtype=torch.float64)
+    sums = [
+        size * (torch.ones(1, 1, 1).double() if i in (1, 2) else each.expand(1, 1, 1, 3))
+        for i, size in enumerate(sizes)
+    ]
+    exact = precision_of(core.sandwich_precision, sums, torch.float64, cap=100.0, centre=centre)
+    found = precision_of(filter_step.sandwich_precision, sums, torch.float32, cap=100.0, centre=centre)
+    assert exact[0][0, 0, 0, 0] == pytest.approx(1 / 3, rel=5e-3)
+    for one, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, true, rtol=1e-4, atol=0)
 
 
 @needs_build
