@@ -230,6 +230,23 @@ def test_odd_strides_and_expanded_gradients_change_nothing(function):
 
 
 @needs_build
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("function", [moments, mean, reml, silu, silu_alone])
+def test_a_gradient_is_the_same_where_the_others_are_not_asked_for(function, causal):
+    context = packed([[5, 4], [9]], 9, causal=causal)
+    inputs = [x.float() for x in drawn(2, 2, 9, 6, seed=4)]
+
+    def gradients(wanted):
+        leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+        outputs = function("compiled", *leaves, context)
+        return torch.autograd.grad(sum(x.sin().sum() for x in outputs), [leaves[i] for i in wanted])
+
+    every = gradients(range(5))
+    for wanted in ((0, 1, 2), (3,), (4,)):
+        assert all(torch.equal(one, every[i]) for i, one in zip(wanted, gradients(wanted), strict=True))
+
+
+@needs_build
 @pytest.mark.parametrize("function", [reml, silu])
 def test_runs_and_numbers_of_threads_give_the_same_bits(function):
     context = packed([[50], [20, 30], [5] * 10, [49]], 50)
