@@ -202,6 +202,23 @@ def test_a_decay_of_each_row_and_none_at_all():
 
 
 @needs_build
+@pytest.mark.parametrize("given", [(), ("log_precision",), ("lag_bias",), ("log_decay",)])
+def test_silu_moments_with_few_biases_or_none(given):
+    context = packed([[5], [3, 2]], 5)
+    inputs = drawn(2, 2, 5, 4, seed=1)
+
+    def some(impl, q, k, v, log_precision, log_decay, context):
+        biases = {name: x for name, x in silu_biases(log_precision, log_decay).items() if name in (*given, "length")}
+        unread = 0 * (log_precision.sum() + log_decay)  # so that each has a gradient
+        return (*silu_moments(q, k, v, context, **biases, impl=impl), unread)
+
+    exact = with_gradients(some, "reference", inputs, context, torch.float64)
+    found = with_gradients(some, "compiled", inputs, context, torch.float32)
+    for one, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, true, rtol=1e-5, atol=1e-5)
+
+
+@needs_build
 @pytest.mark.parametrize("function", [moments, silu])
 def test_a_batch_without_rows_is_served(function):
     inputs = [x.float().requires_grad_() for x in drawn(0, 2, 5, 4, seed=1)]

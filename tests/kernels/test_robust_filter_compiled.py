@@ -50,7 +50,7 @@ def run(path, inputs, context, variant, dtype, *, with_evidence=True, learned=()
     q, k, v = (torch.view_as_complex(x[name]) for name in "qkv")
     dynamics = Dynamics(x["frequency"], *(x[name].exp() for name in SCALARS))
     clock = read_clock(context, dtype=dtype)
-    more = {"key_bias": x["key_bias"], "with_evidence": with_evidence}
+    more = {"key_bias": x.get("key_bias"), "with_evidence": with_evidence}
     mean, evidence = PATHS[path].load()(q, k, v, context, dynamics, clock, variant, **more)
     outputs = {"mean": torch.view_as_real(mean.resolve_conj())} | ({"evidence": evidence} if with_evidence else {})
     g = torch.Generator().manual_seed(5)
@@ -92,6 +92,16 @@ def test_learned_frequencies_have_their_gradients():
     )
     assert found["d frequency"].abs().max() > 0
     assert_near(found, exact)
+
+
+def test_keys_without_a_bias_weigh_as_they_do_with_one_of_0():
+    context = packed([[6], [2, 4]], 6, causal=True)
+    inputs = drawn(2, 2, 6, 3)
+    inputs["key_bias"].zero_()
+    biased = run("compiled", inputs, context, Variant(), torch.float32)
+    del inputs["key_bias"]
+    for name, found in run("compiled", inputs, context, Variant(), torch.float32).items():
+        assert torch.equal(found, biased[name])
 
 
 def test_positions_that_begin_late_are_those_that_begin_at_0():
