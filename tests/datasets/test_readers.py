@@ -165,6 +165,10 @@ ERRORS = {
     "timed.txt": ("a b 1\na c 2\n", r"timed\.txt: line 2: user 'a' has a line already"),
     "list.json": ('[{"user_id": 1}]', r"list\.json: starts a JSON list; write one object per line instead"),
     "broken.jsonl": ('{"user_id": 1, "item_id": 2}\n{"user_id": \n', r"broken\.jsonl: line 2: is not JSON"),
+    "number.jsonl": (
+        '{"user_id": 1, "item_id": 2}\n5\n',
+        r"number\.jsonl: line 2: is not a JSON object; write one object",
+    ),
     "mixed.jsonl": (
         '{"user_id": 1, "item_id": 2}\n{"user_id": 1, "item_id": "b"}\n',
         r"mixed\.jsonl: row 2: column 'item_id' holds 'b', but row 1 holds a int; use one type per column",
@@ -269,6 +273,13 @@ def test_a_text_that_cannot_part_fields_is_refused_as_a_separator(tmp_path, sepa
     path = write(tmp_path / "a.dat", "user_id,item_id\n1,2\n")
     with pytest.raises(UserError, match=complaint):
         read_table(path, ["user_id", "item_id"], separator=separator, columns=columns)
+
+
+def test_what_stands_for_a_long_separator_may_not_stand_in_the_file(tmp_path):
+    path = write(tmp_path / "a.dat", "1::2\x1f3\n")
+    with pytest.raises(UserError, match=r"a\.dat: holds the character 0x1f, so separator '::' cannot be used"):
+        read_table(path, ["user_id", "item_id"], separator="::", columns=["user_id", "item_id"])
+    assert read_table(path, ["user_id", "item_id"], separator="\x1f", columns=["user_id", "item_id"]).num_rows == 1
 
 
 def test_a_separator_that_no_text_holds_is_refused(tmp_path):
