@@ -395,7 +395,7 @@ def test_gelu_is_exact_over_its_range():
 
 @needs_build
 @pytest.mark.parametrize("ramp", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize(("N", "D"), [(1, 1), (7, 33), (130, 64)])
+@pytest.mark.parametrize(("N", "D"), [(1, 1), (7, 33), (130, 64), (640, 64)])  # the last by several threads
 def test_update_equals_the_other_path(N, D, ramp):
     g = torch.Generator().manual_seed(N)
     h, e = (torch.randn(N, D, generator=g, dtype=torch.float64) for _ in range(2))
@@ -415,7 +415,7 @@ def test_update_equals_the_other_path(N, D, ramp):
 @needs_build
 @pytest.mark.parametrize("jacobian", ["each", "shared", "scalar"])
 @pytest.mark.parametrize("noise", ["each", "scalar"])
-@pytest.mark.parametrize(("N", "D"), [(1, 1), (7, 33), (130, 64)])
+@pytest.mark.parametrize(("N", "D"), [(1, 1), (7, 33), (130, 64), (640, 64)])  # the last by several threads
 def test_prediction_equals_the_other_path(N, D, noise, jacobian):
     g = torch.Generator().manual_seed(N)
     lam = 0.01 + 5 * torch.rand(N, D, generator=g, dtype=torch.float64)
