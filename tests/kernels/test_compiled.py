@@ -472,6 +472,17 @@ def test_exponentials_and_their_sums(N, V, shifted, offset):
 
 
 @needs_build
+def test_an_exponential_is_exact_to_two_units_in_the_last_place():
+    x = torch.linspace(-87, 88, 100_001)
+    found, *_ = exponentials(x.clone()[None], shifted=False)
+    expected = x.double().exp()
+    assert ((found[0].double() - expected) / expected).abs().max() < 2 * torch.finfo(torch.float32).eps
+    beyond = torch.tensor([[-87.001, -1e30, -torch.inf, 88.001, 1e30, torch.inf, torch.nan]])
+    found, *_ = exponentials(beyond, shifted=False)
+    assert found[0].tolist()[:6] == [0, 0, 0, *[torch.inf] * 3] and found[0, 6].isnan()
+
+
+@needs_build
 def test_a_cross_entropy_with_what_is_not_a_number_is_not_a_number():
     states = torch.randn(4, 3)
     states[2, 1] = float("nan")
