@@ -188,6 +188,11 @@ def test_statistics_by_hand():
     json.dumps(statistics.to_dict())
 
 
+def test_no_event_is_a_repetition_where_users_outnumber_items():
+    frame = pd.DataFrame({"user_id": np.repeat(np.arange(9), 3), "item_id": np.tile([1, 2, 3], 9)})
+    assert describe(Dataset.from_frame(frame)).repeated_events == 0
+
+
 def test_test_targets_never_seen_in_training_are_counted():
     frame = pd.DataFrame({"user_id": list("aaabbb"), "item_id": [1, 2, 3, 1, 2, 1]})
     assert describe(Dataset.from_frame(frame)).unseen_targets == 1 / 2
@@ -216,6 +221,9 @@ def test_a_saved_data_set_keeps_its_name_and_record_and_can_be_filtered_again(tm
     assert again.name == "mine" and again.num_events == 6
     assert again.preparation["filters"]["deduplicate"] == "first"
     assert again.preparation["earlier"] == first.preparation
+    first.save(tmp_path / "UPPER.PARQUET")
+    assert_equal(Dataset.load(tmp_path / "UPPER.PARQUET"), first)
+    (tmp_path / "UPPER.PARQUET").unlink()
     with pytest.raises(UserError, match=r"the canonical file is Parquet; let its name end in \.parquet"):
         first.save(tmp_path / "file.csv")
     with pytest.raises(UserError, match=r"the folder .* does not exist"):
@@ -233,6 +241,14 @@ def test_naming_the_usual_columns_of_a_saved_data_set_changes_nothing(asked, tmp
     plain, named = (Dataset.load(tmp_path / "file.parquet", **given) for given in ({}, asked))
     assert named.times is not None and named.content_hash == plain.content_hash
     assert named.preparation["time_unit"] == plain.preparation["time_unit"] == "s"
+
+
+def test_a_data_set_knows_the_columns_of_a_file_that_does_not_tell_them(tmp_path):
+    (tmp_path / "a.csv").write_text("u,i\n" + "1,2\n" * 3)
+    dataset = Dataset.load(tmp_path / "a.csv", user="u", item="i")
+    assert dataset.columns == {"user": "u", "item": "i", "time": None}
+    dataset.save(tmp_path / "a.parquet")
+    assert Dataset.load(tmp_path / "a.parquet").columns == {}
 
 
 def test_a_time_column_that_nobody_named_may_be_damaged(tmp_path):

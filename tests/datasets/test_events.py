@@ -113,6 +113,10 @@ def test_a_blank_id_is_refused_by_row(column, blank):
         ([1.0, 2.5, 3.0], "row 2: column 'item_id' holds 2.5, but an id must be a whole number or a text"),
         ([1.0, 2.0**53, 3.0], r"row 2: .* holds 9007199254740992.0, but .* 2\*\*53 are not exact as float64; store"),
         (pa.array([1, 2**24, 3], pa.float32()), r"row 2: .* holds 16777216.0, but .* 2\*\*24 are not exact as float32"),
+        (
+            pa.array(np.array([1, 2**11, 3], np.float16)),
+            r"row 2: .* holds 2048.0, but .* 2\*\*11 are not exact as float16",
+        ),
         ([True, False, True], "column 'item_id' has type bool, but ids must be whole numbers or text"),
     ],
 )

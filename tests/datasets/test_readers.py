@@ -9,6 +9,8 @@ import pandas as pd
 import pytest
 
 from recbft.datasets import Dataset, delimited, read_table
+from recbft.datasets.opening import reading
+from recbft.datasets.readers import column_names
 from recbft.errors import UserError
 
 ROWS = [("zoë b", "007", 5), ("zoë b", 'q"uote', 6), ("甲", "7", 7), ("zoë b", "Ünï", 8)]
@@ -41,6 +43,8 @@ FILES = {
     "cr.csv": as_csv("\r"),
     "bom.csv": "\ufeff" + as_csv(),
     "a.csv.gz": as_csv(),
+    "ratings.2019.v1.0.csv": as_csv(),
+    "ratings.2019.csv.gz": as_csv(),
     "UPPER.CSV.GZ": as_csv(),
     "a.tsv": as_csv().replace(",", "\t"),
     "cr.tsv": as_csv("\r").replace(",", "\t"),
@@ -67,10 +71,36 @@ def test_every_named_format_gives_the_same_rows(tmp_path, name):
     assert rows_of(read_table(write(tmp_path / name, FILES[name]), WANTED)) == ROWS
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_every_named_format_names_its_columns(tmp_path, name):
+    names = column_names(write(tmp_path / name, FILES[name]))
+    assert [column for column in names if column in WANTED] == WANTED
+
+
+def test_names_of_columns_are_quoted_in_csv_alone(tmp_path):
+    assert column_names(write(tmp_path / "a.csv", 'user_id,"item, one"\n1,2\n')) == ["user_id", "item, one"]
+    assert column_names(write(tmp_path / "a.inter", '"user_id:token\titem_id\n1\t2\n')) == ['"user_id', "item_id"]
+    assert column_names(write(tmp_path / "a.txt", "user_id item_id\n")) == []
+    assert column_names(tmp_path / "gone.csv") == []
+
+
+def test_quotes_around_an_id_of_an_atomic_file_belong_to_it(tmp_path):
+    path = write(tmp_path / "a.inter", 'user_id:token\titem_id:token\nu\t"a"\nu\t"b\nu\tc\n')
+    assert read_table(path, ["user_id", "item_id"])["item_id"].to_pylist() == ['"a"', '"b', "c"]
+
+
+@pytest.mark.parametrize(("name", "separator"), [("a.csv", ","), ("a.tsv", "\t"), ("a.dat", ","), ("a.txt", ",")])
+def test_columns_alone_leave_the_separator_to_the_ending(tmp_path, name, separator):
+    path = write(tmp_path / name, f"u{separator}a\nv{separator}b\n")
+    table = read_table(path, ["user_id", "item_id"], columns=["user_id", "item_id"])
+    assert table.to_pydict() == {"user_id": ["u", "v"], "item_id": ["a", "b"]}
+
+
 def test_parquet_gives_the_columns_as_they_are(tmp_path):
     frame = pd.DataFrame(ROWS, columns=WANTED).assign(other=1)
     frame.to_parquet(tmp_path / "a.parquet")
     assert rows_of(read_table(tmp_path / "a.parquet", WANTED)) == ROWS
+    assert column_names(tmp_path / "a.parquet") == [*WANTED, "other"]
 
 
 @pytest.mark.parametrize("separator", ["::", ",", "\t", "\\t", "|", " || ", "¦"])
@@ -163,6 +193,7 @@ ERRORS = {
     "utf16.csv": ("user_id,item_id\n1,2\n".encode("utf-16"), r"utf16\.csv: line 1: byte 0xff is not UTF-8"),
     "lonely.txt": ("a b\n\nc\n", r"lonely\.txt: line 3: user 'c' has no item; write 'user item'"),
     "timed.txt": ("a b 1\na c 2\n", r"timed\.txt: line 2: user 'a' has a line already"),
+    "again.txt": ("a b c\nb d\na e\n", r"again\.txt: line 3: user 'a' has a line already"),
     "list.json": ('[{"user_id": 1}]', r"list\.json: starts a JSON list; write one object per line instead"),
     "broken.jsonl": ('{"user_id": 1, "item_id": 2}\n{"user_id": \n', r"broken\.jsonl: line 2: is not JSON"),
     "number.jsonl": (
@@ -363,3 +394,11 @@ def test_files_with_long_rows_are_read_one_after_another(tmp_path):
 def test_quotes_within_a_line_need_not_be_in_order(tmp_path):
     path = write(tmp_path / "a.csv", 'user_id,item_id,title\n1,2,a "good" one\n1,3,"b"\n\n1,4,5" disc\n')
     assert read_table(path, ["user_id", "item_id"]).num_rows == 3
+    write(path, 'user_id,item_id,title\n1,2,"c"d\n1,3,x\n')
+    assert read_table(path, ["user_id", "item_id"]).num_rows == 2
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path):
+    complaint = r"a\.csv: cannot be read: .*denied; check the file and its permissions"
+    with pytest.raises(UserError, match=complaint), reading(tmp_path / "a.csv"):
+        raise PermissionError(13, "denied")
