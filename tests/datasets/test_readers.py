@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 
@@ -53,6 +54,7 @@ FILES = {
     "bom.jsonl": "\ufeff" + OBJECTS,
     "crlf.jsonl": OBJECTS.replace("\n", "\r\n"),
     "a.jsonl.gz": OBJECTS,
+    "blank_lines.jsonl": "\n \n" + OBJECTS.replace("\n", "\n\n"),
 }
 
 
@@ -101,6 +103,8 @@ def test_parquet_gives_the_columns_as_they_are(tmp_path):
     frame.to_parquet(tmp_path / "a.parquet")
     assert rows_of(read_table(tmp_path / "a.parquet", WANTED)) == ROWS
     assert column_names(tmp_path / "a.parquet") == [*WANTED, "other"]
+    with pytest.raises(UserError, match=r"a\.parquet: no column 'gone'; choose one of item_id, other, "):
+        read_table(tmp_path / "a.parquet", ["user_id", "gone"])
 
 
 @pytest.mark.parametrize("separator", ["::", ",", "\t", "\\t", "|", " || ", "¦"])
@@ -133,6 +137,11 @@ def test_a_folder_stands_for_the_atomic_file_in_it(tmp_path):
         read_table(folder, WANTED)
     with pytest.raises(UserError, match=r"is a folder without an \.inter file; name a file"):
         read_table(tmp_path, WANTED)
+    (folder / "third.inter").rename(folder / "other.inter")  # over the junk: the only one, whatever it is called
+    assert rows_of(read_table(folder, WANTED)) == ROWS
+    write(folder / "a.inter", "junk")
+    (folder / "other.inter").rename(folder / "ml.inter")
+    assert rows_of(read_table(folder, WANTED)) == ROWS
 
 
 def test_ids_that_look_like_dates_or_missing_values_stay_text(tmp_path):
@@ -145,7 +154,7 @@ def test_ids_that_look_like_dates_or_missing_values_stay_text(tmp_path):
 
 def test_json_numbers_may_mix_whole_and_float_times(tmp_path):
     rows = [{"user_id": 1, "item_id": i, "timestamp": t} for i, t in enumerate([3, 4.0, 5])]
-    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    path = write(tmp_path / "a.jsonl", "\ufeff" + "\n\n".join(map(json.dumps, rows)))
     assert Dataset.load(path, time="timestamp").times.tolist() == [3, 4, 5]
 
 
@@ -171,11 +180,13 @@ ERRORS = {
         "user_id,itemid\n1,2\n",
         r"column\.csv: no column 'item_id'; did you mean 'itemid'\? \(columns: user_id, itemid\)",
     ),
+    "column.jsonl": ('{"user_id": 1, "itemid": 2}\n', r"column\.jsonl: no column 'item_id'; did you mean 'itemid'\?"),
     "twice.csv": (
         "user_id,item_id,item_id\n1,2,3\n",
         r"twice\.csv: column 'item_id' occurs 2 times; rename all but one",
     ),
     "untyped.inter": ("user_id\titem_id\n1\t2\n", r"header field 'user_id' has no type; write NAME:TYPE"),
+    "type.inter": ("user_id:token\titem_id:int\n1\t2\n", r"header field 'item_id:int' has no type; write NAME:TYPE"),
     "ragged.csv": ("user_id,item_id\n1,2\n1\n1,3\n", r"ragged\.csv: row 2: 1 fields where 2 are expected"),
     "ragged.inter": (
         "user_id:token\titem_id:token\n1\t2\n1\t3\n1\t2\t3\n",
@@ -223,6 +234,7 @@ ERRORS = {
         r"wide\.csv: the header cannot be read \(field larger than .*\); check the separator",
     ),
     "damaged.parquet": ("PAR1 and then nothing", r"damaged\.parquet: is not a whole Parquet file"),
+    "what.gz": ("1 2\n", r"what\.gz: unknown file ending '\.gz'; known are \.inter, "),
     "what.xyz": ("1 2\n", r"what\.xyz: unknown file ending '\.xyz'; known are \.inter, .*give its separator"),
 }
 
@@ -354,8 +366,10 @@ def test_a_quote_that_is_not_closed_is_named_and_swallows_no_rows(titles, line, 
     path = tmp_path / f"a.{ending}"
     with gzip.open(path, "wt") if ending.endswith("gz") else path.open("w") as file:
         file.write("user_id,item_id,title\n" + "".join(rows))
+    longest = csv.field_size_limit()
     with pytest.raises(UserError, match=rf"{ending}: line {line}: a quote is opened and not closed before the next"):
         read_table(path, ["user_id", "item_id"])
+    assert csv.field_size_limit() == longest  # of the whole process
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
