@@ -162,6 +162,10 @@ def test_a_name_without_card_is_looked_for_under_the_data_root(tmp_path):
     pd.DataFrame({"user_id": [1] * 4, "item_id": [2] * 4}).to_csv(tmp_path / "other.csv", index=False)
     assert Dataset.load("mine", data_root=tmp_path).num_events == 3
     assert Dataset.load("other", data_root=tmp_path).num_events == 4
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "other.csv").rename(tmp_path / "sub" / "other.csv")
+    with pytest.raises(UserError, match="sub/other: unknown file ending ''"):  # a path, of where the program runs
+        Dataset.load("sub/other", data_root=tmp_path)
 
 
 def test_a_data_set_prepared_under_its_card_name_is_found_again(tmp_path):

@@ -276,6 +276,8 @@ def test_a_file_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_wa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Dataset.load(tmp_path / "a.csv", time="timestamp")
+        frame.assign(other=range(6)).to_csv(tmp_path / "other.csv", index=False)
+        Dataset.load(tmp_path / "other.csv", time="other")  # the program knows which one is the time
         frame.assign(timestamp="?").to_csv(tmp_path / "b.csv", index=False)
         Dataset.load(tmp_path / "b.csv")
 
