@@ -111,6 +111,10 @@ def test_a_blank_id_is_refused_by_row(column, blank):
     [
         ([1.0, float("nan"), 3.0], "row 2: column 'item_id' holds nan, but an id may not be blank"),
         ([1.0, 2.5, 3.0], "row 2: column 'item_id' holds 2.5, but an id must be a whole number or a text"),
+        (
+            [-(2.0**53), 2.0, 3.0],
+            r"row 1: .* holds -9007199254740992.0, but .* 2\*\*53 are not exact as float64; store",
+        ),
         ([1.0, 2.0**53, 3.0], r"row 2: .* holds 9007199254740992.0, but .* 2\*\*53 are not exact as float64; store"),
         (pa.array([1, 2**24, 3], pa.float32()), r"row 2: .* holds 16777216.0, but .* 2\*\*24 are not exact as float32"),
         (
@@ -137,6 +141,8 @@ def test_ids_keep_their_type_and_text_is_kept_exactly():
     assert events.user.to_pylist() == ["007", "7", " 7"]
     assert events.item.to_pylist() == [1, 2, 3]
     assert events_of(user_id=pa.array([2**64 - 1, 1, 2], pa.uint64())).user.to_pylist() == [str(2**64 - 1), "1", "2"]
+    assert events_of(user_id=pa.array([3, 1, 2], pa.uint64())).user.to_pylist() == [3, 1, 2]
+    assert events_of(user_id=[2.0**53 - 1, 1.0 - 2.0**53, 0.0]).user.to_pylist() == [2**53 - 1, 1 - 2**53, 0]
     for ids in (["x", "y", "x"], [7, 9, 7]):
         assert events_of(user_id=pa.array(ids).dictionary_encode()).user.to_pylist() == ids
 
@@ -159,6 +165,14 @@ def test_a_column_of_mixed_types_is_refused_by_name():
         Dataset.from_frame(frame)
 
 
+@pytest.mark.parametrize("kind", [pa.null(), pa.bool_(), pa.float64(), pa.string()])
+def test_a_table_without_rows_has_no_events_whatever_the_types(kind):
+    table = pa.table({"user_id": pa.array([], kind), "item_id": pa.array([], kind)})
+    assert len(Events.from_table(table, source="log", user="user_id", item="item_id")) == 0
+    with pytest.raises(UserError, match=r"no user has 3 events after filtering \(0 events of 0 users read"):
+        Dataset.from_frame(table)
+
+
 def test_something_that_is_not_a_table_is_refused():
     with pytest.raises(UserError, match="a list is not a table; give a pandas data frame or a pyarrow table"):
         Dataset.from_frame([1, 2])
@@ -172,6 +186,7 @@ def test_something_that_is_not_a_table_is_refused():
         ([2_000, 3_000], "ms", "s", [2, 3]),
         ([2_000, 3_001], "ms", "s", None),
         ([2**62], "s", "ns", None),
+        ([1, 2**62], "s", "ns", None),  # one that does not fit is enough
     ],
 )
 def test_ticks_are_told_in_another_unit_exactly_or_not_at_all(ticks, unit, wanted, expected):
