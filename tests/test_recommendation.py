@@ -380,6 +380,19 @@ def test_large_ids_of_an_arrow_table_stay_exact_beside_a_blank():
     assert recommend(Echo(), vocabulary, table, 1, filter_seen=False)["item"].tolist() == [2**53 + 1]
 
 
+def test_a_column_of_lists_is_a_sequence_of_histories():
+    column = pa.chunked_array([[["a", "c"]], [["b"]]])
+    table = recommend(Echo(), LETTERS, column, 1, filter_seen=False)
+    assert lists(table) == {0: ["c"], 1: ["b"]}
+
+
+def test_two_columns_of_times_are_no_matter_where_none_is_read():
+    frame = pd.DataFrame([["u", "a", 2, 1], ["u", "b", 1, 2]], columns=["user_id", "item_id", "timestamp", "timestamp"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recommend(Echo(), LETTERS, frame, 1, filter_seen=False)["item"].tolist() == ["b"]
+
+
 def test_users_that_are_whole_numbers_make_a_column_of_them():
     assert recommend(Echo(), LETTERS, {1: ["a"], 2: ["b"]}, 1)["user"].dtype == np.int64
 

@@ -39,6 +39,13 @@ def test_rows_go_user_by_user_in_the_data_sets_order_and_ties_keep_theirs(tmp_pa
     ]
 
 
+def test_folders_are_made_where_there_are_none_and_a_file_is_replaced(tmp_path):
+    for frame in (FRAME, FRAME[::-1]):
+        dataset = Dataset.from_frame(frame, user="user", item="item")
+        path = save_atomic(dataset, tmp_path / "new" / "folder", "shop")
+    assert Dataset.load(path).content_hash == dataset.content_hash
+
+
 def test_without_times_an_event_has_its_number(tmp_path):
     dataset = Dataset.from_frame(FRAME, user="user", item="item")
     _, *events = rows(save_atomic(dataset, tmp_path, "shop"))

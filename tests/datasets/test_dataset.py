@@ -168,7 +168,7 @@ def test_distinct_values_are_those_of_numpy(seed, size):
 
 
 def test_statistics_by_hand():
-    frame = pd.DataFrame({"user_id": list("aaaabbb"), "item_id": [1, 2, 3, 1, 1, 2, 2], "t": [1, 1, 2, 2, 5, 6, 7]})
+    frame = pd.DataFrame({"user_id": list("aaaabbb"), "item_id": [1, 2, 3, 1, 1, 2, 2], "t": [1, 1, 2, 2, 2, 6, 7]})
     statistics = describe(Dataset.from_frame(frame, time="t"))
     assert (statistics.num_users, statistics.num_items, statistics.num_events) == (2, 3, 7)
     assert statistics.mean_length == 7 / 2 and statistics.density == 7 / 6
@@ -185,7 +185,7 @@ def test_statistics_by_hand():
     assert statistics.unseen_targets == 0
     assert statistics.repeated_events == pytest.approx(2 / 7)
     assert describe(Dataset.from_frame(frame)).tied_last_two is None
-    json.dumps(statistics.to_dict())
+    assert json.loads(json.dumps(statistics.to_dict()))["tied_neighbours"] == 2 / 5
 
 
 def test_no_event_is_a_repetition_where_users_outnumber_items():
