@@ -204,8 +204,8 @@ def test_a_decay_of_each_row_and_none_at_all():
 @needs_build
 @pytest.mark.parametrize("given", [(), ("log_precision",), ("lag_bias",), ("log_decay",)])
 def test_silu_moments_with_few_biases_or_none(given):
-    context = packed([[5], [3, 2]], 5)
-    inputs = drawn(2, 2, 5, 4, seed=1)
+    context = packed([[20], [12, 8]], 20)
+    inputs = drawn(2, 2, 20, 4, seed=1)
 
     def some(impl, q, k, v, log_precision, log_decay, context):
         biases = {name: x for name, x in silu_biases(log_precision, log_decay).items() if name in (*given, "length")}
