@@ -94,6 +94,17 @@ def test_learned_frequencies_have_their_gradients():
     assert_near(found, exact)
 
 
+def test_the_logarithm_of_a_misfit_is_exact_over_its_range():
+    N = 2000  # rows of one token, whose evidence is P (1 + x) to the power of -kappa
+    inputs = {name: x.float().double() for name, x in drawn(N, 1, 1, 1).items()}
+    inputs["k"].zero_()
+    inputs["q"][:, 0, 0, 0, 0] = torch.logspace(-3, 4, N).double()
+    context = packed([[1]] * N, 1, causal=True)
+    exact = run("isotropic", inputs, context, Variant(), torch.float64)["evidence"].log()
+    found = run("compiled", inputs, context, Variant(), torch.float32)["evidence"].log()
+    assert ((found - exact).abs() / (1 + exact.abs())).max() < 4e-7
+
+
 def test_keys_without_a_bias_weigh_as_they_do_with_one_of_0():
     context = packed([[6], [2, 4]], 6, causal=True)
     inputs = drawn(2, 2, 6, 3)
