@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from recbft.core import SequenceContext
-from recbft.core.regimes import block_table, memberships, sinkhorn, soft_blocks, standardised_bias
+from recbft.core.regimes import BiasTerms, block_table, memberships, sinkhorn, soft_blocks, standardised_bias
 from recbft.errors import UserError
 from recbft.kernels import compiled
+from recbft.kernels.compiled.heads import statistics_of
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.penalty import take_penalties
 from recbft.mixers.regime import LIMIT, GaussianMemberships, RegimeAttention, RegimeConfig, _written_out
@@ -468,3 +469,16 @@ def test_the_bias_that_is_never_written_out_is_the_one_that_is(rows, in_order, o
         if exact is not None:
             size = max(exact.abs().max().item(), 1e-3)
             torch.testing.assert_close(found[0][name] / size, exact / size, rtol=0, atol=2e-4, msg=name)
+
+
+@pytest.mark.skipif(compiled.missing() is not None, reason="no kernels in C")
+def test_statistics_of_rows_that_are_alike_are_those_of_one():
+    where = context((5, 4), (5, 4), (5, 4))
+    shares = torch.rand(1, 9, 4, generator=torch.Generator().manual_seed(0)).expand(3, 9, 4).contiguous()
+    constants = torch.tensor(0.1), torch.tensor(1.0), torch.tensor(1.0)
+    terms = BiasTerms(
+        shares, block_table(9, 3, torch.float32, torch.device("cpu")), where.position.int(), *constants, 3.0
+    )
+    for one, other in zip(*(statistics_of(terms, where, every=every) for every in (1, 3)), strict=True):
+        torch.testing.assert_close(one, other)
+        assert one > 0
