@@ -4,7 +4,8 @@
     python -m benchmarks.study.calibrated OUT --arm bft --data-root DIR --json FILE
 
 Lists of the k best items for the test's users, of all items and of those not seen: what the probabilities of a list sum
-to, how often the target is on it, and ECE@k between the two (``evaluation.calibration``, which floor too is from).
+to, how often the target is on it, and ECE@k between the two (``evaluation.calibration``, which floor too is from); and
+NLL, the mean of -ln p of the target, in nats, where the list may hold it.
 Probabilities are made three ways: of the scores as trained, at a temperature, and at a temperature and a lapse rate, as
 a run has them. What is fitted is fitted on validation; mean and standard deviation over seeds.
 
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.command import check_folder_of, finish, recorded
@@ -26,15 +29,17 @@ from benchmarks.study.worth import models_of_arm
 from recbft.datasets import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.calibration import calibration
-from recbft.evaluation.evaluate import evaluation_mode, events_of, states_of_view, view_of
-from recbft.evaluation.probability import Calibration, fit, rows_of_new_targets
+from recbft.evaluation.evaluate import Part, evaluation_mode, events_of, states_of_view, view_of
+from recbft.evaluation.probability import Calibration, fit, log_softmax_of_targets, rows_of_new_targets
+from recbft.evaluation.score_blocks import Excluded
 from recbft.evaluation.top_k import top_k
 from recbft.experiments.lists import counted
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
-from recbft.models.contract import SequenceModel
+from recbft.models.contract import ItemTable, SequenceModel
 
 NAME = "study.calibrated"
+IntArray = NDArray[np.int64]
 KS = (1, 10, 100)
 AS_TRAINED = Calibration(1.0, 0.0)
 WAYS = ("as trained", "temperature", "temperature and lapse rate")
@@ -56,42 +61,79 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+class Asked(NamedTuple):
+    """Users of a part, what the model knows of them, and what their lists may not hold."""
+
+    view: View
+    states: Tensor  # (U, D)
+    seen: tuple[IntArray, IntArray] | None  # items and their offsets by user
+
+
 def judged(model: SequenceModel, dataset: Dataset, unseen: bool) -> dict[str, Any]:
-    """For each way the fitted numbers, and by k what lists claim and what comes true."""
-    validation, test = (view_of(dataset, part) for part in ("validation", "test"))
+    """For each way the fitted numbers, NLL, and by k what lists claim and what comes true."""
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
-        states, _ = states_of_view(model, dataset, test, table.weight.device)
-        known = validation
-        if unseen:
-            known = View(*(each[rows_of_new_targets(dataset, validation)] for each in validation))
-        own, _ = states_of_view(model, dataset, known, table.weight.device)
-        seen = events_of(dataset.items, known.start, known.stop) if unseen else None
+        known, test = (
+            _asked(model, dataset, "validation", unseen),
+            _asked(model, dataset, "test", unseen, all_users=True),
+        )
         ways = (
             AS_TRAINED,
-            *(fit(own, table, known.target, seen=seen, lapses=lapses) for lapses in (False, True)),
+            *(fit(known.states, table, known.view.target, seen=known.seen, lapses=lapses) for lapses in (False, True)),
         )
-        items, offsets = events_of(dataset.items, test.start, test.stop) if unseen else (None, None)
+        nll = _nll(_asked(model, dataset, "test", unseen), table, ways)
+        items, offsets = (None, None) if test.seen is None else test.seen
         found: dict[str, Any] = {}
-        for name, way in zip(WAYS, ways, strict=True):
-            best = top_k(states, table, max(KS), exclude_items=items, exclude_offsets=offsets, calibration=way)
-            claimed = np.nan_to_num(best.probabilities).cumsum(axis=1)
-            hit = (best.items == test.target[:, None]).cumsum(axis=1) > 0
-            by_k = {k: calibration(np.minimum(claimed[:, k - 1], 1), hit[:, k - 1], samples=1) for k in KS}
-            numbers = ("mean_probability", "hit_rate", "ece", "floor")
-            found[name] = way._asdict() | {f"@{k}": {n: one[n] for n in numbers} for k, one in by_k.items()}
+        for name, way, loss in zip(WAYS, ways, nll, strict=True):
+            best = top_k(test.states, table, max(KS), exclude_items=items, exclude_offsets=offsets, calibration=way)
+            claimed = np.minimum(np.nan_to_num(best.probabilities).cumsum(axis=1), 1)
+            hit = (best.items == test.view.target[:, None]).cumsum(axis=1) > 0
+            found[name] = way._asdict() | {"nll": loss}
+            for k in KS:
+                one = calibration(claimed[:, k - 1], hit[:, k - 1], samples=1)
+                found[name][f"@{k}"] = {n: one[n] for n in ("mean_probability", "hit_rate", "ece", "floor")}
     return found
+
+
+def _asked(model: SequenceModel, dataset: Dataset, part: Part, unseen: bool, *, all_users: bool = False) -> Asked:
+    """Users whose target their list may hold, or all."""
+    view = view_of(dataset, part)
+    if unseen and not all_users:
+        view = View(*(each[rows_of_new_targets(dataset, view)] for each in view))
+    states, _ = states_of_view(model, dataset, view, model.item_table().weight.device)
+    return Asked(view, states, events_of(dataset.items, view.start, view.stop) if unseen else None)
+
+
+def _nll(asked: Asked, table: ItemTable, ways: Sequence[Calibration]) -> list[float]:
+    """Mean of -ln p of the target, one for each way."""
+    num_items = len(table.weight) - 1
+    items, offsets = (None, None) if asked.seen is None else asked.seen
+    excluded = Excluded.of(items, offsets, len(asked.states), num_items)
+    log_chance = -np.log(num_items - np.diff(excluded.offsets))
+    temperatures = [way.temperature for way in ways]
+    found = log_softmax_of_targets(asked.states, table, asked.view.target, excluded, temperatures, memory_mb=256.0)
+    with np.errstate(divide="ignore"):  # ln of a lapse rate of 0
+        shares = [(np.log1p(-way.lapse), np.log(way.lapse)) for way in ways]
+    return [
+        float(-np.logaddexp(log_p + own, log_chance + lapse).mean())
+        for log_p, (own, lapse) in zip(found, shares, strict=True)
+    ]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line per kind of list and way."""
-    head = ["lists of", f"probabilities, {counted(len(rows), 'seed')}", "T, u"]
+    head = ["lists of", f"probabilities, {counted(len(rows), 'seed')}", "T, u", "NLL"]
     head += [f"{column} @{k}" for k in KS for column in ("claimed / true", "ECE (floor)")]
     lines = []
     for name in LISTS:
         for way in WAYS:
             ones = [row[name][way] for row in rows]
-            cells = [name, way, f"{_mean(ones, 'temperature'):.2f}, {_mean(ones, 'lapse'):.2f}"]
+            cells = [
+                name,
+                way,
+                f"{_mean(ones, 'temperature'):.2f}, {_mean(ones, 'lapse'):.2f}",
+                f"{_mean(ones, 'nll'):.3f}",
+            ]
             for k in KS:
                 at = [one[f"@{k}"] for one in ones]
                 cells.append(f"{_mean(at, 'mean_probability'):.3f} / {_mean(at, 'hit_rate'):.3f}")

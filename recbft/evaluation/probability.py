@@ -126,7 +126,7 @@ def fit(
     log_chance = -np.log(num_items - np.diff(excluded.offsets))
 
     def at(temperatures: Sequence[float]) -> list[tuple[float, float]]:
-        found = _log_softmax_of_targets(states, table, targets, excluded, temperatures, memory_mb)
+        found = log_softmax_of_targets(states, table, targets, excluded, temperatures, memory_mb)
         return [best_lapse(own, log_chance) if lapses else (0.0, float(own.mean())) for own in found]
 
     grid = at(GRID)
@@ -161,7 +161,7 @@ def best_lapse(log_p: FloatArray, log_chance: FloatArray) -> tuple[float, float]
     return u, float((log_p + np.log1p(u * gain)).mean())
 
 
-def _log_softmax_of_targets(
+def log_softmax_of_targets(
     states: Tensor,
     table: ItemTable,
     targets: IntArray,

@@ -37,5 +37,8 @@ def test_claims_and_truth_are_those_of_the_lists_that_a_recommender_gives(traine
         hit = (lists["item"] == lists["user"].map(target)).groupby(lists["user"]).any()
         assert found["@10"]["mean_probability"] == pytest.approx(claimed.mean(), rel=1e-5)
         assert found["@10"]["hit_rate"] == pytest.approx(np.mean(hit))
+        everything = recommender.recommend(histories, dataset.num_items, filter_seen=filter_seen)
+        p = everything.loc[everything["item"] == everything["user"].map(target), "probability"]
+        assert found["nll"] == pytest.approx(-np.log(p).mean(), rel=1e-5)
         assert rows[0][name]["as trained"]["lapse"] == rows[0][name]["temperature"]["lapse"] == 0
     assert said.count("| all items |") == said.count("| items not seen |") == 3
