@@ -7,7 +7,8 @@ Lists of the k best items for the test's users, of all items and of those not se
 to, how often the target is on it, and ECE@k between the two (``evaluation.calibration``, which floor too is from); and
 NLL, the mean of -ln p of the target, in nats, where the list may hold it.
 Probabilities are made three ways: of the scores as trained, at a temperature, and at a temperature and a lapse rate, as
-a run has them. What is fitted is fitted on validation; mean and standard deviation over seeds.
+a run has them. What is fitted is fitted on validation; mean and standard deviation over seeds. With `--part validation`
+the test is not read: what is fitted on the validation targets of every second user is judged on those of the others.
 
 Shapes: U users, V items, k items per list.
 """
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     check_folder_of(options.json)
     rows, dataset = [], None
     for seed, model, dataset in models_of_arm(options.out, options.arm, options.data_root):
-        rows.append({"seed": seed} | {name: judged(model, dataset, unseen) for name, unseen in LISTS.items()})
+        found = {name: judged(model, dataset, unseen, options.part) for name, unseen in LISTS.items()}
+        rows.append({"seed": seed} | found)
     said = ["OUT" if argument in options.out else argument for argument in arguments]
     made = machine.header(recorded(NAME, said), dataset)
     print("\n".join(machine.lines(made)), end="\n\n")
@@ -69,19 +71,19 @@ class Asked(NamedTuple):
     seen: tuple[IntArray, IntArray] | None  # items and their offsets by user
 
 
-def judged(model: SequenceModel, dataset: Dataset, unseen: bool) -> dict[str, Any]:
+def judged(model: SequenceModel, dataset: Dataset, unseen: bool, part: Part = "test") -> dict[str, Any]:
     """For each way the fitted numbers, NLL, and by k what lists claim and what comes true."""
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
-        known, test = (
-            _asked(model, dataset, "validation", unseen),
-            _asked(model, dataset, "test", unseen, all_users=True),
-        )
+        everyone = np.arange(dataset.num_users)
+        one, other = (everyone, everyone) if part == "test" else (everyone[::2], everyone[1::2])
+        known = _asked(model, dataset, "validation", one, unseen)
+        test, new = (_asked(model, dataset, part, other, unseen, all_users=every) for every in (True, False))
         ways = (
             AS_TRAINED,
             *(fit(known.states, table, known.view.target, seen=known.seen, lapses=lapses) for lapses in (False, True)),
         )
-        nll = _nll(_asked(model, dataset, "test", unseen), table, ways)
+        nll = _nll(new, table, ways)
         items, offsets = (None, None) if test.seen is None else test.seen
         found: dict[str, Any] = {}
         for name, way, loss in zip(WAYS, ways, nll, strict=True):
@@ -90,14 +92,16 @@ def judged(model: SequenceModel, dataset: Dataset, unseen: bool) -> dict[str, An
             hit = (best.items == test.view.target[:, None]).cumsum(axis=1) > 0
             found[name] = way._asdict() | {"nll": loss}
             for k in KS:
-                one = calibration(claimed[:, k - 1], hit[:, k - 1], samples=1)
-                found[name][f"@{k}"] = {n: one[n] for n in ("mean_probability", "hit_rate", "ece", "floor")}
+                at_k = calibration(claimed[:, k - 1], hit[:, k - 1], samples=1)
+                found[name][f"@{k}"] = {n: at_k[n] for n in ("mean_probability", "hit_rate", "ece", "floor")}
     return found
 
 
-def _asked(model: SequenceModel, dataset: Dataset, part: Part, unseen: bool, *, all_users: bool = False) -> Asked:
-    """Users whose target their list may hold, or all."""
-    view = view_of(dataset, part)
+def _asked(
+    model: SequenceModel, dataset: Dataset, part: Part, users: IntArray, unseen: bool, *, all_users: bool = False
+) -> Asked:
+    """Of some users those whose target their list may hold, or all."""
+    view = view_of(dataset, part, users)
     if unseen and not all_users:
         view = View(*(each[rows_of_new_targets(dataset, view)] for each in view))
     states, _ = states_of_view(model, dataset, view, model.item_table().weight.device)
@@ -154,6 +158,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Do probabilities come true?")
     options.add_argument("out", nargs="+", metavar="OUT", help="folders that `recbft compare` wrote")
     options.add_argument("--arm", default="bft")
+    options.add_argument("--part", choices=("test", "validation"), default="test", help="whose targets judge")
     options.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
     options.add_argument("--json", metavar="FILE", help="write the results here")
     return options.parse_args(arguments)

@@ -42,3 +42,13 @@ def test_claims_and_truth_are_those_of_the_lists_that_a_recommender_gives(traine
         assert found["nll"] == pytest.approx(-np.log(p).mean(), rel=1e-5)
         assert rows[0][name]["as trained"]["lapse"] == rows[0][name]["temperature"]["lapse"] == 0
     assert said.count("| all items |") == said.count("| items not seen |") == 3
+
+
+def test_on_validation_those_who_judge_took_no_part_in_the_fit(trained, tmp_path):
+    calibrated.main([str(trained), "--json", str(tmp_path / "found.json"), "--part", "validation"])
+    found = json.loads((tmp_path / "found.json").read_text())["calibrated"][0]["all items"]
+    recommender = Recommender.load(trained / "runs" / "bft-seed0")
+    dataset = recommender.own_dataset()
+    rank = recommender.evaluate(dataset, "validation").per_user["rank_unfiltered"].to_numpy()
+    assert found["temperature"]["@10"]["hit_rate"] == pytest.approx(np.mean(rank[1::2] <= 10))
+    assert found["temperature"]["temperature"] != pytest.approx(recommender.calibration(filter_seen=False).temperature)
