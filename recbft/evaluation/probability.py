@@ -146,7 +146,7 @@ def best_lapse(log_p: FloatArray, log_chance: FloatArray) -> tuple[float, float]
         log_p: ln of the softmax at each target, (N,).
         log_chance: ln c, c = 1 / n, (N,).
     """
-    gain = np.expm1(np.clip(log_chance - log_p, None, 700))  # c / p - 1
+    gain = np.expm1((log_chance - log_p).clip(max=500))  # c / p - 1; beyond it the slope is 1 / u, as here
 
     def slope(u: float) -> float:
         return float((gain / (1 + u * gain)).mean())
@@ -158,7 +158,8 @@ def best_lapse(log_p: FloatArray, log_chance: FloatArray) -> tuple[float, float]
         middle = (low + high) / 2
         low, high = (middle, high) if slope(middle) > 0 else (low, middle)
     u = (low + high) / 2
-    return u, float((log_p + np.log1p(u * gain)).mean())
+    log_u = math.log(u) if u > 0 else -math.inf
+    return u, float(np.logaddexp(math.log1p(-u) + log_p, log_u + log_chance).mean())
 
 
 def log_softmax_of_targets(

@@ -102,10 +102,22 @@ def test_the_best_lapse_of_a_softmax_is_the_best_of_a_grid(seed):
     assert values.max() <= value + 1e-12 and abs(grid[values.argmax(), 0] - u) <= 5e-4
 
 
-@pytest.mark.parametrize("log_p", [-800.0, -5000.0])
+@pytest.mark.parametrize("log_p", [-800.0, -5000.0, -np.inf])
 def test_a_target_that_the_softmax_leaves_no_room_gets_its_share_of_the_lapses(log_p):
     u, value = best_lapse(np.array([log_p, np.log(0.5)]), np.log([0.1, 0.1]))
-    assert 0.3 < u < 0.7 and np.isfinite(value)
+    assert u == pytest.approx(5 / 8) and value == pytest.approx(
+        np.log([0.0625, 0.25]).mean()
+    )  # 1 / u = 0.8 / (1 - 0.8 u)
+    everyone = best_lapse(np.full(30_000, log_p), np.full(30_000, np.log(0.1)))
+    assert everyone == pytest.approx((1, np.log(0.1)))
+
+
+def test_targets_that_scores_all_but_rule_out_leave_the_temperature_where_it_was_planted():
+    states, table, scores = drawn(6, N=2000, bias=True)
+    table.bias[16:] -= 3000
+    scores[:, 15:] -= 3000
+    found = fit(states, table, sample(mixed(scores, 1.0, 0.3), seed=2))
+    assert found.temperature == pytest.approx(1, rel=0.15) and found.lapse == pytest.approx(0.3, abs=0.05)
 
 
 def test_one_item_or_equal_scores_need_no_care():
