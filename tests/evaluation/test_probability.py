@@ -53,6 +53,14 @@ def test_planted_numbers_are_found_again(temperature, lapse):
     assert found.temperature == pytest.approx(temperature, rel=0.15) and found.lapse == pytest.approx(lapse, abs=0.05)
 
 
+def test_scores_that_are_counts_of_many_events_have_their_temperature_too():
+    counts = torch.tensor(np.random.default_rng(0).integers(0, 100_000, (31, 1)), dtype=torch.float64)
+    scores = np.tile(counts[1:, 0].numpy(), (3000, 1))
+    targets = sample(mixed(scores, 25_000, 0.0), seed=1)
+    found = fit(torch.ones(3000, 1, dtype=torch.float64), ItemTable(counts, None), targets)
+    assert found.temperature == pytest.approx(25_000, rel=0.15) and found.lapse < 0.1
+
+
 @pytest.mark.parametrize("memory_mb", [1e-4, 1e-2, 256.0])
 @pytest.mark.parametrize("unseen", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
