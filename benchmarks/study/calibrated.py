@@ -1,14 +1,14 @@
 """Do the probabilities that stand beside a list come true?
 
-    recbft compare -m sasrec -d amazon-instruments --arms bft --seeds 0-9 --out OUT
+    recbft compare -m sasrec -d amazon-instruments --arms matched,bft --seeds 0-9 --out OUT
     python -m benchmarks.study.calibrated OUT --arm bft --data-root DIR --json FILE
 
-Lists of the k best items for the test's users, of all items and of those not seen: what the probabilities of a list sum
-to, how often the target is on it, and ECE@k between the two (``evaluation.calibration``, which floor too is from); and
-NLL, the mean of -ln p of the target, in nats, where the list may hold it.
-Probabilities are made three ways: of the scores as trained, at a temperature, and at a temperature and a lapse rate, as
-a run has them. What is fitted is fitted on validation; mean and standard deviation over seeds. With `--part validation`
-the test is not read: what is fitted on the validation targets of every second user is judged on those of the others.
+Lists of the k best items for the test's users, of all items and, where the target is new, of those not seen: what the
+probabilities of a list sum to, how often the target is on it, and ECE@k between the two (``evaluation.calibration``,
+which floor too is from); and NLL, the mean of -ln p of the target, in nats. Probabilities are made three ways: of the
+scores as trained, at a temperature, and at a temperature and a lapse rate, as a run has them. What is fitted is fitted
+on validation; mean and standard deviation over seeds. With `--part validation` the test is not read: what is fitted on
+the validation targets of every second user is judged on those of the others.
 
 Shapes: U users, V items, k items per list.
 """
@@ -77,13 +77,12 @@ def judged(model: SequenceModel, dataset: Dataset, unseen: bool, part: Part = "t
         table = model.item_table()
         everyone = np.arange(dataset.num_users)
         one, other = (everyone, everyone) if part == "test" else (everyone[::2], everyone[1::2])
-        known = _asked(model, dataset, "validation", one, unseen)
-        test, new = (_asked(model, dataset, part, other, unseen, all_users=every) for every in (True, False))
+        known, test = _asked(model, dataset, "validation", one, unseen), _asked(model, dataset, part, other, unseen)
         ways = (
             AS_TRAINED,
             *(fit(known.states, table, known.view.target, seen=known.seen, lapses=lapses) for lapses in (False, True)),
         )
-        nll = _nll(new, table, ways)
+        nll = _nll(test, table, ways)
         items, offsets = (None, None) if test.seen is None else test.seen
         found: dict[str, Any] = {}
         for name, way, loss in zip(WAYS, ways, nll, strict=True):
@@ -97,12 +96,10 @@ def judged(model: SequenceModel, dataset: Dataset, unseen: bool, part: Part = "t
     return found
 
 
-def _asked(
-    model: SequenceModel, dataset: Dataset, part: Part, users: IntArray, unseen: bool, *, all_users: bool = False
-) -> Asked:
-    """Of some users those whose target their list may hold, or all."""
+def _asked(model: SequenceModel, dataset: Dataset, part: Part, users: IntArray, unseen: bool) -> Asked:
+    """Of some users those whose target their list may hold."""
     view = view_of(dataset, part, users)
-    if unseen and not all_users:
+    if unseen:
         view = View(*(each[rows_of_new_targets(dataset, view)] for each in view))
     states, _ = states_of_view(model, dataset, view, model.item_table().weight.device)
     return Asked(view, states, events_of(dataset.items, view.start, view.stop) if unseen else None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from benchmarks.study import calibrated
 from recbft import Recommender
 from recbft.datasets import Dataset, leave_one_out
+from recbft.models.popularity import Popularity
 
 
 @pytest.fixture
@@ -52,3 +54,12 @@ def test_on_validation_those_who_judge_took_no_part_in_the_fit(trained, tmp_path
     rank = recommender.evaluate(dataset, "validation").per_user["rank_unfiltered"].to_numpy()
     assert found["temperature"]["@10"]["hit_rate"] == pytest.approx(np.mean(rank[1::2] <= 10))
     assert found["temperature"]["temperature"] != pytest.approx(recommender.calibration(filter_seen=False).temperature)
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_lists_of_all_that_is_left_claim_every_hit_where_targets_are_repeated(unseen):
+    items = np.random.default_rng(0).integers(0, 12, (60, 7))  # of some users the target was seen before
+    rows = pd.DataFrame({"user": np.repeat(np.arange(60), 7), "item": items.ravel()})
+    dataset = Dataset.from_frame(rows, user="user", item="item")
+    for one in calibrated.judged(Popularity(dataset.training_counts), dataset, unseen).values():
+        assert one["@100"]["hit_rate"] == 1 and one["@100"]["mean_probability"] == pytest.approx(1)
