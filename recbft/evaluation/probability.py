@@ -6,7 +6,8 @@
 u, the lapse rate, is the share of events that come evenly from all items, whatever the scores. Without it T alone must
 make room for targets that nobody foresaw, and takes it from the items at the head of a list. For each T the best u
 follows from the targets' softmax alone (the sum is concave in u), so (2) is a search in one dimension: T of a grid a
-factor of 2 apart, then Brent's method between its neighbours.
+factor of 2 apart, then Brent's method between its neighbours. Lists of fewer items than (2) was fitted on take the
+same T and u over those; that is not (1) of all items given that the next is one of these, whose u depends on them.
 
 Source: temperature: Guo et al., On Calibration of Modern Neural Networks (2017); lapse rate: Wichmann and Hill, The
 psychometric function I (2001); their product is ours, and what it is worth is measured in docs/study.md, section 6.
