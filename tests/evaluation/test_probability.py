@@ -80,6 +80,18 @@ def test_the_fit_is_the_best_of_a_search_in_the_plane(memory_mb, unseen, bias):
     assert found.temperature == pytest.approx(temperature, rel=1e-3) and found.lapse == pytest.approx(lapse, abs=1e-3)
 
 
+@pytest.mark.parametrize("memory_mb", [1e-3, 256.0])
+def test_a_fit_in_single_precision_is_that_of_double(memory_mb):
+    states, table, scores = drawn(7, N=300, bias=True)
+    seen = np.tile(np.arange(2, 15), 150), np.repeat(np.arange(151) * 13, 2)[1:]  # of every other user, half of a tile
+    targets = np.where(np.arange(300) % 2, scores.argmax(axis=1) + 1, 1)
+    targets[(targets > 1) & (targets < 15)] = 1
+    single = ItemTable(table.weight.float(), table.bias.float())
+    exact = np.array(fit(states, table, targets, seen=seen))
+    found = np.array(fit(states.float(), single, targets, seen=seen, memory_mb=memory_mb))
+    assert found == pytest.approx(exact, rel=5e-3)  # at the top a likelihood good to 1e-7 is flat to 1e-3
+
+
 def test_a_temperature_alone_is_that_of_the_best_likelihood():
     states, table, scores = drawn(3, N=500)
     targets = sample(mixed(scores, 1.4, 0.3), seed=0)
