@@ -35,9 +35,9 @@ from recbft.models.contract import ItemTable, SequenceModel
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 FITTED_SCORES = 20_000_000  # a run's probabilities are fitted on so many users by items,
-FITTED_USERS = 1000  # or on so many users where that is more
+FITTED_USERS = 500  # or on so many users where that is more
 GRID = [2.0**power for power in range(-5, 21)]  # of T; the hottest are for scores that are counts of events
-TOLERANCE = 1e-4  # of ln T
+TOLERANCE = 1e-3  # of ln T, of which its own uncertainty is a hundred times as much
 
 
 class Calibration(NamedTuple):

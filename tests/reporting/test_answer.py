@@ -57,7 +57,7 @@ def test_a_difference_is_shown_where_the_adjusted_p_is_below_the_level(p, shown)
     found = finding(BASE, BASE + np.random.default_rng(1).normal(0.001, 0.002, 10))
     said = answer(found, "ml-1m", p=p, num_arms=2)
     assert said.startswith("bft is better" if shown else "No difference")
-    assert f"p = {p:.3f} (Holm over 2 arms; {found.seeds.p_t:.3f} by itself)" in said
+    assert f"p = {p_text(p)} (Holm over 2 arms; {p_text(found.seeds.p_t)} by itself)" in said
     alone = answer(found, "ml-1m", p=found.seeds.p_t, num_arms=2)
     assert f"p = {found.seeds.p_t:.3f} (Holm over 2 arms)" in alone and "by itself" not in alone
 
