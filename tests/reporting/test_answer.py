@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from recbft.evaluation.paired import compare_seeds
+from recbft.experiments.document import p_text
 from recbft.reporting.answer import answer, answers
 from recbft.reporting.findings import Finding
 
