@@ -31,7 +31,13 @@ from recbft.datasets import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.calibration import calibration
 from recbft.evaluation.evaluate import Part, evaluation_mode, events_of, states_of_view, view_of
-from recbft.evaluation.probability import Calibration, fit, log_softmax_of_targets, rows_of_new_targets
+from recbft.evaluation.probability import (
+    Calibration,
+    fit,
+    log_of_mixture,
+    log_softmax_of_targets,
+    rows_of_new_targets,
+)
 from recbft.evaluation.score_blocks import Excluded
 from recbft.evaluation.top_k import top_k
 from recbft.experiments.lists import counted
@@ -113,12 +119,7 @@ def _nll(asked: Asked, table: ItemTable, ways: Sequence[Calibration]) -> list[fl
     log_chance = -np.log(num_items - np.diff(excluded.offsets))
     temperatures = [way.temperature for way in ways]
     found = log_softmax_of_targets(asked.states, table, asked.view.target, excluded, temperatures, memory_mb=256.0)
-    with np.errstate(divide="ignore"):  # ln of a lapse rate of 0
-        shares = [(np.log1p(-way.lapse), np.log(way.lapse)) for way in ways]
-    return [
-        float(-np.logaddexp(log_p + own, log_chance + lapse).mean())
-        for log_p, (own, lapse) in zip(found, shares, strict=True)
-    ]
+    return [float(-log_of_mixture(log_p, log_chance, way.lapse).mean()) for log_p, way in zip(found, ways, strict=True)]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

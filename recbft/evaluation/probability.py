@@ -126,18 +126,23 @@ def fit(
     excluded = Excluded.of(items, offsets, len(states), num_items)
     log_chance = -np.log(num_items - np.diff(excluded.offsets))
 
-    def at(temperatures: Sequence[float]) -> list[tuple[float, float]]:
-        found = log_softmax_of_targets(states, table, targets, excluded, temperatures, memory_mb)
-        return [best_lapse(own, log_chance) if lapses else (0.0, float(own.mean())) for own in found]
+    tried: dict[float, tuple[float, float]] = {}  # by T: its best u, and the mean of (2)
 
-    grid = at(GRID)
-    best = max(range(len(GRID)), key=lambda n: grid[n][1])
+    def try_all(temperatures: Sequence[float]) -> None:
+        found = log_softmax_of_targets(states, table, targets, excluded, temperatures, memory_mb)
+        for temperature, own in zip(temperatures, found, strict=True):
+            tried[temperature] = best_lapse(own, log_chance) if lapses else (0.0, float(own.mean()))
+
+    def loss(x: float) -> float:
+        try_all([math.exp(x)])
+        return -tried[math.exp(x)][1]
+
+    try_all(GRID)
+    best = max(range(len(GRID)), key=lambda n: tried[GRID[n]][1])
     bounds = math.log(GRID[max(best - 1, 0)]), math.log(GRID[min(best + 1, len(GRID) - 1)])
-    closer = minimize_scalar(
-        lambda x: -at([math.exp(x)])[0][1], bounds=bounds, method="bounded", options={"xatol": TOLERANCE}
-    )
-    temperature = GRID[best] if -closer.fun <= grid[best][1] else math.exp(closer.x)
-    return Calibration(temperature, at([temperature])[0][0])
+    minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": TOLERANCE})
+    temperature = max(tried, key=lambda one: tried[one][1])
+    return Calibration(temperature, tried[temperature][0])
 
 
 def best_lapse(log_p: FloatArray, log_chance: FloatArray) -> tuple[float, float]:
@@ -159,8 +164,14 @@ def best_lapse(log_p: FloatArray, log_chance: FloatArray) -> tuple[float, float]
         middle = (low + high) / 2
         low, high = (middle, high) if slope(middle) > 0 else (low, middle)
     u = (low + high) / 2
-    log_u = math.log(u) if u > 0 else -math.inf
-    return u, float(np.logaddexp(math.log1p(-u) + log_p, log_u + log_chance).mean())
+    return u, float(log_of_mixture(log_p, log_chance, u).mean())
+
+
+def log_of_mixture(log_p: FloatArray, log_chance: FloatArray, lapse: float) -> FloatArray:
+    """ln of (1) from those of its softmax and of c = 1 / n, (N,) each."""
+    log_lapse = math.log(lapse) if lapse > 0 else -math.inf
+    mixed: FloatArray = np.logaddexp(math.log1p(-lapse) + log_p, log_lapse + log_chance)
+    return mixed
 
 
 def log_softmax_of_targets(
