@@ -32,6 +32,7 @@ from recbft.datasets.split import View
 from recbft.evaluation.calibration import calibration
 from recbft.evaluation.evaluate import Part, evaluation_mode, events_of, states_of_view, view_of
 from recbft.evaluation.probability import (
+    AS_TRAINED,
     Calibration,
     fit,
     log_of_mixture,
@@ -48,7 +49,6 @@ from recbft.models.contract import ItemTable, SequenceModel
 NAME = "study.calibrated"
 IntArray = NDArray[np.int64]
 KS = (1, 10, 100)
-AS_TRAINED = Calibration(1.0, 0.0)
 WAYS = ("as trained", "temperature", "temperature and lapse rate")
 LISTS = {"all items": False, "items not seen": True}
 
@@ -83,15 +83,15 @@ def judged(model: SequenceModel, dataset: Dataset, unseen: bool, part: Part = "t
         table = model.item_table()
         everyone = np.arange(dataset.num_users)
         one, other = (everyone, everyone) if part == "test" else (everyone[::2], everyone[1::2])
-        known, test = _asked(model, dataset, "validation", one, unseen), _asked(model, dataset, part, other, unseen)
+        known, test = asked(model, dataset, "validation", one, unseen), asked(model, dataset, part, other, unseen)
         ways = (
             AS_TRAINED,
             *(fit(known.states, table, known.view.target, seen=known.seen, lapses=lapses) for lapses in (False, True)),
         )
-        nll = _nll(test, table, ways)
+        losses = nll(test, table, ways)
         items, offsets = (None, None) if test.seen is None else test.seen
         found: dict[str, Any] = {}
-        for name, way, loss in zip(WAYS, ways, nll, strict=True):
+        for name, way, loss in zip(WAYS, ways, losses, strict=True):
             best = top_k(test.states, table, max(KS), exclude_items=items, exclude_offsets=offsets, calibration=way)
             claimed = np.minimum(np.nan_to_num(best.probabilities).cumsum(axis=1), 1)
             hit = (best.items == test.view.target[:, None]).cumsum(axis=1) > 0
@@ -102,7 +102,7 @@ def judged(model: SequenceModel, dataset: Dataset, unseen: bool, part: Part = "t
     return found
 
 
-def _asked(model: SequenceModel, dataset: Dataset, part: Part, users: IntArray, unseen: bool) -> Asked:
+def asked(model: SequenceModel, dataset: Dataset, part: Part, users: IntArray, unseen: bool) -> Asked:
     """Of some users those whose target their list may hold."""
     view = view_of(dataset, part, users)
     if unseen:
@@ -111,14 +111,14 @@ def _asked(model: SequenceModel, dataset: Dataset, part: Part, users: IntArray, 
     return Asked(view, states, events_of(dataset.items, view.start, view.stop) if unseen else None)
 
 
-def _nll(asked: Asked, table: ItemTable, ways: Sequence[Calibration]) -> list[float]:
+def nll(users: Asked, table: ItemTable, ways: Sequence[Calibration]) -> list[float]:
     """Mean of -ln p of the target, one for each way."""
     num_items = len(table.weight) - 1
-    items, offsets = (None, None) if asked.seen is None else asked.seen
-    excluded = Excluded.of(items, offsets, len(asked.states), num_items)
+    items, offsets = (None, None) if users.seen is None else users.seen
+    excluded = Excluded.of(items, offsets, len(users.states), num_items)
     log_chance = -np.log(num_items - np.diff(excluded.offsets))
     temperatures = [way.temperature for way in ways]
-    found = log_softmax_of_targets(asked.states, table, asked.view.target, excluded, temperatures, memory_mb=256.0)
+    found = log_softmax_of_targets(users.states, table, users.view.target, excluded, temperatures, memory_mb=256.0)
     return [float(-log_of_mixture(log_p, log_chance, way.lapse).mean()) for log_p, way in zip(found, ways, strict=True)]
 
 

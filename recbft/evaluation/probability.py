@@ -1,16 +1,20 @@
 """How likely each item is the user's next: scores as probabilities, by two numbers fitted on validation.
 
     p_i = (1 - u) exp(s_i / T) / sum_j exp(s_j / T) + u / n          over the n items j that a list may hold     (1)
-    T, u = argmax of  sum over users of ln p_target                  over validation targets                     (2)
+    T, u = argmax of  ln f(T) + ln g(u) + sum over users of ln p_target      over validation targets            (2)
+    f(T) = 1 / (1 + (ln T / 0.4)^2)        g(u) = u (1 - u)^3        up to a factor                             (3)
 
 u, the lapse rate, is the share of events that come evenly from all items, whatever the scores. Without it T alone must
 make room for targets that nobody foresaw, and takes it from the items at the head of a list. For each T the best u
 follows from the targets' softmax alone (the sum is concave in u), so (2) is a search in one dimension: T of a grid a
-factor of 2 apart, then Brent's method between its neighbours. Lists of fewer items than (2) was fitted on take the
-same T and u over those; that is not (1) of all items given that the next is one of these, whose u depends on them.
+factor of 2 apart, then Brent's method between its neighbours. The prior (3) counts where users are few: ln T is Cauchy,
+near 0 as far as nothing speaks against it, and u is as if one event had been a lapse and three had not.
+Lists of fewer items than (2) was fitted on take the same T and u over those; that is not (1) of all items given that
+the next is one of these, whose u depends on them.
 
 Source: temperature: Guo et al., On Calibration of Modern Neural Networks (2017); lapse rate: Wichmann and Hill, The
-psychometric function I (2001); their product is ours, and what it is worth is measured in docs/study.md, section 6.
+psychometric function I (2001), who bound it by a prior too; their product and (3) are ours, and what they are worth is
+measured in docs/study.md, section 6.
 Shapes: N users, V items, D state width; a block has n users by w items.
 """
 
@@ -37,6 +41,8 @@ IntArray = NDArray[np.int64]
 FITTED_SCORES = 20_000_000  # a run's probabilities are fitted on so many users by items,
 FITTED_USERS = 500  # or on so many users where that is more
 GRID = [2.0**power for power in range(-5, 21)]  # of T; the hottest are for scores that are counts of events
+SCALE_OF_LOG_T = 0.4  # of (3)
+LAPSED, FORESEEN = 1, 3  # events of (3)
 TOLERANCE = 1e-3  # of ln T, of which its own uncertainty is a hundred times as much
 
 
@@ -45,6 +51,9 @@ class Calibration(NamedTuple):
 
     temperature: float  # T > 0
     lapse: float  # u in [0, 1]
+
+
+AS_TRAINED = Calibration(1.0, 0.0)
 
 
 class LogSum:
@@ -80,9 +89,7 @@ def calibrations(
     Raises:
         UserError: there is no user.
     """
-    num_users = max(FITTED_USERS, FITTED_SCORES // dataset.num_items)
-    users = np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:num_users])
-    view = view_of(dataset, "validation", users)
+    view = view_of(dataset, "validation", fitting_users(dataset, np.arange(dataset.num_users)))
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
         states, _ = states_of_view(model, dataset, view, table.weight.device)
@@ -93,6 +100,12 @@ def calibrations(
         seen = events_of(dataset.items, view.start[new], view.stop[new])
         unseen = fit(states[new], table, view.target[new], seen=seen, memory_mb=memory_mb)
     return {"unfiltered": every._asdict(), "filtered": unseen._asdict()}
+
+
+def fitting_users(dataset: Dataset, users: IntArray) -> IntArray:
+    """Of these users those that (2) is fitted on: all, or of a large catalogue as many as are worth their time."""
+    kept = np.random.default_rng(0).permutation(len(users))[: max(FITTED_USERS, FITTED_SCORES // dataset.num_items)]
+    return users[np.sort(kept)]
 
 
 def rows_of_new_targets(dataset: Dataset, view: View) -> IntArray:
@@ -109,9 +122,10 @@ def fit(
     *,
     seen: tuple[IntArray, IntArray] | None = None,
     lapses: bool = True,
+    prior: bool = True,
     memory_mb: float = 256.0,
 ) -> Calibration:
-    """Equation (2), or with ``lapses=False`` T alone, u being 0.
+    """Equation (2), or with ``lapses=False`` T alone, u being 0; with ``prior=False`` by likelihood alone.
 
     Args:
         states: (N, D).
@@ -126,12 +140,14 @@ def fit(
     excluded = Excluded.of(items, offsets, len(states), num_items)
     log_chance = -np.log(num_items - np.diff(excluded.offsets))
 
-    tried: dict[float, tuple[float, float]] = {}  # by T: its best u, and the mean of (2)
+    counts = (LAPSED, FORESEEN) if prior else (0, 0)
+    tried: dict[float, tuple[float, float]] = {}  # by T: its best u, and (2) there
 
     def try_all(temperatures: Sequence[float]) -> None:
         found = log_softmax_of_targets(states, table, targets, excluded, temperatures, memory_mb)
         for temperature, own in zip(temperatures, found, strict=True):
-            tried[temperature] = best_lapse(own, log_chance) if lapses else (0.0, float(own.mean()))
+            u, value = best_lapse(own, log_chance, *counts) if lapses else (0.0, float(own.sum()))
+            tried[temperature] = u, value + (_log_prior(temperature) if prior else 0.0)
 
     def loss(x: float) -> float:
         try_all([math.exp(x)])
@@ -145,26 +161,35 @@ def fit(
     return Calibration(temperature, tried[temperature][0])
 
 
-def best_lapse(log_p: FloatArray, log_chance: FloatArray) -> tuple[float, float]:
-    """The u at which mean ln((1 - u) p + u c) is largest, and that mean.
+def _log_prior(temperature: float) -> float:
+    """ln f of (3)."""
+    return -math.log1p((math.log(temperature) / SCALE_OF_LOG_T) ** 2)
+
+
+def best_lapse(
+    log_p: FloatArray, log_chance: FloatArray, lapsed: float = LAPSED, foreseen: float = FORESEEN
+) -> tuple[float, float]:
+    """The u at which  a ln u + b ln(1 - u) + sum ln((1 - u) p + u c)  is largest, and that sum.
 
     Args:
         log_p: ln of the softmax at each target, (N,).
         log_chance: ln c, c = 1 / n, (N,).
+        lapsed, foreseen: a and b of the prior.
     """
     gain = np.expm1((log_chance - log_p).clip(max=500))  # c / p - 1; beyond it the slope is 1 / u, as here
 
     def slope(u: float) -> float:
-        return float((gain / (1 + u * gain)).mean())
+        return float((gain / (1 + u * gain)).sum()) + lapsed / u - foreseen / (1 - u)
 
     low, high = 0.0, 1.0
-    if slope(0.0) <= 0:
+    if not lapsed and gain.sum() <= foreseen:
         high = 0.0
     while high - low > 1e-9:
         middle = (low + high) / 2
         low, high = (middle, high) if slope(middle) > 0 else (low, middle)
     u = (low + high) / 2
-    return u, float(log_of_mixture(log_p, log_chance, u).mean())
+    prior = sum(number * math.log(share) for number, share in ((lapsed, u), (foreseen, 1 - u)) if number)
+    return u, prior + float(log_of_mixture(log_p, log_chance, u).sum())
 
 
 def log_of_mixture(log_p: FloatArray, log_chance: FloatArray, lapse: float) -> FloatArray:

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy import optimize, special
+from scipy import optimize, special, stats
 
 from recbft.datasets import Dataset
 from recbft.evaluation import probability
@@ -33,12 +33,15 @@ def sample(p, seed):
     return 1 + np.array([rng.choice(len(row), p=row) for row in p])
 
 
-def best_by_search(scores, targets):
+def best_by_search(scores, targets, *, prior=True):
     """Equation (2) by a search in the plane from many starts."""
 
     def loss(x):
         p = mixed(scores, np.exp(x[0]), special.expit(x[1]))
-        return -np.log(p[np.arange(len(targets)), targets - 1]).mean()
+        value = np.log(p[np.arange(len(targets)), targets - 1]).sum()
+        if prior:
+            value += stats.cauchy.logpdf(x[0], scale=0.4) + stats.beta.logpdf(special.expit(x[1]), 2, 4)
+        return -value / len(targets)
 
     how = {"method": "Nelder-Mead", "options": {"xatol": 1e-7, "fatol": 1e-12, "maxiter": 2000}}
     found = min((optimize.minimize(loss, (a, b), **how) for a in (-1, 1) for b in (-3, 0)), key=lambda one: one.fun)
@@ -63,20 +66,20 @@ def test_scores_that_are_counts_of_many_events_have_their_temperature_too():
 
 @pytest.mark.parametrize("memory_mb", [1e-3, 1e-2, 256.0])
 @pytest.mark.parametrize("unseen", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_fit_is_the_best_of_a_search_in_the_plane(memory_mb, unseen, bias):
-    states, table, scores = drawn(5, N=300, bias=bias)
+@pytest.mark.parametrize(("N", "bias", "prior"), [(300, False, True), (300, True, False), (20, True, True)])
+def test_the_fit_is_the_best_of_a_search_in_the_plane(memory_mb, unseen, N, bias, prior):
+    states, table, scores = drawn(5, N=N, bias=bias)
     rng = np.random.default_rng(0)
-    left_out = rng.random(scores.shape) < rng.choice([0.0, 0.3, 0.9], (300, 1))
+    left_out = rng.random(scores.shape) < rng.choice([0.0, 0.3, 0.9], (N, 1))
     left_out[:, 0] = False
     seen = None
     if unseen:
         user, item = np.nonzero(left_out)
-        seen = item + 1, np.searchsorted(user, np.arange(301))
+        seen = item + 1, np.searchsorted(user, np.arange(N + 1))
         scores = np.where(left_out, -np.inf, scores)
     targets = sample(mixed(scores, 1.7, 0.25), seed=1)
-    found = fit(states, table, targets, seen=seen, memory_mb=memory_mb)
-    temperature, lapse = best_by_search(scores, targets)
+    found = fit(states, table, targets, seen=seen, prior=prior, memory_mb=memory_mb)
+    temperature, lapse = best_by_search(scores, targets, prior=prior)
     assert found.temperature == pytest.approx(temperature, rel=3e-3) and found.lapse == pytest.approx(lapse, abs=3e-3)
 
 
@@ -95,7 +98,7 @@ def test_a_fit_in_single_precision_is_that_of_double(memory_mb):
 def test_a_temperature_alone_is_that_of_the_best_likelihood():
     states, table, scores = drawn(3, N=500)
     targets = sample(mixed(scores, 1.4, 0.3), seed=0)
-    found = fit(states, table, targets, lapses=False)
+    found = fit(states, table, targets, lapses=False, prior=False)
 
     def loss(x):
         return -special.log_softmax(scores * np.exp(-x), axis=1)[np.arange(500), targets - 1].mean()
@@ -106,30 +109,41 @@ def test_a_temperature_alone_is_that_of_the_best_likelihood():
 
 def test_targets_that_scores_foresee_leave_no_lapse_and_those_they_do_not_leave_nothing_else():
     states, table, scores = drawn(4)
-    sure = fit(states, table, scores.argmax(axis=1) + 1)
+    sure = fit(states, table, scores.argmax(axis=1) + 1, prior=False)
     assert sure.temperature < 0.1 and sure.lapse < 1e-6
-    worst = fit(states, table, scores.argmin(axis=1) + 1)
+    worst = fit(states, table, scores.argmin(axis=1) + 1, prior=False)
     assert worst.lapse > 0.9 or worst.temperature > 100
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_a_few_users_do_not_make_a_list_sure_or_worthless(foreseen):
+    states, table, scores = drawn(4, N=3)
+    targets = (scores.argmax(axis=1) if foreseen else scores.argmin(axis=1)) + 1
+    by_likelihood, found = (fit(states, table, targets, prior=prior) for prior in (False, True))
+    assert 0.05 < found.lapse < 0.8 and 0.3 < found.temperature < 3
+    assert by_likelihood.temperature < 0.1 or max(by_likelihood.lapse, by_likelihood.temperature / 100) > 0.9
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_best_lapse_of_a_softmax_is_the_best_of_a_grid(seed):
     rng = np.random.default_rng(seed)
     log_p, log_chance = -rng.exponential(4, 50), -np.log(rng.integers(5, 300, 50))
-    u, value = best_lapse(log_p, log_chance)
-    grid = np.linspace(0, 1, 2001)[:, None]
-    values = np.log((1 - grid) * np.exp(log_p) + grid * np.exp(log_chance)).mean(axis=1)
-    assert values.max() <= value + 1e-12 and abs(grid[values.argmax(), 0] - u) <= 5e-4
+    grid = np.linspace(0, 1, 2001)
+    values = np.log(np.outer(1 - grid, np.exp(log_p)) + np.outer(grid, np.exp(log_chance))).sum(axis=1)
+    for counts in ((0, 0), (1, 3), (0, 2), (4, 0)):
+        u, value = best_lapse(log_p, log_chance, *counts)
+        kept = values + special.xlogy(counts[0], grid) + special.xlogy(counts[1], 1 - grid)
+        assert kept.max() <= value + 1e-10 and abs(grid[kept.argmax()] - u) <= 5e-4
 
 
 @pytest.mark.parametrize("log_p", [-800.0, -5000.0, -np.inf])
 def test_a_target_that_the_softmax_leaves_no_room_gets_its_share_of_the_lapses(log_p):
-    u, value = best_lapse(np.array([log_p, np.log(0.5)]), np.log([0.1, 0.1]))
-    assert u == pytest.approx(5 / 8) and value == pytest.approx(
-        np.log([0.0625, 0.25]).mean()
-    )  # 1 / u = 0.8 / (1 - 0.8 u)
-    everyone = best_lapse(np.full(30_000, log_p), np.full(30_000, np.log(0.1)))
-    assert everyone == pytest.approx((1, np.log(0.1)))
+    u, value = best_lapse(np.array([log_p, np.log(0.5)]), np.log([0.1, 0.1]), 0, 0)
+    assert u == pytest.approx(5 / 8)  # 1 / u = 0.8 / (1 - 0.8 u)
+    assert value == pytest.approx(np.log([0.0625, 0.25]).sum())
+    everyone = best_lapse(np.full(30_000, log_p), np.full(30_000, np.log(0.1)), 0, 0)
+    assert everyone == pytest.approx((1, 30_000 * np.log(0.1)))
+    assert best_lapse(np.full(16, log_p), np.full(16, np.log(0.1)))[0] == pytest.approx(17 / 20)
 
 
 def test_targets_that_scores_all_but_rule_out_leave_the_temperature_where_it_was_planted():
