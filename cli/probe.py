@@ -229,23 +229,20 @@ def _uncertainty(found: dict[str, Any]) -> list[str]:
 
 
 def _calibration(found: dict[str, Any]) -> list[str]:
-    temperatures = {"before": f"T {1.0:.3f}", "after": f"T {found['temperature']:.3f}"}
-    nll = [
-        [temperature, f"{found['nll'][when]:.4f}", _range(found["nll"][f"{when}_interval"])]
-        for when, temperature in temperatures.items()
-    ]
+    ways = {"before": "as trained", "after": "as lists have them"}
+    nll = [[way, f"{found['nll'][when]:.4f}", _range(found["nll"][f"{when}_interval"])] for when, way in ways.items()]
     rows = [
-        [temperature, name, f"{one['ece']:.4f}", _range(one["interval"]), f"{one['floor']:.4f}",
+        [way, name, f"{one['ece']:.4f}", _range(one["interval"]), f"{one['floor']:.4f}",
          f"{one['mean_probability']:.4f}", f"{one['hit_rate']:.4f}"]
-        for when, temperature in temperatures.items() for name, one in found[when].items()
+        for when, way in ways.items() for name, one in found[when].items()
     ]  # fmt: skip
-    bound = "; the likelihood still rises there" if found["at_bound"] else ""
     return [
-        table(["target", "NLL", "interval"], nll),
-        f"T fitted on the {found['fitted_on']} targets of {found['fitted_users']:,} users{bound}. "
+        table(["probabilities", "NLL of the target", "interval"], nll),
+        f"As lists have them: at temperature {found['temperature']:.3f} and lapse rate {found['lapse']:.3f}, fitted on "
+        f"the {found['fitted_on']} targets of {found['fitted_users']:,} users. "
         f"Equal probabilities have {found['nll']['uniform']:.4f}.",
         "",
-        table(["calibration", "of", "ECE", "interval", "by chance", "claimed", "happened"], rows),
+        table(["probabilities", "of", "ECE", "interval", "by chance", "claimed", "happened"], rows),
         "claimed: the probability of the first items together. ECE: how far claimed and happened lie apart over ten",
         "groups of users; by chance: what it would be if every claim were true (its interval has that much on top).",
     ]

@@ -38,6 +38,7 @@ from recbft.errors import UserError
 from recbft.evaluation.calibration import predicted
 from recbft.evaluation.evaluate import evaluation_mode, view_of
 from recbft.evaluation.metrics import metrics_from_ranks
+from recbft.evaluation.probability import AS_TRAINED
 from recbft.evaluation.ranks import full_ranks
 from recbft.experiments.lists import parse_seeds, split_list
 from recbft.experiments.tables import text_table
@@ -133,7 +134,7 @@ def measure(
             ]
         )
         table = model.item_table()
-        (said,) = predicted(states, table, view.target, temperatures=[1.0], ks=[10], memory_mb=MEMORY_MB)
+        (said,) = predicted(states, table, view.target, calibrations=[AS_TRAINED], ks=[10], memory_mb=MEMORY_MB)
         nothing, offsets = np.zeros(0, np.int64), np.zeros(len(users) + 1, np.int64)
         ranks = full_ranks(states, table, view.target, nothing, offsets, memory_mb=MEMORY_MB)
     ndcg = metrics_from_ranks(ranks.unfiltered, (10,))["ndcg@10"]

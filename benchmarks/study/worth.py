@@ -33,6 +33,7 @@ from recbft.evaluation.calibration import predicted
 from recbft.evaluation.confidence import Ranking
 from recbft.evaluation.evaluate import Part, evaluate, evaluation_mode, view_of
 from recbft.evaluation.paired import seed_interval
+from recbft.evaluation.probability import AS_TRAINED
 from recbft.experiments.runs import by_seed, check_same, label_runs, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
@@ -132,7 +133,7 @@ def signals(model: SequenceModel, dataset: Dataset, part: Part) -> tuple[dict[st
             torch.cat([model.user_states(batch).state for batch in batches]),
             model.item_table(),
             view.target,
-            temperatures=(1.0,),
+            calibrations=(AS_TRAINED,),
             ks=(K,),
             memory_mb=256.0,
         )

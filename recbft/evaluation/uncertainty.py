@@ -7,7 +7,7 @@ Right means hit@10: the target's full rank among all items is 10 or better, ties
     top_probability   the largest probability of that softmax                 top_10_probability   its ten largest
 
 and AUROC, risk-coverage curve and its area say whether it sorts hits from misses (``confidence``). Whether the
-probabilities themselves are true, before and after a temperature fitted on validation, is ``calibration``. The
+probabilities themselves are true, as trained and as lists have them, is ``calibration``. The
 distribution is over all items, seen ones included, whatever ``filter_seen`` is.
 
 The precision has a ceiling, lam_max, and the last layer's often lies there: ``saturation`` says how much of it does.
@@ -21,9 +21,10 @@ The precision has a ceiling, lam_max, and the last layer's often lies there: ``s
                     reference_above how far its AUROC lies above this one (absent from its own entry and without one)
     saturation      {cap, coordinates, users, num_distinct}: shares of coordinates, and of users with every coordinate,
                     at the cap; distinct precisions; None without precision
-    calibration     {temperature, at_bound, fitted_on, fitted_users, nll: {before, before_interval, after,
+    calibration     {temperature, lapse, fitted_on, fitted_users, nll: {before, before_interval, after,
                     after_interval, uniform}, before: {"hit@1", "hit@10"}, after: {"hit@1", "hit@10"}}, each hit@k as
-                    ``calibration.calibration`` returns it; uniform: ln V, that of equal probabilities
+                    ``calibration.calibration`` returns it; before: as trained, after: at temperature and lapse rate;
+                    uniform: ln V, that of equal probabilities
 
 Shapes: S histories, N users, D state width.
 """
@@ -41,9 +42,10 @@ from torch import Tensor
 from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
-from recbft.evaluation.calibration import Predicted, calibration, fit_temperature, predicted
+from recbft.evaluation.calibration import Predicted, calibration, predicted
 from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval
 from recbft.evaluation.evaluate import Part, evaluation_mode, states_of_view, view_of
+from recbft.evaluation.probability import AS_TRAINED, fit, fitting_users
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.trace import at_cap as saturated
 from recbft.evaluation.trace import trace
@@ -73,7 +75,7 @@ def uncertainty(
     """The figures above, ready for JSON.
 
     Args:
-        users: row numbers of the users to judge by, and to fit the temperature on; all unless given.
+        users: row numbers of the users to judge by, and to fit the probabilities on; all unless given.
         samples, seed: of the bootstrap over users.
         memory_mb: bound on the scores held at a time; users by items are never held at once.
 
@@ -90,13 +92,12 @@ def uncertainty(
             read.states, table, view.target, nothing_seen[:0], nothing_seen, memory_mb=memory_mb,
             user_ids=dataset.user_ids if users is None else dataset.user_ids[users],
         ).unfiltered  # fmt: skip
-        fit_view = view_of(dataset, "validation", users)
-        fitted = read.states
-        if part != "validation":
-            fitted, _ = states_of_view(model, dataset, fit_view, table.weight.device)
-        temperature = fit_temperature(fitted, table, fit_view.target, memory_mb=memory_mb)
+        everyone = np.arange(dataset.num_users) if users is None else users
+        fit_view = view_of(dataset, "validation", fitting_users(dataset, everyone))
+        states, _ = states_of_view(model, dataset, fit_view, table.weight.device)
+        fitted = fit(states, table, fit_view.target, memory_mb=memory_mb)
         before, after = predicted(
-            read.states, table, view.target, temperatures=(1.0, temperature.value), ks=(1, K), memory_mb=memory_mb
+            read.states, table, view.target, calibrations=(AS_TRAINED, fitted), ks=(1, K), memory_mb=memory_mb
         )
     hit = rank <= K
     return {
@@ -117,8 +118,7 @@ def uncertainty(
         ),
         "saturation": _saturation(model, read),
         "calibration": {
-            "temperature": temperature.value,
-            "at_bound": temperature.at_bound,
+            **fitted._asdict(),
             "fitted_on": "validation",
             "fitted_users": int(fit_view.target.size),
             "nll": {

@@ -45,7 +45,8 @@ def load_probes(comparison: Comparison) -> tuple[Probes, list[str]]:
 def _misfit(probe: Mapping[str, Any], comparison: Comparison) -> str:
     """Why a probe does not belong to a comparison of the test; "" where it does."""
     protocol, mechanism, uncertainty = probe["protocol"], probe["mechanism"], probe["uncertainty"]
-    if protocol["recbft_version"] != comparison.protocol["recbft_version"]:
+    older = "lapse" not in uncertainty["calibration"]
+    if older or protocol["recbft_version"] != comparison.protocol["recbft_version"]:
         return "of another version"
     if protocol["content_hash"] != comparison.protocol["content_hash"]:
         return "of other data"
@@ -198,22 +199,22 @@ def _calibration_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
         for when in ("before", "after"):
             name = list(ones[0][when])[-1]
             own = [one[when][name] for one in ones]
-            temperature = 1.0 if when == "before" else _mean([one["temperature"] for one in ones])
+            numbers = [_mean([one[key] for one in ones]) for key in ("temperature", "lapse")]
             rows.append(
-                [arm, temperature, _mean([one["nll"][when] for one in ones]), name,
+                [arm, *([1.0, 0.0] if when == "before" else numbers), _mean([one["nll"][when] for one in ones]), name,
                  *(_mean([one[key] for one in own]) for key in ("ece", "floor", "mean_probability", "hit_rate"))]
             )  # fmt: skip
     one = next(iter(next(iter(parts.values())).values()))["calibration"]
-    at_bound = [arm for arm, each in parts.items() if any(one["calibration"]["at_bound"] for one in each.values())]
-    beyond = f" T of {', '.join(at_bound)} lies at an end of the range that is searched." if at_bound else ""
     return Table(
         name="calibration",
         title="Are its probabilities true?",
-        caption=f"Softmax over all items, as trained (T = 1) and at the temperature fitted on {one['fitted_on']}. NLL: "
-        f"of the target (equal probabilities: {one['nll']['uniform']:.4f}). ECE: how far claimed and happened lie "
-        f"apart over ten groups of users; if true: what chance alone would show. Means over the probed seeds.{beyond}",
-        columns=[Column("arm"), Column("T", "value"), Column("NLL", "value"), Column("of"), Column("ECE", "value"),
-                 Column("if true", "value"), Column("claimed", "value"), Column("happened", "value")],
+        caption="Over all items, as trained (temperature T = 1, lapse rate u = 0) and as lists have them, with T and u "
+        f"fitted on {one['fitted_on']}. NLL: of the target (equal probabilities: {one['nll']['uniform']:.4f}). ECE: "
+        "how far claimed and happened lie apart over ten groups of users; if true: what chance alone would show. "
+        "Means over the probed seeds.",
+        columns=[Column("arm"), Column("T", "value"), Column("u", "value"), Column("NLL", "value"), Column("of"),
+                 Column("ECE", "value"), Column("if true", "value"), Column("claimed", "value"),
+                 Column("happened", "value")],
         rows=rows,
     )  # fmt: skip
 
@@ -289,8 +290,8 @@ def _uncertainty_plots(parts: Mapping[str, Mapping[int, Any]]) -> list[Plot]:
     reliability = {
         label: ([b["probability"] for b in bins], [b["hit_rate"] for b in bins])
         for label, bins in (
-            ("as trained, T = 1", calibration["before"][name]["bins"]),
-            (f"fitted, T = {calibration['temperature']:.2f}", calibration["after"][name]["bins"]),
+            ("as trained", calibration["before"][name]["bins"]),
+            ("as lists have them", calibration["after"][name]["bins"]),
         )
     }  # fmt: skip
     drawn = plots.lines(reliability, f"claimed chance of {name}", "share of hits", "Reliability", diagonal=True)

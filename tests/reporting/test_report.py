@@ -258,11 +258,11 @@ def test_confidences_and_probabilities_are_shown_as_means_with_intervals_over_th
     for arm, probes in (("bft", ours), ("matched", plain)):
         for when in ("before", "after"):
             found = [probe["uncertainty"]["calibration"] for probe in probes]
-            temperature = 1.0 if when == "before" else means(found, "temperature")[0]
+            numbers = [1.0, 0.0] if when == "before" else means(found, "temperature", "lapse")
             nll = means([one["nll"] for one in found], when)
             hits = means([one[when]["hit@10"] for one in found], "ece", "floor", "mean_probability", "hit_rate")
-            expected.append([arm, "hit@10", *(pytest.approx(value) for value in (temperature, *nll, *hits))])
-    assert [[row[0], row[3], *row[1:3], *row[4:]] for row in calibration.rows] == expected
+            expected.append([arm, "hit@10", *(pytest.approx(value) for value in (*numbers, *nll, *hits))])
+    assert [[row[0], row[4], *row[1:4], *row[5:]] for row in calibration.rows] == expected
     aurocs = [probe["uncertainty"]["confidences"]["precision"]["auroc"] for probe in ours]
     low, high = over_seeds(aurocs)
     said = f"AUROC {np.mean(aurocs):.3f} on average over seeds 0,1, 95 % interval over seeds {low:.3f} to {high:.3f}"
@@ -292,10 +292,7 @@ def test_curves_of_probes_are_means_by_frequency_and_one_probe_s_risk_and_reliab
     assert set(risk) == {"at random", "precision", "negative entropy", "history length"}
     curve = one["confidences"]["precision"]["curve"]
     assert risk["precision"] == (curve["coverage"], curve["risk"])
-    for label, when in (
-        ("as trained, T = 1", "before"),
-        (f"fitted, T = {one['calibration']['temperature']:.2f}", "after"),
-    ):
+    for label, when in (("as trained", "before"), ("as lists have them", "after")):
         bins = one["calibration"][when]["hit@10"]["bins"]
         assert reliability[label] == ([b["probability"] for b in bins], [b["hit_rate"] for b in bins])
 
@@ -341,16 +338,6 @@ def test_what_only_one_probed_seed_has_keeps_that_seeds_own_interval(copied):
     assert own["history length"] == tuple(other["history_length"]["auroc_interval"])
 
 
-@pytest.mark.parametrize("at_bound", [False, True])
-def test_a_temperature_at_the_end_of_its_range_is_said_to_be(copied, at_bound):
-    for name in ("bft-seed0", "bft-seed1", "matched-seed0"):
-        bound = at_bound and name == "bft-seed1"
-        changed_probe(copied / "runs" / name, lambda found, bound=bound: found["calibration"].update(at_bound=bound))
-    section = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False).sections[3]
-    said = "T of bft lies at an end of the range that is searched."
-    assert (said in section.tables[1].caption) == at_bound
-
-
 def test_without_probes_a_line_says_what_makes_them(copied):
     for path in copied.glob("runs/*/probe.json"):
         path.unlink()
@@ -376,6 +363,7 @@ def test_a_damaged_probe_and_one_of_other_data_are_left_out_and_named(copied):
         (lambda probe: probe["protocol"].update(part="validation"), "of the validation, not the test"),
         (lambda probe: probe["uncertainty"].update(num_users=30), "of 30 of the 150 users"),
         (lambda probe: probe["protocol"].update(recbft_version="0.0"), "of another version"),
+        (lambda probe: probe["uncertainty"]["calibration"].pop("lapse"), "of another version"),
         (lambda probe: probe.pop("mechanism"), "damaged or of another version"),
     ],
 )
