@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -35,7 +36,7 @@ def fitted_folder(out: str | Path | None) -> Iterator[FittedFolder]:
         yield FittedFolder(Path(out), None)
         return
     place = tempfile.mkdtemp(prefix="recbft-")
-    remove = partial(shutil.rmtree, place, ignore_errors=True)
+    remove = partial(_remove, place, os.getpid())
     try:
         yield FittedFolder(Path(place) / "run", remove)
     except RunInterruptedError:
@@ -45,6 +46,12 @@ def fitted_folder(out: str | Path | None) -> Iterator[FittedFolder]:
     except BaseException:
         remove()
         raise
+
+
+def _remove(place: str, owner: int) -> None:
+    """Remove a folder in the process that made it: one forked from it ends earlier, and holds copies of its objects."""
+    if os.getpid() == owner:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 class _Kept:

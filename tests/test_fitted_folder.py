@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,3 +23,21 @@ def test_a_temporary_folder_stays_after_an_interruption_if_it_holds_a_run(error,
             place.path.mkdir()
         raise error("stopped")
     assert bool(list(tmp_path.iterdir())) == stays
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_temporary_folder_outlives_a_process_forked_from_the_one_that_made_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = SimpleNamespace()
+    with fitted_folder(None) as place:
+        place.path.mkdir()
+        place.go_with(run)
+    child = os.fork()
+    if child == 0:
+        del run
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert place.path.is_dir(), "the child let go of its copy of the run"
+    del run
+    assert not list(tmp_path.iterdir()), "whoever made it removes it"
