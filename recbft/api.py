@@ -392,9 +392,7 @@ class Recommender:
         if self.run is None:  # else they are a run's, not asked for here
             own.check_prepared(dataset)
             asked = own.preparation().to_dict()
-        # With its columns, so that the file behind it, given to this run with -d, is read as it was here.
-        data = {"dataset": dataset.name, "data_root": own.data_root, **dataset.columns, **asked}
-        return replace(self.config, data=DataConfig(**data))
+        return replace(self.config, data=DataConfig.behind(dataset, data_root=own.data_root, **asked))
 
     def _of_model(self, ask: Callable[..., T]) -> Callable[..., T]:
         """A function that asks a model about histories, of this one."""

@@ -24,6 +24,7 @@ import torch
 
 import recbft
 from recbft import Dataset, Recommender
+from recbft.datasets import Preparation
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import RunError, UserError
 from recbft.models.backbone import Backbone
@@ -551,6 +552,21 @@ def test_ids_that_are_lists_and_lengths_that_are_no_whole_numbers_are_refused(fi
 def test_columns_beside_a_data_set_that_is_given_are_refused(dataset):
     with pytest.raises(UserError, match=r"data.user is 'nobody', but a data set is given, which has its columns"):
         Recommender("sasrec", user="nobody", **SMALL).fit(dataset)
+
+
+def test_a_run_reads_the_file_behind_its_frame_with_the_frame_s_filters(dataset, tmp_path):
+    frame = pd.DataFrame({"who": np.repeat(dataset.user_ids, dataset.lengths), "what": dataset.decode(dataset.items)})
+    frame["stars"] = np.arange(len(frame)) % 7
+    frame.to_csv(tmp_path / "ratings.csv", index=False)
+    preparation = Preparation(min_user_events=6, deduplicate="first", where="stars>0")
+    given = Dataset.from_frame(frame, user="who", item="what", preparation=preparation)
+    recommender = Recommender("sasrec", **SMALL).fit(given, out=tmp_path / "run")
+    again = Recommender.load(tmp_path / "run").config.data
+    assert again.load_again(str(tmp_path / "ratings.csv")).content_hash == given.content_hash
+    recommender.run.metrics_file.unlink()  # as if it had been stopped before
+    session.resume(tmp_path / "run", dataset=str(tmp_path / "ratings.csv"))
+    other = Dataset.from_frame(frame.assign(stars=1), user="who", item="what")
+    assert recommender.fit(other).config.data.preparation() == Preparation(), "each data set has its own"
 
 
 def test_a_recommender_knows_its_folder_wherever_the_program_goes(dataset, tmp_path, monkeypatch):

@@ -41,6 +41,18 @@ class DataConfig:
             raise UserError("dataset is empty; give a data set's name or a file")
         self.preparation()  # checks the values it holds
 
+    @classmethod
+    def behind(cls, dataset: Dataset, **more: Any) -> DataConfig:
+        """What reads the file behind a data set that is given as it was read here: by its columns and with its filters.
+
+        Args:
+            more: other fields; filters among them hold where the data set has none of its own to tell, as one that
+                comes from a card or a canonical file.
+        """
+        filters = dataset.preparation.get("filters", {}) if dataset.columns else {}
+        values: dict[str, Any] = {**more, "dataset": dataset.name, **dataset.columns, **filters}
+        return cls(**values)
+
     def resolved(self) -> DataConfig:
         """The same with the data set named; a warning says so where a stand-in takes the default's place."""
         if self.dataset is not None:

@@ -65,6 +65,8 @@ def load_dataset(
     stored = _stored_record(found.path)
     if stored is not None and "time" not in asked:
         chosen = replace(chosen, time=USUAL_TIME if stored["has_times"] else None)
+    if stored is not None and preparation.to_dict() == stored["preparation"].get("filters"):
+        preparation = Preparation()  # what the file was prepared with: its columns may be gone
     if preparation != Preparation():
         chosen = replace(chosen, preparation=preparation)
     dataset = _read(found.path, chosen, name=_name(found, stored))

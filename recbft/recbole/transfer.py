@@ -83,8 +83,7 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     Raises:
         UserError: the items are not the same, or the folder is taken.
     """
-    columns: dict[str, Any] = dict(data.columns)
-    config = replace(model.run, data=DataConfig(dataset=data.name, **columns))
+    config = replace(model.run, data=DataConfig.behind(data))
     place = {token: number for number, token in enumerate(model.item_tokens)}
     numbers = np.array([place.get(str(raw), 0) for raw in data.item_ids], dtype=np.int64)
     _check_same_items(numbers, data.item_ids, model.recommender, "the RecBole model")

@@ -231,6 +231,15 @@ def test_a_saved_data_set_keeps_its_name_and_record_and_can_be_filtered_again(tm
     assert [p.name for p in tmp_path.iterdir()] == ["file.parquet"]
 
 
+def test_a_saved_data_set_is_not_filtered_again_by_what_it_was_prepared_with(tmp_path):
+    frame = pd.DataFrame({"user_id": list("aaaabbb"), "item_id": [1, 2, 3, 4, 1, 2, 3], "stars": [0, 1, 1, 1, 1, 1, 1]})
+    first = Dataset.from_frame(frame, preparation=Preparation(where="stars>0"))
+    first.save(tmp_path / "file.parquet")
+    assert_equal(Dataset.load(tmp_path / "file.parquet", preparation=Preparation(where="stars>0")), first)
+    with pytest.raises(UserError, match="no column 'stars'"):
+        Dataset.load(tmp_path / "file.parquet", preparation=Preparation(where="stars>1"))
+
+
 @pytest.mark.parametrize(
     "asked", [{"user": "user_id"}, {"time": "timestamp"}, {"preparation": Preparation(deduplicate="first")}]
 )
