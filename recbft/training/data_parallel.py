@@ -32,6 +32,7 @@ from recbft.errors import OneProcessError, RunError, UserError
 from recbft.models.contract import TrainableModel
 from recbft.torchrun import Process, this_process
 from recbft.training.config import TrainingConfig
+from recbft.training.run_settings import seed_everything
 
 T = TypeVar("T")
 _Outcome = tuple[Any, Exception | None]  # what was made, or why it was not
@@ -89,11 +90,11 @@ class Team:
         """Until all processes have come here."""
         self.gathered(None)
 
-    def draw_apart(self, seed: int) -> None:
+    def draw_apart(self, seed: int, device: torch.device) -> None:
         """Let the processes draw different random numbers from here on; the first one those of a process alone."""
         if not self.leads:
             drawn = np.random.SeedSequence([seed, self.process.rank]).generate_state(1)
-            torch.manual_seed(int(drawn[0]))
+            seed_everything(int(drawn[0]), device)
 
     def align(self, model: nn.Module) -> None:
         """Give the model the buffers that the first process has."""

@@ -23,7 +23,10 @@ from recbft.training.checkpoint import TrainState, vocabulary_hash
 from recbft.training.controllers import Controllers, make_controllers
 from recbft.training.graphed_steps import GraphedSteps
 from recbft.training.optimiser import make_optimizer
+from recbft.training.run_settings import seed_everything
 from recbft.training.warm_start import warm_start
+
+CPU = torch.device("cpu")
 
 
 class Parts(NamedTuple):
@@ -46,7 +49,7 @@ def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, beg
     Raises:
         UserError: a part cannot be made.
     """
-    model = build_model(config, dataset)
+    model = build_model(config, dataset, device)
     begun_from = warm_start(model, config, dataset) if begins else None
     model = model.to(device)
     optimizer = make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None
@@ -60,12 +63,16 @@ def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, beg
     )
 
 
-def build_model(config: RunConfig, dataset: Dataset) -> nn.Module:
-    """The untrained model of a run."""
+def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU) -> nn.Module:
+    """The untrained model of a run, on the CPU.
+
+    Args:
+        device: where it will be trained, of whose random numbers those of the run begin here.
+    """
     counts = torch.from_numpy(np.asarray(dataset.training_counts))
     model = config.build(counts)
     # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.
-    torch.manual_seed(config.seed)
+    seed_everything(config.seed, device)
     return model
 
 

@@ -107,6 +107,16 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if device.index is None else torch.cuda.device(device)
 
 
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Begin the random numbers of a run on a device anew: those of ``rng_state``.
+
+    ``torch.manual_seed`` would begin those of all GPUs anew, which belong to the caller.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)  # of the current one, which is the run's
+
+
 def rng_state(generator: torch.Generator, device: torch.device) -> dict[str, Any]:
     """The random state of a run: of what dropout is drawn from and, where it trains on one, of its GPU.
 

@@ -202,7 +202,7 @@ class Session:
             self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
         self.rows: list[Row] = []
         self.is_saved = False  # whether there is a state to go on from
-        together.draw_apart(config.seed)
+        together.draw_apart(config.seed, device)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

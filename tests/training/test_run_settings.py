@@ -62,6 +62,16 @@ def test_on_the_cpu_a_gpu_s_random_state_is_left_alone(monkeypatch):
     set_rng_state(generator, {"cpu": generator.get_state(), "cuda": torch.zeros(16, dtype=torch.uint8)}, cpu)
 
 
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", []), ("cuda", [7])])
+def test_the_random_numbers_of_a_run_begin_on_its_own_device_alone(device, gpus, monkeypatch):
+    begun = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", begun.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("other GPUs belong to the caller"))
+    with torch.random.fork_rng(devices=[]):
+        run_settings.seed_everything(7, torch.device(device))
+        assert torch.initial_seed() == 7 and begun == gpus
+
+
 @pytest.mark.parametrize(("given", "kept"), [("", ":4096:8"), (":16:8", ":16:8")])
 def test_a_deterministic_run_on_a_gpu_has_what_its_products_ask_for(given, kept, monkeypatch):
     monkeypatch.setattr(run_settings, "_device", lambda name, here: torch.device(name))

@@ -358,6 +358,12 @@ def test_a_folder_that_is_taken_is_refused_before_the_data_are_read(tmp_path, da
 # The caller's process --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("settings", [{}, {"mixer": "regime", "controllers": {"guardian": {}}}])
+def test_a_run_on_the_cpu_leaves_the_random_state_of_gpus_alone(settings, dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("it belongs to the caller"))
+    session.train(config(epochs=1, **settings), tmp_path / "a", dataset=dataset)
+
+
 @pytest.mark.parametrize("ending", [None, Stopped, KeyboardInterrupt])
 def test_the_caller_s_random_state_threads_and_determinism_are_left_as_they_were(dataset, tmp_path, ending):
     threads = torch.get_num_threads()

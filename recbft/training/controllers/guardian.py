@@ -70,7 +70,7 @@ class Guardian:
         if not self.guarded:
             raise UserError("the guardian moves the temperature of mixer 'regime', which this model does not have")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             self.policy = GaussianPolicy(4, 3)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=config.learning_rate)
         self.generator = torch.Generator().manual_seed(seed)
