@@ -29,7 +29,7 @@ from recbft.datasets.config import DataConfig
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.paired import holm
 from recbft.experiments.arms import ArmSpec
-from recbft.experiments.comparison import COMPARISON_FILE, Comparison
+from recbft.experiments.comparison import COMPARISON_FILE, DATA_FILE, Comparison
 from recbft.experiments.document import cells_of, comparison_document
 from recbft.experiments.experiment import plan_comparison, train_and_compare, usual_workers
 from recbft.experiments.lists import parse_metrics, split_list
@@ -39,7 +39,6 @@ from recbft.experiments.results import METRICS
 from recbft.files import make_folder, plain
 from recbft.run_config import RunConfig
 
-DATA_FILE = "dataset.parquet"  # in the folder of a comparison: the data set that was given
 # What messages call as the command line does.
 _OPTION = re.compile(r"(?<!\S)--(arms|seeds|baseline|out)\b")
 

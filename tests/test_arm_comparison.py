@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,8 +20,9 @@ from recbft.arm_comparison import Compared
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.paired import compare_seeds, holm
-from recbft.experiments.comparison import load_comparison
+from recbft.experiments.comparison import DATA_FILE, load_comparison
 from recbft.experiments.results import results_of
+from recbft.reporting.subject import subject_of_comparison
 from recbft_cli.main import main
 from tests.experiments.conftest import Watch
 from tests.experiments.test_results import made_up
@@ -130,6 +132,23 @@ def test_a_data_set_is_kept_as_it_was_given(frame, tmp_path, kind):
     alone = Recommender("sasrec", arm="matched", seed=0, threads=1, **SMALL).fit(given)
     pd.testing.assert_frame_equal(pd.read_parquet(run / "per_user.parquet"), alone.evaluate(given).per_user)
     assert Recommender.load(run).evaluate().metrics == alone.evaluate(given).metrics
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_comparison_that_was_moved_has_its_data_set_still(several, made, dataset, tmp_path):
+    folder = tmp_path / "moved" / "sasrec" if several else tmp_path / "moved"
+    shutil.copytree(made[1], folder)
+    if several:
+        (folder / DATA_FILE).rename(folder.parent / DATA_FILE)
+    for protocol in folder.glob("runs/*/protocol.json"):  # as of a call with a folder relative to where it was made
+        content = json.loads(protocol.read_bytes())
+        content["config"]["data"]["dataset"] = f"elsewhere/{DATA_FILE}"
+        protocol.write_text(json.dumps(content))
+    subject = subject_of_comparison(load_comparison(folder))
+    assert subject.items is not None and subject.missing == ""
+    np.testing.assert_array_equal(subject.items.counts, dataset.training_counts[1:])
+    (folder.parent / DATA_FILE if several else folder / DATA_FILE).unlink()
+    assert f"elsewhere/{DATA_FILE}: no such file" in subject_of_comparison(load_comparison(folder)).missing
 
 
 def test_it_trains_what_the_command_trains(capsys, made, frame, tmp_path):

@@ -25,6 +25,7 @@ from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, by_seed, check_same, label_runs, read_run
 
 COMPARISON_FILE = "comparison.json"
+DATA_FILE = "dataset.parquet"  # beside it, or beside those of several models: the data set that a program gave
 BASELINE = "matched"  # where it takes part and no other is named
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -22,7 +22,7 @@ from recbft.datasets.config import DataConfig
 from recbft.datasets.dataset import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.protocol import SETTINGS, headline_setting
-from recbft.experiments.comparison import Comparison
+from recbft.experiments.comparison import DATA_FILE, Comparison
 from recbft.experiments.runs import COLUMNS, Run, check_same, label_runs, read_run
 
 IntArray = NDArray[np.int64]
@@ -91,6 +91,7 @@ def subject_of_runs(
 def subject_of_comparison(comparison: Comparison, *, data_root: str | Path | None = None) -> Subject:
     """All arms of a comparison over the seeds they share; an arm joins the settings that it has ranks for."""
     config = next((arm.config for arm in comparison.arms.values() if arm.config.get("data")), {})
+    config = {**config, "data": _where_it_lies(config.get("data", {}), comparison.path)}
     content = comparison.protocol["content_hash"]
     items, missing = load_items(config, content, comparison.users, data_root)
     return Subject(
@@ -132,6 +133,14 @@ def load_items(
     if not np.array_equal(dataset.user_ids.astype(str), np.asarray(users).astype(str)):
         return None, f"{dataset.name} as loaded lists other users than the runs"
     return Items(counts=dataset.training_counts[1:], gap=_gap(dataset), seconds=_in_seconds(dataset)), ""
+
+
+def _where_it_lies(data: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
+    """Data that a comparison keeps by the place they have now: its folder may have moved, or be read from elsewhere."""
+    if folder is None or Path(str(data.get("dataset"))).name != DATA_FILE:
+        return data
+    here = (place / DATA_FILE for place in (folder, folder.absolute().parent))
+    return {**data, "dataset": next((str(file) for file in here if file.is_file()), data["dataset"])}
 
 
 def _with_root(data: DataConfig, data_root: str | Path | None) -> DataConfig:
