@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.events import Events, check_columns
+from recbft.datasets.events import USUAL_TIME, Events, check_columns, warn_if_out_of_order
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -93,7 +93,8 @@ class Dataset:
             frame: a pandas data frame, a pyarrow table, or any table that speaks arrow (polars, duckdb).
             user, item: the columns with raw ids.
             time: the column that orders a user's events (whole numbers or dates, as text too; ties keep the row order).
-                Without it the row order is the order, and the data set has no times.
+                Without it the row order is the order, and the data set has no times; a warning says so where a column
+                ``timestamp`` contradicts that order.
             preparation: filters and minimum counts.
 
         Raises:
@@ -108,6 +109,8 @@ class Dataset:
         wanted = [user, item, *([time] if time is not None else []), *preparation.columns()]
         table = _as_table(frame, wanted, name)
         events = Events.from_table(table, source=name, user=user, item=item, time=time, extra=preparation.columns())
+        if time is None and USUAL_TIME not in wanted and (times := _usual_times(frame, table)) is not None:
+            warn_if_out_of_order(events, times, "the frame's", stacklevel=2)
         made = cls.from_events(events, name=name, preparation=preparation)
         return replace(made, columns={"user": user, "item": item, "time": time})
 
@@ -250,6 +253,19 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
         with contextlib.suppress(pa.ArrowInvalid):  # a single column is no table
             return pa.RecordBatchReader.from_stream(frame).read_all()
     raise UserError(f"a {type(frame).__name__} is not a table; give a pandas data frame or a pyarrow table")
+
+
+def _usual_times(frame: Any, table: Any) -> Any:
+    """The column of a frame that usually holds times; None where there is none, or it cannot be read.
+
+    Args:
+        table: what ``_as_table`` made of it.
+    """
+    if isinstance(frame, pd.DataFrame):
+        with contextlib.suppress(UserError):  # a column that nobody named may hold anything
+            return _as_table(frame, [USUAL_TIME], "").column(USUAL_TIME)
+        return None
+    return table.column(USUAL_TIME) if table.column_names.count(USUAL_TIME) == 1 else None
 
 
 def _as_array(column: pd.Series, name: str, source: str) -> Any:

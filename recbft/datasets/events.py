@@ -9,6 +9,7 @@ Rows are numbered from 1, the header not counted; every refusal names source, ro
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -23,6 +24,7 @@ from recbft.datasets import dates
 from recbft.errors import UserError, did_you_mean
 
 FLOAT_DIGITS = {16: 11, 32: 24, 64: 53}  # bits of a float -> binary digits that it holds
+USUAL_TIME = "timestamp"  # the column that holds times in most data
 TICKS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -101,6 +103,23 @@ def steps_back(users: NDArray[np.int64], times: Any) -> int:
         return 0
     order = np.argsort(users, kind="stable")
     return int(((np.diff(ticks[order]) < 0) & (np.diff(users[order]) == 0)).sum())
+
+
+def warn_if_out_of_order(events: Events, times: Any, order: str, *, stacklevel: int) -> None:
+    """Say where a column that looks like the time contradicts the row order, which is taken as it is.
+
+    Args:
+        times: the column ``USUAL_TIME`` of the source, which nobody has named.
+        order: the rows', in a word or two.
+        stacklevel: 1 for the function that calls this one.
+    """
+    backwards = steps_back(events.user.dictionary_encode().indices.to_numpy(), times)
+    if backwards:
+        warnings.warn(
+            f"{events.source}: rows are taken in {order} order, but column {USUAL_TIME!r} goes backwards within a user "
+            f"{backwards:,} times; name it as the time column to sort by it",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from recbft.datasets import cards
 from recbft.datasets.cards import Card, CardFile, Counts
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.events import Events, steps_back
+from recbft.datasets.events import USUAL_TIME, Events, warn_if_out_of_order
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.readers import FORMATS, atomic_file, column_names, read_table
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
@@ -30,7 +30,6 @@ from recbft.errors import UserError
 from recbft.files import write_parquet
 
 METADATA_KEY = b"recbft"
-USUAL_TIME = "timestamp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,19 +152,8 @@ def read_events(
         table = read_table(path, named, separator=separator, columns=columns)
     events = Events.from_table(table, source=str(path), user=user, item=item, time=time, extra=extra)
     if times is not None:
-        _warn_if_out_of_order(events, times, path)
+        warn_if_out_of_order(events, times, "file", stacklevel=2)
     return events
-
-
-def _warn_if_out_of_order(events: Events, times: Any, path: Path) -> None:
-    """The row order is taken as it is: say so where a column that looks like the time contradicts it."""
-    backwards = steps_back(events.user.dictionary_encode().indices.to_numpy(), times)
-    if backwards:
-        warnings.warn(
-            f"{path}: rows are taken in file order, but column {USUAL_TIME!r} goes backwards within a user "
-            f"{backwards:,} times; name it as the time column to sort by it",
-            stacklevel=2,
-        )
 
 
 def _compare(dataset: Dataset, card: Card, found: _Found) -> None:
@@ -206,7 +194,7 @@ def _stored_record(path: Path) -> dict[str, Any] | None:
         return None
     try:
         metadata = pq.read_schema(path).metadata or {}
-    except (pa.ArrowInvalid, OSError):
+    except (pa.ArrowInvalid, OSError, UnicodeEncodeError):
         return None  # the reader says what is wrong
     if METADATA_KEY not in metadata:
         return None

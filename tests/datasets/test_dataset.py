@@ -291,6 +291,33 @@ def test_a_file_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_wa
         Dataset.load(tmp_path / "b.csv")
 
 
+@pytest.mark.parametrize("form", [lambda frame: frame, pa.Table.from_pandas], ids=["pandas", "arrow"])
+def test_a_frame_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_warning(form):
+    frame = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "timestamp": [3, 2, 1, 1, 2, 3]})
+    for times in (frame["timestamp"], pd.to_datetime(frame["timestamp"], unit="s")):
+        with pytest.warns(UserWarning, match=r"ratings: rows are taken in the frame's order, .* 2 times") as found:
+            dataset = Dataset.from_frame(form(frame.assign(timestamp=times)), name="ratings")
+        assert dataset.decode(dataset.items[:3]).tolist() == [0, 1, 2] and dataset.times is None
+        assert found[0].filename == __file__, "it points at the call"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Dataset.from_frame(form(frame), time="timestamp")
+        Dataset.from_frame(form(frame.assign(other=range(6))), time="other")
+        Dataset.from_frame(form(frame.sort_values("timestamp")))
+        Dataset.from_frame(form(frame.drop(columns="timestamp")))
+        Dataset.from_frame(form(frame.rename(columns={"timestamp": "t", "item_id": "timestamp"})), item="timestamp")
+    Dataset.from_frame(frame.assign(timestamp=[{1}, "2", 3, None, 5, 6]))  # nobody has named it
+
+
+def test_a_name_without_utf8_is_said_to_be_one(tmp_path):
+    try:
+        (tmp_path / "\udcff.parquet").write_bytes(b"PAR1")
+    except OSError:
+        pytest.skip("this file system takes none")
+    with pytest.raises(UserError, match="has no UTF-8; replace it"):
+        Dataset.load(tmp_path / "\udcff.parquet")
+
+
 def test_the_same_events_give_the_same_hashes_in_every_format(tmp_path):
     frame = pd.DataFrame({"user_id": [1, 2] * 4, "item_id": [5, 5, 6, 7, 7, 8, 9, 6], "timestamp": range(8)})
     frame.to_parquet(tmp_path / "a.parquet")
