@@ -46,8 +46,7 @@ class DataConfig:
         """What reads the file behind a data set that is given as it was read here: by its columns and with its filters.
 
         Args:
-            more: other fields; filters among them hold where the data set has none of its own to tell, as one that
-                comes from a card or a canonical file.
+            more: other fields; filters among them hold where the data set is a card's or a canonical file's as it is.
         """
         filters = dataset.preparation.get("filters", {}) if dataset.columns else {}
         values: dict[str, Any] = {**more, "dataset": dataset.name, **dataset.columns, **filters}

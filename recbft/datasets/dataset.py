@@ -47,7 +47,8 @@ class Dataset:
     user_ids: NDArray[Any]  # (U,) int64, or object holding str
     item_ids: NDArray[Any]  # (V,) int64, or object holding str
     preparation: dict[str, Any] = field(default_factory=dict)  # source, filters, counts before and after; JSON-able
-    # user, item, time: the columns of the frame or file it was made of; empty where those need no telling (a card's)
+    # user, item, time: the columns of the frame or file it was made of, None for those that a card or a canonical file
+    # has; empty where it is one of these as it stands
     columns: dict[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

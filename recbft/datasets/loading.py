@@ -79,6 +79,8 @@ def load_dataset(
         _compare(dataset, found.card, found)
     if found.card is None and stored is None:
         dataset = replace(dataset, columns={"user": chosen.user, "item": chosen.item, "time": chosen.time})
+    elif asked or preparation != Preparation():  # the card or the canonical file alone stands for other data
+        dataset = replace(dataset, columns={key: asked.get(key) for key in ("user", "item", "time")})
     return dataset
 
 

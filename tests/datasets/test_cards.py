@@ -190,6 +190,19 @@ def test_the_raw_movielens_file_is_read_with_its_own_separator(tmp_path):
     assert dataset.times is not None
 
 
+@pytest.mark.filterwarnings("ignore:.* expects 6,040 users")
+def test_a_run_finds_a_card_s_data_again_as_they_were_asked_for(tmp_path):
+    (tmp_path / "ml-1m").mkdir()
+    rows = [f"{user}::{item}::{5 - user % 2}::{100 - item}" for user in range(1, 9) for item in range(user % 3, 9)]
+    (tmp_path / "ml-1m" / "ratings.dat").write_text("\n".join([*rows, ""]))
+    usual = Dataset.load("ml-1m", data_root=tmp_path)
+    by_rating = Dataset.load("ml-1m", data_root=tmp_path, time="rating")
+    fewer = Dataset.load("ml-1m", data_root=tmp_path, preparation=Preparation(min_user_events=8, where="rating>4"))
+    assert len({data.content_hash for data in (usual, by_rating, fewer)}) == 3 and usual.columns == {}
+    for data in (usual, by_rating, fewer):
+        assert DataConfig.behind(data, data_root=str(tmp_path)).load().content_hash == data.content_hash
+
+
 def test_settings_that_the_synthetic_data_set_lacks_are_refused():
     with pytest.raises(UserError, match="the synthetic data set has no file: columns and filters do not apply"):
         Dataset.load("synthetic", time="timestamp")

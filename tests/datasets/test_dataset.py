@@ -232,10 +232,13 @@ def test_a_saved_data_set_keeps_its_name_and_record_and_can_be_filtered_again(tm
 
 
 def test_a_saved_data_set_is_not_filtered_again_by_what_it_was_prepared_with(tmp_path):
-    frame = pd.DataFrame({"user_id": list("aaaabbb"), "item_id": [1, 2, 3, 4, 1, 2, 3], "stars": [0, 1, 1, 1, 1, 1, 1]})
+    frame = pd.DataFrame({"user_id": list("aaaaabbb"), "item_id": [1, 2, 3, 4, 5, 2, 3, 4], "stars": [0, *[1] * 7]})
     first = Dataset.from_frame(frame, preparation=Preparation(where="stars>0"))
     first.save(tmp_path / "file.parquet")
     assert_equal(Dataset.load(tmp_path / "file.parquet", preparation=Preparation(where="stars>0")), first)
+    fewer = Dataset.load(tmp_path / "file.parquet", preparation=Preparation(min_item_events=2))
+    assert fewer.num_events < first.num_events
+    assert DataConfig.behind(fewer).load_again(str(tmp_path / "file.parquet")).content_hash == fewer.content_hash
     with pytest.raises(UserError, match="no column 'stars'"):
         Dataset.load(tmp_path / "file.parquet", preparation=Preparation(where="stars>1"))
 
