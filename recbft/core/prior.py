@@ -27,7 +27,7 @@ _PSEUDO_COUNT_BOUNDS = (1e-4, 1e8)
 
 
 def count_quantiles(counts: Tensor) -> Tensor:
-    """Equation (1): 0 for the rarest item, 1 for the most frequent, 0 for items never seen.
+    """Equation (1), (rank - 1) / (n - 1) among the n items ever seen; 0 for items never seen.
 
     Args:
         counts: training counts, (..., V), >= 0; ranks are taken along the last dimension among the counts above 0.

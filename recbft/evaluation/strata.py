@@ -1,6 +1,6 @@
 """Which users belong together: by how often their target occurs in training, how active they are, how long ago it was.
 
-    edges of K quantiles from a population: the values at the shares 1/K ... (K-1)/K, ties together      (1)
+    edges of K quantiles: the least values with shares of 1/K ... (K-1)/K of a population at or below   (1)
     stratum of a value = number of edges below it                                                        (2)
 
 Item frequency takes its edges from the training counts of the distinct items, so that each stratum holds equal numbers

@@ -53,7 +53,7 @@ class RobustFilterConfig:
         time: measure lags in real time, not in positions.
         time_unit: how much of the data's time makes one unit; a day of seconds unless given.
         learn_time_unit: learn it, starting there.
-        horizon: units of time after the query that the estimate is for.
+        horizon: units of time after the query that the estimate is for, added to every lag but that of the rotation.
         confidence_gate: take the token's own value where there is little evidence, (3).
         latent_sampling: draw the state from its distribution, in training.
     """

@@ -5,8 +5,9 @@
     pairs   a_t e^{i theta_t}, theta_t = theta + W' x_t; keys and queries on the first row of each pair   (3)
     noise = softplus(W x_t + b) lbar_t^-w + floor, lbar_t the mean incoming precision of what is written  (4)
 
-W of (2) to (4) is small at the start, and b such that noise and transition start where they are asked to; theta starts
-at the angles of rotary positions.
+x_t is what is written, the input of keys and values; the noise of a readout, ``bayesian`` (4), is (4) of the query's
+input. The floor is 1e-4 for an observation and 1e-6 for the process. W of (2) to (4) is small at the start, and b such
+that noise and transition start where they are asked to; theta starts at the angles of rotary positions.
 
 Source: Dowling et al., Memory by Design, section 2.2 and appendix D.
 Shapes: B rows, T tokens, D model width, H heads, K head width.

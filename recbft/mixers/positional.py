@@ -1,6 +1,6 @@
 """Softmax attention that knows places by rotation or by distance: rope, alibi, decayed_rope, sc_rope.
 
-    rope          q_t, k_j turned by w t and w j: products depend on the lag, w one range in every head      (1)
+    rope          q_t, k_j turned by -w t and -w j: products depend on the lag, w one range in every head      (1)
     alibi         logits - m_h |t - j|,   m_h = 2^(-8 h / H), h = 1 .. H                                     (2)
     decayed_rope  (1) and logits - mu_h |t - j|: weights decay by exp(-mu_h |t - j|), mu_h learned           (3)
     sc_rope       (3) with w cut into a band per head and mu_h = b max(w_h), fixed                           (4)

@@ -7,11 +7,12 @@
 
 P is the alignment of regimes with blocks: the Sinkhorn matrix of S = mean over histories of sum_t mu_t phi_t(n)'. In
 the paper's listing a position sees other sequences and later positions through P, m, d and the mean over the batch.
-Here the bias belongs to one history, and P, m and d are running means over the batches before this one, constants for
-gradients: in training and in evaluation a position depends on what it may read alone. So does the length of the basis:
+Here the bias belongs to one history, and P, m and d (at least 1e-3) are running means over the batches before this one,
+of which the first hundred count alike and later ones 0.01, constants for gradients; m and d are those of every fourth
+packed row: in training and in evaluation a position depends on what it may read alone. So does the length of the basis:
 n_t counts the positions that t may read, not those that will follow.
 
-The gates of (4) start at 1, and like the gate of pointwise attention they are taken as precision-preserving. What
+The gates of (4) start near 1, and like the gate of pointwise attention they are taken as precision-preserving. What
 concentrates memberships too much is held back by a penalty on the training loss (``mixers.penalty``),
 
     weight / 2 (1 + pressure) max(0, floor log R - mean H(mu)) + drift (tau - tau_before)^2                 (5)

@@ -1,12 +1,13 @@
 """The learned side of the precision channel: where precision starts and how a layer carries it on.
 
     tau_i = tau_range * tau_base_i + softplus(MLP(emb_i))        initial: hybrid                 (1)
-          = (tau_range * tau_base_i + ln 2) exp(Z_i p_i)     initial: credibility,  Z_i = c_i / (c_i + n0)
+          = (tau_range * tau_base_i + ln 2) exp(4 tanh(Z_i p_i / 4))     credibility,  Z_i = c_i / (c_i + n0)
     lam  <- kappa * lam0 * lam / mu                              prior_scale: per_layer          (2)
     lam'' by ``core.predict_precision`` with J from the feed-forward slope                       (3)
     lam'' = delta lam'  or  exp(-c) lam'                         propagation: discount, decay    (4)
 
-mu and the mean Jacobian are running means over real training positions (momentum 0.99), updated in training only.
+mu and the mean Jacobian are running means over the real training positions of earlier batches (momentum 0.99), 1 and 0
+before the first.
 
 Source: Precision Tracked Transformer (arXiv 2605.18832), sections 3.2 and 3.3; Z is the credibility factor of
 Buehlmann, ASTIN Bulletin 4 (1967): how far c_i observed events move an estimate from its prior.

@@ -1,11 +1,11 @@
 """Averages of weights: exponential over steps, or plain over the epochs that gained enough.
 
-    ema    w' = d w' + (1 - d) w  after every step, d = min(decay, (1 + n) / (10 + n)) after n of them         (1)
+    ema    w' = d w' + (1 - d) w  after every step, d = min(decay, (1 + n) / (10 + n)), n steps before it      (1)
     swa    w' = mean of w after the epochs e >= start with  (v_e - v_{e-1}) / |v_{e-1}| >= gain                 (2)
 
 v is a validation value that should rise, read after each validated epoch. Parameters are averaged; buffers (running
-means, counters) are taken as they are. (1) is what is validated and kept from its first step on; (2) is offered once,
-after the last epoch, to be kept if it is better than the best epoch.
+means, counters) are taken as they are. (1) begins with the weights after the first step, and is what is validated and
+kept; (2) is offered once, after the last epoch, to be kept if it is better than the best epoch.
 
 Source: Izmailov et al. (2018); Fuzzy-Gated Training for Transformers, section 4.
 """

@@ -2,7 +2,7 @@
 
     x_{t+1} = r x_t (1 - x_t),   a_t = amplitude exp(-decay t),   factor = 1 - a_t + a_t x_t                   (1)
 
-so the factor lies in [1 - amplitude, 1].
+with t = 1 in the first step; so the factor lies in [1 - amplitude, 1].
 
 Source: Fuzzy-Gated Training for Transformers, section 10.4 and listing 8.
 """
