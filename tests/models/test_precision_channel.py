@@ -104,10 +104,11 @@ def test_what_is_learned_of_an_item_counts_by_how_often_it_was_seen(lab):
     items = torch.arange(1, 5)
     with torch.no_grad():
         before = model.item_precision(items, model.item_embedding(items))
-        model.item_precision.table.fill_(0.1)
-        after = model.item_precision(items, model.item_embedding(items))
-    expected = torch.tensor([0.0, 0.05, 0.075, 0.1])
-    torch.testing.assert_close((after / before).log()[:, 0], expected, rtol=1e-3, atol=1e-6)
+        for learned in (0.1, 4.0):
+            model.item_precision.table.fill_(learned)
+            after = model.item_precision(items, model.item_embedding(items))
+            expected = 4 * torch.tanh(learned * torch.tensor([0.0, 0.5, 0.75, 1.0]) / 4)
+            torch.testing.assert_close((after / before).log()[:, 0], expected, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         model.item_precision.table.fill_(1e4)
     learned = model.item_precision(items, model.item_embedding(items))
