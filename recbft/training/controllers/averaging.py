@@ -1,7 +1,7 @@
 """Averages of weights: exponential over steps, or plain over the epochs that gained enough.
 
     ema    w' = d w' + (1 - d) w  after every step, d = min(decay, (1 + n) / (10 + n)), n steps before it      (1)
-    swa    w' = mean of w after the epochs e >= start with  (v_e - v_{e-1}) / |v_{e-1}| >= gain                 (2)
+    swa    w' = mean of w after the epochs e > start E with  v_e - v_{e-1} >= gain |v_{e-1}|                     (2)
 
 v is a validation value that should rise, read after each validated epoch. Parameters are averaged; buffers (running
 means, counters) are taken as they are. (1) begins with the weights after the first step, and is what is validated and
