@@ -4,7 +4,7 @@
     s_tj = q_t . k_j / sqrt(K) + p[t - j] + g[bucket(t, j)] + w log lbar_j + w lag_tj log rho         (2)
     a_tj = SiLU(s_tj) / N over the keys that t may read;  e_t = sum_j a_tj v_j                        (3)
     innovation = W_out (Norm(e_t) * u_t), or Norm(e_t) * u_t without an output map                    (4)
-    bucket(t, j) = floor(ln(max(|time_t - time_j|, 1)) / 0.301)                                       (5)
+    bucket(t, j) = min(floor(ln(max(|time_t - time_j|, 1)) / 0.301), 127)                             (5)
 
 p and g are learned per layer and shared by the heads. The observation precision is the sandwich estimate of e_t; the
 norm and the gate of (4) are taken as precision-preserving, an output map carries it through its squared weights.
