@@ -25,8 +25,9 @@ from benchmarks import machine
 from benchmarks.command import check_folder_of, finish, parser, recorded
 from recbft.datasets import Dataset
 from recbft.errors import UserError
-from recbft.evaluation.evaluate import Part, evaluate
+from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import compare_seeds
+from recbft.evaluation.views import Part
 from recbft.experiments.lists import parse_seeds, split_list
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json

@@ -18,9 +18,9 @@ from recbft.config import is_whole
 from recbft.datasets.given_histories import Encoded, Histories, Users, encode
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
-from recbft.evaluation.evaluate import evaluation_mode
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.top_k import top_k
+from recbft.evaluation.views import evaluation_mode
 from recbft.models.contract import SequenceModel, read_histories
 
 HISTORIES_AT_ONCE = 4096

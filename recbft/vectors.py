@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from recbft.datasets.given_histories import Histories, encode
 from recbft.datasets.vocabulary import Vocabulary
-from recbft.evaluation.evaluate import evaluation_mode
+from recbft.evaluation.views import evaluation_mode
 from recbft.models.contract import SequenceModel
 from recbft.recommendation import HISTORIES_AT_ONCE, check_asked, reads_times, states_of
 

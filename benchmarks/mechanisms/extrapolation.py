@@ -36,10 +36,10 @@ from benchmarks.command import check_folder_of, count, finish, recorded
 from recbft.datasets import Dataset, SyntheticConfig, View, synthetic_dataset
 from recbft.errors import UserError
 from recbft.evaluation.calibration import predicted
-from recbft.evaluation.evaluate import evaluation_mode, view_of
 from recbft.evaluation.metrics import metrics_from_ranks
 from recbft.evaluation.probability import AS_TRAINED
 from recbft.evaluation.ranks import full_ranks
+from recbft.evaluation.views import evaluation_mode, view_of
 from recbft.experiments.lists import parse_seeds, split_list
 from recbft.experiments.tables import text_table
 from recbft.files import write_json

@@ -30,7 +30,6 @@ from benchmarks.study.worth import models_of_arm
 from recbft.datasets import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.calibration import calibration
-from recbft.evaluation.evaluate import Part, evaluation_mode, events_of, states_of_view, view_of
 from recbft.evaluation.probability import (
     AS_TRAINED,
     Calibration,
@@ -41,6 +40,7 @@ from recbft.evaluation.probability import (
 )
 from recbft.evaluation.score_blocks import Excluded
 from recbft.evaluation.top_k import top_k
+from recbft.evaluation.views import Part, evaluation_mode, events_of, states_of_view, view_of
 from recbft.experiments.lists import counted
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json

@@ -24,9 +24,9 @@ from benchmarks.command import check_folder_of, count, finish, recorded
 from benchmarks.study.calibrated import LISTS, Asked, asked, nll
 from benchmarks.study.worth import models_of_arm
 from recbft.datasets import Dataset
-from recbft.evaluation.evaluate import evaluation_mode, events_of
 from recbft.evaluation.paired import compare_seeds
 from recbft.evaluation.probability import AS_TRAINED, IntArray, fit
+from recbft.evaluation.views import evaluation_mode, events_of
 from recbft.experiments.lists import counted, split_list
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json

@@ -31,9 +31,10 @@ from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.calibration import predicted
 from recbft.evaluation.confidence import Ranking
-from recbft.evaluation.evaluate import Part, evaluate, evaluation_mode, view_of
+from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import seed_interval
 from recbft.evaluation.probability import AS_TRAINED
+from recbft.evaluation.views import Part, evaluation_mode, view_of
 from recbft.experiments.runs import by_seed, check_same, label_runs, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json

@@ -27,9 +27,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.evaluation.evaluate import evaluation_mode
 from recbft.evaluation.score_blocks import align
 from recbft.evaluation.trace import LayerTrace, trace
+from recbft.evaluation.views import evaluation_mode
 from recbft.models.contract import SequenceModel, read_histories
 
 FloatArray = NDArray[np.float64]

@@ -47,10 +47,10 @@ from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.synth import PlantedReliability
 from recbft.evaluation.association import spearman
-from recbft.evaluation.evaluate import Part, evaluation_mode, view_of
 from recbft.evaluation.layer_sums import LayerSums, mean, plain, ratio
 from recbft.evaluation.strata import QUANTILES, Strata, item_frequency
 from recbft.evaluation.trace import attention_in, trace
+from recbft.evaluation.views import Part, evaluation_mode, view_of
 from recbft.models.contract import SequenceModel, read_histories
 from recbft.models.precision_channel import LAM_MIN
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
-from recbft.evaluation.evaluate import evaluation_mode, events_of, states_of_view, view_of
 from recbft.evaluation.score_blocks import Excluded, align, block_shape, score_block, spans
+from recbft.evaluation.views import evaluation_mode, events_of, states_of_view, view_of
 from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.models.contract import ItemTable, SequenceModel
 

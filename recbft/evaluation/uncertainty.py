@@ -44,11 +44,11 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.calibration import Predicted, calibration, predicted
 from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval
-from recbft.evaluation.evaluate import Part, evaluation_mode, states_of_view, view_of
 from recbft.evaluation.probability import AS_TRAINED, fit, fitting_users
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.trace import at_cap as saturated
 from recbft.evaluation.trace import trace
+from recbft.evaluation.views import Part, evaluation_mode, states_of_view, view_of
 from recbft.models.contract import SequenceModel, read_histories
 
 FloatArray = NDArray[np.float64]

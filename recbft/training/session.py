@@ -16,9 +16,10 @@ import torch
 
 from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
-from recbft.evaluation.evaluate import Evaluation, Part, evaluate
+from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.probability import calibrations
 from recbft.evaluation.protocol import begun_from
+from recbft.evaluation.views import Part
 from recbft.machine import environment
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel

@@ -9,8 +9,9 @@ from torch import nn
 from recbft.datasets.dataset import Dataset
 from recbft.errors import RunError, UserError
 from recbft.evaluation import evaluate as evaluating
-from recbft.evaluation.evaluate import evaluate, evaluation_mode, view_of
+from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.ranks import full_ranks
+from recbft.evaluation.views import evaluation_mode, view_of
 from recbft.models.contract import ItemTable, UserStates
 from recbft.models.popularity import Popularity
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from recbft.datasets import Dataset
-from recbft.evaluation.evaluate import evaluation_mode, view_of
+from recbft.evaluation.views import evaluation_mode, view_of
 from recbft.models.contract import SequenceModel, read_histories
 
 BLOCK_SCORES = 4_000_000  # at a time

@@ -1,0 +1,97 @@
+"""What a model knows of the users that a part of a data set asks about: whose target is held out, and from what.
+
+Validation is asked from the training prefix, test from the training prefix and the validation item.
+
+Shapes: N users, D state width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import View, leave_one_out
+from recbft.errors import UserError
+from recbft.models.contract import SequenceModel, read_histories
+from recbft.surroundings import set_aside
+
+IntArray = NDArray[np.int64]
+Part = Literal["validation", "test"]
+
+
+def view_of(dataset: Dataset, part: str, users: IntArray | None = None) -> View:
+    """What is ranked from what in a part, for all users or for some rows of them.
+
+    Raises:
+        UserError: the part is unknown or there is no user.
+    """
+    if part not in ("validation", "test"):
+        raise UserError(f"unknown part {part!r}; choose validation or test")
+    split = leave_one_out(dataset)
+    view = split.validation if part == "validation" else split.test
+    if users is not None:
+        view = View(view.start[users], view.stop[users], view.target[users])
+    if len(view.target) == 0:
+        raise UserError(f"data set {dataset.name!r} has no user to evaluate; users need at least 3 events")
+    return view
+
+
+@contextmanager
+def evaluation_mode(model: SequenceModel) -> Iterator[None]:
+    """Switch dropout and the like off, and afterwards back to what each part of the model had.
+
+    The caller's default device and autocast are set aside, too.
+    """
+    # A model that serves has none in training: nothing of it is written, whichever threads ask.
+    training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
+    try:
+        for module in training:
+            module.training = False
+        with set_aside():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def states_of_view(
+    model: SequenceModel,
+    dataset: Dataset,
+    view: View,
+    device: torch.device,
+    histories_per_batch: int = HISTORIES_PER_BATCH,
+) -> tuple[torch.Tensor, list[NDArray[np.floating]]]:
+    """States, (N, D), and precisions (a list of parts, empty where there are none) of the users of a view.
+
+    The model is in evaluation mode, and no gradient is asked for.
+    """
+    states, precisions = [], []
+    for batch in read_histories(
+        model,
+        dataset.items,
+        view.start,
+        view.stop,
+        times=dataset.times,
+        source=f"data set {dataset.name!r}",
+        histories_per_batch=histories_per_batch,
+    ):
+        state, precision = model.user_states(batch.to(device))
+        states.append(state)
+        if precision is not None:
+            precisions.append(precision.float().cpu().numpy())
+    return torch.cat(states), precisions
+
+
+def events_of(items: IntArray, start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
+    """The events of each history side by side, and their offsets."""
+    offsets = np.concatenate([[0], np.cumsum(stop - start)])
+    event = np.arange(offsets[-1]) + np.repeat(start - offsets[:-1], stop - start)
+    return items[event], offsets
