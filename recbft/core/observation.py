@@ -12,7 +12,9 @@ estimator is defined for which weights. (3) is formed from the expanded square (
 floored.
 
 The observation precision is min(1 / Var(e), cap), and 0 where nothing was read (n = 0), so that such a position keeps
-its belief. With (1) it never exceeds (1 + nu) / (nu s0) at n = 1: 2 K for nu = 1 and s0 = 1 / K.
+its belief. With (1) it never exceeds (1 + nu) / (nu s0) at n = 1: 2 K for nu = 1 and s0 = 1 / K. S in (1) and (2), U in
+(5), precision and variance in (6) are widened by 1e-12 in double and 1e-8 in single precision; in (2) an n within 1e-6
+of 1 counts as 1.
 
 Source: Precision Tracked Transformer (arXiv 2605.18832), sections 3.1 and 4.1, appendix D; REML: Patterson and
 Thompson (1971); sandwich: Huber (1967), White (1980); design effect: Kish, Survey Sampling (1965), section 8.2.
