@@ -48,6 +48,7 @@ def evaluate(
 
     from recbft.api import Recommender
     from recbft.config import to_dict
+    from recbft.evaluation.exposure import format_exposure
     from recbft.evaluation.protocol import format_metrics, headline_setting, protocol
     from recbft.training.run_folder import RunFolder
 
@@ -70,4 +71,8 @@ def evaluate(
         config=to_dict(config),
         begun_from=own.get("begun_from"),
     )
-    typer.echo(format_metrics(evaluation.metrics if both else {setting: evaluation.metrics[setting]}, made))
+    shown = tuple(evaluation.metrics) if both else (setting,)
+    typer.echo(format_metrics({name: evaluation.metrics[name] for name in shown}, made))
+    assert evaluation.exposure is not None
+    exposure = {name: evaluation.exposure[name] for name in shown}
+    typer.echo(format_exposure(exposure, float(evaluation.per_user["target_count"].mean())))

@@ -174,6 +174,7 @@ class Recommender:
             filter_seen=settings.filter_seen,
             ks=settings.ks,
             memory_mb=settings.memory_mb,
+            lists=True,
         )
 
     def recommend(

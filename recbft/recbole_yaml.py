@@ -71,6 +71,7 @@ CPU = ("gpu_id", "")
 WORDS = {"yes": True, "on": True, "no": False, "off": False}
 SWITCHES = ("use_gpu", "repeatable")
 METRICS = {"hit": "hr", "recall": "hr", "ndcg": "ndcg", "mrr": "mrr", "map": "mrr"}  # with one target per user
+OF_LISTS = {"itemcoverage", "giniindex", "averagepopularity"}  # recorded for the test whether asked for or not
 
 IGNORED = frozenset(
     """
@@ -125,7 +126,8 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     asked = [key for key, value in tree.items() if value is not None and value is not False and (key, value) != CPU]
     ignored = [key for key in asked if key in IGNORED and key not in ours]
     ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
-    ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in METRICS]
+    known = {*METRICS, *OF_LISTS}
+    ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in known]
     return {**_model(tree), **_data(tree), **_training(tree), **made}, ignored
 
 

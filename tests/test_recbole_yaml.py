@@ -119,7 +119,7 @@ def test_keys_without_meaning_are_named_once(read):
     with pytest.warns(UserWarning) as caught:
         read(
             "eval_batch_size: 4096\nworker: 4\nnormalize_all: False\nsave_dataset: no\n"
-            "load_col: {inter: '*', item: [item_id]}\nmetrics: [Hit, GAUC]\n"
+            "load_col: {inter: '*', item: [item_id]}\nmetrics: [Hit, GAUC, ItemCoverage]\n"
         )
     [warning] = caught
     assert str(warning.message).endswith(

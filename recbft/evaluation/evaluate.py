@@ -1,6 +1,7 @@
 """Rank every user's held-out item with a model: the one pass behind every number.
 
 Both settings (all items, seen items masked) come from the same pass; ``filter_seen`` says which one is the headline.
+Asked for, the lists of the best items are made beside the ranks, for which items they show.
 
 Shapes: N users.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -19,9 +20,11 @@ from numpy.typing import NDArray
 from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
+from recbft.evaluation.exposure import exposure, shown
 from recbft.evaluation.metrics import KS, metrics_from_ranks
-from recbft.evaluation.protocol import headline_setting
+from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.evaluation.ranks import Ranks, full_ranks
+from recbft.evaluation.top_k import top_k
 from recbft.evaluation.views import Part, evaluation_mode, events_of, states_of_view, view_of
 from recbft.models.contract import SequenceModel
 
@@ -49,6 +52,8 @@ class Evaluation:
             rank_filtered.
         metrics: "unfiltered" and "filtered", each metric by name.
         precision: the posterior precision behind each user's scores, (N,); None where the model keeps none.
+        exposure: "unfiltered" and "filtered", which items the lists of the best show (``exposure``); None where no
+            lists were asked for.
     """
 
     part: Part
@@ -56,6 +61,7 @@ class Evaluation:
     per_user: pd.DataFrame
     metrics: dict[str, dict[str, float]]
     precision: NDArray[np.floating] | None
+    exposure: dict[str, dict[str, float]] | None = None
 
     @property
     def headline(self) -> dict[str, float]:
@@ -78,6 +84,7 @@ def evaluate(
     memory_mb: float = 256.0,
     histories_per_batch: int = HISTORIES_PER_BATCH,
     sharing: Sharing | None = None,
+    lists: bool = False,
 ) -> Evaluation:
     """Rank all users of a part and average.
 
@@ -85,6 +92,7 @@ def evaluate(
         memory_mb: bound on the block of scores, and on the states held at a time.
         histories_per_batch: histories that the model reads at once.
         sharing: processes that call this alike and share the work; every one of them gets the whole.
+        lists: make the lists of the best items too, in both settings, and say which items they show.
 
     Raises:
         UserError: the part is unknown or there is no user.
@@ -92,13 +100,17 @@ def evaluate(
     """
     view = view_of(dataset, part)
 
-    def rank(users: slice) -> tuple[Ranks, NDArray[np.floating] | None]:
-        return _rank(model, dataset, view, users, memory_mb=memory_mb, histories_per_batch=histories_per_batch)
+    def rank(users: slice) -> _Found:
+        return _rank(
+            model, dataset, view, users, ks=ks if lists else (), memory_mb=memory_mb,
+            histories_per_batch=histories_per_batch,
+        )  # fmt: skip
 
     num_users = len(view.target)
     parts = [rank(slice(0, num_users))] if sharing is None else sharing.each_does(num_users, rank)
-    ranks = _joined([ranks for ranks, _ in parts])
-    precisions = [precision for _, precision in parts if precision is not None]
+    ranks = _joined([part.ranks for part in parts])
+    precisions = [part.precision for part in parts if part.precision is not None]
+    counts = np.sum([part.shown for part in parts], axis=0)
     return Evaluation(
         part=part,
         filter_seen=filter_seen,
@@ -117,28 +129,51 @@ def evaluate(
             "filtered": metrics_from_ranks(ranks.filtered, ks),
         },
         precision=np.concatenate(precisions) if precisions else None,
+        exposure={
+            setting: exposure(each, dataset.training_counts[1:], ks)
+            for setting, each in zip(SETTINGS, counts, strict=True)
+        }
+        if lists
+        else None,
     )
 
 
+class _Found(NamedTuple):
+    """What is known of n users of a view."""
+
+    ranks: Ranks
+    precision: NDArray[np.floating] | None  # (n,)
+    shown: IntArray  # how many of their lists show an item, by setting and k, (2, len(ks), V)
+
+
 def _rank(
-    model: SequenceModel, dataset: Dataset, view: View, users: slice, *, memory_mb: float, histories_per_batch: int
-) -> tuple[Ranks, NDArray[np.floating] | None]:
-    """Ranks and posterior precision of n users of a view, (n,) each, with the model in evaluation mode."""
+    model: SequenceModel,
+    dataset: Dataset,
+    view: View,
+    users: slice,
+    *,
+    ks: Sequence[int],
+    memory_mb: float,
+    histories_per_batch: int,
+) -> _Found:
+    """Ranks of some users, and what their lists of ks items show, with the model in evaluation mode."""
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
         at_once = max(histories_per_batch, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
         ranks, precisions = [], []
+        counts = np.zeros((2, len(ks), dataset.num_items), np.int64)
         for first in range(users.start, users.stop, at_once):
             chunk = slice(first, min(first + at_once, users.stop))
             part = View(view.start[chunk], view.stop[chunk], view.target[chunk])
             states, precision = states_of_view(model, dataset, part, table.weight.device, histories_per_batch)
-            seen, offsets = events_of(dataset.items, view.start[chunk], view.stop[chunk])
+            seen = events_of(dataset.items, view.start[chunk], view.stop[chunk])
             ids = dataset.user_ids[chunk]
-            ranks.append(
-                full_ranks(states, table, view.target[chunk], seen, offsets, memory_mb=memory_mb, user_ids=ids)
-            )
+            ranks.append(full_ranks(states, table, view.target[chunk], *seen, memory_mb=memory_mb, user_ids=ids))
             precisions += precision
-    return _joined(ranks), np.concatenate(precisions) if precisions else None
+            for one, (barred, by_user) in zip(counts, ((None, None), seen), strict=True) if ks else ():
+                best = top_k(states, table, max(ks), exclude_items=barred, exclude_offsets=by_user, memory_mb=memory_mb)
+                one += shown(best.items, dataset.num_items, ks)
+    return _Found(_joined(ranks), np.concatenate(precisions) if precisions else None, counts)
 
 
 def _joined(parts: Sequence[Ranks]) -> Ranks:

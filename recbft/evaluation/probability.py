@@ -7,10 +7,10 @@
 u, the lapse rate, is the share of events that come evenly from all items, whatever the scores. Without it T alone must
 make room for targets that nobody foresaw, and takes it from the items at the head of a list. For each T the best u
 follows from the targets' softmax alone (the sum is concave in u), so (2) is a search in one dimension: T of a grid a
-factor of 2 apart, then Brent's method between its neighbours. The prior (3) counts where users are few: ln T is Cauchy,
-near 0 as far as nothing speaks against it, and u is as if one event had been a lapse and three had not.
-Lists of fewer items than (2) was fitted on take the same T and u over those; that is not (1) of all items given that
-the next is one of these, whose u depends on them.
+factor of 2 apart, from 1/32 to 2^20, then Brent's method between its neighbours. The prior (3) counts where users are
+few: ln T is Cauchy, near 0 as far as nothing speaks against it, and u is as if one event had been a lapse and three had
+not. Lists of fewer items than (2) was fitted on take the same T and u over those; that is not (1) of all items given
+that the next is one of these, whose u depends on them.
 
 Source: temperature: Guo et al., On Calibration of Modern Neural Networks (2017); lapse rate: Wichmann and Hill, The
 psychometric function I (2001), who bound it by a prior too; their product and (3) are ours, and what they are worth is

@@ -97,16 +97,29 @@ def _arm(comparison: Comparison, name: str, metrics: Sequence[str]) -> dict[str,
     for setting in comparison.settings(name):
         figures[setting] = {}
         for metric in metrics:
-            values = comparison.values(name, setting, metric)
-            sd = float(values.std(ddof=1)) if arm.has_spread else None
-            figures[setting][metric] = {"mean": float(values.mean()), "sd": sd, "values": values.tolist()}
+            figures[setting][metric] = _level(comparison.values(name, setting, metric).tolist(), arm.has_spread)
     ran = [RunFolder(run).metrics for run in arm.runs if run is not None]
     return {
         "metrics": figures,
+        "exposure": _exposure(ran) if len(ran) == len(arm.runs) else {},
         **{key: [one[key] for one in ran] for key in ("epochs", "training_seconds")},
         "best_epochs": [one["best_epoch"] for one in ran],
         "config": {**arm.config, "seed": "each of the seeds"} if arm.config else {},
     }
+
+
+def _exposure(ran: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the lists of every run show, by setting and measure; empty where a run was made before there were lists."""
+    found = [one.get("exposure") or {} for one in ran]
+    names = {setting: [n for n in first if all(n in one.get(setting, {}) for one in found)]
+             for setting, first in found[0].items()}  # fmt: skip
+    return {setting: {name: _level([one[setting][name] for one in found]) for name in each}
+            for setting, each in names.items() if each}  # fmt: skip
+
+
+def _level(values: Sequence[float], has_spread: bool = True) -> dict[str, Any]:
+    sd = float(np.std(values, ddof=1)) if has_spread else None
+    return {"mean": float(np.mean(values)), "sd": sd, "values": list(values)}
 
 
 def _against(

@@ -105,13 +105,15 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     )
     ours.eval()
     ours.refresh()
+    settings = config.evaluation
     parts: dict[str, Evaluation] = {
-        part: evaluate(ours, data, part, filter_seen=config.evaluation.filter_seen, ks=config.evaluation.ks)
+        part: evaluate(ours, data, part, filter_seen=settings.filter_seen, ks=settings.ks, lists=part == "test")
         for part in ("validation", "test")
     }
     metrics = {
-        "filter_seen": config.evaluation.filter_seen,
+        "filter_seen": settings.filter_seen,
         **{part: evaluation.metrics for part, evaluation in parts.items()},
+        "exposure": parts["test"].exposure,
         "probability": calibrations(ours, data),
         "trained_by": "recbole",
     }

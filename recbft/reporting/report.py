@@ -22,6 +22,7 @@ from recbft.experiments.results import results_of
 from recbft.files import make_folder, write_atomic
 from recbft.reporting import plots, sections
 from recbft.reporting.answer import answers
+from recbft.reporting.exposure_section import exposure_section
 from recbft.reporting.findings import findings, headline_findings
 from recbft.reporting.page import page
 from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
@@ -69,6 +70,7 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
             sections.strata_section(comparison, data_root=data_root, draw=draw),
             mechanism_section(probes, draw=draw),
             uncertainty_section(probes, draw=draw),
+            exposure_section(comparison, results),
             sections.training_section(comparison, draw=draw),
             sections.protocol_section(comparison, results),
             sections.commands_section(comparison, results),

@@ -314,7 +314,7 @@ class Session:
             best = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self._save(best=best)
 
-    def _evaluate(self, part: Part) -> Evaluation:
+    def _evaluate(self, part: Part, *, lists: bool = False) -> Evaluation:
         if isinstance(self.model, TrainableModel):
             self.model.refresh()
         settings = self.config.evaluation
@@ -326,6 +326,7 @@ class Session:
             ks=settings.ks,
             memory_mb=settings.memory_mb,
             sharing=self.together,
+            lists=lists,
         )
 
     def _calibrations(self) -> dict[str, dict[str, float] | None]:
@@ -364,11 +365,12 @@ class Session:
     def report(self) -> None:
         """Evaluate the best weights on validation and test, and close the run."""
         self.model.load_state_dict(self.together.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
-        validation, test = self._evaluate("validation"), self._evaluate("test")
+        validation, test = self._evaluate("validation"), self._evaluate("test", lists=True)
         metrics = {
             "filter_seen": self.config.evaluation.filter_seen,
             "test": test.metrics,
             "validation": validation.metrics,
+            "exposure": test.exposure,
             "probability": self.together.first_does(self._calibrations),
             "best_epoch": self.state.best_epoch,
             "epochs": self.state.epoch,

@@ -22,6 +22,15 @@ def test_training_prints_the_table_the_protocol_and_the_folder(capsys, events, t
     lines = out.splitlines()
     assert "NDCG@10" in lines[0] and lines[1].startswith("all items") and lines[2].startswith("seen masked")
     assert "content" in out and "ties against" in out and lines[-1] == f"run folder: {folder}"
+    shown = json.loads((folder / "metrics.json").read_text())["exposure"]
+    words = [line.split() for line in lines[-5:-1]]
+    for cells, setting in zip(words[1:3], ("unfiltered", "filtered"), strict=True):
+        assert [float(cell) for cell in cells[2:]] == [
+            round(shown[setting][f"{name}@10"], digits)
+            for name, digits in (("coverage", 4), ("gini", 4), ("popularity", 1))
+        ]
+    targets = pd.read_parquet(folder / "per_user.parquet")["target_count"].mean()
+    assert words[0][:4] == ["lists", "of", "10", "show"] and words[3] == ["the", "targets", f"{targets:.1f}"]
     assert [line.split()[:2] for line in err.splitlines()[1:]] == [["epoch", f"{n}/3"] for n in (1, 2, 3)]
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
@@ -60,9 +69,11 @@ def test_popularity_is_evaluated_like_a_model(capsys, events, tmp_path):
 
 
 def test_evaluate_repeats_the_numbers_of_the_run(capsys, finished):
-    metrics = json.loads((finished / "metrics.json").read_text())["test"]
+    recorded = json.loads((finished / "metrics.json").read_text())
+    metrics, exposure = recorded["test"], recorded["exposure"]
     code, out, err = run(capsys, "evaluate", finished)
     assert (code, err) == (0, "")
+    assert f"{exposure['unfiltered']['gini@10']:.4f}" in out.splitlines()[-2]
     assert f"{metrics['unfiltered']['ndcg@10']:.4f}" in out.splitlines()[1] and "seen masked  " not in out
     _, out, _ = run(capsys, "evaluate", finished, "--filter-seen")
     assert out.splitlines()[1].startswith("seen masked") and f"{metrics['filtered']['mrr']:.4f}" in out.splitlines()[1]

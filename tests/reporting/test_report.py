@@ -78,7 +78,8 @@ def test_the_page_opens_with_the_answer_and_has_every_section(page, report):
     content = page.read_text()
     assert content.index(report.answer[0].split(":")[0]) < content.index("<main>")
     names = [section.name for section in report.sections]
-    assert names == ["metrics", "strata", "mechanism", "uncertainty", "training", "protocol", "commands", "notes"]
+    assert names == ["metrics", "strata", "mechanism", "uncertainty", "exposure", "training", "protocol",
+                     "commands", "notes"]  # fmt: skip
     assert all(f'id="{name}"' in content for name in names)
     # differences, seeds, three of strata, two of mechanism, two of uncertainty, training
     assert content.count("<svg") == 10
@@ -338,6 +339,40 @@ def test_what_only_one_probed_seed_has_keeps_that_seeds_own_interval(copied):
     assert own["history length"] == tuple(other["history_length"]["auroc_interval"])
 
 
+def test_what_lists_show_is_that_of_the_runs_and_differences_are_paired_by_seed(comparison, trained):
+    section = next(one for one in make_report(comparison, draw=False).sections if one.name == "exposure")
+    (levels,), (differences,) = section.tables, section.folded
+    ran = {arm: [json.loads((trained / "runs" / f"{arm}-seed{seed}" / "metrics.json").read_text())["exposure"]
+                 for seed in range(3)] for arm in ("matched", "bft")}  # fmt: skip
+    measures = ("coverage@10", "gini@10", "popularity@10")
+    words = {"all items": "unfiltered", "seen masked": "filtered"}
+    assert [(row[0], row[1]) for row in levels.rows] == [(a, w) for w in words for a in ("matched", "bft")]
+    for arm, said, *cells in levels.rows:
+        values = [[one[words[said]][name] for one in ran[arm]] for name in measures]
+        assert cells == [(pytest.approx(np.mean(each)), pytest.approx(np.std(each, ddof=1))) for each in values]
+    assert f"took themselves, {comparison.target_frequency.mean():.4f}" in levels.caption
+    assert [(row[0], row[1], row[2]) for row in differences.rows] == [("bft", m, w) for w in words for m in measures]
+    for _, name, said, difference, _, _, p, _ in differences.rows:
+        plain, ours = ([one[words[said]][name] for one in ran[arm]] for arm in ("matched", "bft"))
+        assert difference == pytest.approx(np.mean(ours) - np.mean(plain))
+        assert p == pytest.approx(stats.ttest_rel(ours, plain).pvalue) if np.ptp(np.subtract(ours, plain)) else p == 1
+
+
+def test_arms_whose_lists_are_not_known_are_named(with_external, copied):
+    section = next(one for one in make_report(with_external, draw=False).sections if one.name == "exposure")
+    assert section.words == ["<b>other</b>: no lists are known, of a file of ranks or of runs of an earlier version."]
+    assert {row[0] for row in section.tables[0].rows} == {"matched", "bft"}
+    for path in copied.glob("runs/*/metrics.json"):
+        metrics = json.loads(path.read_text())
+        if "matched" in str(path):
+            del metrics["exposure"]
+        path.write_text(json.dumps(metrics))
+    report = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False)
+    section = next(one for one in report.sections if one.name == "exposure")
+    assert {row[0] for row in section.tables[0].rows} == {"bft"} and not section.folded
+    assert section.words[0].startswith("matched: no lists are known")
+
+
 def test_without_probes_a_line_says_what_makes_them(copied):
     for path in copied.glob("runs/*/probe.json"):
         path.unlink()
@@ -380,7 +415,7 @@ def test_a_probe_of_something_else_is_not_shown_as_the_tests(copied, change, rea
 
 
 def test_the_protocol_lists_the_settings_in_which_arms_differ_and_no_other(report, comparison):
-    (table,) = report.sections[5].tables
+    (table,) = report.sections[6].tables
     assert [column.heading for column in table.columns[1:]] == list(comparison.arms) == ["bft", "matched"]
     rows = {row[0]: row[1:] for row in table.rows}
     ours, plain = (leaves(comparison.arms[name].config) for name in ("bft", "matched"))
@@ -437,15 +472,15 @@ def test_a_saved_comparison_gives_its_own_figures_and_command(trained, compariso
     saved = write_comparison(comparison, tmp_path / "out", made=made, metrics=("hr@5",))
     report = make_report(load_comparison(tmp_path / "out"), draw=False)
     assert "HR@5" in report.answer[0]
-    (levels, _), commands = report.sections[0].tables, report.sections[6].commands
+    (levels, _), commands = report.sections[0].tables, report.sections[7].commands
     assert levels.rows[0][2][0] == saved["arms"]["matched"]["metrics"]["unfiltered"]["hr@5"]["mean"]
-    assert commands[0] == made["command"] and report.sections[5].items["made.commit"] == "abc"
+    assert commands[0] == made["command"] and report.sections[6].items["made.commit"] == "abc"
 
 
 def test_training_commands_make_the_same_configuration(report, comparison):
     from recbft.run_config import load_run_config
 
-    (command,) = [one for one in report.sections[6].commands if "--arm bft" in one]
+    (command,) = [one for one in report.sections[7].commands if "--arm bft" in one]
     settings = re.findall(r"--set (\S+)", command)
     made = load_run_config(
         None, settings, model="sasrec", arm="bft", dataset=comparison.arms["bft"].config["data"]["dataset"]

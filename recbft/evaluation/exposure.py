@@ -1,0 +1,83 @@
+"""Which items do lists show? How much of the catalogue, how evenly, and how popular it is.
+
+    n_i          = number of users whose k best items hold item i                          (1)
+    coverage@k   = share of the V items with n_i > 0                                       (2)
+    gini@k       = sum_i (2 i - V - 1) n_(i) / (V sum_i n_i),  n_(1) <= ... <= n_(V)        (3)
+    popularity@k = sum_i n_i c_i / sum_i n_i,  c_i the training events of item i           (4)
+
+(3) is 0 where all items are shown to equally many users and 1 - 1 / V where one item is shown to all; (4) is the mean
+over all places of all lists. None of them says whether a list is right, and the target has no part in them. What
+users took themselves is what (4) can be held against: the mean training count of the targets.
+
+Source: Shani and Gunawardana, Evaluating Recommendation Systems (2011), section 3.3 for (2) and (3); RecBole has them
+as ItemCoverage, GiniIndex and AveragePopularity.
+Shapes: N users, V items, k items per list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recbft.evaluation.protocol import SETTINGS
+
+IntArray = NDArray[np.int64]
+MEASURES = ("coverage", "gini", "popularity")
+
+
+def shown(items: IntArray, num_items: int, ks: Sequence[int]) -> IntArray:
+    """Equation (1) for each k, (len(ks), V).
+
+    Args:
+        items: item indices of every list, best first, 0 where a list is shorter, (N, max(ks)).
+    """
+    counts = [np.bincount(items[:, :k].ravel(), minlength=num_items + 1)[1:] for k in ks]
+    return np.stack(counts).astype(np.int64)
+
+
+def exposure(counts: IntArray, training_counts: IntArray, ks: Sequence[int]) -> dict[str, float]:
+    """Equations (2) to (4) by name ("coverage@10"); (3) and (4) are left out where no list has an item.
+
+    Args:
+        counts: (1) for each k, (len(ks), V).
+        training_counts: c of (4), (V,).
+    """
+    found: dict[str, float] = {}
+    num_items = counts.shape[1]
+    for k, n in zip(ks, counts, strict=True):
+        found[f"coverage@{k}"] = float(np.mean(n > 0))
+        if total := int(n.sum()):
+            place = 2 * np.arange(1, num_items + 1) - num_items - 1
+            found[f"gini@{k}"] = float(place @ np.sort(n)) / (num_items * total)
+            found[f"popularity@{k}"] = float(n @ training_counts) / total
+    return found
+
+
+def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float) -> str:
+    """What lists show as a table in plain text.
+
+    Args:
+        found: ``exposure`` by setting.
+        targets: mean training count of the targets.
+    """
+    k = usual_cutoff(next(iter(found.values())))
+    first = f"lists of {k} show"
+    lines = [f"{first}  {'COVERAGE':>8}  {'GINI':>6}  {'POPULARITY':>10}"]
+    for setting, measures in found.items():
+        cells = (_cell(measures.get(f"{name}@{k}"), width) for name, width in (("coverage", 8), ("gini", 6)))
+        popularity = measures.get(f"popularity@{k}")
+        lines.append("  ".join([f"{SETTINGS[setting]:<{len(first)}}", *cells, _cell(popularity, 10, digits=1)]))
+    lines.append("  ".join([f"{'the targets':<{len(first)}}", " " * 8, " " * 6, _cell(targets, 10, digits=1)]))
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, width: int, digits: int = 4) -> str:
+    return f"{'' if value is None else f'{value:.{digits}f}':>{width}}"
+
+
+def usual_cutoff(found: Mapping[str, float]) -> int:
+    """The k that a table shows: 10 where it was measured, else the largest."""
+    ks = [int(name.partition("@")[2]) for name in found]
+    return 10 if 10 in ks else max(ks)

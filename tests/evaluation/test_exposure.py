@@ -1,0 +1,76 @@
+"""Which items lists show: worked by hand, at its ends, and of a model's own lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from recbft.datasets.split import leave_one_out
+from recbft.evaluation.evaluate import evaluate
+from recbft.evaluation.exposure import exposure, format_exposure, shown, usual_cutoff
+from recbft.models.contract import read_histories
+
+
+def test_lists_worked_by_hand():
+    items = np.array([[1, 2], [1, 3], [2, 0]])  # the last list is short
+    counts = shown(items, 4, [1, 2])
+    assert counts.tolist() == [[2, 1, 0, 0], [2, 2, 1, 0]]
+    found = exposure(counts, np.array([10, 20, 60, 80]), [1, 2])
+    assert found == pytest.approx(
+        {
+            "coverage@1": 2 / 4, "gini@1": (1 * 1 + 3 * 2) / (4 * 3), "popularity@1": (2 * 10 + 20) / 3,
+            "coverage@2": 3 / 4, "gini@2": (-1 * 1 + 1 * 2 + 3 * 2) / (4 * 5), "popularity@2": (20 + 40 + 60) / 5,
+        }
+    )  # fmt: skip
+
+
+def test_gini_is_the_mean_difference_of_two_items_over_twice_their_mean():
+    n = np.random.default_rng(0).integers(0, 9, 50)
+    found = exposure(n[None], np.ones(50, np.int64), [3])["gini@3"]
+    assert found == pytest.approx(np.abs(n[:, None] - n).mean() / (2 * n.mean()))
+
+
+@pytest.mark.parametrize(("counts", "gini"), [([5, 5, 5, 5], 0.0), ([0, 0, 9, 0], 3 / 4)])
+def test_gini_is_0_where_all_items_are_shown_alike_and_1_less_1_over_v_where_one_is(counts, gini):
+    assert exposure(np.array([counts]), np.ones(4, np.int64), [1])["gini@1"] == pytest.approx(gini)
+
+
+def test_lists_without_an_item_cover_nothing_and_have_neither_gini_nor_popularity():
+    found = exposure(np.zeros((1, 3), np.int64), np.ones(3, np.int64), [10])
+    assert found == {"coverage@10": 0.0}
+    last = format_exposure({"filtered": found}, targets=2.25).splitlines()
+    assert last[1].split() == ["seen", "masked", "0.0000"] and last[2].split() == ["the", "targets", "2.2"]
+
+
+@pytest.mark.parametrize(("ks", "shown_k"), [((5, 10, 20), 10), ((3, 7), 7)])
+def test_the_cut_off_shown_is_10_where_there_is_one(ks, shown_k):
+    found = exposure(np.ones((len(ks), 4), np.int64), np.arange(4), ks)
+    assert usual_cutoff(found) == shown_k and f"lists of {shown_k} show" in format_exposure({"unfiltered": found}, 1.0)
+
+
+@pytest.mark.parametrize("memory_mb", [1e-3, 256.0])
+def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab, arm, memory_mb):
+    dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
+    model = lab.make_model(dataset, *arm)
+    found = evaluate(model, dataset, "test", ks=(3, 50), memory_mb=memory_mb, histories_per_batch=16, lists=True)
+    assert evaluate(model, dataset, "test", ks=(3, 50)).exposure is None
+    view = leave_one_out(dataset).test
+    with torch.no_grad():
+        (batch,) = read_histories(model, dataset.items, view.start, view.stop, times=dataset.times, source="")
+        states, _ = model.user_states(batch)
+        weight, bias = model.item_table()
+        scores = (states @ weight[1:].T + (0 if bias is None else bias[1:])).numpy()
+    seen = [dataset.items[start:stop] - 1 for start, stop in zip(view.start, view.stop, strict=True)]
+    for setting in ("unfiltered", "filtered"):
+        lists = []
+        for row, own in zip(scores.copy(), seen, strict=True):
+            order = np.argsort(-row, kind="stable")
+            lists.append(order if setting == "unfiltered" else order[~np.isin(order, own)])
+        for k in (3, 50):
+            entries = np.concatenate([each[:k] for each in lists])
+            n, c = np.bincount(entries, minlength=dataset.num_items), dataset.training_counts[1:]
+            measures = found.exposure[setting]
+            assert measures[f"coverage@{k}"] == len(set(entries.tolist())) / dataset.num_items
+            assert measures[f"popularity@{k}"] == pytest.approx(c[entries].mean())
+            assert measures[f"gini@{k}"] == pytest.approx(np.abs(n[:, None] - n).mean() / (2 * n.mean()))
