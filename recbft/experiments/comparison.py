@@ -22,7 +22,7 @@ from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.arms import leaves
 from recbft.experiments.external import ExternalRanks, read_external
 from recbft.experiments.lists import counted, seeds_text
-from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, by_seed, check_same, label_runs, read_run
+from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, by_seed, check_same, config_of, label_runs, read_run
 
 COMPARISON_FILE = "comparison.json"
 DATA_FILE = "dataset.parquet"  # beside it, or beside those of several models: the data set that a program gave
@@ -40,7 +40,7 @@ class Arm:
     runs: tuple[Path | None, ...]  # None for external ranks
     ranks: dict[str, IntArray]  # "unfiltered"/"filtered" -> (S, U) ranks of the test target; absent where not known
     histories: tuple[list[dict[str, Any]], ...]  # rows of history.csv; none for external ranks
-    config: dict[str, Any]  # of its first run; empty for external ranks
+    config: dict[str, Any]  # of its first run, see ``runs.config_of``; empty for external ranks
 
     @property
     def has_spread(self) -> bool:
@@ -135,6 +135,7 @@ def comparison_of(
         ranks = {setting: each[rows] for setting, each in file.ranks.items()}
         arms[name] = Arm(name, seeds, (None,) * len(seeds), ranks, tuple([] for _ in seeds), {})
         notes += _notes_on_file(name, file.seeds, file.others)
+    notes += _notes_on_trainers(grouped)
     chosen = _baseline(baseline, arms)
     _refuse_without_seeds(chosen, files)
     per_user = runs[0].per_user
@@ -229,7 +230,7 @@ def _trained_arm(name: str, runs: Mapping[int, Run], seeds: tuple[int, ...]) -> 
             for setting in SETTINGS
         },
         histories=tuple(run.history for run in chosen),
-        config=chosen[0].config,
+        config=config_of(chosen),
     )
 
 
@@ -272,9 +273,18 @@ def _notes_on_file(name: str, seeds: tuple[int, ...] | None, others: int) -> lis
     return notes
 
 
+def _notes_on_trainers(grouped: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Arms whose epochs and stopping are not what their configuration says."""
+    return [
+        f"arm {name} was trained by RecBole: a target per row, its own early stopping, and no record of its epochs"
+        for name, runs in grouped.items()
+        if any(run.trained_by is not None for run in runs)
+    ]
+
+
 def _notes_on_settings(grouped: Mapping[str, Sequence[Run]]) -> list[str]:
     """Settings of training and evaluation, which a reader expects to be equal, where arms differ."""
-    configs = {name: leaves(runs[0].config) for name, runs in grouped.items()}
+    configs = {name: leaves(config_of(runs)) for name, runs in grouped.items()}
     keys = dict.fromkeys(
         key for config in configs.values() for key in config if key.startswith(("training.", "evaluation."))
     )

@@ -102,8 +102,9 @@ def _arm(comparison: Comparison, name: str, metrics: Sequence[str]) -> dict[str,
     return {
         "metrics": figures,
         "exposure": _exposure(ran) if len(ran) == len(arm.runs) else {},
-        **{key: [one[key] for one in ran] for key in ("epochs", "training_seconds")},
-        "best_epochs": [one["best_epoch"] for one in ran],
+        # What RecBole trained does not say.
+        **{key: [one[key] for one in ran if key in one] for key in ("epochs", "training_seconds")},
+        "best_epochs": [one["best_epoch"] for one in ran if "best_epoch" in one],
         "config": {**arm.config, "seed": "each of the seeds"} if arm.config else {},
     }
 

@@ -1,13 +1,15 @@
 """Finished runs as a comparison reads them: their ranks, their protocol, and which arm each belongs to.
 
 Runs belong to one arm if they have one configuration but for the seed, the data's place and what a machine decides
-(threads, device, memory). An arm is called as the model calls it; where several share the name, the settings in which
-they differ are added in the form of ``arms``: ``matched+recency``, ``bft[core.lam_max=10]``.
+(threads, device, memory), and one trainer. Where each began from an older run of its own seed, the folders of those may
+differ in that seed. An arm is called as the model calls it; where several share the name, the settings in which they
+differ are added in the form of ``arms``: ``matched+recency``, ``bft[core.lam_max=10]``.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +59,9 @@ class Run:
         return found
 
     @property
-    def identity(self) -> str:
-        """Equal for runs of one arm."""
-        return config_hash(_identifying(self.config))
+    def trained_by(self) -> str | None:
+        """Whose trainer made it, "recbole"; None for our own."""
+        return self.metrics.get("trained_by")
 
 
 def read_run(path: str | Path) -> Run:
@@ -119,12 +121,17 @@ def check_same(runs: Sequence[Run]) -> None:
 
 def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """The runs by arm, in the order in which the arms come."""
-    arms: dict[str, list[Run]] = {}
+    alike: dict[str, list[Run]] = {}
     for run in runs:
-        arms.setdefault(run.identity, []).append(run)
+        alike.setdefault(config_hash(_of_arm([run])), []).append(run)
+    arms: dict[str, list[Run]] = {}
+    for exactly, group in alike.items():
+        under_any_seed = {config_hash(_of_arm([run], any_seed=True)) for run in group}
+        # Where runs of several seeds began from one older run, its folder is what they share as it is.
+        arms.setdefault(under_any_seed.pop() if len(under_any_seed) == 1 else exactly, []).extend(group)
     groups = list(arms.values())
     several_models = len({run.config["model"] for run in runs}) > 1
-    names = [_name(group[0], [other[0] for other in groups], several_models) for group in groups]
+    names = [_name(group, groups, several_models) for group in groups]
     return dict(zip(names, groups, strict=True))
 
 
@@ -144,11 +151,16 @@ def by_seed(name: str, runs: Sequence[Run]) -> dict[int, Run]:
     return found
 
 
+def config_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """The configuration of an arm's runs: that of the first, and SEED for the seed in what each began from."""
+    first = runs[0].config
+    began = {run.config.get("training", {}).get("warm_start") for run in runs}
+    return _under_any_seed(first) if len(began) > 1 else first
+
+
 def settings_of(run: Run) -> dict[str, Any]:
     """The settings of a run that are not its arm's defaults, by their full names."""
-    config = run.config
-    default = by_setting(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
-    return {key: value for key, value in by_setting(_identifying(config)).items() if default.get(key) != value}
+    return _settings_of([run])
 
 
 def arm_name(name: str, settings: Mapping[str, Any]) -> str:
@@ -161,18 +173,38 @@ def arm_name(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name}[{listed}]" if listed else name
 
 
-def _name(run: Run, others: Sequence[Run], with_model: bool) -> str:
-    config = run.config
-    alike = [
-        by_setting(_identifying(o.config)) for o in others if all(o.config[k] == config[k] for k in ("model", "arm"))
-    ]
+def _name(group: Sequence[Run], groups: Sequence[Sequence[Run]], with_model: bool) -> str:
+    config = group[0].config
+    alike = [by_setting(_of_arm(o)) for o in groups if all(o[0].config[k] == config[k] for k in ("model", "arm"))]
     # The decay is always said: a plain layer with it is another baseline than one without.
     own = {
         key: value
-        for key, value in settings_of(run).items()
+        for key, value in _settings_of(group).items()
         if key == "backbone.recency_decay" or any(other.get(key) != value for other in alike)
     }
     return arm_name(f"{config['model']}/{config['arm']}" if with_model else str(config["arm"]), own)
+
+
+def _settings_of(runs: Sequence[Run]) -> dict[str, Any]:
+    config = runs[0].config
+    default = by_setting(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
+    return {key: value for key, value in by_setting(_of_arm(runs)).items() if default.get(key) != value}
+
+
+def _of_arm(runs: Sequence[Run], *, any_seed: bool = False) -> dict[str, Any]:
+    """What runs of one arm share."""
+    shared = _identifying(_under_any_seed(runs[0].config) if any_seed else config_of(runs))
+    return shared if runs[0].trained_by is None else shared | {"trained_by": runs[0].trained_by}
+
+
+def _under_any_seed(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with SEED for its own seed in the folder of the older run that it began from."""
+    training = config.get("training", {})
+    older = training.get("warm_start")
+    if older is None:
+        return config
+    said = re.sub(rf"(seed\W?){config['seed']}(?!\d)", r"\1SEED", older)
+    return config | {"training": training | {"warm_start": said}}
 
 
 def _identifying(config: dict[str, Any]) -> dict[str, Any]:

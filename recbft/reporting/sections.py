@@ -141,9 +141,8 @@ def protocol_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
 def commands_section(comparison: Comparison, results: Mapping[str, Any]) -> Section:
     """What to type to have all of this again."""
     made = results.get("made", {}).get("command")
-    trained = [
-        command for arm in comparison.arms.values() if arm.config and (command := _training_command(arm)) is not None
-    ]
+    ours = [arm for name, arm in comparison.arms.items() if results["arms"][name]["epochs"]]
+    trained = [command for arm in ours if (command := _training_command(arm)) is not None]
     return Section(
         name="commands",
         title="Commands",

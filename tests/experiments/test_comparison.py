@@ -14,9 +14,11 @@ from scipy import stats
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
+from recbft.experiments import provenance
 from recbft.experiments.arms import leaves
 from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.document import mean_sd
+from recbft.experiments.experiment import conclude
 from recbft.experiments.external import read_external
 from recbft.experiments.results import results_of, write_comparison
 from recbft.experiments.runs import label_runs, read_run
@@ -336,6 +338,48 @@ def test_runs_of_other_machines_belong_to_the_same_arm(copied):
 
 
 # External ranks ------------------------------------------------------------------------------------------
+
+
+def begun_from(run, older, path):
+    """A copy of a run that says that it began from an older one."""
+    shutil.copytree(run, path)
+    config = json.loads((run / "protocol.json").read_bytes())["config"]
+    edit_json(path / "protocol.json", config=config | {"training": config["training"] | {"warm_start": older}})
+
+
+def test_runs_that_each_began_from_an_older_run_of_their_seed_are_one_arm(copied):
+    for run in runs_in(copied, "bft"):
+        for older in ("old/sasrec-bft-{}", "older/{}", "one/seed0"):
+            seed = run.name.removeprefix("bft-")
+            begun_from(run, older.format(seed), copied / "runs" / f"{older.partition('/')[0]}-{seed}")
+    found = comparison_of(runs_in(copied))
+    per_seed, of_one = "training.warm_start=old/sasrec-bft-seedSEED", "training.warm_start=one/seed0"
+    others = {f"bft[{per_seed}]", f"bft[{of_one}]", "bft[training.warm_start=older/seedSEED]"}
+    assert set(found.arms) == {"matched", "bft"} | others and found.seeds == (0, 1, 2)
+    assert found.arms[f"bft[{per_seed}]"].config["training"]["warm_start"] == "old/sasrec-bft-seedSEED"
+    assert found.arms[f"bft[{of_one}]"].config["training"]["warm_start"] == "one/seed0"
+    [line] = [line for line in found.notes if "training.warm_start" in line]
+    assert f"bft[{per_seed}] old/sasrec-bft-seedSEED" in line
+
+
+def test_runs_that_recbole_trained_are_an_arm_of_their_own(copied, tmp_path):
+    for run in runs_in(copied, "bft"):
+        shutil.copytree(run, copied / "runs" / f"theirs-{run.name[4:]}")
+        metrics = json.loads((run / "metrics.json").read_bytes())
+        kept = ("filter_seen", "test", "validation", "exposure", "probability")  # what ``to_run`` writes
+        theirs = {key: metrics[key] for key in kept} | {"trained_by": "recbole"}
+        write_json(copied / "runs" / f"theirs-{run.name[4:]}" / "metrics.json", theirs)
+    alone = comparison_of([*runs_in(copied, "matched"), *runs_in(copied, "theirs")])
+    assert list(alone.arms) == ["matched", "bft"]
+    assert alone.notes == (
+        "arm bft was trained by RecBole: a target per row, its own early stopping, and no record of its epochs",
+    )
+    found = comparison_of(runs_in(copied))
+    assert list(found.arms) == ["bft", "matched", "bft[trained_by=recbole]"]
+    levels = conclude(found, tmp_path, made=provenance.header("recbft compare")).partition("Difference")[0].split("\n")
+    ends = {line.split()[0]: line.split()[-2] for line in levels if " ± " in line}
+    assert ends["bft"][0] == ends["matched"][0] == "(" and ends["bft[trained_by=recbole]"] == "±"  # the best epoch
+    assert list(load_comparison(tmp_path).arms) == list(found.arms)
 
 
 def test_ranks_of_another_system_join_as_an_arm(trained, tmp_path):
