@@ -11,7 +11,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
-from recbft_cli.given import refuse_given
+from recbft_cli.given import refuse_given, refuse_set
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset
@@ -104,6 +104,8 @@ def compare(
         return
     if out is None:
         raise UserError("--out is missing; name the folder that gets the results")
+    refuse_set(settings or (), ("--arms", "--seeds"))
+
     from recbft.experiments.lists import parse_metrics
 
     asked = _Asked(

@@ -1,8 +1,8 @@
-"""Options of a command line that another one makes pointless."""
+"""What a command line gives in vain, since another option decides it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import typer
 
@@ -21,3 +21,15 @@ def refuse_given(context: typer.Context, parameters: Iterable[str], why: str) ->
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise UserError(f"{options[name]} has no effect {why}")
+
+
+def refuse_set(settings: Sequence[str], options: Iterable[str]) -> None:
+    """Refuse a ``--set`` of what these options, which have values of their own, decide for each run.
+
+    Args:
+        options: such as ``--seeds``, of the key ``seed``.
+    """
+    for option in options:
+        key = option.removeprefix("--").removesuffix("s")
+        if any(text.partition("=")[0].strip() == key for text in settings):
+            raise UserError(f"--set {key} has no effect, since {option} decides it for each run; give {option}")

@@ -20,6 +20,7 @@ from recbft_cli.compare import (
     print_commands,
     recorded_command,
 )
+from recbft_cli.given import refuse_set
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
@@ -48,6 +49,7 @@ def sweep(
     """Train one setting's values over seeds; validation chooses, the test is shown beside it."""
     if len(vary) > 1:
         raise UserError("--vary is given twice; vary one setting at a time, or search several with `recbft tune`")
+    refuse_set(settings or (), ["--seeds"])
 
     from recbft.experiments.experiment import prepare, train_and_compare, usual_workers
     from recbft.experiments.lists import parse_seeds

@@ -11,6 +11,7 @@ import typer
 
 from recbft_cli.columns import DataRoot
 from recbft_cli.compare import Config, DatasetName, Jobs, Model, Settings
+from recbft_cli.given import refuse_set
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
@@ -48,6 +49,8 @@ def tune(
     data_root: DataRoot = None,
 ) -> None:
     """Search settings for the best validation metric; the test is not looked at."""
+    refuse_set(settings or (), ["--seeds"])
+
     from recbft.experiments.experiment import usual_workers
     from recbft.experiments.lists import parse_seeds
     from recbft.experiments.tuning import load_optuna, parse_space, search

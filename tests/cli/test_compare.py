@@ -197,6 +197,8 @@ def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path)
         (["--out", "x", "--arms", "matched,btf"], "arm btf: arm of sasrec is 'btf'; did you mean 'bft'?"),
         (["--out", "x", "--arms", "matched,bft[lam_maxx=3]"], "arm bft[lam_maxx=3]: unknown key 'lam_maxx'"),
         (["--out", "x", "--set", "lam_max=3"], "core.lam_max has no effect in arm 'matched'"),
+        (["--out", "x", "--set", "seed=3"], "--set seed has no effect, since --seeds decides it for each run; give"),
+        (["--out", "x", "--set", "arm=bft"], "--set arm has no effect, since --arms decides it for each run; give"),
         (["--out", "x", "--baseline", "pop"], "--baseline 'pop' is not an arm; choose one of matched, "),
         (["--out", "x", "--external", "ranks.csv"], "--external 'ranks.csv' is not NAME=FILE"),
         (["--out", "x", "--external", "bft=r.csv"], "--external has the name of an arm"),

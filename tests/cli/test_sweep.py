@@ -82,6 +82,7 @@ def test_a_sweep_compares_each_value_with_the_default_and_chooses_by_validation(
     [
         (["--vary", "lam_max"], "--vary 'lam_max' is not KEY=VALUE,VALUE,...; write for example core.lam_max=10,20,50"),
         (["--vary", "lam_max="], "is not KEY=VALUE,VALUE"),
+        (["--vary", "lam_max=5", "--set", "seed=3"], "--set seed has no effect, since --seeds decides it for each run"),
         (["--vary", "lam_max=100"], "names only the default; give at least one other value"),
         (["--vary", "seed=1,2"], "--vary cannot vary seed: every value is trained on the seeds that --seeds gives"),
         (["--vary", "model=sasrec,hstu"], "--vary cannot vary model: its runs are of one model, -m; `recbft compare"),
@@ -426,6 +427,13 @@ def test_a_space_that_cannot_be_meant_is_refused(capsys, events, tmp_path, space
     pytest.importorskip("optuna")
     code, _, err = run(capsys, "tune", "-d", events, "--space", space, "--out", tmp_path / "x")
     assert code == 2 and message in err and not (tmp_path / "x").exists()
+
+
+def test_a_seed_among_the_settings_of_a_search_is_refused(capsys, events, tmp_path):
+    code, _, err = run(
+        capsys, "tune", "-d", events, "--space", "dropout=0,0.1", "--set", "seed=3", "--out", tmp_path / "x"
+    )
+    assert code == 2 and "--set seed has no effect, since --seeds decides it" in err and not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
