@@ -162,12 +162,17 @@ def recorded_command(context: typer.Context, places: Sequence[Path] = ()) -> str
     from recbft.experiments.provenance import recorded
 
     given = [str(argument) for argument in context.obj or ()][1:]
-    run_dirs = {str(place) for place in places}
-    kept = [argument for argument in given if argument not in run_dirs]
+    takes_value = {name for one in context.command.params if not getattr(one, "is_flag", True) for name in one.opts}
+    # The shell ends a folder's name with a slash; an option's value, such as an arm's name, may be a folder's name too.
+    kept = [
+        argument
+        for before, argument in zip(["", *given], given, strict=False)
+        if before in takes_value or Path(argument) not in places
+    ]
     for n, argument in enumerate(kept[1:], start=1):
         if kept[n - 1] == "--external":
             kept[n] = f"{argument.partition('=')[0]}=FILE"
-    return recorded(f"recbft {context.info_name}", [*kept, *(["RUN_DIR..."] if run_dirs else [])])
+    return recorded(f"recbft {context.info_name}", [*kept, *(["RUN_DIR..."] if places else [])])
 
 
 def print_commands(jobs: Sequence[Any]) -> None:

@@ -127,6 +127,14 @@ def test_runs_that_exist_and_another_systems_ranks_are_compared(capsys, made, tm
     assert list(load_comparison(tmp_path / "out").arms) == ["bft", "matched", "other"]
 
 
+def test_a_recorded_command_has_no_run_folders_however_they_are_written(capsys, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(shutil.copytree(made / "runs", tmp_path / "here"))
+    Path("bft_lam_max=10-seed0").rename("bft")
+    runs = ["bft/", "./bft_lam_max=10-seed1", "matched-seed0/", "matched-seed1"]
+    code, out, _ = run(capsys, "compare", *runs, "--baseline", "bft", "--out", tmp_path / "out")
+    assert code == 0 and out.splitlines()[0] == "`recbft compare --baseline bft --out OUT RUN_DIR...`"
+
+
 def test_the_header_is_of_the_machines_that_trained(capsys, made, tmp_path):
     moved = shutil.copytree(made, tmp_path / "moved")
     elsewhere = moved / "runs" / "matched-seed0" / "environment.json"
