@@ -70,6 +70,7 @@ CPU = ("gpu_id", "")
 # RecBole reads YAML 1.1, in which these words are true and false; read_yaml takes them for text.
 WORDS = {"yes": True, "on": True, "no": False, "off": False}
 SWITCHES = ("use_gpu", "repeatable")
+AS_HERE = {"shuffle": True}  # of what has no meaning, that which recbft does anyway; else it is False
 METRICS = {"hit": "hr", "recall": "hr", "ndcg": "ndcg", "mrr": "mrr", "map": "mrr"}  # with one target per user
 OF_LISTS = {"itemcoverage", "giniindex", "averagepopularity"}  # recorded for the test whether asked for or not
 
@@ -123,7 +124,8 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     _refuse_two_names(tree)
     made = {key: value for key, value in tree.items() if key.partition(".")[0] in ours and key not in _HANDLED}
     made |= {RENAMED[key]: value for key, value in tree.items() if key in RENAMED and value is not None}
-    asked = [key for key, value in tree.items() if value is not None and value is not False and (key, value) != CPU]
+    asked = [key for key, value in tree.items()
+             if value is not None and value is not AS_HERE.get(key, False) and (key, value) != CPU]  # fmt: skip
     ignored = [key for key in asked if key in IGNORED and key not in ours]
     ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
     known = {*METRICS, *OF_LISTS}

@@ -127,6 +127,14 @@ def test_keys_without_meaning_are_named_once(read):
     )
 
 
+def test_an_order_that_is_not_drawn_is_named_and_one_that_is_drawn_is_ours(read):
+    with pytest.warns(UserWarning, match="run.yaml: without meaning in recbft and ignored: shuffle$"):
+        read("MAX_ITEM_LIST_LENGTH: 20\nshuffle: no\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read("MAX_ITEM_LIST_LENGTH: 20\nshuffle: True\n")
+
+
 def test_an_atomic_file_is_found_where_recbole_looks_and_ordered_by_time(read, tmp_path):
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "shop.inter").write_text("user_id:token\titem_id:token\ttimestamp:float\n")
