@@ -107,7 +107,9 @@ def markdown(table: Table) -> str:
 def latex(table: Table) -> str:
     """A table environment for the booktabs package."""
     align = "".join("l" if c.is_text else "r" for c in table.columns)
-    lines = [" & ".join(map(_latex, row)) + r" \\" for row in table.texts()]
+    # The end of a row takes a bracket or a star that comes next for its own.
+    shield = {"[": "{}", "*": "{}"}
+    lines = [shield.get(row[0][:1], "") + " & ".join(map(_latex, row)) + r" \\" for row in table.texts()]
     head = " & ".join(_latex(c.heading) for c in table.columns) + r" \\"
     return "\n".join(
         [

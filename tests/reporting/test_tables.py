@@ -48,6 +48,12 @@ def test_markdown_escapes_the_bar_and_hands_on_no_tag():
     assert lines[4].startswith(r"| a\|b &lt;x> | 1,429 |") and lines[-1] == "50 % of &lt;all> users_"
 
 
+def test_a_row_of_latex_that_begins_with_a_bracket_or_a_star_is_not_the_end_of_the_row_before():
+    rows = [["[a]", 0.5], ["*a", 0.5], ["a[b]*", 0.5]]
+    made = latex(Table(name="x", title="t", caption="c", columns=[Column("arm"), Column("v", "value")], rows=rows))
+    assert [line.partition(" &")[0] for line in made.split("\n") if "0.5" in line] == ["{}[a]", "{}*a", "a[b]*"]
+
+
 def test_latex_is_booktabs_with_every_special_letter_escaped():
     made = latex(TABLE)
     assert r"\caption{A \& B. 50 \% of \textless{}all\textgreater{} users\_}" in made
