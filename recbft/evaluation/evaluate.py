@@ -30,6 +30,8 @@ from recbft.models.contract import SequenceModel
 
 IntArray = NDArray[np.int64]
 T = TypeVar("T")
+LISTED_SCORES = 1_000_000_000  # lists are made of so many users by items,
+LISTED_USERS = 1000  # or of so many users where that is more
 
 
 class Sharing(Protocol):
@@ -92,21 +94,23 @@ def evaluate(
         memory_mb: bound on the block of scores, and on the states held at a time.
         histories_per_batch: histories that the model reads at once.
         sharing: processes that call this alike and share the work; every one of them gets the whole.
-        lists: make the lists of the best items too, in both settings, and say which items they show.
+        lists: make the lists of the best items too, in both settings, and say which items they show; of some users,
+            drawn from a fixed seed, where users by items are more than a billion.
 
     Raises:
         UserError: the part is unknown or there is no user.
         RunError: a score is NaN.
     """
     view = view_of(dataset, part)
+    num_users = len(view.target)
+    listed = _listed(num_users, dataset.num_items) if lists else np.zeros(num_users, np.bool_)
 
     def rank(users: slice) -> _Found:
         return _rank(
-            model, dataset, view, users, ks=ks if lists else (), memory_mb=memory_mb,
+            model, dataset, view, users, ks=ks if lists else (), listed=listed, memory_mb=memory_mb,
             histories_per_batch=histories_per_batch,
         )  # fmt: skip
 
-    num_users = len(view.target)
     parts = [rank(slice(0, num_users))] if sharing is None else sharing.each_does(num_users, rank)
     ranks = _joined([part.ranks for part in parts])
     precisions = [part.precision for part in parts if part.precision is not None]
@@ -138,6 +142,12 @@ def evaluate(
     )
 
 
+def _listed(num_users: int, num_items: int) -> NDArray[np.bool_]:
+    """Whose lists are made, (N,): everyone's, or of large data as many as are worth their time, the same each time."""
+    chosen = np.random.default_rng(0).permutation(num_users)[: max(LISTED_USERS, LISTED_SCORES // num_items)]
+    return np.isin(np.arange(num_users), chosen)
+
+
 class _Found(NamedTuple):
     """What is known of n users of a view."""
 
@@ -153,10 +163,11 @@ def _rank(
     users: slice,
     *,
     ks: Sequence[int],
+    listed: NDArray[np.bool_],
     memory_mb: float,
     histories_per_batch: int,
 ) -> _Found:
-    """Ranks of some users, and what their lists of ks items show, with the model in evaluation mode."""
+    """Ranks of some users, and what the lists of those who are listed show, with the model in evaluation mode."""
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
         at_once = max(histories_per_batch, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
@@ -166,12 +177,17 @@ def _rank(
             chunk = slice(first, min(first + at_once, users.stop))
             part = View(view.start[chunk], view.stop[chunk], view.target[chunk])
             states, precision = states_of_view(model, dataset, part, table.weight.device, histories_per_batch)
-            seen = events_of(dataset.items, view.start[chunk], view.stop[chunk])
+            seen = events_of(dataset.items, part.start, part.stop)
             ids = dataset.user_ids[chunk]
-            ranks.append(full_ranks(states, table, view.target[chunk], *seen, memory_mb=memory_mb, user_ids=ids))
+            ranks.append(full_ranks(states, table, part.target, *seen, memory_mb=memory_mb, user_ids=ids))
             precisions += precision
-            for one, (barred, by_user) in zip(counts, ((None, None), seen), strict=True) if ks else ():
-                best = top_k(states, table, max(ks), exclude_items=barred, exclude_offsets=by_user, memory_mb=memory_mb)
+            who = np.flatnonzero(listed[chunk])
+            own = events_of(dataset.items, part.start[who], part.stop[who])
+            for one, (barred, by_user) in zip(counts, ((None, None), own), strict=True) if who.size else ():
+                best = top_k(
+                    states[torch.from_numpy(who).to(states.device)], table, max(ks), exclude_items=barred,
+                    exclude_offsets=by_user, memory_mb=memory_mb,
+                )  # fmt: skip
                 one += shown(best.items, dataset.num_items, ks)
     return _Found(_joined(ranks), np.concatenate(precisions) if precisions else None, counts)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import recbft.evaluation.evaluate as evaluating
 from recbft.datasets.split import leave_one_out
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.exposure import exposure, format_exposure, shown, usual_cutoff
@@ -74,3 +75,30 @@ def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab
             assert measures[f"coverage@{k}"] == len(set(entries.tolist())) / dataset.num_items
             assert measures[f"popularity@{k}"] == pytest.approx(c[entries].mean())
             assert measures[f"gini@{k}"] == pytest.approx(np.abs(n[:, None] - n).mean() / (2 * n.mean()))
+
+
+def test_on_large_data_the_lists_are_of_some_users_the_same_each_time_and_however_the_work_is_shared(lab, monkeypatch):
+    dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
+    model = lab.make_model(dataset, "sasrec", "bft")
+    monkeypatch.setattr(evaluating, "LISTED_USERS", 5)
+    monkeypatch.setattr(evaluating, "LISTED_SCORES", 20 * dataset.num_items)
+    made = []
+    monkeypatch.setattr(evaluating, "shown", lambda items, *sizes: made.append(items) or shown(items, *sizes))
+    found = evaluate(model, dataset, "test", ks=(3,), histories_per_batch=16, memory_mb=1e-3, lists=True)
+    lists = np.concatenate(made[::2])  # of all items; every second one is of the items not seen
+    users = np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:20])
+    view = leave_one_out(dataset).test
+    with torch.no_grad():
+        (batch,) = read_histories(model, dataset.items, view.start[users], view.stop[users], source="")
+        states, _ = model.user_states(batch)
+        scores = (states @ model.item_table().weight[1:].T).numpy()
+    assert (lists == 1 + np.argsort(-scores, axis=1, kind="stable")[:, :3]).all()
+    counts = shown(lists, dataset.num_items, [3])
+    assert found.exposure["unfiltered"] == exposure(counts, dataset.training_counts[1:], [3])
+
+    class Halves:
+        def each_does(self, count, work):
+            return [work(slice(0, 33)), work(slice(33, 33)), work(slice(33, count))]
+
+    shared = evaluate(model, dataset, "test", ks=(3,), sharing=Halves(), lists=True)
+    assert shared.exposure == found.exposure
