@@ -26,6 +26,10 @@ class View(NamedTuple):
     stop: NDArray[np.int64]  # (U,) stop > start
     target: NDArray[np.int64]  # (U,) item index
 
+    def rows(self, which: NDArray[np.int64] | slice) -> View:
+        """The tasks of some users, by row."""
+        return View(self.start[which], self.stop[which], self.target[which])
+
 
 class Split(NamedTuple):
     """Training bounds and the two prediction tasks, users in the data set's order."""

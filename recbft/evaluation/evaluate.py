@@ -25,7 +25,7 @@ from recbft.evaluation.metrics import KS, metrics_from_ranks
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.evaluation.ranks import Ranks, full_ranks
 from recbft.evaluation.top_k import top_k
-from recbft.evaluation.views import Part, evaluation_mode, events_of, states_of_view, view_of
+from recbft.evaluation.views import Part, evaluation_mode, events_of, some_users, states_of_view, view_of
 from recbft.models.contract import SequenceModel
 
 IntArray = NDArray[np.int64]
@@ -103,12 +103,13 @@ def evaluate(
     """
     view = view_of(dataset, part)
     num_users = len(view.target)
-    listed = _listed(num_users, dataset.num_items) if lists else np.zeros(num_users, np.bool_)
+    sizes = {"scores": LISTED_SCORES, "at_least": LISTED_USERS}
+    listed = some_users(num_users, dataset.num_items, **sizes) if lists else np.empty(0, np.int64)
 
     def rank(users: slice) -> _Found:
         return _rank(
-            model, dataset, view, users, ks=ks if lists else (), listed=listed, memory_mb=memory_mb,
-            histories_per_batch=histories_per_batch,
+            model, dataset, view, users, ks=ks if lists else (), listed=listed,
+            memory_mb=memory_mb, histories_per_batch=histories_per_batch,
         )  # fmt: skip
 
     parts = [rank(slice(0, num_users))] if sharing is None else sharing.each_does(num_users, rank)
@@ -142,12 +143,6 @@ def evaluate(
     )
 
 
-def _listed(num_users: int, num_items: int) -> NDArray[np.bool_]:
-    """Whose lists are made, (N,): everyone's, or of large data as many as are worth their time, the same each time."""
-    chosen = np.random.default_rng(0).permutation(num_users)[: max(LISTED_USERS, LISTED_SCORES // num_items)]
-    return np.isin(np.arange(num_users), chosen)
-
-
 class _Found(NamedTuple):
     """What is known of n users of a view."""
 
@@ -163,7 +158,7 @@ def _rank(
     users: slice,
     *,
     ks: Sequence[int],
-    listed: NDArray[np.bool_],
+    listed: IntArray,
     memory_mb: float,
     histories_per_batch: int,
 ) -> _Found:
@@ -175,13 +170,13 @@ def _rank(
         counts = np.zeros((2, len(ks), dataset.num_items), np.int64)
         for first in range(users.start, users.stop, at_once):
             chunk = slice(first, min(first + at_once, users.stop))
-            part = View(view.start[chunk], view.stop[chunk], view.target[chunk])
+            part = view.rows(chunk)
             states, precision = states_of_view(model, dataset, part, table.weight.device, histories_per_batch)
             seen = events_of(dataset.items, part.start, part.stop)
             ids = dataset.user_ids[chunk]
             ranks.append(full_ranks(states, table, part.target, *seen, memory_mb=memory_mb, user_ids=ids))
             precisions += precision
-            who = np.flatnonzero(listed[chunk])
+            who = listed[slice(*np.searchsorted(listed, [chunk.start, chunk.stop]))] - chunk.start
             own = events_of(dataset.items, part.start[who], part.stop[who])
             for one, (barred, by_user) in zip(counts, ((None, None), own), strict=True) if who.size else ():
                 best = top_k(

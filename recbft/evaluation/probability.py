@@ -32,7 +32,7 @@ from torch import Tensor
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.score_blocks import Excluded, align, block_shape, score_block, spans
-from recbft.evaluation.views import evaluation_mode, events_of, states_of_view, view_of
+from recbft.evaluation.views import evaluation_mode, events_of, some_users, states_of_view, view_of
 from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.models.contract import ItemTable, SequenceModel
 
@@ -104,8 +104,7 @@ def calibrations(
 
 def fitting_users(dataset: Dataset, users: IntArray) -> IntArray:
     """Of these users those that (2) is fitted on: all, or of a large catalogue as many as are worth their time."""
-    kept = np.random.default_rng(0).permutation(len(users))[: max(FITTED_USERS, FITTED_SCORES // dataset.num_items)]
-    return users[np.sort(kept)]
+    return users[some_users(len(users), dataset.num_items, scores=FITTED_SCORES, at_least=FITTED_USERS)]
 
 
 def rows_of_new_targets(dataset: Dataset, view: View) -> IntArray:
@@ -138,7 +137,7 @@ def fit(
     num_items = len(table.weight) - 1
     items, offsets = (None, None) if seen is None else seen
     excluded = Excluded.of(items, offsets, len(states), num_items)
-    log_chance = -np.log(num_items - np.diff(excluded.offsets))
+    log_chance = -np.log(excluded.left(num_items))
 
     counts = (LAPSED, FORESEEN) if prior else (0, 0)
     tried: dict[float, tuple[float, float]] = {}  # by T: its best u, and (2) there

@@ -114,6 +114,10 @@ class Excluded(NamedTuple):
         user, item = user[real], item[real]
         return cls(user, item, np.searchsorted(user, np.arange(num_users + 1)), barred)
 
+    def left(self, num_items: int) -> IntArray:
+        """How many items each user's list may hold, (N,)."""
+        return num_items - len(self.barred) - np.diff(self.offsets)
+
     def mask(self, block: Tensor, users: slice, columns: slice) -> None:
         """Give the excluded items of a block, in place, a score below all others."""
         own = slice(self.offsets[users.start], self.offsets[users.stop])

@@ -78,7 +78,7 @@ def top_k(
     states, candidates = align(states, table)
     num_users, num_items = len(states), len(candidates.weight)
     excluded = Excluded.of(exclude_items, exclude_offsets, num_users, num_items, barred)
-    left = num_items - len(excluded.barred) - np.diff(excluded.offsets)
+    left = excluded.left(num_items)
     lengths = np.minimum(k, left)
     best = _padding(lengths, k, states.new_empty(0).cpu().numpy().dtype)
     if not lengths.any():

@@ -38,10 +38,19 @@ def view_of(dataset: Dataset, part: str, users: IntArray | None = None) -> View:
     split = leave_one_out(dataset)
     view = split.validation if part == "validation" else split.test
     if users is not None:
-        view = View(view.start[users], view.stop[users], view.target[users])
+        view = view.rows(users)
     if len(view.target) == 0:
         raise UserError(f"data set {dataset.name!r} has no user to evaluate; users need at least 3 events")
     return view
+
+
+def some_users(num_users: int, num_items: int, *, scores: int, at_least: int) -> IntArray:
+    """Row numbers in order: of everyone, or of as many as ``scores`` users by items allow, the same each time.
+
+    Args:
+        at_least: or of so many users where that is more.
+    """
+    return np.sort(np.random.default_rng(0).permutation(num_users)[: max(at_least, scores // num_items)])
 
 
 @contextmanager
