@@ -39,12 +39,11 @@ from recbft.evaluation.calibration import predicted
 from recbft.evaluation.metrics import metrics_from_ranks
 from recbft.evaluation.probability import AS_TRAINED
 from recbft.evaluation.ranks import full_ranks
-from recbft.evaluation.views import evaluation_mode, view_of
+from recbft.evaluation.views import evaluation_mode, states_of_view, view_of
 from recbft.experiments.lists import parse_seeds, split_list
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
 from recbft.models.backbone import Backbone
-from recbft.models.contract import read_histories
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training.bundle import load_trained
 from recbft.training.session import train
@@ -120,20 +119,8 @@ def measure(
     view = View(view.stop - length, view.stop, view.target)
     model.max_length = length
     with torch.inference_mode(), evaluation_mode(model):
-        states = torch.cat(
-            [
-                model.user_states(batch).state
-                for batch in read_histories(
-                    model,
-                    dataset.items,
-                    view.start,
-                    view.stop,
-                    times=dataset.times,
-                    source=f"data set {dataset.name!r}",
-                )
-            ]
-        )
         table = model.item_table()
+        states, _ = states_of_view(model, dataset, view, table.weight.device)
         (said,) = predicted(states, table, view.target, calibrations=[AS_TRAINED], ks=[10], memory_mb=MEMORY_MB)
         nothing, offsets = np.zeros(0, np.int64), np.zeros(len(users) + 1, np.int64)
         ranks = full_ranks(states, table, view.target, nothing, offsets, memory_mb=MEMORY_MB)

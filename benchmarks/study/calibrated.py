@@ -24,9 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, recorded
-from benchmarks.study.worth import models_of_arm
+from benchmarks.command import finish
+from benchmarks.study.worth import over_seeds
 from recbft.datasets import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.calibration import calibration
@@ -43,7 +42,6 @@ from recbft.evaluation.top_k import top_k
 from recbft.evaluation.views import Part, evaluation_mode, events_of, states_of_view, view_of
 from recbft.experiments.lists import counted
 from recbft.experiments.tables import markdown_table
-from recbft.files import write_json
 from recbft.models.contract import ItemTable, SequenceModel
 
 NAME = "study.calibrated"
@@ -55,18 +53,11 @@ LISTS = {"all items": False, "items not seen": True}
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
-    rows, dataset = [], None
-    for seed, model, dataset in models_of_arm(options.out, options.arm, options.data_root):
-        found = {name: judged(model, dataset, unseen, options.part) for name, unseen in LISTS.items()}
-        rows.append({"seed": seed} | found)
-    said = ["OUT" if argument in options.out else argument for argument in arguments]
-    made = machine.header(recorded(NAME, said), dataset)
-    print("\n".join(machine.lines(made)), end="\n\n")
-    print(table(rows))
-    if options.json is not None:
-        write_json(options.json, machine.close(made) | {"calibrated": rows})
-    return 0
+
+    def measure(model: SequenceModel, dataset: Dataset) -> dict[str, Any]:
+        return {name: judged(model, dataset, unseen, options.part) for name, unseen in LISTS.items()}
+
+    return over_seeds(NAME, arguments, options, measure, table)
 
 
 class Asked(NamedTuple):
@@ -106,7 +97,7 @@ def asked(model: SequenceModel, dataset: Dataset, part: Part, users: IntArray, u
     """Of some users those whose target their list may hold."""
     view = view_of(dataset, part, users)
     if unseen:
-        view = View(*(each[rows_of_new_targets(dataset, view)] for each in view))
+        view = view.rows(rows_of_new_targets(dataset, view))
     states, _ = states_of_view(model, dataset, view, model.item_table().weight.device)
     return Asked(view, states, events_of(dataset.items, view.start, view.stop) if unseen else None)
 
@@ -116,7 +107,7 @@ def nll(users: Asked, table: ItemTable, ways: Sequence[Calibration]) -> list[flo
     num_items = len(table.weight) - 1
     items, offsets = (None, None) if users.seen is None else users.seen
     excluded = Excluded.of(items, offsets, len(users.states), num_items)
-    log_chance = -np.log(num_items - np.diff(excluded.offsets))
+    log_chance = -np.log(excluded.left(num_items))
     temperatures = [way.temperature for way in ways]
     found = log_softmax_of_targets(users.states, table, users.view.target, excluded, temperatures, memory_mb=256.0)
     return [float(-log_of_mixture(log_p, log_chance, way.lapse).mean()) for log_p, way in zip(found, ways, strict=True)]

@@ -19,17 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, recorded
+from benchmarks.command import count, finish
 from benchmarks.study.calibrated import LISTS, Asked, asked, nll
-from benchmarks.study.worth import models_of_arm
+from benchmarks.study.worth import over_seeds
 from recbft.datasets import Dataset
 from recbft.evaluation.paired import compare_seeds
 from recbft.evaluation.probability import AS_TRAINED, IntArray, fit
 from recbft.evaluation.views import evaluation_mode, events_of
 from recbft.experiments.lists import counted, split_list
 from recbft.experiments.tables import markdown_table
-from recbft.files import write_json
 from recbft.models.contract import SequenceModel
 
 NAME = "study.few_fitted"
@@ -39,19 +37,12 @@ WAYS = {"by likelihood alone": False, "with the prior": True}
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     numbers = [int(number) for number in split_list(options.users)]
-    rows, dataset = [], None
-    for seed, model, dataset in models_of_arm(options.out, options.arm, options.data_root):
-        found = {name: judged(model, dataset, unseen, numbers, options.draws) for name, unseen in LISTS.items()}
-        rows.append({"seed": seed} | found)
-    said = ["OUT" if argument in options.out else argument for argument in arguments]
-    made = machine.header(recorded(NAME, said), dataset)
-    print("\n".join(machine.lines(made)), end="\n\n")
-    print(table(rows))
-    if options.json is not None:
-        write_json(options.json, machine.close(made) | {"few_fitted": rows})
-    return 0
+
+    def measure(model: SequenceModel, dataset: Dataset) -> dict[str, Any]:
+        return {name: judged(model, dataset, unseen, numbers, options.draws) for name, unseen in LISTS.items()}
+
+    return over_seeds(NAME, arguments, options, measure, table)
 
 
 def judged(
@@ -77,7 +68,7 @@ def judged(
 
 
 def _some(known: Asked, dataset: Dataset, rows: IntArray) -> Asked:
-    view = type(known.view)(*(each[rows] for each in known.view))
+    view = known.view.rows(rows)
     return Asked(view, known.states[rows], known.seen and events_of(dataset.items, view.start, view.stop))
 
 

@@ -14,7 +14,7 @@ Shapes: U users, P signals.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,17 @@ from benchmarks import machine
 from benchmarks.command import check_folder_of, finish, recorded
 from benchmarks.study.choose import finished_runs
 from recbft.datasets import Dataset
-from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.calibration import predicted
 from recbft.evaluation.confidence import Ranking
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import seed_interval
 from recbft.evaluation.probability import AS_TRAINED
-from recbft.evaluation.views import Part, evaluation_mode, view_of
+from recbft.evaluation.views import Part, evaluation_mode, states_of_view, view_of
 from recbft.experiments.runs import by_seed, check_same, label_runs, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
-from recbft.models.contract import SequenceModel, read_histories
+from recbft.models.contract import SequenceModel
 from recbft.run_config import load_run_config
 from recbft.training.bundle import load_trained
 
@@ -56,17 +55,32 @@ FloatArray = NDArray[np.float64]
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _options(arguments)
+    return over_seeds(NAME, arguments, _options(arguments), worth, table)
+
+
+def over_seeds(
+    name: str,
+    arguments: Sequence[str],
+    options: argparse.Namespace,
+    measure: Callable[[SequenceModel, Dataset], dict[str, Any]],
+    table: Callable[[Sequence[dict[str, Any]]], str],
+) -> int:
+    """Measure every run of an arm and print the table of them, under the header of the command; the exit code.
+
+    Args:
+        name: of the command, whose last part is the key of the rows in its JSON file.
+        options: ``out``, ``arm``, ``data_root`` and ``json`` as parsed from the arguments.
+    """
     check_folder_of(options.json)
     rows, dataset = [], None
     for seed, model, dataset in models_of_arm(options.out, options.arm, options.data_root):
-        rows.append({"seed": seed} | worth(model, dataset))
+        rows.append({"seed": seed} | measure(model, dataset))
     said = ["OUT" if argument in options.out else argument for argument in arguments]
-    made = machine.header(recorded(NAME, said), dataset)
+    made = machine.header(recorded(name, said), dataset)
     print("\n".join(machine.lines(made)), end="\n\n")
     print(table(rows))
     if options.json is not None:
-        write_json(options.json, machine.close(made) | {"worth": rows})
+        write_json(options.json, machine.close(made) | {name.rpartition(".")[2]: rows})
     return 0
 
 
@@ -125,19 +139,10 @@ def signals(model: SequenceModel, dataset: Dataset, part: Part) -> tuple[dict[st
     ranked, view = evaluate(model, dataset, part), view_of(dataset, part)
     if ranked.precision is None:
         raise UserError("these runs have no precision; name an arm such as bft")
-    sizes: dict[str, Any] = {"source": dataset.name, "times": dataset.times}
-    batches = read_histories(
-        model, dataset.items, view.start, view.stop, histories_per_batch=HISTORIES_PER_BATCH, **sizes
-    )
     with torch.inference_mode(), evaluation_mode(model):
-        (scores,) = predicted(
-            torch.cat([model.user_states(batch).state for batch in batches]),
-            model.item_table(),
-            view.target,
-            calibrations=(AS_TRAINED,),
-            ks=(K,),
-            memory_mb=256.0,
-        )
+        table = model.item_table()
+        states, _ = states_of_view(model, dataset, view, table.weight.device)
+        (scores,) = predicted(states, table, view.target, calibrations=(AS_TRAINED,), ks=(K,), memory_mb=256.0)
     return {
         "entropy": -scores.entropy,
         "probability of the ten best": np.log(scores.top[K]),
