@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     out = Path(options.out)
     if options.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are made, which is later
+        _ask_for_the_interpreter()
     elif not torch.cuda.is_available():
         raise UserError("PyTorch sees no CUDA GPU; use --dry-run for small shapes in Triton's interpreter")
     out.mkdir(parents=True, exist_ok=True)
@@ -92,6 +93,25 @@ def main(arguments: Sequence[str]) -> int:
     print(f"\nwritten to {file}")
     _judge(found)
     return 0
+
+
+def _ask_for_the_interpreter() -> None:
+    """Triton reads it when the kernels are made, which is later.
+
+    Raises:
+        UserError: this Triton's interpreter takes arrays of one element for numbers, which this numpy refuses.
+    """
+    triton, numpy = version("triton"), version("numpy")
+    if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+        raise UserError(
+            f"the interpreter of Triton {triton} fails with numpy {numpy}; install numpy<2.4 or triton>=3.7"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _release(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _in_time(worker: Inline | Sheltered, numbers: Sequence[int], ends: float) -> Iterator[Row]:
