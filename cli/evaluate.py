@@ -75,4 +75,4 @@ def evaluate(
     typer.echo(format_metrics({name: evaluation.metrics[name] for name in shown}, made))
     assert evaluation.exposure is not None
     exposure = {name: evaluation.exposure[name] for name in shown}
-    typer.echo(format_exposure(exposure, float(evaluation.per_user["target_count"].mean())))
+    typer.echo(format_exposure(exposure, float(evaluation.per_user["target_count"].mean()), made))

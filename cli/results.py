@@ -20,5 +20,5 @@ def print_results(run: RunFolder) -> None:
     typer.echo(format_metrics(run.metrics["test"], run.protocol))
     if exposure := run.metrics.get("exposure"):
         targets = pd.read_parquet(run.per_user_file, columns=["target_count"])["target_count"]
-        typer.echo(format_exposure(exposure, float(targets.mean())))
+        typer.echo(format_exposure(exposure, float(targets.mean()), run.protocol))
     typer.echo(f"run folder: {run.path}")

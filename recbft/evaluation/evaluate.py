@@ -20,18 +20,16 @@ from numpy.typing import NDArray
 from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
-from recbft.evaluation.exposure import exposure, shown
+from recbft.evaluation.exposure import exposure, listed_users, shown
 from recbft.evaluation.metrics import KS, metrics_from_ranks
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.evaluation.ranks import Ranks, full_ranks
 from recbft.evaluation.top_k import top_k
-from recbft.evaluation.views import Part, evaluation_mode, events_of, some_users, states_of_view, view_of
+from recbft.evaluation.views import Part, evaluation_mode, events_of, states_of_view, view_of
 from recbft.models.contract import SequenceModel
 
 IntArray = NDArray[np.int64]
 T = TypeVar("T")
-LISTED_SCORES = 1_000_000_000  # lists are made of so many users by items,
-LISTED_USERS = 1000  # or of so many users where that is more
 
 
 class Sharing(Protocol):
@@ -103,8 +101,7 @@ def evaluate(
     """
     view = view_of(dataset, part)
     num_users = len(view.target)
-    sizes = {"scores": LISTED_SCORES, "at_least": LISTED_USERS}
-    listed = some_users(num_users, dataset.num_items, **sizes) if lists else np.empty(0, np.int64)
+    listed = listed_users(num_users, dataset.num_items) if lists else np.empty(0, np.int64)
 
     def rank(users: slice) -> _Found:
         return _rank(

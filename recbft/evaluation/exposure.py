@@ -17,14 +17,29 @@ Shapes: N users, V items, k items per list.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recbft.evaluation.protocol import SETTINGS
+from recbft.evaluation.views import some_users
 
 IntArray = NDArray[np.int64]
 MEASURES = ("coverage", "gini", "popularity")
+LISTED_SCORES = 1_000_000_000  # lists are made of so many users by items,
+LISTED_USERS = 1000  # or of so many users where that is more
+
+
+def lists_of(num_users: int, num_items: int) -> str | None:
+    """Whose lists are made, in words, where they are not everyone's; coverage rises with their number."""
+    listed = listed_users(num_users, num_items).size
+    return None if listed == num_users else f"{listed:,} of the {num_users:,} users"
+
+
+def listed_users(num_users: int, num_items: int) -> IntArray:
+    """Row numbers of those whose lists are made."""
+    return some_users(num_users, num_items, scores=LISTED_SCORES, at_least=LISTED_USERS)
 
 
 def shown(items: IntArray, num_items: int, ks: Sequence[int]) -> IntArray:
@@ -55,12 +70,13 @@ def exposure(counts: IntArray, training_counts: IntArray, ks: Sequence[int]) -> 
     return found
 
 
-def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float) -> str:
+def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float, protocol: Mapping[str, Any]) -> str:
     """What lists show as a table in plain text.
 
     Args:
         found: ``exposure`` by setting.
         targets: mean training count of the targets.
+        protocol: of the same pass, whose users and items say whose lists these are.
     """
     k = usual_cutoff(next(iter(found.values())))
     first = f"lists of {k} show"
@@ -70,6 +86,8 @@ def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float) ->
         popularity = measures.get(f"popularity@{k}")
         lines.append("  ".join([f"{SETTINGS[setting]:<{len(first)}}", *cells, _cell(popularity, 10, digits=1)]))
     lines.append("  ".join([f"{'the targets':<{len(first)}}", " " * 8, " " * 6, _cell(targets, 10, digits=1)]))
+    if some := lists_of(protocol["users"], protocol["items"]):
+        lines.append(f"lists of {some}, drawn from a fixed seed")
     return "\n".join(lines)
 
 

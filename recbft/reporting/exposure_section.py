@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recbft.evaluation.exposure import MEASURES, usual_cutoff
+from recbft.evaluation.exposure import MEASURES, lists_of, usual_cutoff
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
@@ -23,6 +23,8 @@ def exposure_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
     absent = [name for name in comparison.arms if name not in found]
     why = "no lists are known, of a file of ranks or of runs of an earlier version"
     words = [f"{listed(absent)}: {why}."] if absent else []
+    some = lists_of(comparison.users.size, comparison.protocol["items"])
+    words += [f"Lists of {some}, drawn from a fixed seed."] if some and found else []
     if not found:
         return Section(name="exposure", title=title, words=words)
     k = usual_cutoff(next(iter(next(iter(found.values())).values())))

@@ -358,6 +358,13 @@ def test_what_lists_show_is_that_of_the_runs_and_differences_are_paired_by_seed(
         assert p == pytest.approx(stats.ttest_rel(ours, plain).pvalue) if np.ptp(np.subtract(ours, plain)) else p == 1
 
 
+def test_lists_of_some_users_are_called_so(comparison, monkeypatch):
+    monkeypatch.setattr("recbft.evaluation.exposure.LISTED_USERS", 7)
+    monkeypatch.setattr("recbft.evaluation.exposure.LISTED_SCORES", 1)
+    section = next(one for one in make_report(comparison, draw=False).sections if one.name == "exposure")
+    assert section.words == [f"Lists of 7 of the {comparison.users.size} users, drawn from a fixed seed."]
+
+
 def test_arms_whose_lists_are_not_known_are_named(with_external, copied):
     section = next(one for one in make_report(with_external, draw=False).sections if one.name == "exposure")
     assert section.words == ["<b>other</b>: no lists are known, of a file of ranks or of runs of an earlier version."]
