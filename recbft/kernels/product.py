@@ -1,7 +1,9 @@
 """The product of a layer or a scorer, without gradients, by the fastest library at hand.
 
 On CPU tensors in single precision that is oneDNN on AMD processors, where MKL keeps to AVX2 and is half as fast, and
-MKL on Intel's, where the scores of a catalogue take oneDNN twice as long.
+MKL on Intel's, where the scores of a catalogue take oneDNN twice as long. oneDNN keeps a program for each of the last
+1,024 shapes that it has met, which takes half a millisecond and half a megabyte to make: who multiplies by ever other
+numbers of rows fills them up to ``common_size``.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -35,6 +37,14 @@ def add_product(to: Tensor, x: Tensor, weight: Tensor) -> None:
         to += product(x, weight)
     else:
         to.addmm_(x, weight.T)
+
+
+def common_size(size: int, like: Tensor) -> int:
+    """Of the few numbers of rows that products should have, the next: by an eighth more at most, or 15."""
+    if _ONEDNN is None or size <= _FEW or not _is_single_on_cpu(like):
+        return size
+    unit = max(_FEW, (1 << (size.bit_length() - 1)) // 8)
+    return -(-size // unit) * unit
 
 
 def _is_single_on_cpu(x: Tensor) -> bool:

@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recbft.kernels.cross_entropy import tiles
 from recbft.kernels.cross_entropy.exponentials import exponentials
-from recbft.kernels.product import add_product, fastest_layout, product
+from recbft.kernels.product import add_product, common_size, fastest_layout, product
 from recbft.kernels.transforms import applied
 
 BLOCK_ELEMENTS = 1_600_000  # about 6 MB in float32: the block of logits stays in a shared cache
@@ -99,7 +100,7 @@ def _in_blocks(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The sum of log z + shift, and where asked for the gradients of its mean, from blocks of positions."""
     N, V = states.shape[0], weight.shape[0]
-    rows = max(16, min(N, BLOCK_ELEMENTS // V))
+    rows = max(16, min(common_size(N, states), BLOCK_ELEMENTS // V))
     loss = states.new_zeros((), dtype=torch.float64)
     weight = fastest_layout(weight)
     if with_gradients:
@@ -107,15 +108,17 @@ def _in_blocks(
         d_states, d_columns = torch.empty_like(states), torch.zeros_like(columns)
     room = weight.new_empty(rows, V)
     for first in range(0, N, rows):
-        x = states[first : first + rows]
+        own = states[first : first + rows]
+        n = len(own)
+        x = _filled_up(own, rows)
         logits = product(x, weight, room=room[: len(x)])
         odds, total, shift = exponentials(logits, shifted=not bounded)
         if shift is not None:
-            loss += shift.sum(dtype=torch.float64)
-        loss += total.log().sum(dtype=torch.float64)
+            loss += shift[:n].sum(dtype=torch.float64)
+        loss += total[:n].log().sum(dtype=torch.float64)
         if with_gradients:
             share = 1 / (N * total)
-            torch.mul(product(odds, columns), share, out=d_states[first : first + rows])
+            torch.mul(product(odds, columns)[:n], share[:n], out=d_states[first : first + rows])
             add_product(d_columns, (x * share).T, odds.T)
     return (loss, d_states, d_columns.T.contiguous()) if with_gradients else (loss, None, None)
 
@@ -124,11 +127,22 @@ def _in_tiles(
     states: Tensor, weight: Tensor, bounded: bool, with_gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The same from tiles of positions by items."""
+    N = len(states)
+    states = _filled_up(states, tiles.POSITIONS)
     sums = tiles.exponential_sums(states, weight, bounded=bounded)
-    loss = sums.total.log().sum(dtype=torch.float64)
+    loss = sums.total[:N].log().sum(dtype=torch.float64)
     if sums.shift is not None:
-        loss = loss + sums.shift.sum(dtype=torch.float64)
-    return (loss, *tiles.gradients(states, weight, sums)) if with_gradients else (loss, None, None)
+        loss = loss + sums.shift[:N].sum(dtype=torch.float64)
+    if not with_gradients:
+        return loss, None, None
+    d_states, d_weight = tiles.gradients(states, weight, sums, count=N)
+    return loss, d_states[:N], d_weight
+
+
+def _filled_up(states: Tensor, rows: int) -> Tensor:
+    """With states of 0, which move no weight, so that the last block of ``rows`` has a size that others have too."""
+    last = (len(states) - 1) % rows + 1
+    return F.pad(states, (0, 0, 0, min(rows, common_size(last, states)) - last))
 
 
 def _largest_norm(rows: Tensor) -> Tensor:

@@ -46,9 +46,9 @@ def exponential_sums(states: Tensor, weight: Tensor, *, bounded: bool) -> Sums:
     return Sums(shift, total)
 
 
-def gradients(states: Tensor, weight: Tensor, sums: Sums) -> tuple[Tensor, Tensor]:
-    """The second pass: dX (N, D) and dW (V, D) of the mean of log z + m."""
-    share = 1 / (len(states) * sums.total)
+def gradients(states: Tensor, weight: Tensor, sums: Sums, *, count: int) -> tuple[Tensor, Tensor]:
+    """The second pass: dX (N, D) and dW (V, D) of the mean of log z + m over ``count`` positions, the others' x 0."""
+    share = 1 / (count * sums.total)
     scaled = states * share
     d_states, d_weight = torch.zeros_like(states), torch.empty_like(weight)
     for items in _pieces(len(weight), ITEMS):
