@@ -31,7 +31,7 @@ from torch import Tensor
 
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
-from recbft.evaluation.score_blocks import Excluded, align, block_shape, score_block, spans
+from recbft.evaluation.score_blocks import Excluded, align, score_block, spans, user_blocks
 from recbft.evaluation.views import evaluation_mode, events_of, some_users, states_of_view, view_of
 from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.models.contract import ItemTable, SequenceModel
@@ -209,7 +209,7 @@ def log_softmax_of_targets(
     """ln of the softmax of (1) at each user's target, (N,), at each temperature."""
     states, candidates = align(states, table)
     num_items = len(candidates.weight)
-    rows, width = block_shape(len(states), num_items, states.element_size(), memory_mb / 2)
+    rows, width, chunks = user_blocks(states, num_items, memory_mb / 2)
     candidates = candidates.for_blocks(len(states), rows)
     room, other = states.new_empty(rows * width), states.new_empty(rows * width)
     own = torch.from_numpy(targets - 1).to(states.device)
@@ -217,7 +217,7 @@ def log_softmax_of_targets(
     if candidates.bias is not None:
         score += candidates.bias[own]
     found: list[list[Tensor]] = [[] for _ in temperatures]
-    for users in spans(len(states), rows):
+    for users in chunks:
         sums = [LogSum(temperature, other) for temperature in temperatures]
         for columns in spans(num_items, width):
             block = score_block(states[users], candidates, columns, room)

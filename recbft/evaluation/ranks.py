@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recbft.datasets.distinct import distinct
-from recbft.evaluation.score_blocks import Candidates, NanWatch, align, block_shape, score_block, spans
+from recbft.evaluation.score_blocks import Candidates, NanWatch, align, score_block, spans, user_blocks
 from recbft.kernels.product import product
 from recbft.models.contract import ItemTable
 
@@ -73,12 +73,12 @@ def full_ranks(
     groups = _group_equal(candidates)
     num_users, num_groups = len(states), len(groups.candidates.weight)
     assert targets.size == 0 or 1 <= targets.min() <= targets.max() < groups.of_item.size, "targets are items 1..V"
-    rows, width = block_shape(num_users, num_groups, states.element_size(), memory_mb)
+    rows, width, chunks = user_blocks(states, num_groups, memory_mb)
     width = min(width, _EXACT)
     candidates = groups.candidates.for_blocks(num_users, rows)
     room = states.new_empty(rows * width)
     ranks = Ranks(np.zeros(num_users, np.int64), np.zeros(num_users, np.int64))
-    for users in spans(num_users, rows):
+    for users in chunks:
         chunk, own = states[users], groups.of_item[targets[users]]
         seen = _Seen.others(seen_items, seen_offsets, users, targets)
         score = None if width == num_groups else _own_scores(chunk, candidates, own)

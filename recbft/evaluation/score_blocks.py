@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from recbft.datasets.distinct import distinct
 from recbft.errors import RunError, UserError
-from recbft.kernels.product import fastest_layout, product
+from recbft.kernels.product import common_size, fastest_layout, product
 from recbft.models.contract import ItemTable
 
 IntArray = NDArray[np.int64]
@@ -78,11 +79,22 @@ def spans(num: int, size: int) -> Iterator[slice]:
         yield slice(num * piece // pieces, num * (piece + 1) // pieces)
 
 
+def user_blocks(states: Tensor, num_items: int, memory_mb: float) -> tuple[int, int, list[slice]]:
+    """``block_shape`` for users, (N, D), and the fewest pieces to cut them into, of sizes that products often have."""
+    num_users = len(states)
+    rows, width = block_shape(common_size(num_users, states), num_items, states.element_size(), memory_mb)
+    pieces = max(1, -(-num_users // rows))
+    size = min(rows, common_size(-(-num_users // pieces), states))
+    return rows, width, [slice(first, min(first + size, num_users)) for first in range(0, num_users, max(1, size))]
+
+
 def score_block(chunk: Tensor, candidates: Candidates, columns: slice, room: Tensor) -> Tensor:
     """Scores (1) of a chunk of users, (n, D), for a range of candidates: (n, w), written over ``room`` (>= n w,)."""
     n, w = len(chunk), columns.stop - columns.start
     bias = None if candidates.bias is None else candidates.bias[columns]
-    return product(chunk, candidates.weight[columns], bias, room=room[: n * w].view(n, w))
+    filled_up = min(room.numel() // w, common_size(n, chunk))
+    x = F.pad(chunk, (0, 0, 0, filled_up - n)) if filled_up > n else chunk
+    return product(x, candidates.weight[columns], bias, room=room[: len(x) * w].view(-1, w))[:n]
 
 
 class Excluded(NamedTuple):

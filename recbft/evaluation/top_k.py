@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration, LogSum
-from recbft.evaluation.score_blocks import Excluded, NanWatch, align, block_shape, score_block, spans
+from recbft.evaluation.score_blocks import Excluded, NanWatch, align, score_block, spans, user_blocks
 from recbft.models.contract import ItemTable
 
 IntArray = NDArray[np.int64]
@@ -85,11 +85,11 @@ def top_k(
         return best
     watch = NanWatch(states, candidates)
     blocks = 1 if calibration is None else 2
-    rows, width = block_shape(num_users, num_items, states.element_size(), memory_mb / blocks)
+    rows, width, chunks = user_blocks(states, num_items, memory_mb / blocks)
     candidates = candidates.for_blocks(num_users, rows)
     room = states.new_empty(rows * width)
     log_sum = None if calibration is None else LogSum(calibration.temperature, torch.empty_like(room))
-    for users in spans(num_users, rows):
+    for users in chunks:
         values, items = states.new_empty(0), torch.empty(0, dtype=torch.int64)
         for columns in spans(num_items, width):
             block = score_block(states[users], candidates, columns, room)
