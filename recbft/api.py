@@ -37,7 +37,7 @@ from recbft.fitted_folder import fitted_folder
 from recbft.forked import one_thread_if_forked
 from recbft.kernels import compiled
 from recbft.python_errors import free_folder, python_errors
-from recbft.recommendation import recommend, recommend_in_blocks
+from recbft.recommendation import check_filter_seen, recommend, recommend_in_blocks
 from recbft.run_config import RunConfig, load_run_config
 from recbft.training import session
 from recbft.training.bundle import load_trained
@@ -239,6 +239,7 @@ class Recommender:
         run that is not finished or that a version before this made; its lists have no probabilities.
         """
         self._fitted()
+        check_filter_seen(filter_seen)
         return self._calibrations[bool(filter_seen)]
 
     def user_vectors(self, histories: Histories) -> UserVectors:

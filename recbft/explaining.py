@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from recbft.datasets.events import check_columns
-from recbft.datasets.given_histories import Histories, as_frame, encode
+from recbft.datasets.given_histories import Histories, as_frame, encode, is_listed, numbered
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation import explain as explanations
@@ -83,11 +83,11 @@ def explain(
 def _one(history: Iterable[Any] | pd.DataFrame) -> tuple[Histories, list[Any]]:
     """One history as ``encode`` takes them, and its raw items."""
     if not isinstance(history, pd.DataFrame):
-        if isinstance(history, (str, bytes, Mapping, set, frozenset)) or not isinstance(history, Iterable):
+        if isinstance(history, (Mapping, set, frozenset)) or not is_listed(history):
             raise UserError(f"the history is {history!r}; give one list of item ids, oldest first")
         raw = list(history)
         return [raw], raw
     check_columns([str(column) for column in history.columns], ["user_id", "item_id"], "the history")
-    if history["user_id"].nunique() > 1:
-        raise UserError(f"the data frame holds {history['user_id'].nunique()} users; give the events of one")
+    if (num_users := len(numbered(history["user_id"])[1])) > 1:
+        raise UserError(f"the data frame holds {num_users} users; give the events of one")
     return history, history["item_id"].tolist()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recbft.config import is_whole
-from recbft.datasets.given_histories import Encoded, Histories, Users, encode
+from recbft.datasets.given_histories import Encoded, Histories, Users, encode, is_listed
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration
@@ -63,6 +63,7 @@ def recommend(
             target's time, which nobody knows here.
     """
     check_asked(model, k)
+    check_filter_seen(filter_seen)
     encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
     choice = _choice(vocabulary, exclude, candidates)
     blocks = list(blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, calibration, memory_mb))
@@ -89,6 +90,7 @@ def recommend_in_blocks(
 ) -> Iterator[pd.DataFrame]:
     """``Recommender.recommend_in_blocks``; see there. It takes what ``recommend`` does, and raises that at once."""
     check_asked(model, k)
+    check_filter_seen(filter_seen)
     encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
     choice = _choice(vocabulary, exclude, candidates)
     return blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, calibration, memory_mb)
@@ -120,6 +122,17 @@ def check_asked(model: SequenceModel, k: Any) -> None:
             "this model was trained with show_target_time: true, but the time of the next event is not known when "
             "recommending; train with show_target_time: false"
         )
+
+
+def check_filter_seen(filter_seen: Any) -> None:
+    """Refuse what is neither True nor False: the text "false" of a request would count as True.
+
+    Raises:
+        UserError: naming the value.
+    """
+    if not isinstance(filter_seen, (bool, np.bool_)):
+        shown = " ".join(repr(filter_seen).split())[:60]
+        raise UserError(f"filter_seen is {shown}; give True (lists leave out what the user has) or False")
 
 
 def reads_times(model: SequenceModel) -> bool:
@@ -229,6 +242,6 @@ def _ids(name: str, given: Any) -> Any:
     """The ids as ``Vocabulary.encode`` takes them."""
     if hasattr(given, "columns"):  # of which a loop would give the names
         raise UserError(f"{name} is a table ({type(given).__name__}); give its column of item ids")
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+    if not is_listed(given):
         raise UserError(f"{name} is {given!r}; give a list of item ids")
     return given if isinstance(given, (np.ndarray, pd.Series, pd.Index)) and given.ndim == 1 else list(given)

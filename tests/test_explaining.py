@@ -81,6 +81,11 @@ def test_a_data_frame_of_one_user_is_a_history(fitted, history):
         ({"history": {"ann": [1]}}, "give one list of item ids"),
         ({"history": []}, "the histories hold no item; give at least one"),
         ({"history": ["?"]}, "none of the 1 items"),
+        ({"history": np.array(1)}, r"the history is array\(1\); give one list of item ids"),
+        (
+            {"history": pd.DataFrame({"user_id": [[1]], "item_id": [1]})},
+            r"column 'user_id' of the histories holds \[1\]",
+        ),
     ],
 )
 def test_what_cannot_be_explained_is_refused(fitted, history, arguments, message):

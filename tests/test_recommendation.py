@@ -264,6 +264,53 @@ def test_left_out_items_come_in_any_form_of_a_list(form):
     assert lists(recommend(Echo(), NUMBERS, {"ann": [10]}, 2, candidates=form([60, 40]))) == {"ann": [60, 40]}
 
 
+@pytest.mark.parametrize("alone", [np.array("a"), torch.tensor(1), bytearray(b"a")])
+def test_what_only_looks_like_a_list_is_refused_wherever_a_list_is_wanted(alone):
+    for histories in (alone, {"ann": alone}, [["a"], alone]):
+        with pytest.raises(UserError, match=r"^the histor(y of user .* is|ies are) .*give (a list of item ids|lists)"):
+            recommend(Echo(), LETTERS, histories, 1)
+    for name in ("exclude", "candidates"):
+        with pytest.raises(UserError, match=f"^{name} is .*; give a list of item ids"):
+            recommend(Echo(), LETTERS, [["a"]], 1, **{name: alone})
+
+
+@pytest.mark.parametrize("form", [pd.DataFrame, pa.table])
+def test_a_table_of_one_user_s_events_is_refused_for_its_columns_would_be_taken_for_items(form):
+    with pytest.raises(
+        UserError, match=r"the history of user 'ann' is a table .*(Table|Frame).*; give its column of item ids"
+    ):
+        recommend(Echo(), LETTERS, {"ann": form({"a": ["c"]})}, 1)
+
+
+@pytest.mark.parametrize("user", [["u", "v"], {"name": "u"}, {"u"}, np.array(["u"])])
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_user_that_is_no_id_is_refused_in_a_frame(user, timed):
+    frame = pd.DataFrame({"user_id": pd.Series(["v", user], dtype=object), "item_id": ["a", "b"], "timestamp": [1, 2]})
+    model = Echo()
+    model.reads_times = timed
+    with pytest.raises(UserError, match=r"^column 'user_id' of the histories holds .*u.*; give ids that are whole"):
+        recommend(model, LETTERS, frame, 1)
+
+
+def test_a_column_of_arrow_lists_is_no_column_of_users():
+    users = pd.Series([["u"], ["v"]], dtype=pd.ArrowDtype(pa.list_(pa.string())))
+    with pytest.raises(UserError, match=r"^column 'user_id' of the histories holds .*u.*; give ids that are whole"):
+        recommend(Echo(), LETTERS, pd.DataFrame({"user_id": users, "item_id": ["a", "b"]}), 1)
+
+
+@pytest.mark.parametrize("ask", [recommend, recommend_in_blocks])
+@pytest.mark.parametrize("filter_seen", ["false", 0, None, np.array([True, False])])
+def test_a_filter_that_is_neither_true_nor_false_is_refused_at_once(ask, filter_seen):
+    with pytest.raises(UserError, match=r"^filter_seen is .*; give True .* or False"):
+        ask(Echo(), LETTERS, [["a"]], 1, filter_seen=filter_seen)
+
+
+def test_true_and_false_of_numpy_are_true_and_false():
+    for filter_seen in (False, True):
+        plain, numpy = (recommend(Echo(), LETTERS, [["f"]], 1, filter_seen=of(filter_seen)) for of in (bool, np.bool_))
+        pd.testing.assert_frame_equal(plain, numpy)
+
+
 @pytest.mark.parametrize("form", [pd.DataFrame, pa.table])
 @pytest.mark.parametrize("name", ["exclude", "candidates"])
 def test_a_table_of_left_out_items_is_refused_for_its_columns_would_be_taken_for_ids(form, name):

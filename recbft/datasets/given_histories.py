@@ -6,7 +6,7 @@ Shapes: S histories.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +49,8 @@ def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_un
         UserError: as ``recbft.recommendation.recommend``, of histories.
     """
     histories = as_frame(histories)
-    times = _times(histories, time_unit) if reads_times else None
     users, lengths, raw = _flatten(histories)
+    times = _times(histories, time_unit) if reads_times else None
     if not users:
         raise UserError("there is no history to recommend for; give at least one user with items")
     if not len(raw):
@@ -85,6 +85,30 @@ def as_frame(histories: Any) -> Any:
         return histories
 
 
+def is_listed(value: Any) -> bool:
+    """Whether a loop gives the parts of a value, and not the letters of a text.
+
+    An array or tensor without a dimension says that it can be looped over, and cannot.
+    """
+    text = isinstance(value, (str, bytes, bytearray))
+    return isinstance(value, Iterable) and not text and getattr(value, "ndim", 1) != 0
+
+
+def numbered(users: pd.Series[Any]) -> tuple[NDArray[np.int64], pd.Index[Any]]:
+    """The number of each row's user (-1 for a blank), and the users by number.
+
+    Raises:
+        UserError: a user is a list or the like, of which nobody can say whether it is another's.
+    """
+    try:
+        return pd.factorize(users)
+    except (TypeError, pa.ArrowException):
+        first = next((user for user in users if not isinstance(user, Hashable)), users.iloc[0])
+        raise UserError(
+            f"column 'user_id' of the histories holds {first!r}; give ids that are whole numbers or text, one per event"
+        ) from None
+
+
 def _flatten(histories: Histories) -> tuple[list[Any], Sequence[int] | NDArray[np.int64], Any]:
     """Users, the length of each history, and all items side by side."""
     if isinstance(histories, pd.DataFrame):
@@ -93,7 +117,7 @@ def _flatten(histories: Histories) -> tuple[list[Any], Sequence[int] | NDArray[n
             raise UserError(
                 f"row {int(blank.argmax()) + 1} of the histories has a blank user_id; fill it in or leave it out"
             )
-        codes, distinct = pd.factorize(histories["user_id"])
+        codes, distinct = numbered(histories["user_id"])
         order = np.argsort(codes, kind="stable")
         return distinct.tolist(), np.bincount(codes, minlength=len(distinct)), histories["item_id"].iloc[order]
     if isinstance(histories, pd.Series):  # of lists, by user
@@ -104,7 +128,7 @@ def _flatten(histories: Histories) -> tuple[list[Any], Sequence[int] | NDArray[n
         users, sequences = histories.index.tolist(), histories.tolist()
     elif isinstance(histories, Mapping):
         users, sequences = list(histories), list(histories.values())
-    elif isinstance(histories, Iterable) and not isinstance(histories, (str, bytes)):
+    elif is_listed(histories):
         sequences = list(histories)
         users = list(range(len(sequences)))
     else:
@@ -115,7 +139,11 @@ def _flatten(histories: Histories) -> tuple[list[Any], Sequence[int] | NDArray[n
     for number, (user, items) in enumerate(zip(users, sequences, strict=True), start=1):
         if user is None or user is pd.NA or user != user:
             raise UserError(f"user {number} of the histories is blank ({user!r}); fill the id in or leave the user out")
-        if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        if hasattr(items, "columns"):  # of which a loop would give the names
+            raise UserError(
+                f"the history of user {user!r} is a table ({type(items).__name__}); give its column of item ids"
+            )
+        if not is_listed(items):
             raise UserError(f"the history of user {user!r} is {items!r}; give a list of item ids, such as [{items!r}]")
         if isinstance(items, (set, frozenset, Mapping)):
             raise UserError(f"the history of user {user!r} is a {type(items).__name__}; give a list, oldest item first")
