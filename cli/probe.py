@@ -253,6 +253,10 @@ def _explain(recommender: Recommender, dataset: Dataset, user: str, part: str, a
     from recbft.files import json_text
 
     history = _history(dataset, user, part)
+    if recommender.recommend(history, k=1).empty:
+        raise UserError(
+            f"user {user!r} has had every item that the model knows, so none is left to explain; name another"
+        )
     found = recommender.explain(history)
     precision = found.attrs["precision"]
     if as_json:

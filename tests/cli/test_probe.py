@@ -158,6 +158,24 @@ def test_what_makes_no_sense_is_refused(capsys, runs, monkeypatch, tmp_path, arg
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_a_user_who_has_had_every_item_nothing_can_be_explained_and_nothing_is_asked_that_a_shell_lacks(
+    capsys, runs, events, tmp_path
+):
+    frame = pd.read_parquet(events)
+    items = frame["item_id"].unique()
+    had = pd.DataFrame({"user_id": 999, "item_id": [*items, items[0]], "timestamp": range(len(items) + 1)})
+    pd.concat([frame[["user_id", "item_id", "timestamp"]], had]).to_parquet(tmp_path / "more.parquet")
+    code, out, err = run(capsys, runs(), "--explain", 999, "-d", tmp_path / "more.parquet")
+    assert (
+        code == 2
+        and out == ""
+        and err.splitlines()[-1]
+        == ("error: user '999' has had every item that the model knows, so none is left to explain; name another")
+    )
+    code, out, _ = run(capsys, runs(), "--explain", 999, "-d", tmp_path / "more.parquet", "--split", "validation")
+    assert code == 0 and out.count(", score ") == 1
+
+
 def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
     code, _, err = run(capsys, tmp_path / "nothing")
     assert code == 2 and "there is no run folder" in err
