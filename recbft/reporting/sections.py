@@ -20,7 +20,7 @@ from recbft.reporting import plots
 from recbft.reporting.findings import Finding, findings, headline_findings, level_table, seed_table, user_table
 from recbft.reporting.stratum_tables import Stratified, available, stratified
 from recbft.reporting.subject import headline, subject_of_comparison
-from recbft.reporting.tables import Cell, Column, Table
+from recbft.reporting.tables import Cell, Column, Table, distinct
 from recbft.run_config import load_run_config
 
 MAX_ARMS_IN_BARS = 4
@@ -62,7 +62,7 @@ def metrics_section(comparison: Comparison, results: Mapping[str, Any], *, draw:
     tables = [level_table(comparison, results), *(seed_table(comparison, each) for each in found.values() if each)]
     over_users = [table for each in found.values() if each and (table := user_table(comparison, each)) is not None]
     drawn = _difference_plots(comparison, main) if draw and main else []
-    return Section(name="metrics", title="Metrics", plots=drawn, tables=tables, folded=over_users)
+    return Section(name="metrics", title="Metrics", plots=drawn, tables=distinct(tables), folded=distinct(over_users))
 
 
 def strata_section(comparison: Comparison, *, data_root: str | None, quantiles: int = QUANTILES, draw: bool) -> Section:

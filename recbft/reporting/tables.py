@@ -12,7 +12,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Literal
@@ -160,6 +160,16 @@ def write_tables(tables: Sequence[Table], out: str | Path, formats: Iterable[str
     for path, content in files.items():
         write_atomic(path, content.encode(), durable=False)
     return list(files)
+
+
+def distinct(tables: Iterable[Table]) -> list[Table]:
+    """The tables, a number behind a name that an earlier one has, on a file system that knows no capitals too."""
+    made: list[Table] = []
+    for table in tables:
+        taken = {other.name.casefold() for other in made}
+        names = (table.name, *(f"{table.name}-{n}" for n in range(2, len(made) + 2)))
+        made.append(replace(table, name=next(name for name in names if name.casefold() not in taken)))
+    return made
 
 
 def slug(name: str) -> str:

@@ -457,6 +457,18 @@ def test_strata_are_of_the_setting_in_which_the_baseline_can_be_compared(with_ex
     assert all("all items" in table.caption and "seen masked" not in table.caption for table in both.tables)
 
 
+def test_baselines_that_look_alike_in_the_name_of_a_file_have_files_of_their_own(with_external, tmp_path):
+    arms = with_external.arms
+    alike = {"matched recency": "matched", "matched+recency": "bft", "best": "bft"}
+    named = {name: replace(arms[other], name=name) for name, other in alike.items()}
+    report = make_report(replace(with_external, arms=named, baseline="matched recency"), draw=False)
+    names = [table.name for table in report.tables if "-against-" in table.name]
+    both = ["against-matched-recency", "against-matched-recency-2"]
+    assert names == [f"{over}-{one}" for over in ("seeds", "users") for one in both]
+    written = write_report(report, tmp_path, ("csv",))
+    assert len(written) == len({str(path).lower() for path in written}) == len(report.tables)
+
+
 def test_the_first_metric_is_shown_without_the_grid_and_the_rest_is_folded(report):
     metrics, strata = report.sections[:2]
     assert [table.name for table in metrics.tables] == ["levels", "seeds-against-matched"]

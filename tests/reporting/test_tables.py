@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from recbft.reporting.tables import Column, Table, comma_separated, html, latex, markdown, slug, text, write_tables
+from recbft.reporting.tables import (
+    Column,
+    Table,
+    comma_separated,
+    distinct,
+    html,
+    latex,
+    markdown,
+    slug,
+    text,
+    write_tables,
+)
 
 TABLE = Table(
     name="demo",
@@ -93,6 +105,13 @@ def test_zero_has_no_sign_and_no_number_is_not_a_number():
         Table(name="t", title="", caption="", columns=[Column("d", "signed")], rows=[[float("nan")]]).texts()
     with pytest.raises(AssertionError, match="a row of t has other columns"):
         Table(name="t", title="", caption="", columns=[Column("d")], rows=[["a", "b"]])
+
+
+def test_tables_of_one_name_get_numbers():
+    names = ["a", "A", "b", "a", "a-2"]
+    made = distinct([replace(TABLE, name=name) for name in names])
+    assert [table.name for table in made] == ["a", "A-2", "b", "a-3", "a-2-2"]
+    assert {table.title for table in made} == {TABLE.title} and distinct([]) == []
 
 
 def test_tables_are_written_as_files(tmp_path):
