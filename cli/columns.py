@@ -42,7 +42,10 @@ def of_other_data(context: typer.Context, dataset: str | None, **options: Any) -
 
 def from_shell(**options: Any) -> dict[str, Any]:
     """The options that were given, those a shell can only pass as text taken apart."""
+    from recbft.config import Verbatim
+
     given = {name: value for name, value in options.items() if value is not None}
+    given |= {name: Verbatim(given[name]) for name in ("user", "item", "time") if name in given}  # called "none" or so
     if "columns" in given:
         given["columns"] = [column.strip() for column in given["columns"].split(",")]
     if "separator" in given:

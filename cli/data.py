@@ -163,11 +163,11 @@ def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
 
 def _load(options: dict[str, Any]) -> Dataset:
     """The data set that a command's options name."""
-    from recbft.config import field_types, from_dict
+    from recbft.config import Verbatim, field_types, from_dict
     from recbft.datasets.config import DataConfig
 
     given = from_shell(**{name: options.get(name) for name in field_types(DataConfig)})
-    return from_dict(DataConfig, {**given, "dataset": options["source"]}).load()
+    return from_dict(DataConfig, {**given, "dataset": Verbatim(options["source"])}).load()
 
 
 def _print_statistics(dataset: Dataset) -> None:

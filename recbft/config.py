@@ -24,9 +24,14 @@ from recbft.errors import UserError, did_you_mean
 
 C = TypeVar("C")
 
+NULL_WORDS = ("none", "null", "~")  # in small letters; bare, they say that an optional value is not set
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _WHOLE_BOUND = 2**63  # no tensor counts further
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+class Verbatim(str):
+    """Text that means itself also where the bare word would mean null: what is quoted in a file, or can be no null."""
 
 
 def from_dict(cls: type[C], mapping: Mapping[str, Any], where: str = "") -> C:
@@ -69,6 +74,11 @@ def to_dict(config: Any) -> dict[str, Any]:
     }
 
 
+def verbatim(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``to_dict`` made, for ``from_dict``: null is null there, and each text means itself."""
+    return {key: _verbatim(value) for key, value in tree.items()}
+
+
 def by_setting(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config by the keys that ``--set`` takes; what is nested deeper (a controller) stays whole."""
     found: dict[str, Any] = {}
@@ -88,14 +98,16 @@ def convert(value: Any, annotation: Any, name: str) -> Any:
     """``value`` as ``annotation`` wants it, or a UserError naming ``name``.
 
     Only lossless changes are made: an int for a float, "1e-3" for a float (YAML 1.1 reads it as text), a list, one
-    value or "5,10" for a tuple, "none" for None, False for the choice "off" (YAML 1.1 again), a number of numpy's for
-    the plain one.
+    value or "5,10" for a tuple, "none" for None unless it is ``Verbatim``, False for the choice "off" (YAML 1.1 again),
+    a number of numpy's for the plain one.
     """
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return _convert_optional(value, annotation, name)
+    if isinstance(value, Verbatim):
+        value = str(value)
     if origin is Literal:
         return _convert_choice(value, typing.get_args(annotation), name)
     if origin is tuple:
@@ -170,7 +182,8 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 def _convert_optional(value: Any, annotation: Any, name: str) -> Any:
     inner = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
     optional = len(inner) < len(typing.get_args(annotation))
-    if optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null", "~"))):
+    bare = isinstance(value, str) and not isinstance(value, Verbatim)
+    if optional and (value is None or (bare and value.lower() in NULL_WORDS)):
         return None
     for candidate in inner[:-1]:
         try:
@@ -219,6 +232,12 @@ def _convert_plain(value: Any, annotation: Any, name: str) -> Any:
     if annotation is float and kind is str and _NUMBER.fullmatch(value) and math.isfinite(float(value)):
         return float(value)
     raise UserError(f"{name} is {value!r}; give {_WORDS[annotation]}")
+
+
+def _verbatim(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return verbatim(value)
+    return Verbatim(value) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> Any:

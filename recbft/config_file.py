@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import yaml
 
-from recbft.config import field_types
+from recbft.config import NULL_WORDS, Verbatim, field_types
 from recbft.errors import UserError, did_you_mean
 from recbft.recbole_yaml import RENAMED
 
@@ -48,6 +48,11 @@ class _Loader(yaml.SafeLoader):
     def construct_whole_number(self, node: yaml.ScalarNode) -> int:
         return int(self.construct_scalar(node))
 
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        """A text; a quoted ``none`` or the like is the word and not the value."""
+        text = self.construct_scalar(node)
+        return Verbatim(text) if node.style is not None and text.lower() in NULL_WORDS else str(text)
+
 
 _FLOAT = r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 _SCALARS = {
@@ -60,18 +65,20 @@ _Loader.yaml_implicit_resolvers = {}
 for _tag, (_pattern, _first) in _SCALARS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole_number)
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper with lists on one line, and quotes around text that YAML 1.2 would read as a number."""
+    """SafeDumper with lists on one line, and quotes around text that would be read as a number or as not set."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "'" if re.fullmatch(_FLOAT, text) else None
+    style = "'" if re.fullmatch(_FLOAT, text) or text.lower() in NULL_WORDS else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _represent_text)
+for _text in (str, Verbatim):
+    _Dumper.add_representer(_text, _represent_text)
 for _kind in (list, tuple):
     _Dumper.add_representer(
         _kind, lambda dumper, parts: dumper.represent_sequence("tag:yaml.org,2002:seq", parts, flow_style=True)

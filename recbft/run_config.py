@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recbft.config import check_choice, check_range, convert, field_types, from_dict, to_dict
+from recbft.config import Verbatim, check_choice, check_range, convert, field_types, from_dict, to_dict
 from recbft.config_file import parse_setting, place, read_yaml, to_yaml
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
@@ -34,6 +34,7 @@ DEFAULT_MODEL = "sasrec"
 DEFAULT_ARM = "bft"  # where the model has it, else the model's first arm
 
 _TOP = ("model", "arm", "seed", "mixer")
+_PLACES = ("dataset", "data_root")  # names of files and folders, which may be called anything
 _UNTRAINED = ("threads", "device", "deterministic")  # of ``training``: what evaluation heeds too
 
 
@@ -119,6 +120,9 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
         UserError: a key is unknown, a value wrong, or a setting would have no effect in this model and arm.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = [("", dict([parse_setting(text)])) for text in settings]
+    for key in _PLACES:
+        if isinstance(named.get(key), str):
+            named[key] = Verbatim(named[key])
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
     if file is not None:
         asked = [layer["model"] for _, layer in layers if "model" in layer]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recbft.config import check_choice, check_range, from_dict, to_dict
+from recbft.config import Verbatim, check_choice, check_range, from_dict, to_dict, verbatim
 from recbft.errors import UserError
 
 
@@ -32,6 +32,7 @@ class Outer:
     scale: float = 1.0
     on: bool = False
     clip: float | None = None
+    label: str | None = None
     width_or_auto: int | Literal["auto"] = "auto"
     switch: Literal["on", "off", "auto"] = "auto"
     ks: tuple[int, ...] = (5, 10)
@@ -87,6 +88,17 @@ def test_a_field_marked_unsaved_stays_out_of_the_mapping():
 def test_lossless_conversions_are_made(key, value, wanted):
     got = getattr(from_dict(Outer, {"name": "a", key: value}), key)
     assert got == wanted and type(got) is type(wanted)
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null", "~"])
+def test_a_word_that_means_null_is_text_where_it_is_meant_as_it_stands(word):
+    assert from_dict(Outer, {"name": "a", "label": word}).label is None
+    label = from_dict(Outer, {"name": "a", "label": Verbatim(word)}).label
+    assert label == word and type(label) is str
+    outer = Outer(name="a", label=word, switch="off", other=Inner(mode="off"), clip=1.0)
+    assert from_dict(Outer, verbatim(to_dict(outer))) == outer
+    with pytest.raises(UserError, match=f"clip is '{word}'; give a number or null"):
+        from_dict(Outer, {"name": "a", "clip": Verbatim(word)})
 
 
 @pytest.mark.parametrize(

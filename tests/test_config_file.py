@@ -160,7 +160,7 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path):
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"])) | st.sampled_from(
-    ["1e-3", "off", "010", "null", "1_0", "."]
+    ["1e-3", "off", "010", "null", "none", "~", "1_0", "."]
 )
 
 

@@ -9,6 +9,7 @@ import torch
 from recbft.config import field_types
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
+from recbft.experiments.arms import settings_of
 from recbft.models import MODELS
 from recbft.run_config import load_run_config, sections_of
 from recbft.training.run_parts import build_model
@@ -40,6 +41,15 @@ def test_the_saved_text_reads_back_to_an_equal_config(model, arm, write):
     again = load_run_config(write(config.to_yaml()))
     assert again == config
     assert "/somewhere" not in config.to_yaml()
+
+
+@pytest.mark.parametrize("name", ["none", "None", "null", "Null", "~"])
+def test_data_and_columns_may_be_called_what_means_null_elsewhere(name, write):
+    config = load_run_config(settings=[f"item='{name}'"], dataset=name)
+    assert (config.data.dataset, config.data.item, config.data.user) == (name, name, None)
+    assert load_run_config(write(config.to_yaml())) == config
+    assert load_run_config(settings=settings_of(config), dataset=name) == config
+    assert load_run_config(settings=[f"item={name}"]).data.item is None
 
 
 @pytest.mark.parametrize(("model", "arm"), [one for one in ARMS if MODELS[one[0]].trainable])

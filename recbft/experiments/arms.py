@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recbft.config import by_setting, field_types, to_dict
+from recbft.config import NULL_WORDS, by_setting, field_types, to_dict
 from recbft.config_file import parse_setting
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
@@ -143,6 +143,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _setting(key: str, value: Any) -> str:
     """``key=value`` that ``parse_setting`` reads back, without quotes where it can do without."""
     text = f"{key}={value}"
-    if isinstance(value, (str, int, float)) and parse_setting(text) == (key, value) and not isinstance(value, bool):
+    bare = isinstance(value, (str, int, float)) and not isinstance(value, bool) and str(value).lower() not in NULL_WORDS
+    if bare and parse_setting(text) == (key, value):
         return text
     return f"{key}={json.dumps(value)}"

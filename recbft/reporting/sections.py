@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recbft.config import verbatim
 from recbft.errors import UserError
 from recbft.evaluation.protocol import SETTINGS, config_hash
 from recbft.evaluation.strata import QUANTILES
@@ -219,7 +220,7 @@ def _curve(history: Sequence[Mapping[str, Any]], column: str) -> tuple[list[floa
 
 def _training_command(arm: Arm) -> str | None:
     """The command behind an arm's runs; None where its settings are not those of this version."""
-    sections = {key: value for key, value in arm.config.items() if value is not None}
+    sections = verbatim({key: value for key, value in arm.config.items() if value is not None})
     try:
         config = load_run_config(**sections)
         settings = settings_of(config)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recbft.config import from_dict
+from recbft.config import from_dict, verbatim
 from recbft.datasets.config import DataConfig
 from recbft.datasets.dataset import Dataset
 from recbft.errors import UserError
@@ -121,7 +121,7 @@ def load_items(
 ) -> tuple[Items | None, str]:
     """Counts and gaps of the data that a run was made on, or None and the reason in words."""
     try:
-        data = from_dict(DataConfig, config.get("data", {}), "data")
+        data = from_dict(DataConfig, verbatim(config.get("data", {})), "data")
         dataset = _with_root(data, data_root).load()
     except UserError as error:
         return None, " ".join(str(error).split())
