@@ -7,6 +7,7 @@ RENAMED = {"recbft_cli": "cli", "recbft_cards": "data", "recbft_configs": "confi
 setup(
     packages=[*find_packages(include=["recbft", "recbft.*"]), *RENAMED],
     package_dir=RENAMED,
+    include_package_data=False,  # exactly what is named here, whatever MANIFEST.in adds to a source distribution
     package_data={
         "recbft": ["py.typed", "kernels/compiled/*.[ch]", "recbole/defaults/*.yaml", "reporting/page.css"],
         "recbft_cards": ["*.yaml"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -177,3 +178,18 @@ def test_the_library_is_imported_without_the_packages_that_may_be_missing():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_every_file_of_a_package_is_installed_with_it(monkeypatch):
+    setuptools, made = pytest.importorskip("setuptools"), {}
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", made.update)
+    runpy.run_path("setup.py")
+    renamed = made["package_dir"]
+    folders = {package: ROOT / renamed.get(package, package.replace(".", "/")) for package in made["packages"]}
+    installed = {file for folder in folders.values() for file in folder.glob("*.py")}
+    for package, patterns in made["package_data"].items():
+        installed |= {file for pattern in patterns for file in folders[package].glob(pattern)}
+    tops = {folder for package, folder in folders.items() if "." not in package}
+    kinds = (".py", ".c", ".h", ".css", ".yaml", ".typed")
+    assert installed == {file for top in tops for file in top.rglob("*") if file.suffix in kinds}
