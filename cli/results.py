@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 def print_results(run: RunFolder) -> None:
     """Print the test metrics of a finished run in both settings, with the protocol and the folder."""
-    import pandas as pd
-
     from recbft.evaluation.exposure import format_exposure
     from recbft.evaluation.protocol import format_metrics
+    from recbft.experiments.runs import COLUMNS, read_per_user
 
+    exposure = run.metrics.get("exposure")
+    targets = read_per_user(run)[COLUMNS["target_count"]] if exposure else None
     typer.echo(format_metrics(run.metrics["test"], run.protocol))
-    if exposure := run.metrics.get("exposure"):
-        targets = pd.read_parquet(run.per_user_file, columns=["target_count"])["target_count"]
+    if exposure and targets is not None:
         typer.echo(format_exposure(exposure, float(targets.mean()), run.protocol))
     typer.echo(f"run folder: {run.path}")

@@ -132,9 +132,9 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
 
 
 def _resume(path: Path, dataset: str | None, data_root: str | None, quiet: bool) -> RunFolder:
-    from recbft.run_config import load_run_config
+    from recbft.training.bundle import own_config
     from recbft.training.run_folder import RunFolder
     from recbft.training.session import resume
 
-    metric = load_run_config(RunFolder.open(path).config_file).training.valid_metric
+    metric = own_config(RunFolder.open(path)).training.valid_metric
     return resume(path, data_root=data_root, dataset=dataset, progress=progress_for(metric, quiet=quiet))

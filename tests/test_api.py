@@ -445,6 +445,21 @@ def test_weights_that_do_not_fit_the_config_are_refused(fitted, tmp_path):
         Recommender.load(tmp_path / "kept")
 
 
+def test_a_config_that_is_cut_off_is_refused_though_the_weights_fit_the_usual_values(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    path = tmp_path / "kept" / "config.yaml"
+    whole = path.read_text()
+    for kept, lacks in (("", "model"), (whole.partition("  patience:")[0], "training.patience")):
+        path.write_text(kept)
+        for open_again in (Recommender.load, Recommender.resume):
+            if open_again is Recommender.resume:
+                (tmp_path / "kept" / "metrics.json").unlink(missing_ok=True)
+            with pytest.raises(UserError, match=rf"config.yaml lacks {lacks}, with which the run was begun.*restore"):
+                open_again(tmp_path / "kept")
+    path.write_text(whole.replace("patience:", "patience: 3  #"))  # what somebody writes there counts
+    assert Recommender.load(tmp_path / "kept").config.training.patience == 3
+
+
 def test_a_vocabulary_of_another_run_is_refused(fitted, tmp_path):
     fitted["bft"].save(tmp_path / "kept")
     path = tmp_path / "kept" / "checkpoint" / "vocabulary.parquet"

@@ -76,7 +76,7 @@ def read_run(path: str | Path) -> Run:
         raise UserError(
             f"{run.protocol_file} lacks {', '.join(missing)}; it was written by another version: train again"
         )
-    per_user = _read_per_user(run)
+    per_user = read_per_user(run)
     if len(per_user) != protocol["users"]:
         raise UserError(
             f"{run.per_user_file} has {len(per_user):,} users and its protocol {protocol['users']:,}; "
@@ -217,15 +217,18 @@ def _identifying(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_per_user(run: RunFolder) -> pd.DataFrame:
+def read_per_user(run: RunFolder) -> pd.DataFrame:
+    """The ranks of a run's users.
+
+    Raises:
+        UserError: the file is missing or damaged, or of another version.
+    """
     path = run.per_user_file
     try:
         with open(path, "rb") as file:  # the path itself need not be UTF-8
             table = pd.read_parquet(file)
     except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing, and a comparison needs every user's rank; restore it, or train again"
-        ) from None
+        raise UserError(f"{path} is missing, which holds every user's rank; restore it, or train again") from None
     except (pa.ArrowInvalid, OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())}); restore it, or train again") from None
     if missing := [column for column in COLUMNS.values() if column not in table]:

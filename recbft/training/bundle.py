@@ -5,6 +5,7 @@ checkpoint/vocabulary.parquet    item_id, training_count; a row per item, index 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from recbft.config_file import read_yaml
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -47,7 +49,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
         UserError: no run, no best weights yet, or a file is damaged or belongs to another run.
     """
     run = RunFolder.open(path)
-    config = load_run_config(run.config_file)
+    config = own_config(run)
     state = checkpoint.load_state(run.checkpoint)
     ids, counts = _read_vocabulary(run.checkpoint / VOCABULARY_FILE)
     if vocabulary_hash(ids) != state.vocabulary_hash:
@@ -67,6 +69,31 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
         ) from None
     model.eval()
     return run, config, Vocabulary(ids), model
+
+
+def own_config(run: RunFolder) -> RunConfig:
+    """The configuration in a run's folder.
+
+    Raises:
+        UserError: it cannot be read, or lacks a key that the run was begun with: the usual value would take its place,
+            and the weights might fit.
+    """
+    lacking = next(_lacking(read_yaml(run.config_file), run.protocol.get("config", {})), None)
+    if lacking is not None:
+        raise UserError(
+            f"{run.config_file} lacks {lacking}, with which the run was begun, and may be cut off; restore the file "
+            f"({run.protocol_file.name} holds its values), or train again into a new folder"
+        )
+    return load_run_config(run.config_file)
+
+
+def _lacking(written: Any, begun: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys of one tree that another has not."""
+    for key, value in begun.items():
+        if not isinstance(written, Mapping) or key not in written:
+            yield f"{prefix}{key}"
+        elif isinstance(value, Mapping):
+            yield from _lacking(written[key], value, f"{prefix}{key}.")
 
 
 class _OwnDraws(TorchFunctionMode):

@@ -23,10 +23,10 @@ from recbft.evaluation.views import Part
 from recbft.machine import environment
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
-from recbft.run_config import RunConfig, load_run_config
+from recbft.run_config import RunConfig
 from recbft.torchrun import Process
 from recbft.training import checkpoint, tensorboard
-from recbft.training.bundle import write_vocabulary
+from recbft.training.bundle import own_config, write_vocabulary
 from recbft.training.checkpoint import Loaded, TrainState
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
 from recbft.training.data_parallel import ALONE, Team, departure_explained, team
@@ -106,7 +106,7 @@ def resume(
     run = RunFolder.open(path)
     if run.is_finished:
         return run
-    config = load_run_config(run.config_file)
+    config = own_config(run)
     if config.training.tensorboard:
         tensorboard.check_available()
     if not isinstance(dataset, Dataset):

@@ -210,6 +210,16 @@ def test_the_data_root_is_where_names_are_looked_for_and_is_not_saved(capsys, ev
     assert str(root) not in Path(tmp_path / "sasrec-bft-tiny-seed0" / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("content", [None, b"", b"PAR1"])
+def test_a_finished_run_that_lost_its_ranks_is_not_printed_again(capsys, events, tmp_path, content):
+    assert train(capsys, events, tmp_path, "-q", "--name", "mine", "--set", "epochs=1")[0] == 0
+    ranks = tmp_path / "mine" / "per_user.parquet"
+    ranks.unlink() if content is None else ranks.write_bytes(content)
+    code, out, err = run(capsys, "train", "--resume", tmp_path / "mine", "-q")
+    assert (code, out) == (2, "") and err.startswith(f"error: {ranks} is {'missing' if content is None else 'damaged'}")
+    assert err.count("\n") == 1 and "restore it, or train again" in err
+
+
 def test_data_that_were_changed_since_training_are_not_evaluated_in_silence(capsys, events, tmp_path):
     file, folder = tmp_path / "own.csv", tmp_path / "mine"
     frame = pd.read_parquet(events).sort_values("timestamp", kind="stable")

@@ -230,7 +230,7 @@ def drop_column(run):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (delete("per_user.parquet"), "per_user.parquet is missing, and a comparison needs every user's rank; restore"),
+        (delete("per_user.parquet"), "per_user.parquet is missing, which holds every user's rank; restore"),
         (overwrite("per_user.parquet", b"PAR1 no"), r"per_user\.parquet is damaged"),
         (drop_column, r"per_user\.parquet lacks target_count: it is of another version of recbft; train again"),
         (
