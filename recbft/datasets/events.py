@@ -241,7 +241,10 @@ def _ids(column: Any, name: str, source: str) -> Any:
         return column.cast(pa.int64())
     if len(column) == 0:
         return column.cast(pa.int64()) if pa.types.is_null(kind) else column
-    raise UserError(f"{source}: column {name!r} has type {kind}, but ids must be whole numbers or text")
+    raise UserError(
+        f"{source}: column {name!r} has type {kind}, but ids must be whole numbers or text; make it text "
+        "(in pandas: .astype(str))"
+    )
 
 
 def _check_utf8(column: Any, name: str, source: str) -> None:

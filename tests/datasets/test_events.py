@@ -121,7 +121,7 @@ def test_a_blank_id_is_refused_by_row(column, blank):
             pa.array(np.array([1, 2**11, 3], np.float16)),
             r"row 2: .* holds 2048.0, but .* 2\*\*11 are not exact as float16",
         ),
-        ([True, False, True], "column 'item_id' has type bool, but ids must be whole numbers or text"),
+        ([True, False, True], "column 'item_id' has type bool, but ids must be whole numbers or text; make it text"),
     ],
 )
 def test_an_id_that_is_neither_integer_nor_text_is_refused(ids, complaint):
