@@ -10,12 +10,15 @@ from __future__ import annotations
 import enum
 import importlib
 import io
+import os
 import pickle
 import sys
 import warnings
+import zipfile
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from recbft.errors import UserError
 from recbft.recbole.hooks import Changed
 
 
@@ -132,10 +135,16 @@ def load_checkpoint(file: Any, **given: Any) -> Any:
     """``torch.load`` for a checkpoint of RecBole's, which holds its Config: only the classes known from there are made.
 
     Raises:
+        UserError: the file is no checkpoint, or the beginning of one.
         pickle.UnpicklingError: the file asks for anything else.
     """
     import torch
 
+    if isinstance(file, (str, os.PathLike)) and os.path.isfile(file) and not zipfile.is_zipfile(file):
+        raise UserError(
+            f"{os.fspath(file)} is not a whole checkpoint: PyTorch writes a zip archive, and this is none, or the "
+            "beginning of one that was cut off; train again, or take another of the files in checkpoint_dir"
+        )
     reader = SimpleNamespace(Unpickler=_CheckpointUnpickler, __name__=__name__)
     return torch.load(file, **{**given, "pickle_module": reader, "weights_only": False})
 

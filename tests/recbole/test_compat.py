@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
+from recbft.errors import UserError
 from recbft.recbole import checkpoints, compat
 
 
@@ -136,6 +137,22 @@ def test_a_checkpoint_of_a_model_class_of_ones_own_is_read_with_paths_in_its_con
     trainer.fit(train, valid, verbose=False)
     assert trainer.evaluate(test)["hit@10"] >= 0
     trainer.tensorboard.close()
+
+
+@pytest.mark.parametrize("part", ["none of it", "its first half", "another file"])
+def test_what_is_no_whole_checkpoint_is_called_so(part, tmp_path):
+    from recbole.quick_start import load_data_and_model
+    from recbole.trainer import trainer
+
+    file = tmp_path / "mine.pth"
+    torch.save({"weight": torch.zeros(9)}, file)
+    whole = file.read_bytes()
+    file.write_bytes(
+        {"none of it": b"", "its first half": whole[: len(whole) // 2], "another file": b"a,b\n1,2\n"}[part]
+    )
+    for read in (trainer.torch.load, load_data_and_model):
+        with pytest.raises(UserError, match=r"mine\.pth is not a whole checkpoint: PyTorch writes a zip archive"):
+            read(str(file))
 
 
 def test_a_loader_that_is_held_by_name_already_reads_checkpoints():
