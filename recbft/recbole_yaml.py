@@ -160,8 +160,9 @@ def refuse_other_losses(loss_type: Any) -> None:
         UserError: the config asks for another.
     """
     if loss_type != "CE":
+        pairs = ", which pairs targets with RecBole's sampled negatives" if str(loss_type).upper() == "BPR" else ""
         raise UserError(
-            f"loss_type is {loss_type!r}, which pairs targets with RecBole's sampled negatives; write loss_type: CE "
+            f"loss_type is {loss_type!r}{pairs}; write loss_type: CE "
             "(key loss chooses among ce, sampled_softmax, bce and gbce)"
         )
 

@@ -158,6 +158,7 @@ def test_ml_100k_is_the_bundled_one_wherever_data_path_points(read, tmp_path):
     ("text", "message"),
     [
         ("loss_type: BPR", "RecBole's sampled negatives; write loss_type: CE"),
+        ("loss_type: ce", "loss_type is 'ce'; write loss_type: CE"),
         ("train_neg_sample_args: {sample_num: 1}", "takes no sampled negatives; write train_neg_sample_args: ~"),
         ("model: LightGCN", "model 'LightGCN' reads no order of events; recbft has sequential models"),
         ("model: DeepFM", "model 'DeepFM' reads features or graphs"),
