@@ -45,6 +45,7 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder())
         hooks.after_import("recbole.config.configurator", _read_our_defaults)
         hooks.after_import("recbole.config.configurator", _check_our_keys)
+        hooks.after_import("recbole.config.configurator", _check_what_validates)
         hooks.after_import("recbole.quick_start.quick_start", _leave_our_flops_uncounted)
 
 
@@ -101,6 +102,24 @@ def _check_our_keys(configurator: ModuleType) -> None:
         return final
 
     config._get_final_config_dict = put_together_and_checked
+
+
+def _check_what_validates(configurator: ModuleType) -> None:
+    """Let a Config refuse a validation metric that its metrics and topk, by then completed, do not give."""
+    config: Any = configurator.Config
+    complete = config._set_default_parameters
+
+    def complete_and_check(self: Any) -> None:
+        complete(self)
+        if self.model in ADAPTED:
+            known = importlib.import_module("recbole.evaluator.register").metrics_dict
+            top = importlib.import_module("recbole.evaluator.base_metric").TopkMetric
+            settings = importlib.import_module("recbft.recbole.settings")
+            settings.refuse_unmeasured(
+                self.final_config_dict, [name for name, metric in known.items() if issubclass(metric, top)]
+            )
+
+    config._set_default_parameters = complete_and_check
 
 
 def _leave_our_flops_uncounted(quick_start: ModuleType) -> None:

@@ -56,6 +56,7 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
         UserError: a value is wrong, or has no effect in this arm.
     """
     refuse_other_losses(values.get("loss_type"))
+    refuse_clipping_by_number(values.get("clip_grad_norm"))
     adapted = ADAPTED[name]
     arm = values.get("arm") or adapted.arm
     mixer = values.get("mixer")
@@ -103,6 +104,32 @@ def _written(section: str, key: str, given: Mapping[str, tuple[int, Any]]) -> li
     names = [key, *(theirs for theirs, ours in MODEL_KEYS.items() if (section, ours) == ("backbone", key))]
     written = [(f"{section}.{key}", rank, inside[key])] if key in (inside or {}) else []
     return written + [(other, *given[other]) for other in names if given.get(other, (0, None))[1] is not None]
+
+
+def refuse_unmeasured(values: Mapping[str, Any], of_lists: Collection[str]) -> None:
+    """Refuse a validation metric that no evaluation gives: RecBole looks for it only after the first epoch.
+
+    Args:
+        values: all keys of the config, once RecBole has completed them.
+        of_lists: the metrics, in lower case, that are measured at the lengths in ``topk`` alone.
+
+    Raises:
+        UserError: the metric is not among ``metrics``, or its length not in ``topk``.
+    """
+    metrics, topk, chosen = values["metrics"], values["topk"], values["valid_metric"]
+    names = [str(metric).lower() for metric in metrics]
+    measured = {f"{name}@{length}" for name in names for length in topk} | (set(names) - set(of_lists))
+    if values["eval_step"] and chosen.lower() not in measured:
+        raise UserError(
+            f"valid_metric is {chosen!r}, which is not among what is measured: {', '.join(metrics)} at "
+            f"{', '.join(map(str, topk))}; change it, or metrics and topk"
+        )
+
+
+def refuse_clipping_by_number(clip: Any) -> None:
+    """Refuse what RecBole's trainer would hand on as named arguments, and is none."""
+    if clip is not None and not isinstance(clip, Mapping):
+        raise UserError(f"clip_grad_norm is {clip!r}; RecBole takes keys: write clip_grad_norm: {{max_norm: {clip}}}")
 
 
 def warn_about_unknown(run: RunConfig, given: Collection[str], known_to_recbole: Collection[str]) -> None:

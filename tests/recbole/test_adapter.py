@@ -327,12 +327,32 @@ def test_recboles_tuner_takes_our_models(settings, at_home):
         ),
         ({"load_col": {"inter": ["uid"]}}, "has no user column 'user_id' among those read (none); name the column in"),
         ({"load_col": {"inter": ["user_id", "item_id"]}}, "has no time column 'timestamp' among those read"),
+        ({"clip_grad_norm": 5.0}, "clip_grad_norm is 5.0; RecBole takes keys: write clip_grad_norm: {max_norm: 5.0}"),
+        ({"topk": [5]}, "valid_metric is 'NDCG@10', which is not among what is measured: Hit, NDCG, MRR at 5; change"),
+        ({"valid_metric": "NDCG"}, "valid_metric is 'NDCG', which is not among what is measured: Hit, NDCG, MRR at 10"),
+        ({"valid_metric": "HR@10"}, "valid_metric is 'HR@10', which is not among what is measured"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(changes, message, built):
     with pytest.raises(UserError) as error:
         built(**changes)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"valid_metric": "nDcG@10"},
+        {"valid_metric": "mrr@5", "topk": 5},
+        {"valid_metric": "GAUC", "metrics": "GAUC"},
+        {"valid_metric": "ItemCoverage@10", "metrics": ["ItemCoverage"]},
+        {"valid_metric": "NDCG@20", "eval_step": 0},
+    ],
+)
+def test_a_validation_metric_that_is_measured_or_not_used_is_taken(changes, settings):
+    from recbole.config import Config
+
+    Config(model="SASRecBFT", dataset="tiny", config_dict={**settings, **changes})
 
 
 @pytest.mark.parametrize(
