@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from recbole.data.dataset import SequentialDataset
 from recbole.trainer import Trainer
@@ -59,20 +60,34 @@ class TimedDataset(SequentialDataset):  # type: ignore[misc]
     """RecBole's ``SequentialDataset``; a column that is missing is named as what it is."""
 
     def _data_processing(self) -> None:
-        if self.benchmark_filename_list is None:
-            self._refuse_missing_columns()
+        self._refuse_missing_columns()
         super()._data_processing()
+        if self.benchmark_filename_list is not None:
+            self._refuse_two_numberings()
 
     def _refuse_missing_columns(self) -> None:
         columns = [] if self.inter_feat is None else list(self.inter_feat.columns)
-        wanted = {
-            "user": (self.uid_field, "USER_ID_FIELD", ""),
-            "item": (self.iid_field, "ITEM_ID_FIELD", ""),
-            "time": (self.time_field, "TIME_FIELD", ", and histories are ordered by time"),
-        }
+        wanted = {"user": (self.uid_field, "USER_ID_FIELD", ""), "item": (self.iid_field, "ITEM_ID_FIELD", "")}
+        if self.benchmark_filename_list is None:
+            wanted["time"] = (self.time_field, "TIME_FIELD", ", and histories are ordered by time")
+        else:
+            reason = ", and files that are split already hold histories"
+            wanted["history"] = (self._history_field, "ITEM_ID_FIELD and LIST_SUFFIX", reason)
         for kind, (field, key, reason) in wanted.items():
             if field not in columns:
                 raise UserError(
                     f"data set {self.dataset_name!r} has no {kind} column {field!r} among those read "
                     f"({', '.join(columns) or 'none'}){reason}; name the column in {key} and in load_col.inter"
                 )
+
+    def _refuse_two_numberings(self) -> None:
+        """Refuse histories that RecBole has numbered apart from the targets, as it does where no alias is named."""
+        if not np.array_equal(self.field2id_token[self._history_field], self.field2id_token[self.iid_field]):
+            raise UserError(
+                f"the items of column {self._history_field!r} are numbered apart from those of {self.iid_field!r}: "
+                f"one number stands for two items; set alias_of_item_id: [{self._history_field}]"
+            )
+
+    @property
+    def _history_field(self) -> str:
+        return f"{self.iid_field}{self.config['LIST_SUFFIX']}"

@@ -445,16 +445,36 @@ def test_a_clock_of_seconds_is_refused_where_the_times_are_of_another_unit(built
         built(dataset="thousandths", **how)
 
 
-def test_a_time_bias_refuses_rows_without_times(built, at_home):
+@pytest.fixture
+def split_files(at_home):
+    """The keys of a config that reads a data set whose files are split, histories of events without times."""
     (at_home / "split").mkdir()
     for part in ("train", "valid", "test"):
         header = "user_id:token\titem_id_list:token_seq\titem_id:token\n"
         (at_home / "split" / f"split.{part}.inter").write_text(header + "1\ta b\tc\n2\tb a\tc\n")
+    return {
+        "dataset": "split", "data_path": str(at_home), "benchmark_filename": ["train", "valid", "test"],
+        "alias_of_item_id": ["item_id_list"], "load_col": {"inter": ["user_id", "item_id_list", "item_id"]},
+    }  # fmt: skip
+
+
+def test_a_time_bias_refuses_rows_without_times(built, split_files):
     with pytest.raises(UserError, match="but the rows lack 'timestamp' or 'timestamp_list'; have both in the files"):
-        built(
-            "HSTU", time_bias=True, dataset="split", data_path=str(at_home), alias_of_item_id=["item_id_list"],
-            benchmark_filename=["train", "valid", "test"], load_col={"inter": ["user_id", "item_id_list", "item_id"]},
-        )  # fmt: skip
+        built("HSTU", time_bias=True, **split_files)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"load_col": {"inter": ["item_id_list", "item_id"]}}, "no user column 'user_id' among those read (item_id_li"),
+        ({"load_col": {"inter": ["user_id", "item_id"]}}, "no history column 'item_id_list' among those read (user_id"),
+        ({"alias_of_item_id": None}, "one number stands for two items; set alias_of_item_id: [item_id_list]"),
+    ],
+)
+def test_split_files_whose_histories_cannot_be_read_are_refused_in_one_line(changes, message, built, split_files):
+    with pytest.raises(UserError) as error:
+        built(**{**split_files, **changes})
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["SASRecBFT", "HSTU"])
