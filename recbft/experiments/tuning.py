@@ -25,6 +25,7 @@ from typing import Any
 
 from recbft.config import by_setting, is_whole, to_dict
 from recbft.config_file import parse_setting, place
+from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec, check_judges, check_varies
@@ -101,8 +102,8 @@ def search(
 
     Raises:
         UserError: Optuna is missing, ``workers`` is not positive, one seed leaves nothing to ``prune``, the study is of
-            another search, in another command's hands or unreadable, a setting is named twice or has no such value, or
-            runs are too short for the objective.
+            another search or other data, in another command's hands or unreadable, a setting is named twice or has no
+            such value, or runs are too short for the objective.
         RunInterruptedError: the user stopped it; the same command goes on.
         RunError: the disk is full, or every trial failed.
     """
@@ -121,15 +122,18 @@ def search(
     space = [_of_kind(dimension, values) for dimension in space]
     if not {dimension.key.rpartition(".")[2] for dimension in space} & {"training", "epochs", "eval_every"}:
         check_reach(objective, base.training)
+    dataset = base.data.load()
 
     def evaluate(trial: Any, settings: tuple[str, ...]) -> float | None:
         spec = ArmSpec(f"trial-{hashlib.sha256(repr(settings).encode()).hexdigest()[:10]}", arm, settings)
-        return _evaluate(trial, spec, seeds, out, configure, objective, workers=workers, prune=prune, watch=watch)
+        how: dict[str, Any] = {"workers": workers, "prune": prune, "watch": watch}
+        return _evaluate(trial, spec, seeds, out, configure, objective, dataset, **how)
 
     make_folder(out / "queue")
     with _alone(out), _storage_explained(out / "study.db", optuna):
         study = _open_study(out / "study.db", optuna, prune)
         _check_same(study, space, base, seeds, objective)
+        _check_same_data(study, dataset)
         _take_up_trials(study, optuna)
         # A study that goes on must not draw the points again that it began with.
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
@@ -298,6 +302,19 @@ def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: 
         study.set_user_attr(name, value)
 
 
+def _check_same_data(study: Any, dataset: Dataset) -> None:
+    """Values on other data are no match for those of the trials before, whatever the file is called."""
+    content = study.user_attrs.get(
+        "content_hash", dataset.content_hash
+    )  # studies of earlier versions do not say theirs
+    if content != dataset.content_hash:
+        raise UserError(
+            f"the study in --out is on data with content {content[:12]}, and {dataset.name} as loaded has "
+            f"{dataset.content_hash[:12]}; give another --out, or the data it was begun with"
+        )
+    study.set_user_attr("content_hash", content)
+
+
 def _results(study: Any, out: Path) -> dict[str, Any]:
     """The trials that came to their end, best first, and how many did not."""
     done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
@@ -357,6 +374,7 @@ def _evaluate(
     out: Path,
     configure: Callable[[ArmSpec, int], RunConfig],
     objective: str,
+    dataset: Dataset,
     *,
     workers: int,
     prune: bool,
@@ -368,7 +386,7 @@ def _evaluate(
     # A trial can be given up between two batches: there are two at least, however many workers are free.
     at_once = min(workers, (len(seeds) + 1) // 2) if prune else len(seeds)
     for first in range(0, len(seeds), at_once):
-        jobs, dataset = prepare([spec], seeds[first : first + at_once], out, configure)
+        jobs, _ = prepare([spec], seeds[first : first + at_once], out, configure, dataset=dataset)
         train_or_say(jobs, dataset, out, workers=workers, watch=watch)
         values += [OBJECTIVES[objective](job) for job in jobs]
         validations += [best_validation(job) for job in jobs]

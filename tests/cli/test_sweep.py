@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -318,6 +319,24 @@ def test_a_study_goes_on_with_the_objective_it_was_begun_with(capsys, events, tm
     assert (code, err) == (0, "") and trial["validation"] == trial["value"]
 
 
+def test_a_study_goes_on_with_the_data_it_was_begun_with(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    mine = tmp_path / "mine.parquet"
+    shutil.copy(events, mine)
+    command = tune(mine, tmp_path, "--set", "epochs=1", "--seeds", "0", "--trials", "1")
+    assert run(capsys, *command)[0] == 0
+    before = (tmp_path / "tune.json").read_bytes()
+    generate(SyntheticConfig(num_users=61, num_items=60, mean_length=7.0, seed=4)).events.to_parquet(mine)
+    code, out, err = run(capsys, *command[:-1], "2")
+    assert (code, out) == (2, "") and "the study in --out is on data with content " in err and "mine as loaded" in err
+    assert (tmp_path / "tune.json").read_bytes() == before and len(trials_of(tmp_path)) == 1
+    shutil.copy(events, mine)
+    assert run(capsys, *command)[0] == 0
+    with sqlite3.connect(tmp_path / "study.db") as database:  # as earlier versions wrote it
+        assert database.execute("DELETE FROM study_user_attributes WHERE key = 'content_hash'").rowcount == 1
+    assert run(capsys, *command)[0] == 0
+
+
 class Trial:
     """What is asked of Optuna's trial, remembered; ``prunes`` is its answer after each report."""
 
@@ -369,15 +388,16 @@ def test_a_trial_is_worth_the_mean_of_its_objective_over_the_seeds(
 ):
     values, trained, trial = [0.1, 0.4, 0.15, 0.9, 0.2], [], Trial(prunes)
 
-    def prepare(arms, seeds, out, configure):
+    def prepare(arms, seeds, out, configure, *, dataset):
         trained.append(list(seeds))
-        return [SimpleNamespace(seed=seed) for seed in seeds], None
+        return [SimpleNamespace(seed=seed) for seed in seeds], dataset
 
     monkeypatch.setattr(tuning, "prepare", prepare)
     monkeypatch.setattr(tuning, "train_or_say", lambda *_, **__: None)
     monkeypatch.setattr(tuning, "best_validation", lambda job: values[job.seed])
     monkeypatch.setitem(tuning.OBJECTIVES, "tail", lambda job: 3 * values[job.seed] + 1)
-    found = tuning._evaluate(trial, None, range(5), tmp_path, None, "tail", workers=workers, prune=prune, watch=None)
+    how = {"workers": workers, "prune": prune, "watch": None}
+    found = tuning._evaluate(trial, None, range(5), tmp_path, None, "tail", None, **how)
     assert trained == batches and trial.prunes == []
     done = [sum(map(len, batches[: n + 1])) for n in range(len(batches))]
     assert trial.reports == ([(3 * mean(values[:n]) + 1, n) for n in done] if prune else [])
