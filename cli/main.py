@@ -79,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # taken anywhere on the line, before or after the command
     given = [argument for argument in given if argument != "--debug"]
+    _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the terminal cannot show must not end a command
         sys.stdout.reconfigure(errors="backslashreplace")
     _spin_less()
@@ -100,6 +101,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("error: interrupted", file=sys.stderr)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _replace_closed_streams() -> None:
+    """Let a standard stream that the shell closed (``2>&-``) lead nowhere.
+
+    Python has None in its place, and its number would fall to the next file that is opened: whatever writes to number 2
+    by itself, as native libraries do, would write into a checkpoint.
+    """
+    # In the order of their numbers, since a file that is opened takes the lowest that is free.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open as long as the process
 
 
 def _spin_less() -> None:

@@ -162,6 +162,35 @@ def test_ctrl_c_inside_a_command_is_a_failed_run(capsys, monkeypatch):
     assert (code, out, err.strip()) == (1, "", "error: interrupted")
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_the_shell_closed_leads_nowhere_and_no_file_takes_its_number(closed, tmp_path):
+    code = (
+        "import sys; from recbft_cli.main import main; code = main(['data', 'list']), main(['evaluate', 'x']); "
+        "file = open(sys.argv[1], 'w'); file.write(f'{code} {file.fileno() > 2} {sys.stdin.read()!r}')"
+    )
+    told = tmp_path / "told"
+    command = [sys.executable, "-c", code, str(told)]
+    subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], stdin=subprocess.DEVNULL, capture_output=True)
+    assert told.read_text() == "(0, 2) True ''"
+
+
+def test_training_goes_on_without_a_stream_for_its_progress(capsys, monkeypatch, events, tmp_path):
+    monkeypatch.setattr(sys, "stderr", None)
+    small = [
+        "user=user",
+        "item=item",
+        "time=when",
+        "epochs=1",
+        "hidden_size=4",
+        "n_layers=1",
+        "max_length=5",
+        "device=cpu",
+    ]
+    settings = [word for setting in small for word in ("--set", setting)]
+    assert run(capsys, "train", "-d", events, *settings, "--out", tmp_path / "runs", "--name", "a")[0] == 0
+    assert (tmp_path / "runs" / "a" / "metrics.json").exists()
+
+
 @pytest.mark.parametrize("arguments", [["--debug", "models", "sasrek"], ["models", "sasrek", "--debug"]])
 def test_debug_shows_the_traceback_before_the_line(capsys, arguments):
     code, _, err = run(capsys, *arguments)
