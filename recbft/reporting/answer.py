@@ -17,11 +17,36 @@ from recbft.reporting.findings import Finding
 from recbft.reporting.tables import percent
 
 LEVEL = 0.05
+SENTENCES = 8  # arms that have one each, whatever was found
 
 
 def answers(found: Sequence[tuple[Finding, float]], dataset: str) -> list[str]:
-    """A sentence for each arm, of its headline finding and the p adjusted over the arms."""
-    return [answer(one, dataset, p=p, num_arms=len(found)) for one, p in found]
+    """A sentence for each arm, of its headline finding and the p adjusted over the arms.
+
+    Where there are more than ``SENTENCES``, those of which nothing is shown share one sentence, after the others.
+    """
+    if len(found) <= SENTENCES:
+        return [answer(one, dataset, p=p, num_arms=len(found)) for one, p in found]
+    said = [answer(one, dataset, p=p, num_arms=len(found)) for one, p in found if p < LEVEL]
+    alike: dict[tuple[str, int], list[tuple[Finding, float]]] = {}
+    for one, p in found:
+        if p >= LEVEL:
+            alike.setdefault((one.setting, one.seeds.num_seeds), []).append((one, p))
+    return said + [_not_shown(group, dataset, num_arms=len(found)) for group in alike.values()]
+
+
+def _not_shown(found: Sequence[tuple[Finding, float]], dataset: str, *, num_arms: int) -> str:
+    """The sentence of several arms, of which no difference is shown in one setting and number of seeds."""
+    if len(found) == 1:
+        return answer(found[0][0], dataset, p=found[0][1], num_arms=num_arms)
+    ordered = sorted((one for one, _ in found), key=lambda one: one.seeds.difference)
+    low, high = (f"{_amount(one, one.seeds.difference)} ({one.arm})" for one in (ordered[0], ordered[-1]))
+    p = min(p for _, p in found)
+    return (
+        f"No difference from {ordered[0].baseline} could be shown on {dataset} for {len(found)} of {num_arms} arms: "
+        f"{low} to {high} {ordered[0].metric.upper()} ({SETTINGS[ordered[0].setting]}), {ordered[0].seeds.num_seeds} "
+        f"seeds, smallest p {p_equals(p)} (Holm over {num_arms} arms). What each could have shown is under Metrics."
+    )
 
 
 def answer(found: Finding, dataset: str, *, p: float, num_arms: int = 1) -> str:

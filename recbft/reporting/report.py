@@ -21,7 +21,7 @@ from recbft.experiments.lists import listed
 from recbft.experiments.results import results_of
 from recbft.files import make_folder, write_atomic
 from recbft.reporting import plots, sections
-from recbft.reporting.answer import answers
+from recbft.reporting.answer import SENTENCES, answers
 from recbft.reporting.exposure_section import exposure_section
 from recbft.reporting.findings import findings, headline_findings
 from recbft.reporting.page import page
@@ -62,8 +62,9 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
     found = findings(comparison, results)
     probes, unusable = load_probes(comparison)
     others = [name for name in comparison.arms if name != comparison.baseline]
+    compared = listed(others) if len(others) <= SENTENCES else f"{len(others)} arms"
     return Report(
-        title=f"{listed(others)} against {comparison.baseline}{_of_model(comparison)} on {dataset}",
+        title=f"{compared} against {comparison.baseline}{_of_model(comparison)} on {dataset}",
         answer=[line for each in found.values() for line in answers(headline_findings(comparison, each), dataset)],
         sections=[
             sections.metrics_section(comparison, results, draw=draw),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.document import p_text
-from recbft.reporting.answer import answer, answers
+from recbft.reporting.answer import LEVEL, SENTENCES, answer, answers
 from recbft.reporting.findings import Finding
 
 
@@ -138,3 +140,21 @@ def test_what_could_have_been_found_is_said_of_the_test_that_it_holds_for():
     (one,), several = answers([(found, found.seeds.p_t)], "ml-1m"), answers([(found, 1.0)] * 2, "ml-1m")
     assert one.endswith("with 80 % power.")
     assert all(said.endswith("with 80 % power by a test alone, without Holm's adjustment.") for said in several)
+
+
+@pytest.mark.parametrize("better", [(), (2,), (0, 5)])
+def test_of_many_arms_those_of_which_something_is_shown_have_a_sentence_each_and_the_others_share_one(better):
+    noise = np.random.default_rng(4).normal(0, 0.002, (SENTENCES + 1, 10))
+    arms = [BASE + noise[n] + 0.02 * (n in better) for n in range(SENTENCES + 1)]
+    found = [(replace(finding(BASE, arm), arm=f"bft{n}"), LEVEL * (n not in better)) for n, arm in enumerate(arms)]
+    few, many = answers(found[:-1], "ml-1m"), answers(found, "ml-1m")
+    assert len(few) == SENTENCES and len(many) == len(better) + 1
+    assert [said.split()[0] for said in many[:-1]] == [f"bft{n}" for n in better]
+    rest = [n for n in range(SENTENCES + 1) if n not in better]
+    least, most = (pick(rest, key=lambda n: found[n][0].seeds.difference) for pick in (min, max))
+    share = {n: f"{100 * found[n][0].seeds.difference / BASE.mean():+.1f} % (bft{n})" for n in rest}
+    assert many[-1] == (
+        f"No difference from matched could be shown on ml-1m for {len(rest)} of {SENTENCES + 1} arms: "
+        f"{share[least]} to {share[most]} NDCG@10 (all items), 10 seeds, smallest p = 0.050 (Holm over "
+        f"{SENTENCES + 1} arms). What each could have shown is under Metrics."
+    )

@@ -534,3 +534,12 @@ def test_unknown_formats_are_refused():
         check_formats(["htm"])
     with pytest.raises(UserError, match="no format is given; choose of html, md, latex, csv, svg"):
         check_formats([])
+
+
+def test_a_title_that_would_name_many_arms_counts_them(with_external, monkeypatch):
+    others = len(with_external.arms) - 1
+    monkeypatch.setattr("recbft.reporting.report.SENTENCES", others)
+    assert all(arm in make_report(with_external, draw=False).title for arm in with_external.arms)
+    monkeypatch.setattr("recbft.reporting.report.SENTENCES", others - 1)
+    title = make_report(with_external, draw=False).title
+    assert title.startswith(f"{others} arms against {with_external.baseline}, sasrec, on ")
