@@ -304,9 +304,8 @@ def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: 
 
 def _check_same_data(study: Any, dataset: Dataset) -> None:
     """Values on other data are no match for those of the trials before, whatever the file is called."""
-    content = study.user_attrs.get(
-        "content_hash", dataset.content_hash
-    )  # studies of earlier versions do not say theirs
+    # A study of an earlier version does not say what it is of.
+    content = study.user_attrs.get("content_hash", dataset.content_hash)
     if content != dataset.content_hash:
         raise UserError(
             f"the study in --out is on data with content {content[:12]}, and {dataset.name} as loaded has "
