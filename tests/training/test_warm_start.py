@@ -125,12 +125,12 @@ def test_a_share_to_keep_belongs_to_a_warm_start():
 
 
 def test_precision_and_recency_are_not_ramped_in_again(older, grown, tmp_path, monkeypatch):
-    seen, set_ramp = [], Backbone.set_ramp
+    path, seen, set_ramp = older(), [], Backbone.set_ramp
     monkeypatch.setattr(Backbone, "set_ramp", lambda model, ramp: (seen.append(ramp), set_ramp(model, ramp)))
     session.train(config(epochs=1), tmp_path / "afresh", dataset=grown)
     assert seen[:3] == [0, 1 / 6, 2 / 6]
     seen.clear()
-    session.train(config(warm_start=older(), epochs=1), tmp_path / "run", dataset=grown)
+    session.train(config(warm_start=path, epochs=1), tmp_path / "run", dataset=grown)
     assert seen and set(seen) == {1.0}
 
 
