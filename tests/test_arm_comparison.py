@@ -91,8 +91,8 @@ def test_the_call_stands_beside_the_results_without_places(made, tmp_path):
     assert compared.results["sasrec"]["made"]["command"] in text
 
 
-def test_the_same_call_trains_nothing_again_and_another_is_refused(made, dataset):
-    compared, out, _ = made
+def test_the_same_call_trains_nothing_again_and_another_is_refused(made, dataset, tmp_path):
+    compared, out = made[0], shutil.copytree(made[1], tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in [*out.glob("runs/*/metrics.json"), out / "dataset.parquet"]}
     again = compare(ARMS.split(","), dataset, out=out, seeds="0-1", **SMALL)
     assert {path: path.stat().st_mtime_ns for path in before} == before
