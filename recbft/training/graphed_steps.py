@@ -30,6 +30,7 @@ from recbft.models.losses import with_bias
 from recbft.training.autocast import autocast
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import clip_gradients
+from recbft.training.out_of_memory import is_shortage
 
 STEPS_PER_DOUBLING = 8  # sizes that are told apart: a batch is padded by at most an eighth
 
@@ -111,13 +112,19 @@ class GraphedSteps:
     def _record(self, shape: Shape, inputs: Tensor) -> _Recorded:
         """Recording does none of the work."""
         graph = torch.cuda.CUDAGraph()
+        first: BaseException | None = None
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                loss = self._work(cut(inputs, shape))
-        except torch.OutOfMemoryError:
-            raise
+                try:
+                    loss = self._work(cut(inputs, shape))
+                except BaseException as error:
+                    first = error  # to end a recording that it broke fails too, and says no more than that
+                    raise
         except RuntimeError as error:
-            why = str(error).strip().splitlines()[0]
+            first = first or error
+            if is_shortage(first) or not isinstance(first, RuntimeError):
+                raise first from None
+            why = str(first).strip().splitlines()[0]
             raise RunError(
                 f"a step of this model cannot be a CUDA graph ({why}); leave out training.cuda_graphs"
             ) from None

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recbft.datasets import SyntheticConfig, synthetic_dataset
 from recbft.datasets.batches import pack_histories
-from recbft.errors import RunError, UserError
+from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments.arms import parse_arms
 from recbft.kernels import compiled
 from recbft.run_config import load_run_config
@@ -182,6 +182,42 @@ def test_what_cannot_be_recorded_ends_the_run_in_one_line(made, monkeypatch, tmp
     monkeypatch.setattr(torch.cuda, "graph", refuse)
     config = config_of("bft", "cuda_graphs=true", "epochs=4", "warmup_steps=2")
     with pytest.raises(RunError, match=r"\(operation not permitted.*capturing\); leave out training.cuda_graphs$"):
+        session.train(config, tmp_path / "run", dataset=DATASET)
+
+
+@pytest.mark.parametrize(
+    "broken_by, error, message",
+    [
+        (RuntimeError("operation not permitted"), RunError, r"cannot be a CUDA graph \(operation not permitted\)"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            RunError,
+            "^out of memory .* 2.0 Gi",
+        ),
+        (KeyboardInterrupt(), RunInterruptedError, "^interrupted"),
+    ],
+    ids=lambda part: type(part).__name__ if isinstance(part, BaseException) else "",
+)
+def test_what_broke_a_recording_is_told_and_not_that_it_could_not_be_ended(
+    broken_by, error, message, made, monkeypatch, tmp_path
+):
+    record = torch.cuda.graph
+
+    @contextmanager
+    def ends_badly(graph, pool, stream):
+        try:
+            with record(graph, pool, stream):
+                monkeypatch.setattr(GraphedSteps, "_work", lambda self, padded: fail())
+                yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def fail():
+        raise broken_by
+
+    monkeypatch.setattr(torch.cuda, "graph", ends_badly)
+    config = config_of("bft", "cuda_graphs=true", "epochs=4", "warmup_steps=2")
+    with pytest.raises(error, match=message):
         session.train(config, tmp_path / "run", dataset=DATASET)
 
 
