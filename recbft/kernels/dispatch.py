@@ -23,6 +23,7 @@ from torch import Tensor
 from recbft.kernels.full_precision import autocast_device, in_full_precision
 from recbft.kernels.transforms import beyond_first_gradients, transformed
 
+LEAST_CAPABILITY = (8, 0)  # of a GPU that Triton supports: earlier ones lack bfloat16 and TF32
 SOME_READ = "some tokens that read among all are left to another path"  # what ``core.Readers`` asks for
 
 
@@ -92,7 +93,8 @@ def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) ->
     if impl == "auto":
         for name, path in paths.items():
             if path.device in (None, tensor.device.type):
-                reason = missing(name) or (None if name == reference else _closed(path)) or path.decline(tensor, **call)
+                reason = missing(name) or _refuses(name, tensor) or (None if name == reference else _closed(path))
+                reason = reason or path.decline(tensor, **call)
                 if reason is None:
                     return path.taken(tensor)
                 _log_once(f"{name} path declined: {reason}")
@@ -100,8 +102,8 @@ def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) ->
     if impl not in paths:
         raise ValueError(f"unknown impl {impl!r}; choose one of auto, {', '.join(sorted(paths))}")
     path = paths[impl]
-    reason = missing(impl) or _wrong_device(impl, path, tensor) or (None if impl == reference else _closed(path))
-    reason = reason or path.decline(tensor, **call)
+    reason = missing(impl) or _wrong_device(impl, path, tensor) or _refuses(impl, tensor)
+    reason = reason or (None if impl == reference else _closed(path)) or path.decline(tensor, **call)
     if reason is not None:
         raise ValueError(f"{impl} path declined: {reason}")
     return path.taken(tensor)
@@ -127,7 +129,30 @@ def missing(name: str) -> str | None:
 
 def serves_steps(x: Tensor) -> bool:
     """Whether small steps like this tensor's are one Triton launch: float32 on a GPU."""
-    return x.is_cuda and x.dtype == torch.float32 and missing("triton") is None
+    return x.is_cuda and x.dtype == torch.float32 and (missing("triton") or _refuses("triton", x)) is None
+
+
+def capability(x: Tensor) -> tuple[int, int] | None:
+    """The compute capability of the NVIDIA GPU that a tensor lies on, or None elsewhere."""
+    if x.device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(x.device)
+
+
+def _refuses(name: str, tensor: Tensor) -> str | None:
+    """Why a GPU cannot run what Triton makes of a path, or None."""
+    if name != "triton" or tensor.device.type != "cuda":
+        return None
+    found = capability(tensor)
+    if found is None:
+        return "needs an NVIDIA GPU: on AMD's, Triton has no products of TF32 in three parts"
+    if found < LEAST_CAPABILITY:
+        return f"needs a GPU of compute capability {_dotted(LEAST_CAPABILITY)} or later, got {_dotted(found)}"
+    return None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def _wrong_device(name: str, path: Path, tensor: Tensor) -> str | None:

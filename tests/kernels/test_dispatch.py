@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +68,7 @@ def test_a_kernel_is_launched_on_the_gpu_of_the_tensor(monkeypatch):
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
     second = torch.device("cuda:1")
     launching = {"triton": Path(lambda: lambda *given, **named: (given, named, list(current)), "cuda")}
@@ -75,3 +76,30 @@ def test_a_kernel_is_launched_on_the_gpu_of_the_tensor(monkeypatch):
         function = choose(impl, launching, SimpleNamespace(device=second))
         assert function(1, more=2) == ((1,), {"more": 2}, [second])
     assert current == []
+
+
+@pytest.mark.parametrize(
+    "capability, hip, reason",
+    [
+        ((8, 6), None, None),
+        ((12, 0), None, None),
+        ((7, 5), None, "needs a GPU of compute capability 8.0 or later, got 7.5"),
+        ((9, 4), "7.0", "needs an NVIDIA GPU: on AMD's, Triton has no products of TF32 in three parts"),
+    ],
+)
+def test_a_gpu_that_triton_does_not_serve_takes_another_path(capability, hip, reason, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "device", lambda found: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
+    dispatch._log_once.cache_clear()
+    named = {"triton": lambda: "fast", "reference": lambda: "plain"}
+    paths = {"triton": Path(lambda: named["triton"], "cuda"), "reference": Path(lambda: named["reference"])}
+    q = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.float32, is_cuda=True)
+    with caplog.at_level(logging.INFO, logger="recbft"):
+        assert choose("auto", paths, q)() == ("fast" if reason is None else "plain")
+    assert caplog.messages == ([] if reason is None else [f"triton path declined: {reason}"])
+    assert dispatch.serves_steps(q) is (reason is None)
+    if reason is not None:
+        with pytest.raises(ValueError, match=f"triton path declined: {reason}"):
+            choose("triton", paths, q)

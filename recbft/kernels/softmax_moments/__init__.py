@@ -31,8 +31,6 @@ def decline_triton(q: Tensor, *, dropout: float = 0.0, read_by_all: bool = True)
         return "Triton's interpreter multiplies bfloat16 as if it were integers; take float16 or float32 there"
     if q.shape[-1] > WIDEST_HEAD[q.dtype]:
         return f"serves heads up to {WIDEST_HEAD[q.dtype]} wide in {dtype}, got {q.shape[-1]}"
-    if q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 or later"
     return None
 
 

@@ -21,13 +21,15 @@ from torch.autograd.function import once_differentiable
 from recbft.core.belief import SequenceContext
 from recbft.core.observation import epsilon_of
 from recbft.core.statistics import Moments
-from recbft.kernels.dispatch import interpreted
+from recbft.kernels import dispatch
 from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_kernel
 from recbft.kernels.softmax_moments.triton_forward import forward_kernel
 from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
 from recbft.kernels.transforms import applied, untransformed
 
 SPANS_TILE = 32
+# Major capabilities whose tensor cores read operands there: Hopper and Blackwell of data centres, not of desktops (12).
+FROM_SHARED_MEMORY = (9, 10)
 # Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
 # precision; chosen so that the compiled kernels keep within the registers, or nearly, and 104 KB of shared memory
 # (benchmarks.gpu_registers).
@@ -233,7 +235,7 @@ class _Call(NamedTuple):
         scalars |= _strides("x", "bhtj", None if bias is None else bias.expand(B, H, T, T))
         scalars |= {"B": B, "H": H, "T": T, "scale": math.log2(math.e) / math.sqrt(K)}
         W = max(16, triton.next_power_of_2(K))
-        scalars |= {"K": K, "W": W, "CAUSAL": spans.causal, "PRECISION": "ieee" if interpreted() else "tf32x3"}
+        scalars |= {"K": K, "W": W, "CAUSAL": spans.causal, "PRECISION": "ieee" if dispatch.interpreted() else "tf32x3"}
         scalars |= _tiles(T, W, q)
         tensors = (q, k, v, log_precision, log_decay, bias, spans.home, spans.place)
         return cls(tensors, scalars)
@@ -260,7 +262,8 @@ def _tiles(T: int, W: int, like: Tensor) -> dict[str, int]:
         own, other, warps, stages = SINGLE_TILES[W]
     else:
         own, other, warps, stages = HALF_TILES[W]
-        if like.is_cuda and torch.cuda.get_device_capability(like.device) < (9, 0):
+        gpu = dispatch.capability(like)
+        if gpu is not None and gpu[0] not in FROM_SHARED_MEMORY:
             other = min(other, 32)  # operands are in registers there
     short = max(16, triton.next_power_of_2(T))
     return {"OWN": min(own, short), "OTHER": min(other, short), "num_warps": warps, "num_stages": stages}
