@@ -30,7 +30,9 @@ from recbft.errors import UserError
 from recbft.kernels import dispatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REGISTERS, SHARED, THREADS = 65_536, 227 * 1024, 2_048  # of a multiprocessor of compute capability 9.0
+REGISTERS = 65_536  # of a multiprocessor
+# KB of shared memory that a program may have, and threads of a multiprocessor, by compute capability.
+LIMITS = {80: (163, 2_048), 86: (99, 1_536), 89: (99, 1_536), 90: (227, 2_048), 100: (227, 2_048), 120: (99, 1_536)}
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -43,13 +45,15 @@ class Usage:
     spilled: int  # bytes of a thread
     shared: int  # bytes of a program
     warps: int
+    capability: int
 
     @property
     def resident(self) -> int:
-        """Programs that a multiprocessor holds at once."""
+        """Programs that a multiprocessor holds at once; 0 where it has not the shared memory for one."""
         threads = 32 * self.warps
-        limits = [THREADS // threads, REGISTERS // max(1, self.registers * threads)]
-        return min(limits) if self.shared == 0 else min(*limits, SHARED // self.shared)
+        shared, most_threads = LIMITS[self.capability]
+        limits = [most_threads // threads, REGISTERS // max(1, self.registers * threads)]
+        return min(limits) if self.shared == 0 else min(*limits, 1024 * shared // self.shared)
 
 
 class _Absent:
@@ -77,10 +81,12 @@ def compiling(target: GPUTarget) -> Iterator[list[Usage]]:
     def run(kernel: Any, *tensors: Any, grid: Any, warmup: bool, **named: Any) -> None:
         made = launch(kernel, *tensors, grid=grid, warmup=True, **named)
         registers, stack, _, local = _usage(made.asm["cubin"])
-        found.append(Usage(kernel.__name__, registers, stack + local, made.metadata.shared, made.metadata.num_warps))
+        of_program = made.metadata.shared, made.metadata.num_warps
+        found.append(Usage(kernel.__name__, registers, stack + local, *of_program, target.arch))
 
-    absent, wrong_device = patch.object(driver, "_active", _Absent(target)), lambda *_: None
-    with absent, patch.object(JITFunction, "run", run), patch.object(dispatch, "_wrong_device", wrong_device):
+    pretended = {"_wrong_device": lambda *_: None, "capability": lambda _: divmod(target.arch, 10)}
+    absent, compiles = patch.object(driver, "_active", _Absent(target)), patch.object(JITFunction, "run", run)
+    with absent, compiles, patch.multiple(dispatch, **pretended):
         yield found
 
 
@@ -122,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m benchmarks.gpu_registers", description=(__doc__ or "").split("\n")[0]
     )
     options.add_argument(
-        "--capability", type=int, default=90, metavar="N", help="of the GPU compiled for; 90 is Hopper"
+        "--capability", type=int, default=90, choices=LIMITS, help="of the GPU compiled for; 90 is Hopper"
     )
     options.add_argument("--widths", type=count, nargs="+", default=[32, 64], metavar="K", help="of a head")
     options.add_argument("--only", default="", metavar="TEXT", help="mechanisms whose name holds this")

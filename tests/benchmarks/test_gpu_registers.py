@@ -7,8 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+
+from benchmarks.gpu_registers import Usage, compiling
+from recbft.kernels.softmax_moments import triton as kriging
 
 KERNELS = {
     "kriging moments, causal": ["spans_kernel", "forward_kernel", "query_kernel", "key_kernel"],
@@ -44,3 +50,14 @@ def test_in_the_interpreter_it_says_what_to_do(tmp_path):
     run = told(tmp_path, interpret="1")
     assert run.returncode == 2
     assert run.stderr == "error: TRITON_INTERPRET is set; unset it: the interpreter compiles nothing\n"
+
+
+@pytest.mark.parametrize("capability, other", [(80, 32), (90, 64), (100, 64), (120, 32)])
+def test_tiles_are_those_of_the_gpu_that_is_compiled_for(capability, other):
+    with compiling(GPUTarget("cuda", capability, 32)):
+        assert kriging._tiles(200, 64, torch.zeros(1, dtype=torch.bfloat16))["OTHER"] == other
+
+
+def test_a_program_that_no_multiprocessor_has_the_shared_memory_for_is_told():
+    programs = [Usage("k", 128, 0, 100 * 1024, 4, capability).resident for capability in (80, 86, 90)]
+    assert programs == [1, 0, 2]
