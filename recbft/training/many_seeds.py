@@ -165,8 +165,9 @@ class _Group:
         for session in self.sessions:
             session.make_resumable()
             session.progress.start(session.config.training.epochs, session.state.epoch + 1)
+        gpu = torch.cuda.current_device() if self.sessions and self.sessions[0].device.type == "cuda" else None
         try:
-            with ThreadPoolExecutor(self.workers, initializer=work_for_run) as pool:
+            with ThreadPoolExecutor(self.workers, initializer=work_for_run, initargs=(gpu,)) as pool:
                 try:
                     self._rounds(pool)
                 except BaseException:

@@ -55,9 +55,15 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
             torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-def work_for_run() -> None:
-    """Mark this thread as one of the run whose turn it is: what its listeners train does not wait for a turn."""
+def work_for_run(gpu: int | None) -> None:
+    """Mark this thread as one of the run whose turn it is: what its listeners train does not wait for a turn.
+
+    Args:
+        gpu: what is to be its current GPU, which every thread has for itself and which else is the first.
+    """
     _thread.works = True
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
 
 
 @contextlib.contextmanager

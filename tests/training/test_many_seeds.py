@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -160,6 +162,23 @@ def test_two_threads_give_what_one_gives_bit_for_bit(dataset, tmp_path, monkeypa
     for run, other in zip(one, two, strict=True):
         weights, others = (checkpoint.load(each.checkpoint).model_state for each in (run, other))
         assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_threads_work_on_the_gpu_that_is_the_run_s(monkeypatch):
+    quiet = SimpleNamespace(start=lambda *_: None, stop=lambda: None)
+    asked = SimpleNamespace(training=SimpleNamespace(epochs=1))
+    run = SimpleNamespace(
+        device=torch.device("cuda"), config=asked, state=SimpleNamespace(epoch=0), progress=quiet,
+        make_resumable=lambda: None,
+    )  # fmt: skip
+    current = threading.local()
+    current.gpu, seen = 1, []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "gpu", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(current, "gpu", gpu))
+    group = many_seeds._Group([run], workers=1)
+    monkeypatch.setattr(group, "_rounds", lambda pool: seen.append(pool.submit(torch.cuda.current_device).result()))
+    group.finish()
+    assert seen == [1]
 
 
 def test_a_seed_that_stops_early_leaves_the_others_training(dataset, tmp_path, in_float64):
