@@ -21,6 +21,7 @@ from recbft.core import Belief, SequenceContext, silu_moments, softmax_mean, sof
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.filter_step.fused import Fused
 from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
+from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.bayesian import filter_memory
 from recbft.mixers.rfa import robust_filter_attention
 
@@ -99,6 +100,22 @@ def kriging(B: int, H: int, T: int, K: int, *, causal: bool = True, offset: floa
     kind = "causal" if causal else "both ways"
     name = f"kriging moments, {kind}" + (f", values {offset:g} sd from 0" if offset else "")
     return Case(name, leaves, run, fixed=("log_precision", "log_decay"))
+
+
+def reml(B: int, H: int, T: int, K: int) -> Case:
+    """What a layer takes of softmax moments: the mean and its REML precision, here with a bias of pairs too."""
+    prior = {"prior_scale": 0.2, "prior_dof": 2.0, "cap": 1e4}  # never reached: its edge has two gradients
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        heads, context = (x["q"], x["k"], x["v"]), packed(B, T, device=str(x["q"].device))
+        terms = {name: _as_taken(x[name], x["q"], impl) for name in ("log_precision", "log_decay", "bias")}
+        if impl == "reference":
+            mean, S, n = softmax_moments(*heads, context, **terms, impl=impl)
+            return mean, core.reml_precision(S, n, **prior)
+        return softmax_reml(*heads, context, **terms, **prior, impl=impl)
+
+    leaves = dict(kriging(B, H, T, K).leaves) | {"bias": _normal(1, H, T, T, seed=4, scale=0.3)}
+    return Case("kriging with REML and a bias", leaves, run, fixed=("log_precision", "log_decay", "bias"))
 
 
 def silu(B: int, H: int, T: int, K: int) -> Case:
@@ -199,6 +216,7 @@ def all_cases(*, small: bool) -> list[Case]:
         kriging(B, H, T, K),
         kriging(B, H, T, K, causal=False),
         kriging(B, H, T, K, offset=10.0),
+        reml(B, H, T, K),
         silu(B, H, T, K),
         vocabulary(*((20, 50, 16) if small else (3_000, 12_101, 64))),
         robust_filter(B, H, T, K),

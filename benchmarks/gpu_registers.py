@@ -104,7 +104,7 @@ def _usage(cubin: bytes) -> tuple[int, ...]:
 
 def cases(width: int) -> dict[str, gpu_cases.Case]:
     """One call of each mechanism with heads of this width, by name."""
-    found = [gpu_cases.kriging(1, 1, 256, width), gpu_cases.silu(1, 1, 256, width)]
+    found = [make(1, 1, 256, width) for make in (gpu_cases.kriging, gpu_cases.reml, gpu_cases.silu)]
     if width <= 64:
         found += [gpu_cases.robust_filter(1, 1, 256, width // 2), gpu_cases.memory(1, 1, 256, width)]
     found += [gpu_cases.vocabulary(3_000, 12_101, width)]

@@ -18,6 +18,7 @@ from recbft.kernels.softmax_moments import triton as kriging
 
 KERNELS = {
     "kriging moments, causal": ["spans_kernel", "forward_kernel", "query_kernel", "key_kernel"],
+    "kriging with REML and a bias": ["spans_kernel", "forward_kernel", "query_kernel", "key_kernel"],
     "SiLU moments": ["forward_pass", "readers_pass", "keys_pass"],
     "robust filter attention": ["forward", "readers_backward", "keys_backward"],
     "Bayesian layer": ["forwards", "backwards"],

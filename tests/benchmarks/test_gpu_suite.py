@@ -16,7 +16,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 
 def small_cases(*, small):
-    return [gpu_cases.vocabulary(5, 9, 16), gpu_cases.kriging(1, 1, 6, 16)]
+    return [gpu_cases.vocabulary(5, 9, 16), gpu_cases.kriging(1, 1, 6, 16), gpu_cases.reml(1, 1, 6, 16)]
 
 
 def keep_parts(monkeypatch, *names, others=()):
@@ -29,7 +29,7 @@ def keep_parts(monkeypatch, *names, others=()):
 
 def test_every_mechanism_with_a_triton_path_is_checked():
     names = " ".join(case.name for case in gpu_cases.all_cases(small=True))
-    for mechanism in ("kriging", "SiLU", "cross-entropy", "robust filter", "Bayesian"):
+    for mechanism in ("kriging", "REML", "SiLU", "cross-entropy", "robust filter", "Bayesian"):
         assert mechanism in names
 
 
