@@ -53,7 +53,7 @@ def test_in_the_interpreter_it_says_what_to_do(tmp_path):
     assert run.stderr == "error: TRITON_INTERPRET is set; unset it: the interpreter compiles nothing\n"
 
 
-@pytest.mark.parametrize("capability, other", [(80, 32), (90, 64), (100, 64), (120, 32)])
+@pytest.mark.parametrize("capability, other", [(80, 32), (90, 64), (100, 32), (120, 32)])
 def test_tiles_are_those_of_the_gpu_that_is_compiled_for(capability, other):
     with compiling(GPUTarget("cuda", capability, 32)):
         assert kriging._tiles(200, 64, torch.zeros(1, dtype=torch.bfloat16))["OTHER"] == other

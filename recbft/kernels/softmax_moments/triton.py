@@ -28,8 +28,7 @@ from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
 from recbft.kernels.transforms import applied, untransformed
 
 SPANS_TILE = 32
-# Major capabilities whose tensor cores read operands there: Hopper and Blackwell of data centres, not of desktops (12).
-FROM_SHARED_MEMORY = (9, 10)
+HOPPER = 9  # the capability, of which Triton has products of these tiles read their operands from shared memory
 # Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
 # precision; chosen so that the compiled kernels keep within the registers, or nearly, and 104 KB of shared memory
 # (benchmarks.gpu_registers).
@@ -263,7 +262,7 @@ def _tiles(T: int, W: int, like: Tensor) -> dict[str, int]:
     else:
         own, other, warps, stages = HALF_TILES[W]
         gpu = dispatch.capability(like)
-        if gpu is not None and gpu[0] not in FROM_SHARED_MEMORY:
+        if gpu is not None and gpu[0] != HOPPER:
             other = min(other, 32)  # operands are in registers there
     short = max(16, triton.next_power_of_2(T))
     return {"OWN": min(own, short), "OTHER": min(other, short), "num_warps": warps, "num_stages": stages}
