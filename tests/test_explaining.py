@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -54,6 +56,24 @@ def test_the_change_is_what_recommending_without_the_event_shows(fitted, dataset
 
 def lists_all(fitted, dataset, history):
     return fitted.recommend([history], dataset.num_items, filter_seen=False)
+
+
+def test_threads_that_explain_and_recommend_at_once_see_nothing_of_each_other(fitted, dataset):
+    histories = [dataset.item_ids[first : first + 4].tolist() for first in range(12)]
+    recommended, explained = ([ask(one) for one in histories] for ask in (recommend_one(fitted), fitted.explain))
+    with ThreadPoolExecutor(4) as threads:
+        pending = [
+            (threads.submit(fitted.explain, one), threads.submit(recommend_one(fitted), one))
+            for _ in range(2)
+            for one in histories
+        ]
+        for number, (why, lists) in enumerate(pending):
+            pd.testing.assert_frame_equal(why.result(), explained[number % len(histories)])
+            pd.testing.assert_frame_equal(lists.result(), recommended[number % len(histories)])
+
+
+def recommend_one(fitted):
+    return lambda history: fitted.recommend([history])
 
 
 def test_unknown_events_are_skipped_and_places_stay_those_of_the_history(fitted, history):

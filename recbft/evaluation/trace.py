@@ -1,6 +1,7 @@
-"""What every layer did in one pass, taken from the model's own modules by hooks; tracing changes no score.
+"""What every layer did in one pass, taken by hooks; tracing changes no score.
 
-Every layer is run for all tokens, where a model that is only asked for states leaves out what no state needs.
+The hooks are put on copies of the model's modules, with its own weights in them: another thread may ask the model
+meanwhile. Every layer is run for all tokens, where a model only asked for states leaves out what no state needs.
 
     gain      the layer's own update rule asked for h' with h = 0 and e = 1, since h' = h + gain * e           (1)
     J         the diagonal of the feed-forward network's Jacobian at the token, ``core.ffn_jacobian``          (2)
@@ -17,6 +18,7 @@ Shapes: B rows, T tokens, D model width, H heads, G = H, or D where weights are 
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -169,6 +171,7 @@ def trace(model: SequenceModel, batch: Batch) -> tuple[UserStates, list[LayerTra
 
     The model is used as it is: switch it to evaluation mode first.
     """
+    model = _in_modules_of_its_own(model)
     blocks = [block for block in getattr(model, "blocks", ()) if isinstance(block, Block)]
     calls: list[dict[str, _Call]] = [{} for _ in blocks]
     with ExitStack() as hooks:
@@ -180,6 +183,12 @@ def trace(model: SequenceModel, batch: Batch) -> tuple[UserStates, list[LayerTra
                     hooks.callback(_watch(part, name, seen).remove)
         states = _states(model, batch)
     return states, [LayerTrace(block, seen) for block, seen in zip(blocks, calls, strict=True)]
+
+
+def _in_modules_of_its_own(model: SequenceModel) -> SequenceModel:
+    """A model of the same parameters and buffers whose modules nobody else holds."""
+    shared = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def _states(model: SequenceModel, batch: Batch) -> UserStates:
