@@ -70,7 +70,7 @@ def recommend(
     attrs = summed([block.attrs for block in blocks])
     for block in blocks:  # pandas would compare them
         block.attrs = {}
-    table = pd.concat(blocks, ignore_index=True)
+    table = blocks[0] if len(blocks) == 1 else pd.concat(blocks, ignore_index=True)
     table.attrs = attrs
     return table
 
@@ -197,8 +197,8 @@ def _lists(
     lists: pd.DataFrame = pd.DataFrame(
         {
             # Columns have the types of all their ids, whichever of them are in this block.
-            "user": users.take(np.repeat(np.arange(len(users)), best.lengths)).reset_index(drop=True),
-            "item": pd.Series(items, dtype=pd.Series(vocabulary.ids[:1]).dtype),
+            "user": pd.Series(users.array.take(np.repeat(np.arange(len(users)), best.lengths)), dtype=users.dtype),
+            "item": pd.Series(items, dtype=vocabulary.dtype),
             "score": best.scores[filled],
             "rank": np.broadcast_to(np.arange(1, k + 1), filled.shape)[filled],
             "precision": np.repeat(precisions.double().cpu().numpy(), best.lengths),

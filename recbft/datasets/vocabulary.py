@@ -67,6 +67,11 @@ class Vocabulary:
         return np.asarray(self.ids[wanted - 1])
 
     @cached_property
+    def dtype(self) -> Any:
+        """Of a column that holds raw ids, whichever of them."""
+        return pd.Series(self.ids[:1]).dtype
+
+    @cached_property
     def _texts(self) -> pd.Index[Any]:
         return _ready(pd.Index([str(value) for value in self.ids.tolist()], dtype=object))
 
