@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from recbft.config import check_choice, field_types
 from recbft.errors import UserError, did_you_mean
@@ -38,6 +38,8 @@ RECBOLE_TRAINING = {
     "autocast": "enable_amp",
     "device": "gpu_id",
 }
+
+READ_BY_RECBOLE = (*RECBOLE_TRAINING, "max_length")  # as well, or in our place
 
 # What RecBole reads without naming it among its arguments, and what its own ``run`` adds for several processes.
 UNLISTED = frozenset(["encoding", "tail_ratio", "world_size", "ip", "port", "nproc", "offset", "local_rank"])
@@ -68,6 +70,8 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
     ours["training"] = {key: values[key] for key in TRAINING if values.get(key) is not None}
     for section, named in ours.items():
         named.update(_section(values, section))
+        kinds = {key: kind for key, kind in field_types(sections[section]).items() if key not in READ_BY_RECBOLE}
+        named.update({key: _whole(value, kinds.get(key)) for key, value in named.items()})
     try:
         return load_run_config(**ours, model=adapted.model, arm=arm, seed=values.get("seed", 0), mixer=mixer)
     except UserError as error:
@@ -172,6 +176,13 @@ def _bare(values: Mapping[str, Any], section: str, sections: Mapping[str, type])
                 raise UserError(f"key {key!r} is in {' and '.join(owners)}; write it inside the section that is meant")
             named[key] = values[key]
     return named
+
+
+def _whole(value: Any, kind: Any) -> Any:
+    """A whole number that RecBole's tuner (``quniform``) gives as a float, for a key that takes whole ones alone."""
+    kinds = (kind, *get_args(kind))
+    counts = int in kinds and float not in kinds and isinstance(value, float) and value.is_integer()
+    return int(value) if counts else value
 
 
 def _in_recboles_words(message: str, values: Mapping[str, Any]) -> str:

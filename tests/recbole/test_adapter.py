@@ -310,6 +310,15 @@ def test_recboles_tuner_takes_our_models(settings, at_home):
     assert len(tuning.params2result) == 2 and tuning.best_params["lam_max"] in (10, 100)
 
 
+def test_a_whole_number_that_the_tuner_gives_as_a_float_is_taken(built):
+    run = built(n_layers=1.0, warmup_steps=3.0, core={"jacobian_rank": 4.0}, mixer="boosted", rounds=3.0)[2].run
+    found = run.backbone.n_layers, run.training.warmup_steps, run.core.jacobian_rank, run.mixing.rounds
+    assert found == (1, 3, 4, 3) and all(isinstance(number, int) for number in found)
+    for wrong in ({"n_layers": 1.5}, {"epochs": 2.0}, {"MAX_ITEM_LIST_LENGTH": 12.0}):  # RecBole counts by the last two
+        with pytest.raises(UserError, match=f"{next(iter(wrong))} is .*; give a whole number"):
+            built(**wrong)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
