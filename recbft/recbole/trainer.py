@@ -8,17 +8,24 @@ which importing RecBole's models switches on.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from recbole.data.dataset import SequentialDataset
-from recbole.trainer import Trainer
+from recbole.trainer import Trainer, trainer
 from torch import Tensor
 
+from recbft.config import to_dict
 from recbft.errors import UserError
+from recbft.recbole.registry import ADAPTED
+from recbft.recbole.settings import MODEL_SECTIONS, run_config
 from recbft.training.optimiser import clip_gradients, parameter_groups, warmup_ramp
+
+log = logging.getLogger(__name__)
 
 
 class PrecisionTrainer(Trainer):  # type: ignore[misc]
@@ -37,6 +44,14 @@ class PrecisionTrainer(Trainer):  # type: ignore[misc]
         optimizer.register_step_pre_hook(clip_groups)
         return optimizer
 
+    def resume_checkpoint(self, resume_file: Any) -> None:
+        """Go on with a checkpoint; a warning says where this config describes another model than the one it is of."""
+        then = trainer.torch.load(resume_file, map_location="cpu")["config"]  # as RecBole's trainer reads it
+        changed = "; ".join(_changes(then, self.config))
+        if changed:
+            log.warning("%s was trained as another model than this config describes: %s", resume_file, changed)
+        super().resume_checkpoint(resume_file)
+
     def _train_epoch(
         self, train_data: Any, epoch_idx: int, loss_func: Any = None, show_progress: bool = False
     ) -> float | tuple[float, ...]:
@@ -54,6 +69,19 @@ class PrecisionTrainer(Trainer):  # type: ignore[misc]
                 train_data, epoch_idx, loss_after_warmup, show_progress
             )
         return total
+
+
+def _changes(then: Any, now: Any) -> Iterator[str]:
+    """What two configs say of a model, where they differ; RecBole itself warns where the names do."""
+    if then["model"] != now["model"] or then["model"] not in ADAPTED:
+        return
+    old, new = (to_dict(run_config(config["model"], config.final_config_dict)) for config in (then, now))
+    for section in MODEL_SECTIONS:
+        before, after = (known[section] or {} for known in (old, new))
+        for key in sorted({*before, *after}):
+            if before.get(key) != after.get(key):
+                yield f"{section}.{key} was {before.get(key)!r} and is {after.get(key)!r}"
+    yield from (f"{key} was {old[key]!r} and is {new[key]!r}" for key in ("arm", "mixer") if old[key] != new[key])
 
 
 class TimedDataset(SequentialDataset):  # type: ignore[misc]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -284,6 +285,22 @@ def test_a_training_resumed_from_a_checkpoint_goes_on_with_the_warm_up(built):
     assert float(again.model.recommender.ramp) == pytest.approx((again.start_epoch * len(parts[0]) - 1) / 1000)
     for each in (trainer, again):
         each.tensorboard.close()
+
+
+def test_a_training_resumed_as_another_model_is_warned_about(built, caplog):
+    config, parts, model = built()
+    trainer = trainer_of(config, model)
+    trainer.fit(parts[0], parts[1], verbose=False)
+    for changes, said in (
+        ({"estimator": "delta", "learning_rate": 0.5}, ["core.estimator was 'reml' and is 'delta'"]),
+        ({"recency_decay": False, "arm": "matched"}, ["arm was 'bft' and is 'matched'", "core.estimator was 'reml'"]),
+        ({"learning_rate": 0.5, "epochs": 3}, []),
+    ):
+        with caplog.at_level(logging.WARNING, "recbft.recbole.trainer"), suppress(RuntimeError):  # other weights
+            trainer_of(*built(**changes)[::2]).resume_checkpoint(trainer.saved_model_file)
+        found = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.trainer"]
+        assert len(found) == bool(said) and all(part in found[0] for part in said), changes
+        caplog.clear()
 
 
 def test_recboles_objective_for_tuning_takes_our_models(settings):
