@@ -143,14 +143,15 @@ def strata_bars(results: Sequence[StratumResult], unit: str, metric: str, colour
 def training_curves(
     curves: Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]], label: str, colours: Mapping[str, int]
 ) -> str:
-    """A validation metric by epoch: one thin line per run, one colour per arm."""
+    """A validation metric by epoch: one thin line per run, a dot where there is one epoch, one colour per arm."""
     with _figure(2.7) as (figure, axes):
         for arm, runs in curves.items():
             for number, (epochs, values) in enumerate(runs):
                 thin = max(1, len(epochs) // 100)
                 axes.plot(
                     epochs[::thin], values[::thin], color=_series(colours[arm]), linewidth=0.9, alpha=0.8,
-                    linestyle=_dashes(colours[arm]), label=_label(arm) if number == 0 else None,
+                    linestyle=_dashes(colours[arm]), marker="." if len(epochs) == 1 else None,
+                    label=_label(arm) if number == 0 else None,
                 )  # fmt: skip
         axes.set_xlabel("epoch")
         axes.locator_params(axis="x", integer=True)

@@ -66,9 +66,13 @@ def test_equal_values_give_equal_bytes(drawn):
 def test_equal_points_and_constant_curves_can_be_drawn():
     values = {"matched": np.zeros(3), "bft": np.zeros(3)}
     assert "<svg" in plots.seed_scatter("matched", values, "hr@10", {"matched": 0, "bft": 1})
-    assert "<svg" in plots.training_curves({"bft": [([1.0], [0.0])]}, "validation HR@10", {"bft": 0})
+    assert "<svg" in plots.training_curves({"bft": [([1.0, 2.0], [0.0, 0.0])]}, "validation HR@10", {"bft": 0})
     assert "<svg" in plots.intervals([], "x", "t")
     assert "<svg" in plots.lines({"a": ([0.0, 0.0], [0.0, 0.0])}, "x", "y", "t", diagonal=True)
+
+
+def test_one_epoch_is_a_dot():
+    assert "fill: var(--series-1" in plots.training_curves({"bft": [([1.0], [0.5])]}, "validation HR@10", {"bft": 1})
 
 
 def test_every_name_stands_in_the_legend_as_it_is_written():
