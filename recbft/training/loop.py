@@ -54,6 +54,9 @@ def fit(
         RunError: the loss is not finite, or a weight is not after an epoch, which is not saved then.
     """
 
+    if is_over(config, state):  # it was stopped after its last epoch
+        return
+
     def before_step() -> None:
         controllers.before_step(moment_of(model, optimizer, batches, config, state))
 

@@ -221,6 +221,18 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_from_the_beginning(dat
     assert_equal_runs(whole, session.resume(tmp_path / "cut", dataset=dataset))
 
 
+def test_a_run_stopped_after_its_last_epoch_is_evaluated_and_no_epoch_is_announced(dataset, tmp_path):
+    whole = session.train(config(epochs=2), tmp_path / "whole", dataset=dataset)
+    with pytest.raises(Stopped):
+        session.train(config(epochs=2), tmp_path / "cut", dataset=dataset, progress=StopAt(2))
+
+    class Deaf(Silent):
+        def start(self, total_epochs, first_epoch):
+            raise AssertionError(f"epoch {first_epoch} of {total_epochs} is announced")
+
+    assert_equal_runs(whole, session.resume(tmp_path / "cut", dataset=dataset, progress=Deaf()))
+
+
 @pytest.mark.parametrize("stop", [StopAt(2), StopAt(2, steps=2)])
 def test_an_interrupt_says_how_to_go_on_and_leaves_a_run_that_does(dataset, tmp_path, stop):
     stop = StopAt(2, stop.steps, KeyboardInterrupt)
