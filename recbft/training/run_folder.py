@@ -109,7 +109,7 @@ class RunFolder:
             raise UserError(f"there is no run folder {path}; give the folder that `recbft train` printed")
         run = cls(path)
         if not run.config_file.is_file():
-            raise UserError(f"{path} is not a run folder: {run.config_file.name} is missing; give the folder of a run")
+            raise UserError(f"{path} is not a run folder: {run.config_file.name} is missing; give {_runs_in(path)}")
         return run
 
     @classmethod
@@ -276,6 +276,17 @@ def settle(folder: Path) -> None:
                     shutil.rmtree(aside, ignore_errors=True)
                 elif old.is_run and not os.path.lexists(new.path):
                     os.replace(aside, new.path)
+
+
+def _runs_in(folder: Path) -> str:
+    """What to give in the place of a folder that is no run but may hold some, as what ``--out`` names does."""
+    runs: list[Path] = []
+    for place in (folder, folder / "runs"):
+        with contextlib.suppress(OSError):  # there is no such folder, or it may not be read
+            runs += sorted(path for path in place.iterdir() if path.name[0] != "." and RunFolder(path).is_run)
+    if not runs:
+        return "the folder of a run"
+    return f"the run in it, {runs[0]}" if len(runs) == 1 else f"one of the {len(runs)} runs in it, such as {runs[0]}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -147,7 +147,12 @@ def test_a_full_disk_while_metrics_are_written_leaves_the_run_unfinished(tmp_pat
     ("make", "said"),
     [
         (lambda path: None, "there is no run folder .*a; give the folder that `recbft train` printed"),
-        (lambda path: path.mkdir(), "a is not a run folder: config.yaml is missing"),
+        (lambda path: path.mkdir(), "a is not a run folder: config.yaml is missing; give the folder of a run$"),
+        (lambda path: create(path / "b"), "config.yaml is missing; give the run in it, .*a/b$"),
+        (
+            lambda path: [create(path / "runs" / name) for name in "dc"],
+            "config.yaml is missing; give one of the 2 runs in it, such as .*a/runs/c$",
+        ),
     ],
 )
 def test_what_is_not_a_run_folder_is_refused(tmp_path, make, said):
