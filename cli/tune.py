@@ -53,7 +53,8 @@ def tune(
 
     from recbft.experiments.experiment import usual_workers
     from recbft.experiments.lists import parse_seeds
-    from recbft.experiments.tuning import load_optuna, parse_space, search
+    from recbft.experiments.search_space import parse_space
+    from recbft.experiments.tuning import load_optuna, search
     from recbft.files import write_json
     from recbft.run_config import load_run_config
     from recbft_cli.queue_view import view_for

@@ -3,6 +3,7 @@
     OUT/study.db            the study, in SQLite; the same command goes on with it
     OUT/runs/trial-HASH-seedN/   runs, named for their settings, so that a trial broken off goes on where it was
 
+No point of a space that can be counted is tried twice: its runs would be the same.
 A trial whose settings no run can have is failed for good. One whose training failed (a crash, a full disk) is taken up
 again by the next command: nothing tells whether its settings were to blame.
 Test metrics are not looked at. Optuna is an extra, ``recbft[tune]``.
@@ -13,73 +14,32 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import math
-import re
+import random
 import secrets
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recbft.config import by_setting, is_whole, to_dict
-from recbft.config_file import parse_setting, place
+from recbft.config import by_setting, to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments import locks
-from recbft.experiments.arms import ArmSpec, check_judges, check_varies
+from recbft.experiments.arms import ArmSpec
 from recbft.experiments.experiment import SIDE_BY_SIDE, check_positive, prepare, train_or_say
-from recbft.experiments.lists import split_list
 from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach
 from recbft.experiments.queue import Watcher
+from recbft.experiments.search_space import Dimension, all_points, check_each_once, of_kind
 from recbft.files import explained, make_folder
-from recbft.run_config import RunConfig, sections_of
+from recbft.run_config import RunConfig
 from recbft.torchrun import refuse_several
 
-_RANGE = re.compile(r"(log:)?([^.,][^,]*?)\.\.([^,]+)")
 _STUDY = "recbft"
-_AGAIN = "asked for again"  # numbers of trials that were broken off or whose training failed
+_AGAIN = "asked for again"  # numbers of trials that do not count, since another was or will be asked for instead
 _FAILED = "training failed"  # of a trial: what its training said
 _VALIDATION = "validation"  # of a trial: the mean best validation, which is not its value where the objective is tail
 _ROOM = 2**20  # bytes on the disk without which a trial need not be tried
-
-
-@dataclass(frozen=True)
-class Dimension:
-    """One setting's possible values: a list, or a range of numbers (whole ones where both bounds are of type int)."""
-
-    key: str
-    choices: tuple[Any, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-
-    @property
-    def first(self) -> Any:
-        """The first value, or the lowest."""
-        return self.choices[0] if self.choices else self.low
-
-    def suggest(self, trial: Any) -> Any:
-        """A value of this trial."""
-        if self.choices:
-            return trial.suggest_categorical(self.key, list(self.choices))
-        if isinstance(self.low, int) and isinstance(self.high, int):
-            return trial.suggest_int(self.key, self.low, self.high, log=self.log)
-        return trial.suggest_float(self.key, self.low, self.high, log=self.log)
-
-
-def parse_space(texts: Sequence[str]) -> list[Dimension]:
-    """The dimensions that ``key=a,b,c``, ``key=low..high`` and ``key=log:low..high`` name.
-
-    >>> parse_space(["training.learning_rate=log:1e-4..1e-2"])[0]
-    Dimension(key='training.learning_rate', choices=(), low=0.0001, high=0.01, log=True)
-    """
-    space = [_dimension(text) for text in texts]
-    for dimension in space:
-        check_varies("--space", dimension.key)
-        check_judges("--space", dimension.key)
-    return space
 
 
 def search(
@@ -117,9 +77,9 @@ def search(
     base = configure(ArmSpec(arm, arm), 0)
     # A key or value that no run can have is refused before a study is begun with it.
     first = configure(ArmSpec(arm, arm, tuple(f"{dimension.key}={dimension.first}" for dimension in space)), 0)
-    _check_each_once(space, first)
+    check_each_once(space, first)
     values = by_setting(to_dict(first))
-    space = [_of_kind(dimension, values) for dimension in space]
+    space = [of_kind(dimension, values) for dimension in space]
     if not {dimension.key.rpartition(".")[2] for dimension in space} & {"training", "epochs", "eval_every"}:
         check_reach(objective, base.training)
     dataset = base.data.load()
@@ -137,9 +97,18 @@ def search(
         _take_up_trials(study, optuna)
         # A study that goes on must not draw the points again that it began with.
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+        points = all_points(space)
         while (number := _number(study)) < trials:
+            left = None if points is None else _untried(study, points)
+            if left == []:
+                watch.note(f"all {len(points or ())} points of the space were tried; more trials would repeat them")
+                break
             trial = study.ask()
-            settings = tuple(f"{dimension.key}={dimension.suggest(trial)}" for dimension in space)
+            values = {dimension.key: dimension.suggest(trial) for dimension in space}
+            if left is not None and values not in left:
+                _take_instead(study, trial, random.Random(trial.number).choice(left), optuna)
+                continue
+            settings = tuple(f"{key}={value}" for key, value in values.items())
             watch.note(f"trial {number + 1} of {trials}: {' '.join(settings)}")
             try:
                 configure(ArmSpec(arm, arm, settings), seeds[0])
@@ -235,54 +204,6 @@ def _begin_study(file: Path, optuna: Any) -> None:
         made.unlink(missing_ok=True)
 
 
-def _dimension(text: str) -> Dimension:
-    key, equals, values = text.partition("=")
-    if not (key.strip() and equals and values.strip()):
-        raise UserError(f"--space {text!r} is not KEY=VALUES; write a,b,c or low..high or log:low..high")
-    found = _RANGE.fullmatch(values.strip())
-    if found is None:
-        choices = tuple(parse_setting(f"{key}={part}")[1] for part in split_list(values))
-        for n, choice in enumerate(choices):
-            if choice in choices[:n]:
-                raise UserError(f"--space {text!r} names {choice} twice; name each value once")
-        return Dimension(key.strip(), choices=choices)
-    low, high = (parse_setting(f"{key}={part}")[1] for part in found.group(2, 3))
-    numbers = all(type(bound) in (int, float) and math.isfinite(bound) for bound in (low, high))
-    if not numbers or low >= high or (found[1] and low <= 0):
-        raise UserError(f"--space {text!r}: give numbers low..high with low < high, and low > 0 after log:")
-    return Dimension(key.strip(), low=low, high=high, log=bool(found[1]))
-
-
-def _check_each_once(space: Sequence[Dimension], config: RunConfig) -> None:
-    """A setting is one dimension, with its section or without."""
-    seen: set[str] = set()
-    for dimension in space:
-        tree: dict[str, Any] = {}
-        place(tree, dimension.key, dimension.first, ("mixer",), sections_of(config.model, config.mixer))
-        for key in by_setting(tree):
-            if key in seen:
-                raise UserError(f"--space names {key} twice, with its section or without; name each once")
-            seen.add(key)
-
-
-def _of_kind(dimension: Dimension, values: Mapping[str, Any]) -> Dimension:
-    """A range with bounds of the kind that its setting takes: ``0..1`` is all between where that is a real number.
-
-    Raises:
-        UserError: the setting takes whole numbers and a bound is not one, so that hardly any trial could be run.
-    """
-    if dimension.choices:
-        return dimension
-    value = next((value for key, value in values.items() if dimension.key in (key, key.rpartition(".")[2])), None)
-    if isinstance(value, float):
-        return replace(dimension, low=float(dimension.low), high=float(dimension.high))
-    if is_whole(value) and not (is_whole(dimension.low) and is_whole(dimension.high)):
-        raise UserError(
-            f"--space {dimension.key}={dimension.low}..{dimension.high}: it takes whole numbers; give whole bounds"
-        )
-    return dimension
-
-
 def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: Sequence[int], objective: str) -> None:
     """A study is of one search: its objective, model, data, fixed settings, space and seeds."""
     there = study.user_attrs
@@ -340,10 +261,20 @@ def _take_up_trials(study: Any, optuna: Any) -> None:
     states = optuna.trial.TrialState
     for trial in _counted(study):
         if trial.state == states.RUNNING or _FAILED in trial.user_attrs:
-            study.enqueue_trial(trial.params)
-            study.set_user_attr(_AGAIN, [*study.user_attrs.get(_AGAIN, ()), trial.number])
-        if trial.state == states.RUNNING:
-            study.tell(trial.number, state=states.FAIL)
+            _take_instead(study, trial, trial.params, optuna)
+
+
+def _take_instead(study: Any, trial: Any, point: Mapping[str, Any], optuna: Any) -> None:
+    """The next trial asked for has these values, and this one does not count."""
+    study.enqueue_trial(dict(point))
+    study.set_user_attr(_AGAIN, [*study.user_attrs.get(_AGAIN, ()), trial.number])
+    study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+
+
+def _untried(study: Any, points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that no trial which has ended had."""
+    tried = [trial.params for trial in _counted(study) if trial.state.is_finished()]
+    return [point for point in points if point not in tried]
 
 
 def _is_full(out: Path, error: RunError) -> bool:

@@ -21,6 +21,7 @@ from recbft.experiments import locks, tuning
 from recbft.experiments.comparison import load_comparison
 from recbft.experiments.document import difference_cells, p_text
 from recbft.experiments.plan import Job
+from recbft.experiments.search_space import parse_space
 from recbft.experiments.sweep import plan_sweep, sweep_document, sweep_results
 from recbft.files import write_json
 from recbft.training.run_folder import RunFolder
@@ -260,11 +261,23 @@ def test_a_search_goes_on_where_it_was_stopped_and_looks_at_validation_only(caps
 @pytest.mark.parametrize(("seeds", "jobs"), [("0-2", "1"), ("0-1", "4")])
 def test_a_trial_below_the_median_is_given_up_however_many_workers_there_are(capsys, events, tmp_path, seeds, jobs):
     pytest.importorskip("optuna")
-    rates = "training.learning_rate=0.01,1e-9"
+    rates = "training.learning_rate=0.01,0.011,0.012,0.013,0.014,1e-9,2e-9,3e-9,4e-9"
     command = ["tune", "-d", events, *SETTINGS, "--space", rates, "--seeds", seeds, "--jobs", jobs, "--out", tmp_path]
     code, out, _ = run(capsys, *command, "--trials", "9", "--prune")
     assert code == 0 and " pruned, 0 failed" in out
     assert json.loads((tmp_path / "tune.json").read_text())["pruned"] > 0
+
+
+def test_no_point_of_a_small_space_is_tried_twice(capsys, monkeypatch, events, tmp_path):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(tuning, "_evaluate", lambda trial, *_, **__: float(trial.params["dropout"]))
+    space = ["--space", "dropout=0.1,0.2", "--space", "n_layers=1..3"]
+    command = ["tune", "-d", events, *SETTINGS, *space, "--seeds", "0", "--out", tmp_path]
+    for trials, said in (("4", ""), ("9", "all 6 points of the space were tried"), ("9", "all 6 points")):
+        code, out, err = run(capsys, *command, "--trials", trials)
+        found = [str(trial["settings"]) for trial in json.loads((tmp_path / "tune.json").read_text())["trials"]]
+        assert code == 0 and said in err and len(set(found)) == len(found) == min(int(trials), 6)
+    assert "6 trials, 0 pruned, 0 failed" in out
 
 
 def tail(run, epochs=7):
@@ -369,7 +382,7 @@ class Trial:
     ],
 )
 def test_a_range_is_of_whole_numbers_where_both_bounds_are_and_by_ratio_after_log(text, asked):
-    (dimension,), trial = tuning.parse_space([text]), Trial()
+    (dimension,), trial = parse_space([text]), Trial()
     dimension.suggest(trial)
     assert trial.asked == [asked] and dimension.first == (asked[2][0] if "categorical" in asked[0] else asked[2])
 
