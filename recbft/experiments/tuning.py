@@ -90,7 +90,7 @@ def search(
         return _evaluate(trial, spec, seeds, out, configure, objective, dataset, **how)
 
     make_folder(out / "queue")
-    with _alone(out), _storage_explained(out / "study.db", optuna):
+    with _alone(out), _ends_explained(out / "study.db", optuna):
         study = _open_study(out / "study.db", optuna, prune)
         _check_same(study, space, base, seeds, objective)
         _check_same_data(study, dataset)
@@ -156,11 +156,13 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _storage_explained(file: Path, optuna: Any) -> Iterator[None]:
-    """Turn what the database refuses, once the study is open, into one line."""
+def _ends_explained(file: Path, optuna: Any) -> Iterator[None]:
+    """Turn what the database refuses, once the study is open, into one line; and say how to go on after Ctrl-C."""
     sql_errors = importlib.import_module("sqlalchemy.exc").SQLAlchemyError
     try:
         yield
+    except KeyboardInterrupt:
+        raise RunInterruptedError("interrupted; the same command goes on") from None
     except (sql_errors, optuna.exceptions.StorageInternalError) as error:
         reason = f"no space left while writing {file}" if _has_no_room(file.parent) else f"{file}: {_said(error)}"
         raise RunError(f"{reason}; the trials that ended are kept: mend the cause and give the same command") from None

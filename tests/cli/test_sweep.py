@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -26,6 +28,8 @@ from recbft.experiments.sweep import plan_sweep, sweep_document, sweep_results
 from recbft.files import write_json
 from recbft.training.run_folder import RunFolder
 from recbft_cli.main import main
+from tests.experiments.conftest import RECBFT
+from tests.experiments.test_queue import ENVIRONMENT, wait_for
 from tests.experiments.test_results import MADE
 
 SMALL = ["time=timestamp", "epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu"]
@@ -278,6 +282,51 @@ def test_no_point_of_a_small_space_is_tried_twice(capsys, monkeypatch, events, t
         found = [str(trial["settings"]) for trial in json.loads((tmp_path / "tune.json").read_text())["trials"]]
         assert code == 0 and said in err and len(set(found)) == len(found) == min(int(trials), 6)
     assert "6 trials, 0 pruned, 0 failed" in out
+
+
+def test_ctrl_c_between_trials_loses_none_and_the_same_command_goes_on(capsys, monkeypatch, events, tmp_path):
+    pytest.importorskip("optuna")
+    command, began = tune(events, tmp_path, "--trials", "3"), []
+
+    def evaluate(trial, *_, **__):
+        began.append(trial.params)
+        if len(began) == 2:
+            raise KeyboardInterrupt
+        return float(len(began))
+
+    monkeypatch.setattr(tuning, "_evaluate", evaluate)
+    code, out, err = run(capsys, *command)
+    assert (code, out) == (1, "") and err.splitlines()[-1] == "error: interrupted; the same command goes on"
+    assert run(capsys, *command)[0] == 0
+    assert began[2] == began[1] and len(began) == 4
+    assert [trial.state.name for trial in trials_of(tmp_path)] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_search_in_the_midst_of_a_trial_and_the_same_command_goes_on(events, tmp_path):
+    pytest.importorskip("optuna")
+    words = tune(events, tmp_path, "--seeds", "0-2", "--trials", "2", "--jobs", "2", "--set", "epochs=6")
+    command = [*RECBFT, *map(str, words)]
+    process = subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a shell runs with &
+    )
+    try:
+        wait_for(lambda: list(tmp_path.glob("runs/*/history.csv")))
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "Traceback" not in told
+    assert told.splitlines()[-1] == "error: interrupted; the same command goes on with this trial"
+    assert not list(tmp_path.glob("queue/*.lock"))
+    again = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.startswith(told.splitlines()[0]) and "2 trials, 0 pruned, 0 failed" in again.stdout
 
 
 def tail(run, epochs=7):
