@@ -22,13 +22,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recbft.config import by_setting, to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
+from recbft.evaluation.protocol import config_hash
 from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec
 from recbft.experiments.experiment import SIDE_BY_SIDE, check_positive, prepare, train_or_say
 from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach
+from recbft.experiments.plan import first_difference
 from recbft.experiments.queue import Watcher
 from recbft.experiments.search_space import Dimension, all_points, check_each_once, of_kind
 from recbft.files import explained, make_folder
@@ -216,8 +220,15 @@ def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: 
             f"or --objective {begun}"
         )
     study.set_user_attr("objective", objective)
-    now = {"space": [repr(dimension) for dimension in space], "config": base.to_yaml(), "list of seeds": list(seeds)}
-    for name, value in now.items():
+    config = there.setdefault("config", base.to_yaml())
+    before, now = ({**yaml.safe_load(text), "data": None} for text in (config, base.to_yaml()))  # data: by content
+    if config_hash(before) != config_hash(now):
+        raise UserError(
+            f"the study in --out was begun with {first_difference(before, now)}; give another --out, or the options it "
+            "was begun with"
+        )
+    study.set_user_attr("config", config)
+    for name, value in {"space": [repr(dimension) for dimension in space], "list of seeds": list(seeds)}.items():
         if there.setdefault(name, value) != value:
             raise UserError(
                 f"the study in --out has another {name}; give another --out, or the options it was begun with"

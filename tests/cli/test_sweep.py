@@ -258,7 +258,7 @@ def test_a_search_goes_on_where_it_was_stopped_and_looks_at_validation_only(caps
         means.add(sum(metrics["unfiltered"]["ndcg@10"] for metrics in found) / len(found))
     assert sorted(means) == pytest.approx(sorted(values))
     code, _, err = run(capsys, *tune(events, tmp_path, "--set", "epochs=3"))
-    assert code == 2 and "the study in --out has another config" in err
+    assert code == 2 and "the study in --out was begun with training.epochs 2, and 3 is asked for; give another" in err
 
 
 @pytest.mark.slow
@@ -394,6 +394,8 @@ def test_a_study_goes_on_with_the_data_it_was_begun_with(capsys, events, tmp_pat
     assert (tmp_path / "tune.json").read_bytes() == before and len(trials_of(tmp_path)) == 1
     shutil.copy(events, mine)
     assert run(capsys, *command)[0] == 0
+    moved = shutil.copy(events, tmp_path / "moved.parquet")
+    assert run(capsys, *[moved if word == mine else word for word in command])[0] == 0
     with sqlite3.connect(tmp_path / "study.db") as database:  # as earlier versions wrote it
         assert database.execute("DELETE FROM study_user_attributes WHERE key = 'content_hash'").rowcount == 1
     assert run(capsys, *command)[0] == 0
