@@ -38,6 +38,7 @@ from recbft.models.stacked import Stacked
 from recbft.run_config import RunConfig
 from recbft.torchrun import refuse_several
 from recbft.training import tensorboard
+from recbft.training.bundle import own_config
 from recbft.training.loop import Row, close_epoch, epoch_row, is_over, not_finite
 from recbft.training.optimiser import make_optimizer, warmup_ramp
 from recbft.training.out_of_memory import memory_explained
@@ -87,7 +88,7 @@ def train_seeds(
     dataset = data.load() if dataset is None else dataset
     data = data if data.dataset is not None else replace(data, dataset=dataset.name)
     configs = [replace(config, data=data) for config in configs]
-    runs = [_existing(config, path) for config, path in zip(configs, paths, strict=True)]
+    runs = [_existing(config, path, dataset) for config, path in zip(configs, paths, strict=True)]
     with ExitStack() as held, memory_explained(first, dataset), run_settings(first.training) as device:
         Stacked([_backbone(build_model(first, dataset))], [torch.Generator()])  # whatever it refuses, it refuses now
         together = {"trained_together": [config.seed for config in configs]}
@@ -101,7 +102,7 @@ def train_seeds(
                 made = begin(config, paths[n], dataset, device, listener, generator=generator, remarks=together)
                 sessions[n] = made
             elif not run.is_finished:
-                sessions[n] = go_on(run, config, dataset, device, listener, generator=generator)
+                sessions[n] = go_on(run, own_config(run), dataset, device, listener, generator=generator)
             if n in sessions:
                 held.enter_context(sessions[n].locked())
         workers = 1
@@ -140,14 +141,20 @@ def check_together(configs: Sequence[RunConfig]) -> None:
             raise UserError(f"seed {config.seed} is given twice; give each once")
 
 
-def _existing(config: RunConfig, path: str | Path) -> RunFolder | None:
-    """The run that stands in a folder already, if it is this one."""
+def _existing(config: RunConfig, path: str | Path, dataset: Dataset) -> RunFolder | None:
+    """The run that stands in a folder already, if it is this one, wherever its data were read from."""
     if not (Path(path) / "config.yaml").is_file():
         RunFolder.refuse_taken(path)
         return None
     run = RunFolder.open(path)
-    if config_hash(run.protocol["config"]) != config_hash(to_dict(config)):
+    before, now = ({**one, "data": None} for one in (run.protocol["config"], to_dict(config)))
+    if config_hash(before) != config_hash(now):
         raise UserError(f"{run.path} holds a run with another config; give another folder, or remove that one")
+    if (content := run.protocol["content_hash"]) != dataset.content_hash:
+        raise UserError(
+            f"{run.path} holds a run on data with content {content[:12]}, and {dataset.name!r} as loaded has "
+            f"{dataset.content_hash[:12]}; give another folder, or remove that one"
+        )
     return run
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig, generate, synthetic_dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.run_config import load_run_config
 from recbft.training import checkpoint, many_seeds, session
@@ -355,3 +355,17 @@ def test_a_folder_with_another_run_is_refused(dataset, tmp_path):
     with pytest.raises(UserError, match="seed1 holds a run with another config; give another folder, or remove that"):
         together(config(epochs=2), tmp_path, dataset)
     assert not (tmp_path / "seed0").exists()
+
+
+def test_runs_go_on_with_their_data_wherever_they_lie_and_with_no_others(tmp_path):
+    places = [tmp_path / name for name in ("events.parquet", "moved.parquet", "other.parquet")]
+    for place, seed in zip(places, (1, 1, 2), strict=True):
+        generate(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=seed)).events.to_parquet(place)
+    events, moved, other = (config(dataset=str(place)) for place in places)
+    whole = together(events, tmp_path / "whole", None, (0, 1))
+    with pytest.raises(Stopped):
+        together(events, tmp_path / "cut", None, (0, 1), progresses=[Silent(), StopAt(2)])
+    for run, apart in zip(together(moved, tmp_path / "cut", None, (0, 1)), whole, strict=True):
+        assert_close_runs(run, apart)
+    with pytest.raises(UserError, match=r"seed0 holds a run on data with content .* and 'other' as loaded has"):
+        together(other, tmp_path / "cut", None, (0, 1))
