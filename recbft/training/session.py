@@ -305,14 +305,20 @@ class Session:
         """Validate the weights that controllers have put together in the course of training, and keep better ones."""
         offered = self.controllers.final_weights(self.model)
         if offered is None:
+            if self.config.controllers.swa is not None:
+                self.progress.note("controllers.swa has averaged nothing: fewer than two epochs gained enough")
             return
+        metric = self.config.training.valid_metric
         with offered:
-            value = self._evaluate("validation").headline[self.config.training.valid_metric]
+            value = self._evaluate("validation").headline[metric]
+            said = f"the averaged weights have valid {metric} {value:.4f}"
             if self.state.best_metric is not None and value <= self.state.best_metric:
+                self.progress.note(f"{said}, and those of epoch {self.state.best_epoch} are kept")
                 return
             self.state.best_metric, self.state.best_epoch = value, self.state.epoch
             best = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self._save(best=best)
+        self.progress.note(f"{said}, and are kept")
 
     def _evaluate(self, part: Part, *, lists: bool = False) -> Evaluation:
         if isinstance(self.model, TrainableModel):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +14,7 @@ from recbft.errors import RunError, UserError
 from recbft.run_config import load_run_config
 from recbft.training import checkpoint, session
 from recbft.training.many_seeds import train_seeds
+from recbft.training.progress import Silent
 from recbft.training.session import resume, train
 
 EVERY = {
@@ -96,3 +99,24 @@ def test_the_weights_kept_as_best_are_those_that_were_validated(dataset, tmp_pat
     run = train(config(controllers={"guardian": {}}), tmp_path / "run", dataset=dataset)
     assert len(set(judged)) > 2, "the guardian has moved it"
     assert weights(run)["blocks.0.mixer.temperature_logit"].item() == judged[run.metrics["best_epoch"] - 1]
+
+
+@pytest.mark.parametrize(
+    ("swa", "said"),
+    [
+        ({"gain": 9.0}, r"controllers\.swa has averaged nothing: fewer than two epochs gained enough"),
+        (
+            {"gain": 0.0, "start": 0.0},
+            r"the averaged weights have valid ndcg@10 0\.\d{4}, and (are|those of epoch \d are) kept",
+        ),
+    ],
+)
+def test_a_run_says_what_became_of_its_average(dataset, tmp_path, swa, said):
+    notes = []
+
+    class Listener(Silent):
+        def note(self, message):
+            notes.append(message)
+
+    train(config(controllers={"swa": swa}, learning_rate=0.01), tmp_path / "run", dataset=dataset, progress=Listener())
+    assert re.fullmatch(said, notes[-1])
