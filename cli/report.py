@@ -49,7 +49,7 @@ def report(
     for line in made.answer:
         typer.echo(line)
     for section in made.sections:
-        tables = section.tables if section.name in ("metrics", "strata", "mechanism", "uncertainty") else ()
+        tables = section.tables if section.name not in ("training", "protocol") else ()
         words = section.words if section.name != "commands" else ()
         if tables or words:
             typer.echo(f"\n{section.title.upper()}")

@@ -50,6 +50,7 @@ def test_report_prints_answer_and_tables_and_says_where_files_are(capsys, folder
     assert " on tiny: " in lines[0] and "NDCG@10 (all items)" in lines[0] and "2 seeds" in lines[0]
     assert "Metrics of every arm" in lines and "NDCG@10 by item frequency" in lines
     assert "recbft probe RUN makes this section" in out
+    assert "Lists of the 10 best items" in lines[lines.index("WHAT THE LISTS SHOW") :]
     assert lines.index("WHAT PRECISION DOES INSIDE") < lines.index("DOES IT KNOW WHEN IT IS RIGHT?")
     written = [Path(line.removeprefix("written: ")) for line in lines if line.startswith("written: ")]
     assert folder / "report" / "report.html" in written and all(path.is_file() for path in written)
