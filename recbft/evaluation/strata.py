@@ -25,7 +25,7 @@ from recbft.errors import UserError
 QUANTILES = 5
 IntArray = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.number[Any])
-_DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+_DURATIONS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,18 +86,21 @@ def first_time_items(target_frequency: ArrayLike) -> Strata:
     return _compact("first-time items", unit, ["target never in training", "target in training"], ["0", often], seen)
 
 
-def recency(gap: ArrayLike, *, seconds: bool, quantiles: int = QUANTILES) -> Strata:
+def recency(gap: ArrayLike, *, ticks_per_second: int | None, quantiles: int = QUANTILES) -> Strata:
     """Users by the time between the target and the event before it.
 
     Args:
         gap: in the data's unit of time, (N,).
-        seconds: the unit is a second, so that bounds can be said in days or hours.
+        ticks_per_second: of that unit, so that bounds can be said in days or hours; None where it is not known.
     """
     gaps = _integers(gap)
-    say = _duration if seconds else str
+
+    def say(ticks: int) -> str:
+        return str(ticks) if ticks_per_second is None else _duration(ticks / ticks_per_second)
+
     made = _quantiles("recency of the target", "time since the event before", gaps, gaps, quantiles)
     # The bounds that occur: between two edges there may be years without a value.
-    bounds = [_range(*(say(int(end)) for end in _ends(gaps[made.users(n)]))) for n in range(len(made.names))]
+    bounds = [_range(*(say(end) for end in _ends(gaps[made.users(n)]))) for n in range(len(made.names))]
     return replace(made, bounds=tuple(bounds))
 
 
@@ -168,11 +171,11 @@ def _range(low: int | str, high: int | str) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _duration(seconds: int) -> str:
-    """The largest unit that holds it once, to two digits.
+def _duration(seconds: float) -> str:
+    """In the largest unit that holds it once, to three digits.
 
-    >>> _duration(0), _duration(5400), _duration(86400 * 12)
-    ('0', '1.5 h', '12 d')
+    >>> _duration(0), _duration(5400), _duration(86400 * 12), _duration(0.25)
+    ('0', '1.5 h', '12 d', '250 ms')
     """
     for name, size in _DURATIONS:
         if seconds >= size:

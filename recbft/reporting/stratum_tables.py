@@ -109,7 +109,8 @@ def _recency(subject: Subject, quantiles: int) -> Strata:
         raise UserError(f"recency needs the data set: {subject.missing}")
     if subject.items.gap is None:
         raise UserError(f"recency needs real times, and {subject.dataset} has none; leave recency out of --by")
-    return partition.recency(subject.items.gap, seconds=subject.items.seconds, quantiles=quantiles)
+    ticks_per_second = subject.items.ticks_per_second
+    return partition.recency(subject.items.gap, ticks_per_second=ticks_per_second, quantiles=quantiles)
 
 
 STRATA: dict[str, Callable[[Subject, int], Strata]] = {

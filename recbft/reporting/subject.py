@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from recbft.config import from_dict, verbatim
 from recbft.datasets.config import DataConfig
 from recbft.datasets.dataset import Dataset
+from recbft.datasets.events import TICKS_PER_SECOND
 from recbft.errors import UserError
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments.comparison import DATA_FILE, Comparison
 from recbft.experiments.runs import COLUMNS, Run, check_same, label_runs, read_run
 
 IntArray = NDArray[np.int64]
-# The middle of the times of a data set in Unix seconds lies between the years 1980 and 2100.
+# The middle of the times of a data set, counted since 1970, lies between the years 1980 and 2100.
 _UNIX_SECONDS = (315_532_800, 4_102_444_800)
 
 
@@ -36,7 +37,7 @@ class Items:
 
     counts: IntArray  # (V,) training events of every item
     gap: IntArray | None  # (N,) time between the target and the event before it; None without real times
-    seconds: bool  # the unit of ``gap`` is a second
+    ticks_per_second: int | None  # of the unit of ``gap``; None where it is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ def load_items(
         )
     if not np.array_equal(dataset.user_ids.astype(str), np.asarray(users).astype(str)):
         return None, f"{dataset.name} as loaded lists other users than the runs"
-    return Items(counts=dataset.training_counts[1:], gap=_gap(dataset), seconds=_in_seconds(dataset)), ""
+    return Items(counts=dataset.training_counts[1:], gap=_gap(dataset), ticks_per_second=_ticks_per_second(dataset)), ""
 
 
 def _where_it_lies(data: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
@@ -154,11 +155,15 @@ def _gap(dataset: Dataset) -> IntArray | None:
     return dataset.times[last] - dataset.times[last - 1]
 
 
-def _in_seconds(dataset: Dataset) -> bool:
+def _ticks_per_second(dataset: Dataset) -> int | None:
+    """Of dates, of which the data set knows it, or of numbers that are dates of our time in one unit."""
     if dataset.times is None:
-        return False
+        return None
+    if known := dataset.preparation.get("time_unit"):
+        return TICKS_PER_SECOND[known]
     low, high = _UNIX_SECONDS
-    return bool(low <= np.median(dataset.times) <= high)
+    middle = float(np.median(dataset.times))
+    return next((ticks for ticks in TICKS_PER_SECOND.values() if low <= middle / ticks <= high), None)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

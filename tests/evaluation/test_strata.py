@@ -47,7 +47,10 @@ def test_strata_are_equal_where_the_number_of_users_allows_it(quantiles):
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=60), st.integers(2, 7))
 def test_every_user_has_one_stratum_and_strata_follow_the_values(lengths, quantiles):
-    for found in (user_activity(lengths, quantiles=quantiles), recency(lengths, seconds=True, quantiles=quantiles)):
+    for found in (
+        user_activity(lengths, quantiles=quantiles),
+        recency(lengths, ticks_per_second=1, quantiles=quantiles),
+    ):
         assert set(found.member) == set(range(len(found.names))) and len(found.bounds) == len(found.names)
         order = np.argsort(lengths, kind="stable")
         assert (np.diff(found.member[order]) >= 0).all()
@@ -74,10 +77,13 @@ def test_targets_never_seen_in_training_form_their_own_stratum():
 
 def test_recency_says_its_bounds_in_a_unit_one_can_read():
     gaps = [0, 0, 3600, 2 * DAY, 30 * DAY, 400 * DAY]
-    found = recency(gaps, seconds=True, quantiles=3)
+    found = recency(gaps, ticks_per_second=1, quantiles=3)
     assert found.bounds == ("0", "1 h-2 d", "30 d-400 d") and found.member.tolist() == [0, 0, 1, 1, 2, 2]
-    assert recency([1, 90, 1600 * DAY], seconds=True, quantiles=3).bounds == ("1 s", "1.5 min", "1600 d")
-    assert recency([0, 0, 1, 7], seconds=False, quantiles=2).bounds == ("0", "1-7")
+    assert recency([1, 90, 1600 * DAY], ticks_per_second=1, quantiles=3).bounds == ("1 s", "1.5 min", "1600 d")
+    milliseconds = [1000 * gap for gap in gaps]
+    assert recency(milliseconds, ticks_per_second=1000, quantiles=3).bounds == found.bounds
+    assert recency([0, 20, 1500], ticks_per_second=1000, quantiles=3).bounds == ("0", "20 ms", "1.5 s")
+    assert recency([0, 0, 1, 7], ticks_per_second=None, quantiles=2).bounds == ("0", "1-7")
 
 
 def test_a_grid_holds_the_pairs_that_occur():

@@ -37,7 +37,7 @@ def by_hand(**changes):
         num_seeds=2,
         target=np.array(["a", "b", "c", "c"]), target_frequency=np.array([0, 1, 9, 9]),
         training_length=np.array([3, 3, 8, 9]),
-        items=Items(counts=np.array([0, 1, 9, 4]), gap=np.array([0, 0, 86400, 864000]), seconds=True), missing="",
+        items=Items(counts=np.array([0, 1, 9, 4]), gap=np.array([0, 0, 86400, 864000]), ticks_per_second=1), missing="",
     )  # fmt: skip
     return replace(subject, **changes)
 
@@ -128,17 +128,26 @@ def test_counts_and_gaps_are_the_data_sets(subject, events):
     assert subject.items.gap.tolist() == [each[-1] - each[-2] for each in times]
 
 
-@pytest.mark.parametrize(("unit", "seconds"), [(1, True), (1000, False), (10**-4, False)])
-def test_times_count_seconds_where_read_so_they_are_of_our_days(events, tmp_path, unit, seconds):
+@pytest.mark.parametrize(("unit", "ticks"), [(1, 1), (10**3, 10**3), (10**6, 10**6), (10**9, 10**9), (10**-4, None)])
+def test_times_have_the_unit_in_which_they_are_of_our_days(events, tmp_path, unit, ticks):
     frame = pd.read_parquet(events)
     path = tmp_path / "scaled.parquet"
     frame.assign(timestamp=(frame["timestamp"] * unit).astype(int)).to_parquet(path)
     dataset = Dataset.load(path, time="timestamp")
     config = {"data": {"dataset": str(path), "time": "timestamp"}}
     items, missing = load_items(config, dataset.content_hash, dataset.user_ids, None)
-    assert (items.seconds, missing) == (seconds, "")
+    assert (items.ticks_per_second, missing) == (ticks, "")
     none, missing = load_items(config, dataset.content_hash, dataset.user_ids[::-1], None)
     assert none is None and missing == "scaled as loaded lists other users than the runs"
+
+
+def test_dates_have_the_unit_they_were_read_in(tmp_path):
+    days = pd.to_datetime(["1970-01-01 00:00:00.250", "1970-01-02 00:00:00.250", "1970-01-03 00:00:00.250"])
+    pd.DataFrame({"user_id": ["ann"] * 3, "item_id": ["tea", "milk", "tea"], "at": days}).to_parquet(tmp_path / "d.pq")
+    dataset = Dataset.load(tmp_path / "d.pq", time="at")
+    config = {"data": {"dataset": str(tmp_path / "d.pq"), "time": "at"}}
+    items, missing = load_items(config, dataset.content_hash, dataset.user_ids, None)
+    assert (items.gap.tolist(), items.ticks_per_second, missing) == ([86_400_000], 1000, "")
 
 
 def test_data_that_are_gone_or_without_times_are_told_apart(events, tmp_path):
@@ -147,7 +156,7 @@ def test_data_that_are_gone_or_without_times_are_told_apart(events, tmp_path):
     assert none is None and "gone.csv" in missing
     untimed = Dataset.load(events)
     items, missing = load_items({"data": {"dataset": str(events)}}, untimed.content_hash, users, None)
-    assert (items.gap, items.seconds, missing) == (None, False, "")
+    assert (items.gap, items.ticks_per_second, missing) == (None, None, "")
     assert items.counts.tolist() == untimed.training_counts[1:].tolist()
 
 
@@ -214,7 +223,7 @@ def test_without_the_data_set_edges_come_from_the_targets_and_the_table_says_so(
     )
     others = [name for name in STRATA if name != "recency"]
     assert available(subject) == (others, ["recency is left out: the file is not here"])
-    untimed = by_hand(items=Items(counts=np.array([0, 1, 9, 4]), gap=None, seconds=False))
+    untimed = by_hand(items=Items(counts=np.array([0, 1, 9, 4]), gap=None, ticks_per_second=None))
     assert available(untimed) == (others, ["recency is left out: hand has no real times"])
 
 
@@ -233,7 +242,7 @@ def test_other_data_under_the_same_name_is_not_taken(copied):
     [
         ({}, "item-frequencies", "unknown strata 'item-frequencies'; did you mean 'item-frequency'?"),
         (
-            {"items": Items(counts=np.array([1]), gap=None, seconds=False)},
+            {"items": Items(counts=np.array([1]), gap=None, ticks_per_second=None)},
             "recency",
             "recency needs real times, and hand has none; leave",
         ),
