@@ -31,9 +31,14 @@ class RunInterruptedError(RunError):
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Close a message about an unknown ``name``: the nearest choice if there is one, else the whole list."""
+    """Close a message about an unknown ``name``: the nearest choice if there is one, else the whole list.
+
+    >>> did_you_mean("User_ID", ["item_id", "user_id"]), did_you_mean("rating", ["item_id", "user_id"])
+    ("did you mean 'user_id'?", 'choose one of item_id, user_id')
+    """
     known = sorted(choices)
     if not known:
         return "there is none here; leave it out"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = [choice for choice in known if choice.casefold() == name.casefold()]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"
