@@ -36,6 +36,8 @@ def read_delimited(
     quoted = kind != "inter" and _arrow_takes(separator)  # RecBole's format knows no quotes: an id may hold one
     raw_names = list(columns) if columns is not None else header(path, separator, quoted=quoted)
     names = [_untyped(name, path) for name in raw_names] if kind == "inter" else raw_names
+    if columns is None:
+        _refuse_row_as_header(names, wanted, path)
     check_columns(names, wanted, str(path))
     chosen = {f"c{names.index(name)}": name for name in wanted}
     unique = [f"c{index}" for index in range(len(names))]
@@ -164,6 +166,15 @@ def header(path: Path, separator: str, *, quoted: bool) -> list[str]:
     if quoted:
         return next(csv.reader([line], delimiter=separator))
     return line.split(separator)
+
+
+def _refuse_row_as_header(names: Sequence[str], wanted: Sequence[str], path: Path) -> None:
+    """A name that is a number is none: the first line is an event already."""
+    if len(names) > 1 and not set(names) & set(wanted) and any(re.fullmatch(r"\s*-?[\d.]+\s*", name) for name in names):
+        raise UserError(
+            f"{path}: the first line must name the columns, and it holds {', '.join(names)}; for a file without a "
+            "header give the names of all its columns"
+        )
 
 
 def _untyped(name: str, path: Path) -> str:

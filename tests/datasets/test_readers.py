@@ -181,6 +181,14 @@ ERRORS = {
         r"column\.csv: no column 'item_id'; did you mean 'itemid'\? \(columns: user_id, itemid\)",
     ),
     "column.jsonl": ('{"user_id": 1, "itemid": 2}\n', r"column\.jsonl: no column 'item_id'; did you mean 'itemid'\?"),
+    "headless.csv": (
+        "ann,tea,1\nann,milk,2\n",
+        r"headless\.csv: the first line must name the columns, and it holds ann, tea, 1; for a file without a header",
+    ),
+    "capitals.csv": (
+        "User_ID,item_id\n1,2\n",
+        r"capitals\.csv: no column 'user_id'; did you mean 'User_ID'\? \(columns: User_ID, item_id\)",
+    ),
     "twice.csv": (
         "user_id,item_id,item_id\n1,2,3\n",
         r"twice\.csv: column 'item_id' occurs 2 times; rename all but one",
