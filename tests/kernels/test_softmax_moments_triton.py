@@ -26,7 +26,7 @@ NAMES = ("q", "k", "v", "log_precision", "log_decay", "bias")
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     launch = {"OWN": TILE, "OTHER": TILE, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(path, "_tiles", lambda *_: launch)
+    monkeypatch.setattr(path, "_tiles", lambda *_, **__: launch)
     monkeypatch.setattr(path, "SPANS_TILE", TILE)
     return launch
 

@@ -235,7 +235,7 @@ class _Call(NamedTuple):
         scalars |= {"B": B, "H": H, "T": T, "scale": math.log2(math.e) / math.sqrt(K)}
         W = max(16, triton.next_power_of_2(K))
         scalars |= {"K": K, "W": W, "CAUSAL": spans.causal, "PRECISION": "ieee" if dispatch.interpreted() else "tf32x3"}
-        scalars |= _tiles(T, W, q)
+        scalars |= _tiles(T, W, q, with_bias=bias is not None)
         tensors = (q, k, v, log_precision, log_decay, bias, spans.home, spans.place)
         return cls(tensors, scalars)
 
@@ -255,15 +255,16 @@ def _strides(letter: str, axes: str, x: Tensor | None) -> dict[str, int]:
     return {f"{letter}_{axis}": 0 if x is None else x.stride(n) for n, axis in enumerate(axes)}
 
 
-def _tiles(T: int, W: int, like: Tensor) -> dict[str, int]:
+def _tiles(T: int, W: int, like: Tensor, *, with_bias: bool = False) -> dict[str, int]:
     """How a kernel is cut and run."""
     if like.dtype == torch.float32:
         own, other, warps, stages = SINGLE_TILES[W]
     else:
         own, other, warps, stages = HALF_TILES[W]
         gpu = dispatch.capability(like)
-        if gpu is not None and gpu[0] != HOPPER:
-            other = min(other, 32)  # operands are in registers there
+        in_registers = gpu is not None and gpu[0] != HOPPER  # are operands
+        if in_registers or (with_bias and W <= 32):  # with a bias four warps would spill 336 bytes a thread
+            other = min(other, 32)
     short = max(16, triton.next_power_of_2(T))
     return {"OWN": min(own, short), "OTHER": min(other, short), "num_warps": warps, "num_stages": stages}
 
