@@ -60,7 +60,7 @@ def test_seeds_that_cannot_go_on_are_refused_before_a_folder_is_made_for_others(
     other = synthetic_dataset(SyntheticConfig(num_users=40, num_items=60, mean_length=7, seed=2))
     configs, paths = [config(), config(seed=1)], [tmp_path / "0", tmp_path / "1"]
     begun(replace(configs[1], data=replace(configs[1].data, dataset=dataset.name)), paths[1], dataset)
-    with pytest.raises(UserError, match=r"1 was begun with content \w{12}, but 'synthetic' as loaded has \w{12}"):
+    with pytest.raises(UserError, match=r"1 holds a run on data with content \w{12}, and 'synthetic' as loaded has"):
         train_seeds(configs, paths, dataset=other)
     assert os.listdir(tmp_path) == ["1"]
 
