@@ -178,6 +178,11 @@ def go_on(
             f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
         )
     parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
+    if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
+        raise UserError(
+            f"{run.path} was to begin from other weights than {parts.begun_from['run']} has now; train it anew with "
+            "--overwrite"
+        )
     return Session(run, config, dataset, device, parts, state, progress, generator, together)
 
 

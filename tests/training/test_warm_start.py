@@ -160,6 +160,21 @@ def test_a_run_stopped_before_its_first_state_was_saved_begins_from_the_older_we
     assert_equal_runs(whole, session.resume(tmp_path / "part", dataset=grown))
 
 
+def test_a_run_whose_older_one_has_changed_before_it_began_is_refused(older_data, grown, tmp_path, monkeypatch):
+    session.train(config(epochs=1), tmp_path / "lent", dataset=older_data)
+    asked = config(warm_start=str(tmp_path / "lent"))
+
+    def killed(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(session.Session, "make_resumable", killed)
+        session.train(asked, tmp_path / "part", dataset=grown)
+    session.train(config(epochs=1, seed=1), tmp_path / "lent", dataset=older_data, overwrite=True)
+    with pytest.raises(UserError, match=r"part was to begin from other weights than .*lent has now; train it anew"):
+        session.resume(tmp_path / "part", dataset=grown)
+
+
 def test_seeds_trained_together_begin_from_the_same_weights(older, grown, tmp_path):
     asked = config(warm_start=older(), epochs=1)
     runs = train_seeds([replace(asked, seed=seed) for seed in (0, 1)], [tmp_path / "0", tmp_path / "1"], dataset=grown)
