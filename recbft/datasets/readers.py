@@ -210,12 +210,16 @@ def _from_python(values: list[Any], name: str, source: str) -> Any:
             return pa.array([None if value is None else float(value) for value in values])
     first = type(next(value for value in values if value is not None))
     if len(kinds) == 1:
-        raise UserError(f"{source}: column {name!r} holds a {first.__name__} in each row; give numbers or text")
+        raise UserError(f"{source}: column {name!r} holds {_a(first)} in each row; give numbers or text")
     row = next(i for i, value in enumerate(values) if value is not None and type(value) is not first)
     raise UserError(
-        f"{source}: row {row + 1}: column {name!r} holds {values[row]!r}, but row 1 holds a {first.__name__}; "
+        f"{source}: row {row + 1}: column {name!r} holds {values[row]!r}, but row 1 holds {_a(first)}; "
         "use one type per column"
     )
+
+
+def _a(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} {kind.__name__}"
 
 
 # Plain text histories --------------------------------------------------------------------------------

@@ -221,11 +221,11 @@ ERRORS = {
     ),
     "mixed.jsonl": (
         '{"user_id": 1, "item_id": 2}\n{"user_id": 1, "item_id": "b"}\n',
-        r"mixed\.jsonl: row 2: column 'item_id' holds 'b', but row 1 holds a int; use one type per column",
+        r"mixed\.jsonl: row 2: column 'item_id' holds 'b', but row 1 holds an int; use one type per column",
     ),
     "huge.jsonl": (
         f'{{"user_id": 1, "item_id": {10**400}}}\n{{"user_id": 1, "item_id": 1.5}}\n',
-        r"huge\.jsonl: row 2: column 'item_id' holds 1\.5, but row 1 holds a int",
+        r"huge\.jsonl: row 2: column 'item_id' holds 1\.5, but row 1 holds an int",
     ),
     "lists.jsonl": (
         '{"user_id": 1, "item_id": [1]}\n{"user_id": 1, "item_id": ["b"]}\n',
