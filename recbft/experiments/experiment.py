@@ -20,7 +20,7 @@ from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
 from recbft.experiments.comparison import Comparison, comparison_of
 from recbft.experiments.document import comparison_document
 from recbft.experiments.lists import parse_seeds
-from recbft.experiments.plan import Job, first_difference, plan, status, write_commands
+from recbft.experiments.plan import Job, plan, status, write_commands
 from recbft.experiments.queue import Watcher, train_all
 from recbft.experiments.results import METRICS, write_comparison
 from recbft.files import make_folder, write_atomic
@@ -29,6 +29,7 @@ from recbft.models import MODELS
 from recbft.run_config import RunConfig
 from recbft.torchrun import refuse_several
 from recbft.training.run_folder import RunFolder, settle
+from recbft.training.same_run import first_difference
 
 SIDE_BY_SIDE = "processes that the command itself begins (-j) train the runs, each one of them"  # not torchrun's
 _NAMED_AT_MOST = 5  # failed runs that a message names

@@ -16,14 +16,16 @@ from typing import Any, Literal
 from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import UserError
-from recbft.evaluation.protocol import config_hash
 from recbft.experiments.arms import ArmSpec, settings_of
 from recbft.files import write_atomic
 from recbft.run_config import RunConfig
 from recbft.training.run_folder import RunFolder
+from recbft.training.same_run import refuse_other_data, refuse_other_settings
 from recbft.version import recbft_version
 
 Status = Literal["missing", "unfinished", "finished"]
+
+_REMEDY = "give another --out, or remove that folder"
 
 
 @dataclass(frozen=True)
@@ -80,32 +82,14 @@ def status(job: Job, dataset: Dataset) -> Status:
     run = RunFolder.open(job.path)
     there = run.protocol
     _check_fields(there, job)
-    if there["content_hash"] != dataset.content_hash:
-        raise UserError(
-            f"{job.path} holds a run on data with content {there['content_hash'][:12]}, and {dataset.name} as loaded "
-            f"has {dataset.content_hash[:12]}; give another --out, or remove that folder"
-        )
-    # Equal content says all about the data that matters; the path it was read from may differ between machines.
-    before, now = ({**config, "data": None} for config in (there["config"], to_dict(job.config)))
-    if config_hash(before) != config_hash(now):
-        raise UserError(
-            f"{job.path} holds a run with {first_difference(before, now)}; give another --out, or remove that folder"
-        )
+    refuse_other_data(there["content_hash"], dataset, f"{job.path} holds a run", _REMEDY)
+    refuse_other_settings(there["config"], to_dict(job.config), f"{job.path} holds a run with", _REMEDY)
     if there["recbft_version"] != recbft_version():
         raise UserError(
             f"{job.path} holds a run of recbft_version {there['recbft_version']}, and this is {recbft_version()}; "
-            "give another --out, or remove that folder"
+            f"{_REMEDY}"
         )
     return "finished" if run.is_finished else "unfinished"
-
-
-def first_difference(there: Any, now: Any, key: str = "") -> str:
-    """The first key in which two configs differ, with both values."""
-    if isinstance(there, dict) and isinstance(now, dict):
-        for name in [*now, *(name for name in there if name not in now)]:
-            if config_hash({"": there.get(name)}) != config_hash({"": now.get(name)}):
-                return first_difference(there.get(name), now.get(name), f"{key}.{name}" if key else str(name))
-    return f"{key} {there!r}, and {now!r} is asked for"
 
 
 def write_commands(jobs: Sequence[Job], path: Path) -> None:

@@ -27,17 +27,16 @@ import yaml
 from recbft.config import by_setting, to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
-from recbft.evaluation.protocol import config_hash
 from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec
 from recbft.experiments.experiment import SIDE_BY_SIDE, check_positive, prepare, train_or_say
 from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach
-from recbft.experiments.plan import first_difference
 from recbft.experiments.queue import Watcher
 from recbft.experiments.search_space import Dimension, all_points, check_each_once, of_kind
 from recbft.files import explained, make_folder
 from recbft.run_config import RunConfig
 from recbft.torchrun import refuse_several
+from recbft.training.same_run import refuse_other_data, refuse_other_settings
 
 _STUDY = "recbft"
 _AGAIN = "asked for again"  # numbers of trials that do not count, since another was or will be asked for instead
@@ -221,12 +220,10 @@ def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: 
         )
     study.set_user_attr("objective", objective)
     config = there.setdefault("config", base.to_yaml())
-    before, now = ({**yaml.safe_load(text), "data": None} for text in (config, base.to_yaml()))  # data: by content
-    if config_hash(before) != config_hash(now):
-        raise UserError(
-            f"the study in --out was begun with {first_difference(before, now)}; give another --out, or the options it "
-            "was begun with"
-        )
+    before, now = (yaml.safe_load(text) for text in (config, base.to_yaml()))
+    refuse_other_settings(
+        before, now, "the study in --out was begun with", "give another --out, or the options it was begun with"
+    )
     study.set_user_attr("config", config)
     for name, value in {"space": [repr(dimension) for dimension in space], "list of seeds": list(seeds)}.items():
         if there.setdefault(name, value) != value:
@@ -240,11 +237,8 @@ def _check_same_data(study: Any, dataset: Dataset) -> None:
     """Values on other data are no match for those of the trials before, whatever the file is called."""
     # A study of an earlier version does not say what it is of.
     content = study.user_attrs.get("content_hash", dataset.content_hash)
-    if content != dataset.content_hash:
-        raise UserError(
-            f"the study in --out is on data with content {content[:12]}, and {dataset.name} as loaded has "
-            f"{dataset.content_hash[:12]}; give another --out, or the data it was begun with"
-        )
+    remedy = "give another --out, or the data it was begun with"
+    refuse_other_data(content, dataset, "the study in --out was begun", remedy)
     study.set_user_attr("content_hash", content)
 
 

@@ -32,7 +32,6 @@ from recbft.datasets import Dataset
 from recbft.datasets.batches import Batch
 from recbft.datasets.side_by_side import SideBySide, lay_side_by_side
 from recbft.errors import RunError, RunInterruptedError, UserError
-from recbft.evaluation.protocol import config_hash
 from recbft.models.backbone import Backbone
 from recbft.models.stacked import Stacked
 from recbft.run_config import RunConfig
@@ -46,6 +45,7 @@ from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import build_model
 from recbft.training.run_settings import run_settings, work_for_run
+from recbft.training.same_run import refuse_other_data, refuse_other_settings
 from recbft.training.session import Session, begin, go_on
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
@@ -147,14 +147,9 @@ def _existing(config: RunConfig, path: str | Path, dataset: Dataset) -> RunFolde
         RunFolder.refuse_taken(path)
         return None
     run = RunFolder.open(path)
-    before, now = ({**one, "data": None} for one in (run.protocol["config"], to_dict(config)))
-    if config_hash(before) != config_hash(now):
-        raise UserError(f"{run.path} holds a run with another config; give another folder, or remove that one")
-    if (content := run.protocol["content_hash"]) != dataset.content_hash:
-        raise UserError(
-            f"{run.path} holds a run on data with content {content[:12]}, and {dataset.name!r} as loaded has "
-            f"{dataset.content_hash[:12]}; give another folder, or remove that one"
-        )
+    remedy = "give another folder, or remove that one"
+    refuse_other_settings(run.protocol["config"], to_dict(config), f"{run.path} holds a run with", remedy)
+    refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} holds a run", remedy)
     return run
 
 

@@ -36,6 +36,7 @@ from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import Parts, make_parts, new_state, run_protocol
 from recbft.training.run_settings import rng_state, run_settings, set_rng_state
+from recbft.training.same_run import refuse_other_data
 
 
 def run_name(config: RunConfig, dataset_name: str) -> str:
@@ -172,11 +173,9 @@ def go_on(
     state = new_state(config, dataset)
     if run.has_checkpoint:
         _check(checkpoint.load_state(run.checkpoint), state, run)
-    elif run.protocol["content_hash"] != state.content_hash:
-        raise UserError(
-            f"{run.path} was begun with content {run.protocol['content_hash'][:12]}, but {dataset.name!r} as "
-            f"loaded has {state.content_hash[:12]}; load the data it was begun with, or train a new run"
-        )
+    else:
+        remedy = "load the data it was begun with, or train a new run"
+        refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} was begun", remedy)
     parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
     if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
         raise UserError(

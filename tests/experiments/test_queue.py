@@ -342,7 +342,7 @@ def test_a_run_made_before_an_option_was_there_is_the_run_without_it(events, cop
 def test_a_run_on_other_data_or_of_another_version_is_refused(events, copied, tmp_path):
     shorter = tmp_path / "tiny.parquet"
     pd.read_parquet(events)[:-1].to_parquet(shorter)
-    with pytest.raises(UserError, match=r"a run on data with content \w{12}, and tiny as loaded has \w{12}; give"):
+    with pytest.raises(UserError, match=r"a run on data with content \w{12}, and 'tiny' as loaded has \w{12}; give"):
         status(jobs_of(shorter, copied)[0], jobs_of(shorter, copied)[0].config.data.load())
     protocol = copied / "runs" / "matched-seed0" / "protocol.json"
     protocol.write_text(protocol.read_text().replace('"recbft_version": "', '"recbft_version": "9'))
