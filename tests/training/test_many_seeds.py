@@ -352,7 +352,8 @@ def test_configs_that_differ_in_more_than_the_seed_are_refused(dataset, tmp_path
 
 def test_a_folder_with_another_run_is_refused(dataset, tmp_path):
     together(config(epochs=1), tmp_path, dataset, [1])
-    with pytest.raises(UserError, match=r"seed1 holds a run with training\.epochs 1, and 2 is asked for; give another"):
+    message = r"seed1 holds a run with training\.epochs 1, and 2 is asked for; give another folder, or remove that"
+    with pytest.raises(UserError, match=message):
         together(config(epochs=2), tmp_path, dataset)
     assert not (tmp_path / "seed0").exists()
 
