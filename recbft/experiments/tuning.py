@@ -41,6 +41,7 @@ from recbft.training.same_run import refuse_other_data, refuse_other_settings
 _STUDY = "recbft"
 _AGAIN = "asked for again"  # numbers of trials that do not count, since another was or will be asked for instead
 _FAILED = "training failed"  # of a trial: what its training said
+_IMPOSSIBLE = "cannot be run"  # of a trial: why no run can have its values
 _VALIDATION = "validation"  # of a trial: the mean best validation, which is not its value where the objective is tail
 _ROOM = 2**20  # bytes on the disk without which a trial need not be tried
 
@@ -66,7 +67,7 @@ def search(
     Raises:
         UserError: Optuna is missing, ``workers`` is not positive, one seed leaves nothing to ``prune``, the study is of
             another search or other data, in another command's hands or unreadable, a setting is named twice or has no
-            such value, or runs are too short for the objective.
+            such value, runs are too short for the objective, or no trial has values that go together.
         RunInterruptedError: the user stopped it; the same command goes on.
         RunError: the disk is full, or every trial failed.
     """
@@ -117,6 +118,7 @@ def search(
                 configure(ArmSpec(arm, arm, settings), seeds[0])
             except UserError as error:  # values that no run can have together, such as 2 heads at a width of 9
                 watch.note(f"this trial cannot be run: {error}")
+                trial.set_user_attr(_IMPOSSIBLE, str(error))
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
                 continue
             try:
@@ -245,10 +247,16 @@ def _check_same_data(study: Any, dataset: Dataset) -> None:
 def _results(study: Any, out: Path) -> dict[str, Any]:
     """The trials that came to their end, best first, and how many did not."""
     done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
+    counted = _counted(study)
+    if counted and all(_IMPOSSIBLE in trial.user_attrs for trial in counted):
+        raise UserError(
+            f"none of the {len(counted)} trials can be run; the last: {counted[-1].user_attrs[_IMPOSSIBLE]}; "
+            "give another --out, and values that go together"
+        )
     if not done:
         raise RunError(f"none of the trials came to its end; what they said is in {out / 'queue'}")
     done.sort(key=lambda trial: -trial.value)
-    ended = [trial.state.name for trial in _counted(study)]
+    ended = [trial.state.name for trial in counted]
     return {
         "trials": [
             {

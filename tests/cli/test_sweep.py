@@ -624,6 +624,18 @@ def test_a_point_that_no_run_can_have_is_a_failed_trial_and_not_the_end(capsys, 
     assert 0 < json.loads((tmp_path / "tune.json").read_text())["failed"] < 6
 
 
+def test_points_none_of_which_a_run_can_have_end_in_one_line(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    settings = [*SETTINGS, "--set", "epochs=1", "--set", "n_heads=2"]
+    odd = ",".join(map(str, range(9, 201, 2)))  # all but the first, which is looked at before the search begins
+    space = ["--space", f"backbone.hidden_size=8,{odd}", "--trials", "2"]
+    why = "error: none of the 2 trials can be run; the last: arm bft: backbone.n_heads is 2, which does not divide"
+    for _ in range(2):
+        code, _, err = run(capsys, "tune", "-d", events, *settings, *space, "--seeds", "0-1", "--out", tmp_path)
+        assert code == 2 and err.splitlines()[-1].startswith(why)
+        assert err.endswith("; give another --out, and values that go together\n") and "queue" not in err
+
+
 def failing(monkeypatch, *reasons):
     """The next trainings fail for these reasons; those with None, and all after them, are done."""
     train, left = tuning.train_or_say, list(reasons)
