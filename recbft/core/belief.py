@@ -23,9 +23,9 @@ class Belief(NamedTuple):
     precision: Tensor  # (B, T, D), > 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SequenceContext:
-    """Where each token of a packed batch stands in its own history.
+    """Where each token of a packed batch stands in its own history; equal to itself alone, as tensors have no truth.
 
     Args:
         segment: (B, T) integers; tokens of a row with the same number belong to one history, -1 is padding.

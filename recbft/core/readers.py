@@ -19,7 +19,7 @@ from recbft.core.belief import SequenceContext
 from recbft.kernels.transforms import untransformed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Readers:
     """Where the wanted tokens stand.
 
@@ -54,7 +54,7 @@ class Readers:
         return _ReadBySome(*known, whole=whole, column=self.column)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _ReadBySome(SequenceContext):
     whole: SequenceContext = field(kw_only=True)
     column: Tensor = field(kw_only=True)

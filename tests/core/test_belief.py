@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recbft.core import SequenceContext
+from recbft.core import Readers, SequenceContext
 
 
 @given(seed=st.integers(0, 2**16), B=st.integers(1, 4), T=st.integers(1, 12), num=st.integers(1, 5))
@@ -22,3 +22,11 @@ def test_the_first_token_is_the_earliest_of_its_segment_wherever_it_stands(seed,
             mine = [j for j in range(T) if segment[b, j] == segment[b, t]]
             expected = min(mine, key=lambda j: position[b, j]) if segment[b, t] >= 0 else t
             assert first[b, t] == expected
+
+
+def test_two_contexts_of_the_same_tokens_can_be_told_apart():
+    # By their fields they could not: Python 3.13 compares these one by one, and tensors have no truth.
+    tokens = torch.tensor([[0, 0]])
+    one, two = (SequenceContext(tokens, tokens) for _ in range(2))
+    known = dict.fromkeys([one, two, *(Readers(tokens, tokens).context(one) for _ in range(2))])
+    assert len(known) == 4 and one in known and one != two
