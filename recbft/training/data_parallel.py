@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -174,9 +175,11 @@ def _part() -> None:
     """End the group and, as nothing else holds it, its threads, while Python is there.
 
     A thread lets go of the last tensor that it has sent when it comes to it; where the interpreter is being taken down
-    by then, PyTorch ends it in a way that aborts the process.
+    by then, PyTorch ends it in a way that aborts the process. What a failed run leaves, its traceback and the model in
+    it, may refer to itself and so hold the group until it is collected.
     """
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 

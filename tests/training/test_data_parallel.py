@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import os
 import subprocess
@@ -122,6 +123,7 @@ def runs(out: Path, dataset, rank: int) -> None:
         return rank_users(model, dataset, view, users, **settings)
 
     rank_users = evaluate._rank
+    gc.disable()  # what the failed runs leave behind is there at the end
     with mock.patch.object(RunFolder, "write_history", full):
         refused("full", lambda: session.train(config(), out / "full", dataset=dataset))
     with mock.patch.object(evaluate, "_rank", broken):
