@@ -50,6 +50,7 @@ from recbft.errors import RunError, UserError
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
+from recbft.kernels.dispatch import missing
 from recbft.training import session
 from recbft.training.many_seeds import train_seeds
 
@@ -66,6 +67,8 @@ TILES = ((64, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3), (128, 6
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     out = Path(options.out)
+    if (reason := missing("triton")) is not None:
+        raise UserError(reason)
     if options.dry_run:
         _ask_for_the_interpreter()
     elif not torch.cuda.is_available():

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from logging import getLogger
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from recbft.kernels.full_precision import autocast_device, in_full_precision
 from recbft.kernels.transforms import beyond_first_gradients, transformed
 
+LEAST_TRITON = (3, 3)  # the compiler of 3.2 ends the process at some kernels, and its interpreter at others
 LEAST_CAPABILITY = (8, 0)  # of a GPU that Triton supports: earlier ones lack bfloat16 and TF32
 SOME_READ = "some tokens that read among all are left to another path"  # what ``core.Readers`` asks for
 
@@ -122,8 +123,14 @@ def _closed(path: Path) -> str | None:
 
 def missing(name: str) -> str | None:
     """Why a path cannot be loaded on this machine, or None."""
-    if name == "triton" and not _triton_is_installed():
+    if name != "triton":
+        return None
+    if not _triton_is_installed():
         return "Triton is not installed; pip install triton (Linux), or leave impl out"
+    found = _triton_release()
+    if found < LEAST_TRITON:
+        least = _dotted(LEAST_TRITON)
+        return f"needs Triton {least} or later, which comes with PyTorch 2.7, got {_dotted(found)}"
     return None
 
 
@@ -184,6 +191,16 @@ def interpreted() -> bool:
 @lru_cache
 def _triton_is_installed() -> bool:
     return find_spec("triton") is not None
+
+
+@lru_cache
+def _triton_release() -> tuple[int, int]:
+    """Major and minor; that which is asked for where a build of Triton goes by another name."""
+    try:
+        major, minor = metadata.version("triton").split(".")[:2]
+    except metadata.PackageNotFoundError:
+        return LEAST_TRITON
+    return int(major), int(minor)
 
 
 @lru_cache

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 
 from triton.backends.compiler import GPUTarget
 

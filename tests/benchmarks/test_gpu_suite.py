@@ -11,7 +11,7 @@ from benchmarks import gpu_cases, gpu_suite
 from benchmarks.sheltered import Unit
 from recbft.errors import RunError, UserError
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 

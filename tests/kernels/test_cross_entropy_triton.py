@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 
 from recbft.kernels.cross_entropy import full_cross_entropies, full_cross_entropy, reference
 from recbft.kernels.cross_entropy import triton as kernels

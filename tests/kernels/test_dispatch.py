@@ -51,6 +51,25 @@ def test_a_path_asked_for_must_serve(monkeypatch):
         choose("triton", paths(), q, width=3)
 
 
+@pytest.mark.parametrize(
+    "release, reason", [("3.2.0", "got 3.2"), ("3.3.0", None), ("3.10.0+git1", None), (None, None)]
+)
+def test_kernels_are_not_made_by_a_triton_that_ends_the_process(release, reason, monkeypatch):
+    def version(name):
+        if release is None:  # PyTorch's own builds have been called otherwise
+            raise dispatch.metadata.PackageNotFoundError(name)
+        return release
+
+    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
+    monkeypatch.setattr(dispatch.metadata, "version", version)
+    dispatch._triton_release.cache_clear()
+    try:
+        whole = None if reason is None else f"needs Triton 3.3 or later, which comes with PyTorch 2.7, {reason}"
+        assert dispatch.missing("triton") == whole and dispatch.missing("cpu") is None
+    finally:
+        dispatch._triton_release.cache_clear()
+
+
 def test_the_interpreter_stands_for_a_gpu_where_triton_is_asked_for(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)

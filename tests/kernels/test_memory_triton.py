@@ -10,7 +10,7 @@ from recbft.kernels import memory
 from recbft.kernels.memory import FILTER, reference
 from recbft.mixers.bayesian import filter_memory
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 
 from recbft.kernels.memory import triton as fast
 

@@ -9,7 +9,7 @@ from recbft.core import SequenceContext
 from recbft.kernels import dispatch, robust_filter
 from recbft.kernels.robust_filter import Dynamics, Variant, read_clock, reference
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 
 from recbft.kernels.robust_filter import triton as fast
 

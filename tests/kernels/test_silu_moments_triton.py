@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 
 from recbft.core import SequenceContext, SiluMoments, silu_mean, silu_moments
 from recbft.kernels.silu_moments import triton as kernels

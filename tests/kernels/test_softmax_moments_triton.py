@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 
 from recbft.core import SequenceContext, reml_precision, softmax_moments
 from recbft.kernels.dispatch import interpreted

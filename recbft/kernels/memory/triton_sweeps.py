@@ -111,7 +111,8 @@ def _inverse_factor(G, r2):
     size: tl.constexpr = G.shape[0]
     rows = tl.arange(0, size)
     inverse, pivots = _on_diagonal(tl.zeros_like(r2) + 1.0), r2
-    raised, least = 0, float("inf")
+    raised = 0
+    least = float("inf")
     for j in range(size):
         column = tl.sum(tl.where((rows == j)[None, :], G, 0.0), axis=1)
         pivot = tl.sum(tl.where(rows == j, column, 0.0), axis=0)
@@ -142,7 +143,8 @@ def forwards(
     first = first + program // H * T if first is not None else first
     p0 = tl.load(prior + program)
     P, X = tl.zeros([WK, WK], tl.float32), tl.zeros([WK, WM], tl.float32)
-    num_raised, lowest = 0, float("inf")
+    num_raised = 0
+    lowest = float("inf")
     for i in range(n):
         chunk = program * n + i
         if KEPT:
