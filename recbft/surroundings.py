@@ -16,7 +16,7 @@ def set_aside() -> Iterator[None]:
     default dtype is the whole process's and stays.
     """
     with ExitStack() as held:
-        if torch.get_default_device().type != "cpu":
+        if torch.empty(0).device.type != "cpu":  # PyTorch 2.6 tells of no `with torch.device`
             held.enter_context(torch.device("cpu"))
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
