@@ -222,13 +222,19 @@ def _refuse(mask: Any, column: Any, name: str, source: str, complaint: str) -> N
         raise UserError(f"{source}: row {row + 1}: column {name!r} holds {shown}, {complaint}")
 
 
+def _is_blank(column: Any) -> Any:
+    """A mask of what is null or no number; in half precision arrow 18 does not know the latter."""
+    whole = column.cast(pa.float32()) if pa.types.is_float16(column.type) else column
+    return pc.is_null(whole, nan_is_null=True)
+
+
 # Ids -------------------------------------------------------------------------------------------------
 
 
 def _ids(column: Any, name: str, source: str) -> Any:
     kind = column.type
     blank = "but an id may not be blank; fill it in or drop the row"
-    _refuse(pc.is_null(column, nan_is_null=True), column, name, source, blank)
+    _refuse(_is_blank(column), column, name, source, blank)
     if is_text(kind):
         _check_utf8(column, name, source)
         _refuse(pc.equal(pc.utf8_trim_whitespace(column), ""), column, name, source, blank)
@@ -282,7 +288,7 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
 
 def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
     kind = column.type
-    _refuse(pc.is_null(column, nan_is_null=True), column, name, source, BLANK_TIME)
+    _refuse(_is_blank(column), column, name, source, BLANK_TIME)
     unit = None
     if is_text(kind) and dates.are_dates(column):
         text = pc.utf8_trim_whitespace(column)

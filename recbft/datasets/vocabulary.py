@@ -39,7 +39,8 @@ class Vocabulary:
             UserError: an id is neither number nor text, or a float so large that it may have been another number.
         """
         column: Any = raw_ids
-        if not _of_one_kind(column) or (column.dtype.kind == "i" and self.ids.dtype != object):
+        are_integers = isinstance(getattr(column, "dtype", None), np.dtype) and column.dtype.kind == "i"
+        if not _of_one_kind(column) or (are_integers and self.ids.dtype != object):
             return self._encode(column)
         codes, distinct = pd.factorize(column)  # instead of a text for each of millions of events
         return np.asarray(np.append(self._encode(distinct), 0)[codes], dtype=np.int64)  # a blank has code -1
