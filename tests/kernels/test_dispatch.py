@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path, choose
+from recbft.kernels.dispatch import LEAST_TRITON, Path, choose
+
+RELEASE = dispatch._triton_release
+
+
+@pytest.fixture(autouse=True)
+def a_triton_that_serves(monkeypatch):
+    monkeypatch.setattr(dispatch, "_triton_release", lambda: LEAST_TRITON)
 
 
 def paths():
@@ -62,12 +69,13 @@ def test_kernels_are_not_made_by_a_triton_that_ends_the_process(release, reason,
 
     monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
     monkeypatch.setattr(dispatch.metadata, "version", version)
-    dispatch._triton_release.cache_clear()
+    monkeypatch.setattr(dispatch, "_triton_release", RELEASE)
+    RELEASE.cache_clear()
     try:
         whole = None if reason is None else f"needs Triton 3.3 or later, which comes with PyTorch 2.7, {reason}"
         assert dispatch.missing("triton") == whole and dispatch.missing("cpu") is None
     finally:
-        dispatch._triton_release.cache_clear()
+        RELEASE.cache_clear()
 
 
 def test_the_interpreter_stands_for_a_gpu_where_triton_is_asked_for(monkeypatch):

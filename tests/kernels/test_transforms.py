@@ -25,7 +25,9 @@ CONTEXT = SequenceContext(
     torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 2, -1]]), torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
 )
 TARGET = torch.tensor([1, 4, 2, 8, 0, 3])
-INTERPRETED = pytest.mark.skipif(not dispatch.interpreted(), reason="needs Triton's interpreter")
+INTERPRETED = pytest.mark.skipif(
+    not dispatch.interpreted() or dispatch.missing("triton") is not None, reason="needs Triton's interpreter"
+)
 
 
 @pytest.fixture(autouse=True)

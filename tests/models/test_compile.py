@@ -85,7 +85,8 @@ def assert_same(found, expected):
 
 def assert_settled(graphs):
     """For one shape, then for all, which what is taken of every fourth row may learn a batch later."""
-    assert 0 < graphs[0] < graphs[2] == graphs[-1]
+    assert 0 < graphs[0] < graphs[2] <= graphs[-1]
+    assert graphs[2] == graphs[-1] or torch.__version__ < "2.7"  # which needs one more batch
 
 
 # One layer, and one whole compilation: what the others add is traced as much without what follows it.

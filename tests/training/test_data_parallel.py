@@ -64,7 +64,7 @@ def main(out: Path) -> None:
     dataset, rank = make_dataset(), this_process().rank
     atexit.register(lambda: (out / f"threads-{rank}.log").write_text("\n".join(threads())))  # after the group's end
     team(config().training).wait()
-    assert not TASKS.is_dir() or any("gloo" in name for name in threads())
+    (out / f"threads-{rank}-before.log").write_text("\n".join(threads()))
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":  # torchrun begins them again, with the store it has
         sys.exit(1)
     keep = session.Session.keep
@@ -317,6 +317,8 @@ def test_who_is_left_alone_says_how_to_go_on(out):
 
 def test_a_process_that_ends_has_ended_the_threads_of_its_group(out):
     # One that lets go of a tensor while Python is taken down would abort the process.
+    if "gloo" not in (out / "threads-0-before.log").read_text():
+        pytest.skip("this system or PyTorch (2.6) names no threads of gloo's")
     assert not [name for name in (out / "threads-0.log").read_text().splitlines() if "gloo" in name]
 
 
