@@ -317,8 +317,9 @@ def test_who_is_left_alone_says_how_to_go_on(out):
 
 def test_a_process_that_ends_has_ended_the_threads_of_its_group(out):
     # One that lets go of a tensor while Python is taken down would abort the process.
-    if "gloo" not in (out / "threads-0-before.log").read_text():
+    if not TASKS.is_dir() or torch.__version__ < "2.7":
         pytest.skip("this system or PyTorch (2.6) names no threads of gloo's")
+    assert "gloo" in (out / "threads-0-before.log").read_text()
     assert not [name for name in (out / "threads-0.log").read_text().splitlines() if "gloo" in name]
 
 
