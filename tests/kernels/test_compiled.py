@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -527,6 +529,24 @@ def test_a_failed_build_says_why_and_leaves_nothing(cache, monkeypatch, tmp_path
     with pytest.raises(compiled.UnavailableError, match="could not build them: no vectors here"):
         compiled._loaded()
     assert list(cache.iterdir()) == []
+
+
+PRIVATE = """
+import ctypes
+public, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL
+import torch
+ctypes.RTLD_GLOBAL = public
+from recbft.kernels import compiled
+assert not hasattr(ctypes.CDLL(None), "omp_get_thread_num")
+print(compiled.missing())
+"""
+
+
+@needs_build
+def test_pytorch_s_openmp_is_found_where_it_keeps_it_to_itself():
+    # As its wheels for ARM do.
+    done = subprocess.run([sys.executable, "-c", PRIVATE], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
 
 
 def test_elsewhere_than_on_linux_other_paths_serve(cache, monkeypatch):

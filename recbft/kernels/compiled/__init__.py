@@ -6,7 +6,7 @@ a home, and by its own content, so that none is loaded that a crash has cut. Wit
 Linux, the other paths serve, and ``missing`` says why; ``RECBFT_COMPILED=0`` in the environment asks for that.
 
 The threads are PyTorch's own: what OpenMP needs is left open in the build, and found in the library that PyTorch has
-loaded. All take single precision on a CPU.
+loaded (``_share_openmp``). All take single precision on a CPU.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def _loaded() -> ctypes.CDLL:
         raise UnavailableError(f"{SWITCH} is {os.environ[SWITCH]!r}")
     if not sys.platform.startswith("linux"):
         raise UnavailableError(f"they are built on Linux, and this is {platform.system()}")
+    _share_openmp()
     compiler = _compiler()
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     stem = f"kernels-{_key(compiler, sources)}"
@@ -114,6 +115,15 @@ def _loaded() -> ctypes.CDLL:
     log.info("building kernels with %s, for this process alone: no cache with room that can be written", compiler[0])
     with tempfile.TemporaryDirectory(prefix="recbft-kernels-") as own:  # what is loaded stays when its file goes
         return _build(compiler, sources, Path(own), stem)
+
+
+def _share_openmp() -> None:
+    """Let builds find the OpenMP that PyTorch works with: its wheels for ARM keep it to themselves."""
+    with suppress(AttributeError, OSError):  # then loading a build says what is missing
+        function = ctypes.CDLL(torch._C.__file__).omp_get_thread_num  # of what PyTorch is linked with
+        place = (ctypes.c_char_p * 4)()  # a Dl_info, whose first part is the file
+        if ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), place):
+            ctypes.CDLL(os.fsdecode(place[0] or b""), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
 
 
 def _compiler() -> list[str]:
