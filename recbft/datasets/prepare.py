@@ -242,7 +242,10 @@ def _hold_minimums(
         short += int(((per_user > 0) & (per_user < MIN_HISTORY) & (per_user >= min_user)).sum())
         stay = alive & (per_user >= max(min_user, MIN_HISTORY))[users] & (per_item >= min_item)[items]
         if stay.sum() == alive.sum():
-            return alive, short, num_users - int((per_user > 0).sum()) - short
+            gone = num_users - int((per_user > 0).sum())
+            if min_user == 0:  # whose events went all at once have missed no minimum that was asked for
+                short = gone
+            return alive, short, gone - short
         alive = stay
 
 

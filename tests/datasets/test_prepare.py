@@ -81,6 +81,14 @@ def test_minimum_counts_hold_together_with_the_minimum_of_three_events():
     assert dataset.preparation["dropped"]["users_under_3_events"] == 2
 
 
+def test_a_user_whose_items_go_all_at_once_missed_no_minimum_that_was_not_asked_for():
+    frame = log("a:x a:y a:z b:x b:y b:z c:p c:q c:r")
+    for asked, counts in ((0, (0, 1)), (2, (1, 0))):
+        made = Dataset.from_frame(frame, preparation=Preparation(min_item_events=2, min_user_events=asked))
+        dropped = made.preparation["dropped"]
+        assert (dropped["users_below_minimum"], dropped["users_under_3_events"]) == counts
+
+
 def test_users_are_counted_by_the_minimum_that_they_miss_the_asked_one_first():
     frame = log("a:x a:y a:z b:x b:y c:x d:x e:x e:y")
     dataset = Dataset.from_frame(frame, preparation=Preparation(min_user_events=2))
