@@ -2,6 +2,7 @@
 
     level of arm a in stratum g      mean over the users of g, then over seeds                              (1)
     interval of a level              t interval over seeds; with one seed, bootstrap over the users of g     (2)
+                                     none where one set of ranks stands for all seeds
     difference from the baseline     paired over seeds; with one seed, paired over the users of g            (3)
     Holm                             over all tests of one table: its strata times its arms                  (4)
 
@@ -42,7 +43,7 @@ Difference = SeedComparison | UserComparison
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One arm in one stratum; no interval where there is one seed and one user."""
+    """One arm in one stratum; no interval where nothing varies: one seed and one user, or equal ranks in all seeds."""
 
     mean: float  # (1)
     interval: tuple[float, float] | None  # (2)
@@ -89,6 +90,7 @@ def stratify(
         _check_seeds(arrays, baseline)
     values = {arm: one_from_ranks(of_arm, metric) for arm, of_arm in arrays.items()}
     hits = {arm: hit_rate(of_arm, _cutoff(metric) or 10) for arm, of_arm in arrays.items()}
+    alike = {arm: len(of_arm) > 1 and not (of_arm != of_arm[0]).any() for arm, of_arm in arrays.items()}
     targets, frequency = np.asarray(target), np.asarray(target_frequency)
     rows = []
     for stratum, name in enumerate(strata.names):
@@ -103,7 +105,7 @@ def stratify(
                 num_users=users.size,
                 num_targets=np.unique(targets[users]).size,
                 mean_target_frequency=float(frequency[users].mean()),
-                levels={arm: _level(of_arm) for arm, of_arm in inside.items()},
+                levels={arm: _level(of_arm, alike=alike[arm]) for arm, of_arm in inside.items()},
                 differences={arm: found for arm, found in differences.items() if found is not None},
                 holm_p={},
                 too_small=_too_small(users.size, max(float(hit[:, users].sum()) / len(hit) for hit in hits.values())),
@@ -122,11 +124,11 @@ def _cutoff(metric: str) -> int | None:
     return int(cutoff) if cutoff else None
 
 
-def _level(values: NDArray[np.float64]) -> Level:
-    """(1) and (2) of values (S, n)."""
+def _level(values: NDArray[np.float64], *, alike: bool) -> Level:
+    """(1) and (2) of values (S, n), of an arm whose ranks are alike in all seeds or not."""
     per_seed = values.mean(axis=1)
-    interval = seed_interval(per_seed)
-    if interval is None and values.shape[1] > 1:
+    interval = None if alike else seed_interval(per_seed)
+    if len(values) == 1 and values.shape[1] > 1:
         interval = bootstrap_interval(values[0], samples=SAMPLES)
     return Level(mean=float(per_seed.mean()), interval=interval)
 

@@ -107,7 +107,7 @@ def test_hits_are_counted_to_the_metrics_own_cut_off_and_to_ten_where_it_has_non
 
 
 def test_constant_metrics_and_single_users_give_no_nan():
-    ranks = {"plain": [[99, 99, 99]] * 3, "bft": [[99, 99, 99]] * 3}
+    ranks = {"plain": [[99, 99, 99], [98, 98, 98], [97, 97, 97]], "bft": [[97, 97, 97], [98, 98, 98], [99, 99, 99]]}
     for row in within(ranks, counts=[1, 9, 9]):
         found = row.differences["bft"]
         assert isinstance(found, SeedComparison)
@@ -148,3 +148,11 @@ def test_a_seed_interval_is_students():
     assert seed_interval(values) == pytest.approx(stats.t.interval(0.95, 2, np.mean(values), stats.sem(values)))
     assert seed_interval([0.1, 0.3]) == pytest.approx(stats.t.interval(0.95, 1, 0.2, 0.1))
     assert seed_interval([0.1]) is None
+
+
+def test_one_set_of_ranks_for_all_seeds_has_no_interval():
+    rng = np.random.default_rng(0)
+    ranks = {"plain": random_ranks(rng, (4, 40)), "file": np.repeat(random_ranks(rng, (1, 40)), 4, axis=0)}
+    (row,) = within(ranks, counts=np.ones(40, int))
+    assert row.levels["file"].interval is None and row.levels["plain"].interval is not None
+    assert row.differences["file"].interval[0] < row.differences["file"].interval[1], "the baseline varies"
