@@ -20,7 +20,7 @@ from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.arms import leaves
-from recbft.experiments.external import ExternalRanks, read_external
+from recbft.experiments.external import read_external
 from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, by_seed, check_same, config_of, label_runs, read_run
 
@@ -41,11 +41,12 @@ class Arm:
     ranks: dict[str, IntArray]  # "unfiltered"/"filtered" -> (S, U) ranks of the test target; absent where not known
     histories: tuple[list[dict[str, Any]], ...]  # rows of history.csv; none for external ranks
     config: dict[str, Any]  # of its first run, see ``runs.config_of``; empty for external ranks
+    trained: bool = False  # every seed; neither a file is, nor popularity, which has nothing to learn
 
     @property
     def has_spread(self) -> bool:
-        """Whether its seeds were each trained; a file may have one set of ranks, which stands for every seed."""
-        return self.runs[0] is not None or any((ranks != ranks[0]).any() for ranks in self.ranks.values())
+        """Whether its seeds were each trained; what is not may have one set of ranks, which stands for every seed."""
+        return self.trained or any((ranks != ranks[0]).any() for ranks in self.ranks.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +138,7 @@ def comparison_of(
         notes += _notes_on_file(name, file.seeds, file.others)
     notes += _notes_on_trainers(grouped)
     chosen = _baseline(baseline, arms)
-    _refuse_without_seeds(chosen, files)
+    _refuse_without_seeds(chosen, arms)
     per_user = runs[0].per_user
     return Comparison(
         path=None,
@@ -231,6 +232,7 @@ def _trained_arm(name: str, runs: Mapping[int, Run], seeds: tuple[int, ...]) -> 
         },
         histories=tuple(run.history for run in chosen),
         config=config_of(chosen),
+        trained=all(run.is_trained for run in chosen),
     )
 
 
@@ -240,13 +242,13 @@ def _baseline(name: str | None, arms: Mapping[str, Arm]) -> str:
     return name or (BASELINE if BASELINE in arms else next(iter(arms)))
 
 
-def _refuse_without_seeds(baseline: str, files: Mapping[str, ExternalRanks]) -> None:
-    """Two files of ranks that hold for all seeds differ alike in each: there is nothing to test over seeds."""
-    single = [name for name, file in files.items() if file.seeds is None]
+def _refuse_without_seeds(baseline: str, arms: Mapping[str, Arm]) -> None:
+    """Two arms whose ranks hold for all seeds differ alike in each: there is nothing to test over seeds."""
+    single = [name for name, arm in arms.items() if not arm.has_spread]
     if baseline in single and len(single) > 1:
         other = next(name for name in single if name != baseline)
         raise UserError(
-            f"--external {baseline} and {other} have ranks of one seed each, which no test over seeds tells apart; "
+            f"arms {baseline} and {other} have one set of ranks each, which no test over seeds tells apart; "
             "take a trained arm as --baseline, or give ranks of several seeds (a column seed)"
         )
 

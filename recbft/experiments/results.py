@@ -101,7 +101,7 @@ def _arm(comparison: Comparison, name: str, metrics: Sequence[str]) -> dict[str,
     ran = [RunFolder(run).metrics for run in arm.runs if run is not None]
     return {
         "metrics": figures,
-        "exposure": _exposure(ran) if len(ran) == len(arm.runs) else {},
+        "exposure": _exposure(ran, arm.has_spread) if len(ran) == len(arm.runs) else {},
         # What RecBole trained does not say.
         **{key: [one[key] for one in ran if key in one] for key in ("epochs", "training_seconds")},
         "best_epochs": [one["best_epoch"] for one in ran if "best_epoch" in one],
@@ -109,16 +109,16 @@ def _arm(comparison: Comparison, name: str, metrics: Sequence[str]) -> dict[str,
     }
 
 
-def _exposure(ran: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _exposure(ran: Sequence[Mapping[str, Any]], has_spread: bool) -> dict[str, dict[str, Any]]:
     """What the lists of every run show, by setting and measure; empty where a run was made before there were lists."""
     found = [one.get("exposure") or {} for one in ran]
     names = {setting: [n for n in first if all(n in one.get(setting, {}) for one in found)]
              for setting, first in found[0].items()}  # fmt: skip
-    return {setting: {name: _level([one[setting][name] for one in found]) for name in each}
+    return {setting: {name: _level([one[setting][name] for one in found], has_spread) for name in each}
             for setting, each in names.items() if each}  # fmt: skip
 
 
-def _level(values: Sequence[float], has_spread: bool = True) -> dict[str, Any]:
+def _level(values: Sequence[float], has_spread: bool) -> dict[str, Any]:
     sd = float(np.std(values, ddof=1)) if has_spread else None
     return {"mean": float(np.mean(values)), "sd": sd, "values": list(values)}
 

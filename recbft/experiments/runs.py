@@ -63,6 +63,11 @@ class Run:
         """Whose trainer made it, "recbole"; None for our own."""
         return self.metrics.get("trained_by")
 
+    @property
+    def is_trained(self) -> bool:
+        """False of a model that learns nothing, whose seeds are all alike; what RecBole trained does not say epochs."""
+        return self.metrics.get("epochs") != 0
+
 
 def read_run(path: str | Path) -> Run:
     """Read a run folder and check that its parts belong together.

@@ -23,6 +23,7 @@ from recbft.experiments.external import read_external
 from recbft.experiments.results import results_of, write_comparison
 from recbft.experiments.runs import label_runs, read_run
 from recbft.files import write_json
+from recbft.run_config import load_run_config
 from recbft.training.run_folder import RunFolder
 from recbft.training.session import train
 from tests.experiments.conftest import jobs_of, runs_in
@@ -539,8 +540,28 @@ def test_two_files_of_one_seed_are_not_told_apart_over_seeds(trained, tmp_path):
     run = runs_in(trained, "bft")[0]
     files = {name: ranks_file(tmp_path / f"{name}.csv", run) for name in ("pop", "peer")}
     assert comparison_of(runs_in(trained), external=files).baseline == "matched"
-    with pytest.raises(UserError, match="--external pop and peer have ranks of one seed each"):
+    with pytest.raises(UserError, match="arms pop and peer have one set of ranks each"):
         comparison_of(runs_in(trained), external=files, baseline="pop")
+
+
+@pytest.mark.parametrize("with_seeds", [False, True])
+def test_popularity_is_not_told_apart_over_seeds_from_ranks_that_are_alike_in_all(
+    events, trained, tmp_path, with_seeds
+):
+    runs = [tmp_path / f"pop-seed{seed}" for seed in range(3)]
+    for seed, run in enumerate(runs):
+        train(load_run_config(model="pop", dataset=str(events), time="timestamp", device="cpu", seed=seed), run)
+    file = ranks_file(tmp_path / "file.csv", runs_in(trained)[0])
+    if with_seeds:
+        pd.concat([pd.read_csv(file).assign(seed=seed) for seed in range(3)]).to_csv(file, index=False)
+    with pytest.raises(UserError, match="arms published and file have one set of ranks each"):
+        comparison_of(runs, external={"file": file})
+    found = comparison_of([*runs, *runs_in(trained, "bft")], external={"file": file}, baseline="sasrec/bft")
+    said = results_of(found, metrics=["mrr"], over_users=False)["arms"]
+    sds = [one["metrics"]["unfiltered"]["mrr"]["sd"] for one in said.values()]
+    shown = [said[name]["exposure"]["filtered"]["gini@10"]["sd"] for name in ("pop/published", "sasrec/bft")]
+    assert list(said) == ["pop/published", "sasrec/bft", "file"]
+    assert sds[0] is sds[2] is shown[0] is None and sds[1] > 0 and shown[1] > 0
 
 
 def test_a_file_of_ranks_may_be_the_baseline_where_something_varies_over_seeds(trained, tmp_path):
