@@ -113,7 +113,7 @@ def grid(one: Strata, other: Strata) -> Strata:
 
 
 def confound(training_length: ArrayLike, target_frequency: ArrayLike) -> Confound:
-    """Whether active users have popular targets; r is 0 and p 1 where one of the two does not vary."""
+    """Whether active users have popular targets; r is 0 and p 1 of fewer than 3, or where one of them is constant."""
     lengths, counts = _integers(training_length), _integers(target_frequency)
     if lengths.size < 3 or np.ptp(lengths) == 0 or np.ptp(counts) == 0:
         return Confound(0.0, 1.0)

@@ -241,7 +241,9 @@ def _tests(subject: Subject, results: Sequence[StratumResult]) -> str:
 def confound_line(subject: Subject) -> str:
     """Whether the two main axes say the same, in words and numbers."""
     lengths, counts = subject.training_length, subject.target_frequency
-    if lengths.size < 3 or np.ptp(lengths) == 0 or np.ptp(counts) == 0:
+    if lengths.size < 3:
+        return "Confound check: fewer than three users have no correlation."
+    if np.ptp(lengths) == 0 or np.ptp(counts) == 0:
         return "Confound check: training length or target frequency does not vary, so they cannot be confused."
     r, p = confound(lengths, counts)
     verdict = "the two axes are all but separate" if abs(r) < 0.1 else "the two axes partly say the same"

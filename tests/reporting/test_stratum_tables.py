@@ -284,6 +284,8 @@ def test_the_confound_is_said_in_words():
     assert "Pearson r = +0.99" in confound_line(by_hand()) and "partly say the same" in confound_line(by_hand())
     assert "does not vary" in confound_line(by_hand(training_length=np.full(4, 3)))
     assert "does not vary" in confound_line(by_hand(target_frequency=np.full(4, 3)))
+    two = by_hand(training_length=np.array([3, 5]), target_frequency=np.array([1, 2]))
+    assert confound_line(two) == "Confound check: fewer than three users have no correlation."
     falling = confound_line(by_hand(training_length=np.array([9, 8, 3, 3])))
     assert "Pearson r = -1.00" in falling and "partly say the same" in falling
     apart = by_hand(training_length=np.array([3, 5, 3, 5]), target_frequency=np.array([1, 1, 2, 2]))
