@@ -41,8 +41,8 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over
         metrics: names that ``values_from_ranks`` knows; with the arms and settings they are the family of tests.
         over_users: compare over users too, which takes seconds per arm on large data.
     """
-    baselines = [comparison.baseline]
-    if SECOND_BASELINE in comparison.arms and SECOND_BASELINE not in baselines:
+    baselines, second = [comparison.baseline], comparison.arms.get(SECOND_BASELINE)
+    if second is not None and second.has_spread and SECOND_BASELINE not in baselines:
         baselines.append(SECOND_BASELINE)
     notes = [*comparison.notes, *_constant(comparison, metrics), *_few(len(comparison.seeds))]
     notes += _few_users(len(comparison.users)) if over_users else []

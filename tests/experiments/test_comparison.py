@@ -542,6 +542,9 @@ def test_two_files_of_one_seed_are_not_told_apart_over_seeds(trained, tmp_path):
     assert comparison_of(runs_in(trained), external=files).baseline == "matched"
     with pytest.raises(UserError, match="arms pop and peer have one set of ranks each"):
         comparison_of(runs_in(trained), external=files, baseline="pop")
+    files["matched+recency"] = files.pop("pop")  # the name of a second baseline makes none of it
+    found = results_of(comparison_of(runs_in(trained), external=files), metrics=["mrr"], over_users=False)
+    assert list(found["comparisons"]) == ["matched"]
 
 
 @pytest.mark.parametrize("with_seeds", [False, True])
