@@ -132,7 +132,8 @@ class Dataset:
 
         Args:
             name_or_path: the name of a data set card, a file (its ending names the format, see ``readers``), a folder
-                holding one ``.inter`` file, or ``"synthetic"`` for the seeded generator.
+                holding one ``.inter`` file, either of these in ``data_root`` by its name (a file's without its ending),
+                or ``"synthetic"`` for the seeded generator.
             data_root: the folder to look in for a name; default the environment variable ``RECBFT_DATA_ROOT``.
             user, item, time: columns of the file; default those of the card, or ``user_id``, ``item_id`` and no time.
             separator, columns: for delimited files without a header, see ``readers.read_table``.
