@@ -241,7 +241,11 @@ def _read_state(folder: Path) -> dict[str, Any]:
             f"{path} has format {content.get('format')!r}, and this recbft reads {FORMAT}; use the recbft that wrote it"
         )
     known = {one.name for one in fields(TrainState)}
-    if digest != _digest(content) or set(content["state"]) != known:
+    try:
+        is_own = digest == _digest(content) and set(content["state"]) == known
+    except ValueError:  # it holds what was never written, such as NaN
+        is_own = False
+    if not is_own:
         raise UserError(f"{path} was changed after it was written; {_START_AFRESH}")
     return dict(content)
 

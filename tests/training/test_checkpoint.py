@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -249,10 +250,11 @@ def test_a_truncated_state_is_refused_by_name(saved, content):
         checkpoint.load(saved)
 
 
-def test_a_changed_state_is_refused_by_name(saved):
+@pytest.mark.parametrize("metric", [1.0, math.nan, math.inf])
+def test_a_changed_state_is_refused_by_name(saved, metric):
     file = saved / "state.json"
     content = json.loads(file.read_bytes())
-    content["state"]["best_metric"] = 1.0
+    content["state"]["best_metric"] = metric
     file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"state.json was changed after it was written; the checkpoint is damaged"):
         checkpoint.load_state(saved)
