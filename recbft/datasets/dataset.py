@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.events import USUAL_TIME, Events, check_columns, warn_if_out_of_order
+from recbft.datasets.events import USUAL_TIME, Events, check_columns, from_pandas, warn_if_out_of_order
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -272,7 +272,7 @@ def _usual_times(frame: Any, table: Any) -> Any:
 
 def _as_array(column: pd.Series, name: str, source: str) -> Any:
     try:
-        return pa.Array.from_pandas(column)
+        return from_pandas(column)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         if column.dtype == object and pd.api.types.infer_dtype(column) == "integer":  # beyond 64 bits: their texts
             return pa.array([None if pd.isna(value) else str(value) for value in column], pa.large_string())

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
@@ -129,6 +130,28 @@ def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], 
         UserError: as ``Events.from_table``, of times.
     """
     return _times(_flat(pa.table({name: column}), name), name, source)
+
+
+def from_pandas(column: Any) -> Any:
+    """A pandas column as an arrow array that has lost nothing of it.
+
+    In a column of objects arrow cuts off what is finer than a microsecond, and the time of day where a mere day stands
+    before it.
+
+    Raises:
+        pa.ArrowException, OverflowError, UnicodeEncodeError: arrow has no type for it.
+    """
+    try:
+        array = pa.Array.from_pandas(column)
+    except TypeError as error:  # of Python itself for Decimal("Infinity")
+        raise pa.ArrowTypeError(str(error)) from None
+    if column.dtype != object:
+        return array
+    if pa.types.is_date(array.type) and any(isinstance(value, datetime) for value in column):
+        raise pa.ArrowTypeError("days beside dates with a time of day")
+    if pa.types.is_timestamp(array.type) and any(getattr(value, "nanosecond", 0) > 0 for value in column):
+        return pa.Array.from_pandas(column, type=pa.timestamp("ns", array.type.tz))
+    return array
 
 
 def in_unit(ticks: NDArray[np.int64], unit: str, wanted: str, *, cut: bool = False) -> NDArray[np.int64] | None:

@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recbft.datasets.events import check_columns, in_unit, read_times, refuse_finer, steps_back
+from recbft.datasets.events import check_columns, from_pandas, in_unit, read_times, refuse_finer, steps_back
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import ColdStartError, UserError
 
@@ -226,7 +226,7 @@ def _with_times(histories: Histories) -> pd.DataFrame | None:
 def _as_array(column: pd.Series[Any]) -> Any:
     """A column as an arrow array with categories decoded; None where arrow has no type for it."""
     try:
-        array = pa.Array.from_pandas(column)
+        array = from_pandas(column)
         return array.cast(array.type.value_type) if pa.types.is_dictionary(array.type) else array
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 
 import numpy as np
 import pandas as pd
@@ -126,6 +127,25 @@ def test_a_file_with_dates_in_text_is_the_data_set_of_the_dates(suffix, frame, t
     for found in (Dataset.load(path, time="timestamp"), Dataset.from_frame(text, time="timestamp")):
         assert found.content_hash == wanted.content_hash
         assert found.preparation["time_unit"] == wanted.preparation["time_unit"] == "s"
+
+
+def test_dates_in_a_column_of_objects_keep_their_last_digit():
+    stamps = [pd.Timestamp(1_706_704_200_000_000_000 + number) for number in (5, 3, 4)]
+    frame = pd.DataFrame({"user_id": ["ann"] * 3, "item_id": ["a", "b", "c"], "timestamp": pd.Series(stamps)})
+    wanted = Dataset.from_frame(frame, time="timestamp")
+    assert wanted.decode(wanted.items).tolist() == ["b", "c", "a"]
+    for zone in (None, "UTC"):
+        objects = frame.assign(timestamp=frame.timestamp.dt.tz_localize(zone).astype(object))
+        assert Dataset.from_frame(objects, time="timestamp").content_hash == wanted.content_hash
+
+
+def test_days_beside_dates_with_a_time_of_day_are_refused():
+    noon = datetime(2024, 1, 31, 12)
+    frame = pd.DataFrame({"user_id": ["ann"] * 3, "item_id": ["a", "b", "c"]})
+    for values in ([noon.date(), noon, noon], [noon, noon.date(), noon]):
+        mixed = frame.assign(timestamp=pd.Series(values, dtype=object))
+        with pytest.raises(UserError, match=r"'timestamp' mixes values of type date, datetime; use one type per col"):
+            Dataset.from_frame(mixed, time="timestamp")
 
 
 def test_a_model_that_reads_times_takes_dates_in_text(frame):
