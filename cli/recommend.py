@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,7 +57,9 @@ def recommend(
     from recbft.recommendation import summed
 
     if out is not None:
-        refuse_input(out, atomic_file(histories))
+        for source in (atomic_file(histories), exclude, candidates):
+            if source is not None:
+                refuse_input(out, source)
     how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
     with terminable():  # whatever ends it, no unfinished file is left
         recommender = Recommender.load(run)
@@ -119,7 +122,10 @@ def _write(blocks: Iterable[pd.DataFrame], out: Path | None) -> list[dict[Any, A
 
 def _csv(blocks: Iterable[pd.DataFrame], file: BinaryIO) -> None:
     for number, block in enumerate(blocks):
-        block.to_csv(file, index=False, header=number == 0)
+        # A carriage return in an id ends a line for whoever reads it, and Python before 3.13 does not quote it.
+        torn = any("\r" in str(raw) for name in ("user", "item") for raw in block[name].unique())
+        quoting: Any = csv.QUOTE_NONNUMERIC if torn else csv.QUOTE_MINIMAL
+        block.to_csv(file, index=False, header=number == 0, quoting=quoting)
 
 
 def _parquet(blocks: Iterable[pd.DataFrame], file: BinaryIO) -> None:

@@ -54,6 +54,27 @@ def test_recommend_does_not_replace_the_histories(capsys, finished, histories):
     )
 
 
+@pytest.mark.parametrize("option", ["--exclude", "--candidates"])
+def test_recommend_does_not_replace_a_list_of_items_that_it_reads(capsys, finished, histories, tmp_path, option):
+    items = tmp_path / "items.csv"
+    items.write_text(histories.read_text().splitlines()[1].split(",")[1])
+    before = items.read_bytes()
+    code, _, err = run(capsys, "recommend", finished, "--histories", histories, option, items, "--out", items)
+    assert code == 2 and f"--out {items} is the file that is read" in err and items.read_bytes() == before
+
+
+def test_ids_with_a_carriage_return_come_back_from_a_csv_file(capsys, finished, events, tmp_path):
+    known = pd.read_parquet(events)["item_id"].iloc[0]
+    frame = pd.DataFrame({"user_id": ["ann\rlee", "bob\r", "eve"], "item_id": [str(known)] * 3})
+    frame.to_parquet(tmp_path / "histories.parquet")
+    words = ("recommend", finished, "--histories", tmp_path / "histories.parquet", "-k", "2", "--out")
+    for file in (tmp_path / "recs.csv", tmp_path / "recs.parquet"):
+        assert run(capsys, *words, file)[0] == 0
+    read = pd.read_csv(tmp_path / "recs.csv")
+    pd.testing.assert_frame_equal(read, pd.read_parquet(tmp_path / "recs.parquet"), check_dtype=False)
+    assert read["user"].unique().tolist() == frame["user_id"].tolist()
+
+
 def test_recommend_without_a_file_prints_csv(capsys, finished, histories, tmp_path):
     _, out, _ = run(capsys, "recommend", finished, "--histories", histories, "-k", "2")
     assert out.splitlines()[0] == ",".join(COLUMNS) and len(out.splitlines()) == 5
