@@ -91,6 +91,9 @@ def _parse_or_say_why(parse: Any, path: Path, num_columns: int, first_row: int) 
             ) from None
         if "columns, got" not in str(error):
             raise
+    with open_bytes(path) as file, io.TextIOWrapper(file, "utf-8") as text:  # arrow prints what the handler cannot read
+        for _ in text:
+            pass
     bad: list[tuple[int | None, int]] = []
 
     def remember(row: Any) -> str:

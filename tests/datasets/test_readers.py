@@ -207,6 +207,10 @@ ERRORS = {
     "packed.csv": (gzip.compress(b"user_id,item_id\n1,2\n"), r"packed\.csv: is gzipped; let its name end in \.gz, or"),
     "packed.txt": (gzip.compress(b"1 2\n"), r"packed\.txt: is gzipped; let its name end in \.gz, or unpack it"),
     "packed.jsonl": (gzip.compress(b"{}\n"), r"packed\.jsonl: is gzipped; let its name end in \.gz, or unpack it"),
+    "latin_ragged.csv": (
+        b"user_id,item_id\n1,2\n1\nzo\xeb,2,3\n",
+        r"latin_ragged\.csv: line 4: byte 0xeb is not UTF-8; save the file as UTF-8",
+    ),
     "latin.inter": (b"user_id:token\titem_id:token\n1\t\xff\n", r"latin\.inter: line 2: byte 0xff is not UTF-8"),
     "latin.txt": (b"a b\na \xe9\n", r"latin\.txt: line 2: byte 0xe9 is not UTF-8"),
     "utf16.csv": ("user_id,item_id\n1,2\n".encode("utf-16"), r"utf16\.csv: line 1: byte 0xff is not UTF-8"),
