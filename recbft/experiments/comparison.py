@@ -23,6 +23,7 @@ from recbft.experiments.arms import leaves
 from recbft.experiments.external import read_external
 from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, by_seed, check_same, config_of, label_runs, read_run
+from recbft.training.run_folder import RunFolder
 
 COMPARISON_FILE = "comparison.json"
 DATA_FILE = "dataset.parquet"  # beside it, or beside those of several models: the data set that a program gave
@@ -192,7 +193,10 @@ def _read(run_dirs: Sequence[str | Path], skip_broken: bool) -> tuple[list[Run],
     runs, notes = [], []
     for path in run_dirs:
         try:
-            runs.append(read_run(path))
+            run = read_run(path)
+            if skip_broken:
+                _ = RunFolder(run.path).environment  # of which results tell
+            runs.append(run)
         except UserError as error:
             if not skip_broken:
                 raise UserError(f"{error}; `recbft compare --skip-broken` leaves such a run out") from None

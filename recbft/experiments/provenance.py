@@ -78,7 +78,7 @@ def of_runs(runs: Sequence[Path]) -> dict[str, Any]:
     made = [RunFolder.open(run).environment for run in runs]
     values = {name: [each.get(name, "unknown") for each in made] for name in environment()}
     return {
-        name: found[0] if len(set(found)) == 1 else " or ".join(sorted(map(str, set(found))))
+        name: found[0] if len(set(map(str, found))) == 1 else " or ".join(sorted(set(map(str, found))))
         for name, found in values.items()
     }
 

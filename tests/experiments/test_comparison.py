@@ -266,6 +266,14 @@ def test_a_broken_run_is_named_and_left_out_only_when_asked(copied, damage, mess
     assert found.notes[1] == "seeds not common to all arms are left out: matched 1"
 
 
+@pytest.mark.parametrize("damage", [b"{", None])
+def test_a_run_that_cannot_say_where_it_was_made_is_left_out_too(copied, damage):
+    file = copied / "runs" / "bft-seed1" / "environment.json"
+    file.unlink() if damage is None else file.write_bytes(damage)
+    found = comparison_of(runs_in(copied), skip_broken=True)
+    assert found.seeds == (0, 2) and found.notes[0].startswith(f"left out, broken: {file} is ")
+
+
 def test_identical_arms_differ_by_nothing_with_p_one_and_a_note(copied, tmp_path):
     for seed in range(3):
         run, twin = copied / "runs" / f"matched-seed{seed}", copied / "runs" / f"bft-seed{seed}"
