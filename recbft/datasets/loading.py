@@ -200,5 +200,12 @@ def _stored_record(path: Path) -> dict[str, Any] | None:
         return None  # the reader says what is wrong
     if METADATA_KEY not in metadata:
         return None
-    record: dict[str, Any] = json.loads(metadata[METADATA_KEY])
-    return record
+    try:
+        record = json.loads(metadata[METADATA_KEY])
+        found = {"name": record["name"], "has_times": record["has_times"], "preparation": dict(record["preparation"])}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path}: recbft's record of how it was prepared, in the Parquet metadata, is damaged; fetch or write the "
+            "file again"
+        ) from None
+    return found

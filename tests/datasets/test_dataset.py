@@ -9,6 +9,7 @@ from decimal import Decimal
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -374,6 +375,16 @@ def test_whole_numbers_beyond_64_bits_are_kept_as_their_text(ids, tmp_path):
     assert Dataset.load(tmp_path / "a.jsonl").content_hash == dataset.content_hash
     with pytest.raises(UserError, match="frame: row 2: column 'item_id' holds nothing, but an id may not be blank"):
         Dataset.from_frame(pd.DataFrame({"user_id": ["u"] * 2, "item_id": pd.Series([2**64, None], dtype=object)}))
+
+
+@pytest.mark.parametrize(
+    "record", [b"{", b"\xff", b"[]", b"null", b"{}", b'{"name": "a", "has_times": 0, "preparation": 1}']
+)
+def test_a_damaged_record_of_a_saved_data_set_is_refused(record, tmp_path):
+    table = pa.table({"user_id": ["u"] * 3, "item_id": [1, 2, 3]}).replace_schema_metadata({b"recbft": record})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: recbft's record of how it was prepared, .* is damaged; fetch or"):
+        Dataset.load(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize("frame", [pd.Series(["a", "b"]), "ratings.csv", pa.chunked_array([["a"]])])
