@@ -196,7 +196,7 @@ def _stored_record(path: Path) -> dict[str, Any] | None:
         return None
     try:
         metadata = pq.read_schema(path).metadata or {}
-    except (pa.ArrowInvalid, OSError, UnicodeEncodeError):
+    except (pa.ArrowInvalid, OSError, UnicodeError):
         return None  # the reader says what is wrong
     if METADATA_KEY not in metadata:
         return None

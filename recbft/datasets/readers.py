@@ -134,7 +134,7 @@ def ending(path: Path) -> str:
 def _read_parquet(path: Path, wanted: Sequence[str]) -> Any:
     try:
         schema = pq.read_schema(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:  # the latter of a column's name
         raise UserError(f"{path}: is not a whole Parquet file ({one_line(error)}); fetch or write it again") from None
     check_columns(schema.names, wanted, str(path))
     return pq.ParquetFile(path).read(columns=list(dict.fromkeys(wanted)))

@@ -387,6 +387,14 @@ def test_a_damaged_record_of_a_saved_data_set_is_refused(record, tmp_path):
         Dataset.load(tmp_path / "a.parquet")
 
 
+def test_a_damaged_column_name_of_a_parquet_file_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"user_id": ["u"] * 3, "item_id": [1, 2, 3]}), path)
+    path.write_bytes(path.read_bytes().replace(b"item_id", b"\xc7tem_id"))
+    with pytest.raises(UserError, match=r"a\.parquet: is not a whole Parquet file \(.*\); fetch or write it again"):
+        Dataset.load(path)
+
+
 @pytest.mark.parametrize("frame", [pd.Series(["a", "b"]), "ratings.csv", pa.chunked_array([["a"]])])
 def test_what_is_no_table_is_refused(frame):
     with pytest.raises(UserError, match="is not a table; give a pandas data frame"):
