@@ -276,7 +276,7 @@ def _as_array(column: pd.Series, name: str, source: str) -> Any:
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         if column.dtype == object and pd.api.types.infer_dtype(column) == "integer":  # beyond 64 bits: their texts
             return pa.array([None if pd.isna(value) else str(value) for value in column], pa.large_string())
-        kinds = sorted({type(value).__name__ for value in column.dropna()})
+        kinds = sorted({_kind(value) for value in column.dropna()})
         if len(kinds) < 2:
             raise UserError(
                 f"{source}: column {name!r} has type {column.dtype}, which is not read; make it numbers, text or dates"
@@ -284,6 +284,12 @@ def _as_array(column: pd.Series, name: str, source: str) -> Any:
         raise UserError(
             f"{source}: column {name!r} mixes values of type {', '.join(kinds)}; use one type per column"
         ) from error
+
+
+def _kind(value: object) -> str:
+    """A value's type in words."""
+    zone = " with a time zone" if getattr(value, "tzinfo", None) is not None else ""
+    return f"{type(value).__name__}{zone}"
 
 
 def _text_parts(ids: NDArray[Any]) -> tuple[NDArray[np.int64], bytes]:

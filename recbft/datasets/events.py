@@ -136,7 +136,7 @@ def from_pandas(column: Any) -> Any:
     """A pandas column as an arrow array that has lost nothing of it.
 
     In a column of objects arrow cuts off what is finer than a microsecond, and the time of day where a mere day stands
-    before it.
+    before it, and takes dates without a time zone for UTC where there are others.
 
     Raises:
         pa.ArrowException, OverflowError, UnicodeEncodeError: arrow has no type for it.
@@ -149,6 +149,11 @@ def from_pandas(column: Any) -> Any:
         return array
     if pa.types.is_date(array.type) and any(isinstance(value, datetime) for value in column):
         raise pa.ArrowTypeError("days beside dates with a time of day")
+    if (
+        pa.types.is_timestamp(array.type)
+        and len({getattr(value, "tzinfo", None) is None for value in column.dropna()}) > 1
+    ):
+        raise pa.ArrowTypeError("dates with a time zone beside dates without one")
     if pa.types.is_timestamp(array.type) and any(getattr(value, "nanosecond", 0) > 0 for value in column):
         return pa.Array.from_pandas(column, type=pa.timestamp("ns", array.type.tz))
     return array

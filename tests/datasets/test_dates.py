@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import datetime, timezone
 
 import numpy as np
 import pandas as pd
@@ -146,6 +146,14 @@ def test_days_beside_dates_with_a_time_of_day_are_refused():
         mixed = frame.assign(timestamp=pd.Series(values, dtype=object))
         with pytest.raises(UserError, match=r"'timestamp' mixes values of type date, datetime; use one type per col"):
             Dataset.from_frame(mixed, time="timestamp")
+
+
+def test_dates_with_a_time_zone_beside_dates_without_one_are_refused():
+    noon = datetime(2024, 1, 31, 12)
+    frame = pd.DataFrame({"user_id": ["ann"] * 3, "item_id": ["a", "b", "c"]})
+    mixed = frame.assign(timestamp=pd.Series([noon, noon.replace(tzinfo=timezone.utc), noon], dtype=object))
+    with pytest.raises(UserError, match="mixes values of type datetime, datetime with a time zone; use one type"):
+        Dataset.from_frame(mixed, time="timestamp")
 
 
 def test_a_model_that_reads_times_takes_dates_in_text(frame):
