@@ -45,6 +45,10 @@ def _enum_member(kind: Any, name: str) -> Any:
 
 
 PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
+MOVED = {  # from where a checkpoint may have it to where every Python does
+    "__builtin__": "builtins",  # of older protocols
+    "pathlib._local": "pathlib",  # of Python 3.13
+}
 
 
 _InPython: Any = pickle._Unpickler  # undocumented, but what Python has for this
@@ -70,7 +74,6 @@ class _CheckpointUnpickler(_InPython):  # type: ignore[misc]
         "numpy.core.multiarray": {"scalar", "_reconstruct"},
         "numpy._core.multiarray": {"scalar", "_reconstruct"},
         "pathlib": PATHS,
-        "pathlib._local": PATHS,  # where Python 3.13 has them
         "yaml.loader": {"FullLoader"},
     }
     packages = (
@@ -84,7 +87,7 @@ class _CheckpointUnpickler(_InPython):  # type: ignore[misc]
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        module = {"__builtin__": "builtins"}.get(module, module)  # its name in older protocols
+        module = MOVED.get(module, module)
         if (module, name) == ("builtins", "getattr"):  # Python 3.11 pickles the member of an enumeration so
             return _enum_member
         if name in self.names.get(module, ()) or (module == "torch" and name.endswith("Storage")):

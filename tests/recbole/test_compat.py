@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -91,6 +92,12 @@ def test_recboles_config_which_evaluates_text_is_neither_called_nor_changed(pick
         checkpoints._CheckpointUnpickler(io.BytesIO(pickled)).load()
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_are_read_as_whichever_python_wrote_them(module):
+    pickled = b"c" + module.encode() + b"\nPosixPath\n(U\x01/U\x01atR."
+    assert checkpoints._CheckpointUnpickler(io.BytesIO(pickled)).load() == Path("/a")
+
+
 @pytest.mark.parametrize("name", ["GRU4Rec", "ItemKNN", "SLIMElastic", "RaCT"])
 def test_a_checkpoint_of_recboles_own_models_is_read(name, settings):
     import glob
@@ -118,8 +125,6 @@ def test_a_checkpoint_may_hold_a_layer_that_keeps_its_data_set(protocol, prepare
 
 
 def test_a_checkpoint_of_a_model_class_of_ones_own_is_read_with_paths_in_its_config(settings):
-    from pathlib import Path
-
     from recbole.config import Config
     from recbole.data import create_dataset, data_preparation
     from recbole.model.sequential_recommender import STAMP
