@@ -4,7 +4,7 @@
 #   tests/recbole/check_environments.sh [FOLDER]      folder for the environments, kept; a temporary one if left out
 #
 #   3.11 as pip resolves RecBole; 3.11 with numpy 1.26 and pandas 2;
-#   3.12 with numpy 2 and pandas 2.3; 3.13 with numpy 2 and pandas 3 (both without RecBole's own requirements)
+#   3.12 with numpy 2 and pandas 2.3; 3.13 and 3.14 with numpy 2 and pandas 3 (these without RecBole's own requirements)
 #
 # A Python that is not installed is left out and said so. Exit code 1 if any environment failed.
 set -uo pipefail
@@ -35,4 +35,5 @@ check resolved-3.11 python3.11 resolved
 check numpy1-3.11 python3.11 resolved 'numpy<2' 'pandas<3' 'pyarrow<22'
 check numpy2-3.12 python3.12 bare 'numpy>=2' 'pandas>=2.3,<3'
 check numpy2-3.13 python3.13 bare 'numpy>=2' 'pandas>=3'
+check numpy2-3.14 python3.14 bare 'numpy>=2' 'pandas>=3'
 exit $failed
