@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUNS := runs
 PIP := $(BIN)/python -m pip
 # Set PYTHON to choose the interpreter; otherwise the first suitable one of these is taken.
-PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.12 python3.11 python3.13 python3.14 python3.10 python)
+PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.12 python3.11 python3.13 python3.14 python3.15 python3.10 python)
 # Tests share the machine: one thread each, up to four at a time.
 PYTEST_ARGS ?= -n auto --maxprocesses 4
 
@@ -45,13 +45,13 @@ clean:
 
 $(VENV)/.created:
 	@for python in $(PYTHONS); do \
-	  if $$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then \
+	  if $$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 15))' 2>/dev/null; then \
 	    echo "creating $(VENV) with $$($$python -V) ($$python)"; \
 	    $$python -m venv --clear $(VENV) && touch $@ && exit 0; \
 	    echo "error: '$$python -m venv' failed; install its venv module (on Debian: apt install python3-venv)" >&2; exit 1; \
 	  fi; \
 	done; \
-	echo 'error: none of "$(PYTHONS)" is Python 3.10 to 3.14; install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; \
+	echo 'error: none of "$(PYTHONS)" is Python 3.10 to 3.15; install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; \
 	exit 1
 
 # torch goes first and pinned, so that no requirement of another package can choose a different, larger build.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the whole suite with the lowest versions that pyproject.toml names, on Python 3.10, and with the newest ones, on 3.14:
+# Run the whole suite with the lowest versions that pyproject.toml names, on Python 3.10, and with the newest ones, on 3.15:
 #
 #   tests/check_versions.sh [lowest|newest] [FOLDER]      both unless one is named; FOLDER for the environments, kept;
 #                                                         a temporary one if left out
@@ -42,6 +42,6 @@ check() { # name, python, then what is installed
 
 # matplotlib 3.8 calls what later versions of pyparsing warn of.
 [ $which = newest ] || check lowest python3.10 $(lowest | sort -u) 'pyparsing<3.3'
-[ $which = lowest ] || check newest python3.14 torch numpy scipy pandas pyarrow pyyaml typer rich safetensors \
+[ $which = lowest ] || check newest python3.15 torch numpy scipy pandas pyarrow pyyaml typer rich safetensors \
   tensorboard matplotlib optuna pytest hypothesis pytest-xdist scikit-learn texttable colorlog colorama tqdm psutil
 exit $failed
