@@ -149,13 +149,11 @@ def from_pandas(column: Any) -> Any:
         return array
     if pa.types.is_date(array.type) and any(isinstance(value, datetime) for value in column):
         raise pa.ArrowTypeError("days beside dates with a time of day")
-    if (
-        pa.types.is_timestamp(array.type)
-        and len({getattr(value, "tzinfo", None) is None for value in column.dropna()}) > 1
-    ):
-        raise pa.ArrowTypeError("dates with a time zone beside dates without one")
-    if pa.types.is_timestamp(array.type) and any(getattr(value, "nanosecond", 0) > 0 for value in column):
-        return pa.Array.from_pandas(column, type=pa.timestamp("ns", array.type.tz))
+    if pa.types.is_timestamp(array.type):
+        if len({getattr(value, "tzinfo", None) is None for value in column.dropna()}) > 1:
+            raise pa.ArrowTypeError("dates with a time zone beside dates without one")
+        if any(getattr(value, "nanosecond", 0) > 0 for value in column):
+            return pa.Array.from_pandas(column, type=pa.timestamp("ns", array.type.tz))
     return array
 
 
