@@ -74,8 +74,9 @@ def folder(dataset, tmp_path_factory):
 
 @pytest.fixture
 def settings(folder, at_home):
-    """What every RecBole config of these tests says."""
+    """What every RecBole config of these tests says: run on the CPU, where the batches lie that they hand over."""
     return {
+        "gpu_id": "",
         "data_path": str(folder), "epochs": 1, "train_batch_size": 64, "show_progress": False, "state": "ERROR",
         "metric_decimal_place": 8, "metrics": ["Hit", "NDCG", "MRR"], "valid_metric": "NDCG@10", "seed": 3,
         "checkpoint_dir": str(at_home / "saved"), **SMALL,

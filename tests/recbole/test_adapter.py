@@ -35,7 +35,8 @@ def trainer_of(config, model):
 def test_run_recbole_trains_and_tests_each_model(name, settings):
     from recbole.quick_start import run_recbole
 
-    result = run_recbole(model=name, dataset="tiny", config_dict=settings)
+    place = {"gpu_id": "0"} if torch.cuda.is_available() else {}
+    result = run_recbole(model=name, dataset="tiny", config_dict={**settings, **place})
     assert set(result["test_result"]) == {"hit@10", "ndcg@10", "mrr@10"}
     assert all(0 <= value <= 1 for value in result["test_result"].values())
 

@@ -19,7 +19,7 @@ from recbft.training import graphed_steps, session
 from recbft.training.graphed_steps import GraphedSteps, cut, pad, padded_loss
 from recbft.training.run_parts import build_model, training_batches
 
-SMALL = ["max_length=8", "hidden_size=8", "batch_size=12", "seed=3"]
+SMALL = ["max_length=8", "hidden_size=8", "batch_size=12", "seed=3", "device=cpu"]
 DATASET = synthetic_dataset(SyntheticConfig(num_users=45, num_items=80, mean_length=9))
 
 
