@@ -16,16 +16,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks import gpu_cases
 from benchmarks.command import count, finish
+from benchmarks.ptx.launches import pretended
 from recbft.errors import UserError
 from recbft.kernels import dispatch
 
@@ -56,22 +55,6 @@ class Usage:
         return min(limits) if self.shared == 0 else min(*limits, 1024 * shared // self.shared)
 
 
-class _Absent:
-    """What Triton asks of a GPU before it compiles."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextmanager
 def compiling(target: GPUTarget) -> Iterator[list[Usage]]:
     """Launches compile their kernel for ``target``, as they would there, note what it takes, and run nothing."""
@@ -84,9 +67,7 @@ def compiling(target: GPUTarget) -> Iterator[list[Usage]]:
         of_program = made.metadata.shared, made.metadata.num_warps
         found.append(Usage(kernel.__name__, registers, stack + local, *of_program, target.arch))
 
-    pretended = {"_wrong_device": lambda *_: None, "capability": lambda _: divmod(target.arch, 10)}
-    absent, compiles = patch.object(driver, "_active", _Absent(target)), patch.object(JITFunction, "run", run)
-    with absent, compiles, patch.multiple(dispatch, **pretended):
+    with pretended(target, run):
         yield found
 
 

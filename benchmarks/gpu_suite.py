@@ -352,10 +352,11 @@ def seeds(device: str, arm: str, *, small: bool) -> Iterator[Row]:
 
 def _table(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return text_table(names, [[_cell(row.get(name)) for name in names] for row in rows])
+    return text_table(names, [[cell(row.get(name)) for name in names] for row in rows])
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as tables show it."""
     if value is None:
         return ""
     if isinstance(value, float):
