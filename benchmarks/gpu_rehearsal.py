@@ -4,6 +4,9 @@
 (``benchmarks.ptx``), in every type, bfloat16 too, and held against the reference as on a GPU: values and gradients, and
 two runs that must be equal. It ends where a GPU would be left to chance: addresses out of bounds, threads that share
 memory without a barrier, programs that touch what others write. Small shapes; a minute in all.
+
+``--instructions T ...`` counts instead what threads do for one pair of tokens, in rows of that length: what tiles are
+chosen by where no clock is at hand.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
+from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
 
 from benchmarks import gpu_cases, gpu_suite, machine
-from benchmarks.command import finish, recorded
+from benchmarks.command import count, finish, recorded
 from benchmarks.ptx.launches import running
 from benchmarks.ptx.memory import UndefinedError
 from benchmarks.sheltered import Row
@@ -36,13 +41,35 @@ def rows(capability: int, only: str = "") -> Iterator[Row]:
                 row = {"kernel": case.name, "type": str(dtype).removeprefix("torch.")}
                 began = time.monotonic()
                 try:
-                    with running(GPUTarget("cuda", capability, 32)) as launched:
+                    with running(GPUTarget("cuda", capability, 32)) as work:
                         for found in gpu_suite.check(case, dtype, "cpu"):
                             row |= found
-                    row |= {"launches": launched.total()}
+                    row |= {"launches": work.launches.total()}
                 except (UndefinedError, NotImplementedError) as error:
                     row |= {"right": False, "error": str(error)}
                 yield row | {"seconds": round(time.monotonic() - began)}
+
+
+def count_instructions(capability: int, lengths: Sequence[int], only: str) -> None:
+    """Print what threads of each kernel take, forward and backward, over the pairs of which one token reads the other.
+
+    One head of one history.
+    """
+    print("\n| mechanism | type | width | tokens | instructions per pair | by kernel |\n" + "| --- " * 6 + "|")
+    for length, width, dtype in product(lengths, (32, 64), TYPES[::2]):
+        pairs = length * (length + 1) / 2
+        with patch.object(gpu_cases, "packed", lambda *_, length=length, **__: gpu_cases.whole(1, length)):
+            for make in (gpu_cases.kriging, gpu_cases.reml, gpu_cases.silu):
+                case = make(1, 1, length, width)
+                if only not in case.name:
+                    continue
+                with running(GPUTarget("cuda", capability, 32)) as work:
+                    outputs = case.run(case.inputs(dtype, "cpu"), "triton")
+                    sum(output.abs().sum() for output in outputs).backward()  # type: ignore[union-attr]
+                each = ", ".join(f"{kernel} {taken / pairs:.0f}" for kernel, taken in work.instructions.items())
+                cells = (case.name, str(dtype).removeprefix("torch."), width, length)
+                total = f"{work.instructions.total() / pairs:.0f}"
+                print("| " + " | ".join(map(str, (*cells, total, each))) + " |", flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,10 +83,16 @@ def main(arguments: Sequence[str]) -> int:
         "--capability", type=int, default=90, choices=CAPABILITIES, help="of the GPU compiled for; 90 is Hopper"
     )
     options.add_argument("--only", default="", metavar="TEXT", help="mechanisms whose name holds this")
+    options.add_argument(
+        "--instructions", type=count, nargs="+", default=[], metavar="T", help="count them, in rows of so many tokens"
+    )
     chosen = options.parse_args(arguments)
     if dispatch.interpreted():
         raise UserError("TRITON_INTERPRET is set; unset it: the interpreter compiles nothing")
     print("\n".join(machine.lines(machine.header(recorded(NAME, arguments), device="cpu"))), flush=True)
+    if chosen.instructions:
+        count_instructions(chosen.capability, chosen.instructions, chosen.only)
+        return 0
     print(
         "\n| mechanism | type | right | worst | error | the reference's | launches | seconds |\n" + "| --- " * 8 + "|"
     )

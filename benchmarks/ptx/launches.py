@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from torch import Tensor
@@ -47,24 +47,31 @@ def pretended(target: GPUTarget, run: Callable[..., None]) -> Iterator[None]:
         yield
 
 
+class Work(NamedTuple):
+    """What was run, by kernel."""
+
+    launches: Counter[str]
+    instructions: Counter[str]  # summed over threads, but for copies between registers
+
+
 @contextmanager
-def running(target: GPUTarget) -> Iterator[Counter[str]]:
-    """Launches compile their kernel for ``target`` and run it here; yields how often each was launched."""
-    launched: Counter[str] = Counter()
+def running(target: GPUTarget) -> Iterator[Work]:
+    """Launches compile their kernel for ``target`` and run it here."""
+    work = Work(Counter(), Counter())
     compiled = JITFunction.run
 
     def run(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
         made = compiled(kernel, *given, grid=grid, warmup=True, **named)
         bound = dict(zip(kernel.arg_names, given, strict=False)) | named
-        launch(made, bound, grid(bound) if callable(grid) else grid)
-        launched[kernel.__name__] += 1
+        work.instructions[kernel.__name__] += launch(made, bound, grid(bound) if callable(grid) else grid)
+        work.launches[kernel.__name__] += 1
 
     with pretended(target, run):
-        yield launched
+        yield work
 
 
-def launch(made: Any, bound: dict[str, Any], grid: tuple[int, ...]) -> None:
-    """Run all programs of a compiled kernel, one after another.
+def launch(made: Any, bound: dict[str, Any], grid: tuple[int, ...]) -> int:
+    """Run all programs of a compiled kernel, one after another; how many instructions their threads took.
 
     Args:
         made: what Triton compiled.
@@ -72,19 +79,23 @@ def launch(made: Any, bound: dict[str, Any], grid: tuple[int, ...]) -> None:
         grid: programs along up to three sides.
     """
     program, memory = _parsed(made.asm["ptx"]), GlobalMemory()
-    taken = [bound[name] for name, kind in made.src.signature.items() if kind != "constexpr"]
-    for tensor in taken:
+    given = [bound[name] for name, kind in made.src.signature.items() if kind != "constexpr"]
+    for tensor in given:
         if isinstance(tensor, Tensor):
             memory.add(tensor)
-    scratch = [0] * (len(program.parameters) - len(taken))  # of Triton's own, which these kernels do not use
-    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in (*taken, *scratch)]
+    scratch = [0] * (len(program.parameters) - len(given))  # of Triton's own, which these kernels do not use
+    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in (*given, *scratch)]
     parameters = {
         name: float(value) if kind == "f32" else int(value)
         for (kind, name), value in zip(program.parameters, values, strict=True)
     }
     x, y, z = (*grid, 1, 1)[:3]
+    instructions = 0
     for place in product(range(z), range(y), range(x)):
-        Threads(program, parameters, memory, made.metadata.shared, place[::-1], (x, y, z)).run()
+        threads = Threads(program, parameters, memory, made.metadata.shared, place[::-1], (x, y, z))
+        threads.run()
+        instructions += threads.instructions
+    return instructions
 
 
 _parsed = lru_cache(Program.parse)

@@ -70,6 +70,7 @@ class Threads:
         self.program, self.parameters, self.memory = program, parameters, memory
         self.number = place[0] + grid[0] * (place[1] + grid[1] * place[2])
         self.count = program.threads
+        self.instructions = 0  # that were taken by all threads, but for copies between registers
         self.shared = SharedMemory(max(shared, 16))
         self.warp: Numbers = np.arange(self.count) // WARP
         self.lane: Numbers = np.arange(self.count) % WARP
@@ -169,6 +170,7 @@ class Threads:
         return chosen if apart is None else chosen & apart
 
     def _take(self, instruction: Instruction, active: Active) -> None:
+        self.instructions += self.count if instruction.name != "mov" else 0
         try:
             handler_of(instruction)(self, instruction, active)
         except UndefinedError as error:

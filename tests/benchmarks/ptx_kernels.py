@@ -26,7 +26,7 @@ def product(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TURNED: 
 def main(capability: int) -> None:
     generator = torch.Generator().manual_seed(capability)
     shapes = [(16, 16, 16, 4), (64, 32, 32, 4), (128, 64, 64, 8), (64, 16, 128, 4)]
-    with running(GPUTarget("cuda", capability, 32)) as launched:
+    with running(GPUTarget("cuda", capability, 32)) as work:
         for M, N, K, warps in shapes:
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
                 for turned in (False, True):
@@ -37,7 +37,7 @@ def main(capability: int) -> None:
                     truth = 2 * a.double() @ (b.T if turned else b).double()
                     worst = float((c - truth).abs().max() / truth.abs().max())
                     assert worst < 1e-6, (M, N, K, dtype, turned, worst)
-    assert launched.total() == 6 * len(shapes)
+    assert work.launches.total() == 6 * len(shapes) and work.instructions["product"] > 0
 
 
 if __name__ == "__main__":

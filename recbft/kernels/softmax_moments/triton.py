@@ -30,16 +30,17 @@ from recbft.kernels.transforms import applied, untransformed
 SPANS_TILE = 32
 HOPPER = 9  # the capability, of which Triton has products of these tiles read their operands from shared memory
 # Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
-# precision; chosen so that the compiled kernels keep within the registers, or nearly, and 104 KB of shared memory
-# (benchmarks.gpu_registers).
+# precision; chosen for few instructions per pair of tokens (benchmarks.gpu_rehearsal) with little spilled and at most
+# 104 KB of shared memory (benchmarks.gpu_registers). Four warps for 64 tokens: products then leave a token's row to one
+# warp, and its maximum and sums need no barrier.
 HALF_TILES = {
     16: (64, 64, 4, 2),
     32: (64, 64, 4, 2),
-    64: (64, 64, 8, 2),
+    64: (64, 64, 4, 2),
     128: (64, 32, 8, 1),
     256: (32, 16, 4, 1),
 }
-SINGLE_TILES = {16: (64, 16, 4, 1), 32: (64, 16, 4, 1), 64: (32, 16, 4, 1), 128: (16, 16, 4, 1)}
+SINGLE_TILES = {16: (64, 32, 4, 1), 32: (64, 32, 4, 1), 64: (64, 16, 4, 1), 128: (16, 16, 4, 1)}
 
 
 class Spans(NamedTuple):
@@ -257,12 +258,14 @@ def _strides(letter: str, axes: str, x: Tensor | None) -> dict[str, int]:
 
 def _tiles(T: int, W: int, like: Tensor, *, with_bias: bool = False) -> dict[str, int]:
     """How a kernel is cut and run."""
+    gpu = dispatch.capability(like)
+    in_registers = gpu is not None and gpu[0] != HOPPER  # are operands, beside all else
     if like.dtype == torch.float32:
         own, other, warps, stages = SINGLE_TILES[W]
+        if in_registers:
+            own, other = min(own, 2_048 // W), 16
     else:
         own, other, warps, stages = HALF_TILES[W]
-        gpu = dispatch.capability(like)
-        in_registers = gpu is not None and gpu[0] != HOPPER  # are operands
         if in_registers or (with_bias and W <= 32):  # with a bias four warps would spill 336 bytes a thread
             other = min(other, 32)
     short = max(16, triton.next_power_of_2(T))
