@@ -121,7 +121,8 @@ def assert_equal_to_the_reference(context, variant=PLAIN, **settings):
     for name, truth in exact.items():
         assert fused[name].shape == truth.shape and fused[name].dtype == torch.float32
         error, scale = (fused[name] - truth).abs().max(), truth.abs().max()
-        assert error <= 5e-6 * scale + 5e-6, f"{name}: {error:.1e} of {scale:.1e}"  # sums that vanish keep rounding
+        bound = 5e-6 if dispatch.interpreted() else 2e-5  # a GPU has three products of TF32 for one of float32
+        assert error <= bound * scale + bound, f"{name}: {error:.1e} of {scale:.1e}"  # sums that vanish keep rounding
 
 
 @pytest.mark.parametrize("T", [1, 2, TILE - 1, TILE, TILE + 1, 2 * TILE + 5])
