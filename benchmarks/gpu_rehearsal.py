@@ -18,12 +18,11 @@ from itertools import product
 from unittest.mock import patch
 
 import torch
-from triton.backends.compiler import GPUTarget
 
 from benchmarks import gpu_cases, gpu_suite, machine
 from benchmarks.command import count, finish, recorded
-from benchmarks.ptx.launches import running
 from benchmarks.ptx.memory import UndefinedError
+from benchmarks.ptx.threads import UnknownInstructionError
 from benchmarks.sheltered import Row
 from recbft.errors import RunError, UserError
 from recbft.kernels import dispatch
@@ -35,17 +34,19 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def rows(capability: int, only: str = "") -> Iterator[Row]:
     """What ``gpu_suite.check`` finds of each mechanism and type, and how long that took."""
+    from benchmarks.ptx.launches import running  # needs Triton
+
     for case in gpu_cases.all_cases(small=True):
         for dtype in TYPES if case.half else TYPES[:1]:
             if only in case.name:
                 row = {"kernel": case.name, "type": str(dtype).removeprefix("torch.")}
                 began = time.monotonic()
                 try:
-                    with running(GPUTarget("cuda", capability, 32)) as work:
+                    with running(capability) as work:
                         for found in gpu_suite.check(case, dtype, "cpu"):
                             row |= found
                     row |= {"launches": work.launches.total()}
-                except (UndefinedError, NotImplementedError) as error:
+                except (UndefinedError, UnknownInstructionError) as error:
                     row |= {"right": False, "error": str(error)}
                 yield row | {"seconds": round(time.monotonic() - began)}
 
@@ -55,6 +56,8 @@ def count_instructions(capability: int, lengths: Sequence[int], only: str) -> No
 
     One head of one history.
     """
+    from benchmarks.ptx.launches import running  # needs Triton
+
     print("\n| mechanism | type | width | tokens | instructions per pair | by kernel |\n" + "| --- " * 6 + "|")
     for length, width, dtype in product(lengths, (32, 64), TYPES[::2]):
         pairs = length * (length + 1) / 2
@@ -63,7 +66,7 @@ def count_instructions(capability: int, lengths: Sequence[int], only: str) -> No
                 case = make(1, 1, length, width)
                 if only not in case.name:
                     continue
-                with running(GPUTarget("cuda", capability, 32)) as work:
+                with running(capability) as work:
                     outputs = case.run(case.inputs(dtype, "cpu"), "triton")
                     sum(output.abs().sum() for output in outputs).backward()  # type: ignore[union-attr]
                 each = ", ".join(f"{kernel} {taken / pairs:.0f}" for kernel, taken in work.instructions.items())
@@ -87,8 +90,13 @@ def main(arguments: Sequence[str]) -> int:
         "--instructions", type=count, nargs="+", default=[], metavar="T", help="count them, in rows of so many tokens"
     )
     chosen = options.parse_args(arguments)
+    if (reason := dispatch.missing("triton")) is not None:
+        raise UserError(reason)
     if dispatch.interpreted():
         raise UserError("TRITON_INTERPRET is set; unset it: the interpreter compiles nothing")
+    names = [case.name for case in gpu_cases.all_cases(small=True)]
+    if not any(chosen.only in name for name in names):
+        raise UserError(f"--only {chosen.only}: no mechanism's name holds this; there are {', '.join(names)}")
     print("\n".join(machine.lines(machine.header(recorded(NAME, arguments), device="cpu"))), flush=True)
     if chosen.instructions:
         count_instructions(chosen.capability, chosen.instructions, chosen.only)
@@ -101,9 +109,6 @@ def main(arguments: Sequence[str]) -> int:
         cells = ("kernel", "type", "right", "worst", "error", "plain", "launches", "seconds")
         print("| " + " | ".join(gpu_suite.cell(row.get(cell)) for cell in cells) + " |", flush=True)
         found.append(row)
-    if not found:
-        names = ", ".join(case.name for case in gpu_cases.all_cases(small=True))
-        raise UserError(f"--only {chosen.only}: no mechanism's name holds this; there are {names}")
     wrong = [row for row in found if not row["right"]]
     if wrong:
         raise RunError(f"{len(wrong)} of {len(found)} checks failed, first {wrong[0]['kernel']}")

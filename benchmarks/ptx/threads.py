@@ -28,6 +28,10 @@ ADDRESS = re.compile(r"^\[\s*([%\w]+)\s*(?:\+\s*(-?\d+)\s*)?\]$")
 HANDLERS: dict[str, Handler] = {}
 
 
+class UnknownInstructionError(RuntimeError):
+    """There is no handler for an instruction."""
+
+
 def handles(*names: str) -> Callable[[Handler], Handler]:
     """Let a function run the instructions whose names begin so; the longest beginning decides."""
 
@@ -43,7 +47,7 @@ def handler_of(instruction: Instruction) -> Handler:
     for length in range(len(instruction.parts), 0, -1):
         if found := HANDLERS.get(".".join(instruction.parts[:length])):
             return found
-    raise NotImplementedError(f"the instruction {instruction.text!r}")
+    raise UnknownInstructionError(f"an instruction that is not run here: {instruction.text}")
 
 
 class Threads:
@@ -125,7 +129,7 @@ class Threads:
 
         Raises:
             UndefinedError: a GPU may do anything there.
-            NotImplementedError: an instruction that no kernel had so far.
+            UnknownInstructionError: one that no kernel had so far.
         """
         with np.errstate(all="ignore"):
             self._walk()

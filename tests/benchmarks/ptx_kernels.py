@@ -5,7 +5,6 @@ import sys
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 
 from benchmarks.ptx.launches import running
 
@@ -26,7 +25,7 @@ def product(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TURNED: 
 def main(capability: int) -> None:
     generator = torch.Generator().manual_seed(capability)
     shapes = [(16, 16, 16, 4), (64, 32, 32, 4), (128, 64, 64, 8), (64, 16, 128, 4)]
-    with running(GPUTarget("cuda", capability, 32)) as work:
+    with running(capability) as work:
         for M, N, K, warps in shapes:
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
                 for turned in (False, True):

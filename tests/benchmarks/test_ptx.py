@@ -14,7 +14,7 @@ import torch
 from benchmarks.ptx import arithmetic, movement, products  # noqa: F401  the instructions
 from benchmarks.ptx.memory import GlobalMemory, UndefinedError
 from benchmarks.ptx.program import Program, grouped, listed
-from benchmarks.ptx.threads import Threads
+from benchmarks.ptx.threads import Threads, UnknownInstructionError
 
 KERNELS = Path(__file__).with_name("ptx_kernels.py")
 HEAD = """
@@ -179,7 +179,7 @@ def test_programs_may_not_touch_what_others_write():
 
 
 def test_an_unknown_instruction_is_named():
-    with pytest.raises(NotImplementedError, match=r"popc\.b32 %r20, %r10"):
+    with pytest.raises(UnknownInstructionError, match=r"popc\.b32 %r20, %r10"):
         of("popc.b32 %r20, %r10;")
 
 
