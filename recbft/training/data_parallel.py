@@ -157,7 +157,7 @@ def team(config: TrainingConfig) -> Team:
 
 def _meet() -> None:
     # Its functions keep the group there is when it is imported, which PyTorch's optimisers do, beyond ``_part``.
-    import torch.distributed.nn.functional
+    import torch.distributed.nn.functional  # noqa: F401
 
     # Builds of PyTorch without processes have neither.
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -166,9 +166,14 @@ def _meet() -> None:
     store, rank, size = next(rendezvous("env://"))
     # After a restart by torchrun (--max-restarts) the store still holds the addresses of those who have ended.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = _backend()
     own = PrefixStore(f"recbft {attempt}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+
+
+def _backend() -> str:
+    """What carries tensors; builds for small boards have CUDA without NCCL, where gloo goes by way of the host."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def _part() -> None:

@@ -24,7 +24,7 @@ from recbft.models import MODELS
 from recbft.models.backbone import Backbone
 from recbft.run_config import RunConfig, load_run_config
 from recbft.torchrun import this_process
-from recbft.training import checkpoint, session
+from recbft.training import checkpoint, data_parallel, session
 from recbft.training.data_parallel import share_of, team
 from recbft.training.many_seeds import train_seeds
 from recbft.training.run_folder import RunFolder
@@ -338,6 +338,16 @@ def test_as_many_processes_go_on_as_began(out, dataset):
         session.resume(out / "left", dataset=dataset)
     after = checkpoint.load(out / "left" / "checkpoint")
     assert before.state == after.state and not RunFolder.open(out / "left").is_finished
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nccl", "backend"),
+    [(True, True, "cpu:gloo,cuda:nccl"), (True, False, "gloo"), (False, True, "gloo")],
+)
+def test_a_gpu_without_nccl_is_served_by_gloo(gpu, nccl, backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(data_parallel.dist, "is_nccl_available", lambda: nccl)
+    assert data_parallel._backend() == backend
 
 
 if __name__ == "__main__":
