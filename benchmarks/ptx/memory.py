@@ -49,8 +49,9 @@ class GlobalMemory:
 
     def add(self, tensor: Tensor) -> None:
         """Let a launch reach the storage of a tensor."""
-        if tensor.untyped_storage().nbytes():
-            self.stretches.setdefault(tensor.untyped_storage().data_ptr(), _Stretch.of(tensor))
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in self.stretches:
+            self.stretches[storage.data_ptr()] = _Stretch.of(tensor)
 
     def read(self, addresses: Numbers, size: int, program: int) -> Bytes:
         """(threads, size) bytes."""

@@ -8,6 +8,7 @@ Shapes: W warps, lanes as (8 groups, 4 threads); M, N, K the sides of a product.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,11 @@ ROW = {1: 128, 2: 64, 3: 32}
 SWAPPED = {1: 7, 2: 3, 3: 1}
 
 
-def _numbers(bits: NDArray[np.uint32], kind: str) -> Matrix:
-    """What registers hold, (..., 1) in TF32, which has the upper 19 bits, or (..., 2) in half precision."""
+def _numbers(raw: NDArray[Any], kind: str) -> Matrix:
+    """What the last axis holds: numbers in TF32, which has the upper 19 of 32 bits, or in half precision."""
     if kind == "tf32":
-        return (bits & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
-    halves = np.ascontiguousarray(bits).view(np.uint16).reshape(*bits.shape, 2)
+        return (np.ascontiguousarray(raw).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    halves = np.ascontiguousarray(raw).view(np.uint16)
     return halves.view(np.float16).astype(np.float32) if kind == "f16" else from_bfloat16(halves)
 
 
@@ -40,7 +41,9 @@ def _registers(threads: Threads, names: list[str]) -> NDArray[np.uint32]:
 
 def _left(threads: Threads, names: list[str], kind: str) -> Matrix:
     """(W, 16, K) from four registers of each lane: rows of the group and eight below, both again further right."""
-    parts = [_numbers(part, kind) for part in np.moveaxis(_registers(threads, names), -1, 0)]  # (W, 8, 4, 1 or 2)
+    parts = [
+        _numbers(part[..., None], kind) for part in np.moveaxis(_registers(threads, names), -1, 0)
+    ]  # (W, 8, 4, 1 or 2)
     upper, lower, upper_right, lower_right = (part.reshape(*part.shape[:2], -1) for part in parts)
     rows = [np.concatenate(pair, axis=2) for pair in ((upper, upper_right), (lower, lower_right))]
     return np.concatenate(rows, axis=1)
@@ -51,7 +54,7 @@ def product_of_a_warp(threads: Threads, instruction: Instruction, active: Active
     to, left, right, kept = (grouped(operand) for operand in instruction.operands)
     kind = instruction.parts[-2]
     a = _left(threads, left, kind)
-    parts = [_numbers(part, kind) for part in np.moveaxis(_registers(threads, right), -1, 0)]
+    parts = [_numbers(part[..., None], kind) for part in np.moveaxis(_registers(threads, right), -1, 0)]
     b = np.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=2)  # (W, N, K)
     sums = np.einsum("wmk,wnk->wmn", a.astype(np.float64), b)
     _add(threads, to, kept, _spread(sums), np.ones(threads.count, np.bool_))
@@ -106,9 +109,4 @@ def _described(threads: Threads, operand: str, group: int, rows: int, K: int, ki
     along, across = (size * row, k) if transposed else (size * k, row)
     at = 16 * start + across // 8 * 16 * stride + across % 8 * width + along % width + along // width * 16 * leading
     at ^= (at >> 7 & SWAPPED[mode]) << 4
-    found = np.ascontiguousarray(threads.shared.read_by_group(at.reshape(-1), size))
-    if kind == "tf32":
-        return _numbers(found.view(np.uint32), kind).reshape(rows, K)
-    halves = found.view(np.uint16)
-    numbers = halves.view(np.float16).astype(np.float32) if kind == "f16" else from_bfloat16(halves)
-    return numbers.reshape(rows, K)
+    return _numbers(threads.shared.read_by_group(at.reshape(-1), size), kind).reshape(rows, K)

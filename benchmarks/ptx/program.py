@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from recbft.experiments.lists import split_list
+
 LABEL = re.compile(r"^(\$L\w+):$")
 INSTRUCTION = re.compile(r"^(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
 
@@ -41,7 +43,7 @@ class Instruction:
         found = INSTRUCTION.match(text)
         assert found is not None, text
         unless, guard, name, operands = found.groups()
-        return cls(text, guard, unless == "!", tuple(name.split(".")), tuple(listed(operands)))
+        return cls(text, guard, unless == "!", tuple(name.split(".")), tuple(split_list(operands)) if operands else ())
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,6 @@ class Program:
         return cls(name[1], tuple(parameters), int(threads[1]), tuple(instructions), labels)
 
 
-def listed(text: str) -> list[str]:
-    """Parts between commas, those within brackets left together."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "{[") - (letter in "}]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts if part.strip()]
-
-
 def grouped(operand: str) -> list[str]:
     """The registers of an operand that may be several in braces."""
-    return listed(operand[1:-1]) if operand.startswith("{") else [operand]
+    return split_list(operand[1:-1]) if operand.startswith("{") else [operand]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,13 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
     return register
 
 
-def handler_of(instruction: Instruction) -> Handler:
-    """The function that runs an instruction."""
-    for length in range(len(instruction.parts), 0, -1):
-        if found := HANDLERS.get(".".join(instruction.parts[:length])):
+@cache  # asked at every step
+def handler_of(parts: tuple[str, ...]) -> Handler:
+    """The function that runs the instructions of a name and its qualifiers."""
+    for length in range(len(parts), 0, -1):
+        if found := HANDLERS.get(".".join(parts[:length])):
             return found
-    raise UnknownInstructionError(f"an instruction that is not run here: {instruction.text}")
+    raise UnknownInstructionError("an instruction that is not run here")
 
 
 class Threads:
@@ -176,6 +178,6 @@ class Threads:
     def _take(self, instruction: Instruction, active: Active) -> None:
         self.instructions += self.count if instruction.name != "mov" else 0
         try:
-            handler_of(instruction)(self, instruction, active)
-        except UndefinedError as error:
-            raise UndefinedError(f"{self.program.name}, program {self.number}: {error}: {instruction.text}") from None
+            handler_of(instruction.parts)(self, instruction, active)
+        except (UndefinedError, UnknownInstructionError) as error:
+            raise type(error)(f"{self.program.name}, program {self.number}: {error}: {instruction.text}") from None

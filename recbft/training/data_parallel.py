@@ -166,9 +166,8 @@ def _meet() -> None:
     store, rank, size = next(rendezvous("env://"))
     # After a restart by torchrun (--max-restarts) the store still holds the addresses of those who have ended.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    backend = _backend()
     own = PrefixStore(f"recbft {attempt}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    dist.init_process_group(_backend(), store=own, rank=rank, world_size=size)
 
 
 def _backend() -> str:

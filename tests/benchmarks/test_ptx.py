@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.ptx import arithmetic, movement, products  # noqa: F401  the instructions
 from benchmarks.ptx.memory import GlobalMemory, UndefinedError
-from benchmarks.ptx.program import Program, grouped, listed
+from benchmarks.ptx.program import Instruction, Program, grouped
 from benchmarks.ptx.threads import Threads, UnknownInstructionError
 
 KERNELS = Path(__file__).with_name("ptx_kernels.py")
@@ -56,7 +56,8 @@ def of(*operations, dtype=torch.int32):
 
 
 def test_operands_are_split_where_no_brackets_are_open():
-    assert listed("{ %r1, %r2 }, [ %rd1 + 4 ], 7") == ["{ %r1, %r2 }", "[ %rd1 + 4 ]", "7"]
+    operands = Instruction.parse("add.s32 { %r1, %r2 }, [ %rd1 + 4 ], 7").operands
+    assert list(operands) == ["{ %r1, %r2 }", "[ %rd1 + 4 ]", "7"] and Instruction.parse("ret").operands == ()
     assert grouped("{ %r1, %r2 }") == ["%r1", "%r2"] and grouped("%r1") == ["%r1"]
 
 
