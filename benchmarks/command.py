@@ -14,6 +14,7 @@ from pathlib import Path
 from recbft.errors import RunError, UserError
 from recbft.experiments import provenance
 from recbft.experiments.lists import split_list
+from recbft.kernels.dispatch import interpreted
 
 
 def parser(name: str, description: str, *, dataset: str | None = None) -> argparse.ArgumentParser:
@@ -51,6 +52,12 @@ def check_folder_of(file: str | Path | None) -> None:
     """Refuse a file that could not be written, before the work whose results it shall hold."""
     if file is not None and not Path(file).parent.is_dir():
         raise UserError(f"--json {file}: folder {Path(file).parent} does not exist; create it or name another")
+
+
+def check_compiles() -> None:
+    """Refuse Triton's interpreter where kernels shall be compiled."""
+    if interpreted():
+        raise UserError("TRITON_INTERPRET is set; unset it: the interpreter compiles nothing")
 
 
 def count(text: str) -> int:

@@ -23,10 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from benchmarks import gpu_cases
-from benchmarks.command import count, finish
+from benchmarks.command import check_compiles, count, finish
 from benchmarks.ptx.launches import pretended
-from recbft.errors import UserError
-from recbft.kernels import dispatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REGISTERS = 65_536  # of a multiprocessor
@@ -114,8 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument("--widths", type=count, nargs="+", default=[32, 64], metavar="K", help="of a head")
     options.add_argument("--only", default="", metavar="TEXT", help="mechanisms whose name holds this")
     chosen = options.parse_args(arguments)
-    if dispatch.interpreted():
-        raise UserError("TRITON_INTERPRET is set; unset it: the interpreter compiles nothing")
+    check_compiles()
     target = GPUTarget("cuda", chosen.capability, 32)
     print("| mechanism | type | width | kernel | registers | spilled, bytes | shared, KB | warps | programs at once |")
     print("| --- " * 9 + "|")

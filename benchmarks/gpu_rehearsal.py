@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks import gpu_cases, gpu_suite, machine
-from benchmarks.command import count, finish, recorded
+from benchmarks.command import check_compiles, count, finish, recorded
 from benchmarks.ptx.memory import UndefinedError
 from benchmarks.ptx.threads import UnknownInstructionError
 from benchmarks.sheltered import Row
@@ -92,8 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = options.parse_args(arguments)
     if (reason := dispatch.missing("triton")) is not None:
         raise UserError(reason)
-    if dispatch.interpreted():
-        raise UserError("TRITON_INTERPRET is set; unset it: the interpreter compiles nothing")
+    check_compiles()
     names = [case.name for case in gpu_cases.all_cases(small=True)]
     if not any(chosen.only in name for name in names):
         raise UserError(f"--only {chosen.only}: no mechanism's name holds this; there are {', '.join(names)}")

@@ -63,7 +63,7 @@ TIMES_PLAIN = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 SHAPES = ((256, 2, 50, 32), (128, 4, 200, 64), (8, 8, 2048, 64))
 VOCABULARIES = ((12_800, 12_101, 64), (2_048, 1_000_000, 64))
 LENGTHS = (50, 200)
-# Tokens of the tile that a program owns and of those it walks over, warps, stages: none of these spills.
+# Tokens of the tile that a program owns and of those it walks over, warps, stages: none of these spills much.
 TILES = ((64, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3))
 
 
