@@ -16,9 +16,10 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.gpu_registers import Usage, compiling
 from recbft.kernels.softmax_moments import triton as kriging
 
+KRIGING = ["spans_kernel", "columns_kernel", "forward_kernel", "query_kernel", "key_kernel"]
 KERNELS = {
-    "kriging moments, causal": ["spans_kernel", "forward_kernel", "query_kernel", "key_kernel"],
-    "kriging with REML and a bias": ["spans_kernel", "forward_kernel", "query_kernel", "key_kernel"],
+    "kriging moments, causal": KRIGING,
+    "kriging with REML and a bias": KRIGING,
     "SiLU moments": ["forward_pass", "readers_pass", "keys_pass"],
     "robust filter attention": ["forward", "readers_backward", "keys_backward"],
     "Bayesian layer": ["forwards", "backwards"],

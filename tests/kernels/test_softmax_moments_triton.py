@@ -28,6 +28,7 @@ def small_tiles(monkeypatch):
     launch = {"OWN": TILE, "OTHER": TILE, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(path, "_tiles", lambda *_, **__: launch)
     monkeypatch.setattr(path, "SPANS_TILE", TILE)
+    monkeypatch.setattr(path, "COLUMNS_TILE", TILE)
     return launch
 
 

@@ -1,9 +1,10 @@
 """Softmax moments on a GPU, in Triton: nothing of T x T tokens is ever stored.
 
 The forward is one kernel, the backward two (``triton_forward``, ``triton_backward``); all walk over tiles of tokens and
-form the weights as they go. Which tiles need a visit is found on the device, once per batch (``triton_tiles``). Inputs
-may be float32, float16 or bfloat16 with any strides; the mean has the type of the values, S and n are float32. Only a
-bias per pair that wants a gradient takes memory by T x T, as it does itself.
+form the weights as they go, from values that are centred before (``triton_columns``). Which tiles need a visit is found
+on the device, once per batch (``triton_tiles``). Inputs may be float32, float16 or bfloat16 with any strides; the mean
+has the type of the values, S and n are float32. Only a bias per pair that wants a gradient takes memory by T x T, as it
+does itself.
 
 Shapes: B rows, H heads, T tokens, K head width, W the power of two that holds it.
 """
@@ -23,11 +24,12 @@ from recbft.core.observation import epsilon_of
 from recbft.core.statistics import Moments
 from recbft.kernels import dispatch
 from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_kernel
+from recbft.kernels.softmax_moments.triton_columns import columns_kernel
 from recbft.kernels.softmax_moments.triton_forward import forward_kernel
 from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
 from recbft.kernels.transforms import applied, untransformed
 
-SPANS_TILE = 32
+SPANS_TILE, COLUMNS_TILE = 32, 64
 HOPPER = 9  # the capability, of which Triton has products of these tiles read their operands from shared memory
 # Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
 # precision; chosen for few instructions per pair of tokens (benchmarks.gpu_rehearsal) with little spilled and at most
@@ -161,8 +163,9 @@ class _SoftmaxMoments(torch.autograd.Function):
         precision = _heads(v) if isinstance(moments, _Reml) else None
         statistics = (offset, lse, size, residual, precision)
         ctx.reml = moments._asdict() if isinstance(moments, _Reml) else _Reml()._asdict()
-        call = _Call.of(q, k, v, log_precision, log_decay, bias, spans)
-        call.run(forward_kernel, spans.read, mean, *statistics, **ctx.reml)
+        in_products = offset.dtype  # bfloat16 has too few digits for the difference in S
+        call = _Call.of(q, k, v, log_precision, log_decay, bias, spans, in_products, squares=size is not None)
+        call.run(forward_kernel, spans.read, v, mean, *statistics, **_strides("v", "bhtk", v), **ctx.reml)
         ctx.save_for_backward(q, k, v, log_precision, log_decay, bias, *spans[:4], *statistics)
         ctx.causal, ctx.whole = spans.causal, moments is True
         ctx.set_materialize_grads(False)
@@ -180,9 +183,10 @@ class _SoftmaxMoments(torch.autograd.Function):
         g_precision = others[0] if others and not ctx.whole else None
         gradients = g_mean, g_size, g_residual, g_precision
         B, H, T, _ = q.shape
-        call = _Call.of(q, k, v, log_precision, log_decay, bias, spans)
+        spreads = g_residual is not None or g_precision is not None
+        call = _Call.of(q, k, v, log_precision, log_decay, bias, spans, v.dtype, squares=spreads)
         d_q, d_k, d_v, pulled = (_heads(v, v.dtype) for _ in range(4))
-        spread = None if g_residual is None and g_precision is None else _heads(v, v.dtype)
+        spread = _heads(v, v.dtype) if spreads else None
         delta = _output(v, B, H, T)
         push = None if g_size is None and g_precision is None else _output(v, B, H, T)
         d_decay = _output(v, B, H, triton.cdiv(T, call.scalars["OWN"])) if wants_decay else None
@@ -190,7 +194,7 @@ class _SoftmaxMoments(torch.autograd.Function):
         call.run(
             query_kernel,
             *(read, *gradients, *statistics),
-            *(d_q, pulled, spread, delta, push, d_decay, d_bias),
+            *(d_q, pulled, spread, delta, push, d_bias),
             **_strides("e", "bhtk", g_mean),
             **_strides("n", "bht", g_size),
             **_strides("s", "bhtk", g_residual),
@@ -199,7 +203,7 @@ class _SoftmaxMoments(torch.autograd.Function):
         )
         d_terms = _output(v, B, H, T) if wants_precision else None
         _, lse, *_ = statistics
-        call.run(key_kernel, readers, lse, pulled, spread, delta, push, d_k, d_v, d_terms)
+        call.run(key_kernel, readers, lse, pulled, spread, delta, push, d_k, d_v, d_terms, d_decay)
         if d_terms is not None:
             d_terms = d_terms.sum(dim=1).to(log_precision.dtype)
         if d_decay is not None:
@@ -211,7 +215,7 @@ class _SoftmaxMoments(torch.autograd.Function):
 
 
 class _Call(NamedTuple):
-    """What all kernels take: tensors in their order, and the rest by name."""
+    """What all passes take: tensors in their order, and the rest by name."""
 
     tensors: tuple[Tensor | None, ...]
     scalars: dict[str, Any]
@@ -226,24 +230,48 @@ class _Call(NamedTuple):
         log_decay: Tensor | None,
         bias: Tensor | None,
         spans: Spans,
+        in_products: torch.dtype,
+        *,
+        squares: bool,
     ) -> _Call:
-        """The call of a function of these inputs."""
+        """The call of a function of these inputs; its columns are worked out here, in the type of the products."""
         B, H, T, K = q.shape
-        scalars: dict[str, Any] = _strides("q", "bhtk", q) | _strides("k", "bhtk", k) | _strides("v", "bhtk", v)
-        scalars |= _strides("p", "bt", log_precision)
-        scalars["d_b"] = 0 if log_decay is None or log_decay.numel() == 1 else log_decay.stride(0)
+        columns = _columns(v, log_precision, log_decay, spans, in_products, squares=squares)
+        scalars: dict[str, Any] = _strides("q", "bhtk", q) | _strides("k", "bhtk", k)
+        scalars["d_b"] = _row_stride(log_decay)
         scalars |= _strides("x", "bhtj", None if bias is None else bias.expand(B, H, T, T))
         scalars |= {"B": B, "H": H, "T": T, "scale": math.log2(math.e) / math.sqrt(K)}
-        W = max(16, triton.next_power_of_2(K))
-        scalars |= {"K": K, "W": W, "CAUSAL": spans.causal, "PRECISION": "ieee" if dispatch.interpreted() else "tf32x3"}
-        scalars |= _tiles(T, W, q, with_bias=bias is not None)
-        tensors = (q, k, v, log_precision, log_decay, bias, spans.home, spans.place)
-        return cls(tensors, scalars)
+        scalars |= {"K": K, "W": _width(K), "CAUSAL": spans.causal}
+        scalars["PRECISION"] = "ieee" if dispatch.interpreted() else "tf32x3"
+        scalars |= _tiles(T, _width(K), q, with_bias=bias is not None)
+        decay = None if spans.causal else log_decay  # else it is in the terms of the columns
+        return cls((q, k, *columns, decay, bias, spans.home, spans.place), scalars)
 
     def run(self, kernel: Any, *tensors: Tensor | None, **more: float) -> None:
         """Run a kernel for every tile of every head."""
         programs = self.scalars["B"] * self.scalars["H"] * triton.cdiv(self.scalars["T"], self.scalars["OWN"])
         _launch(kernel, programs, (*self.tensors, *tensors), {**self.scalars, **more})
+
+
+def _columns(
+    v: Tensor,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    spans: Spans,
+    dtype: torch.dtype,
+    *,
+    squares: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Centred values, their squares where asked for, and what columns add to logits, if anything."""
+    B, H, T, K = v.shape
+    in_terms = log_decay if spans.causal else None
+    centred, squared = _heads(v, dtype), _heads(v, dtype) if squares else None
+    terms = None if log_precision is None and in_terms is None else _output(v, B, T)
+    tensors = (v, log_precision, in_terms, spans.home, spans.place, centred, squared, terms)
+    scalars = _strides("v", "bhtk", v) | _strides("p", "bt", log_precision) | {"d_b": _row_stride(log_decay)}
+    scalars |= {"H": H, "T": T, "K": K, "W": _width(K), "TILE": COLUMNS_TILE}
+    _launch(columns_kernel, B * H * triton.cdiv(T, COLUMNS_TILE), tensors, scalars)
+    return centred, squared, terms
 
 
 def _launch(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], scalars: dict[str, Any]) -> None:
@@ -254,6 +282,14 @@ def _launch(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], scal
 def _strides(letter: str, axes: str, x: Tensor | None) -> dict[str, int]:
     """Strides by the names the kernels give them; zeros for what is not there."""
     return {f"{letter}_{axis}": 0 if x is None else x.stride(n) for n, axis in enumerate(axes)}
+
+
+def _row_stride(log_decay: Tensor | None) -> int:
+    return 0 if log_decay is None or log_decay.numel() == 1 else log_decay.stride(0)
+
+
+def _width(K: int) -> int:
+    return max(16, int(triton.next_power_of_2(K)))
 
 
 def _tiles(T: int, W: int, like: Tensor, *, with_bias: bool = False) -> dict[str, int]:

@@ -4,8 +4,9 @@ With o = e - mu, G = g_e - 2 g_S o, and the logits formed again,
 
     a = 2^(x - lse)    dA = G u' + g_S (u^2)' - 2 g_n n^2 a                                              (1)
     D = G . o + g_S . (S + o^2) - 2 g_n n    (which is sum_j a dA)        dl = a * (dA - D)              (2)
-    dq = dl k / sqrt(K)    d log_decay = sum_tj dl |lag_tj|                               by readers     (3)
-    dk = dl' q / sqrt(K)    dv = a' G + 2 u * (a' g_S)    d log_precision_j = sum_t dl   by columns   (4)
+    dq = dl k / sqrt(K)                                                       by readers    (3)
+    dk = dl' q / sqrt(K)    dv = a' G + 2 u * (a' g_S)                        by columns    (4)
+    d log_precision_j = sum_t dl    d log_decay = sum_tj dl |t - j|           by columns    (5)
 
 A bias per pair gets dl itself, zeros where the kernel does not come by: the rows and heads that share it are summed up
 outside. The products take their operands in the type of the inputs, and sum up in float32.
@@ -22,8 +23,7 @@ import triton.language as tl
 
 from recbft.kernels.softmax_moments.triton_tiles import (
     LN2,
-    centred_values,
-    column_terms,
+    distance,
     load_rows,
     logits,
     reach,
@@ -49,32 +49,29 @@ def through_reml(g_r, r, n, nu, c, cap):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "T", "p_b"])
+@triton.jit(do_not_specialize=["B", "T"])
 def query_kernel(
-    q, k, v, log_precision, log_decay, bias, home, place, read,
+    q, k, centred, squares, terms, log_decay, bias, home, place, read,
     grad_mean, grad_size, grad_residual, grad_precision, offset, lse, size, residual, precision,  # may be None
-    d_q, pulled, spread, delta, push, d_decay, d_bias,  # written: G and g_S of (1), D and its last term; may be None
-    q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, v_b, v_h, v_t, v_k, p_b, p_t, d_b, x_b, x_h, x_t, x_j,
+    d_q, pulled, spread, delta, push, d_bias,  # written: G and g_S of (1), D and its last term; may be None
+    q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, d_b, x_b, x_h, x_t, x_j,
     e_b, e_h, e_t, e_k, n_b, n_h, n_t, s_b, s_h, s_t, s_k, r_b, r_h, r_t, r_k,
     B, H, T, scale, nu, c, cap, K: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr,
 ):
     # fmt: on
-    """Equations (2) and (3) for a tile of tokens of one head."""
+    """Equations (1) to (3) for a tile of tokens of one head."""
     tiles = tl.cdiv(T, OWN)
     b, h = (tl.program_id(0) // tiles // H).to(tl.int64), (tl.program_id(0) // tiles % H).to(tl.int64)
     rows = (tiles - 1 - tl.program_id(0) % tiles) * OWN + tl.arange(0, OWN)  # when causal, the longest first
     kept = rows < T
-    q, k, v = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    q, k = q + b * q_b + h * q_h, k + b * k_b + h * k_h
     home, place = home + b * T, place + b * T
-    if log_precision is not None:
-        log_precision += b * p_b
     if log_decay is not None:
         log_decay += b * d_b
     if bias is not None:
         bias += b * x_b + h * x_h
     OPERAND: tl.constexpr = q.dtype.element_ty
-    row_home, row_place = tl.load(home + rows, mask=kept, other=-1), tl.load(place + rows, mask=kept, other=0)
     queries = load_rows(q, rows, kept, q_t, q_k, K, W)
     to, row, at = (b * T * H + h) * K, H * K, (b * H + h) * T + rows
     row_lse = tl.load(lse + at, mask=kept, other=float("inf"))
@@ -112,82 +109,73 @@ def query_kernel(
     tl.store(delta + at, row_delta, mask=kept)
     store_rows(pulled + to, rows, pull, kept, row, K, W)
     gradient = tl.zeros([OWN, W], tl.float32)
-    decay = tl.zeros([OWN], tl.float32)
     first, last, within, end = reach(read + b * T, rows, tl.cast(B, tl.int64) * T, T)
     for begin in range(first, last, OTHER):
         columns = begin + tl.arange(0, OTHER)
-        column_home = tl.load(home + columns, mask=columns < T, other=-1)
-        column_place = tl.load(place + columns, mask=columns < T, other=0)
-        keys = load_rows(k, columns, columns < T, k_t, k_k, K, W)
-        u = centred_values(v, columns, column_home, v_t, v_k, K, W).to(OPERAND)
+        there = columns < T
+        keys = load_rows(k, columns, there, k_t, k_k, K, W)
+        u = load_rows(centred + to, columns, there, row, 1, K, W)
+        column_terms = None
+        if terms is not None:
+            column_terms = tl.load(terms + b * T + columns, mask=there, other=0.0)[None, :]
         x = logits(
-            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale,
-            column_terms(log_precision, p_t, log_decay, columns, column_place, T, CAUSAL)[None, :],
-            rows[:, None], columns[None, :], row_home[:, None], column_home[None, :],
-            row_place[:, None], column_place[None, :], log_decay, bias, x_t, x_j, T,
+            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, column_terms,
+            rows[:, None], columns[None, :], home, place, log_decay, bias, x_t, x_j, T,
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )
         products = tl.dot(pull, tl.trans(u), input_precision=PRECISION)
         if spread is not None:
-            products = tl.dot(spread_rows, tl.trans(u * u), acc=products, input_precision=PRECISION)
+            u2 = load_rows(squares + to, columns, there, row, 1, K, W)
+            products = tl.dot(spread_rows, tl.trans(u2), acc=products, input_precision=PRECISION)
         _, dl = logit_gradients(x, products, row_lse[:, None], row_delta[:, None], row_push)
         gradient = tl.dot(dl.to(OPERAND), keys, acc=gradient, input_precision=PRECISION)
-        if d_decay is not None:
-            decay += tl.sum(dl * tl.abs(row_place[:, None] - column_place[None, :]).to(tl.float32), 1)
         if d_bias is not None:
-            there = kept[:, None] & (columns < T)[None, :]
-            tl.store(d_bias + at[:, None] * T + columns[None, :], dl.to(d_bias.dtype.element_ty), mask=there)
+            pairs = at[:, None] * T + columns[None, :]
+            tl.store(d_bias + pairs, dl.to(d_bias.dtype.element_ty), mask=kept[:, None] & there[None, :])
     store_rows(d_q + to, rows, gradient * (scale * LN2), kept, row, K, W)
-    if d_decay is not None:
-        tl.store(d_decay + tl.program_id(0), tl.sum(decay, 0))
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "T", "p_b"])
+@triton.jit(do_not_specialize=["B", "T"])
 def key_kernel(
-    q, k, v, log_precision, log_decay, bias, home, place, readers,
+    q, k, centred, squares, terms, log_decay, bias, home, place, readers,
     lse, pulled, spread, delta, push,  # as query_kernel left them
-    d_k, d_v, d_terms,  # written; d_terms may be None
-    q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, v_b, v_h, v_t, v_k, p_b, p_t, d_b, x_b, x_h, x_t, x_j,
+    d_k, d_v, d_terms, d_decay,  # written; the last two may be None
+    q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, d_b, x_b, x_h, x_t, x_j,
     B, H, T, scale, K: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr,
 ):
     # fmt: on
-    """Equation (4) for a tile of columns of one head; the tiles of pairs are (columns, rows) here."""
+    """Equations (4) and (5) for a tile of columns of one head; the tiles of pairs are (columns, rows) here."""
     tiles = tl.cdiv(T, OWN)
     b, h = (tl.program_id(0) // tiles // H).to(tl.int64), (tl.program_id(0) // tiles % H).to(tl.int64)
     columns = tl.program_id(0) % tiles * OWN + tl.arange(0, OWN)
     kept = columns < T
-    q, k, v = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    q, k = q + b * q_b + h * q_h, k + b * k_b + h * k_h
     home, place = home + b * T, place + b * T
-    if log_precision is not None:
-        log_precision += b * p_b
     if log_decay is not None:
         log_decay += b * d_b
     if bias is not None:
         bias += b * x_b + h * x_h
-    OPERAND: tl.constexpr = q.dtype.element_ty
-    column_home = tl.load(home + columns, mask=kept, other=-1)
-    column_place = tl.load(place + columns, mask=kept, other=0)
-    terms = column_terms(log_precision, p_t, log_decay, columns, column_place, T, CAUSAL)[:, None]
-    keys = load_rows(k, columns, kept, k_t, k_k, K, W)
-    centred = centred_values(v, columns, column_home, v_t, v_k, K, W)
-    u = centred.to(OPERAND)
     to, row, at = (b * T * H + h) * K, H * K, (b * H + h) * T
+    keys = load_rows(k, columns, kept, k_t, k_k, K, W)
+    u = load_rows(centred + to, columns, kept, row, 1, K, W)
+    column_terms = None
+    if terms is not None:
+        column_terms = tl.load(terms + b * T + columns, mask=kept, other=0.0)[:, None]
+    since = tl.load(place + tl.program_id(0) % tiles * OWN)  # lags are counted from here, which loses few digits
     key_gradient, value_gradient = tl.zeros([OWN, W], tl.float32), tl.zeros([OWN, W], tl.float32)
     square_gradient = tl.zeros([OWN, W], tl.float32)
-    total = tl.zeros([OWN], tl.float32)
+    total, lagged = tl.zeros([OWN], tl.float32), tl.zeros([OWN], tl.float32)
     first, last, within, end = reach(readers + b * T, columns, tl.cast(B, tl.int64) * T, T)
     for begin in range(first, last, OTHER):
         rows = begin + tl.arange(0, OTHER)
         there = rows < T
-        row_home, row_place = tl.load(home + rows, mask=there, other=-1), tl.load(place + rows, mask=there, other=0)
         queries = load_rows(q, rows, there, q_t, q_k, K, W)
         pull = load_rows(pulled + to, rows, there, row, 1, K, W)
         x = logits(
-            tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale, terms,
-            rows[None, :], columns[:, None], row_home[None, :], column_home[:, None],
-            row_place[None, :], column_place[:, None], log_decay, bias, x_t, x_j, T,
+            tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale, column_terms,
+            rows[None, :], columns[:, None], home, place, log_decay, bias, x_t, x_j, T,
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )
         products = tl.dot(u, tl.trans(pull), input_precision=PRECISION)
@@ -200,12 +188,25 @@ def key_kernel(
         if push is not None:
             row_push = tl.load(push + at + rows, mask=there, other=0.0)[None, :]
         a, dl = logit_gradients(x, products, row_lse, row_delta, row_push)
-        value_gradient = tl.dot(a.to(OPERAND), pull, acc=value_gradient, input_precision=PRECISION)
-        if spread is not None:
-            square_gradient = tl.dot(a.to(OPERAND), spread_rows, acc=square_gradient, input_precision=PRECISION)
-        key_gradient = tl.dot(dl.to(OPERAND), queries, acc=key_gradient, input_precision=PRECISION)
         total += tl.sum(dl, 1)
+        if d_decay is not None:
+            if CAUSAL:
+                row_place = tl.load(place + rows, mask=there, other=0) - since
+                lagged += tl.sum(dl * row_place.to(tl.float32)[None, :], 1)
+            else:
+                lagged += tl.sum(dl * distance(place, rows[None, :], columns[:, None], T), 1)
+        weights = a.to(pull.dtype)
+        value_gradient = tl.dot(weights, pull, acc=value_gradient, input_precision=PRECISION)
+        if spread is not None:
+            square_gradient = tl.dot(weights, spread_rows, acc=square_gradient, input_precision=PRECISION)
+        key_gradient = tl.dot(dl.to(queries.dtype), queries, acc=key_gradient, input_precision=PRECISION)
     store_rows(d_k + to, columns, key_gradient * (scale * LN2), kept, row, K, W)
-    store_rows(d_v + to, columns, value_gradient + 2 * centred * square_gradient, kept, row, K, W)
+    u = load_rows(centred + to, columns, kept, row, 1, K, W).to(tl.float32)  # again: there is no room to keep it
+    store_rows(d_v + to, columns, value_gradient + 2 * u * square_gradient, kept, row, K, W)
     if d_terms is not None:
         tl.store(d_terms + at + columns, total, mask=kept)
+    if d_decay is not None:
+        if CAUSAL:
+            column_place = tl.load(place + columns, mask=kept, other=0) - since
+            lagged -= column_place.to(tl.float32) * total
+        tl.store(d_decay + tl.program_id(0), tl.sum(tl.where(kept, lagged, 0.0), 0))

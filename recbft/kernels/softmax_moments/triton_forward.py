@@ -25,22 +25,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from recbft.kernels.softmax_moments.triton_tiles import (
-    centred_values,
-    column_terms,
-    load_rows,
-    logits,
-    reach,
-    store_rows,
-)
+from recbft.kernels.softmax_moments.triton_tiles import load_rows, logits, reach, store_rows
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "T", "p_b"])
+@triton.jit(do_not_specialize=["B", "T"])
 def forward_kernel(
-    q, k, v, log_precision, log_decay, bias, home, place, read,
+    q, k, centred, squares, terms, log_decay, bias, home, place, read, v,
     mean, offset, lse, size, residual, precision,  # written; size None for the mean alone, the last two as asked for
-    q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, v_b, v_h, v_t, v_k, p_b, p_t, d_b, x_b, x_h, x_t, x_j,
+    q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, v_b, v_h, v_t, v_k, d_b, x_b, x_h, x_t, x_j,
     B, H, T, scale, nu, c, cap, K: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr,
 ):
@@ -52,30 +45,27 @@ def forward_kernel(
     kept = rows < T
     q, k, v = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
     home, place = home + b * T, place + b * T
-    if log_precision is not None:
-        log_precision += b * p_b
     if log_decay is not None:
         log_decay += b * d_b
     if bias is not None:
         bias += b * x_b + h * x_h
-    row_home, row_place = tl.load(home + rows, mask=kept, other=-1), tl.load(place + rows, mask=kept, other=0)
+    to, row, at = (b * T * H + h) * K, H * K, (b * H + h) * T + rows
     queries = load_rows(q, rows, kept, q_t, q_k, K, W)
-    PRODUCT: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float32 else tl.float16
     M = tl.full([OWN], float("-inf"), tl.float32)
     Z, C = tl.zeros([OWN], tl.float32), tl.zeros([OWN], tl.float32)
     E1, E2 = tl.zeros([OWN, W], tl.float32), tl.zeros([OWN, W], tl.float32)
     first, last, within, end = reach(read + b * T, rows, tl.cast(B, tl.int64) * T, T)
     for begin in range(first, last, OTHER):
         columns = begin + tl.arange(0, OTHER)
-        column_home = tl.load(home + columns, mask=columns < T, other=-1)
-        column_place = tl.load(place + columns, mask=columns < T, other=0)
-        keys = load_rows(k, columns, columns < T, k_t, k_k, K, W)
-        u = centred_values(v, columns, column_home, v_t, v_k, K, W).to(PRODUCT)
+        there = columns < T
+        keys = load_rows(k, columns, there, k_t, k_k, K, W)
+        u = load_rows(centred + to, columns, there, row, 1, K, W)
+        column_terms = None
+        if terms is not None:
+            column_terms = tl.load(terms + b * T + columns, mask=there, other=0.0)[None, :]
         x = logits(
-            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale,
-            column_terms(log_precision, p_t, log_decay, columns, column_place, T, CAUSAL)[None, :],
-            rows[:, None], columns[None, :], row_home[:, None], column_home[None, :],
-            row_place[:, None], column_place[None, :], log_decay, bias, x_t, x_j, T,
+            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, column_terms,
+            rows[:, None], columns[None, :], home, place, log_decay, bias, x_t, x_j, T,
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )
         top = tl.maximum(M, tl.max(x, 1))
@@ -83,15 +73,17 @@ def forward_kernel(
         f = tl.exp2(M - floor)
         p = tl.exp2(x - floor[:, None])
         Z = Z * f + tl.sum(p, 1)
-        E1 = tl.dot(p.to(PRODUCT), u, acc=E1 * f[:, None], input_precision=PRECISION)
+        weights = p.to(u.dtype)
+        E1 = tl.dot(weights, u, acc=E1 * f[:, None], input_precision=PRECISION)
         if size is not None:
             C = C * (f * f) + tl.sum(p * p, 1)
-            E2 = tl.dot(p.to(PRODUCT), u * u, acc=E2 * f[:, None], input_precision=PRECISION)
+            u2 = load_rows(squares + to, columns, there, row, 1, K, W)
+            E2 = tl.dot(weights, u2, acc=E2 * f[:, None], input_precision=PRECISION)
         M = top
     found = Z > 0
     Z = tl.where(found, Z, 1.0)
     o = E1 * (1.0 / Z)[:, None]
-    to, row, at = (b * T * H + h) * K, H * K, (b * H + h) * T + rows
+    row_home = tl.load(home + rows, mask=kept, other=-1)
     store_rows(mean + to, rows, o + load_rows(v, row_home, row_home >= 0, v_t, v_k, K, W), kept, row, K, W)
     store_rows(offset + to, rows, o, kept, row, K, W)
     tl.store(lse + at, tl.where(found, M + tl.log2(Z), float("inf")), mask=kept)

@@ -46,13 +46,6 @@ def store_rows(base, rows, values, kept, row_stride, K: tl.constexpr, W: tl.cons
 
 
 @triton.jit
-def centred_values(v, columns, home, v_t, v_k, K: tl.constexpr, W: tl.constexpr):
-    """Values less the first of their history, float32; zeros for padding."""
-    values = load_rows(v, columns, home >= 0, v_t, v_k, K, W).to(tl.float32)
-    return values - load_rows(v, home, home >= 0, v_t, v_k, K, W).to(tl.float32)
-
-
-@triton.jit
 def reach(spans, rows, field, T):
     """The columns (first, last) that some tokens of a tile reach, and (first, last) of those that all of them do."""
     kept = rows < T
@@ -63,40 +56,39 @@ def reach(spans, rows, field, T):
     return tl.min(start, 0), tl.max(stop, 0), within, end
 
 
-@triton.jit
-def column_terms(log_precision, p_t, log_decay, columns, place, T, CAUSAL: tl.constexpr):
-    """What each column adds to the logits of all its readers."""
-    terms = tl.zeros_like(place).to(tl.float32)
-    if log_precision is not None:
-        terms += tl.load(log_precision + columns * p_t, mask=columns < T, other=0.0).to(tl.float32) * LOG2E
-    if log_decay is not None and CAUSAL:  # softmax ignores what is constant along the columns
-        terms -= place.to(tl.float32) * (tl.load(log_decay).to(tl.float32) * LOG2E)
-    return terms
-
-
 # fmt: off
 @triton.jit
 def logits(
-    products, terms, reader, column, reader_home, column_home, reader_place, column_place,
-    log_decay, bias, x_t, x_j, T, masked, CAUSAL: tl.constexpr,
+    products, terms, readers, columns, home, place, log_decay, bias, x_t, x_j, T, masked, CAUSAL: tl.constexpr,
 ):
     # fmt: on
-    """Logits of a tile of pairs from their scaled products and the terms of its columns.
+    """Logits of a tile of pairs from their scaled products and the terms of its columns, (1, columns) if there are any.
 
-    What belongs to readers comes as (rows, 1) and what belongs to columns as (1, columns), or the other way round.
+    Readers come as (rows, 1) and columns as (1, columns), or the other way round.
     """
-    x = products + terms
-    if log_decay is not None and not CAUSAL:
-        x += tl.abs(reader_place - column_place).to(tl.float32) * (tl.load(log_decay).to(tl.float32) * LOG2E)
+    x = products
+    if terms is not None:
+        x += terms
+    if log_decay is not None and not CAUSAL:  # a causal softmax has it in the terms of its columns
+        x += distance(place, readers, columns, T) * (tl.load(log_decay).to(tl.float32) * LOG2E)
     if bias is not None:
-        there = (reader < T) & (column < T)
-        x += tl.load(bias + reader * x_t + column * x_j, mask=there, other=0.0).to(tl.float32) * LOG2E
+        there = (readers < T) & (columns < T)
+        x += tl.load(bias + readers * x_t + columns * x_j, mask=there, other=0.0).to(tl.float32) * LOG2E
     if masked:
-        allowed = (reader_home == column_home) & (column_home >= 0)
+        column_home = tl.load(home + columns, mask=columns < T, other=-1)
+        allowed = (tl.load(home + readers, mask=readers < T, other=-1) == column_home) & (column_home >= 0)
         if CAUSAL:
-            allowed = allowed & (column_place <= reader_place)
+            column_place = tl.load(place + columns, mask=columns < T, other=0)
+            allowed = allowed & (column_place <= tl.load(place + readers, mask=readers < T, other=0))
         x = tl.where(allowed, x, float("-inf"))
     return x
+
+
+@triton.jit
+def distance(place, readers, columns, T):
+    """How many positions lie between the tokens of each pair, float32."""
+    reader_place = tl.load(place + readers, mask=readers < T, other=0)
+    return tl.abs(reader_place - tl.load(place + columns, mask=columns < T, other=0)).to(tl.float32)
 
 
 # fmt: off
