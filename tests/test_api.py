@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -442,6 +443,24 @@ def test_weights_that_do_not_fit_the_config_are_refused(fitted, tmp_path):
     path = tmp_path / "kept" / "config.yaml"
     path.write_text(path.read_text().replace("hidden_size: 8", "hidden_size: 16"))
     with pytest.raises(UserError, match=r"config.yaml describes another model than the weights in .*checkpoint"):
+        Recommender.load(tmp_path / "kept")
+
+
+def test_a_model_changed_in_the_config_is_warned_about_though_the_weights_fit(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    path = tmp_path / "kept" / "config.yaml"
+    whole = path.read_text()
+    path.write_text(whole.replace("n_heads: 2", "n_heads: 1").replace("seed: 0", "seed: 5"))
+    said = r"config.yaml was changed since the run was begun: backbone.n_heads is 1 and was 2, seed is 5 and was 0; its"
+    with pytest.warns(UserWarning, match=rf"{said} weights and metrics .* Put it back \(protocol.json"):
+        Recommender.load(tmp_path / "kept")
+    path.write_text(whole)
+    protocol = tmp_path / "kept" / "protocol.json"
+    begun = json.loads(protocol.read_text())
+    del begun["config"]["backbone"]["activation"]  # of a version that had no such setting
+    protocol.write_text(json.dumps(begun))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         Recommender.load(tmp_path / "kept")
 
 

@@ -5,6 +5,7 @@ checkpoint/vocabulary.parquet    item_id, training_count; a row per item, index 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from recbft.config import by_setting, to_dict
 from recbft.config_file import read_yaml
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
@@ -29,6 +31,7 @@ from recbft.training.checkpoint import vocabulary_hash
 from recbft.training.run_folder import RunFolder
 
 VOCABULARY_FILE = "vocabulary.parquet"
+OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
 _DRAWS = {
     *("uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"),
     *("xavier_normal_", "orthogonal_", "random_", "bernoulli_", "exponential_", "rand", "randn", "randint", "randperm"),
@@ -44,6 +47,8 @@ def write_vocabulary(folder: Path, dataset: Dataset) -> None:
 
 def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn.Module]:
     """A trained model with its best weights, in evaluation mode, and what it takes to use it.
+
+    A warning names what its ``config.yaml`` says of the model that is not what it was begun with.
 
     Raises:
         UserError: no run, no best weights yet, or a file is damaged or belongs to another run.
@@ -67,6 +72,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             f"{run.config_file} describes another model than the weights in {run.checkpoint}; restore the file, or "
             "train again into a new folder"
         ) from None
+    _warn_of_changes(run, config)
     model.eval()
     return run, config, Vocabulary(ids), model
 
@@ -85,6 +91,26 @@ def own_config(run: RunFolder) -> RunConfig:
             f"({run.protocol_file.name} holds its values), or train again into a new folder"
         )
     return load_run_config(run.config_file)
+
+
+def differences(
+    here: Mapping[str, Any], there: Mapping[str, Any], keys: tuple[str, ...] = OF_THE_MODEL
+) -> dict[str, tuple[Any, Any]]:
+    """The settings that two configurations both have, with the two values, where these are not the same."""
+    one, other = (by_setting({key: config[key] for key in keys if key in config}) for config in (here, there))
+    # Where one has no such key, the model, the arm or the mixer differ too, or it is of an earlier version.
+    return {key: (one[key], other[key]) for key in one if key in other and one[key] != other[key]}
+
+
+def _warn_of_changes(run: RunFolder, config: RunConfig) -> None:
+    changed = differences(to_dict(config), run.protocol.get("config", {}), (*OF_THE_MODEL, "seed"))
+    if changed:
+        said = ", ".join(f"{key} is {now!r} and was {was!r}" for key, (now, was) in changed.items())
+        warnings.warn(
+            f"{run.config_file} was changed since the run was begun: {said}; its weights and metrics are of the model "
+            f"as it was. Put it back ({run.protocol_file.name} holds its values), or train a new run",
+            stacklevel=3,
+        )
 
 
 def _lacking(written: Any, begun: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -24,17 +24,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recbft.config import by_setting, to_dict
+from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig
-from recbft.training.bundle import load_trained
+from recbft.training.bundle import differences, load_trained
 from recbft.training.checkpoint import best_digest
 
 KEEP = 0.4
-_OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")
 
 
 def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> dict[str, Any] | None:
@@ -55,7 +54,8 @@ def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> d
         return None
     assert isinstance(model, TrainableModel)  # a setting of training is refused of others
     run, their_config, vocabulary, older = load_trained(path)
-    differing = _differences(config, their_config)
+    changed = differences(to_dict(config), to_dict(their_config))
+    differing = [f"{key} {theirs!r} (here {ours!r})" for key, (ours, theirs) in changed.items()]
     rows = _rows_of(dataset, vocabulary, run.path)
     keep = KEEP if config.training.warm_start_keep is None else config.training.warm_start_keep
     try:
@@ -122,10 +122,3 @@ def _taken_over(
         else:  # a running mean, or counted in the data
             taken[name] = own if name in model.per_item else their
     return taken
-
-
-def _differences(config: RunConfig, theirs: RunConfig) -> list[str]:
-    """What decides a model and is not the same in both, as text."""
-    here, there = (by_setting({key: to_dict(one)[key] for key in _OF_THE_MODEL}) for one in (config, theirs))
-    # Where one has no such key, the model, the arm or the mixer differ too.
-    return [f"{key} {there[key]!r} (here {here[key]!r})" for key in here if key in there and here[key] != there[key]]
