@@ -23,6 +23,7 @@ from recbft.evaluation.paired import compare_seeds, compare_users, holm
 from recbft.evaluation.stratified import MIN_USERS
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
 from recbft.experiments.lists import counted
+from recbft.experiments.machines import notes_on_machines
 from recbft.files import make_folder, write_atomic, write_json
 from recbft.training.run_folder import RunFolder
 
@@ -44,7 +45,8 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over
     baselines, second = [comparison.baseline], comparison.arms.get(SECOND_BASELINE)
     if second is not None and second.has_spread and SECOND_BASELINE not in baselines:
         baselines.append(SECOND_BASELINE)
-    notes = [*comparison.notes, *_constant(comparison, metrics), *_few(len(comparison.seeds))]
+    notes = [*comparison.notes, *notes_on_machines(comparison)]
+    notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds))]
     notes += _few_users(len(comparison.users)) if over_users else []
     return {
         "format": FORMAT,

@@ -18,6 +18,7 @@ from typing import Any
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
 from recbft.experiments.lists import listed
+from recbft.experiments.machines import notes_on_machines
 from recbft.experiments.results import results_of
 from recbft.files import make_folder, write_atomic
 from recbft.reporting import plots, sections
@@ -75,7 +76,8 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
             sections.training_section(comparison, draw=draw),
             sections.protocol_section(comparison, results),
             sections.commands_section(comparison, results),
-            sections.notes_section([*results["notes"], *unusable]),
+            # Run folders may have come from elsewhere since the comparison was made.
+            sections.notes_section(list(dict.fromkeys([*results["notes"], *notes_on_machines(comparison), *unusable]))),
         ],
     )
 

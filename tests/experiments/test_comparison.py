@@ -20,6 +20,7 @@ from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.document import mean_sd
 from recbft.experiments.experiment import conclude
 from recbft.experiments.external import read_external
+from recbft.experiments.machines import notes_on_machines
 from recbft.experiments.results import results_of, write_comparison
 from recbft.experiments.runs import label_runs, read_run
 from recbft.files import write_json
@@ -137,6 +138,21 @@ def test_the_day_makes_no_other_environment(copied):
     assert len(write_comparison(comparison_of(runs_in(copied)), copied, made={})["environments"]) == 1
     edit_json(environment, cpu="another")
     assert len(write_comparison(comparison_of(runs_in(copied)), copied, made={})["environments"]) == 2
+
+
+def test_pairs_of_several_machines_and_runs_of_unknown_ones_are_noted(copied):
+    assert notes_on_machines(comparison_of(runs_in(copied))) == []
+    bft, matched = (copied / "runs" / f"{arm}-seed1" / "environment.json" for arm in ("bft", "matched"))
+    edit_json(bft, cpu="A processor", device="cpu")
+    edit_json(matched, cpu="A processor", device="A card")
+    (note,) = notes_on_machines(comparison_of(runs_in(copied)))
+    assert note.startswith("seed 1: arms were trained on different machines (")
+    assert "bft A processor" in note and "matched A card" in note
+    edit_json(bft, device="A card", cpu="another processor")
+    assert notes_on_machines(comparison_of(runs_in(copied))) == []
+    matched.unlink()
+    (note,) = results_of(comparison_of(runs_in(copied)))["notes"][:1]
+    assert note.startswith("arm matched, seed 1: trained on a machine that is not known, since environment.json")
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan"), None])

@@ -388,6 +388,14 @@ def test_without_probes_a_line_says_what_makes_them(copied):
         assert not section.tables and "recbft probe RUN makes this section" in section.words[0]
 
 
+def test_a_run_whose_machine_is_not_known_any_more_is_named(copied):
+    write_comparison(comparison_of(sorted((copied / "runs").iterdir())), copied, made={})
+    before = make_report(load_comparison(copied), draw=False).sections[-1].words
+    (copied / "runs" / "matched-seed1" / "environment.json").unlink()
+    (line,) = set(make_report(load_comparison(copied), draw=False).sections[-1].words) - set(before)
+    assert line.startswith("arm matched, seed 1: trained on a machine that is not known")
+
+
 def test_a_damaged_probe_and_one_of_other_data_are_left_out_and_named(copied):
     (copied / "runs" / "bft-seed0" / "probe.json").write_text("{")
     other = copied / "runs" / "bft-seed1" / "probe.json"
