@@ -114,7 +114,7 @@ def calibration(
 
     return {
         "ece": float(ece(np.ones((1, hit.size), np.int64))[0]),
-        "interval": interval(bootstrap(ece, hit.size, samples=samples, seed=seed)),
+        "interval": interval(bootstrap(ece, hit.size, samples=samples, seed=seed), hit.size),
         "floor": float(np.sqrt(2 / np.pi * spread).sum() / hit.size),
         "mean_probability": float(probability.mean()),
         "hit_rate": float(hit.mean()),

@@ -135,12 +135,12 @@ def compare_confidences(
     found: dict[str, dict[str, Any]] = {}
     for name, ranking in rankings.items():
         auroc = None if np.isnan(ranking.area) else ranking.area
-        inside = interval(areas[name][0])
+        inside = interval(areas[name][0], hit.size)
         found[name] = {
             "auroc": auroc,
             "auroc_interval": inside,
             "aurc": ranking.risk_area,
-            "aurc_interval": interval(areas[name][1]),
+            "aurc_interval": interval(areas[name][1], hit.size),
             "excess_aurc": ranking.risk_area - best,
             "num_distinct": ranking.num_distinct,
             "verdict": verdict(auroc, inside, ranking.num_distinct, ranking.p),
@@ -148,7 +148,7 @@ def compare_confidences(
         }
         if reference is not None and name != reference:
             above = None if auroc is None else rankings[reference].area - auroc
-            apart = interval(areas[reference][0] - areas[name][0])
+            apart = interval(areas[reference][0] - areas[name][0], hit.size)
             found[name]["reference_above"] = {"auroc": above, "interval": apart}
     return found
 
@@ -183,7 +183,7 @@ def bootstrap(statistic: Callable[[IntArray], FloatArray], num_users: int, *, sa
     return np.concatenate([statistic(weights) for weights in resamples(num_users, samples, seed)])
 
 
-def interval(values: FloatArray) -> list[float] | None:
-    """The 2.5 and 97.5 % points; None where no resample has a value."""
+def interval(values: FloatArray, num_users: int) -> list[float] | None:
+    """The 2.5 and 97.5 % points of resamples; None where none has a value, and of one user, of whom all are alike."""
     values = values[~np.isnan(values)]
-    return np.quantile(values, [0.025, 0.975]).tolist() if values.size else None
+    return np.quantile(values, [0.025, 0.975]).tolist() if values.size and num_users > 1 else None

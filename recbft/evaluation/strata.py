@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from recbft.errors import UserError
 
 QUANTILES = 5
+MIN_USERS = 30  # fewer are too few to say anything of others: resamples of them are too much alike
 IntArray = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.number[Any])
 _DURATIONS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))

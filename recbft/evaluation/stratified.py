@@ -32,9 +32,8 @@ from recbft.evaluation.paired import (
     holm,
     seed_interval,
 )
-from recbft.evaluation.strata import Strata
+from recbft.evaluation.strata import MIN_USERS, Strata
 
-MIN_USERS = 30
 MIN_HITS = 5
 SAMPLES = 2000  # resamples of the users of one stratum
 IntArray = NDArray[np.int64]

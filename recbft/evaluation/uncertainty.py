@@ -14,7 +14,9 @@ The precision has a ceiling, lam_max, and the last layer's often lies there: ``s
 
 ``uncertainty`` returns the part ``uncertainty`` of ``probe.json``:
 
-    part, num_users, num_items, k, hit_rate, intervals ("95 %, N bootstrap resamples of the users")
+    part, num_users, num_items, k, hit_rate
+    intervals       "95 %, N bootstrap resamples of the users", and whether the users are too few for it; every interval
+                    is None of one user
     random_aurc, optimal_aurc      of a confidence that says nothing, and of one that puts all hits first
     confidences     name -> {auroc, auroc_interval, aurc, aurc_interval, excess_aurc, num_distinct, verdict,
                     curve: {coverage, risk}, reference_above: {auroc, interval}}; the reference is precision, and
@@ -46,6 +48,7 @@ from recbft.evaluation.calibration import Predicted, calibration, predicted
 from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval
 from recbft.evaluation.probability import AS_TRAINED, fit, fitting_users
 from recbft.evaluation.ranks import full_ranks
+from recbft.evaluation.strata import MIN_USERS
 from recbft.evaluation.trace import at_cap as saturated
 from recbft.evaluation.trace import trace
 from recbft.evaluation.views import Part, evaluation_mode, states_of_view, view_of
@@ -106,7 +109,7 @@ def uncertainty(
         "num_items": dataset.num_items,
         "k": K,
         "hit_rate": float(hit.mean()),
-        "intervals": f"95 %, {samples} bootstrap resamples of the users",
+        "intervals": f"95 %, {samples} bootstrap resamples of the users{_few(hit.size)}",
         "random_aurc": Ranking(np.zeros(hit.size), hit).risk_area,
         "optimal_aurc": Ranking(hit, hit).risk_area,
         "confidences": compare_confidences(
@@ -182,10 +185,17 @@ def _saturation(model: SequenceModel, read: _Read) -> dict[str, Any] | None:
     }
 
 
+def _few(users: int) -> str:
+    """What is wrong with intervals of so few users."""
+    if users == 1:
+        return "; none of one user"
+    return f"; too narrow with {users} users, {MIN_USERS} are the fewest, as in strata" if users < MIN_USERS else ""
+
+
 def _nll(when: str, found: Predicted, samples: int, seed: int) -> dict[str, Any]:
     values = found.nll
     means = bootstrap(lambda weights: weights @ values / values.size, values.size, samples=samples, seed=seed)
-    return {when: float(values.mean()), f"{when}_interval": interval(means)}
+    return {when: float(values.mean()), f"{when}_interval": interval(means, values.size)}
 
 
 def _calibrations(found: Predicted, rank: IntArray, samples: int, seed: int) -> dict[str, Any]:

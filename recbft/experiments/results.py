@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
-from recbft.evaluation.stratified import MIN_USERS
+from recbft.evaluation.strata import MIN_USERS
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
 from recbft.experiments.lists import counted
 from recbft.experiments.machines import notes_on_machines

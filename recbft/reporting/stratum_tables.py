@@ -11,8 +11,8 @@ from recbft.errors import UserError, did_you_mean
 from recbft.evaluation import strata as partition
 from recbft.evaluation.paired import SeedComparison
 from recbft.evaluation.protocol import SETTINGS
-from recbft.evaluation.strata import Strata, confound
-from recbft.evaluation.stratified import MIN_HITS, MIN_USERS, StratumResult, p_of, stratify
+from recbft.evaluation.strata import MIN_USERS, Strata, confound
+from recbft.evaluation.stratified import MIN_HITS, StratumResult, p_of, stratify
 from recbft.experiments.document import p_equals
 from recbft.experiments.lists import listed
 from recbft.reporting.findings import WITHOUT_SPREAD

@@ -171,13 +171,14 @@ def test_resamples_draw_as_many_users_as_there_are_and_depend_on_the_seed_alone(
     assert one.shape == (10, 7) and (one.sum(axis=1) == 7).all()
     assert not np.array_equal(one, np.concatenate(list(resamples(7, 10, seed=4))))
     means = bootstrap(lambda weights: weights @ np.arange(7) / 7, 7, samples=500, seed=0)
-    assert means.mean() == pytest.approx(3, abs=0.15) and interval(means)[0] < 3 < interval(means)[1]
+    assert means.mean() == pytest.approx(3, abs=0.15) and interval(means, 7)[0] < 3 < interval(means, 7)[1]
 
 
 def test_an_interval_leaves_out_a_fortieth_at_either_end_and_resamples_without_a_value():
     values = np.random.default_rng(0).permutation(np.arange(1001.0))
-    assert interval(values) == interval(np.append(values, [np.nan] * 500)) == [25, 975]
-    assert interval(np.full(3, np.nan)) is None
+    assert interval(values, 2) == interval(np.append(values, [np.nan] * 500), 2) == [25, 975]
+    assert interval(np.full(3, np.nan), 2) is None
+    assert interval(np.ones(3), 2) == [1, 1] and interval(np.ones(3), 1) is None, "of one user there is none"
 
 
 def test_the_curve_of_many_users_has_a_hundred_points_and_ends_at_the_whole():

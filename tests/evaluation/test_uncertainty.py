@@ -138,7 +138,14 @@ def test_one_user_is_enough_for_a_report(lab, large):
     found = uncertainty(lab.make_model(large), large, users=np.array([5]), samples=5)
     assert found["confidences"]["precision"]["auroc"] is None
     assert found["random_aurc"] == found["optimal_aurc"] == 1 - found["hit_rate"]
-    json_text(found)
+    assert '_interval": [' not in json_text(found) and found["calibration"]["after"]["hit@10"]["interval"] is None
+    assert found["intervals"].endswith("resamples of the users; none of one user")
+
+
+def test_intervals_of_fewer_users_than_a_stratum_needs_are_said_to_be_too_narrow(lab, large):
+    model = lab.make_model(large)
+    few, enough = (uncertainty(model, large, users=np.arange(n), samples=5)["intervals"] for n in (29, 30))
+    assert few == f"{enough}; too narrow with 29 users, 30 are the fewest, as in strata"
 
 
 @pytest.mark.parametrize("users", [None, np.array([7, 3])])
