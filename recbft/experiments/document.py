@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recbft.evaluation.paired import holm
+from recbft.evaluation.paired import EXACT_SEEDS, holm
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments import provenance
 from recbft.experiments.lists import counted, seeds_text
+from recbft.experiments.results import user_samples
 from recbft.experiments.tables import Row, markdown_table, text_table
 
 Table = Callable[[Row, Sequence[Row]], str]
@@ -32,11 +33,13 @@ def comparison_document(result: Result, *, markdown: bool) -> str:
             "smallest difference that so many seeds would have found four times in five."
         )
         parts.append(table(*_seed_cells(against)))
-        if any("over_users" in cell for _, _, _, cell in cells_of(against)):
+        over_users = [cell["over_users"] for *_, cell in cells_of(against) if "over_users" in cell]
+        if over_users:
+            least = out_of_reach(len(over_users), user_samples(over_users[0]["num_users"]))
             parts.append(
                 f"Difference from {baseline} over users, seeds averaged away: another claim, that with these trained "
                 "models other users would show it too. Bootstrap interval and sign-flip p over users, by itself and by "
-                "Holm over the tests of this table."
+                f"Holm over the tests of this table.{least}"
             )
             parts.append(table(*_user_cells(against)))
     return "\n\n".join(parts) + "\n"
@@ -64,6 +67,21 @@ def cells_of(against: Mapping[str, Any]) -> list[tuple[str, str, str, dict[str, 
         for setting, metrics in settings.items()
         for metric, cell in metrics.items()
     ]
+
+
+def out_of_reach(tests: int, samples: int) -> str:
+    """What a caption adds where Holm over so many tests by so many drawn sign patterns cannot reach 0.05.
+
+    >>> out_of_reach(100, 2000)
+    ''
+    """
+    if tests / (1 + samples) <= 0.05:
+        return ""
+    return (
+        f" Where more than {EXACT_SEEDS} users differ p is of {samples:,} drawn sign patterns, {1 / (1 + samples):.2g} "
+        f"at the least, and cannot reach 0.05 by Holm over {tests:,} tests whatever the difference; over a smaller "
+        "family it could."
+    )
 
 
 def difference_cells(d: Mapping[str, Any]) -> list[str]:

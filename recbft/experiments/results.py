@@ -66,6 +66,11 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over
     }  # fmt: skip
 
 
+def user_samples(num_users: int) -> int:
+    """Resamples of so many users, and sign patterns of their differences."""
+    return _USER_SAMPLES[num_users > _MANY_USERS]
+
+
 def write_comparison(
     comparison: Comparison,
     folder: Path,
@@ -128,7 +133,7 @@ def _level(values: Sequence[float], has_spread: bool) -> dict[str, Any]:
 def _against(
     comparison: Comparison, baseline: str, others: Sequence[str], metrics: Sequence[str], over_users: bool
 ) -> Cells:
-    samples = _USER_SAMPLES[len(comparison.users) > _MANY_USERS]
+    samples = user_samples(len(comparison.users))
     found: Cells = {}
     for name in others:
         found[name] = {}

@@ -17,8 +17,9 @@ import numpy as np
 from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
-from recbft.experiments.document import cells_of
+from recbft.experiments.document import cells_of, out_of_reach
 from recbft.experiments.lists import seeds_text
+from recbft.experiments.results import user_samples
 from recbft.reporting.subject import headline
 from recbft.reporting.tables import Cell, Column, Table, slug
 
@@ -136,7 +137,8 @@ def user_table(comparison: Comparison, found: Sequence[Finding]) -> Table | None
         title=f"Difference from {baseline} over users",
         caption="Another claim than over seeds: would other users show the difference, with these trained models and "
         f"the seeds averaged away? {_targets(comparison)}, ties against the target. Bootstrap interval over users; "
-        f"sign-flip p: of the users' differences; Holm p: over the {len(rows)} tests of this table.",
+        f"sign-flip p: of the users' differences; Holm p: over the {len(rows)} tests of this table."
+        f"{out_of_reach(len(rows), user_samples(comparison.users.size))}",
         columns=[
             Column("arm"), Column("metric"), Column("items"), Column("difference", "signed"),
             Column("relative", "percent"), Column("95 % interval", "interval"), Column("sign-flip p", "p"),

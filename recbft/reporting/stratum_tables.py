@@ -9,11 +9,11 @@ import numpy as np
 
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation import strata as partition
-from recbft.evaluation.paired import SeedComparison
+from recbft.evaluation.paired import SeedComparison, UserComparison
 from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import MIN_USERS, Strata, confound
-from recbft.evaluation.stratified import MIN_HITS, StratumResult, p_of, stratify
-from recbft.experiments.document import p_equals
+from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of, stratify
+from recbft.experiments.document import out_of_reach, p_equals
 from recbft.experiments.lists import listed
 from recbft.reporting.findings import WITHOUT_SPREAD
 from recbft.reporting.subject import Subject
@@ -235,7 +235,10 @@ def _tests(subject: Subject, results: Sequence[StratumResult]) -> str:
         how = "one seed, so paired over users: bootstrap interval and sign-flip test; it says nothing about other seeds"
     family = f"Holm over the {len(found)} tests of this table" if len(found) > 1 else "one test, so no adjustment"
     constant = any(isinstance(one, SeedComparison) and one.is_constant for one in found)
-    return f"Difference from {subject.baseline}, {how}; {family}.{f' {WITHOUT_SPREAD}' if constant else ''}"
+    more = f" {WITHOUT_SPREAD}" if constant else ""
+    if isinstance(found[0], UserComparison):
+        more += out_of_reach(len(found), SAMPLES)
+    return f"Difference from {subject.baseline}, {how}; {family}.{more}"
 
 
 def confound_line(subject: Subject) -> str:

@@ -14,7 +14,7 @@ from recbft.errors import UserError
 from recbft.evaluation.paired import compare_users, holm
 from recbft.experiments import results as results_module
 from recbft.experiments.comparison import Arm, Comparison
-from recbft.experiments.document import cells_of, comparison_document, difference_cells, p_equals, p_text
+from recbft.experiments.document import cells_of, comparison_document, difference_cells, out_of_reach, p_equals, p_text
 from recbft.experiments.pooling import pool, pooled_document, read_results
 from recbft.experiments.results import results_of
 from recbft.files import write_json
@@ -141,6 +141,19 @@ def test_few_users_are_said_to_have_no_interval_to_rely_on():
     assert said in results_of(made_up(few), metrics=["mrr"])["notes"]
     assert results_of(made_up(few), metrics=["mrr"], over_users=False)["notes"] == []
     assert results_of(made_up(enough), metrics=["mrr"])["notes"] == []
+
+
+def test_a_family_too_large_for_the_drawn_sign_patterns_is_said_to_be():
+    said = "2,000 drawn sign patterns, 0.0005 at the least, and cannot reach 0.05 by Holm over 101 tests"
+    assert said in out_of_reach(101, 2000) and out_of_reach(100, 2000) == ""
+    users = {"num_users": 10_001, "difference": 0.0, "interval": (0.0, 0.0), "p_sign_flip": 1 / 2001}
+    rng = np.random.default_rng(2)
+    result = results_of(made_up({name: rng.integers(1, 40, (6, 30)) for name in ("matched", "bft")}), metrics=["mrr"])
+    cell = result["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"] | {"over_users": users}
+    for tests in (100, 101):
+        result["comparisons"]["matched"]["bft"]["unfiltered"] = {f"hr@{k}": cell for k in range(1, tests + 1)}
+        text = comparison_document({**result, "made": MADE}, markdown=False)
+        assert (said in text) == (tests == 101)
 
 
 def test_the_two_claims_are_told_apart_in_the_document():
