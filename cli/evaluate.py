@@ -76,3 +76,10 @@ def evaluate(
     assert evaluation.exposure is not None
     exposure = {name: evaluation.exposure[name] for name in shown}
     typer.echo(format_exposure(exposure, float(evaluation.per_user["target_count"].mean()), made))
+    if made["content_hash"] != own["content_hash"]:
+        typer.echo(f"popularity: {counted_in(data.name)}")
+
+
+def counted_in(dataset: str) -> str:
+    """Whose training counts stand in a table of other data than the run's."""
+    return f"training events in {dataset}, not in what the model was trained on"

@@ -9,7 +9,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
-from recbft_cli.evaluate import Part
+from recbft_cli.evaluate import Part, counted_in
 from recbft_cli.given import refuse_given
 from recbft_cli.tables import table
 
@@ -91,8 +91,9 @@ def probe(
     if as_json:
         typer.echo(json_text(found), nl=False)
         return
+    counts = [] if own else [f"training count: {counted_in(data.name)}", ""]
     for lines in (
-        _mechanism(found["mechanism"]),
+        [*_mechanism(found["mechanism"]), *counts],
         _uncertainty(found["uncertainty"]),
         protocol_lines(found["protocol"]),
     ):

@@ -48,8 +48,8 @@ class Evaluation:
         part: "validation" or "test".
         filter_seen: whether seen items are masked in the headline.
         per_user: one row per user in the data set's order: user (raw id), history_length (events ranked from, before
-            the cut to the model's length), target (raw id), target_count (its training events), rank_unfiltered,
-            rank_filtered.
+            the cut to the model's length), target (raw id), target_count (its training events in this data set),
+            rank_unfiltered, rank_filtered.
         metrics: "unfiltered" and "filtered", each metric by name.
         precision: the posterior precision behind each user's scores, (N,); None where the model keeps none.
         exposure: "unfiltered" and "filtered", which items the lists of the best show (``exposure``); None where no

@@ -6,8 +6,9 @@
     popularity@k = sum_i n_i c_i / sum_i n_i,  c_i the training events of item i           (4)
 
 (3) is 0 where all items are shown to equally many users and 1 - 1 / V where one item is shown to all; (4) is the mean
-over all places of all lists. None of them says whether a list is right, and the target has no part in them. What
-users took themselves is what (4) can be held against: the mean training count of the targets.
+over all places of all lists, by the data that are evaluated, which may be others than were trained on. None of them
+says whether a list is right, and the target has no part in them. What users took themselves is what (4) can be held
+against: the mean training count of the targets.
 
 Source: Shani and Gunawardana, Evaluating Recommendation Systems (2011), section 3.3 for (2) and (3); RecBole has them
 as ItemCoverage, GiniIndex and AveragePopularity.

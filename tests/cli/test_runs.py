@@ -194,6 +194,10 @@ def test_a_run_whose_data_moved_goes_on_with_the_file_that_is_named(capsys, even
     assert run(capsys, "probe", folder, "-d", events)[0] == 0 and (folder / "probe.json").is_file()
     (folder / "probe.json").unlink()
     assert run(capsys, "probe", folder, "-d", fewer)[0] == 0
+    for command, words in (("evaluate", ()), ("probe", ("--no-write",))):
+        said = "training events in {}, not in what the model was trained on"
+        assert said.format("fewer") in run(capsys, command, folder, "-d", fewer, *words)[1]
+        assert said.format(events.stem) not in run(capsys, command, folder, "-d", events, *words)[1]
     assert not (folder / "probe.json").exists(), "a probe of other data is none that the run's report may show"
 
 
