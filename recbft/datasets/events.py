@@ -296,6 +296,8 @@ def _whole_numbers_from_floats(column: Any, name: str, source: str, not_whole: s
     """Floats without blanks as integers; refuses what is not whole and what may have been another number."""
     bits = column.type.bit_width
     numbers: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    endless = "but a number must be finite; correct it, or leave the row out"
+    _refuse(pa.array(np.isinf(numbers)), column, name, source, endless)
     inexact = f"but whole numbers above 2**{FLOAT_DIGITS[bits]} are not exact as float{bits}; store integers"
     _refuse(pa.array(~(np.abs(numbers) <= largest_exact(bits))), column, name, source, inexact)
     _refuse(pa.array(numbers != np.round(numbers)), column, name, source, not_whole)
