@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from recbft.errors import RunError, UserError
@@ -58,6 +58,13 @@ def check_compiles() -> None:
     """Refuse Triton's interpreter where kernels shall be compiled."""
     if interpreted():
         raise UserError("TRITON_INTERPRET is set; unset it: the interpreter compiles nothing")
+
+
+def check_names(text: str, names: Iterable[str]) -> None:
+    """Refuse a text of ``--only`` that no name of a mechanism holds."""
+    there = list(dict.fromkeys(names))
+    if not any(text in name for name in there):
+        raise UserError(f"--only {text}: no mechanism's name holds this; there are {', '.join(there)}")
 
 
 def count(text: str) -> int:

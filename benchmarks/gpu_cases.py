@@ -55,6 +55,11 @@ class Case:
             made[name] = leaf.to(device=device, dtype=kind).requires_grad_()
         return made
 
+    def both_ways(self, dtype: torch.dtype) -> None:
+        """The call by its kernels forward and backward, on the CPU, where they are compiled and not timed."""
+        outputs = self.run(self.inputs(dtype, "cpu"), "triton")
+        sum(output.abs().sum() for output in outputs).backward()  # type: ignore[union-attr]
+
 
 def packed(B: int, T: int, *, causal: bool = True, device: str = "cpu", seed: int = 0) -> SequenceContext:
     """Rows of T tokens that hold histories of many lengths side by side, some padding behind them."""

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from benchmarks import gpu_cases
-from benchmarks.command import check_compiles, count, finish
+from benchmarks.command import check_compiles, check_names, count, finish
 from benchmarks.ptx.launches import pretended
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,11 +93,9 @@ def cases(width: int) -> dict[str, gpu_cases.Case]:
 
 def usages(case: gpu_cases.Case, dtype: torch.dtype, target: GPUTarget) -> list[Usage]:
     """What the kernels of a call take, forward and backward."""
-    leaves = case.inputs(dtype, "cpu")
     with compiling(target) as found, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # nothing ran: what outputs hold is what lay in memory
-        outputs = case.run(leaves, "triton")
-        sum(output.abs().sum() for output in outputs).backward()  # type: ignore[union-attr]
+        case.both_ways(dtype)
     return found
 
 
@@ -113,6 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument("--only", default="", metavar="TEXT", help="mechanisms whose name holds this")
     chosen = options.parse_args(arguments)
     check_compiles()
+    check_names(chosen.only, (name for width in chosen.widths for name in cases(width)))
     target = GPUTarget("cuda", chosen.capability, 32)
     print("| mechanism | type | width | kernel | registers | spilled, bytes | shared, KB | warps | programs at once |")
     print("| --- " * 9 + "|")

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks import gpu_cases, gpu_suite, machine
-from benchmarks.command import check_compiles, count, finish, recorded
+from benchmarks.command import check_compiles, check_names, count, finish, recorded
 from benchmarks.ptx.memory import UndefinedError
 from benchmarks.ptx.threads import UnknownInstructionError
 from benchmarks.sheltered import Row
@@ -51,6 +51,11 @@ def rows(capability: int, only: str = "") -> Iterator[Row]:
                 yield row | {"seconds": round(time.monotonic() - began)}
 
 
+def of_pairs(length: int, width: int) -> list[gpu_cases.Case]:
+    """The mechanisms whose work grows with the pairs of tokens."""
+    return [make(1, 1, length, width) for make in (gpu_cases.kriging, gpu_cases.reml, gpu_cases.silu)]
+
+
 def count_instructions(capability: int, lengths: Sequence[int], only: str) -> None:
     """Print what threads of each kernel take, forward and backward, over the pairs of which one token reads the other.
 
@@ -62,13 +67,11 @@ def count_instructions(capability: int, lengths: Sequence[int], only: str) -> No
     for length, width, dtype in product(lengths, (32, 64), TYPES[::2]):
         pairs = length * (length + 1) / 2
         with patch.object(gpu_cases, "packed", lambda *_, length=length, **__: gpu_cases.whole(1, length)):
-            for make in (gpu_cases.kriging, gpu_cases.reml, gpu_cases.silu):
-                case = make(1, 1, length, width)
+            for case in of_pairs(length, width):
                 if only not in case.name:
                     continue
                 with running(capability) as work:
-                    outputs = case.run(case.inputs(dtype, "cpu"), "triton")
-                    sum(output.abs().sum() for output in outputs).backward()  # type: ignore[union-attr]
+                    case.both_ways(dtype)
                 each = ", ".join(f"{kernel} {taken / pairs:.0f}" for kernel, taken in work.instructions.items())
                 cells = (case.name, str(dtype).removeprefix("torch."), width, length)
                 total = f"{work.instructions.total() / pairs:.0f}"
@@ -93,9 +96,8 @@ def main(arguments: Sequence[str]) -> int:
     if (reason := dispatch.missing("triton")) is not None:
         raise UserError(reason)
     check_compiles()
-    names = [case.name for case in gpu_cases.all_cases(small=True)]
-    if not any(chosen.only in name for name in names):
-        raise UserError(f"--only {chosen.only}: no mechanism's name holds this; there are {', '.join(names)}")
+    cases = of_pairs(16, 32) if chosen.instructions else gpu_cases.all_cases(small=True)
+    check_names(chosen.only, [case.name for case in cases])
     print("\n".join(machine.lines(machine.header(recorded(NAME, arguments), device="cpu"))), flush=True)
     if chosen.instructions:
         count_instructions(chosen.capability, chosen.instructions, chosen.only)

@@ -48,10 +48,12 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path):
             assert mechanism in SPILLS or spilled <= 128, row
 
 
-def test_in_the_interpreter_it_says_what_to_do(tmp_path):
+def test_what_compiles_nothing_is_refused(tmp_path):
     run = told(tmp_path, interpret="1")
     assert run.returncode == 2
     assert run.stderr == "error: TRITON_INTERPRET is set; unset it: the interpreter compiles nothing\n"
+    run = told(tmp_path, "--only", "magic")
+    assert run.returncode == 2 and "--only magic: no mechanism's name holds this; there are kriging" in run.stderr
 
 
 @pytest.mark.parametrize("capability, other", [(80, 32), (90, 64), (100, 32), (120, 32)])

@@ -212,5 +212,7 @@ def test_a_rehearsal_of_nothing_says_what_there_is(tmp_path):
     pytest.importorskip("triton", minversion="3.4")
     done = python("-m", "benchmarks.gpu_rehearsal", "--only", "magic", cache=tmp_path)
     assert done.returncode == 2 and "--only magic: no mechanism's name holds this; there are kriging" in done.stderr
+    done = python("-m", "benchmarks.gpu_rehearsal", "--instructions", "16", "--only", "GELU", cache=tmp_path)
+    assert done.returncode == 2 and done.stderr.endswith("kriging with REML and a bias, SiLU moments\n")
     done = python("-m", "benchmarks.gpu_rehearsal", interpret="1", cache=tmp_path)
     assert done.stderr == "error: TRITON_INTERPRET is set; unset it: the interpreter compiles nothing\n"
