@@ -146,6 +146,12 @@ def capability(x: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(x.device)
 
 
+def on_hopper(x: Tensor) -> bool:
+    """Whether a tensor's GPU is one of those of which Triton has large products read operands from shared memory."""
+    found = capability(x)
+    return found is not None and found[0] == 9
+
+
 def _refuses(name: str, tensor: Tensor) -> str | None:
     """Why a GPU cannot run what Triton makes of a path, or None."""
     if name != "triton" or tensor.device.type != "cuda":

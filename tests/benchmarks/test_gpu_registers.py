@@ -45,7 +45,7 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path):
         for row in own:
             registers, spilled, programs = int(row[4]), int(row[5]), int(row[8])
             assert 0 < registers <= 255 and programs >= 1, row
-            assert mechanism in SPILLS or spilled <= 128, row
+            assert mechanism in SPILLS or spilled <= 160, row
 
 
 def test_what_compiles_nothing_is_refused(tmp_path):

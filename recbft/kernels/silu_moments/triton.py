@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
+from recbft.kernels import dispatch
 from recbft.kernels.silu_moments import product_dtype
 from recbft.kernels.silu_moments.triton_passes import forward_pass, keys_pass, readers_pass
 from recbft.kernels.transforms import applied
@@ -104,10 +105,17 @@ class Tiles(NamedTuple):
     warps: int
 
 
-# By the bytes of a token's operand in a head: the largest that (almost) fit the registers of compute capability 9.0.
+# By the bytes of a token's operand in a head: the largest that (almost) fit the registers.
 TILES = {64: Tiles(64, 32, 4), 128: Tiles(32, 32, 4), 256: Tiles(32, 32, 8), 512: Tiles(16, 16, 8)}
 # Products of float32 to its own precision hold more.
 TILES_OF_EXACT = {64: Tiles(64, 16, 4), 128: Tiles(64, 16, 4), 256: Tiles(16, 16, 2), 512: Tiles(16, 16, 4)}
+# What differs on Hopper, by the type of products and whether they are exact: 64 tokens and four warps read operands
+# from shared memory there, and leave a token's row to one warp, whose sums need no barrier.
+TILES_ON_HOPPER = {
+    (torch.bfloat16, False): {128: Tiles(64, 64, 4)},
+    (torch.float32, False): {128: Tiles(64, 32, 4), 256: Tiles(64, 32, 4)},
+    (torch.float32, True): {64: Tiles(64, 32, 4), 128: Tiles(64, 32, 4)},
+}
 
 
 class _Launch(NamedTuple):
@@ -120,12 +128,13 @@ class _Launch(NamedTuple):
     causal: bool
     length: int  # N
     dtype: torch.dtype  # of q, k and v together
+    on_hopper: bool
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, length: int) -> _Launch:
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         B, H, T, K = q.shape
-        return cls(B, H, T, K, causal, length, dtype)
+        return cls(B, H, T, K, causal, length, dtype, dispatch.on_hopper(q))
 
     @property
     def width(self) -> int:
@@ -137,8 +146,10 @@ class _Launch(NamedTuple):
 
     @property
     def tiles(self) -> Tiles:
-        row_bytes = self.width * product_dtype(self.dtype).itemsize
-        return (TILES_OF_EXACT if self.exact else TILES)[max(64, row_bytes)]
+        kind = product_dtype(self.dtype)
+        row_bytes = max(64, self.width * kind.itemsize)
+        other = TILES_ON_HOPPER[kind, self.exact] if self.on_hopper else {}
+        return other.get(row_bytes) or (TILES_OF_EXACT if self.exact else TILES)[row_bytes]
 
     @property
     def programs(self) -> int:

@@ -169,6 +169,7 @@ def keys_pass(
             of_seconds = tl.dot(square, second_gradient, of_seconds, input_precision=PRECISION)
         of_scores = tl.dot((slope * da).to(OPERAND), x, of_scores, input_precision=PRECISION)
     _store(d_k + row * dk_b + head * dk_h, keys, of_scores * (scale * share), dk_t, T, K, W)
+    values = _tokens(v + row * v_b + head * v_h, keys, v_t, T, K, W).to(tl.float32)  # again: it was not kept
     _store(d_v + row * dv_b + head * dv_h, keys, (of_values + 2 * values * of_seconds) * share, dv_t, T, K, W)
 
 

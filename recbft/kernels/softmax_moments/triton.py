@@ -30,7 +30,6 @@ from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
 from recbft.kernels.transforms import applied, untransformed
 
 SPANS_TILE, COLUMNS_TILE = 32, 64
-HOPPER = 9  # the capability, of which Triton has products of these tiles read their operands from shared memory
 # Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
 # precision; chosen for few instructions per pair of tokens (benchmarks.gpu_rehearsal) with little spilled and at most
 # 104 KB of shared memory (benchmarks.gpu_registers). Four warps for 64 tokens: products then leave a token's row to one
@@ -294,8 +293,8 @@ def _width(K: int) -> int:
 
 def _tiles(T: int, W: int, like: Tensor, *, with_bias: bool = False) -> dict[str, int]:
     """How a kernel is cut and run."""
-    gpu = dispatch.capability(like)
-    in_registers = gpu is not None and gpu[0] != HOPPER  # are operands, beside all else
+    # Where operands of products lie in registers beside all else, tiles are smaller.
+    in_registers = dispatch.capability(like) is not None and not dispatch.on_hopper(like)
     if like.dtype == torch.float32:
         own, other, warps, stages = SINGLE_TILES[W]
         if in_registers:
