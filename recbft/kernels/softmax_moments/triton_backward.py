@@ -69,6 +69,8 @@ def query_kernel(
     home, place = home + b * T, place + b * T
     if log_decay is not None:
         log_decay += b * d_b
+    if terms is not None:
+        terms += b * T
     if bias is not None:
         bias += b * x_b + h * x_h
     OPERAND: tl.constexpr = q.dtype.element_ty
@@ -115,11 +117,8 @@ def query_kernel(
         there = columns < T
         keys = load_rows(k, columns, there, k_t, k_k, K, W)
         u = load_rows(centred + to, columns, there, row, 1, K, W)
-        column_terms = None
-        if terms is not None:
-            column_terms = tl.load(terms + b * T + columns, mask=there, other=0.0)[None, :]
         x = logits(
-            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, column_terms,
+            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, terms,
             rows[:, None], columns[None, :], home, place, log_decay, bias, x_t, x_j, T,
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )
@@ -155,14 +154,13 @@ def key_kernel(
     home, place = home + b * T, place + b * T
     if log_decay is not None:
         log_decay += b * d_b
+    if terms is not None:
+        terms += b * T
     if bias is not None:
         bias += b * x_b + h * x_h
     to, row, at = (b * T * H + h) * K, H * K, (b * H + h) * T
     keys = load_rows(k, columns, kept, k_t, k_k, K, W)
     u = load_rows(centred + to, columns, kept, row, 1, K, W)
-    column_terms = None
-    if terms is not None:
-        column_terms = tl.load(terms + b * T + columns, mask=kept, other=0.0)[:, None]
     since = tl.load(place + tl.program_id(0) % tiles * OWN)  # lags are counted from here, which loses few digits
     key_gradient, value_gradient = tl.zeros([OWN, W], tl.float32), tl.zeros([OWN, W], tl.float32)
     square_gradient = tl.zeros([OWN, W], tl.float32)
@@ -174,7 +172,7 @@ def key_kernel(
         queries = load_rows(q, rows, there, q_t, q_k, K, W)
         pull = load_rows(pulled + to, rows, there, row, 1, K, W)
         x = logits(
-            tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale, column_terms,
+            tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale, terms,
             rows[None, :], columns[:, None], home, place, log_decay, bias, x_t, x_j, T,
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )

@@ -47,6 +47,8 @@ def forward_kernel(
     home, place = home + b * T, place + b * T
     if log_decay is not None:
         log_decay += b * d_b
+    if terms is not None:
+        terms += b * T
     if bias is not None:
         bias += b * x_b + h * x_h
     to, row, at = (b * T * H + h) * K, H * K, (b * H + h) * T + rows
@@ -60,11 +62,8 @@ def forward_kernel(
         there = columns < T
         keys = load_rows(k, columns, there, k_t, k_k, K, W)
         u = load_rows(centred + to, columns, there, row, 1, K, W)
-        column_terms = None
-        if terms is not None:
-            column_terms = tl.load(terms + b * T + columns, mask=there, other=0.0)[None, :]
         x = logits(
-            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, column_terms,
+            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, terms,
             rows[:, None], columns[None, :], home, place, log_decay, bias, x_t, x_j, T,
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )

@@ -62,13 +62,13 @@ def logits(
     products, terms, readers, columns, home, place, log_decay, bias, x_t, x_j, T, masked, CAUSAL: tl.constexpr,
 ):
     # fmt: on
-    """Logits of a tile of pairs from their scaled products and the terms of its columns, (1, columns) if there are any.
+    """Logits of a tile of pairs from their scaled products and the terms of its columns, if there are any.
 
     Readers come as (rows, 1) and columns as (1, columns), or the other way round.
     """
     x = products
     if terms is not None:
-        x += terms
+        x += tl.load(terms + columns, mask=columns < T, other=0.0)
     if log_decay is not None and not CAUSAL:  # a causal softmax has it in the terms of its columns
         x += distance(place, readers, columns, T) * (tl.load(log_decay).to(tl.float32) * LOG2E)
     if bias is not None:
