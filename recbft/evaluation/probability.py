@@ -7,10 +7,12 @@
 u, the lapse rate, is the share of events that come evenly from all items, whatever the scores. Without it T alone must
 make room for targets that nobody foresaw, and takes it from the items at the head of a list. For each T the best u
 follows from the targets' softmax alone (the sum is concave in u), so (2) is a search in one dimension: T of a grid a
-factor of 2 apart, from 1/32 to 2^20, then Brent's method between its neighbours. The prior (3) counts where users are
-few: ln T is Cauchy, near 0 as far as nothing speaks against it, and u is as if one event had been a lapse and three had
-not. Lists of fewer items than (2) was fitted on take the same T and u over those; that is not (1) of all items given
-that the next is one of these, whose u depends on them.
+factor of 2 apart, from 1/32 to 2^20, and of 2^(1/4) from 1/8 to 2, then Brent's method between the neighbours of its
+peaks. Where users are few there may be two, one near 1 and one below it, where scores foresee some targets and the rest
+count as lapses; in steps of 2 the higher can go unseen. The prior (3) counts there too: ln T is Cauchy, near 0 as far
+as nothing speaks against it, and u is as if one event had been a lapse and three had not. Lists of fewer items than (2)
+was fitted on take the same T and u over those; that is not (1) of all items given that the next is one of these, whose
+u depends on them.
 
 Source: temperature: Guo et al., On Calibration of Modern Neural Networks (2017); lapse rate: Wichmann and Hill, The
 psychometric function I (2001), who bound it by a prior too; their product and (3) are ours, and what they are worth is
@@ -40,9 +42,11 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 FITTED_SCORES = 20_000_000  # a run's probabilities are fitted on so many users by items,
 FITTED_USERS = 500  # or on so many users where that is more
-GRID = [2.0**power for power in range(-5, 21)]  # of T; the hottest are for scores that are counts of events
+# Of T; the hottest are for scores that are counts of events.
+GRID = sorted({2.0**power for power in range(-5, 21)} | {2.0 ** (quarters / 4) for quarters in range(-12, 5)})
 SCALE_OF_LOG_T = 0.4  # of (3)
 LAPSED, FORESEEN = 1, 3  # events of (3)
+CLOSE = 1.0  # a peak of the grid further below the highest one is not looked into
 TOLERANCE = 1e-3  # of ln T, of which its own uncertainty is a hundred times as much
 
 
@@ -153,11 +157,17 @@ def fit(
         return -tried[math.exp(x)][1]
 
     try_all(GRID)
-    best = max(range(len(GRID)), key=lambda n: tried[GRID[n]][1])
-    bounds = math.log(GRID[max(best - 1, 0)]), math.log(GRID[min(best + 1, len(GRID) - 1)])
-    minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": TOLERANCE})
+    for n in _peaks([tried[temperature][1] for temperature in GRID]):
+        bounds = math.log(GRID[max(n - 1, 0)]), math.log(GRID[min(n + 1, len(GRID) - 1)])
+        minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": TOLERANCE})
     temperature = max(tried, key=lambda one: tried[one][1])
     return Calibration(temperature, tried[temperature][0])
+
+
+def _peaks(values: Sequence[float]) -> list[int]:
+    """Where values are higher than beside them, and close to the highest."""
+    beside, highest = [-math.inf, *values, -math.inf], max(values)
+    return [n for n, x in enumerate(values) if beside[n] < x >= beside[n + 2] and x > highest - CLOSE]
 
 
 def _log_prior(temperature: float) -> float:

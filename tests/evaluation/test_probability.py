@@ -83,6 +83,15 @@ def test_the_fit_is_the_best_of_a_search_in_the_plane(memory_mb, unseen, N, bias
     assert found.temperature == pytest.approx(temperature, rel=3e-3) and found.lapse == pytest.approx(lapse, abs=3e-3)
 
 
+@pytest.mark.parametrize("seed", [306, 1534, 2330, 2895, 3454, 3692, 4190])
+def test_of_two_peaks_the_fit_finds_the_higher(seed):
+    states, table, scores = drawn(seed, N=20)
+    rng = np.random.default_rng(seed)
+    targets = 1 + np.where(rng.random(20) < 0.5, scores.argmax(axis=1), rng.integers(0, 30, 20))
+    found, expected = fit(states, table, targets), best_by_search(scores, targets)
+    assert found == pytest.approx(expected, rel=5e-3)
+
+
 @pytest.mark.parametrize("memory_mb", [1e-3, 256.0])
 def test_a_fit_in_single_precision_is_that_of_double(memory_mb):
     states, table, scores = drawn(7, N=300, bias=True)
