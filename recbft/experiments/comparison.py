@@ -214,9 +214,9 @@ def _grouped(runs: Sequence[Run], names: Mapping[Path, str]) -> dict[str, list[R
 def _common_seeds(have: Mapping[str, set[int]]) -> tuple[tuple[int, ...], list[str]]:
     common = set.intersection(*have.values())
     if len(common) < 2:
-        each = "; ".join(f"{name} has {seeds_text(sorted(seeds)) or 'none'}" for name, seeds in have.items())
+        each = "; ".join(f"{name} {seeds_text(sorted(seeds)) or 'none'}" for name, seeds in have.items())
         shared = counted(len(common), "seed")
-        raise UserError(f"the arms share {shared}, and a comparison needs at least 2 ({each}); train more seeds")
+        raise UserError(f"the arms share {shared}, and a comparison needs at least 2 (seeds: {each}); train more seeds")
     extra = {name: sorted(seeds - common) for name, seeds in have.items()}
     notes = [
         f"seeds not common to all arms are left out: {name} {seeds_text(more)}" for name, more in extra.items() if more

@@ -201,7 +201,7 @@ def test_unequal_seeds_are_cut_to_the_common_ones_and_the_others_named(copied):
     assert found.seeds == (0, 2) and found.arms["matched"].ranks["filtered"].shape[0] == 2
     assert found.notes == ("seeds not common to all arms are left out: matched 1",)
     shutil.rmtree(copied / "runs" / "bft-seed2")
-    with pytest.raises(UserError, match=r"the arms share 1 seed, .* needs at least 2 \(bft has 0; matched has 0-2\)"):
+    with pytest.raises(UserError, match=r"the arms share 1 seed, .* needs at least 2 \(seeds: bft 0; matched 0-2\)"):
         comparison_of(runs_in(copied))
 
 
