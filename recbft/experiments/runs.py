@@ -125,7 +125,11 @@ def check_same(runs: Sequence[Run]) -> None:
 
 
 def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs by arm, in the order in which the arms come."""
+    """The runs by arm, in the order in which the arms come.
+
+    Raises:
+        UserError: two arms have one name, since the runs of one lack a setting.
+    """
     alike: dict[str, list[Run]] = {}
     for run in runs:
         alike.setdefault(config_hash(_of_arm([run])), []).append(run)
@@ -137,7 +141,21 @@ def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
     groups = list(arms.values())
     several_models = len({run.config["model"] for run in runs}) > 1
     names = [_name(group, groups, several_models) for group in groups]
+    _check_told_apart(names, groups)
     return dict(zip(names, groups, strict=True))
+
+
+def _check_told_apart(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> None:
+    """A setting that a commit brought with a default is neither in older runs nor in the name of newer ones."""
+    for name, group in zip(names, groups, strict=True):
+        first = groups[names.index(name)]
+        if group is not first:
+            here, there = (by_setting(_of_arm(runs)) for runs in (first, group))
+            keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+            raise UserError(
+                f"{first[0].path} and {group[0].path} are both arm {name}, but {', '.join(keys)} is said by one "
+                "alone, as in runs of different commits; compare those of one, or train again"
+            )
 
 
 def by_seed(name: str, runs: Sequence[Run]) -> dict[int, Run]:

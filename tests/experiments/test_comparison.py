@@ -616,6 +616,16 @@ def test_a_plain_layer_with_the_decay_is_never_called_without(trained):
     assert list(label_runs([decayed, tracked])) == ["matched+recency", "bft"]
 
 
+def test_runs_that_lack_a_setting_of_others_are_refused_and_not_lost(trained):
+    older, newer = (read_run(run) for run in runs_in(trained, "bft")[:2])
+    core = {key: value for key, value in older.config["core"].items() if key != "lam_max"}
+    older = replace(older, protocol=older.protocol | {"config": older.config | {"core": core}})
+    with pytest.raises(
+        UserError, match=r"bft-seed0 and .*bft-seed1 are both arm bft, but core\.lam_max is said by one alone"
+    ):
+        label_runs([older, newer])
+
+
 def test_an_external_arm_may_not_take_a_trained_arms_name(trained, tmp_path):
     file = ranks_file(tmp_path / "other.csv", runs_in(trained)[0])
     with pytest.raises(UserError, match="external arm 'bft' has the name of a trained arm"):
