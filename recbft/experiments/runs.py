@@ -3,7 +3,8 @@
 Runs belong to one arm if they have one configuration but for the seed, the data's place and what a machine decides
 (threads, device, memory), and one trainer. Where each began from an older run of its own seed, the folders of those may
 differ in that seed. An arm is called as the model calls it; where several share the name, the settings in which they
-differ are added in the form of ``arms``: ``matched+recency``, ``bft[core.lam_max=10]``.
+differ are added in the form of ``arms``: ``matched+recency``, ``bft[core.lam_max=10]``. A setting as the model, the arm
+or the mixer has it by itself is not among them.
 """
 
 from __future__ import annotations
@@ -199,13 +200,24 @@ def arm_name(name: str, settings: Mapping[str, Any]) -> str:
 def _name(group: Sequence[Run], groups: Sequence[Sequence[Run]], with_model: bool) -> str:
     config = group[0].config
     alike = [by_setting(_of_arm(o)) for o in groups if all(o[0].config[k] == config[k] for k in ("model", "arm"))]
+    said_by_mixer = _mixer_defaults(config)
     # The decay is always said: a plain layer with it is another baseline than one without.
     own = {
         key: value
         for key, value in _settings_of(group).items()
-        if key == "backbone.recency_decay" or any(other.get(key) != value for other in alike)
+        if key == "backbone.recency_decay"
+        or (any(other.get(key) != value for other in alike) and (key, value) not in said_by_mixer)
     }
     return arm_name(f"{config['model']}/{config['arm']}" if with_model else str(config["arm"]), own)
+
+
+def _mixer_defaults(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What the name of a run's mixer says of its own options; nothing of a mixer that this process does not know."""
+    try:
+        usual = load_run_config(model=config["model"], arm=config["arm"], mixer=config.get("mixer"))
+    except UserError:
+        return []
+    return list(by_setting({"mixing": to_dict(usual.mixing)}).items())
 
 
 def _settings_of(runs: Sequence[Run]) -> dict[str, Any]:

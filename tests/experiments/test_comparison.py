@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from recbft.config import to_dict
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
@@ -24,6 +25,7 @@ from recbft.experiments.machines import notes_on_machines
 from recbft.experiments.results import results_of, write_comparison
 from recbft.experiments.runs import label_runs, read_run
 from recbft.files import write_json
+from recbft.mixers import MIXERS
 from recbft.run_config import load_run_config
 from recbft.training.run_folder import RunFolder
 from recbft.training.session import train
@@ -614,6 +616,20 @@ def test_a_plain_layer_with_the_decay_is_never_called_without(trained):
     config = plain.config | {"backbone": plain.config["backbone"] | {"recency_decay": True}}
     decayed = replace(plain, protocol=plain.protocol | {"config": config})
     assert list(label_runs([decayed, tracked])) == ["matched+recency", "bft"]
+
+
+def test_a_mixers_own_defaults_are_no_part_of_an_arms_name(trained):
+    run = read_run(runs_in(trained, "bft")[0])
+
+    def mixed(mixer: str, **mixing: object):
+        return replace(run, protocol=run.protocol | {"config": run.config | {"mixer": mixer, "mixing": mixing}})
+
+    usual = to_dict(MIXERS["rfa"].options())
+    runs = [run, mixed("rfa", **usual), mixed("rfa", **usual | {"kernel": "gaussian"}), mixed("elsewhere", width=3)]
+    assert list(label_runs(runs)) == [
+        "bft", "bft[mixer=rfa]", "bft[mixer=rfa,mixing.kernel=gaussian]", "bft[mixer=elsewhere,mixing.width=3]",
+    ]  # fmt: skip
+    assert list(label_runs(runs[1:3])) == ["bft", "bft[mixing.kernel=gaussian]"]
 
 
 def test_runs_that_lack_a_setting_of_others_are_refused_and_not_lost(trained):
