@@ -89,7 +89,7 @@ def difference_cells(d: Mapping[str, Any]) -> list[str]:
     relative = d.get("relative")
     return [
         unsigned_zero(f"{d['difference']:+.4f}"),
-        "" if relative is None else f"{unsigned_zero(f'{100 * relative:+.1f}')} %",
+        "" if relative is None else percent(relative),
         "" if _is_constant(d) else interval_text(d["interval"], "+.4f"),
     ]
 
@@ -106,6 +106,15 @@ def unsigned_zero(number: str) -> str:
     ('0.0000', '-0.0001')
     """
     return number if number.strip("+-0.") else number.lstrip("+-")
+
+
+def percent(share: float) -> str:
+    """A share with its sign, such as "+1.7 %".
+
+    >>> percent(0.0171), percent(0.0)
+    ('+1.7 %', '0.0 %')
+    """
+    return f"{unsigned_zero(f'{100 * share:+.1f}')} %"
 
 
 def _is_constant(d: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from recbft.errors import UserError
 from recbft.evaluation.paired import fisher, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import COMPARISON_FILE
-from recbft.experiments.document import cells_of, p_text
+from recbft.experiments.document import cells_of, p_text, percent
 from recbft.experiments.tables import markdown_table, text_table
 
 Cell = tuple[str, str, str]  # arm, setting, metric
@@ -83,8 +83,7 @@ def pooled_document(pooled: dict[str, Any], *, markdown: bool) -> str:
     rows = [
         [
             one["arm"], one["metric"].upper(), SETTINGS[one["setting"]],
-            *("" if r is None else f"{100 * r:+.1f} %" for r in one["relative"]),
-            "" if one["mean_relative"] is None else f"{100 * one['mean_relative']:+.1f} %",
+            *("" if r is None else percent(r) for r in (*one["relative"], one["mean_relative"])),
             f"{one['better_on']} of {len(pooled['data'])}", p_text(one["p_fisher"]), p_text(one["p_holm"]),
         ]
         for one in pooled["pooled"]

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from recbft.evaluation.paired import EXACT_SEEDS
 from recbft.evaluation.protocol import SETTINGS
-from recbft.experiments.document import p_equals, p_text
+from recbft.experiments.document import p_equals, p_text, percent
 from recbft.reporting.findings import Finding
-from recbft.reporting.tables import percent
 
 LEVEL = 0.05
 SENTENCES = 8  # arms that have one each, whatever was found

@@ -12,10 +12,11 @@ from typing import Any
 
 from recbft.evaluation.paired import seed_interval
 from recbft.experiments.comparison import Comparison
+from recbft.experiments.document import percent
 from recbft.experiments.lists import seeds_text
 from recbft.reporting import plots
 from recbft.reporting.sections import Plot, Section
-from recbft.reporting.tables import Cell, Column, Table, percent
+from recbft.reporting.tables import Cell, Column, Table
 
 PROBE_FILE = "probe.json"
 Probes = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> content of probe.json

@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from recbft.experiments.document import interval_text, p_text, spread_text, unsigned_zero
+from recbft.experiments.document import interval_text, p_text, percent, spread_text, unsigned_zero
 from recbft.experiments.tables import text_table
 from recbft.files import make_folder, write_atomic
 
@@ -188,15 +188,6 @@ def markdown_words(words: str) -> str:
     'p < 0.001 of &lt;b>other&lt;/b>'
     """
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", words)
-
-
-def percent(share: float) -> str:
-    """A share with its sign, such as "+1.7 %".
-
-    >>> percent(0.0171), percent(0.0)
-    ('+1.7 %', '0.0 %')
-    """
-    return f"{unsigned_zero(f'{100 * share:+.1f}')} %"
 
 
 def _between(cell: Cell, spec: str) -> str:

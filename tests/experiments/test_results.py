@@ -332,6 +332,8 @@ def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part
     one["relative"] = None
     first = pool(results)["pooled"][0]
     assert first["mean_relative"] == other["relative"] and first["better_on"] == 2
+    other["relative"] = -0.0004
+    assert "| 0.0 % |" in pooled_document(pool(results), markdown=True), "as in the other tables, zero has no sign"
     other["relative"] = None
     assert pool(results)["pooled"][0]["mean_relative"] is None
     other["difference"] = 0.0
