@@ -30,6 +30,7 @@ MIN_HISTORY = 3  # one event each to train, validate and test
 
 _COMPARISONS = {">=": np.greater_equal, "<=": np.less_equal, "==": np.equal, "!=": np.not_equal}
 _COMPARISONS |= {">": np.greater, "<": np.less, "=": np.equal}
+_NEEDS = "a row filter needs numbers; choose by texts or dates before the data are read"
 _CONDITION = re.compile(
     r"^\s*(?P<column>.+?)\s*(?P<sign>>=|<=|==|!=|>|<|=)\s*(?P<number>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*$"
 )
@@ -189,13 +190,13 @@ def _numbers(column: Any, name: str, source: str) -> tuple[NDArray[Any], NDArray
         if (bad := np.isnan(numbers)).any():
             row = int(bad.argmax())
             place = f"{source}: row {row + 1}: column {name!r}"
-            raise UserError(f"{place} holds {column[row].as_py()!r}, but a row filter needs numbers")
+            raise UserError(f"{place} holds {column[row].as_py()!r}, but {_NEEDS}")
         return numbers, ~blank.to_numpy(zero_copy_only=False)
     if pa.types.is_integer(column.type):
         return column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(zero_copy_only=False)
     floats = as_floats(column)
     if floats is None:
-        raise UserError(f"{source}: column {name!r} has type {column.type}, but a row filter needs numbers")
+        raise UserError(f"{source}: column {name!r} has type {column.type}, but {_NEEDS}")
     return floats, ~np.isnan(floats)
 
 
