@@ -243,7 +243,10 @@ class RunFolder:
             return []
         with open(self.history_file, encoding="utf-8", newline="") as file:
             try:
-                lines = csv.DictReader(file, strict=True)
+                text = file.read()
+                if not text.endswith("\n"):
+                    raise ValueError("cut off, and with it perhaps a number")
+                lines = csv.DictReader(io.StringIO(text), strict=True)
                 rows = [{name: _number(text) for name, text in line.items()} for line in lines]
                 return [row for row in rows if up_to_epoch is None or int(row["epoch"] or 0) <= up_to_epoch]
             except (csv.Error, KeyError, TypeError, ValueError):

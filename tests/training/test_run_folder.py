@@ -206,9 +206,10 @@ def test_history_comes_back_exactly_and_can_be_cut_at_an_epoch(tmp_path):
     assert [type(value) for value in run.read_history()[1].values()] == [int, float, float, float, str]
 
 
-def test_damaged_history_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("content", ["epoch,loss\nthree,0.5\n", "epoch,loss,seconds\n1,0.5,2.0\n2,0.", ""])
+def test_damaged_history_is_refused_by_name(tmp_path, content):
     run = create(tmp_path / "a")
-    run.history_file.write_text("epoch,loss\nthree,0.5\n")
+    run.history_file.write_text(content)
     with pytest.raises(UserError, match=r"history\.csv is damaged; remove it to go on without its rows"):
         run.read_history(up_to_epoch=3)
 
