@@ -166,10 +166,10 @@ def go_on(
     Raises:
         UserError: data or config are not those it was begun with.
     """
-    if not run.checkpoint.is_dir():
-        raise UserError(
-            f"{run.checkpoint} is gone, and what was trained with it; restore it, or train with --overwrite"
-        )
+    # An epoch's line comes after a state, if only that before the first epoch.
+    if not run.checkpoint.is_dir() or (run.history_file.is_file() and not run.has_checkpoint):
+        lost = run.checkpoint / checkpoint.STATE_FILE if run.checkpoint.is_dir() else run.checkpoint
+        raise UserError(f"{lost} is gone, and what was trained with it; restore it, or train with --overwrite")
     state = new_state(config, dataset)
     if run.has_checkpoint:
         _check(checkpoint.load_state(run.checkpoint), state, run)

@@ -332,6 +332,11 @@ def test_resuming_from_a_state_changed_by_hand_is_refused(stopped, dataset):
     refused(stopped, dataset, r"state.json was changed after it was written")
 
 
+def test_resuming_without_the_state_that_was_saved_is_refused(stopped, dataset):
+    (stopped.checkpoint / "state.json").unlink()
+    refused(stopped, dataset, r"state\.json is gone, and what was trained with it; restore it, or train with")
+
+
 def test_resuming_without_the_checkpoint_folder_is_refused(stopped, dataset):
     shutil.rmtree(stopped.checkpoint)
     with pytest.raises(UserError, match="checkpoint is gone, and what was trained with it; restore it, or train with"):
