@@ -39,9 +39,14 @@ _DRAWS = {
 
 
 def write_vocabulary(folder: Path, dataset: Dataset) -> None:
-    """Write the vocabulary and training counts, unless they stand there already."""
+    """Write the vocabulary and training counts, unless they stand there already, whole."""
     path = folder / VOCABULARY_FILE
-    if not path.is_file():
+    try:
+        ids, _ = _read_vocabulary(path)
+        is_whole = vocabulary_hash(ids) == vocabulary_hash(dataset.item_ids)
+    except UserError:  # missing, or damaged
+        is_whole = False
+    if not is_whole:
         write_parquet(path, pd.DataFrame({"item_id": dataset.item_ids, "training_count": dataset.training_counts[1:]}))
 
 

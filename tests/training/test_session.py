@@ -18,6 +18,7 @@ from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import RunError, UserError
 from recbft.run_config import load_run_config
 from recbft.training import checkpoint, session
+from recbft.training.bundle import load_trained
 from recbft.training.progress import Silent
 from recbft.training.run_folder import RunFolder
 from recbft.training.tensor_tree import flatten
@@ -219,6 +220,20 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_from_the_beginning(dat
     shutil.rmtree(tmp_path / "cut" / "checkpoint")
     (tmp_path / "cut" / "checkpoint").mkdir()
     assert_equal_runs(whole, session.resume(tmp_path / "cut", dataset=dataset))
+
+
+@pytest.mark.parametrize("damage", ["cut off", "another's"])
+def test_a_vocabulary_that_was_damaged_is_written_again(dataset, tmp_path, damage):
+    with pytest.raises(Stopped):
+        session.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(1))
+    path = tmp_path / "cut" / "checkpoint" / "vocabulary.parquet"
+    whole = path.read_bytes()
+    if damage == "cut off":
+        path.write_bytes(whole[: len(whole) // 2])
+    else:
+        pd.read_parquet(path).assign(item_id=lambda table: table["item_id"] + 1).to_parquet(path)
+    session.resume(tmp_path / "cut", dataset=dataset)
+    assert path.read_bytes() == whole and len(load_trained(tmp_path / "cut")[2]) == dataset.num_items
 
 
 def test_a_run_stopped_after_its_last_epoch_is_evaluated_and_no_epoch_is_announced(dataset, tmp_path):
