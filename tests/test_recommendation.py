@@ -292,6 +292,31 @@ def test_a_user_that_is_no_id_is_refused_in_a_frame(user, timed):
         recommend(model, LETTERS, frame, 1)
 
 
+class Unknown:
+    """A table as polars has one, with a column of a type (128 bits) that arrow has not."""
+
+    columns = ("user_id", "item_id")
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        raise pa.ArrowInvalid("Invalid or unsupported format string: '_pli128'")
+
+    def __iter__(self):  # over its columns
+        return iter([[1, 1, 2], ["a", "b", "c"]])
+
+
+STRANGE = pa.table({"user_id": [1], "item_id": ["a"], "x": pa.UnionArray.from_dense(
+    pa.array([0], pa.int8()), pa.array([0], pa.int32()), [pa.array([1])])})  # fmt: skip
+FAR = pa.table({"user_id": [1], "item_id": ["a"], "x": pa.array([2**30], pa.date32())})
+
+
+@pytest.mark.parametrize("table", [Unknown(), STRANGE, FAR], ids=["no stream", "union", "far date"])
+def test_a_table_that_cannot_be_read_is_no_list_of_histories(table):
+    with pytest.raises(
+        UserError, match=r"the histories are a table \((Unknown|Table)\) that cannot be read \(.+\); give"
+    ):
+        recommend(Echo(), LETTERS, table, 1)
+
+
 def test_a_column_of_arrow_lists_is_no_column_of_users():
     users = pd.Series([["u"], ["v"]], dtype=pd.ArrowDtype(pa.list_(pa.string())))
     with pytest.raises(UserError, match=r"^column 'user_id' of the histories holds .*u.*; give ids that are whole"):

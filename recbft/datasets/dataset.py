@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from recbft.datasets.events import USUAL_TIME, Events, check_columns, from_pandas, warn_if_out_of_order
+from recbft.datasets.opening import one_line
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -252,8 +253,12 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
     if isinstance(frame, pa.Table):
         return frame
     if hasattr(frame, "__arrow_c_stream__") and not isinstance(frame, pd.Series):
-        with contextlib.suppress(pa.ArrowInvalid):  # a single column is no table
+        try:
             return pa.RecordBatchReader.from_stream(frame).read_all()
+        except pa.ArrowException as error:
+            if hasattr(frame, "columns"):  # a single column, which is no table, has none
+                advice = "make its columns numbers, text or dates, and leave others out"
+                raise UserError(f"{name}: the table cannot be read ({one_line(error)}); {advice}") from None
     raise UserError(f"a {type(frame).__name__} is not a table; give a pandas data frame or a pyarrow table")
 
 

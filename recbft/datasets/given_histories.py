@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from recbft.datasets.events import check_columns, from_pandas, in_unit, read_times, refuse_finer, steps_back
+from recbft.datasets.opening import one_line
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import ColdStartError, UserError
 
@@ -76,13 +77,22 @@ def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_un
 
 
 def as_frame(histories: Any) -> Any:
-    """A table of another library (polars, pyarrow) as a data frame; what is no table is returned as it is."""
+    """A table of another library (polars, pyarrow) as a data frame; what is no table is returned as it is.
+
+    Raises:
+        UserError: it is one that arrow or pandas cannot hold.
+    """
     if isinstance(histories, (pd.DataFrame, pd.Series)) or not hasattr(histories, "__arrow_c_stream__"):
         return histories
     try:
         return pa.RecordBatchReader.from_stream(histories).read_all().to_pandas(integer_object_nulls=True)
-    except pa.ArrowInvalid:  # a column, which is a sequence
-        return histories
+    except (pa.ArrowException, ValueError) as error:
+        if not hasattr(histories, "columns"):  # a column, which is a sequence
+            return histories
+        raise UserError(
+            f"the histories are a table ({type(histories).__name__}) that cannot be read ({one_line(error)}); give its "
+            "columns user_id and item_id alone, as whole numbers or text"
+        ) from None
 
 
 def is_listed(value: Any) -> bool:

@@ -401,6 +401,17 @@ def test_what_is_no_table_is_refused(frame):
         Dataset.from_frame(frame)
 
 
+def test_a_table_of_another_library_that_arrow_cannot_hold_is_said_to_be_one():
+    class Table:
+        columns = ("user_id", "item_id")
+
+        def __arrow_c_stream__(self, requested_schema=None):
+            raise pa.ArrowInvalid("Invalid or unsupported format string: '_pli128'")
+
+    with pytest.raises(UserError, match=r"frame: the table cannot be read \(Invalid .*_pli128'\); make its columns"):
+        Dataset.from_frame(Table())
+
+
 @pytest.mark.parametrize(
     "column", [pd.arrays.SparseArray([1, 2, 3]), np.array([1j, 2j, 3j]), [Decimal("Infinity"), Decimal(1), Decimal(2)]]
 )
