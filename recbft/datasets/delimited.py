@@ -150,7 +150,7 @@ def _arrow_takes(separator: str) -> bool:
 def _arrow_source(path: Path, separator: str) -> Callable[[], Any]:
     """Opens what arrow reads: the file, or its bytes with one character in place of a separator arrow does not take."""
     if _arrow_takes(separator):
-        return lambda: pa.input_stream(str(path), compression="gzip" if is_gzip(path) else "detect")
+        return lambda: pa.input_stream(str(path), compression="gzip" if is_gzip(path) else None)
     with open_bytes(path) as file:
         content = file.read()
     if UNIT_SEPARATOR.encode() in content:

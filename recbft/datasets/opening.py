@@ -16,6 +16,7 @@ from recbft.errors import UserError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"  # begins its files
+OTHERWISE_PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 EMPTY = "the file is empty"
 
 
@@ -60,8 +61,12 @@ def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
 def _not_utf8(path: Path) -> UserError:
     advice = "save the file as UTF-8"
     with reading(path), open_bytes(path) as file:
-        if file.read(2) == GZIP:
+        start = file.read(5)
+        if start.startswith(GZIP):
             return UserError(f"{path}: is gzipped; let its name end in .gz, or unpack it")
+        for begin, packer in OTHERWISE_PACKED.items():
+            if start.startswith(begin):
+                return UserError(f"{path}: is packed by {packer}, which is not read; unpack it, or pack it with gzip")
         file.seek(0)
         for number, line in enumerate(file, start=1):
             try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from recbft.datasets import Dataset, delimited, read_table
@@ -275,6 +278,17 @@ def test_a_header_that_is_not_utf8_is_refused_before_its_names_are_looked_at(tmp
 def test_bytes_that_are_not_utf8_may_stand_in_a_column_that_is_not_read(tmp_path):
     path = write(tmp_path / "a.csv", b"user_id,item_id,name\n1,2,caf\xe9\n")
     assert read_table(path, ["user_id", "item_id"]).num_rows == 1
+
+
+@pytest.mark.parametrize("columns", [None, ["user_id", "item_id"]], ids=["header", "no header"])
+@pytest.mark.parametrize("packer", ["bzip2", "xz", "zstd"])
+def test_a_file_that_is_packed_otherwise_is_refused_by_its_packer(tmp_path, packer, columns):
+    content = b"user_id,item_id\n" + b"".join(b"%d,%d\n" % (row, row * row) for row in range(99))
+    path = tmp_path / "events"
+    pack = {"bzip2": bz2.compress, "xz": lzma.compress, "zstd": lambda text: pa.compress(text, "zstd", asbytes=True)}
+    path.write_bytes(pack[packer](content))
+    with pytest.raises(UserError, match=rf"events: is packed by {packer}, which is not read; unpack it, or pack it"):
+        read_table(path, ["user_id", "item_id"], separator=",", columns=columns)
 
 
 def test_a_truncated_gzip_file_is_refused(tmp_path):
