@@ -354,9 +354,10 @@ class Recommender:
         """Copy the run's folder; ``Recommender.load`` and the command line read it back.
 
         Raises:
-            UserError: something stands there, or it lies in the run's own folder.
+            UserError: something stands there, it lies in the run's own folder, or that is gone.
         """
         _, _, run = self._fitted()
+        RunFolder.open(run.path)
         if Path(path).is_dir() and any(Path(path).iterdir()):
             raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
         RunFolder.refuse_taken(path)

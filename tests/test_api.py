@@ -438,6 +438,15 @@ def test_loading_what_is_no_finished_run_is_refused(fitted, tmp_path):
         Recommender.load(tmp_path / "kept")
 
 
+def test_saving_says_where_the_run_has_gone(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    recommender = Recommender.load(tmp_path / "kept")
+    shutil.rmtree(tmp_path / "kept")
+    with pytest.raises(UserError, match=r"there is no run folder .*kept"):
+        recommender.save(tmp_path / "copy")
+    assert not list(tmp_path.iterdir())
+
+
 def test_weights_that_do_not_fit_the_config_are_refused(fitted, tmp_path):
     fitted["bft"].save(tmp_path / "kept")
     path = tmp_path / "kept" / "config.yaml"
