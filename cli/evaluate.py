@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
+
+if TYPE_CHECKING:
+    from recbft.training.run_folder import RunFolder
 
 EXAMPLES = "Example: recbft evaluate runs/sasrec-bft-ml-100k-seed0 --both"
 
@@ -55,8 +58,7 @@ def evaluate(
     recommender = Recommender.load(run, data_root=data_root)
     config = recommender.config
     folder = RunFolder.open(run)
-    if not folder.is_finished:
-        typer.echo(f"warning: {run} is not finished; the best of its epochs so far is evaluated", err=True)
+    say_unfinished(folder, "evaluated")
     data = recommender.aligned(None if dataset is None else config.data.load_again(dataset, **how))
     evaluation = recommender.evaluate(data, part.value)
     filter_seen = filter_seen or config.evaluation.filter_seen
@@ -78,6 +80,12 @@ def evaluate(
     typer.echo(format_exposure(exposure, float(evaluation.per_user["target_count"].mean()), made))
     if made["content_hash"] != own["content_hash"]:
         typer.echo(f"popularity: {counted_in(data.name)}")
+
+
+def say_unfinished(folder: RunFolder, asked: str) -> None:
+    """Warn that not a run's best weights are asked, but the best so far."""
+    if not folder.is_finished:
+        typer.echo(f"warning: {folder.path} is not finished; the best of its epochs so far is {asked}", err=True)
 
 
 def counted_in(dataset: str) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
-from recbft_cli.evaluate import Part, counted_in
+from recbft_cli.evaluate import Part, counted_in, say_unfinished
 from recbft_cli.given import refuse_given
 from recbft_cli.tables import table
 
@@ -68,32 +68,47 @@ def probe(
     how = of_other_data(context, dataset, user=user, item=item, time=time, separator=separator, columns=columns)
 
     from recbft.api import Recommender
-    from recbft.evaluation.protocol import protocol_lines
-    from recbft.files import json_text, write_json
-    from recbft.reporting.probe_sections import PROBE_FILE
+    from recbft.files import json_text
     from recbft.training.run_folder import RunFolder
 
     recommender = Recommender.load(run, data_root=data_root)
+    folder = RunFolder.open(run)
+    say_unfinished(folder, "probed" if explain is None else "explained")
     data = recommender.own_dataset() if dataset is None else recommender.config.data.load_again(dataset, **how)
     if explain is not None:
         _explain(recommender, data, explain, part.value, as_json)
         return
     found = recommender.probe(data, part.value, users=users)
-    own = found["protocol"]["content_hash"] == RunFolder.open(run).protocol["content_hash"]
+    own = found["protocol"]["content_hash"] == folder.protocol["content_hash"]
     other = _other_than_the_run_s(users, part, own=own)
-    if not no_write and out is None and other is not None:
+    try:
+        if not no_write:
+            _write(found, run, out, other)
+    finally:  # what was long in the making is shown where it cannot be kept
+        if as_json:
+            typer.echo(json_text(found), nl=False)
+        else:
+            _show(found, "" if own else f"training count: {counted_in(data.name)}")
+
+
+def _write(found: dict[str, Any], run: Path, out: Path | None, other: str | None) -> None:
+    from recbft.files import write_json
+    from recbft.reporting.probe_sections import PROBE_FILE
+
+    if out is None and other is not None:
         why = f"it is of all users of the run's own test, and this is {other}; give --out FILE to keep it"
         typer.echo(f"no {PROBE_FILE}: {why}", err=True)
-    elif not no_write:
-        path = run / PROBE_FILE if out is None else out
-        write_json(path, found)
-        typer.echo(f"written: {path}", err=True)
-    if as_json:
-        typer.echo(json_text(found), nl=False)
         return
-    counts = [] if own else [f"training count: {counted_in(data.name)}", ""]
+    path = run / PROBE_FILE if out is None else out
+    write_json(path, found)
+    typer.echo(f"written: {path}", err=True)
+
+
+def _show(found: dict[str, Any], counts: str) -> None:
+    from recbft.evaluation.protocol import protocol_lines
+
     for lines in (
-        [*_mechanism(found["mechanism"]), *counts],
+        [*_mechanism(found["mechanism"]), *([counts, ""] if counts else [])],
         _uncertainty(found["uncertainty"]),
         protocol_lines(found["protocol"]),
     ):

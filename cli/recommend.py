@@ -13,6 +13,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import Columns, Item, Separator, Time, User, from_shell
+from recbft_cli.evaluate import say_unfinished
 from recbft_cli.piped import PIPE, as_file
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def recommend(
     from recbft.experiments.processes import terminable
     from recbft.files import refuse_input
     from recbft.recommendation import summed
+    from recbft.training.run_folder import RunFolder
 
     if out is not None:
         for source in (atomic_file(histories), exclude, candidates):
@@ -63,6 +65,7 @@ def recommend(
     how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
     with terminable():  # whatever ends it, no unfinished file is left
         recommender = Recommender.load(run)
+        say_unfinished(RunFolder.open(run), "asked, and its lists have no probabilities")
         with as_file(histories) as file:
             events = read_histories(file, **how)
         barred, only = _ids(exclude), _ids(candidates)

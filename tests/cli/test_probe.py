@@ -85,6 +85,11 @@ def test_no_write_leaves_the_run_as_it_was_and_a_probe_can_be_repeated(capsys, r
     assert one == two == (folder / "probe.json").read_text()
 
 
+def test_a_probe_that_cannot_be_kept_is_shown(capsys, runs, tmp_path):
+    code, out, err = run(capsys, runs("sasrec", "matched"), "--out", tmp_path / "nowhere" / "a.json")
+    assert code == 2 and "MECHANISM" in out and "UNCERTAINTY" in out and "nowhere does not exist" in err
+
+
 def test_a_plain_arm_says_that_there_is_no_precision_to_probe(capsys, runs):
     code, out, _ = run(capsys, runs("sasrec", "matched"), "--no-write")
     assert code == 0 and "tracks no precision: there is none to probe" in out and "none to judge by" in out
@@ -146,7 +151,6 @@ def test_an_explanation_can_be_json(capsys, runs):
         (["--explain", "7", "--users", "3"], "--users has no effect with --explain"),
         (["--explain", "7", "--no-write"], "--no-write has no effect with --explain"),
         (["--out", "x.json", "--no-write"], "--out has no effect with --no-write"),
-        (["--out", "no-folder/x.json"], "no-folder"),
         (["--users", "0"], "users is 0; give 1 to 120"),
         (["--split", "train"], "train"),
     ],
