@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST_CHOICES = 100  # that a message lists
+
 
 class UserError(ValueError):
     """Wrong usage or wrong data; the message says what to change."""
@@ -41,4 +43,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
         return "there is none here; leave it out"
     near = [choice for choice in known if choice.casefold() == name.casefold()]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    more = f" and {len(known) - MOST_CHOICES:,} more" if len(known) > MOST_CHOICES else ""
+    return f"choose one of {', '.join(known[:MOST_CHOICES])}{more}"

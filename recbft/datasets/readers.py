@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from recbft.datasets.delimited import header, read_delimited
 from recbft.datasets.events import check_columns
-from recbft.datasets.opening import BYTE_ORDER_MARK, EMPTY, one_line, open_bytes, reading
+from recbft.datasets.opening import BYTE_ORDER_MARK, EMPTY, is_gzip, one_line, open_bytes, reading
 from recbft.errors import UserError
 
 FORMATS = {
@@ -135,6 +135,8 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> Any:
     try:
         schema = pq.read_schema(path)
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:  # the latter of a column's name
+        if is_gzip(path):
+            raise UserError(f"{path}: is a gzipped Parquet file; unpack it, Parquet is compressed by itself") from None
         raise UserError(f"{path}: is not a whole Parquet file ({one_line(error)}); fetch or write it again") from None
     check_columns(schema.names, wanted, str(path))
     return pq.ParquetFile(path).read(columns=list(dict.fromkeys(wanted)))

@@ -313,6 +313,15 @@ def test_a_truncated_parquet_file_is_refused(tmp_path):
     (tmp_path / "b.parquet").write_bytes(whole[:-100])
     with pytest.raises(UserError, match=r"b\.parquet: is not a whole Parquet file"):
         read_table(tmp_path / "b.parquet", ["user_id", "item_id"])
+    (tmp_path / "c.parquet.gz").write_bytes(gzip.compress(whole))
+    with pytest.raises(UserError, match=r"c\.parquet\.gz: is a gzipped Parquet file; unpack it"):
+        read_table(tmp_path / "c.parquet.gz", ["user_id", "item_id"])
+
+
+def test_of_a_long_header_a_message_lists_the_first_columns(tmp_path):
+    path = write(tmp_path / "wide.csv", ",".join(f"x{number:04}" for number in range(3000)) + "\n")
+    with pytest.raises(UserError, match=r"choose one of x0000, .*, x0099 and 2,900 more$"):
+        read_table(path, ["user_id", "item_id"])
 
 
 def test_settings_that_do_not_fit_the_format_are_refused(tmp_path):
