@@ -88,6 +88,7 @@ def test_no_write_leaves_the_run_as_it_was_and_a_probe_can_be_repeated(capsys, r
 def test_a_probe_that_cannot_be_kept_is_shown(capsys, runs, tmp_path):
     code, out, err = run(capsys, runs("sasrec", "matched"), "--out", tmp_path / "nowhere" / "a.json")
     assert code == 2 and "MECHANISM" in out and "UNCERTAINTY" in out and "nowhere does not exist" in err
+    assert err.splitlines()[-1].startswith("error: ") and list(tmp_path.iterdir()) == []
 
 
 def test_a_plain_arm_says_that_there_is_no_precision_to_probe(capsys, runs):
