@@ -19,6 +19,8 @@ from recbft_cli.piped import PIPE, as_file
 if TYPE_CHECKING:
     import pandas as pd
 
+    from recbft.datasets.config import DataConfig
+
 EXAMPLES = "Example: recbft recommend runs/sasrec-bft-ml-100k-seed0 --histories histories.csv -k 20 --out recs.parquet"
 
 
@@ -26,7 +28,11 @@ def recommend(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     histories: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="Events of the users, in any form that recbft reads, or - for stdin."),
+        typer.Option(
+            metavar="FILE",
+            help="Events of the users, in any form that recbft reads, or - for stdin; columns user_id and item_id, or "
+            "those that the run's own data were read by.",
+        ),
     ],
     k: Annotated[int, typer.Option("-k", help="Items per user.")] = 10,
     out: Annotated[
@@ -67,11 +73,25 @@ def recommend(
         recommender = Recommender.load(run)
         say_unfinished(RunFolder.open(run), "asked, and its lists have no probabilities")
         with as_file(histories) as file:
-            events = read_histories(file, **how)
+            events = read_histories(file, **(_as_trained(file, recommender.config.data, how) | how))
         barred, only = _ids(exclude), _ids(candidates)
         blocks = recommender.recommend_in_blocks(events, k, filter_seen=not keep_seen, exclude=barred, candidates=only)
         del events  # the blocks know what they need of them
         _report(summed(_write(blocks, out)), k)
+
+
+def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, Any]:
+    """The columns that the run's own data were read by, where ``file`` has those and not the usual ones."""
+    from recbft.datasets.readers import column_names
+
+    if how.keys() & {"user", "item", "columns"}:
+        return {}
+    usual = {"user": "user_id", "item": "item_id"}
+    trained = {name: getattr(own, name) or usual.get(name) for name in ("user", "item", "time")}
+    there = column_names(file)
+    if all(column in there for column in usual.values()) or not all(trained[name] in there for name in usual):
+        return {}
+    return {name: column for name, column in trained.items() if column in there}
 
 
 def _report(attrs: dict[Any, Any], k: int) -> None:

@@ -237,3 +237,25 @@ def test_rows_that_go_back_in_time_are_warned_of_once(capsys, finished, events, 
     code, _, err = run(capsys, *words)
     assert code == 0 and err.count("goes backwards within a user") == 1
     assert run(capsys, *words, "--time", "timestamp")[::2] == (0, "")
+
+
+def test_histories_with_the_columns_of_the_run_s_data_are_read_as_those_were(capsys, events, tmp_path):
+    """Rows out of order included; a file with the usual names is read by those, and options win."""
+    names = {"user_id": "who", "item_id": "what", "timestamp": "when"}
+    frame = pd.read_parquet(events).rename(columns=names).iloc[::-1]
+    frame.to_csv(tmp_path / "own.csv", index=False)
+    frame.drop(columns="when").to_csv(tmp_path / "rows.csv", index=False)
+    settings = ["--set", "user=who", "--set", "item=what", "--set", "time=when"]
+    ids = ["--user", "who", "--item", "what"]
+    assert train(capsys, tmp_path / "own.csv", tmp_path, "-q", *settings)[0] == 0
+    run_folder = tmp_path / "sasrec-bft-own-seed0"
+
+    def lists(file, *more):
+        code, out, err = run(capsys, "recommend", run_folder, "--histories", tmp_path / file, "-k", "2", *more)
+        assert (code, err) == (0, "")
+        return out
+
+    assert lists("own.csv") == lists("own.csv", *ids, "--time", "when") != lists("own.csv", *ids)
+    assert lists("rows.csv") == lists("rows.csv", *ids)
+    frame.rename(columns={"who": "user_id", "what": "item_id"}).to_csv(tmp_path / "usual.csv", index=False)
+    assert lists("usual.csv") == lists("own.csv", *ids)
