@@ -94,10 +94,13 @@ def train(
     run = _resume(resume, dataset, data_root, quiet) if resume is not None else None
     if run is None:
         from recbft.run_config import load_run_config
+        from recbft.training.bundle import own_config
         from recbft.training.run_folder import RunFolder
 
         if warm_start is not None and config is None:
-            config = RunFolder.open(warm_start).config_file
+            older = RunFolder.open(warm_start)
+            own_config(older)  # whole: what is missing would be the usual value here
+            config = older.config_file
         run_config = load_run_config(
             config,
             settings or (),

@@ -58,15 +58,20 @@ def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
     return gzip.open(path, "rb") if is_gzip(path) else path.open("rb")
 
 
+def refuse_packed(path: Path, start: bytes) -> None:
+    """UserError where a file begins as a packer that is not read lets its files begin."""
+    for begin, packer in OTHERWISE_PACKED.items():
+        if start.startswith(begin):
+            raise UserError(f"{path}: is packed by {packer}, which is not read; unpack it, or pack it with gzip")
+
+
 def _not_utf8(path: Path) -> UserError:
     advice = "save the file as UTF-8"
     with reading(path), open_bytes(path) as file:
         start = file.read(5)
         if start.startswith(GZIP):
             return UserError(f"{path}: is gzipped; let its name end in .gz, or unpack it")
-        for begin, packer in OTHERWISE_PACKED.items():
-            if start.startswith(begin):
-                return UserError(f"{path}: is packed by {packer}, which is not read; unpack it, or pack it with gzip")
+        refuse_packed(path, start)
         file.seek(0)
         for number, line in enumerate(file, start=1):
             try:

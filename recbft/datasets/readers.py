@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from recbft.datasets.delimited import header, read_delimited
 from recbft.datasets.events import check_columns
-from recbft.datasets.opening import BYTE_ORDER_MARK, EMPTY, is_gzip, one_line, open_bytes, reading
+from recbft.datasets.opening import BYTE_ORDER_MARK, EMPTY, is_gzip, one_line, open_bytes, reading, refuse_packed
 from recbft.errors import UserError
 
 FORMATS = {
@@ -114,6 +114,9 @@ def file_format(path: Path, *, delimited: bool = False) -> str:
             raise UserError(f"{path}: separator and column names are for delimited files, not {end}; leave them out")
         return kind if kind == "tsv" else "csv"
     if kind is None:
+        if path.is_file():
+            with reading(path), open_bytes(path) as file:
+                refuse_packed(path, file.read(5))
         known = ", ".join(FORMATS)
         raise UserError(
             f"{path}: unknown file ending {end!r}; known are {known} (each text format also with .gz); "

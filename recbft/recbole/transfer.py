@@ -27,16 +27,16 @@ from recbft.recbole.adapter import Adapter
 from recbft.recbole.models import adapter_for
 from recbft.recbole.registry import ADAPTED
 from recbft.recbole.settings import MODEL_SECTIONS
-from recbft.run_config import RunConfig, load_run_config
+from recbft.run_config import RunConfig
 from recbft.training import checkpoint
-from recbft.training.bundle import load_trained, write_vocabulary
+from recbft.training.bundle import load_trained, own_config, write_vocabulary
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import build_model, new_state, run_protocol
 
 
 def recbole_settings(run: str | Path) -> dict[str, Any]:
     """What a RecBole config must say for this run's model: give it as ``config_dict``, with what names the data."""
-    config = load_run_config(RunFolder.open(run).config_file)
+    config = own_config(RunFolder.open(run))
     known = [name for name, adapted in ADAPTED.items() if adapted.model == config.model]  # any: the arm is written
     if not known:
         raise UserError(f"{run} holds a {config.model!r} model, which RecBole has no name for here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -287,3 +288,11 @@ def test_a_run_begins_from_the_weights_and_settings_of_an_older_one(capsys, even
 def test_weights_to_begin_from_are_those_of_a_run(capsys, tmp_path):
     code, _, err = run(capsys, "train", "--warm-start", tmp_path / "nowhere")
     assert code == 2 and "there is no run folder" in err and "Traceback" not in err
+
+
+def test_a_run_does_not_begin_from_half_of_an_older_one_s_settings(capsys, finished, tmp_path):
+    older = shutil.copytree(finished, tmp_path / "older")
+    text = (older / "config.yaml").read_text()
+    (older / "config.yaml").write_text(text[: text.index("\ncore:")])
+    code, _, err = run(capsys, "train", "--warm-start", older)
+    assert code == 2 and "config.yaml lacks core, with which the run was begun, and may be cut off" in err

@@ -289,6 +289,8 @@ def test_a_file_that_is_packed_otherwise_is_refused_by_its_packer(tmp_path, pack
     path.write_bytes(pack[packer](content))
     with pytest.raises(UserError, match=rf"events: is packed by {packer}, which is not read; unpack it, or pack it"):
         read_table(path, ["user_id", "item_id"], separator=",", columns=columns)
+    with pytest.raises(UserError, match=rf"events.pack: is packed by {packer}"):  # before its ending, which is unknown
+        read_table(path.rename(tmp_path / "events.pack"), ["user_id", "item_id"])
 
 
 def test_a_truncated_gzip_file_is_refused(tmp_path):

@@ -231,6 +231,14 @@ def test_a_model_without_a_name_in_recbole_is_refused(dataset, at_home):
         recbft.recbole.recbole_settings(run.path)
 
 
+def test_settings_that_are_cut_off_are_not_filled_up_with_the_usual_ones(dataset, at_home):
+    run = trained(dataset, at_home / "run")
+    text = run.config_file.read_text()
+    run.config_file.write_text(text[: text.index("\ncore:")])
+    with pytest.raises(UserError, match=r"config\.yaml lacks core, with which the run was begun, and may be cut off"):
+        recbft.recbole.recbole_settings(run.path)
+
+
 def test_a_run_from_recbole_names_the_columns_of_the_data_it_was_given(built, dataset, events, at_home):
     frame = pd.read_parquet(events).rename(columns={"user_id": "who", "item_id": "what"})
     frame.to_parquet(at_home / "own.parquet")
