@@ -33,6 +33,7 @@ from recbft.errors import OneProcessError, RunError, UserError
 from recbft.models.contract import TrainableModel
 from recbft.torchrun import Process, this_process
 from recbft.training.config import TrainingConfig
+from recbft.training.out_of_memory import is_shortage
 from recbft.training.run_settings import seed_everything
 
 T = TypeVar("T")
@@ -200,7 +201,8 @@ def departure_explained(together: Team, way_on: Callable[[], str] | None = None)
     try:
         yield
     except RuntimeError as error:
-        if together.several and (isinstance(error, dist.DistError) or "gloo/transport" in str(error)):
+        unheard = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        if together.several and unheard and not is_shortage(error):
             then = "" if way_on is None else f"; {way_on()}"
             raise OneProcessError(
                 f"process {together.process.rank} does not hear from another one, which has ended{then}"

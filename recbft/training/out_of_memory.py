@@ -16,12 +16,13 @@ from recbft.run_config import RunConfig
 _SIZE = re.compile(r"allocate ([\d.]+) (bytes|[KMGTPE]iB)")  # in the words of PyTorch, for CPU and CUDA, and of numpy
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _GPU_PIECE = 2 * 1024**2  # PyTorch asks a GPU for multiples of so many bytes, and tells them to two places
-# Where no exception of its own says so: PyTorch's on the CPU, CUDA's and Triton's, cuBLAS's.
+# Where no exception of its own says so: PyTorch's on the CPU, CUDA's and Triton's, cuBLAS's, NCCL's.
 _REFUSALS = (
     "can't allocate memory",
     "CUDA error: out of memory",
     "[CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "'out of memory'",
     "Storage size calculation overflowed",
 )
 _NUMBER_BYTES = 4  # parameters are float32

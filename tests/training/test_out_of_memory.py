@@ -14,7 +14,9 @@ from recbft.errors import RunError
 from recbft.evaluation import ranks
 from recbft.models.backbone import Backbone
 from recbft.run_config import load_run_config
+from recbft.torchrun import Process
 from recbft.training import session
+from recbft.training.data_parallel import Team, departure_explained
 from recbft.training.out_of_memory import memory_explained
 
 TOO_MUCH = 1 << 50
@@ -115,6 +117,18 @@ def test_the_words_of_a_gpu_are_understood_and_silence_is_not_made_up(error, mes
     assert str(caught.value) == (
         f"out of memory in a training step: {message}; lower training.batch_size (16) or backbone.max_length (8)"
     )
+
+
+def test_a_shortage_that_nccl_tells_is_not_a_lost_process(dataset):
+    told = (
+        "NCCL error: ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    )
+    with (
+        pytest.raises(RunError, match=r"^out of memory in a training step: a tensor does not fit"),
+        memory_explained(config(), dataset),
+        departure_explained(Team(Process.of(2))),
+    ):
+        raise torch.distributed.DistBackendError(told)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2])  # without padding, with it, and with a mask
