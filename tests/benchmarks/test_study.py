@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,6 +18,7 @@ from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.training.run_parts import build_model
 
+DOCS = Path(__file__).parents[2] / "docs"
 ARMS = "matched,matched[backbone.n_heads=1]"
 SHORT = ["--users", "60", "--set", "epochs=1", "--set", "hidden_size=8"]  # of planted histories
 
@@ -252,6 +255,18 @@ def test_every_published_figure_has_its_source_and_its_place():
         assert 1 > hr > ndcg > (mrr or 0) >= 0
     places = [(one["model"], one["dataset"], one["name"]) for one in published["figures"]]
     assert len(set(places)) == len(places)
+
+
+def test_the_pages_show_what_the_ledger_has(capsys, tmp_path):
+    ledger_file, page = DOCS / "reports" / "runs.csv", (DOCS / "results.md").read_text(encoding="utf-8")
+    assert overview.main(["--file", str(ledger_file), "--all"]) == 0
+    made = re.sub(r"\b0(\.\d{4})", r"\1", capsys.readouterr().out).replace("|  |", "| |").replace("|  |", "| |")
+    for name, said in (("sasrec", "SASRec"), ("bert4rec", "BERT4Rec"), ("hstu", "HSTU")):
+        made = made.replace(f"| {name},", f"| {said},")
+    lines = [line for line in made.splitlines() if line.startswith("|")]
+    assert len(lines) > 30 and [line for line in lines if line not in page] == []
+    assert overview.main(["--file", str(ledger_file), "--svg", str(tmp_path / "new.svg")]) == 0
+    assert (tmp_path / "new.svg").read_text() == (DOCS / "reports" / "overview.svg").read_text()
 
 
 def test_an_overview_names_the_seeds_where_they_are_not_those_of_the_line(train_arms, tmp_path, capsys):
