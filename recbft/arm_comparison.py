@@ -80,6 +80,14 @@ class Compared:
         return frame
 
     @property
+    def on_validation(self) -> pd.DataFrame:
+        """The same runs and seeds on validation, by which epochs were chosen: a gain of the method shows there too.
+
+        As ``differences``, without Holm's adjustment; no rows for arms that come from files.
+        """
+        return self._differences("on_validation")
+
+    @property
     def over_users(self) -> pd.DataFrame:
         """The same over users, seeds averaged away, which is another claim: other users would show the difference too.
 

@@ -23,6 +23,7 @@ from recbft.evaluation.paired import compare_seeds, holm
 from recbft.experiments.comparison import DATA_FILE, load_comparison
 from recbft.experiments.results import results_of
 from recbft.reporting.subject import subject_of_comparison
+from recbft.training.run_folder import RunFolder
 from recbft_cli.main import main
 from tests.experiments.conftest import Watch
 from tests.experiments.test_results import made_up
@@ -75,6 +76,11 @@ def test_the_data_frames_hold_what_the_comparison_says(made):
         assert (row["low"], row["high"]) == pytest.approx(expected.interval)
         assert row["p_t"] == pytest.approx(expected.p_t) and row["wins"] == expected.wins
     assert compared.differences["p_holm"].tolist() == pytest.approx(holm(compared.differences["p_t"].tolist()))
+    held = compared.on_validation.set_index(["setting", "metric"])
+    for setting, metric in cells:
+        pair = [[RunFolder(run).metrics["validation"][setting][metric] for run in arm.runs]
+                for arm in comparison.arms.values()]  # fmt: skip
+        assert held.at[(setting, metric), "difference"] == pytest.approx(np.mean(pair[1]) - np.mean(pair[0]))
     over_users = compared.over_users
     assert over_users["p_holm"].tolist() == pytest.approx(holm(over_users["p_sign_flip"].tolist()))
     assert (over_users["num_users"] == 60).all() and (over_users["low"] <= over_users["difference"]).all()

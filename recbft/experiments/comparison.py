@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Arm:
     histories: tuple[list[dict[str, Any]], ...]  # rows of history.csv; none for external ranks
     config: dict[str, Any]  # of its first run, see ``runs.config_of``; empty for external ranks
     trained: bool = False  # every seed; neither a file is, nor popularity, which has nothing to learn
+    # "unfiltered"/"filtered" -> metric -> (S,) on validation, of the weights tested; where each run says it
+    validation: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
 
     @property
     def has_spread(self) -> bool:
@@ -237,7 +239,15 @@ def _trained_arm(name: str, runs: Mapping[int, Run], seeds: tuple[int, ...]) -> 
         histories=tuple(run.history for run in chosen),
         config=config_of(chosen),
         trained=all(run.is_trained for run in chosen),
+        validation={setting: _on_validation(chosen, setting) for setting in SETTINGS},
     )
+
+
+def _on_validation(runs: Sequence[Run], setting: str) -> dict[str, FloatArray]:
+    """What all of these runs say of a metric on validation."""
+    found = [run.metrics.get("validation", {}).get(setting, {}) for run in runs]
+    values = {metric: [one.get(metric) for one in found] for metric in found[0]}
+    return {metric: np.array(each) for metric, each in values.items() if all(isinstance(one, float) for one in each)}
 
 
 def _baseline(name: str | None, arms: Mapping[str, Arm]) -> str:

@@ -29,8 +29,9 @@ def comparison_document(result: Result, *, markdown: bool) -> str:
         tests = sum(len(metrics) for settings in against.values() for metrics in settings.values())
         parts.append(
             f"Difference from {baseline}, paired by seed: would training again show it? p by two-sided paired t-test, "
-            f"by sign flips, and by Holm over the {counted(tests, 't-test')} of this table; the last column is the "
-            "smallest difference that so many seeds would have found four times in five."
+            f"by sign flips, and by Holm over the {counted(tests, 't-test')} of this table; the last "
+            "but one column is the smallest difference that so many seeds would have found four times in five, the "
+            "last one the same runs' difference on validation, by which their epochs were chosen, with its own p."
         )
         parts.append(table(*_seed_cells(against)))
         over_users = [cell["over_users"] for *_, cell in cells_of(against) if "over_users" in cell]
@@ -117,6 +118,15 @@ def percent(share: float) -> str:
     return f"{unsigned_zero(f'{100 * share:+.1f}')} %"
 
 
+def on_validation(d: Mapping[str, Any] | None) -> str:
+    """A difference on validation with its p, such as "+1.7 % (p = 0.033)"; nothing where it is not known."""
+    if d is None:
+        return ""
+    relative = d["relative"]
+    said = unsigned_zero(f"{d['difference']:+.4f}") if relative is None else percent(relative)
+    return f"{said} (p {p_equals(d['p_t'])})"
+
+
 def _is_constant(d: Mapping[str, Any]) -> bool:
     return "cohen_d" in d and d["cohen_d"] is None
 
@@ -197,8 +207,9 @@ def _seed_cells(against: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
         ps = [p_text(d[name]) for name in ("p_t", "p_sign_flip", "p_holm")]
         # Without a spread (equal arms have none either) nothing says what so many seeds could show.
         shows = f"{d['smallest_effect']:.4f}" if d["smallest_effect"] else ""
-        rows.append([arm, metric.upper(), SETTINGS[setting], *difference_cells(d), *ps, wins, size, shows])
-    return [*names, "Cohen's d", "could show"], rows
+        held = on_validation(cell.get("on_validation"))
+        rows.append([arm, metric.upper(), SETTINGS[setting], *difference_cells(d), *ps, wins, size, shows, held])
+    return [*names, "Cohen's d", "could show", "on validation"], rows
 
 
 def _user_cells(against: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

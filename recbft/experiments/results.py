@@ -4,6 +4,9 @@ Over seeds asks: would training again show the difference? Over users, seeds ave
 other users show it, with these trained models? The second is usually the easier one to answer with yes, and does not
 stand for the first.
 
+On validation is for the sceptic: the same runs on each user's event before the tested one. A gain of the method shows
+there too; one of these test events does not.
+
 Holm's adjustment is over the family that the table itself declares: every arm, metric and setting that is tested
 against one baseline. Give fewer metrics to declare a smaller family.
 """
@@ -145,6 +148,9 @@ def _against(
                 if over_users and len(comparison.users) > 1:
                     pair = [comparison.per_user(arm, setting, metric) for arm in (baseline, name)]
                     cell["over_users"] = asdict(compare_users(*pair, samples=samples))
+                held = [comparison.arms[arm].validation.get(setting, {}).get(metric) for arm in (baseline, name)]
+                if held[0] is not None and held[1] is not None:
+                    cell["on_validation"] = asdict(compare_seeds(held[0], held[1]))
                 found[name][setting][metric] = cell
     cells = [cell for settings in found.values() for each in settings.values() for cell in each.values()]
     for cell, p in zip(cells, holm([cell["over_seeds"]["p_t"] for cell in cells]), strict=True):

@@ -9,7 +9,7 @@ whether other users would have shown the difference too. The two are different c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
-from recbft.experiments.document import cells_of, out_of_reach
+from recbft.experiments.document import cells_of, on_validation, out_of_reach
 from recbft.experiments.lists import seeds_text
 from recbft.experiments.results import user_samples
 from recbft.reporting.subject import headline
@@ -41,6 +41,7 @@ class Finding:
     same_ranks: bool  # of every user and seed
     seeds: SeedComparison
     users: UserComparison | None
+    validation: SeedComparison | None  # the same runs on validation
     holm_p: float  # over the family of its table
 
     def share(self, difference: float) -> float | None:
@@ -99,7 +100,8 @@ def seed_table(comparison: Comparison, found: Sequence[Finding]) -> Table:
             [one.arm, one.metric.upper(), SETTINGS[one.setting], s.difference, s.relative,
              None if s.is_constant else s.interval, s.p_t, one.holm_p, s.p_sign_flip, f"{s.wins} of {s.num_seeds}",
              None if s.cohen_d is None else f"{s.cohen_d:+.2f}",
-             one.share(s.smallest_effect) if s.smallest_effect else None]
+             one.share(s.smallest_effect) if s.smallest_effect else None,
+             None if one.validation is None else on_validation(asdict(one.validation))]
         )  # fmt: skip
     baseline = found[0].baseline
     constant = f" {WITHOUT_SPREAD}" if any(one.seeds.is_constant for one in found) else ""
@@ -110,11 +112,13 @@ def seed_table(comparison: Comparison, found: Sequence[Finding]) -> Table:
         f"{seeds_text(comparison.seeds)}. p: two-sided paired t-test; interval: t; Holm p: over the {len(rows)} tests "
         f"of this table; sign-flip p: permutation test, exact up to {EXACT_SEEDS} seeds; wins: seeds in which the arm "
         "is strictly better; d: Cohen's; 80 % power: the smallest difference that the t-test would have found with "
-        f"that chance, given how much the seeds vary.{constant}",
+        f"that chance, given how much the seeds vary; on validation: the same runs on each user's event before the "
+        f"tested one, by which their epochs were chosen, p of the t-test by itself.{constant}",
         columns=[
             Column("arm"), Column("metric"), Column("items"), Column("difference", "signed"),
             Column("relative", "percent"), Column("95 % interval", "interval"), Column("p", "p"), Column("Holm p", "p"),
             Column("sign-flip p", "p"), Column("wins"), Column("d"), Column("80 % power", "share"),
+            Column("on validation"),
         ],
         rows=rows,
     )  # fmt: skip
@@ -153,6 +157,7 @@ def _finding(
 ) -> Finding:
     seeds = dict(cell["over_seeds"])
     holm_p = seeds.pop("p_holm")
+    held = cell.get("on_validation")
     users = cell.get("over_users")
     return Finding(
         arm=arm,
@@ -161,6 +166,7 @@ def _finding(
         setting=setting,
         same_ranks=np.array_equal(comparison.arms[arm].ranks[setting], comparison.arms[baseline].ranks[setting]),
         seeds=SeedComparison(**{**seeds, "interval": tuple(seeds["interval"])}),
+        validation=None if held is None else SeedComparison(**{**held, "interval": tuple(held["interval"])}),
         users=None if users is None else UserComparison(**{**users, "interval": tuple(users["interval"])}),
         holm_p=holm_p,
     )

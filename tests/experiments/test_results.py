@@ -177,12 +177,31 @@ def tables_of(text):
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in part] for part in rows]
 
 
+def on_validation(cell):
+    d = cell.get("on_validation")
+    return "" if d is None else f"{100 * d['relative']:+.1f} % (p {p_equals(d['p_t'])})"
+
+
+def test_what_the_same_runs_have_on_validation_is_tested_where_both_arms_say_it():
+    rng = np.random.default_rng(5)
+    comparison = made_up({name: rng.integers(1, 40, (6, 40)) for name in ("matched", "bft", "other")})
+    held = {name: rng.uniform(0.1, 0.2, 6) for name in ("matched", "bft")}
+    for name, values in held.items():
+        comparison.arms[name].validation["unfiltered"] = {"mrr": values}
+    found = results_of(comparison, metrics=("hr@10", "mrr"), over_users=False)["comparisons"]["matched"]
+    said = found["bft"]["unfiltered"]["mrr"]["on_validation"]
+    assert said["p_t"] == pytest.approx(stats.ttest_rel(held["bft"], held["matched"]).pvalue)
+    assert said["difference"] == pytest.approx((held["bft"] - held["matched"]).mean())
+    assert not any("on_validation" in cell for *key, cell in cells_of(found) if key != ["bft", "unfiltered", "mrr"])
+
+
 def test_every_number_of_the_document_is_one_of_the_results():
     rng = np.random.default_rng(4)
     ranks = {name: rng.integers(1, 40, (6, 40)) for name in ("matched", "bft", "other")}
     comparison = made_up(ranks)
     for name in ("matched", "bft"):
         comparison.arms[name].ranks["filtered"] = ranks[name] - rng.integers(0, 2, (6, 40)) * (ranks[name] > 1)
+        comparison.arms[name].validation["filtered"] = {"mrr": rng.uniform(0.1, 0.2, 6)}
     result = results_of(comparison, metrics=("hr@10", "mrr"))
     result["arms"]["bft"] |= {"epochs": [10, 20], "best_epochs": [4, None], "training_seconds": [1.0, 2.5]}
     result["arms"]["matched"] |= {"epochs": [7, 7], "best_epochs": [None, None], "training_seconds": [3.0, 3.0]}
@@ -207,7 +226,7 @@ def test_every_number_of_the_document_is_one_of_the_results():
         assert row == [
             name, metric.upper(), items[setting], f"{d['difference']:+.4f}", f"{100 * d['relative']:+.1f} %",
             f"{low:+.4f} to {high:+.4f}", *(p_text(d[p]) for p in ("p_t", "p_sign_flip", "p_holm")),
-            f"{d['wins']} of 6", f"{d['cohen_d']:+.2f}", f"{d['smallest_effect']:.4f}",
+            f"{d['wins']} of 6", f"{d['cohen_d']:+.2f}", f"{d['smallest_effect']:.4f}", on_validation(cell),
         ]  # fmt: skip
     adjusted = holm([cell["over_users"]["p_sign_flip"] for *_, cell in found])
     for (name, setting, metric, cell), p, row in zip(found, adjusted, users[1:], strict=True):
@@ -294,7 +313,7 @@ def test_equal_arms_are_not_said_to_show_any_difference_however_small():
     text = comparison_document({**result, "made": MADE}, markdown=True)
     (row,) = (line for line in text.splitlines() if line.startswith("| bft | MRR"))
     assert [cell.strip() for cell in row.split("|")][4:7] == ["0.0000", "0.0 %", "0.0000 to 0.0000"]
-    assert row.endswith("| +0.00 |  |") and "Holm over the 1 t-test of this table" in text
+    assert row.endswith("| +0.00 |  |  |") and "Holm over the 1 t-test of this table" in text
 
 
 def test_pooling_is_fishers_and_tells_the_direction():

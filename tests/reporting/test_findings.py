@@ -43,7 +43,9 @@ def test_the_tables_show_them(comparison, results):
     for row, one in zip(seeds.rows, found, strict=True):
         s = one.seeds
         assert row[3:9] == [s.difference, s.relative, s.interval, s.p_t, one.holm_p, s.p_sign_flip]
-        assert row[9:] == [f"{s.wins} of 3", f"{s.cohen_d:+.2f}", s.smallest_effect / s.mean_baseline]
+        assert row[9:12] == [f"{s.wins} of 3", f"{s.cohen_d:+.2f}", s.smallest_effect / s.mean_baseline]
+        pair = [comparison.arms[arm].validation[one.setting][one.metric] for arm in ("matched", "bft")]
+        assert one.validation == compare_seeds(*pair) and row[12].startswith(f"{100 * one.validation.relative:+.1f} %")
     for row, one, p in zip(users.rows, found, holm([one.users.p_sign_flip for one in found]), strict=True):
         u = one.users
         assert row[3:] == [u.difference, u.difference / one.seeds.mean_baseline, u.interval, u.p_sign_flip, p]
