@@ -8,7 +8,8 @@
 
 A comparison is one in which ``bft`` met ``matched`` over two or more seeds. Differences of ``bft`` are paired by seed,
 relative to the other arm's mean; p is by paired t-test, not corrected for how many lines there are. The seeds of a line
-are those that both have; means over others, and differences over fewer, say which.
+are those that both have; means over others, and differences over fewer, say which. Beside the test stand differences
+on validation, by which each run's epoch was chosen.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from recbft.reporting import plots
 ARMS = ["published", "matched", "matched+recency", "bft"]
 BASELINES = ["matched", "matched+recency"]
 ITEMS = ["all items", "seen masked"]
+VALIDATION = "validation ndcg@10"  # of the best epoch, all items
 SHOWN = ["hr@10", "ndcg@10", "mrr"]
 PUBLISHED = Path(__file__).with_name("published.yaml")
 Arms = Mapping[str, pd.DataFrame]
@@ -50,13 +52,14 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     metric, other = options.metric, _other_items(options.metric)
     head = ["model", "data", "seeds", *(f"`{arm}`" for arm in ARMS), *(f"`bft` from `{name}`" for name in BASELINES)]
+    head += [f"on validation from `{name}`" for name in BASELINES]
     rows = []
     for (model, data), arms in found.items():
         seeds = sorted(set(arms["bft"].index) & set(arms["matched"].index))
         means = [_means(arms, arm, (metric, other), seeds) for arm in ARMS]
-        leads = [_said(_lead(arms, name, metric), len(seeds)) for name in BASELINES]
+        leads = [_said(_lead(arms, name, one), len(seeds)) for one in (metric, VALIDATION) for name in BASELINES]
         rows.append([model, data, str(len(seeds)), *means, *leads])
-    print(f"{metric} / {other}, means over seeds; differences: {metric}\n\n{markdown_table(head, rows)}")
+    print(f"{metric} / {other}, means over seeds; differences: {metric}; {VALIDATION}\n\n{markdown_table(head, rows)}")
     if options.svg:
         write_atomic(Path(options.svg), figure(found, metric).encode())
     return 0

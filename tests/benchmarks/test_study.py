@@ -215,6 +215,10 @@ def test_an_overview_has_a_line_and_intervals_per_data_set_and_model(train_arms,
     assert (cells["model"], cells["data"], cells["seeds"], cells["`published`"]) == ("sasrec", "tiny", "2", "")
     assert cells["`bft`"].startswith(f"{values['bft'].mean():.4f} / ")
     assert "% (p " in cells["`bft` from `matched+recency`"]
+    found = overview.comparisons(ledger.read(file))["sasrec", "tiny"]
+    means = [found[arm]["validation ndcg@10"].mean() for arm in ("bft", "matched+recency")]
+    lead = f"{100 * (means[0] / means[1] - 1):+.1f} % (p "
+    assert cells["on validation from `matched+recency`"].startswith(lead)
     drawn = svg.read_text()
     assert "background: #ffffff" in drawn
     assert "MRR of bft, seen masked" in drawn and "sasrec, tiny" in drawn and "from matched+recency" in drawn
