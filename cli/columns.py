@@ -31,6 +31,9 @@ Deduplicate = Annotated[
 Where = Annotated[
     str | None, typer.Option("--where", metavar="FILTER", help="Keep rows such as 'rating>=4 and year>2000'.")
 ]
+DropLastEvents = Annotated[
+    int | None, typer.Option("--drop-last-events", help="Leave out each user's last events, so many, after all else.")
+]
 
 
 def of_other_data(context: typer.Context, dataset: str | None, **options: Any) -> dict[str, Any]:

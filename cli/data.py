@@ -12,6 +12,7 @@ from recbft_cli.columns import (
     Columns,
     DataRoot,
     Deduplicate,
+    DropLastEvents,
     Item,
     KCore,
     MinItemEvents,
@@ -72,6 +73,7 @@ def show(
     min_item_events: MinItemEvents = None,
     deduplicate: Deduplicate = None,
     where: Where = None,
+    drop_last_events: DropLastEvents = None,
 ) -> None:
     """Print counts, history lengths, density and ties of a data set."""
     from recbft.datasets import cards
@@ -102,6 +104,7 @@ def prepare(
     min_item_events: MinItemEvents = None,
     deduplicate: Deduplicate = None,
     where: Where = None,
+    drop_last_events: DropLastEvents = None,
 ) -> None:
     """Filter and order events once, and write them as one canonical Parquet file, or for RecBole."""
     from recbft.datasets.loading import source_file_of

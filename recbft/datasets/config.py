@@ -35,6 +35,7 @@ class DataConfig:
     min_item_events: int = 0
     deduplicate: Literal["first", "last"] | None = None
     where: str | None = None
+    drop_last_events: int = 0
 
     def __post_init__(self) -> None:
         if self.dataset is not None and not self.dataset:
@@ -127,4 +128,5 @@ class DataConfig:
             min_item_events=self.min_item_events,
             deduplicate=self.deduplicate,
             where=self.where,
+            drop_last_events=self.drop_last_events,
         )

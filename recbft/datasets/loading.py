@@ -64,7 +64,7 @@ def load_dataset(
     stored = _stored_record(found.path)
     if stored is not None and "time" not in asked:
         chosen = replace(chosen, time=USUAL_TIME if stored["has_times"] else None)
-    if stored is not None and preparation.to_dict() == stored["preparation"].get("filters"):
+    if stored is not None and preparation == _filters_of(stored):
         preparation = Preparation()  # what the file was prepared with: its columns may be gone
     if preparation != Preparation():
         chosen = replace(chosen, preparation=preparation)
@@ -82,6 +82,14 @@ def load_dataset(
     elif asked or preparation != Preparation():  # the card or the canonical file alone stands for other data
         dataset = replace(dataset, columns={key: asked.get(key) for key in ("user", "item", "time")})
     return dataset
+
+
+def _filters_of(stored: dict[str, Any]) -> Preparation | None:
+    """What a canonical file was prepared with; None where it does not say so in words that this version knows."""
+    filters = stored["preparation"].get("filters")
+    with suppress(UserError):
+        return Preparation.from_dict(filters) if isinstance(filters, dict) else None
+    return None
 
 
 def source_file_of(name_or_path: str | Path, data_root: str | Path | None) -> Path | None:

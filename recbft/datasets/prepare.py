@@ -2,8 +2,8 @@
 
 The steps, in this order: keep the rows that satisfy ``where``; gather each user's rows in row order (or, where times
 are given, by a stable sort on time: ties keep their row order); drop repeated (user, item) pairs; drop users and items
-with too few events until none is left (the thresholds hold together in the result). Users with fewer than 3 events
-cannot be split and are always dropped and counted.
+with too few events until none is left (the thresholds hold together in what is left); leave out each user's last
+events. Users with fewer than 3 events cannot be split and are always dropped and counted.
 
 Users are numbered by first appearance among the kept rows, items by first appearance in the finished histories.
 """
@@ -46,6 +46,8 @@ class Preparation:
         deduplicate: of a user's events with one item keep the ``"first"`` or the ``"last"``; None keeps all.
         where: a row filter on numeric columns, such as ``"rating>=4"`` or ``"rating>=4 and year>2000"``. A row whose
             value is blank does not satisfy it.
+        drop_last_events: leave out so many of each user's last events, after everything else: the same users one event
+            earlier, on which to see whether a result holds.
     """
 
     k_core: int = 0
@@ -53,9 +55,10 @@ class Preparation:
     min_item_events: int = 0
     deduplicate: str | None = None
     where: str | None = None
+    drop_last_events: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("k_core", "min_user_events", "min_item_events"):
+        for name in ("k_core", "min_user_events", "min_item_events", "drop_last_events"):
             value = getattr(self, name)
             if not (is_whole(value) and value >= 0):
                 raise UserError(f"{name} is {value!r}; give a whole number >= 0 (0 is off)")
@@ -125,6 +128,12 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
     alive, short, below = _hold_minimums(users, items, fresh, preparation)
     if not alive.any():
         raise UserError(_nothing_left(events, len(kept), int(fresh.sum()), len(user_names)))
+    alive, last, too_short = _drop_last(users, alive, preparation.drop_last_events)
+    if not alive.any():
+        raise UserError(
+            f"{events.source}: no user has {MIN_HISTORY} events left without the last {preparation.drop_last_events}; "
+            "lower drop_last_events"
+        )
     users, items = users[alive], items[alive]
     lengths = np.bincount(users, minlength=len(user_names))
     present = np.flatnonzero(lengths)
@@ -141,7 +150,8 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
             "events_filtered_out": len(events) - len(kept),
             "events_repeated": int(len(fresh) - fresh.sum()),
             "users_below_minimum": below,
-            "users_under_3_events": short,
+            "users_under_3_events": short + too_short,
+            **({"last_events": last} if preparation.drop_last_events else {}),
         },
     }
     return Prepared(
@@ -248,6 +258,25 @@ def _hold_minimums(
                 short = gone
             return alive, short, gone - short
         alive = stay
+
+
+def _drop_last(users: NDArray[np.int64], alive: NDArray[np.bool_], number: int) -> tuple[NDArray[np.bool_], int, int]:
+    """Leave out the last events of each user, and who has fewer than 3 then.
+
+    Args:
+        users: user by user, each in order.
+
+    Returns:
+        The events that stay, how many were the last ones of their user, and how many users are gone.
+    """
+    if number == 0:
+        return alive, 0, 0
+    per_user = np.bincount(users[alive])
+    from_end = np.repeat(np.cumsum(per_user), per_user) - np.arange(alive.sum())  # 1 of a user's last event
+    is_last, stays = from_end <= number, per_user - number >= MIN_HISTORY
+    left = alive.copy()
+    left[alive] = ~is_last & stays[users[alive]]
+    return left, int(is_last.sum()), int(((per_user > 0) & ~stays).sum())
 
 
 def _nothing_left(events: Events, after_filter: int, after_duplicates: int, num_users: int) -> str:

@@ -238,6 +238,9 @@ def test_a_saved_data_set_is_not_filtered_again_by_what_it_was_prepared_with(tmp
     first = Dataset.from_frame(frame, preparation=Preparation(where="stars>0"))
     first.save(tmp_path / "file.parquet")
     assert_equal(Dataset.load(tmp_path / "file.parquet", preparation=Preparation(where="stars>0")), first)
+    without = Preparation(where="stars>0", drop_last_events=1)
+    Dataset.from_frame(frame, preparation=without).save(tmp_path / "without.parquet")
+    assert Dataset.load(tmp_path / "without.parquet", preparation=without).lengths.tolist() == [3]  # not one more
     fewer = Dataset.load(tmp_path / "file.parquet", preparation=Preparation(min_item_events=2))
     assert fewer.num_events < first.num_events
     assert DataConfig.behind(fewer).load_again(str(tmp_path / "file.parquet")).content_hash == fewer.content_hash

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -94,6 +95,27 @@ def test_users_are_counted_by_the_minimum_that_they_miss_the_asked_one_first():
     dataset = Dataset.from_frame(frame, preparation=Preparation(min_user_events=2))
     dropped = dataset.preparation["dropped"]
     assert (dropped["users_below_minimum"], dropped["users_under_3_events"]) == (2, 2)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_without_the_last_events_users_are_as_they_were_before_them(seed, number):
+    rng = np.random.default_rng(seed)
+    frame = pd.DataFrame({"user_id": rng.zipf(1.3, 300) % 40, "item_id": rng.integers(0, 20, 300)})
+    frame["when"] = rng.integers(0, 50, 300)
+    core = Preparation(k_core=3, deduplicate="last")
+    whole = Dataset.from_frame(frame, time="when", preparation=core)
+    cut = Dataset.from_frame(frame, time="when", preparation=replace(core, drop_last_events=number))
+    earlier = {user: items[: max(len(items) - number, 0)] for user, items in histories(whole).items()}
+    assert histories(cut) == {user: items for user, items in earlier.items() if len(items) >= 3}
+    dropped, before = cut.preparation["dropped"], whole.preparation["dropped"]
+    assert dropped["users_under_3_events"] - before["users_under_3_events"] == whole.num_users - cut.num_users
+    assert dropped.get("last_events", 0) == sum(min(number, len(items)) for items in histories(whole).values())
+
+
+def test_no_user_without_the_last_events_is_told_as_that():
+    with pytest.raises(UserError, match="no user has 3 events left without the last 2; lower drop_last_events"):
+        Dataset.from_frame(log("a:x a:y a:z a:x"), preparation=Preparation(drop_last_events=2))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -189,6 +211,7 @@ def test_no_user_left_is_an_error_with_counts():
     ("settings", "complaint"),
     [
         ({"k_core": -1}, "k_core is -1; give a whole number >= 0"),
+        ({"drop_last_events": 0.5}, "drop_last_events is 0.5; give a whole number >= 0"),
         ({"min_user_events": 2.5}, "min_user_events is 2.5; give a whole number >= 0"),
         ({"deduplicate": "both"}, "deduplicate is 'both'; choose 'first', 'last' or None"),
         ({"where": "rating is good"}, "row filter 'rating is good' cannot be read; write COLUMN>=NUMBER"),
