@@ -11,7 +11,7 @@ from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments import provenance
 from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.results import user_samples
-from recbft.experiments.tables import Row, markdown_table, text_table
+from recbft.experiments.tables import Row, markdown_table, markdown_words, text_table
 
 Table = Callable[[Row, Sequence[Row]], str]
 Result = Mapping[str, Any]
@@ -43,7 +43,8 @@ def comparison_document(result: Result, *, markdown: bool) -> str:
                 f"Holm over the tests of this table.{least}"
             )
             parts.append(table(*_user_cells(against)))
-    return "\n\n".join(parts) + "\n"
+    text = "\n\n".join(parts) + "\n"
+    return markdown_words(text) if markdown else text
 
 
 def head(result: Result, *, markdown: bool) -> str:

@@ -21,7 +21,7 @@ from recbft.evaluation.paired import fisher, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import COMPARISON_FILE
 from recbft.experiments.document import cells_of, p_text, percent
-from recbft.experiments.tables import markdown_table, text_table
+from recbft.experiments.tables import markdown_table, markdown_words, text_table
 
 Cell = tuple[str, str, str]  # arm, setting, metric
 
@@ -89,12 +89,13 @@ def pooled_document(pooled: dict[str, Any], *, markdown: bool) -> str:
         for one in pooled["pooled"]
     ]  # fmt: skip
     absent = ", ".join(pooled.get("left_out", []))
-    return (
+    text = (
         f"Relative difference from {pooled['baseline']} per data set, and Fisher's pooled p of the paired t-tests over "
         f"seeds, by itself and by Holm over the {len(rows)} rows. A small p says that there is a difference somewhere; "
         "read its direction from the data sets.\n\n"
         f"{table(names, rows)}\n" + (f"\nLeft out, not in every comparison: {absent}\n" if absent else "")
     )
+    return markdown_words(text) if markdown else text
 
 
 def _left_out(there: set[Cell], shared: set[Cell]) -> list[str]:

@@ -21,7 +21,7 @@ from recbft.experiments.arms import ArmSpec, check_judges, check_varies
 from recbft.experiments.document import Table, difference_cells, head, mean_sd, p_text
 from recbft.experiments.lists import counted, split_list
 from recbft.experiments.plan import Job
-from recbft.experiments.tables import markdown_table, text_table
+from recbft.experiments.tables import markdown_table, markdown_words, text_table
 from recbft.run_config import RunConfig
 from recbft.training.run_folder import RunFolder
 
@@ -111,7 +111,7 @@ def sweep_document(result: Mapping[str, Any], *, markdown: bool) -> str:
         label = f"{_text(row['value'])}{' (default)' if row['is_default'] else ''}"
         rows.append([label, *(cell for part in ("validation", "test") for cell in _part_cells(row[part]))])
     chosen = "the default, " if result["chosen"] == result["default"] else ""
-    return (
+    text = (
         f"{head(result, markdown=markdown)}\n\n"
         f"{metric}; differences from the default {_text(result['default'])} are paired by seed, p by paired t-test, "
         f"Holm over the {counted(len(rows) - 1, 'other value')}.\n\n"
@@ -119,6 +119,7 @@ def sweep_document(result: Mapping[str, Any], *, markdown: bool) -> str:
         f"Chosen by validation: {chosen}{result['key']}={_text(result['chosen'])}. The test columns played no part in "
         "the choice: report the chosen value on fresh seeds.\n"
     )
+    return markdown_words(text) if markdown else text
 
 
 def _row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 Row = Sequence[str]
@@ -25,3 +26,12 @@ def markdown_table(head: Row, rows: Sequence[Row]) -> str:
     """A Markdown table; a bar within a cell is escaped."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in [head, *rows]]
     return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], ["---"] * len(head), *cells[1:]])
+
+
+def markdown_words(words: str) -> str:
+    """Words in which nothing but what is set as code is an HTML tag, which Markdown would hand on as one.
+
+    >>> markdown_words("p < 0.001 of <b>other</b>, by `recbft report <b>`")
+    'p < 0.001 of &lt;b>other&lt;/b>, by `recbft report <b>`'
+    """
+    return re.sub(r"(`[^`\n]+`)|<(?=[A-Za-z/!?])", lambda found: found[1] or "&lt;", words)

@@ -20,6 +20,7 @@ from recbft.experiments.comparison import COMPARISON_FILE, Comparison
 from recbft.experiments.lists import listed
 from recbft.experiments.machines import notes_on_machines
 from recbft.experiments.results import results_of
+from recbft.experiments.tables import markdown_words
 from recbft.files import make_folder, write_atomic
 from recbft.reporting import plots, sections
 from recbft.reporting.answer import SENTENCES, answers
@@ -28,7 +29,7 @@ from recbft.reporting.findings import findings, headline_findings
 from recbft.reporting.page import page
 from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
 from recbft.reporting.sections import Section
-from recbft.reporting.tables import Table, markdown, markdown_words, write_tables
+from recbft.reporting.tables import Table, markdown, write_tables
 from recbft.version import recbft_version
 
 FORMATS = ("html", "md", "latex", "csv", "svg")

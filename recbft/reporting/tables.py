@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from recbft.experiments.document import interval_text, p_text, percent, spread_text, unsigned_zero
-from recbft.experiments.tables import text_table
+from recbft.experiments.tables import markdown_words, text_table
 from recbft.files import make_folder, write_atomic
 
 Cell = str | int | float | tuple[float, float | None] | None
@@ -179,15 +179,6 @@ def slug(name: str) -> str:
     'bft-core.lam_max-10'
     """
     return re.sub(r"[^\w.]+", "-", name).strip("-.")[:60].strip("-.")
-
-
-def markdown_words(words: str) -> str:
-    """Words in which nothing is an HTML tag, which Markdown would hand on as one.
-
-    >>> markdown_words("p < 0.001 of <b>other</b>")
-    'p < 0.001 of &lt;b>other&lt;/b>'
-    """
-    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", words)
 
 
 def _between(cell: Cell, spec: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from dataclasses import asdict
 
 import numpy as np
@@ -168,6 +169,18 @@ def test_the_two_claims_are_told_apart_in_the_document():
         lines = text[text.index("seeds averaged away") :].splitlines()
         for line, p in zip([line for line in lines if "bft" in line], holm(users), strict=True):
             assert p_text(p) in line
+
+
+def test_a_name_is_no_tag_in_markdown_and_as_it_is_in_a_terminal():
+    name, command = "<script>alert(1)", "recbft compare --external '<b>=FILE'"
+    ranks = {arm: np.arange(1, 61).reshape(2, 30) for arm in ("matched", name)}
+    results = [results_of(made_up(ranks, content=content)) for content in ("<b>data", "b")]
+    result = {**results[0], "made": {**MADE, "command": command}, "notes": [f"arm {name} is external"]}
+    for document, given in ((comparison_document, result), (pooled_document, pool(results))):
+        assert name in document(given, markdown=False)
+        prose = document(given, markdown=True).replace(f"`{command}`", "")
+        assert "&lt;script>alert(1)" in prose and not re.search("<[a-z]", prose)
+    assert f"`{command}`" in comparison_document(result, markdown=True)  # what is set as code is no tag
 
 
 def tables_of(text):
