@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from recbft.run_config import RunConfig
 
 ARMS, SEEDS, METRICS = "matched,matched+recency,bft", "0-9", "hr@10,ndcg@10,mrr"
+_LONGEST_NAME = 200  # bytes; file systems take 255, with an ending
 # Parameters that say what to train, and how to compare.
 TRAINING = (
     "models", "dataset", "arms", "seeds", "jobs", "settings", "batch_seeds", "config", "dry_run", "data_root",
@@ -252,8 +253,15 @@ def _external(texts: Sequence[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for text in texts:
         name, equals, file = text.partition("=")
-        if not (name and equals and file) or "/" in name:
+        name = name.strip()
+        if not (name and equals and file):
             raise UserError(f"--external {text!r} is not NAME=FILE; write for example recbole=ranks.csv")
+        # Tables have it in a line, and its ranks are kept in a file of that name.
+        if not name.isprintable() or "/" in name or len(name.encode()) > _LONGEST_NAME:
+            raise UserError(
+                f"--external names an arm {name!r}; give it a name of at most {_LONGEST_NAME} bytes that can be "
+                "printed in one line, without a slash"
+            )
         if name in files:
             raise UserError(f"--external names {name!r} twice; name each arm once")
         files[name] = Path(file)
