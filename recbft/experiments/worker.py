@@ -19,13 +19,15 @@ from recbft.experiments import locks
 from recbft.experiments.plan import Job, status
 from recbft.files import explained
 from recbft.training.many_seeds import train_seeds
+from recbft.training.same_run import refuse_other_data
 from recbft.training.session import resume, train
 
+_CHANGED = "the file has changed since: put it back as it was, or give another --out"
 ELSEWHERE = 75  # exit code of a worker that found its run taken
 
 
-def work(jobs: Sequence[Job], queue: Path, say: Connection) -> None:
-    """The runs of one worker, in its own process."""
+def work(jobs: Sequence[Job], queue: Path, content_hash: str, say: Connection) -> None:
+    """The runs of one worker, in its own process, on data of the content that its command has found."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it was broken off while this worker was made
@@ -47,6 +49,7 @@ def work(jobs: Sequence[Job], queue: Path, say: Connection) -> None:
         for job in jobs:
             _remove_leftovers(job.path)
         dataset = jobs[0].config.data.load()
+        refuse_other_data(content_hash, dataset, "this command began", _CHANGED)
         for job in jobs:
             status(job, dataset)  # the lock may have been another command's until now
         if len(jobs) > 1:

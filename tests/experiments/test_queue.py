@@ -90,6 +90,18 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(events, tmp_path):
     assert len((tmp_path / "commands.txt").read_text().splitlines()) == 4
 
 
+def test_no_run_is_trained_on_data_that_changed_since_the_command_began(events, tmp_path):
+    file = shutil.copy(events, tmp_path / "mine.parquet")
+    jobs = jobs_of(file, tmp_path)
+    dataset = data_of(jobs)
+    pd.read_parquet(events)[:-1].to_parquet(file)
+    with pytest.raises(RunError, match=r"4 of 4 runs failed .*: this command began on data with content \w{12}, and"):
+        train_missing(jobs, dataset, tmp_path, workers=1, watch=Watch())
+    assert runs_in(tmp_path) == []
+    shutil.copy(events, file)  # the same content, written again
+    train_missing(jobs, dataset, tmp_path, workers=1, watch=Watch(), together=2)
+
+
 def test_no_workers_are_refused(events, tmp_path):
     jobs = jobs_of(events, tmp_path)
     with pytest.raises(UserError, match="--jobs is 0; give a whole number of at least 1"):
