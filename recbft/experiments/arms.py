@@ -7,6 +7,7 @@ NAME[key=value,...]     the same with settings of its own; NAME+recency[...] too
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ _GIVEN_ELSEWHERE = {
     "arm": "its runs are of one arm, --arm; `recbft compare --arms A,B` takes several",
     "dataset": "its runs are on one data set, -d; take each by itself",
 }
+_LONGEST_FOLDER = 220  # bytes; with a seed, as a lock that is written under a hidden name, it has up to 254 of 255
 _JUDGING = {*field_types(EvaluationConfig), *field_types(DataConfig)}
 
 
@@ -53,8 +55,12 @@ class ArmSpec:
 
     @property
     def folder(self) -> str:
-        """The label in letters that any file system and shell takes."""
-        return re.sub(r"[^\w.+=-]+", "_", self.label).strip("_")
+        """The label in letters that any file system and shell takes; of a long one the beginning and a hash."""
+        name = re.sub(r"[^\w.+=-]+", "_", self.label).strip("_")
+        if len(name.encode()) <= _LONGEST_FOLDER:
+            return name
+        ending = f"-{hashlib.sha256(self.label.encode(errors='surrogateescape')).hexdigest()[:8]}"
+        return name.encode()[: _LONGEST_FOLDER - len(ending)].decode(errors="ignore") + ending
 
 
 def parse_arms(text: str) -> list[ArmSpec]:

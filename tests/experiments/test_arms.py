@@ -20,6 +20,17 @@ def test_an_arm_is_a_name_with_recency_and_settings_of_its_own():
     assert [arm.folder for arm in arms] == ["matched", "matched+recency", "bft_lam_max=10_ks=_5_10"]
 
 
+def test_a_folder_has_a_name_that_leaves_a_file_system_room_for_seed_lock_and_hidden_name():
+    settings = ",".join(f"controllers.ema={{decay: 0.{n}}}" for n in range(11, 20))
+    arms = parse_arms(",".join(f"bft[{settings},{last}]" for last in ("warm_start=ä", "warm_start=ö")))
+    assert len({arm.folder for arm in arms}) == 2
+    for arm in arms:
+        assert len(f".{arm.folder}-seed4294967295.lock.01234567.tmp".encode()) <= 255
+        assert arm.folder.startswith("bft_controllers.ema=_decay_0.11_")
+    assert [len(ArmSpec("é" * n, "bft").folder.encode()) for n in (110, 111)] == [220, 219]
+    assert ArmSpec("é" * 110, "bft").folder == "é" * 110
+
+
 def test_an_arms_own_settings_win_over_common_ones():
     config = parse_arms("matched+recency[n_layers=3]")[0].config(["n_layers=1", "epochs=4"], dataset="synthetic")
     assert (config.arm, config.backbone.recency_decay, config.backbone.n_layers) == ("matched", True, 3)
