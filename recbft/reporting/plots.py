@@ -154,7 +154,7 @@ def training_curves(
                     label=_label(arm) if number == 0 else None,
                 )  # fmt: skip
         axes.set_xlabel("epoch")
-        axes.locator_params(axis="x", integer=True)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)  # for two it would part one epoch
         axes.set_ylabel(label)
         _legend(axes, curves)
         return svg(figure, f"{label} by epoch")

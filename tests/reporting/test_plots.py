@@ -71,8 +71,13 @@ def test_equal_points_and_constant_curves_can_be_drawn():
     assert "<svg" in plots.lines({"a": ([0.0, 0.0], [0.0, 0.0])}, "x", "y", "t", diagonal=True)
 
 
-def test_one_epoch_is_a_dot():
-    assert "fill: var(--series-1" in plots.training_curves({"bft": [([1.0], [0.5])]}, "validation HR@10", {"bft": 1})
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_epochs_are_counted_in_whole_numbers_and_one_is_a_dot(epochs):
+    runs = [(list(range(1, epochs + 1)), [0.5] * epochs)]
+    svg = plots.training_curves({"bft": runs}, "validation HR@10", {"bft": 1})
+    assert ("fill: var(--series-1" in svg) == (epochs == 1)
+    before = words(svg)[: words(svg).index("epoch")]
+    assert before == [str(n + 1) for n in range(epochs)]
 
 
 def test_every_name_stands_in_the_legend_as_it_is_written():
