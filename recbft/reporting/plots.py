@@ -276,4 +276,5 @@ def _marker(number: int) -> str:
 
 
 def _dashes(number: int) -> str:
-    return ("-", "-", "--", "-.", ":")[number % 5]
+    """Where colours and dashes would begin again together, with the thirteenth, dashes go on by one."""
+    return ("-", "--", "-.", ":")[(number - 1 + (number - 1) // 12) % 4] if number else "-"

@@ -114,7 +114,8 @@ def test_a_long_name_is_broken_and_leaves_the_drawing_its_room(number):
 
 def test_every_series_of_many_looks_different_and_none_is_the_baseline():
     looks = [(plots._series(n), plots._marker(n)) for n in range(20)]
-    assert len(set(looks)) == 20
+    curves = [(plots._series(n), plots._dashes(n)) for n in range(20)]
+    assert len(set(looks)) == len(set(curves)) == 20
     assert not [look for look in looks[1:] if looks[0][0] in look or looks[0][1] in look]
 
 
