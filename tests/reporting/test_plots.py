@@ -112,6 +112,15 @@ def test_a_long_name_is_broken_and_leaves_the_drawing_its_room(number):
         assert max(map(len, words(svg))) <= 2 * plots.LETTERS
 
 
+@pytest.mark.parametrize("settings", [1, 4, 12])
+def test_names_of_many_lines_stand_below_one_another(settings):
+    name = f"bft[{','.join([LONG[4:34]] * settings)}]"
+    found = compare_seeds([0.1, 0.2, 0.15], [0.11, 0.22, 0.15])
+    svg = plots.intervals([(f"{name}, {metric}", [(1, found)]) for metric in ("HR@10", "NDCG@10", "MRR") * 4], "x", "t")
+    heights = sorted(float(y) for y in re.findall(r"translate\([-\d.]+ ([-\d.]+)\)", svg))
+    assert len(heights) > 12 * settings and min(np.diff(heights)) > 10  # letters are 9 high
+
+
 def test_every_series_of_many_looks_different_and_none_is_the_baseline():
     looks = [(plots._series(n), plots._marker(n)) for n in range(20)]
     curves = [(plots._series(n), plots._dashes(n)) for n in range(20)]
