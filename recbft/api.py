@@ -39,7 +39,7 @@ from recbft.kernels import compiled
 from recbft.python_errors import free_folder, python_errors
 from recbft.recommendation import check_filter_seen, recommend, recommend_in_blocks
 from recbft.run_config import RunConfig, load_run_config
-from recbft.training import session
+from recbft.training import checkpoint, session
 from recbft.training.bundle import load_trained
 from recbft.training.data_parallel import team
 from recbft.training.progress import Progress
@@ -79,6 +79,7 @@ class Recommender:
         self.config: RunConfig = load_run_config(config, model=model, arm=arm, seed=seed, **settings)
         self.run: RunFolder | None = None
         self._model: nn.Module | None = None
+        self._weights: str | None = None  # the SHA-256 of their file
         self._vocabulary: Vocabulary | None = None
         self._protocol: dict[str, Any] = {}  # of the run: its folder may go before this object does
         self._calibrations: dict[bool, Calibration | None] = {}  # by filter_seen
@@ -108,13 +109,14 @@ class Recommender:
                 ``training.warm_start_keep`` says how much is kept; without it one that holds a run trains from scratch.
 
         Raises:
-            UserError: as ``train``; a data set is given, and settings of this object would have prepared another.
+            UserError: as ``train``; a data set is given, and settings of this object would have prepared another; a run
+                to begin from is gone, or another stands in its place.
             RunError: training failed; after an interruption the folder stays, and ``resume`` goes on with it.
         """
         _check_dataset(dataset)
         config = self.config if dataset is None else self._config_for(dataset)
         if warm_start:
-            older = str(self._fitted()[2].path)
+            older = str(self._own_run().path)
             config = replace(config, training=replace(config.training, warm_start=older))
         elif self.run is not None:  # what that run began from is not asked for here
             config = replace(config, training=replace(config.training, warm_start=None, warm_start_keep=None))
@@ -354,10 +356,9 @@ class Recommender:
         """Copy the run's folder; ``Recommender.load`` and the command line read it back.
 
         Raises:
-            UserError: something stands there, it lies in the run's own folder, or that is gone.
+            UserError: something stands there, it lies in the run's own folder, or that is gone or holds another run.
         """
-        _, _, run = self._fitted()
-        RunFolder.open(run.path)
+        run = self._own_run()
         if Path(path).is_dir() and any(Path(path).iterdir()):
             raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
         RunFolder.refuse_taken(path)
@@ -383,11 +384,24 @@ class Recommender:
 
     def _open(self, path: Path, data_root: str | None) -> None:
         one_thread_if_forked()
+        # Before they are read: those that a training puts there meanwhile are not taken for them.
+        weights = checkpoint.best_digest(RunFolder.open(path).checkpoint)
         run, config, self._vocabulary, self._model = load_trained(path)
+        self._weights = weights
         self.run = RunFolder(run.path.absolute())  # it is still read when the program has gone to another folder
         self._protocol = run.protocol
         self._calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
         self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
+
+    def _own_run(self) -> RunFolder:
+        """The folder of this object's run, which has not been put there by somebody else since."""
+        _, _, run = self._fitted()
+        if checkpoint.best_digest(RunFolder.open(run.path).checkpoint) != self._weights:
+            raise UserError(
+                f"{run.path} holds other weights than those that were loaded from it; load it again to have these, or "
+                "put the run back"
+            )
+        return run
 
     def _config_for(self, dataset: Dataset) -> RunConfig:
         """The settings with the name of a data set that is given; UserError if they ask for another preparation."""

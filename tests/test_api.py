@@ -447,6 +447,23 @@ def test_saving_says_where_the_run_has_gone(fitted, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_stands_in_the_folder_by_now_is_not_taken_for_the_run_that_was_loaded(fitted, dataset, tmp_path):
+    place = tmp_path / "live"
+    fitted["matched"].save(place)
+    serving = Recommender.load(place)
+    shutil.rmtree(place)
+    Recommender("sasrec", arm="matched", seed=1, **SMALL).fit(dataset, out=place)
+    told = "live holds other weights than those that were loaded from it; load it again"
+    for one in (serving, pickle.loads(pickle.dumps(serving))):
+        with pytest.raises(UserError, match=told):
+            one.save(tmp_path / "copy")
+        with pytest.raises(UserError, match=told):
+            one.fit(dataset, out=tmp_path / "warm", warm_start=True)
+    assert os.listdir(tmp_path) == ["live"]
+    histories = histories_of(dataset)
+    pd.testing.assert_frame_equal(serving.recommend(histories), fitted["matched"].recommend(histories))
+
+
 def test_weights_that_do_not_fit_the_config_are_refused(fitted, tmp_path):
     fitted["bft"].save(tmp_path / "kept")
     path = tmp_path / "kept" / "config.yaml"
