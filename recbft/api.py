@@ -384,11 +384,12 @@ class Recommender:
 
     def _open(self, path: Path, data_root: str | None) -> None:
         one_thread_if_forked()
+        # One folder, wherever the program goes, and a link to the next run.
+        run = RunFolder(RunFolder.open(path).path.resolve())
         # Before they are read: those that a training puts there meanwhile are not taken for them.
-        weights = checkpoint.best_digest(RunFolder.open(path).checkpoint)
-        run, config, self._vocabulary, self._model = load_trained(path)
+        weights = checkpoint.best_digest(run.checkpoint)
+        self.run, config, self._vocabulary, self._model = load_trained(run.path)
         self._weights = weights
-        self.run = RunFolder(run.path.absolute())  # it is still read when the program has gone to another folder
         self._protocol = run.protocol
         self._calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
         self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down

@@ -29,7 +29,7 @@ from recbft.datasets import Preparation
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import RunError, UserError
 from recbft.models.backbone import Backbone
-from recbft.training import session
+from recbft.training import bundle, session
 from recbft.training.progress import Silent
 
 SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 2, "device": "cpu", "warmup_steps": 4}
@@ -462,6 +462,33 @@ def test_what_stands_in_the_folder_by_now_is_not_taken_for_the_run_that_was_load
     assert os.listdir(tmp_path) == ["live"]
     histories = histories_of(dataset)
     pd.testing.assert_frame_equal(serving.recommend(histories), fitted["matched"].recommend(histories))
+
+
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_a_link_that_moves_on_does_not_move_what_is_loaded_by_it(fitted, dataset, tmp_path, monkeypatch, meanwhile):
+    for arm in ("matched", "bft"):
+        fitted[arm].save(tmp_path / arm)
+    link, own_config = tmp_path / "current", bundle.own_config
+    link.symlink_to("matched")
+
+    def moving(run):
+        config = own_config(run)
+        link.unlink()
+        link.symlink_to("bft")
+        return config
+
+    if meanwhile:
+        monkeypatch.setattr(bundle, "own_config", moving)
+    serving = Recommender.load(link)
+    if not meanwhile:
+        moving(serving.run)
+    monkeypatch.undo()
+    serving.save(tmp_path / "copy")
+    for one in (serving, Recommender.load(tmp_path / "copy")):
+        assert one.config.arm == "matched"
+        pd.testing.assert_frame_equal(
+            one.recommend(histories_of(dataset)), fitted["matched"].recommend(histories_of(dataset))
+        )
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(fitted, tmp_path):
