@@ -356,7 +356,8 @@ class Recommender:
         """Copy the run's folder; ``Recommender.load`` and the command line read it back.
 
         Raises:
-            UserError: something stands there, it lies in the run's own folder, or that is gone or holds another run.
+            UserError: something stands there, it lies in the run's own folder, or that is gone, holds another run or is
+                being trained.
         """
         run = self._own_run()
         if Path(path).is_dir() and any(Path(path).iterdir()):
@@ -364,7 +365,7 @@ class Recommender:
         RunFolder.refuse_taken(path)
         if run.path.resolve() in Path(path).resolve().parents:
             raise UserError(f"{path} lies in the folder that is to be copied, {run.path}; name one outside it")
-        with new_folder(path) as made:
+        with run.locked(alone=False), new_folder(path) as made:
             shutil.copytree(run.path, made, dirs_exist_ok=True)
 
     @classmethod

@@ -755,6 +755,18 @@ def test_a_copy_is_not_saved_into_what_is_copied(dataset, tmp_path):
     recommender.save(tmp_path / "run-2")
 
 
+def test_a_run_is_copied_by_many_at_once_and_not_while_it_is_trained(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "run")
+    recommender = Recommender.load(tmp_path / "run")
+    with recommender.run.locked(), pytest.raises(UserError, match="run is being trained by another process; wait"):
+        recommender.save(tmp_path / "copy")
+    assert os.listdir(tmp_path) == ["run"]
+    with recommender.run.locked(alone=False):  # as another copy does
+        recommender.save(tmp_path / "copy")
+        with pytest.raises(UserError, match="run is being trained by another process; wait"), recommender.run.locked():
+            pass
+
+
 def test_copies_outlive_the_recommender_that_was_fitted_without_a_folder(dataset):
     fitted = Recommender("sasrec", epochs=1, hidden_size=8, n_layers=1, max_length=6).fit(dataset)
     history = {"a": dataset.decode(dataset.items[:3]).tolist()}

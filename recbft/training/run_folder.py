@@ -213,9 +213,13 @@ class RunFolder:
             )
         return found
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Keep other processes from training or replacing this run; UserError if one does so now."""
-        return locked(self.config_file)
+    def locked(self, *, alone: bool = True) -> AbstractContextManager[None]:
+        """Keep other processes from training or replacing this run; UserError if one does so now.
+
+        Args:
+            alone: none may copy it either, as those do who are not.
+        """
+        return locked(self.config_file, alone=alone)
 
     def remove_leftovers(self) -> None:
         """Remove the hidden files that a killed process left half-written."""

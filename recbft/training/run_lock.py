@@ -18,8 +18,11 @@ from recbft.errors import UserError
 
 
 @contextlib.contextmanager
-def locked(config_file: Path) -> Iterator[None]:
+def locked(config_file: Path, *, alone: bool = True) -> Iterator[None]:
     """Keep other processes from a run; whoever only reads it asks for no lock.
+
+    Args:
+        alone: as who changes it must be; who copies it may share it with others who do.
 
     Raises:
         UserError: another process has the lock, or has removed the run or put another in its place.
@@ -31,7 +34,7 @@ def locked(config_file: Path) -> Iterator[None]:
         raise UserError(_gone(run)) from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{run} is being trained by another process; wait until it has ended, or end it") from None
         except OSError as error:  # a file system without locks
