@@ -136,7 +136,7 @@ def from_pandas(column: Any) -> Any:
     """A pandas column as an arrow array that has lost nothing of it.
 
     In a column of objects arrow cuts off what is finer than a microsecond, and the time of day where a mere day stands
-    before it, and takes dates without a time zone for UTC where there are others.
+    before it, takes dates without a time zone for UTC where there are others, and numbers for ticks since 1970.
 
     Raises:
         pa.ArrowException, OverflowError, UnicodeEncodeError: arrow has no type for it.
@@ -147,6 +147,9 @@ def from_pandas(column: Any) -> Any:
         raise pa.ArrowTypeError(str(error)) from None
     if column.dtype != object:
         return array
+    are_dates = pa.types.is_timestamp(array.type) or pa.types.is_date(array.type)
+    if are_dates and any(isinstance(value, (int, float, np.number)) for value in column.dropna()):
+        raise pa.ArrowTypeError("numbers beside dates")
     if pa.types.is_date(array.type) and any(isinstance(value, datetime) for value in column):
         raise pa.ArrowTypeError("days beside dates with a time of day")
     if pa.types.is_timestamp(array.type):

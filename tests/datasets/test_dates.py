@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timezone
+from datetime import date, datetime, timezone
 
 import numpy as np
 import pandas as pd
@@ -146,6 +146,15 @@ def test_days_beside_dates_with_a_time_of_day_are_refused():
         mixed = frame.assign(timestamp=pd.Series(values, dtype=object))
         with pytest.raises(UserError, match=r"'timestamp' mixes values of type date, datetime; use one type per col"):
             Dataset.from_frame(mixed, time="timestamp")
+
+
+@pytest.mark.parametrize("number", [1_706_704_200, 1.5, np.int64(5)])
+@pytest.mark.parametrize("first", [datetime(2024, 1, 31, 12), date(2024, 1, 31), pd.Timestamp(2024, 1, 31, tz="UTC")])
+def test_a_number_beside_dates_is_refused(first, number):
+    frame = pd.DataFrame({"user_id": ["ann"] * 3, "item_id": ["a", "b", "c"]})
+    mixed = frame.assign(timestamp=pd.Series([first, number, first], dtype=object))
+    with pytest.raises(UserError, match=rf"'timestamp' mixes values of type .*{type(number).__name__}.*; use one type"):
+        Dataset.from_frame(mixed, time="timestamp")
 
 
 def test_dates_with_a_time_zone_beside_dates_without_one_are_refused():
