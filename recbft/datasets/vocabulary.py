@@ -38,7 +38,7 @@ class Vocabulary:
         Raises:
             UserError: an id is neither number nor text, or a float so large that it may have been another number.
         """
-        column: Any = raw_ids
+        column: Any = raw_ids if self.ids.dtype == object else _whole(raw_ids)
         are_integers = isinstance(getattr(column, "dtype", None), np.dtype) and column.dtype.kind == "i"
         if not _of_one_kind(column) or (are_integers and self.ids.dtype != object):
             return self._encode(column)
@@ -79,6 +79,14 @@ class Vocabulary:
     @cached_property
     def _numbers(self) -> pd.Index[Any]:
         return _ready(pd.Index(self.ids))
+
+
+def _whole(ids: Any) -> Any:
+    """A list of whole numbers alone as an array, of which no text is made to find them; anything else as it is."""
+    if isinstance(ids, list) and ids and set(map(type, ids)) <= {int, np.int64}:
+        numbers = np.array(ids)
+        return numbers if numbers.dtype.kind == "i" else ids  # beyond 64 bits: floats or objects
+    return ids
 
 
 def _of_one_kind(ids: Any) -> bool:

@@ -45,6 +45,26 @@ def test_a_column_has_the_indices_of_its_ids_one_by_one_and_each_id_is_read_once
     assert len(seen) <= len(set(raw.tolist()))
 
 
+@pytest.mark.parametrize("whole", [int, np.int64])
+def test_a_list_of_whole_numbers_is_looked_up_without_their_texts(whole, monkeypatch):
+    def refuse(value):
+        raise AssertionError(f"the text of {value!r} was made")
+
+    vocabulary = Vocabulary(np.array([5, -3, 2**62, 0]))
+    monkeypatch.setattr(recbft.datasets.vocabulary, "canonical_text", refuse)
+    asked = [whole(2**62), 5, 7, -3, whole(5)]
+    assert vocabulary.encode(asked).tolist() == [3, 1, 0, 2, 1]
+
+
+@pytest.mark.parametrize("odd", [True, "5", 5.0, None, 2**63, 2**64, -(2**63) - 1, np.uint64(5), np.int8(5)])
+@pytest.mark.parametrize("ids", [np.array([5, 1, 2**62 + 1]), np.array(["5", "1", str(2**62 + 1), str(2**63)], object)])
+def test_a_list_of_whole_numbers_beside_anything_has_the_indices_of_their_texts(ids, odd):
+    texts = {str(value): index for index, value in enumerate(ids.tolist(), start=1)}
+    asked = [5, odd, 2**62 + 1, 1]
+    assert Vocabulary(ids).encode(asked).tolist() == [texts.get(canonical_text(value), 0) for value in asked]
+    assert Vocabulary(ids).encode([]).tolist() == []
+
+
 def test_ids_that_pandas_takes_for_one_keep_their_own_texts():
     vocabulary = Vocabulary(np.array(["1", "True", "nan"], object))
     mixed = np.array([1, True, 1.0, "1", None, "nan", np.nan], object)
