@@ -742,6 +742,15 @@ def test_data_that_were_changed_since_training_are_not_taken_for_the_run_s_own(t
         assert recommender.evaluate(changed).per_user["history_length"].tolist() == [4] * 20
 
 
+def test_a_run_of_the_synthetic_data_set_finds_it_again(dataset, tmp_path):
+    recommender = Recommender("pop").fit(Dataset.load("synthetic"), out=tmp_path / "run")
+    for one in (recommender, Recommender.load(tmp_path / "run")):
+        assert one.evaluate().metrics == recommender.run.metrics["test"]
+    other = Recommender("pop").fit(dataset)  # generated with other settings, which no name stands for
+    with pytest.raises(UserError, match=r"was trained on content .*, but its data set 'synthetic' as loaded has"):
+        other.evaluate()
+
+
 def test_a_copy_is_not_saved_into_what_is_copied(dataset, tmp_path):
     recommender = Recommender("pop").fit(dataset, out=tmp_path / "run")
     (tmp_path / "link").symlink_to(tmp_path / "run")

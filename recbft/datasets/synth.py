@@ -15,7 +15,7 @@ Shapes: U users of one block, V items, K taste factors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +127,8 @@ def generate(config: SyntheticConfig) -> Synthetic:
 
 def synthetic_dataset(config: SyntheticConfig) -> Dataset:
     """The generated log as a data set called ``synthetic``, with its times."""
-    return Dataset.from_frame(generate(config).events, name="synthetic", time="timestamp")
+    made = Dataset.from_frame(generate(config).events, name="synthetic", time="timestamp")
+    return replace(made, columns={})  # no file has them: its name alone stands for it
 
 
 def save_synthetic(synthetic: Synthetic, path: str | Path) -> list[Path]:
