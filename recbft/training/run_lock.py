@@ -48,7 +48,7 @@ def locked(config_file: Path, *, alone: bool = True) -> Iterator[None]:
 def _opened(path: Path) -> BinaryIO:
     try:
         return open(path, "rb+")  # NFS locks a file for one process alone only if it may write
-    except PermissionError:
+    except OSError:  # it may only be read, or its file system
         return open(path, "rb")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
 from recbft.run_config import load_run_config
-from recbft.training import session
+from recbft.training import run_lock, session
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
 
@@ -116,4 +117,15 @@ def test_where_files_cannot_be_locked_a_run_is_trained_with_a_warning(begun, mon
 def test_a_config_that_may_not_be_written_can_be_locked(begun):
     begun.config_file.chmod(0o444)
     with begun.locked(), pytest.raises(UserError, match=TAKEN), begun.locked():
+        pass
+
+
+def test_a_run_on_a_file_system_that_may_only_be_read_can_be_locked_for_a_copy(begun, monkeypatch):
+    def read_only(path, mode="r", *more, **how):
+        if "+" in mode:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return io.open(path, mode, *more, **how)  # noqa: UP020
+
+    monkeypatch.setattr(run_lock, "open", read_only, raising=False)
+    with begun.locked(alone=False), begun.locked(alone=False):
         pass
