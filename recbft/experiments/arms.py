@@ -78,8 +78,11 @@ def parse_arms(text: str) -> list[ArmSpec]:
         if match is None:
             raise UserError(f"arm {part!r} cannot be read; write NAME, NAME+recency or NAME[key=value,...]")
         own = split_list(match[3]) if match[3] else []
-        for setting in own:
-            check_varies(f"arm {part!r}", setting.partition("=")[0])
+        keys = [setting.partition("=")[0].strip() for setting in own]
+        for key in keys:
+            check_varies(f"arm {part!r}", key)
+            if keys.count(key) > 1:
+                raise UserError(f"arm {part!r} sets {key} twice; give one value")
         recency = ["recency_decay=true"] if match[2] else []
         arms.append(ArmSpec(label=part, name=match[1], settings=(*recency, *own)))
     for arm in arms:

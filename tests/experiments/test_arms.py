@@ -21,12 +21,12 @@ def test_an_arm_is_a_name_with_recency_and_settings_of_its_own():
 
 
 def test_a_folder_has_a_name_that_leaves_a_file_system_room_for_seed_lock_and_hidden_name():
-    settings = ",".join(f"controllers.ema={{decay: 0.{n}}}" for n in range(11, 20))
+    settings = ",".join(f"controllers.ema{n}={{decay: 0.{n}}}" for n in range(11, 20))
     arms = parse_arms(",".join(f"bft[{settings},{last}]" for last in ("warm_start=ä", "warm_start=ö")))
     assert len({arm.folder for arm in arms}) == 2
     for arm in arms:
         assert len(f".{arm.folder}-seed4294967295.lock.01234567.tmp".encode()) <= 255
-        assert arm.folder.startswith("bft_controllers.ema=_decay_0.11_")
+        assert arm.folder.startswith("bft_controllers.ema11=_decay_0.11_")
     assert [len(ArmSpec("é" * n, "bft").folder.encode()) for n in (110, 111)] == [220, 219]
     assert ArmSpec("é" * 110, "bft").folder == "é" * 110
 
@@ -46,6 +46,7 @@ def test_an_arms_own_settings_win_over_common_ones():
         ("bft,matched,bft", r"arm 'bft' is named twice; name each once"),
         ("matched[model=hstu]", r"arm 'matched\[model=hstu\]' cannot vary model: its runs are of one model"),
         ("bft[seed=7]", r"arm 'bft\[seed=7\]' cannot vary seed"),
+        ("bft[lam_max=10, lam_max=20]", r"sets lam_max twice; give one value"),
     ],
 )
 def test_a_list_that_is_not_of_arms_is_refused(text, message):
