@@ -138,13 +138,17 @@ def seed_interval(values: ArrayLike) -> tuple[float, float] | None:
 def bootstrap_interval(values: ArrayLike, *, samples: int = 10_000, seed: int = 0) -> tuple[float, float]:
     """95 % bootstrap interval of a mean over users: percentiles over ``samples`` resamples of the users."""
     a = np.asarray(values, dtype=np.float64)
-    # Users of equal value are drawn together: the distribution is the same, and most differences are 0.
     distinct, number = np.unique(a, return_counts=True)
     rng = np.random.default_rng(seed)
-    at_once = max(1, 4_000_000 // distinct.size)
+    # Users of equal value can be drawn together, to the same distribution; one value costs as much as ten users.
+    are_few = 10 * distinct.size <= a.size
+    at_once = max(1, 4_000_000 // (distinct.size if are_few else a.size))
     means = [
-        rng.multinomial(a.size, number / a.size, size=min(at_once, samples - first)) @ distinct / a.size
+        rng.multinomial(a.size, number / a.size, size=drawn) @ distinct / a.size
+        if are_few
+        else a[rng.integers(0, a.size, (drawn, a.size))].mean(axis=1)
         for first in range(0, samples, at_once)
+        if (drawn := min(at_once, samples - first))
     ]
     low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)

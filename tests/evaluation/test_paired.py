@@ -183,11 +183,19 @@ def test_the_interval_over_users_is_of_as_many_resamples_as_asked_for_and_of_a_s
     assert found != bootstrap_interval(values, samples=200, seed=4) != bootstrap_interval(values, samples=201, seed=4)
 
 
-def test_resamples_drawn_some_at_a_time_are_those_drawn_at_once():
-    values, users = np.random.default_rng(1).normal(size=3001), 3001  # 1,332 resamples are held at a time
-    drawn = np.random.default_rng(5).multinomial(users, np.full(users, 1 / users), size=1500)
-    low, high = np.quantile(drawn @ np.sort(values) / users, [0.025, 0.975])
-    assert bootstrap_interval(values, samples=1500, seed=5) == pytest.approx((low, high), rel=1e-12)
+@pytest.mark.parametrize("values", ["all differ", "a tenth differ"])
+def test_resamples_drawn_some_at_a_time_are_those_drawn_at_once(values):
+    rng, users, samples = np.random.default_rng(1), 3000, 15_000  # 1,333 resamples are held at a time, or 13,333
+    if values == "all differ":
+        a, samples = rng.normal(size=users), 1500
+        drawn = a[np.random.default_rng(5).integers(0, users, (samples, users))]
+        means = drawn.mean(axis=1)
+    else:
+        a = np.repeat(rng.normal(size=users // 10), 10)
+        drawn = np.random.default_rng(5).multinomial(users, np.full(users // 10, 10 / users), size=samples)
+        means = drawn @ np.unique(a) / users
+    low, high = np.quantile(means, [0.025, 0.975])
+    assert bootstrap_interval(a, samples=samples, seed=5) == pytest.approx((low, high), rel=1e-12)
 
 
 def test_user_intervals_cover_the_truth():
