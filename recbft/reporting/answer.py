@@ -10,11 +10,10 @@ Percentages are of the baseline's mean; the difference and the ends of its inter
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from recbft.evaluation.paired import EXACT_SEEDS
 from recbft.evaluation.protocol import SETTINGS
-from recbft.experiments.document import on_validation, p_equals, p_text, percent
+from recbft.experiments.document import p_equals, p_text, percent
 from recbft.reporting.findings import Finding
 
 LEVEL = 0.05
@@ -76,8 +75,7 @@ def answer(found: Finding, dataset: str, *, p: float, num_arms: int = 1) -> str:
     if p < LEVEL:
         better = "better" if found.seeds.difference > 0 else "worse"
         said = f"{found.arm} is {better} than {found.baseline} on {dataset}: {evidence}. {_signs(found)}"
-        held = None if found.validation is None else on_validation(asdict(found.validation))
-        return said if held is None else f"{said} On validation the same runs have {held}."
+        return f"{said} On validation the same runs have {found.validation}." if found.validation else said
     said = f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}: {evidence}"
     if not found.seeds.smallest_effect:  # equal differences leave no spread to tell it from
         return f"{said}."

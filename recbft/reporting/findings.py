@@ -9,7 +9,7 @@ whether other users would have shown the difference too. The two are different c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Finding:
     same_ranks: bool  # of every user and seed
     seeds: SeedComparison
     users: UserComparison | None
-    validation: SeedComparison | None  # the same runs on validation
+    validation: str  # what the same runs have there, as ``document.on_validation`` says it
     holm_p: float  # over the family of its table
 
     def share(self, difference: float) -> float | None:
@@ -101,7 +101,7 @@ def seed_table(comparison: Comparison, found: Sequence[Finding]) -> Table:
              None if s.is_constant else s.interval, s.p_t, one.holm_p, s.p_sign_flip, f"{s.wins} of {s.num_seeds}",
              None if s.cohen_d is None else f"{s.cohen_d:+.2f}",
              one.share(s.smallest_effect) if s.smallest_effect else None,
-             None if one.validation is None else on_validation(asdict(one.validation))]
+             one.validation or None]
         )  # fmt: skip
     baseline = found[0].baseline
     constant = f" {WITHOUT_SPREAD}" if any(one.seeds.is_constant for one in found) else ""
@@ -157,7 +157,6 @@ def _finding(
 ) -> Finding:
     seeds = dict(cell["over_seeds"])
     holm_p = seeds.pop("p_holm")
-    held = cell.get("on_validation")
     users = cell.get("over_users")
     return Finding(
         arm=arm,
@@ -166,7 +165,7 @@ def _finding(
         setting=setting,
         same_ranks=np.array_equal(comparison.arms[arm].ranks[setting], comparison.arms[baseline].ranks[setting]),
         seeds=SeedComparison(**{**seeds, "interval": tuple(seeds["interval"])}),
-        validation=None if held is None else SeedComparison(**{**held, "interval": tuple(held["interval"])}),
+        validation=on_validation(cell.get("on_validation")),
         users=None if users is None else UserComparison(**{**users, "interval": tuple(users["interval"])}),
         holm_p=holm_p,
     )

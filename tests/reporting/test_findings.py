@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
+from recbft.experiments.document import p_equals, percent
 from recbft.experiments.results import results_of
 from recbft.reporting.findings import findings, headline_findings, level_table, seed_table, user_table
 from recbft.reporting.tables import comma_separated
@@ -45,7 +46,8 @@ def test_the_tables_show_them(comparison, results):
         assert row[3:9] == [s.difference, s.relative, s.interval, s.p_t, one.holm_p, s.p_sign_flip]
         assert row[9:12] == [f"{s.wins} of 3", f"{s.cohen_d:+.2f}", s.smallest_effect / s.mean_baseline]
         pair = [comparison.arms[arm].validation[one.setting][one.metric] for arm in ("matched", "bft")]
-        assert one.validation == compare_seeds(*pair) and row[12].startswith(f"{100 * one.validation.relative:+.1f} %")
+        held = compare_seeds(*pair)
+        assert row[12] == one.validation == f"{percent(held.relative)} (p {p_equals(held.p_t)})"
     for row, one, p in zip(users.rows, found, holm([one.users.p_sign_flip for one in found]), strict=True):
         u = one.users
         assert row[3:] == [u.difference, u.difference / one.seeds.mean_baseline, u.interval, u.p_sign_flip, p]
