@@ -143,14 +143,16 @@ def bootstrap_interval(values: ArrayLike, *, samples: int = 10_000, seed: int = 
     # Users of equal value can be drawn together, to the same distribution; one value costs as much as ten users.
     are_few = 10 * distinct.size <= a.size
     at_once = max(1, 4_000_000 // (distinct.size if are_few else a.size))
-    means = [
-        rng.multinomial(a.size, number / a.size, size=drawn) @ distinct / a.size
-        if are_few
-        else a[rng.integers(0, a.size, (drawn, a.size))].mean(axis=1)
-        for first in range(0, samples, at_once)
-        if (drawn := min(at_once, samples - first))
-    ]
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+
+    def means_of(resamples: int) -> FloatArray:
+        if are_few:
+            means: FloatArray = rng.multinomial(a.size, number / a.size, size=resamples) @ distinct / a.size
+        else:
+            means = a[rng.integers(0, a.size, (resamples, a.size))].mean(axis=1)
+        return means
+
+    drawn = [means_of(min(at_once, samples - first)) for first in range(0, samples, at_once)]
+    low, high = np.quantile(np.concatenate(drawn), [0.025, 0.975])
     return float(low), float(high)
 
 

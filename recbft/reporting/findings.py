@@ -112,7 +112,7 @@ def seed_table(comparison: Comparison, found: Sequence[Finding]) -> Table:
         f"{seeds_text(comparison.seeds)}. p: two-sided paired t-test; interval: t; Holm p: over the {len(rows)} tests "
         f"of this table; sign-flip p: permutation test, exact up to {EXACT_SEEDS} seeds; wins: seeds in which the arm "
         "is strictly better; d: Cohen's; 80 % power: the smallest difference that the t-test would have found with "
-        f"that chance, given how much the seeds vary; on validation: the same runs on each user's event before the "
+        "that chance, given how much the seeds vary; on validation: the same runs on each user's event before the "
         f"tested one, by which their epochs were chosen, p of the t-test by itself.{constant}",
         columns=[
             Column("arm"), Column("metric"), Column("items"), Column("difference", "signed"),
