@@ -14,7 +14,9 @@ from pathlib import Path
 from recbft.errors import RunError, UserError
 from recbft.experiments import provenance
 from recbft.experiments.lists import split_list
-from recbft.kernels.dispatch import interpreted
+from recbft.kernels.dispatch import dotted, interpreted, missing, release
+
+LEAST_COMPILER = (3, 4)  # a Triton that compiles for a GPU which is not there, and says where its tools are
 
 
 def parser(name: str, description: str, *, dataset: str | None = None) -> argparse.ArgumentParser:
@@ -55,7 +57,13 @@ def check_folder_of(file: str | Path | None) -> None:
 
 
 def check_compiles() -> None:
-    """Refuse Triton's interpreter where kernels shall be compiled."""
+    """Refuse a Triton that is too old, or interprets, where kernels shall be compiled for a GPU that is not there."""
+    if (reason := missing("triton")) is not None:
+        raise UserError(reason)
+    if (found := release("triton")) < LEAST_COMPILER:
+        raise UserError(
+            f"needs Triton {dotted(LEAST_COMPILER)} or later, which comes with PyTorch 2.8, got {dotted(found)}"
+        )
     if interpreted():
         raise UserError("TRITON_INTERPRET is set; unset it: the interpreter compiles nothing")
 

@@ -15,16 +15,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 from benchmarks import gpu_cases
 from benchmarks.command import check_compiles, check_names, count, finish
-from benchmarks.ptx.launches import pretended
+
+if TYPE_CHECKING:  # of an earlier Triton, or without one, ``main`` says so
+    from triton.backends.compiler import GPUTarget
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REGISTERS = 65_536  # of a multiprocessor
@@ -56,6 +55,10 @@ class Usage:
 @contextmanager
 def compiling(target: GPUTarget) -> Iterator[list[Usage]]:
     """Launches compile their kernel for ``target``, as they would there, note what it takes, and run nothing."""
+    from triton.runtime.jit import JITFunction
+
+    from benchmarks.ptx.launches import pretended
+
     found: list[Usage] = []
     launch = JITFunction.run
 
@@ -71,6 +74,8 @@ def compiling(target: GPUTarget) -> Iterator[list[Usage]]:
 
 def _usage(cubin: bytes) -> tuple[int, ...]:
     """Registers, stack, static shared memory and local memory, as NVIDIA's own tool reads them."""
+    from triton import knobs
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -111,6 +116,8 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument("--only", default="", metavar="TEXT", help="mechanisms whose name holds this")
     chosen = options.parse_args(arguments)
     check_compiles()
+    from triton.backends.compiler import GPUTarget
+
     check_names(chosen.only, (name for width in chosen.widths for name in cases(width)))
     target = GPUTarget("cuda", chosen.capability, 32)
     print("| mechanism | type | width | kernel | registers | spilled, bytes | shared, KB | warps | programs at once |")

@@ -24,8 +24,7 @@ from benchmarks.command import check_compiles, check_names, count, finish, recor
 from benchmarks.ptx.memory import UndefinedError
 from benchmarks.ptx.threads import UnknownInstructionError
 from benchmarks.sheltered import Row
-from recbft.errors import RunError, UserError
-from recbft.kernels import dispatch
+from recbft.errors import RunError
 
 NAME = "gpu_rehearsal"
 CAPABILITIES = (80, 86, 89, 90, 120)  # from 10.0 to 11.0 products are made by instructions that are not run here
@@ -93,8 +92,6 @@ def main(arguments: Sequence[str]) -> int:
         "--instructions", type=count, nargs="+", default=[], metavar="T", help="count them, in rows of so many tokens"
     )
     chosen = options.parse_args(arguments)
-    if (reason := dispatch.missing("triton")) is not None:
-        raise UserError(reason)
     check_compiles()
     cases = of_pairs(16, 32) if chosen.instructions else gpu_cases.all_cases(small=True)
     check_names(chosen.only, [case.name for case in cases])

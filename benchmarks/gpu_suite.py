@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -50,7 +49,7 @@ from recbft.errors import RunError, UserError
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
-from recbft.kernels.dispatch import missing
+from recbft.kernels.dispatch import dotted, missing, release
 from recbft.training import session
 from recbft.training.many_seeds import train_seeds
 
@@ -107,17 +106,12 @@ def _ask_for_the_interpreter() -> None:
     Raises:
         UserError: this Triton's interpreter takes arrays of one element for numbers, which this numpy refuses.
     """
-    triton, numpy = version("triton"), version("numpy")
-    if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+    triton, numpy = release("triton"), release("numpy")
+    if triton < (3, 7) and numpy >= (2, 4):
         raise UserError(
             f"the interpreter of Triton {triton} fails with numpy {numpy}; install numpy<2.4 or triton>=3.7"
         )
     os.environ["TRITON_INTERPRET"] = "1"
-
-
-def _release(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _in_time(worker: Inline | Sheltered, numbers: Sequence[int], ends: float) -> Iterator[Row]:

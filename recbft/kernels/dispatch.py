@@ -127,10 +127,9 @@ def missing(name: str) -> str | None:
         return None
     if not _triton_is_installed():
         return "Triton is not installed; pip install triton (Linux), or leave impl out"
-    found = _triton_release()
+    found = release("triton")
     if found < LEAST_TRITON:
-        least = _dotted(LEAST_TRITON)
-        return f"needs Triton {least} or later, which comes with PyTorch 2.7, got {_dotted(found)}"
+        return f"needs Triton {dotted(LEAST_TRITON)} or later, which comes with PyTorch 2.7, got {dotted(found)}"
     return None
 
 
@@ -160,11 +159,12 @@ def _refuses(name: str, tensor: Tensor) -> str | None:
     if found is None:
         return "needs an NVIDIA GPU: on AMD's, Triton has no products of TF32 in three parts"
     if found < LEAST_CAPABILITY:
-        return f"needs a GPU of compute capability {_dotted(LEAST_CAPABILITY)} or later, got {_dotted(found)}"
+        return f"needs a GPU of compute capability {dotted(LEAST_CAPABILITY)} or later, got {dotted(found)}"
     return None
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def dotted(version: tuple[int, int]) -> str:
+    """A release, or a compute capability, as it is written."""
     return f"{version[0]}.{version[1]}"
 
 
@@ -200,10 +200,10 @@ def _triton_is_installed() -> bool:
 
 
 @lru_cache
-def _triton_release() -> tuple[int, int]:
-    """Major and minor; that which is asked for where a build of Triton goes by another name."""
+def release(package: str) -> tuple[int, int]:
+    """Major and minor of a package; of a Triton that goes by another name, those that are asked for."""
     try:
-        major, minor = metadata.version("triton").split(".")[:2]
+        major, minor = metadata.version(package).split(".")[:2]
     except metadata.PackageNotFoundError:
         return LEAST_TRITON
     return int(major), int(minor)

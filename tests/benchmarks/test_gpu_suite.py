@@ -59,8 +59,8 @@ def test_a_wrong_kernel_is_found_and_ends_the_command_with_an_error(tmp_path, mo
 
 @without_gpu
 def test_an_interpreter_that_this_numpy_breaks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_suite, "version", {"triton": "3.6.0", "numpy": "2.5.5"}.get)
-    with pytest.raises(UserError, match=r"Triton 3\.6\.0 fails with numpy 2\.5\.5; install numpy<2\.4 or triton>=3\.7"):
+    monkeypatch.setattr(gpu_suite, "release", {"triton": (3, 6), "numpy": (2, 5)}.get)
+    with pytest.raises(UserError, match=r"Triton 3\.6 fails with numpy 2\.5; install numpy<2\.4 or triton>=3\.7"):
         gpu_suite.main(["--out", str(tmp_path / "made"), "--dry-run"])
     assert not (tmp_path / "made").exists()
 

@@ -12,12 +12,12 @@ import torch
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import LEAST_TRITON, Path, choose
 
-RELEASE = dispatch._triton_release
+RELEASE = dispatch.release
 
 
 @pytest.fixture(autouse=True)
 def a_triton_that_serves(monkeypatch):
-    monkeypatch.setattr(dispatch, "_triton_release", lambda: LEAST_TRITON)
+    monkeypatch.setattr(dispatch, "release", lambda package: LEAST_TRITON)
 
 
 def paths():
@@ -69,7 +69,7 @@ def test_kernels_are_not_made_by_a_triton_that_ends_the_process(release, reason,
 
     monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
     monkeypatch.setattr(dispatch.metadata, "version", version)
-    monkeypatch.setattr(dispatch, "_triton_release", RELEASE)
+    monkeypatch.setattr(dispatch, "release", RELEASE)
     RELEASE.cache_clear()
     try:
         whole = None if reason is None else f"needs Triton 3.3 or later, which comes with PyTorch 2.7, {reason}"
