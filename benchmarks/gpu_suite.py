@@ -13,9 +13,10 @@
 5. Twenty seeds of each arm trained together, on generated histories as many and as short as those of Amazon Beauty:
    whole epochs with validation and checkpoints, and what a hundred of them would take.
 
-It keeps to ``--minutes`` in all: what no time is left for is named. Results are on disk line by line, and what fails is
-a line of its own, so that the rest is still told: the work is done in a process of its own, and in a new one after an
-illegal access to memory or a kernel that does not end. Exit code 1 where a kernel is wrong or something failed.
+Nothing begins after ``--minutes`` or goes on for ninety seconds more: what no time is left for is named. Results are on
+disk line by line, and what fails is a line of its own, so that the rest is still told: the work is done in a process of
+its own, and in a new one after an illegal access to memory or a kernel that does not end. Exit code 1 where a kernel is
+wrong or something failed.
 
 Shapes: B rows, H heads, T tokens, K head width.
 """
@@ -54,6 +55,7 @@ from recbft.training import session
 from recbft.training.many_seeds import train_seeds
 
 NAME = "gpu_suite"
+GRACE = 90.0  # seconds that what has begun may go on after the last beginning
 # Units of the last digit that an error may have whatever the reference's, and how often that of the reference it may
 # be. Three products of TF32 stand for one of float32 and lose two or three of its 24 bits, and sums lose more where
 # they cancel: a robust filter's frequencies, the one number of a decay.
@@ -80,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     ends = time.monotonic() + 60 * options.minutes
     made = machine.header(recorded(NAME, arguments), device=device)
     print("\n".join(machine.lines(made)), flush=True)
-    worker = Inline(units, device) if options.dry_run else Sheltered(units, device, healthy=torch.cuda.synchronize)
+    healthy, last = torch.cuda.synchronize, ends + GRACE
+    worker = Inline(units, device) if options.dry_run else Sheltered(units, device, last=last, healthy=healthy)
     parts = [unit.part for unit in worker.units]
     found: dict[str, list[Row]] = {}
     file = out / "gpu_suite.json"

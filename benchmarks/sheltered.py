@@ -6,12 +6,15 @@ may take with it what has not been measured yet. The process is started anew onl
 
 from __future__ import annotations
 
+import math
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
+PARTING = 10.0  # seconds that the end of a process may take
 
 
 class Unit(NamedTuple):
@@ -48,6 +51,7 @@ class Sheltered:
         make: gives the units, here and there; a function of a module.
         arguments: what it is given.
         patience: seconds that a row may take, the start of the process included.
+        last: the monotonic time at which nothing is waited for any more.
         healthy: raises where the process can do no more work; a function of a module.
     """
 
@@ -56,10 +60,11 @@ class Sheltered:
         make: Callable[..., Sequence[Unit]],
         *arguments: Any,
         patience: float = 120.0,
+        last: float = math.inf,
         healthy: Callable[[], None],
     ) -> None:
         self.units = list(make(*arguments))
-        self._made, self.patience = (make, arguments, healthy), patience
+        self._made, self.patience, self.last = (make, arguments, healthy), patience, last
         self._process: Any = None
 
     def rows(self, number: int) -> Iterator[Row]:
@@ -82,19 +87,20 @@ class Sheltered:
     def _said(self) -> Row | str | bool | None:
         """The next row, or what ends a unit: None, False where its process can do no more, or why nothing came."""
         try:
-            if not self._pipe.poll(self.patience):
-                return f"nothing came within {self.patience:.0f} s"
+            patience = max(0.0, min(self.patience, self.last - time.monotonic()))
+            if not self._pipe.poll(patience):
+                return f"nothing came within {patience:.0f} s"
             said: Row | bool | None = self._pipe.recv()
             return said
         except (EOFError, ConnectionResetError):
-            self._process.join()
+            self._process.join(PARTING)
             return f"its process ended with code {self._process.exitcode}"
 
     def close(self) -> None:
         """End the process, if there is one."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.join(PARTING)  # one that waits for its GPU may not end
             self._pipe.close()
             self._process = None
 

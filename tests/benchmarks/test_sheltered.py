@@ -90,3 +90,10 @@ def test_in_this_process_rows_are_the_same():
     inline = Inline(partial(make, 10))
     assert list(inline.rows(1)) == [{"unit": 11, "x": 1}, {"unit": 11, "failed": "RuntimeError: out of registers"}]
     assert next(inline.rows(0))["pid"] == os.getpid()
+
+
+def test_nothing_is_waited_for_after_the_last_moment(worker):
+    assert len(list(worker.rows(0))) == 2
+    worker.last = time.monotonic() + 1.0
+    assert list(worker.rows(3))[-1] == {"unit": 13, "failed": "nothing came within 1 s"}
+    assert list(worker.rows(0))[-1]["failed"] == "nothing came within 0 s"
