@@ -40,12 +40,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_cases, machine, train_speed
+from benchmarks import gpu_cases, large_log, machine, train_speed
 from benchmarks.command import finish, recorded
 from benchmarks.gpu_cases import Case
 from benchmarks.gpu_clock import Clock
 from benchmarks.sheltered import Inline, Row, Sheltered, Unit, failure
-from recbft.datasets import SyntheticConfig, synthetic_dataset
+from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.tables import text_table
@@ -112,7 +112,8 @@ def _ask_for_the_interpreter() -> None:
     triton, numpy = release("triton"), release("numpy")
     if triton < (3, 7) and numpy >= (2, 4):
         raise UserError(
-            f"the interpreter of Triton {triton} fails with numpy {numpy}; install numpy<2.4 or triton>=3.7"
+            f"the interpreter of Triton {dotted(triton)} fails with numpy {dotted(numpy)}; install numpy<2.4 or "
+            "triton>=3.7"
         )
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -300,7 +301,7 @@ def steps(clock: Clock, length: int, *, small: bool) -> Iterator[Row]:
     ways = ["", "[training.autocast=bf16]", *([] if small else ["[training.cuda_graphs=true]"])]
     arms = parse_arms(",".join(f"matched{way},bft{way}" for way in ways))
     users, items = (60, 400) if small else (4096, 12_000)
-    dataset = synthetic_dataset(SyntheticConfig(num_users=users, num_items=items, mean_length=0.75 * length))
+    dataset = histories(users, items, mean_length=0.75 * length)
     narrow = ["hidden_size=16", "batch_size=32"] if small else []
     settings = [f"max_length={length}", f"device={clock.device}", "warmup_steps=0", *narrow]
     configs = [arm.config(settings, model="sasrec", dataset="synthetic") for arm in arms]
@@ -317,10 +318,16 @@ def steps(clock: Clock, length: int, *, small: bool) -> Iterator[Row]:
         }
 
 
+def histories(num_users: int, num_items: int, *, mean_length: float) -> Dataset:
+    """To be timed and made in a second: users with tastes, as ``synthetic_dataset`` has them, take up to a minute."""
+    events = large_log.generate(num_users, round(num_users * mean_length), num_items).to_pandas()
+    return Dataset.from_frame(events, name="made", user="user_id", item="item_id", time="timestamp")
+
+
 def seeds(device: str, arm: str, *, small: bool) -> Iterator[Row]:
     """Epochs of one seed and of many together, and how far their first losses are apart; dropout differs."""
     number, epochs, users, items = (2, 1, 60, 400) if small else (20, 3, 22_363, 12_101)
-    dataset = synthetic_dataset(SyntheticConfig(num_users=users, num_items=items, mean_length=8.9))
+    dataset = histories(users, items, mean_length=8.9)
     settings = [f"epochs={epochs}", "patience=100", f"device={device}", *(["hidden_size=16"] if small else [])]
     config = parse_arms(arm)[0].config(settings, model="sasrec", dataset="synthetic")
     configs = [replace(config, seed=seed) for seed in range(number)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -126,6 +127,13 @@ def test_nothing_begins_after_its_time(tmp_path, monkeypatch, capsys):
     assert began == [0]
     assert json.loads((tmp_path / "gpu_suite.json").read_text())["attention"] == [{"number": 0}]
     assert "steps: no time left for more" in capsys.readouterr().out
+
+
+def test_histories_to_time_are_made_at_once():
+    began = time.process_time()
+    made = gpu_suite.histories(22_363, 12_101, mean_length=8.9)
+    assert time.process_time() - began < 10 and made.num_users == 22_363 and made.times is not None
+    assert 8 < len(made.items) / made.num_users < 11 and 11_000 < made.num_items <= 12_101
 
 
 @without_gpu
