@@ -62,7 +62,9 @@ def gain_update(
     precision = belief.precision if observation_precision is None else belief.precision + observation_precision
     if isinstance(gain, float) and gain == 1.0:
         return Belief(belief.mean + innovation, precision)
-    share = torch.as_tensor(1 - ramp * (1 - gain), dtype=innovation.dtype, device=innovation.device)  # (2)
+    share = 1 - ramp * (1 - gain)  # (2)
+    # A number is written where it is wanted: a GPU is waited for to copy one there, and a graph of its work holds none.
+    share = share.to(innovation) if isinstance(share, Tensor) else innovation.new_full((), share)
     return Belief(torch.addcmul(belief.mean, share, innovation), precision)
 
 

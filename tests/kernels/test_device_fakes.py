@@ -110,6 +110,8 @@ def test_a_step_and_an_evaluation_keep_to_one_device(arm, mixer, pretended):
     ("sasrec", "published", "attention", ()), ("bert4rec", "bft", "attention", ()), ("hstu", "bft", "pointwise", ()),
     ("sasrec", "bft", "attention", ("initial=credibility", "estimator=sandwich", "prior_scale=per_layer")),
     ("sasrec", "bft", "attention", ("jacobian=exact", "propagation=jacobian")),
+    *(("sasrec", "bft", "attention", (f"update={rule}",)) for rule in ("fixed", "gate", "residual")),
+    *(("sasrec", "bft", "attention", (f"propagation={how}",)) for how in ("discount", "decay")),
     ("hstu", "matched", "pointwise", ("time_bias=true",)),
 ], ids=lambda part: part if isinstance(part, str) else "-".join(part))  # fmt: skip
 def test_a_step_that_a_graph_may_repeat_reads_nothing_back(model, arm, mixer, settings, pretended):
