@@ -38,6 +38,8 @@ from recbft.files import write_json
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.bayesian import BayesianMixer
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyMixer
+from recbft.training.config import TrainingConfig
+from recbft.training.run_settings import chosen_device
 
 NAME = "mechanisms.mqar"
 TASKS = ("base", "update", "block")
@@ -219,8 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     for name in names:
         make_mixer(name, size.width, size.head_width)  # an unknown one is refused before the first is trained
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(found if options.device == "auto" else options.device)
+    device = chosen_device(TrainingConfig(device=options.device).device)
     made = machine.header(recorded(NAME, arguments), device=device)
     print("\n".join(machine.lines(made)), end="\n\n")
     rows: list[dict[str, Any]] = []

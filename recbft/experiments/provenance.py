@@ -14,6 +14,7 @@ from recbft.datasets import Dataset
 from recbft.machine import environment
 from recbft.run_config import RunConfig
 from recbft.training.run_folder import RunFolder
+from recbft.training.run_settings import chosen_device
 
 # Options whose values are places on one machine, and the word that a recorded command has instead.
 _PLACES = {"--data-root": "DIR", "--out": "OUT", "--json": "FILE", "--config": "FILE"}
@@ -115,6 +116,9 @@ def lines(header: Mapping[str, Any]) -> list[str]:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """Where a run with this config takes place."""
-    name = config.training.device
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    """Where a run with this config takes place.
+
+    Raises:
+        UserError: the device is not there.
+    """
+    return chosen_device(config.training.device)

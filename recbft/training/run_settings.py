@@ -31,7 +31,7 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
     Raises:
         UserError: the device is not there.
     """
-    device = _device(config.device, this_process())
+    device = chosen_device(config.device, this_process())
     with _turn(), _current(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -89,13 +89,21 @@ if hasattr(os, "register_at_fork"):  # who held the turn is not there after a fo
     os.register_at_fork(after_in_child=_own_turns)
 
 
-def _device(name: str, here: Process) -> torch.device:
-    """The device of this process; several of a run have a GPU each."""
+def chosen_device(name: str, here: Process | None = None) -> torch.device:
+    """The device of a process by the name that ``training.device`` has; several of a run have a GPU each.
+
+    Args:
+        here: the process; one that works alone unless given.
+
+    Raises:
+        UserError: it is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device, there = torch.device(name), torch.cuda.device_count()
     if device.type == "cpu":
         return device
+    here = Process() if here is None else here
     if here.size > 1 and device.index is not None:
         raise UserError(f"device is {name!r}, but {here.size} processes train this run, each on a GPU; give cuda")
     if here.local_size > there > 0:

@@ -61,6 +61,10 @@ def test_an_unknown_mixer_or_task_is_refused_before_training():
         mqar.main(["--tasks", "blok"])
     with pytest.raises(UserError, match="--learning-rates has 'fast'; give numbers, such as 3e-3,1e-2"):
         mqar.main(["--learning-rates", "fast"])
+    with pytest.raises(UserError, match="device is 'gpu'; give auto, cpu, cuda or cuda:N"):
+        mqar.main(["--device", "gpu"])
+    with pytest.raises(UserError, match="device is 'cuda:64', but PyTorch sees"):
+        mqar.main(["--device", "cuda:64"])
 
 
 def test_mqar_prints_a_table(capsys):

@@ -74,7 +74,7 @@ def test_the_random_numbers_of_a_run_begin_on_its_own_device_alone(device, gpus,
 
 @pytest.mark.parametrize(("given", "kept"), [("", ":4096:8"), (":16:8", ":16:8")])
 def test_a_deterministic_run_on_a_gpu_has_what_its_products_ask_for(given, kept, monkeypatch):
-    monkeypatch.setattr(run_settings, "_device", lambda name, here: torch.device(name))
+    monkeypatch.setattr(run_settings, "chosen_device", lambda name, here: torch.device(name))
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
     if not given:
@@ -93,7 +93,7 @@ def test_a_gpu_chosen_by_number_is_the_current_one(device, wanted, monkeypatch):
         made_current.append(str(device))
         yield
 
-    monkeypatch.setattr(run_settings, "_device", lambda name, here: torch.device(name))
+    monkeypatch.setattr(run_settings, "chosen_device", lambda name, here: torch.device(name))
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", current)
     with run_settings.run_settings(TrainingConfig(device=device)):
