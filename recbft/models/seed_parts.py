@@ -31,10 +31,13 @@ class SeedRows:
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
+        self._samples = False  # whether some part asks for them
+        self._sample: tuple[Tensor, Tensor] | None = None
 
     def begin(self, side: SideBySide, device: torch.device) -> None:
         """Take up the next batch."""
         self.now, self.origin = side, side.origin.to(device)
+        self._sample = self._sampled() if self._samples else None
 
     def apart(self, x: Tensor) -> Tensor:
         """(R, T, ..) -> (S, N, ..)."""
@@ -53,7 +56,15 @@ class SeedRows:
         return bits
 
     def sampled(self) -> tuple[Tensor, Tensor]:
-        """Every fourth row of each seed's own batch: indices of tokens, (S, n), and which count; the rest fill up."""
+        """Every fourth row of each seed's own batch: indices of tokens, (S, n), and which count; the rest fill up.
+
+        Asked for once, they are on the device from the beginning of every batch: to copy them there waits for it.
+        """
+        if self._sample is None:
+            self._samples, self._sample = True, self._sampled()
+        return self._sample
+
+    def _sampled(self) -> tuple[Tensor, Tensor]:
         now = self.now
         widths = torch.tensor(now.widths)[:, None]
         valid = now.batch.segment.view(now.num_seeds, -1) >= 0

@@ -93,11 +93,12 @@ class Stacked:
         learn = target.nonzero().squeeze(1)
         embeddings = self.parameters["item_embedding.weight"]
         device = embeddings.device
+        # All that is copied there goes first, while there is little to wait for.
+        at, wanted, batch = learn.to(device), (target[learn] - 1).to(device), side.batch.to(device)
         self.seeds.begin(side, device)
         for module, name, parameter in self._per_row:
             setattr(module, name, self.seeds.repeat(parameter)[:, None])  # (S,) -> (R, 1)
-        mean = self.body.encode(side.batch.to(device)).mean.flatten(0, 1)  # (R T, D)
-        states, wanted = mean.index_select(0, learn.to(device)), (target[learn] - 1).to(device)
+        states = self.body.encode(batch).mean.flatten(0, 1).index_select(0, at)  # (R T, D) -> (N, D)
         table = embeddings[:, 1 : self.body.num_items + 1]
         bias = self.parameters.get("item_bias")
         states, table = with_bias(states, table, None if bias is None else bias[:, 1:])

@@ -138,7 +138,9 @@ def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     """The first position of each seed, and the end: (S + 1,)."""
     if len(counts) == 1:  # made on the device: a CUDA graph holds no copy from the host
         return torch.arange(2, device=device) * counts[0]
-    return torch.tensor([0, *accumulate(counts)], device=device)
+    # From pinned memory, so that the device, which is at work by now, is not waited for.
+    offsets = torch.tensor([0, *accumulate(counts)], device="cpu", pin_memory=device.type == "cuda")
+    return offsets.to(device, non_blocking=True)
 
 
 def _forward(
