@@ -104,6 +104,37 @@ def test_a_step_and_an_evaluation_keep_to_one_device(arm, mixer, pretended):
     assert type(loss) is OnGpu
 
 
+@pytest.fixture
+def launched(pretended, monkeypatch):
+    """The kernels that Triton's interpreter has run, which are given nothing that lies on the host."""
+    interpreter, names = pytest.importorskip("triton.runtime.interpreter"), []
+
+    def launch(grid, *given, **named):
+        assert all(type(x) is OnGpu for x in (*given, *named.values()) if isinstance(x, torch.Tensor)), grid.fn
+        names.append(grid.fn.__name__)
+        with _disable_current_modes():
+            run(grid, *(x.here if isinstance(x, OnGpu) else x for x in given), **named)
+
+    run = interpreter.GridExecutor.__call__
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "missing", lambda name: None)
+    return names
+
+
+@pytest.mark.skipif(not dispatch.interpreted() or dispatch.missing("triton") is not None, reason="needs it")
+@pytest.mark.parametrize("mixer", ["attention", "rfa", "bayesian", "pointwise"])
+def test_what_is_handed_to_kernels_lies_where_they_run(mixer, launched):
+    config, _, net, batches = made("bft", mixer)
+    with Launches():
+        net.to(GPU).train().refresh()
+        optimizer = make_optimizer(net, config.training)
+        loss = net.loss(next(iter(batches.epoch(0))).to(GPU))
+        loss.backward()
+        optimizer.step()
+    assert torch.isfinite(loss.here) and len(set(launched)) > 6
+
+
 @pytest.mark.parametrize("model, arm, mixer, settings", [
     *(("sasrec", "bft" if spec.precision != "none" else "matched", name, ())
       for name, spec in MIXERS.items() if name not in {"pointwise", *DESIGN_MODELS} - {"gla"}),
