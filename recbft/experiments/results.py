@@ -91,10 +91,12 @@ def write_comparison(
     make_folder(folder)
     result = results_of(comparison, metrics=metrics)
     result = {"format": FORMAT, "made": dict(made), **result, "environments": _environments(comparison)}
+    # Read before one is written: the copy of an earlier comparison may be given as another arm of this one.
+    ranks = {name: (file.suffix.lower(), file.read_bytes()) for name, file in (external or {}).items()}
     for name, arm in comparison.arms.items():
         runs = {str(seed): os.path.relpath(run.resolve(), folder.resolve())
                 for seed, run in zip(arm.seeds, arm.runs, strict=True) if run is not None}  # fmt: skip
-        copied = None if not external or name not in external else _keep(external[name], folder / "external", name)
+        copied = _keep(folder / "external", name, *ranks[name]) if name in ranks else None
         result["arms"][name] |= {"runs": runs, "external": copied}
     write_json(folder / COMPARISON_FILE, result)
     return result
@@ -197,10 +199,9 @@ def _environments(comparison: Comparison) -> list[dict[str, Any]]:
     return list(seen.values())
 
 
-def _keep(file: Path, folder: Path, name: str) -> str:
-    """Copy a file of ranks beside the comparison, so that the two stay together; its path from there."""
+def _keep(folder: Path, name: str, ending: str, ranks: bytes) -> str:
+    """Keep what a file of ranks holds beside the comparison, so that the two stay together; its path from there."""
     folder.mkdir(exist_ok=True)
-    kept = folder / f"{name}{file.suffix.lower()}"
-    if not (kept.exists() and kept.samefile(file)):
-        write_atomic(kept, file.read_bytes())
+    kept = folder / f"{name}{ending}"
+    write_atomic(kept, ranks)
     return os.path.relpath(kept, folder.parent)

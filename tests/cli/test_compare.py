@@ -127,6 +127,20 @@ def test_runs_that_exist_and_another_systems_ranks_are_compared(capsys, made, tm
     assert list(load_comparison(tmp_path / "out").arms) == ["bft", "matched", "other"]
 
 
+def test_copies_of_ranks_change_their_names_in_the_same_folder(capsys, made, tmp_path):
+    runs, out = sorted(made.glob("runs/*")), tmp_path / "out"
+    for name, seed in (("a", 0), ("b", 1)):
+        per_user = pd.read_parquet(made / f"runs/matched-seed{seed}/per_user.parquet")
+        per_user[["user", "rank_unfiltered"]].to_csv(tmp_path / f"{name}.csv", index=False)
+    first, second = ((tmp_path / f"{name}.csv").read_bytes() for name in "ab")
+    assert run(capsys, "compare", *runs, "--out", out, "--external", f"b={tmp_path / 'a.csv'}")[0] == 0
+    assert (out / "external/b.csv").read_bytes() == first
+    again = ["--external", f"b={tmp_path / 'b.csv'}", "--external", f"a={out / 'external/b.csv'}"]
+    assert run(capsys, "compare", *runs, "--out", out, *again)[0] == 0
+    assert (out / "external/b.csv").read_bytes() == second and (out / "external/a.csv").read_bytes() == first
+    assert list(load_comparison(out).arms) == ["bft", "matched", "b", "a"]
+
+
 def test_a_recorded_command_has_no_run_folders_however_they_are_written(capsys, made, tmp_path, monkeypatch):
     monkeypatch.chdir(shutil.copytree(made / "runs", tmp_path / "here"))
     Path("bft_lam_max=10-seed0").rename("bft")
