@@ -195,6 +195,7 @@ def _environments(comparison: Comparison) -> list[dict[str, Any]]:
             file = None if run is None else RunFolder(run).environment_file
             if file is not None and file.is_file():
                 one = json.loads(file.read_bytes())
+                one.pop("trained_together", None)  # says which runs shared a process, and not where
                 seen.setdefault(json.dumps({**one, "date": None}, sort_keys=True), one)
     return list(seen.values())
 

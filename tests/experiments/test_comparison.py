@@ -134,9 +134,9 @@ def test_figures_of_other_ranks_than_the_runs_have_now_are_refused(copied, tmp_p
                 load_comparison(copied)
 
 
-def test_the_day_makes_no_other_environment(copied):
+def test_neither_the_day_nor_which_seeds_shared_a_process_makes_another_environment(copied):
     environment = copied / "runs" / "matched-seed1" / "environment.json"
-    edit_json(environment, date="1999-12-31")
+    edit_json(environment, date="1999-12-31", trained_together=[1, 2])
     assert len(write_comparison(comparison_of(runs_in(copied)), copied, made={})["environments"]) == 1
     edit_json(environment, cpu="another")
     assert len(write_comparison(comparison_of(runs_in(copied)), copied, made={})["environments"]) == 2
