@@ -23,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 
-from recbft.config import is_whole
+from recbft.config import NULL_WORDS, is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.errors import RunError, RunInterruptedError, UserError
@@ -41,6 +41,7 @@ from recbft.run_config import RunConfig
 
 # What messages call as the command line does.
 _OPTION = re.compile(r"(?<!\S)--(arms|seeds|baseline|out)\b")
+_NULL = re.compile(f'"({"|".join(NULL_WORDS)})"', re.IGNORECASE)  # quoted, it would be a text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -317,9 +318,10 @@ def _settings(settings: Mapping[str, Any]) -> list[str]:
         if value is None:
             continue
         try:
-            texts.append(f"{key}={json.dumps(value, ensure_ascii=False, default=plain)}")
+            text = json.dumps(value, ensure_ascii=False, default=plain)
         except TypeError:
             raise UserError(f"{key} is {value!r}; give a number, text, a list, or a section as a mapping") from None
+        texts.append(f"{key}={_NULL.sub(lambda found: found[1], text)}")
     return texts
 
 

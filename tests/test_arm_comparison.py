@@ -234,6 +234,19 @@ def test_an_arms_own_settings_win_over_those_of_all_runs(dataset, tmp_path):
     assert found == {"bft": (5, 0.3), "bft[lam_max=20]": (20, 0.3), "bft[dropout=0.1]": (5, 0.1)}
 
 
+@pytest.mark.parametrize("word", ["none", "Null", "~"])
+def test_a_word_for_null_means_what_it_means_to_a_recommender(dataset, tmp_path, word):
+    settings = {"clip_norm": word, "backbone": {"embedding_scale": word}, **SMALL}
+    assert Recommender("sasrec", **settings).config.training.clip_norm is None
+    config = (
+        compare(ARMS, dataset, out=tmp_path, seeds="0-1", jobs=2, **settings)
+        .comparisons["sasrec"]
+        .arms["matched"]
+        .config
+    )
+    assert config["training"]["clip_norm"] is None and config["backbone"]["embedding_scale"] is None
+
+
 class CtrlC(Watch):
     """Ctrl-C when the first run is finished."""
 
