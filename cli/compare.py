@@ -124,7 +124,7 @@ def compare(
     plans = []
     for model, its in _one_by_one(models, asked):
         named = {"model": model, "dataset": dataset, "data_root": data_root}
-        plans.append((its, *_plan(arms or ARMS, seeds or SEEDS, its, config, settings or (), named)))
+        plans.append((its, *_plan(arms or ARMS, seeds or SEEDS, its, config, settings or (), named, batch_seeds)))
     for its, planned, data in plans:
         if dry_run:
             print_commands(planned)
@@ -186,7 +186,13 @@ def print_commands(jobs: Sequence[Any]) -> None:
 
 
 def _plan(
-    arms: str, seeds: str, asked: _Asked, config: Path | None, settings: Sequence[str], named: dict[str, Any]
+    arms: str,
+    seeds: str,
+    asked: _Asked,
+    config: Path | None,
+    settings: Sequence[str],
+    named: dict[str, Any],
+    together: int,
 ) -> tuple[list[Job], Dataset]:
     """The runs of all arms and seeds, checked, and their data."""
     from recbft.experiments.experiment import plan_comparison
@@ -194,7 +200,9 @@ def _plan(
     def configure(arm: ArmSpec, seed: int) -> RunConfig:
         return arm.config(settings, file=config, seed=seed, **named)
 
-    return plan_comparison(arms, seeds, asked.out, configure, baseline=asked.baseline, external=asked.external)
+    return plan_comparison(
+        arms, seeds, asked.out, configure, baseline=asked.baseline, external=asked.external, together=together
+    )
 
 
 def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int | None, together: int) -> None:

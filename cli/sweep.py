@@ -68,7 +68,7 @@ def sweep(
         return spec.config(settings or (), file=config, seed=seed, **named)
 
     planned = plan_sweep(vary[0], arm, lambda spec: configure(spec, wanted[0]))
-    runs, data = prepare(planned.arms, wanted, out, configure)
+    runs, data = prepare(planned.arms, wanted, out, configure, together=batch_seeds)
     if dry_run:
         print_commands(runs)
         return

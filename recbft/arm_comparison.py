@@ -40,7 +40,7 @@ from recbft.files import make_folder, plain
 from recbft.run_config import RunConfig
 
 # What messages call as the command line does.
-_OPTION = re.compile(r"(?<!\S)--(arms|seeds|baseline|out)\b")
+_OPTION = re.compile(r"(?<!\S)--(arms|batch-seeds|seeds|baseline|out)\b")
 _NULL = re.compile(f'"({"|".join(NULL_WORDS)})"', re.IGNORECASE)  # quoted, it would be a text
 
 
@@ -190,7 +190,7 @@ def compare(
             made.data.check_prepared(given)
             return replace(made, data=DataConfig(dataset=where))
 
-        return plan_comparison(arms, seeds, its, configure, baseline=baseline, dataset=given)
+        return plan_comparison(arms, seeds, its, configure, baseline=baseline, dataset=given, together=batch_seeds)
 
     with _python_words():
         plans = {}
@@ -246,7 +246,7 @@ def _python_words() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(_OPTION.sub(r"\1", str(error))) from None
+        raise UserError(_OPTION.sub(lambda found: found[1].replace("-", "_"), str(error))) from None
     except RunError as error:
         kind = RunInterruptedError if isinstance(error, RunInterruptedError) else RunError
         on = "the same call of compare"

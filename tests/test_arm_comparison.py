@@ -285,6 +285,7 @@ def test_a_failed_run_is_a_run_error_that_names_it(dataset, tmp_path):
         ({"model": "sasrecc"}, "did you mean 'sasrec'"),
         ({"jobs": 0}, "jobs is 0; give a whole number of at least 1"),
         ({"batch_seeds": 1.5}, "batch_seeds is 1.5; give a whole number"),
+        ({"arms": "published,bft", "batch_seeds": 2}, "^batch_seeds cannot be given with arm published: several seeds"),
         ({"seed": 3}, "seed is 3, but a comparison has several; give seeds"),
         ({"arm": "bft"}, "arm is 'bft', but a comparison has several; give arms"),
         ({"epochz": 3}, "unknown key 'epochz'; did you mean 'epochs'"),

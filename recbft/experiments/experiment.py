@@ -28,6 +28,7 @@ from recbft.machine import cores
 from recbft.models import MODELS
 from recbft.run_config import RunConfig
 from recbft.torchrun import refuse_several
+from recbft.training.many_seeds import check_stackable, check_together
 from recbft.training.run_folder import RunFolder, settle
 from recbft.training.same_run import first_difference
 
@@ -44,12 +45,13 @@ def plan_comparison(
     baseline: str | None = None,
     external: Mapping[str, Path] | None = None,
     dataset: Dataset | None = None,
+    together: int = 1,
 ) -> tuple[list[Job], Dataset]:
     """The runs of all arms and seeds, and their data, checked before anything is trained or written.
 
     Args:
         arms, seeds: as ``parse_arms`` and ``parse_seeds`` read them.
-        out, configure, dataset: as in ``prepare``.
+        out, configure, dataset, together: as in ``prepare``.
         baseline, external: as in ``comparison_of``.
 
     Raises:
@@ -68,7 +70,7 @@ def plan_comparison(
             raise UserError(f"--external {name}: there is no file {file}")
     if baseline is not None and baseline not in names:
         raise UserError(f"--baseline {baseline!r} is not an arm; choose one of {', '.join(names)}")
-    return prepare(specs, wanted, out, configure, dataset=dataset)
+    return prepare(specs, wanted, out, configure, dataset=dataset, together=together)
 
 
 def prepare(
@@ -78,16 +80,18 @@ def prepare(
     configure: Callable[[ArmSpec, int], RunConfig],
     *,
     dataset: Dataset | None = None,
+    together: int = 1,
 ) -> tuple[list[Job], Dataset]:
     """The runs of an experiment and its data, checked before anything is trained or written.
 
     Args:
         configure: the run of an arm and seed.
         dataset: the data that the runs will find where their config says, loaded already.
+        together: as in ``train_missing``.
 
     Raises:
-        UserError: an arm cannot be configured, is not trained, is another's equal or cannot be compared, or a folder
-            holds another run.
+        UserError: an arm cannot be configured, is not trained, is another's equal or cannot be compared, a folder holds
+            another run, or seeds that are missing cannot be trained together.
     """
     refuse_several(SIDE_BY_SIDE)
     jobs = plan(arms, seeds, out / "runs", configure)
@@ -98,8 +102,10 @@ def prepare(
     _check_comparable(jobs)
     dataset = jobs[0].config.data.load() if dataset is None else dataset
     settle(out / "runs")
-    for job in jobs:
-        status(job, dataset)
+    missing = [job for job in jobs if status(job, dataset) != "finished"]
+    if together > 1:
+        for arm in arms:
+            _check_together([job.config for job in missing if job.arm == arm], arm)
     return jobs, dataset
 
 
@@ -226,6 +232,17 @@ def _check_comparable(jobs: Sequence[Job]) -> None:
                 f"arm {job.arm.label} cannot be compared with {first.arm.label}, which has "
                 f"{first_difference(before, now)}; give all arms the same"
             )
+
+
+def _check_together(configs: Sequence[RunConfig], arm: ArmSpec) -> None:
+    """Refuse before training what the process that trains seeds of an arm together would refuse."""
+    if len(configs) < 2:
+        return
+    try:
+        check_together(configs[:2])
+        check_stackable(configs[0])
+    except UserError as error:
+        raise UserError(f"--batch-seeds cannot be given with arm {arm.label}: {error}") from None
 
 
 def _compared_on(config: RunConfig) -> dict[str, Any]:

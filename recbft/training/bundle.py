@@ -68,7 +68,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             "restore the file, or train again into a new folder"
         )
     weights = checkpoint.load_best(run.checkpoint)
-    with set_aside(), _OwnDraws():
+    with set_aside(), OwnDraws():
         model = config.build(counts)
     try:
         model.load_state_dict(weights)
@@ -127,7 +127,7 @@ def _lacking(written: Any, begun: Mapping[str, Any], prefix: str = "") -> Iterat
             yield from _lacking(written[key], value, f"{prefix}{key}.")
 
 
-class _OwnDraws(TorchFunctionMode):
+class OwnDraws(TorchFunctionMode):
     """Modules made in here, on this thread, start from random numbers of their own.
 
     PyTorch's default generator belongs to the caller and to what other threads are training: to put its state back

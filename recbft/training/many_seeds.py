@@ -35,9 +35,10 @@ from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.models.backbone import Backbone
 from recbft.models.stacked import Stacked
 from recbft.run_config import RunConfig
+from recbft.surroundings import set_aside
 from recbft.torchrun import refuse_several
 from recbft.training import tensorboard
-from recbft.training.bundle import own_config
+from recbft.training.bundle import OwnDraws, own_config
 from recbft.training.loop import Row, close_epoch, epoch_row, is_over, not_finite
 from recbft.training.optimiser import make_optimizer, warmup_ramp
 from recbft.training.out_of_memory import memory_explained
@@ -139,6 +140,17 @@ def check_together(configs: Sequence[RunConfig]) -> None:
             raise UserError(f"seeds {seeds[0]} and {config.seed} differ in more than the seed; train them one by one")
         if seeds.count(config.seed) > 1:
             raise UserError(f"seed {config.seed} is given twice; give each once")
+
+
+def check_stackable(config: RunConfig) -> None:
+    """Refuse a model whose seeds cannot share a stack, before there are data.
+
+    Raises:
+        UserError: naming what stands in the way.
+    """
+    with set_aside(), OwnDraws():
+        model = config.build(torch.tensor([0, 1, 1]))
+    Stacked([_backbone(model)], [torch.Generator()])
 
 
 def _existing(config: RunConfig, path: str | Path, dataset: Dataset) -> RunFolder | None:

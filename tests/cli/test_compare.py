@@ -230,6 +230,18 @@ def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path)
         (["run", "--out", "x", "--external", "\udcff=r.csv"], "--external names an arm '\\udcff'"),
         (["run", "--out", "x", "--external", "é" * 101 + "=r.csv"], "; give it a name of at most 200 bytes"),
         (["--out", "x", "--jobs", "0"], "--jobs is 0; give a whole number of at least 1"),
+        (
+            ["--out", "x", "--arms", "published,bft", "--seeds", "0-1", "--batch-seeds", "2"],
+            "--batch-seeds cannot be given with arm published: several seeds cannot be trained together with dropout",
+        ),
+        (
+            ["--out", "x", "-m", "sasrec,hstu", "--arms", "matched,bft", "--batch-seeds", "2"],
+            "--batch-seeds cannot be given with arm matched: several seeds cannot be trained together with mixer Point",
+        ),
+        (
+            ["--out", "x", "--batch-seeds", "2", "--set", "autocast=bf16"],
+            "--batch-seeds cannot be given with arm matched: training.autocast has no effect on seeds that are trained",
+        ),
         (["-m", "pop", "--arms", "published,published[ks=5]", "--out", "x"], "model 'pop' is not trained"),
         ([], "--out is missing; name the folder that gets the results"),
         (["run", "--out", "x"], "there is no run folder run"),

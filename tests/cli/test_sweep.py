@@ -104,6 +104,10 @@ def test_a_sweep_compares_each_value_with_the_default_and_chooses_by_validation(
         (["--vary", "lam_max=-5"], "lam_max is -5"),
         (["--vary", "lam_max=5", "--vary", "epochs=3"], "--vary is given twice; vary one setting at a time, or search"),
         (["--vary", "lam_max=5", "--seeds", "4"], "names one seed; paired differences need at least 2"),
+        (
+            ["--vary", "update=kalman,gate", "--batch-seeds", "2"],
+            "--batch-seeds cannot be given with arm bft[update=gate]",
+        ),
         (["--vary", "lam_max=5", "--arm", "matched"], "core.lam_max has no effect in arm 'matched'"),
     ],
 )

@@ -13,6 +13,7 @@ import time
 
 import pandas as pd
 import pytest
+import torch
 
 from recbft.errors import RunError, UserError
 from recbft.experiments import experiment, locks, processes, queue
@@ -22,6 +23,7 @@ from recbft.experiments.plan import plan, status, write_commands
 from recbft.experiments.queue import train_all
 from recbft.run_config import load_run_config
 from recbft.training.run_folder import RunFolder
+from recbft.training.session import train
 from recbft_cli.main import main
 from tests.experiments.conftest import RECBFT, ROOT, SMALL, Watch, jobs_of, runs_in
 
@@ -75,6 +77,20 @@ def test_seeds_that_cannot_be_trained_together_are_refused_by_the_reason(events,
         train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch(), together=2)
     with pytest.raises(UserError, match="--batch-seeds is 0; give a whole number of at least 1"):
         train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch(), together=0)
+
+
+def test_seeds_that_are_finished_already_need_not_be_trained_together(events, tmp_path):
+    def configure(arm, seed):
+        return arm.config([*SMALL, "mixer=rfa"], dataset=str(events), seed=seed)
+
+    asked = (parse_arms("matched"), (0, 1), tmp_path, configure)
+    state = torch.get_rng_state()
+    with pytest.raises(UserError, match="--batch-seeds cannot be given with arm matched: several seeds cannot be"):
+        prepare(*asked, together=2)
+    assert torch.equal(state, torch.get_rng_state()) and list(tmp_path.iterdir()) == []
+    jobs, _ = prepare(*asked)
+    train(jobs[0].config, jobs[0].path)
+    assert len(prepare(*asked, together=2)[0]) == 2
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(events, tmp_path):
