@@ -132,7 +132,7 @@ def comparison_of(
         raise UserError(f"there is one arm, {next(iter(grouped))}; a comparison needs at least 2")
     have = {name: set(each) for name, each in seeds_of.items()}
     have |= {name: set(file.seeds) for name, file in files.items() if file.seeds is not None}
-    seeds, left_out = _common_seeds(have)
+    seeds, left_out = common_seeds(have)
     arms = {name: _trained_arm(name, each, seeds) for name, each in seeds_of.items()}
     for name, file in files.items():
         rows = [0] * len(seeds) if file.seeds is None else [file.seeds.index(seed) for seed in seeds]
@@ -213,7 +213,12 @@ def _grouped(runs: Sequence[Run], names: Mapping[Path, str]) -> dict[str, list[R
     return grouped
 
 
-def _common_seeds(have: Mapping[str, set[int]]) -> tuple[tuple[int, ...], list[str]]:
+def common_seeds(have: Mapping[str, set[int]]) -> tuple[tuple[int, ...], list[str]]:
+    """The seeds that all of these arms have, and notes on those that are left out.
+
+    Raises:
+        UserError: fewer than two are common.
+    """
     common = set.intersection(*have.values())
     if len(common) < 2:
         each = "; ".join(f"{name} {seeds_text(sorted(seeds)) or 'none'}" for name, seeds in have.items())

@@ -17,8 +17,9 @@ from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments import provenance
 from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
-from recbft.experiments.comparison import Comparison, comparison_of
+from recbft.experiments.comparison import Comparison, common_seeds, comparison_of
 from recbft.experiments.document import comparison_document
+from recbft.experiments.external import read_external
 from recbft.experiments.lists import parse_seeds
 from recbft.experiments.plan import Job, plan, status, write_commands
 from recbft.experiments.queue import Watcher, train_all
@@ -55,7 +56,8 @@ def plan_comparison(
         baseline, external: as in ``comparison_of``.
 
     Raises:
-        UserError: as ``prepare``; fewer than two arms or seeds, or a baseline or file of ranks that is not there.
+        UserError: as ``prepare``; fewer than two arms or seeds, a baseline that is not there, or a file of ranks that
+            is missing or does not go with these data and seeds.
     """
     wanted, specs, files = parse_seeds(seeds), parse_arms(arms), external or {}
     if len(wanted) < 2:
@@ -70,7 +72,11 @@ def plan_comparison(
             raise UserError(f"--external {name}: there is no file {file}")
     if baseline is not None and baseline not in names:
         raise UserError(f"--baseline {baseline!r} is not an arm; choose one of {', '.join(names)}")
-    return prepare(specs, wanted, out, configure, dataset=dataset, together=together)
+    jobs, dataset = prepare(specs, wanted, out, configure, dataset=dataset, together=together)
+    ranks = [(name, read_external(file, dataset.user_ids, num_items=dataset.num_items)) for name, file in files.items()]
+    trained = {spec.label: set(wanted) for spec in specs}
+    common_seeds(trained | {name: set(found.seeds) for name, found in ranks if found.seeds is not None})
+    return jobs, dataset
 
 
 def prepare(

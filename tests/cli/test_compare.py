@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -260,6 +261,21 @@ def test_bad_usage_is_refused_before_anything_is_written(capsys, monkeypatch, tm
     code, out, err = run(capsys, "compare", *more, *data)
     assert code == 2 and out == "" and err.startswith("error: ") and message in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ("user,place\n1,1\n", "ranks.csv has columns user, place; it needs 'user' and 'rank'"),
+        ("user,rank\n1,1\n", "ranks.csv lacks 59 of 60 users, such as"),
+        ("user,rank,seed\n" + "".join(f"{n},1,{seed}\n" for seed in (1, 2) for n in range(1, 61)), "share 1 seed, and"),
+    ],
+)
+def test_ranks_that_cannot_be_compared_are_refused_before_training(capsys, events, tmp_path, ranks, message):
+    file, users = tmp_path / "ranks.csv", sorted(set(pd.read_parquet(events)["user_id"]))
+    file.write_text(re.sub(r"^\d+", lambda found: str(users[int(found[0]) - 1]), ranks, flags=re.MULTILINE))
+    code, out, err = run(capsys, "compare", *options(events, tmp_path / "out"), "--external", f"other={file}")
+    assert code == 2 and out == "" and message in err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("given", ["training", "runs", "pool"])
