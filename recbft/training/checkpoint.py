@@ -30,7 +30,7 @@ from recbft.training.tensor_tree import flatten, restore
 from recbft.version import recbft_version
 
 STATE_FILE = "state.json"
-FORMAT = 1
+FORMAT = 2  # 1 had a note on the order of the data in its state, which nothing read
 _START_AFRESH = "the checkpoint is damaged: restore the file from a copy, or train again into a new folder"
 
 
@@ -48,7 +48,6 @@ class TrainState:
     best_metric: float | None = None  # of the validation metric that stops the run early
     best_epoch: int | None = None
     bad_epochs: int = 0  # validations since the best one
-    sampler: dict[str, Any] = field(default_factory=dict)
     recbft_version: str = field(default_factory=recbft_version)
 
 
@@ -236,13 +235,17 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} holds no checkpoint: {STATE_FILE} is missing; train into a new folder") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path} is truncated or is not a checkpoint's state; {_START_AFRESH}") from None
-    if content.get("format") != FORMAT:
+    if content.get("format") not in (1, FORMAT):
         raise UserError(
-            f"{path} has format {content.get('format')!r}, and this recbft reads {FORMAT}; use the recbft that wrote it"
+            f"{path} has format {content.get('format')!r}, and this recbft reads those up to {FORMAT}; use the recbft "
+            "that wrote it"
         )
     known = {one.name for one in fields(TrainState)}
     try:
-        is_own = digest == _digest(content) and set(content["state"]) == known
+        is_own = digest == _digest(content)
+        if is_own and content["format"] == 1:
+            content["state"].pop("sampler", None)
+        is_own = is_own and set(content["state"]) == known
     except ValueError:  # it holds what was never written, such as NaN
         is_own = False
     if not is_own:

@@ -357,7 +357,6 @@ class Session:
         self._save(best=judged)
 
     def _save(self, *, best: Mapping[str, torch.Tensor] | None) -> None:
-        self.state.sampler = {"order": "numpy PCG64 of [seed, epoch]", "next_epoch": self.state.epoch}
         random_states = self.together.gathered(rng_state(self.generator, self.device))
         self.together.first_does(
             lambda: checkpoint.save(

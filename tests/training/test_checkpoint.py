@@ -81,7 +81,7 @@ def test_an_optimisers_state_comes_back_exactly(tmp_path):
 
 def test_the_plain_part_comes_back(tmp_path):
     model, optimizer = make_run()
-    state = make_state(4, best_metric=0.1 + 0.2, best_epoch=2, bad_epochs=2, sampler={"epoch": 4, "order": [1, 2]})
+    state = make_state(4, best_metric=0.1 + 0.2, best_epoch=2, bad_epochs=2)
     save(tmp_path, model, optimizer, state)
     assert checkpoint.load(tmp_path).state == checkpoint.load_state(tmp_path) == state
     assert state.recbft_version
@@ -260,10 +260,19 @@ def test_a_changed_state_is_refused_by_name(saved, metric):
         checkpoint.load_state(saved)
 
 
+def test_a_state_of_the_first_format_is_read(saved):
+    file, state = saved / "state.json", checkpoint.load_state(saved)
+    content = json.loads(file.read_bytes()) | {"format": 1}
+    content["state"]["sampler"] = {"order": "numpy PCG64 of [seed, epoch]", "next_epoch": 4}
+    del content["sha256"]
+    file.write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
+    assert checkpoint.load_state(saved) == checkpoint.load(saved).state == state
+
+
 def test_a_state_of_another_format_is_refused(saved):
     file = saved / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), "format": 99}))
-    with pytest.raises(UserError, match=r"has format 99, and this recbft reads 1; use the recbft that wrote it"):
+    with pytest.raises(UserError, match=r"has format 99, and this recbft reads those up to 2; use the recbft that"):
         checkpoint.load(saved)
 
 
