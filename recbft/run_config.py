@@ -119,6 +119,18 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     Raises:
         UserError: a key is unknown, a value wrong, or a setting would have no effect in this model and arm.
     """
+    return _described(file, {} if file is None else read_yaml(file), settings, named)
+
+
+def run_config_of(written: Mapping[str, Any], file: Path | str) -> RunConfig:
+    """The run that a YAML file describes which has been read already: ``load_run_config(file)``."""
+    return _described(file, written, (), {})
+
+
+def _described(
+    file: Path | str | None, written: Mapping[str, Any], settings: Iterable[str], named: dict[str, Any]
+) -> RunConfig:
+    """``load_run_config`` of what is ``written`` in its file."""
     layers: list[tuple[str, Mapping[str, Any]]] = [("", dict([parse_setting(text)])) for text in settings]
     for key in _PLACES:
         if isinstance(named.get(key), str):
@@ -126,7 +138,7 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
     if file is not None:
         asked = [layer["model"] for _, layer in layers if "model" in layer]
-        layers.insert(0, (f"{file}: ", _read(file, asked[-1] if asked else None)))
+        layers.insert(0, (f"{file}: ", _translated(file, written, asked[-1] if asked else None)))
 
     model, mixer = DEFAULT_MODEL, None
     for source, layer in layers:
@@ -225,13 +237,12 @@ def _options_of(mixer: str | None) -> type:
     return NoOptions if mixer is None else MIXERS[mixer].options
 
 
-def _read(file: Path | str, model: Any = None) -> Mapping[str, Any]:
-    """The keys of a file; a RecBole config is translated, and a warning names what has no meaning here.
+def _translated(file: Path | str, tree: Mapping[str, Any], model: Any = None) -> Mapping[str, Any]:
+    """The keys of a file in our words; of a RecBole config a warning names what has no meaning here.
 
     Args:
         model: the one to be run if it is not the file's; RecBole has a batch size and the like for any model.
     """
-    tree = read_yaml(file)
     ours = {*_TOP, *(name for model in MODELS for name in sections_of(model))}
     ours |= {key for model in MODELS for section in sections_of(model).values() for key in field_types(section)}
     if not is_recbole(tree, ours):
@@ -244,7 +255,7 @@ def _read(file: Path | str, model: Any = None) -> Mapping[str, Any]:
         ignored += [f"training.{key} ({model!r} is not trained)" for key in unused]
         translated = {key: value for key, value in translated.items() if key not in unused}
     if ignored:
-        warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=3)
+        warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=4)
     return translated
 
 

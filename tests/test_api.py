@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 
 import recbft
 from recbft import Dataset, Recommender
@@ -419,6 +420,13 @@ def test_a_wrong_name_or_value_is_refused_before_anything_is_trained(arguments, 
     model, settings = arguments[0], arguments[1] if len(arguments) > 1 else {}
     with pytest.raises(UserError, match=message):
         Recommender(model, **settings)
+
+
+def test_loading_parses_the_configuration_once(fitted, monkeypatch):
+    read = []
+    monkeypatch.setattr(yaml, "load", lambda *given, real=yaml.load, **more: read.append(given) or real(*given, **more))
+    Recommender.load(fitted["bft"].run.path)
+    assert len(read) == 1
 
 
 def test_loading_what_is_no_finished_run_is_refused(fitted, tmp_path):

@@ -24,7 +24,7 @@ from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.files import write_parquet
-from recbft.run_config import RunConfig, load_run_config
+from recbft.run_config import RunConfig, run_config_of
 from recbft.surroundings import set_aside
 from recbft.training import checkpoint
 from recbft.training.checkpoint import vocabulary_hash
@@ -89,13 +89,14 @@ def own_config(run: RunFolder) -> RunConfig:
         UserError: it cannot be read, or lacks a key that the run was begun with: the usual value would take its place,
             and the weights might fit.
     """
-    lacking = next(_lacking(read_yaml(run.config_file), run.protocol.get("config", {})), None)
+    written = read_yaml(run.config_file)
+    lacking = next(_lacking(written, run.protocol.get("config", {})), None)
     if lacking is not None:
         raise UserError(
             f"{run.config_file} lacks {lacking}, with which the run was begun, and may be cut off; restore the file "
             f"({run.protocol_file.name} holds its values), or train again into a new folder"
         )
-    return load_run_config(run.config_file)
+    return run_config_of(written, run.config_file)
 
 
 def differences(
