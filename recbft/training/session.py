@@ -6,6 +6,7 @@ initial weights and dropout come from its seed, and the caller's random state is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
@@ -36,7 +38,7 @@ from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import Parts, make_parts, new_state, run_protocol
 from recbft.training.run_settings import rng_state, run_settings, set_rng_state
-from recbft.training.same_run import refuse_other_data
+from recbft.training.same_run import refuse_changed_config, refuse_other_data
 
 
 def run_name(config: RunConfig, dataset_name: str) -> str:
@@ -171,11 +173,21 @@ def go_on(
         lost = run.checkpoint / checkpoint.STATE_FILE if run.checkpoint.is_dir() else run.checkpoint
         raise UserError(f"{lost} is gone, and what was trained with it; restore it, or train with --overwrite")
     state = new_state(config, dataset)
-    if run.has_checkpoint:
-        _check(checkpoint.load_state(run.checkpoint), state, run)
+    saved = checkpoint.load_state(run.checkpoint) if run.has_checkpoint else None
+    if saved is not None:
+        checkpoint.check_dataset(
+            saved,
+            dataset=state.dataset,
+            content_hash=state.content_hash,
+            vocabulary_hash=state.vocabulary_hash,
+            folder=run.checkpoint,
+        )
     else:
         remedy = "load the data it was begun with, or train a new run"
         refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} was begun", remedy)
+    added = refuse_changed_config(run, to_dict(config), None if saved is None else saved.config_hash)
+    if added and together.leads:
+        warnings.warn(added, stacklevel=2)
     parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
     if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
         raise UserError(
@@ -396,18 +408,3 @@ def _processes(number: int) -> str:
 def _listener(progress: Progress | None, together: Team) -> Progress:
     """Who is told how it goes: of several processes, by the first."""
     return Silent() if progress is None or not together.leads else progress
-
-
-def _check(saved: TrainState, now: TrainState, run: RunFolder) -> None:
-    """Refuse to resume with other data or another config."""
-    checkpoint.check_dataset(
-        saved,
-        dataset=now.dataset,
-        content_hash=now.content_hash,
-        vocabulary_hash=now.vocabulary_hash,
-        folder=run.checkpoint,
-    )
-    if saved.config_hash != now.config_hash:
-        raise UserError(
-            f"{run.config_file} was changed since {run.checkpoint} was saved; put it back, or train a new run with it"
-        )

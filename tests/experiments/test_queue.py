@@ -360,10 +360,14 @@ def test_a_run_made_before_an_option_was_there_is_the_run_without_it(events, cop
     protocol = copied / "runs" / "matched-seed0" / "protocol.json"
     made = json.loads(protocol.read_text())
     assert made["config"]["training"].pop("autocast") is None
+    assert made["config"]["backbone"].pop("absolute_positions") is True and made["config"].pop("controllers")
     protocol.write_text(json.dumps(made))
     assert status(jobs_of(events, copied)[0], jobs_of(events, copied)[0].config.data.load()) == "finished"
     with pytest.raises(UserError, match=r"holds a run with training\.autocast None, and 'bf16' is asked for"):
         asked = jobs_of(events, copied, settings=("autocast=bf16",))[0]
+        status(asked, asked.config.data.load())
+    with pytest.raises(UserError, match=r"holds a run with backbone\.absolute_positions True, and False is asked for"):
+        asked = jobs_of(events, copied, settings=("absolute_positions=false",))[0]
         status(asked, asked.config.data.load())
 
 

@@ -13,9 +13,12 @@ import pandas as pd
 import pytest
 import torch
 
+from recbft.config_file import to_yaml
 from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import RunError, UserError
+from recbft.evaluation.protocol import config_hash
+from recbft.files import write_json
 from recbft.run_config import load_run_config
 from recbft.training import checkpoint, session
 from recbft.training.bundle import load_trained
@@ -324,6 +327,56 @@ def test_resuming_with_changed_events_over_the_same_items_is_refused(stopped, da
 def test_resuming_a_changed_config_is_refused(stopped, dataset):
     text = stopped.config_file.read_text().replace("epochs: 4", "epochs: 40")
     stopped.config_file.write_text(text)
+    refused(stopped, dataset, r"config.yaml was changed since .*checkpoint was saved; put it back, or train a new run")
+
+
+def test_a_config_that_was_changed_before_anything_was_saved_is_refused(dataset, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(checkpoint, "save", lambda *_, **__: (_ for _ in ()).throw(Stopped))
+        session.train(config(), tmp_path / "run", dataset=dataset)
+    run = RunFolder.open(tmp_path / "run")
+    assert not run.has_checkpoint
+    run.config_file.write_text(run.config_file.read_text().replace("learning_rate: 0.001", "learning_rate: 0.1"))
+    refused(run, dataset, r"config.yaml was changed since the run was begun; put it back, or train a new run with it")
+
+
+# Keys that came after the run was begun, one with a default that is a value.
+LATER = {"data": ("drop_last_events", "where"), "backbone": ("absolute_positions",)}
+
+
+def as_an_older_commit_wrote_it(run, version=None):
+    """A run's folder without the keys of ``LATER``."""
+    written, protocol = run.config, run.protocol
+    for section, keys in LATER.items():
+        for key in keys:
+            del written[section][key], protocol["config"][section][key]
+    if version is not None:
+        protocol["recbft_version"] = version
+    run.config_file.write_text(to_yaml(written))
+    write_json(run.protocol_file, protocol)
+    state = run.checkpoint / "state.json"
+    saved = json.loads(state.read_bytes())
+    del saved["sha256"]
+    saved["state"]["config_hash"] = config_hash(protocol["config"])
+    write_json(state, {"sha256": checkpoint._digest(saved), **saved})
+
+
+def test_a_run_of_an_older_commit_goes_on_with_the_defaults_of_later_keys(stopped, dataset, tmp_path):
+    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
+    as_an_older_commit_wrote_it(stopped)
+    said = r"run was begun at a commit .* with the defaults of these: data.drop_last_events \(0\), backbone.abs"
+    with pytest.warns(UserWarning, match=said):
+        run = session.resume(stopped.path, dataset=dataset)
+    tensors = results(run)[3]
+    assert all(torch.equal(value, tensors[name]) for name, value in results(whole)[3].items())
+
+
+def test_a_run_of_an_older_commit_does_not_go_on_with_other_settings_or_in_another_version(stopped, dataset):
+    as_an_older_commit_wrote_it(stopped, version="0.0.9")
+    refused(
+        stopped, dataset, r"was begun by recbft 0\.0\.9, and .* has settings that came later: data.drop_last_events"
+    )
+    stopped.config_file.write_text(stopped.config_file.read_text() + "absolute_positions: false\n")
     refused(stopped, dataset, r"config.yaml was changed since .*checkpoint was saved; put it back, or train a new run")
 
 
