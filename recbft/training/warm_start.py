@@ -71,6 +71,8 @@ def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> d
             f"this run begins from the weights of {run.path}, which has other settings: {', '.join(differing)}",
             stacklevel=2,
         )
+    if not run.is_finished:
+        warnings.warn(f"{run.path} is not finished; this run begins from the best of its epochs so far", stacklevel=2)
     model.load_state_dict(state)
     return {
         "run": str(run.path.absolute()),

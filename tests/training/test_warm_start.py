@@ -224,6 +224,13 @@ def test_weights_of_a_model_of_other_settings_that_fit_are_taken_with_a_warning(
         begun(config(warm_start=older(), learning_rate=0.01, epochs=7), grown)
 
 
+def test_weights_of_a_run_that_is_not_finished_are_taken_with_a_warning(older, grown, tmp_path):
+    path = shutil.copytree(older(), tmp_path / "older")
+    (path / "metrics.json").unlink()
+    with pytest.warns(UserWarning, match="older is not finished; this run begins from the best of its epochs so far"):
+        begun(config(warm_start=str(path)), grown)
+
+
 def test_ids_of_another_kind_are_refused(older, events):
     renamed = events.assign(item_id="product-" + events.item_id.astype(str))
     with pytest.raises(UserError, match=r"knows none of the \d+ items of data set 'grown', such as 'product-"):
