@@ -329,7 +329,9 @@ def _signed(value: float | None) -> str:
 
 
 def _p(value: float | None) -> str:
-    return "-" if value is None else "< .001" if value < 0.001 else f"{value:.3f}"
+    from recbft.experiments.document import p_text
+
+    return "-" if value is None else p_text(value)
 
 
 def _range(bounds: list[float] | None) -> str:
