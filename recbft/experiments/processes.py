@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from recbft.errors import RunError, UserError
 
@@ -72,12 +72,20 @@ def ended_by_system(code: int) -> str | None:
     return f"ended by signal {-code}" if code < 0 else None
 
 
-def last_word(said: Connection) -> str | None:
-    """What a process said before it ended, or None."""
+class Word(NamedTuple):
+    """What a process says before it ends."""
+
+    failure: str | None = None  # why it failed, in one line
+    warnings: tuple[str, ...] = ()  # of one that did its work, each place in the code once
+
+
+def last_word(said: Connection) -> Word:
+    """What a process said before it ended; an empty word if it said nothing."""
     try:
-        return str(said.recv()) if said.poll() else None
+        word: Word = said.recv() if said.poll() else Word()
+        return word
     except (EOFError, OSError):
-        return None
+        return Word()
 
 
 @contextlib.contextmanager

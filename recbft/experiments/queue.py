@@ -111,7 +111,7 @@ Bundle = tuple[Job, ...]  # the runs of one worker
 @dataclass
 class _Worker:
     process: Any
-    said: Connection  # why it failed, in one line
+    said: Connection
     jobs: Bundle
     began: float
     first_epochs: tuple[int, ...]  # of each run, completed when it began
@@ -127,6 +127,7 @@ class _Queue:
         self.failed: list[Failure] = []
         self.folder, self.workers, self.watch = folder, workers, watch
         self.retries: dict[Path, int] = {}
+        self.noted: set[str] = set()  # warnings that many runs have in common are passed on once
         self.seen_elsewhere: dict[Path, tuple[float, int]] = {}  # since when, at which epoch
         self.processes = Processes()
 
@@ -173,10 +174,15 @@ class _Queue:
         if code == LOST:
             self._end_lost(worker)
         self._release(worker)
+        word = last_word(worker.said)
         left = tuple(job for job in worker.jobs if not RunFolder(job.path).is_finished)
         for job in worker.jobs:
             if job not in left:
                 self.watch.finished(job, time.monotonic() - worker.began)
+        for text in word.warnings:
+            if text not in self.noted:
+                self.noted.add(text)
+                self.watch.note(f"{_names(worker.jobs)}: {text}")
         if not left:
             return
         if code == ELSEWHERE:
@@ -185,7 +191,7 @@ class _Queue:
             self.watch.note(f"{_names(left)}: {ended}; going on with {'it' if len(left) == 1 else 'them'}")
             self.waiting.insert(0, left)
         else:
-            reason = ended or last_word(worker.said) or _last_line(log_of(self.folder, worker.jobs[0]))
+            reason = ended or word.failure or _last_line(log_of(self.folder, worker.jobs[0]))
             for job in left:
                 self.failed.append(Failure(job, reason))
                 self.watch.failed(self.failed[-1])

@@ -9,20 +9,25 @@ import shutil
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
+from itertools import starmap
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 from recbft.allocator import keep_freed_memory
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks
 from recbft.experiments.plan import Job, status
+from recbft.experiments.processes import Word
 from recbft.files import explained
 from recbft.training.many_seeds import train_seeds
 from recbft.training.same_run import refuse_other_data
 from recbft.training.session import resume, train
 
 _CHANGED = "the file has changed since: put it back as it was, or give another --out"
+_MOST, _LONGEST = 20, 1_000  # warnings that are passed on, and letters of each: nobody reads them before the end
 ELSEWHERE = 75  # exit code of a worker that found its run taken
 
 
@@ -50,6 +55,7 @@ def work(jobs: Sequence[Job], queue: Path, content_hash: str, say: Connection) -
             _remove_leftovers(job.path)
         dataset = jobs[0].config.data.load()
         refuse_other_data(content_hash, dataset, "this command began", _CHANGED)
+        heard = _listen()  # the command has read the data itself, and has said what there is to say of them
         for job in jobs:
             status(job, dataset)  # the lock may have been another command's until now
         if len(jobs) > 1:
@@ -60,13 +66,16 @@ def work(jobs: Sequence[Job], queue: Path, content_hash: str, say: Connection) -
             train(jobs[0].config, jobs[0].path, dataset=dataset)
     except (UserError, RunError) as error:
         with contextlib.suppress(OSError):
-            say.send(str(error))  # where the log lies there may be no space for it
+            say.send(Word(failure=str(error)))  # where the log lies there may be no space for it
             if logs:
                 print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     finally:
         for name in taken:
             locks.release(queue, name)
+    if heard:
+        with contextlib.suppress(OSError):
+            say.send(Word(warnings=tuple(starmap(_with_count, heard.values()))[:_MOST]))
     log.unlink(missing_ok=True)
 
 
@@ -83,6 +92,24 @@ def _live_with_parent(queue: Path, names: Sequence[str]) -> None:
         for name in names:
             locks.touch(queue, name)
     os._exit(1)
+
+
+def _listen() -> dict[tuple[Any, ...], tuple[str, int]]:
+    """What warnings say from here on, the first of each place in the code and how many it has given."""
+    heard: dict[tuple[Any, ...], tuple[str, int]] = {}
+    show = warnings.showwarning
+
+    def hear(message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any) -> None:
+        first, number = heard.get((category, filename, lineno), (" ".join(str(message).split())[:_LONGEST], 0))
+        heard[category, filename, lineno] = first, number + 1
+        show(message, category, filename, lineno, *more)
+
+    warnings.showwarning = hear  # type: ignore[assignment]
+    return heard
+
+
+def _with_count(text: str, number: int) -> str:
+    return text if number == 1 else f"{text} (the first of {number:,} such warnings)"
 
 
 def _say_into(log: Path) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import threading
 import time
+import warnings
 
 import pandas as pd
 import pytest
 import torch
 
 from recbft.errors import RunError, UserError
-from recbft.experiments import experiment, locks, processes, queue
+from recbft.experiments import experiment, locks, processes, queue, worker
 from recbft.experiments.arms import ArmSpec, parse_arms, settings_of
 from recbft.experiments.experiment import prepare, train_missing
 from recbft.experiments.plan import plan, status, write_commands
@@ -393,6 +395,28 @@ def test_a_folder_with_other_files_is_not_trained_over(events, tmp_path):
     with pytest.raises(UserError, match="other files in it"):
         prepare([job.arm for job in jobs[:1]], [0], tmp_path, lambda arm, seed: jobs[0].config)
     assert taken.read_text() == "mine"
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_what_a_run_warns_of_is_passed_on_once(events, trained, tmp_path, together):
+    older = trained / "runs" / "bft-seed0"
+    jobs, watch = jobs_of(events, tmp_path, "bft", settings=(f"warm_start={older}", "lam_max=50")), Watch()
+    train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=watch, together=together)
+    (said,) = [text for text in watch.said if "other settings" in text]
+    assert re.fullmatch(r"bft seed 0.*: this run begins from .*, which has other settings: core.lam_max 100.*", said)
+    assert {path.name for path in (tmp_path / "queue").iterdir()} == {"mutex"}
+
+
+def test_of_warnings_from_one_place_the_first_and_their_number_are_told(monkeypatch):
+    monkeypatch.setattr(warnings, "showwarning", lambda *_: None)
+    heard = worker._listen()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for number in range(3):
+            warnings.warn(f"lost {number}", stacklevel=1)
+        warnings.warn("once", stacklevel=1)
+    texts = [worker._with_count(*each) for each in heard.values()]
+    assert texts == ["lost 0 (the first of 3 such warnings)", "once"]
 
 
 def test_workers_that_say_nothing_are_reported_so(tmp_path):
