@@ -114,17 +114,19 @@ def compare(
         command=recorded_command(context, runs or ()),
         baseline=baseline,
         external=_external(external or ()),
-        metrics=parse_metrics(metrics or METRICS),
+        metrics=parse_metrics(METRICS if metrics is None else metrics),
         skip_broken=skip_broken,
     )
     if runs:
         _compare_runs(runs, asked)
         return
+    # An empty text, such as of a variable that the shell does not know, asks for nothing and not for the usual.
+    arms, seeds = ARMS if arms is None else arms, SEEDS if seeds is None else seeds
     # All are planned, and what is wrong with one is said, before the first is trained.
     plans = []
     for model, its in _one_by_one(models, asked):
         named = {"model": model, "dataset": dataset, "data_root": data_root}
-        plans.append((its, *_plan(arms or ARMS, seeds or SEEDS, its, config, settings or (), named, batch_seeds)))
+        plans.append((its, *_plan(arms, seeds, its, config, settings or (), named, batch_seeds)))
     for its, planned, data in plans:
         if dry_run:
             print_commands(planned)
