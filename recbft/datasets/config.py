@@ -88,7 +88,8 @@ class DataConfig:
             UserError: the data cannot be loaded; for the run's own, the message says how to give others.
         """
         try:
-            place = replace(self, dataset=dataset or self.dataset, data_root=data_root or self.data_root)
+            own = self.dataset if dataset is None else dataset
+            place = replace(self, dataset=own, data_root=data_root or self.data_root)
             if ending(Path(str(place.dataset))) != ending(Path(str(self.dataset))):
                 place = replace(place, separator=None, columns=None)
             return replace(place, **how).load()

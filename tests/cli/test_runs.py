@@ -83,6 +83,12 @@ def test_evaluate_repeats_the_numbers_of_the_run(capsys, finished):
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["all", "seen"]
 
 
+@pytest.mark.parametrize("command", ["evaluate", "probe"])
+def test_an_empty_name_of_other_data_is_not_the_run_s_own(capsys, finished, command):
+    code, out, err = run(capsys, command, finished, "-d", "")
+    assert (code, out) == (2, "") and "dataset is empty; give a data set's name or a file" in err
+
+
 def test_evaluate_refuses_another_vocabulary(capsys, finished, tmp_path):
     other = tmp_path / "other.csv"
     other.write_text("user_id,item_id,timestamp\n" + "".join(f"u{u},i{i},{i}\n" for u in range(3) for i in range(4)))
