@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from recbft.errors import UserError
 from recbft.files import plain, write_atomic
@@ -203,6 +203,28 @@ def check_vocabulary(state: TrainState, *, dataset: str, vocabulary_hash: str, f
             f"{folder} is a checkpoint of data set {state.dataset!r} (item vocabulary {state.vocabulary_hash[:12]}), "
             f"and this is {other} {dataset!r} ({vocabulary_hash[:12]}); load the data it was trained on"
         )
+
+
+def take_up(model: nn.Module, state: Mapping[str, Tensor], *, folder: str | Path) -> None:
+    """Give a model the parameters and buffers that were saved, to train it on.
+
+    Raises:
+        UserError: they are of another model, or of another dtype, to which PyTorch would convert them without a word.
+    """
+    for name, own in model.state_dict().items():
+        if name in state and state[name].dtype != own.dtype:
+            raise UserError(
+                f"{folder} was trained in {state[name].dtype}, and this process works in {own.dtype}; go on after "
+                f"torch.set_default_dtype({state[name].dtype})"
+            )
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        first = " ".join(str(error).partition(":")[2].split())[:200]
+        raise UserError(
+            f"{folder} holds another model than its run's configuration makes today ({first}), as of another commit; "
+            "go on with the recbft that began it"
+        ) from None
 
 
 def vocabulary_hash(item_ids: NDArray[Any]) -> str:

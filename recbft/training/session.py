@@ -246,8 +246,8 @@ class Session:
             yield
 
     def _restore(self, loaded: Loaded) -> None:
+        checkpoint.take_up(self.model, loaded.model_state, folder=self.run.checkpoint)
         self.state, self.is_saved = loaded.state, True
-        self.model.load_state_dict(loaded.model_state)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded.optimizer_state)
         self.controllers.load_state_dict(loaded.controllers_state)

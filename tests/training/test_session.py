@@ -19,6 +19,7 @@ from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import RunError, UserError
 from recbft.evaluation.protocol import config_hash
 from recbft.files import write_json
+from recbft.models.backbone import Backbone
 from recbft.run_config import load_run_config
 from recbft.training import checkpoint, session
 from recbft.training.bundle import load_trained
@@ -378,6 +379,22 @@ def test_a_run_of_an_older_commit_does_not_go_on_with_other_settings_or_in_anoth
     )
     stopped.config_file.write_text(stopped.config_file.read_text() + "absolute_positions: false\n")
     refused(stopped, dataset, r"config.yaml was changed since .*checkpoint was saved; put it back, or train a new run")
+
+
+def test_resuming_in_another_precision_is_refused(stopped, dataset):
+    torch.set_default_dtype(torch.float64)
+    try:
+        refused(stopped, dataset, r"was trained in torch.float32, and this process works in torch.float64; go on after")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert session.resume(stopped.path, dataset=dataset).is_finished
+
+
+def test_resuming_a_model_that_another_commit_built_otherwise_is_refused(stopped, dataset, monkeypatch):
+    monkeypatch.setattr(Backbone, "_initialise", lambda self, seed: self.register_buffer("later", torch.zeros(2)))
+    refused(
+        stopped, dataset, r"holds another model than .* \(Missing key.*\"later\".*go on with the recbft that began it"
+    )
 
 
 def test_resuming_from_a_tampered_checkpoint_is_refused(stopped, dataset):
