@@ -44,8 +44,8 @@ def probe(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The JSON file. If left out a probe of all users on the run's own test is written to RUN/probe.json, "
-            "where reports find it, and no other.",
+            help="The JSON file. If left out a probe of all users on a finished run's own test is written to "
+            "RUN/probe.json, where reports find it, and no other.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -71,8 +71,9 @@ def probe(
     from recbft.files import json_text
     from recbft.training.run_folder import RunFolder
 
-    recommender = Recommender.load(run, data_root=data_root)
     folder = RunFolder.open(run)
+    finished = folder.is_finished  # before its weights are read
+    recommender = Recommender.load(run, data_root=data_root)
     say_unfinished(folder, "probed" if explain is None else "explained")
     data = recommender.own_dataset() if dataset is None else recommender.config.data.load_again(dataset, **how)
     if explain is not None:
@@ -80,7 +81,7 @@ def probe(
         return
     found = recommender.probe(data, part.value, users=users)
     own = found["protocol"]["content_hash"] == folder.protocol["content_hash"]
-    other = _other_than_the_run_s(users, part, own=own)
+    other = _other_than_the_run_s(users, part, own=own, finished=finished)
     try:
         if not no_write:
             _write(found, run, out, other)
@@ -115,8 +116,10 @@ def _show(found: dict[str, Any], counts: str) -> None:
         typer.echo("\n".join(lines))
 
 
-def _other_than_the_run_s(users: int | None, part: Part, *, own: bool) -> str | None:
+def _other_than_the_run_s(users: int | None, part: Part, *, own: bool, finished: bool) -> str | None:
     """What makes a probe another than that which the run's report shows; None if nothing does."""
+    if not finished:
+        return "of weights that the run may not end with"
     if not own:
         return "of other data"
     if users is not None:

@@ -169,11 +169,13 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_the_rest_is_the_same(capsys, eve
     known[["user_id", "item_id"]].to_csv(tmp_path / "one.csv", index=False)
     for command, asked in {
         ("evaluate",): "evaluated",
-        ("probe", "--no-write"): "probed",
+        ("probe",): "probed",
         ("recommend", "--histories", tmp_path / "one.csv"): "asked, and its lists have no probabilities",
     }.items():
         code, _, err = run(capsys, command[0], folder, *command[1:])
         assert code == 0 and f"warning: {folder} is not finished; the best of its epochs so far is {asked}\n" in err
+        assert ("no probe.json: " in err and "weights that the run may not end with" in err) == (asked == "probed")
+    assert not (folder / "probe.json").exists()
     code, out, err = run(capsys, "train", "--resume", folder)
     assert code == 0 and "continuing at epoch 3" in err and f"run folder: {folder}" in out
     pd.testing.assert_frame_equal(
