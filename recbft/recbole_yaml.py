@@ -70,7 +70,9 @@ CPU = ("gpu_id", "")
 # RecBole reads YAML 1.1, in which these words are true and false; read_yaml takes them for text.
 WORDS = {"yes": True, "on": True, "no": False, "off": False}
 SWITCHES = ("use_gpu", "repeatable")
-AS_HERE = {"shuffle": True}  # of what has no meaning, that which recbft does anyway; else it is False
+# Of what has no meaning, that which recbft does anyway; else it is False.
+AS_HERE = {"shuffle": True, "transform": "mask_itemseq", "hidden_act": "gelu"}
+LAYERS = ("n_layers", "n_heads", "hidden_size", "inner_size", "initializer_range")  # the same word in both
 METRICS = {"hit": "hr", "recall": "hr", "ndcg": "ndcg", "mrr": "mrr", "map": "mrr"}  # with one target per user
 OF_LISTS = {"itemcoverage", "giniindex", "averagepopularity"}  # recorded for the test whether asked for or not
 
@@ -124,13 +126,33 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     _refuse_two_names(tree)
     made = {key: value for key, value in tree.items() if key.partition(".")[0] in ours and key not in _HANDLED}
     made |= {RENAMED[key]: value for key, value in tree.items() if key in RENAMED and value is not None}
-    asked = [key for key, value in tree.items()
-             if value is not None and value is not AS_HERE.get(key, False) and (key, value) != CPU]  # fmt: skip
+    asked = [key for key, value in tree.items() if value is not None and not is_done(key, value)]
     ignored = [key for key in asked if key in IGNORED and key not in ours]
     ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
     known = {*METRICS, *OF_LISTS}
     ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in known]
     return {**_model(tree), **_data(tree), **_training(tree), **made}, ignored
+
+
+def lacking(tree: Mapping[str, Any], fields: Collection[str]) -> tuple[set[str], list[str]]:
+    """What a config says by RecBole's words and the model has no setting for, as RecBole's own models ignore it.
+
+    Args:
+        tree: the config as read.
+        fields: the model's settings.
+
+    Returns:
+        Our names of these, and the keys of the config to be named in a warning.
+    """
+    names = MODEL_KEYS | {key: key for key in LAYERS}
+    absent = {key: name for key, name in names.items() if tree.get(key) is not None and name not in fields}
+    absent = {key: name for key, name in absent.items() if key == name or name not in tree}
+    return set(absent.values()), [key for key in absent if not is_done(key, tree[key])]
+
+
+def is_done(key: str, value: Any) -> bool:
+    """Whether a key without meaning asks for what recbft does anyway."""
+    return (key, value) == CPU or (value == AS_HERE[key] if key in AS_HERE else value is False)
 
 
 def _switch(key: str, value: Any) -> Any:

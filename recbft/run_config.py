@@ -26,7 +26,7 @@ from recbft.mixers import MIXERS, NoOptions
 from recbft.models import MODELS
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.precision_config import CoreConfig
-from recbft.recbole_yaml import from_recbole, is_recbole
+from recbft.recbole_yaml import from_recbole, is_recbole, lacking
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import ControllersConfig
 
@@ -249,7 +249,11 @@ def _translated(file: Path | str, tree: Mapping[str, Any], model: Any = None) ->
         return tree
     with _naming(f"{file}: "):
         translated, ignored = from_recbole(tree, ours)
-    model = translated.get("model") if model is None else model
+    model = translated.get("model", DEFAULT_MODEL) if model is None else model
+    if isinstance(model, str) and model in MODELS:
+        absent, words = lacking(tree, field_types(MODELS[model].config))
+        ignored += [f"{key} ({model!r} has none)" for key in words]
+        translated = {key: value for key, value in translated.items() if key not in absent}
     if isinstance(model, str) and model in MODELS and not MODELS[model].trainable:
         unused = [key for key in translated if key in field_types(TrainingConfig) and key not in _UNTRAINED]
         ignored += [f"training.{key} ({model!r} is not trained)" for key in unused]

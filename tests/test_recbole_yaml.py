@@ -115,6 +115,32 @@ def test_recboles_own_defaults_written_out_are_read_as_they_are(read):
     assert (config.data.dataset, config.training.epochs, config.backbone.activation) == ("ml-100k", 300, "gelu")
 
 
+BERT4REC = (
+    "n_layers: 2\nn_heads: 2\nhidden_size: 64\ninner_size: 256\nhidden_dropout_prob: 0.2\nattn_dropout_prob: 0.2\n"
+    "hidden_act: 'gelu'\nlayer_norm_eps: 1e-12\ninitializer_range: 0.02\nmask_ratio: 0.3\nloss_type: 'CE'\n"
+    "transform: mask_itemseq\nft_ratio: 0.5\n"
+)
+
+
+@pytest.mark.parametrize("name", ["BERT4Rec", "BERT4RecBFT"])
+def test_recboles_own_file_for_bert4rec_is_read_as_it_is(read, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = read(f"model: {name}\n{BERT4REC}")
+    assert (config.model, config.backbone.mask_probability) == ("bert4rec", 0.3)
+
+
+def test_words_of_recbole_for_what_the_model_has_not_are_named(read):
+    with pytest.warns(UserWarning, match=r"ignored: mask_ratio \('sasrec' has none\), ft_ratio \('sasrec' has none\)$"):
+        assert read(f"model: SASRec\n{BERT4REC}").backbone.activation == "gelu"
+    with pytest.warns(UserWarning, match=r"ignored: hidden_act \('bert4rec' has none\)$"):
+        read("hidden_act: relu", model="bert4rec")
+    with pytest.warns(UserWarning, match=r"n_layers \('pop' has none\)"):
+        assert read(BERT4REC, model="pop").model == "pop"
+    with pytest.raises(UserError, match="key 'activation' has no effect with model 'bert4rec'"):
+        read(f"model: BERT4Rec\nactivation: gelu\n{BERT4REC}")
+
+
 def test_keys_without_meaning_are_named_once(read):
     with pytest.warns(UserWarning) as caught:
         read(

@@ -15,7 +15,7 @@ from recbft.config import check_choice, field_types
 from recbft.errors import UserError, did_you_mean
 from recbft.models import MODELS
 from recbft.recbole.registry import ADAPTED
-from recbft.recbole_yaml import MODEL_KEYS, refuse_other_losses
+from recbft.recbole_yaml import MODEL_KEYS, is_done, refuse_other_losses
 from recbft.run_config import RunConfig, load_run_config, sections_of
 from recbft.training.config import TrainingConfig
 
@@ -136,7 +136,7 @@ def refuse_clipping_by_number(clip: Any) -> None:
         raise UserError(f"clip_grad_norm is {clip!r}; RecBole takes keys: write clip_grad_norm: {{max_norm: {clip}}}")
 
 
-def warn_about_unknown(run: RunConfig, given: Collection[str], known_to_recbole: Collection[str]) -> None:
+def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbole: Collection[str]) -> None:
     """RecBole takes any key in silence: name those that neither it nor this run's model knows."""
     sections = sections_of(run.model, run.mixer)
     ours = {"model", "dataset", "arm", "mixer", "training", *TRAINING, *MODEL_SECTIONS}
@@ -144,8 +144,8 @@ def warn_about_unknown(run: RunConfig, given: Collection[str], known_to_recbole:
         ours |= set(field_types(sections[section]))
     ours |= {key for key, name in MODEL_KEYS.items() if name in field_types(sections["backbone"])}
     known = ours | UNLISTED | set(known_to_recbole)
-    for key in given:
-        if key in known:
+    for key, value in given.items():
+        if key in known or (key in MODEL_KEYS and is_done(key, value)):
             continue
         if key in MODEL_KEYS:
             log.warning("key %r has no effect: model %r has no %r", key, run.model, MODEL_KEYS[key])

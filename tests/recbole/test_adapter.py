@@ -526,6 +526,14 @@ def test_keys_that_recbole_reads_without_listing_them_are_known(built, caplog):
     assert not [record for record in caplog.records if record.name == "recbft.recbole.settings"]
 
 
+def test_the_activation_that_bert4rec_has_anyway_is_not_warned_about(built, caplog):
+    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
+        built("BERT4RecBFT", hidden_act="gelu")
+        assert not [record for record in caplog.records if record.name == "recbft.recbole.settings"]
+        built("BERT4RecBFT", hidden_act="relu")
+    assert "key 'hidden_act' has no effect: model 'bert4rec' has no 'activation'" in caplog.text
+
+
 def test_keys_of_the_mixer_and_of_the_experts_are_applied_without_a_warning(built, caplog):
     with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
         run = built(mixer="rfa", horizon=3.0, experts=3)[2].run
