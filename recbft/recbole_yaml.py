@@ -21,6 +21,7 @@ from typing import Any
 
 from recbft.config import is_whole
 from recbft.errors import UserError, did_you_mean
+from recbft.recbole_models import NAMES, ours_for
 
 # RecBole's name -> ours, the value being the same.
 MODEL_KEYS = {
@@ -42,29 +43,19 @@ RENAMED = {
     "eval_step": "eval_every",
 }
 
-# RecBole's model -> ours and the arm that stands for it; a config may name another arm.
-MODELS = {
-    "SASRec": ("sasrec", "published"),
-    "SASRecBFT": ("sasrec", "bft"),
-    "BERT4Rec": ("bert4rec", "published"),
-    "BERT4RecBFT": ("bert4rec", "bft"),
-    "HSTU": ("hstu", "published"),
-    "HSTUBFT": ("hstu", "bft"),
-    "Pop": ("pop", None),
+# Keys of other models and of RecBole before 1.0, and the key of today that says the same of ours.
+OTHER_WORDS = {
+    **dict.fromkeys(("num_layers", "num_hidden_layers"), "n_layers"),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), "n_heads"),
+    **dict.fromkeys(("max_seq_length", "max_seq_len"), "MAX_ITEM_LIST_LENGTH"),
+    "dropout_prob": "hidden_dropout_prob",
+    "attention_dropout_prob": "attn_dropout_prob",
+    "embedding_size": "hidden_size",
+    **dict.fromkeys(("eval_setting", "split_ratio", "leave_one_num", "group_by_user"), "eval_args"),
+    **dict.fromkeys(("min_user_inter_num", "max_user_inter_num"), "user_inter_num_interval"),
+    **dict.fromkeys(("min_item_inter_num", "max_item_inter_num"), "item_inter_num_interval"),
+    **dict.fromkeys(("lowest_val", "highest_val", "equal_val"), "val_interval"),
 }
-# What else RecBole 1.2.1 has, by what it reads.
-GENERAL = """
-    ADMMSLIM AsymKNN BPR CDAE ConvNCF DGCF DiffRec DMF EASE ENMF FISM GCMC ItemKNN LDiffRec LightGCN LINE MacridVAE
-    MultiDAE MultiVAE NAIS NCEPLRec NCL NeuMF NGCF NNCF RaCT Random RecVAE SGL SimpleX SLIMElastic SpectralCF
-""".split()  # noqa: SIM905  a table
-FEATURES = """
-    AFM AutoInt DCN DCNV2 DeepFM DSSM EulerNet FFM FiGNN FM FNN FwFM KD_DAGFM LR NFM PNN WideDeep xDeepFM DIN DIEN
-    CFKG CKE KGAT KGCN KGIN KGNNLS KTUP MCCLK MKR RippleNet lightgbm xgboost
-""".split()  # noqa: SIM905  a table
-SEQUENTIAL = """
-    Caser CORE FDSA FEARec FOSSIL FPMC GCSAN GRU4Rec GRU4RecCPR GRU4RecF GRU4RecKG HGN HRM KSR LightSANs NARM
-    NextItNet NPE RepeatNet S3Rec SASRecCPR SASRecF SHAN SINE SRGNN STAMP TransRec
-""".split()  # noqa: SIM905  a table
 
 CPU = ("gpu_id", "")
 # RecBole reads YAML 1.1, in which these words are true and false; read_yaml takes them for text.
@@ -101,7 +92,7 @@ _HANDLED = frozenset(
 def is_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> bool:
     """Whether a flat config speaks RecBole: a key that only RecBole has, or a model by RecBole's name."""
     known = (set(RENAMED) | IGNORED | _HANDLED) - set(ours)
-    return any(key in known for key in tree) or tree.get("model") in [*MODELS, *GENERAL, *FEATURES, *SEQUENTIAL]
+    return any(key in known for key in tree) or tree.get("model") in NAMES
 
 
 def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[str, Any], list[str]]:
@@ -114,15 +105,13 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     Raises:
         UserError: a key is unknown, or asks for what recbft does not do.
     """
-    known = set(RENAMED) | IGNORED | _HANDLED | set(ours)
-    for key in tree:
-        if str(key).partition(".")[0] not in known:
-            raise UserError(f"unknown key {key!r}; {did_you_mean(str(key), known)}")
+    model = ours_for(tree.get("model"))
+    _refuse_unknown(tree, set(RENAMED) | IGNORED | _HANDLED | set(ours))
     tree = {key: _switch(key, value) for key, value in tree.items()}
+    _refuse_other_data(tree)
     refuse_other_losses(tree.get("loss_type", "CE"))
     _refuse_sampled_negatives(tree)
     _refuse_other_evaluation(tree)
-    _refuse_other_data(tree)
     _refuse_two_names(tree)
     made = {key: value for key, value in tree.items() if key.partition(".")[0] in ours and key not in _HANDLED}
     made |= {RENAMED[key]: value for key, value in tree.items() if key in RENAMED and value is not None}
@@ -131,7 +120,7 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
     known = {*METRICS, *OF_LISTS}
     ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in known]
-    return {**_model(tree), **_data(tree), **_training(tree), **made}, ignored
+    return {**model, **_data(tree), **_training(tree), **made}, ignored
 
 
 def lacking(tree: Mapping[str, Any], fields: Collection[str]) -> tuple[set[str], list[str]]:
@@ -153,6 +142,24 @@ def lacking(tree: Mapping[str, Any], fields: Collection[str]) -> tuple[set[str],
 def is_done(key: str, value: Any) -> bool:
     """Whether a key without meaning asks for what recbft does anyway."""
     return (key, value) == CPU or (value == AS_HERE[key] if key in AS_HERE else value is False)
+
+
+def nearest(key: str, known: Collection[str]) -> str | None:
+    """The key that was meant, as far as can be told."""
+    if OTHER_WORDS.get(key) in known:
+        return OTHER_WORDS[key]
+    found = did_you_mean(key, known)
+    return found.split("'")[1] if found.startswith("did") else None
+
+
+def _refuse_unknown(tree: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse the keys that neither RecBole nor recbft has, all in one message: RecBole takes any in silence."""
+    unknown = {key: nearest(str(key), known) for key in tree if str(key).partition(".")[0] not in known}
+    if len(unknown) > 1:
+        named = ", ".join(f"{key!r} ({meant}?)" if meant else repr(key) for key, meant in unknown.items())
+        raise UserError(f"unknown keys {named}; correct each or leave it out")
+    for key, meant in unknown.items():
+        raise UserError(f"unknown key {key!r}; " + (f"did you mean {meant!r}?" if meant else "leave it out"))
 
 
 def _switch(key: str, value: Any) -> Any:
@@ -241,25 +248,6 @@ def _refuse_other_data(tree: Mapping[str, Any]) -> None:
         raise UserError(
             f"load_col.inter is {list(load)} without the time column {time!r}, by which histories are ordered; add it"
         )
-
-
-def _model(tree: Mapping[str, Any]) -> dict[str, Any]:
-    name = tree.get("model")
-    if name is None:
-        return {}
-    if not isinstance(name, str):
-        raise UserError(f"model is {name!r}; give one name, such as SASRec")
-    if name in MODELS:
-        model, arm = MODELS[name]
-        return {"model": model, **({"arm": arm} if arm is not None else {})}
-    kind = {**dict.fromkeys(GENERAL, "reads no order of events"), **dict.fromkeys(FEATURES, "reads features or graphs")}
-    if name in kind:
-        raise UserError(
-            f"model {name!r} {kind[name]}; recbft has sequential models and Pop: choose one of {', '.join(MODELS)}"
-        )
-    if name in SEQUENTIAL:
-        raise UserError(f"model {name!r} of RecBole is not in recbft; choose one of {', '.join(MODELS)}")
-    return {"model": name}
 
 
 def _data(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "torchrun": "errors",
     "files": "errors",
     "config": "errors",
-    "recbole_yaml": "config errors",
+    "recbole_models": "errors",
+    "recbole_yaml": "config errors recbole_models",
     "config_file": "config errors recbole_yaml",
     "core": "errors",
     "kernels": "core errors",  # one floor with core, whose types they take and give

@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from recbft.config import check_choice, field_types
-from recbft.errors import UserError, did_you_mean
+from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.recbole.registry import ADAPTED
-from recbft.recbole_yaml import MODEL_KEYS, is_done, refuse_other_losses
+from recbft.recbole_yaml import MODEL_KEYS, is_done, nearest, refuse_other_losses
 from recbft.run_config import RunConfig, load_run_config, sections_of
 from recbft.training.config import TrainingConfig
 
@@ -152,8 +152,8 @@ def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbol
         elif key in RECBOLE_TRAINING:
             log.warning("unknown key %r has no effect; RecBole calls it %r", key, RECBOLE_TRAINING[key])
         else:
-            hint = did_you_mean(key, known)
-            log.warning("unknown key %r has no effect%s", key, f"; {hint}" if hint.startswith("did") else "")
+            meant = nearest(key, known)
+            log.warning("unknown key %r has no effect%s", key, f"; did you mean {meant!r}?" if meant else "")
 
 
 def refuse_short_window(window: int, needed: int) -> None:

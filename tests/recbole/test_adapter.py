@@ -517,7 +517,9 @@ def test_an_empty_history_is_refused_by_models_that_start_from_an_event(name, bu
 def test_a_key_that_nobody_knows_is_warned_about(built, caplog):
     with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
         built(estimatr="reml")
+        built(embedding_size=32)
     assert "unknown key 'estimatr' has no effect; did you mean 'estimator'?" in caplog.text
+    assert "unknown key 'embedding_size' has no effect; did you mean 'hidden_size'?" in caplog.text
 
 
 def test_keys_that_recbole_reads_without_listing_them_are_known(built, caplog):
