@@ -21,7 +21,7 @@ from typing import Any
 
 from recbft.config import is_whole
 from recbft.errors import UserError, did_you_mean
-from recbft.recbole_models import NAMES, ours_for
+from recbft.recbole_models import MODELS, NAMES, ours_for
 
 # RecBole's name -> ours, the value being the same.
 MODEL_KEYS = {
@@ -95,16 +95,23 @@ def is_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> bool:
     return any(key in known for key in tree) or tree.get("model") in NAMES
 
 
-def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+def from_recbole(
+    tree: Mapping[str, Any], ours: Collection[str], above: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """The keys of recbft that a RecBole config stands for, and the keys that have no meaning here.
 
     Args:
         tree: the config as read; keys of recbft may stand among RecBole's.
         ours: every key and section name of recbft.
+        above: what is asked for in place of the config's ``model`` and ``dataset``; of the data set the keys say where
+            it lies.
 
     Raises:
         UserError: a key is unknown, or asks for what recbft does not do.
     """
+    above = above or {}
+    if above.get("model") is not None and tree.get("model") not in MODELS:
+        tree = {key: value for key, value in tree.items() if key != "model"}
     model = ours_for(tree.get("model"))
     _refuse_unknown(tree, set(RENAMED) | IGNORED | _HANDLED | set(ours))
     tree = {key: _switch(key, value) for key, value in tree.items()}
@@ -120,7 +127,7 @@ def from_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
     ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
     known = {*METRICS, *OF_LISTS}
     ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in known]
-    return {**model, **_data(tree), **_training(tree), **made}, ignored
+    return {**model, **_data(tree, above.get("dataset")), **_training(tree), **made}, ignored
 
 
 def lacking(tree: Mapping[str, Any], fields: Collection[str]) -> tuple[set[str], list[str]]:
@@ -250,18 +257,19 @@ def _refuse_other_data(tree: Mapping[str, Any]) -> None:
         )
 
 
-def _data(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _data(tree: Mapping[str, Any], asked: str | None) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    name = tree.get("dataset")
+    name = tree.get("dataset") if asked is None else asked
     if name is not None:
         folder = Path(os.path.expanduser(str(tree.get("data_path", "dataset/")))) / str(name)
         file = folder / f"{name}.inter"
         # RecBole reads ml-100k from its own copy, wherever data_path points.
-        if name != "ml-100k" and (file.is_file() or "data_path" in tree):
-            made = {"dataset": str(file), "user": "user_id", "item": "item_id"}
+        if name != "ml-100k" and (file.is_file() or ("data_path" in tree and asked is None)):
+            name = str(file)
+        made = {"dataset": name}
+        if str(name).endswith(".inter"):
+            made |= {"user": "user_id", "item": "item_id"}
             made |= {} if "time" in tree else {"data.time": "timestamp"}
-        else:
-            made = {"dataset": name}
     if tree.get("field_separator", "\t") != "\t":
         raise UserError(f"field_separator is {tree['field_separator']!r}; atomic files are read with tabs: write '\\t'")
     for side in ("user", "item"):

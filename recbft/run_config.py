@@ -137,8 +137,10 @@ def _described(
             named[key] = Verbatim(named[key])
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
     if file is not None:
-        asked = [layer["model"] for _, layer in layers if "model" in layer]
-        layers.insert(0, (f"{file}: ", _translated(file, written, asked[-1] if asked else None)))
+        above = {key: layer[key] for _, layer in layers for key in ("model", "dataset") if key in layer}
+        read, found = _translated(file, written, above)
+        layers = [(source, {**layer, "dataset": found} if "dataset" in layer else layer) for source, layer in layers]
+        layers.insert(0, (f"{file}: ", read))
 
     model, mixer = DEFAULT_MODEL, None
     for source, layer in layers:
@@ -237,19 +239,23 @@ def _options_of(mixer: str | None) -> type:
     return NoOptions if mixer is None else MIXERS[mixer].options
 
 
-def _translated(file: Path | str, tree: Mapping[str, Any], model: Any = None) -> Mapping[str, Any]:
+def _translated(file: Path | str, tree: Mapping[str, Any], above: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
     """The keys of a file in our words; of a RecBole config a warning names what has no meaning here.
 
     Args:
-        model: the one to be run if it is not the file's; RecBole has a batch size and the like for any model.
+        above: the model to be run and the data set, where they are not the file's: RecBole has a batch size and the
+            like for any model, and says where data sets lie.
+
+    Returns:
+        The keys, and the data set in ``above``: as given, or where a RecBole config has it.
     """
     ours = {*_TOP, *(name for model in MODELS for name in sections_of(model))}
     ours |= {key for model in MODELS for section in sections_of(model).values() for key in field_types(section)}
     if not is_recbole(tree, ours):
-        return tree
+        return tree, above.get("dataset")
     with _naming(f"{file}: "):
-        translated, ignored = from_recbole(tree, ours)
-    model = translated.get("model", DEFAULT_MODEL) if model is None else model
+        translated, ignored = from_recbole(tree, ours, above)
+    model = above.get("model", translated.get("model", DEFAULT_MODEL))
     if isinstance(model, str) and model in MODELS:
         absent, words = lacking(tree, field_types(MODELS[model].config))
         ignored += [f"{key} ({model!r} has none)" for key in words]
@@ -260,7 +266,7 @@ def _translated(file: Path | str, tree: Mapping[str, Any], model: Any = None) ->
         translated = {key: value for key, value in translated.items() if key not in unused}
     if ignored:
         warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=4)
-    return translated
+    return translated, Verbatim(translated["dataset"]) if above.get("dataset") is not None else None
 
 
 def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConfig:

@@ -15,9 +15,9 @@ EVALUATION = "eval_args: {split: {LS: valid_and_test}, order: TO, mode: full, gr
 
 @pytest.fixture
 def read(tmp_path):
-    def read(text, **named):
+    def read(text, settings=(), **named):
         (tmp_path / "run.yaml").write_text(text)
-        return load_run_config(tmp_path / "run.yaml", **named)
+        return load_run_config(tmp_path / "run.yaml", settings, **named)
 
     return read
 
@@ -170,6 +170,35 @@ def test_an_atomic_file_is_found_where_recbole_looks_and_ordered_by_time(read, t
     timed = read(f"dataset: shop\ndata_path: {tmp_path}\nTIME_FIELD: when\n", mixer="rfa")  # which has a time too
     assert timed.data.time == "when" and timed.mixing.time is False
     assert read(f"dataset: shop\ndata_path: {tmp_path}\nTIME_FIELD: when").data.time == "when"
+
+
+def test_a_data_set_named_beside_the_config_lies_where_recbole_looks(read, tmp_path, monkeypatch):
+    file = tmp_path / "shop" / "shop.inter"
+    file.parent.mkdir()
+    file.write_text("user_id:token\titem_id:token\ttimestamp:float\n")
+    text = f"data_path: {tmp_path}\nITEM_ID_FIELD: sku\n"
+    for config in (
+        read(text, dataset="shop"),
+        read(text, settings=["dataset=shop"]),
+        read(f"{text}dataset: other\n", dataset="shop"),
+        read("ITEM_ID_FIELD: sku\n", dataset=str(file)),
+    ):
+        data = config.data
+        assert (data.dataset, data.user, data.item, data.time) == (str(file), "user_id", "sku", "timestamp")
+    assert read(text, dataset="shop", settings=["time=when"]).data.time == "when"
+    for name in ("ml-100k", "amazon-beauty", "ratings.csv"):
+        assert (read(text, dataset=name).data.dataset, read(text, dataset=name).data.time) == (name, None)
+    assert read("hidden_size: 8\n", dataset="shop").data.dataset == "shop"  # a config of our own
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dataset").mkdir()
+    file.parent.rename(tmp_path / "dataset" / "shop")
+    assert read("ITEM_ID_FIELD: sku\n", dataset="shop").data.dataset == "dataset/shop/shop.inter"
+
+
+def test_a_model_named_beside_the_config_stands_in_place_of_its(read):
+    assert read("model: GRU4Rec\nstopping_step: 3\n", model="bert4rec").model == "bert4rec"
+    config = read("model: SASRec\nstopping_step: 3\n", model="sasrec")
+    assert (config.model, config.arm) == ("sasrec", "published")
 
 
 def test_a_home_that_is_not_there_is_kept_as_written(read):
