@@ -146,6 +146,13 @@ def lacking(tree: Mapping[str, Any], fields: Collection[str]) -> tuple[set[str],
     return set(absent.values()), [key for key in absent if not is_done(key, tree[key])]
 
 
+def written(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Our bare names of what a config sets, and what it calls each: messages about a value name what was written."""
+    others = {"train_batch_size": "batch_targets", "stopping_step": "patience", "clip_grad_norm": "clip_norm"}
+    names = {key: {**RENAMED, **others}.get(key, str(key)).rpartition(".")[2] for key in tree if tree[key] is not None}
+    return {name: "clip_grad_norm.max_norm" if name == "clip_norm" else key for key, name in names.items()}
+
+
 def is_done(key: str, value: Any) -> bool:
     """Whether a key without meaning asks for what recbft does anyway."""
     return (key, value) == CPU or (value == AS_HERE[key] if key in AS_HERE else value is False)

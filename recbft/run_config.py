@@ -8,6 +8,7 @@ core (precision, in arms that track it), training, controllers (what steers trai
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from recbft.mixers import MIXERS, NoOptions
 from recbft.models import MODELS
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.precision_config import CoreConfig
-from recbft.recbole_yaml import from_recbole, is_recbole, lacking
+from recbft.recbole_yaml import from_recbole, is_recbole, lacking, written
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import ControllersConfig
 
@@ -122,23 +123,24 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     return _described(file, {} if file is None else read_yaml(file), settings, named)
 
 
-def run_config_of(written: Mapping[str, Any], file: Path | str) -> RunConfig:
+def run_config_of(content: Mapping[str, Any], file: Path | str) -> RunConfig:
     """The run that a YAML file describes which has been read already: ``load_run_config(file)``."""
-    return _described(file, written, (), {})
+    return _described(file, content, (), {})
 
 
 def _described(
-    file: Path | str | None, written: Mapping[str, Any], settings: Iterable[str], named: dict[str, Any]
+    file: Path | str | None, content: Mapping[str, Any], settings: Iterable[str], named: dict[str, Any]
 ) -> RunConfig:
-    """``load_run_config`` of what is ``written`` in its file."""
+    """``load_run_config`` where the file's content is at hand."""
     layers: list[tuple[str, Mapping[str, Any]]] = [("", dict([parse_setting(text)])) for text in settings]
     for key in _PLACES:
         if isinstance(named.get(key), str):
             named[key] = Verbatim(named[key])
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
+    words: Mapping[str, str] = {}
     if file is not None:
         above = {key: layer[key] for _, layer in layers for key in ("model", "dataset") if key in layer}
-        read, found = _translated(file, written, above)
+        read, found, words = _translated(file, content, above)
         layers = [(source, {**layer, "dataset": found} if "dataset" in layer else layer) for source, layer in layers]
         layers.insert(0, (f"{file}: ", read))
 
@@ -168,7 +170,27 @@ def _described(
                 _refuse_of_others(str(key), value, model, mixer, sections)
                 place(own, str(key), value, _TOP, sections)
         _put_over(tree, own)
-    return _assemble(model, mixer, tree)
+    try:
+        return _assemble(model, mixer, tree)
+    except UserError as error:
+        since = {key for _, layer in layers[1:] for key in _bare_names(layer)}
+        words = {name: written for name, written in words.items() if name not in since}
+        raise UserError(_as_written(str(error), f"{file}: ", words, sections)) from None
+
+
+def _bare_names(layer: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of a layer, and of the sections in it, without their sections."""
+    for key, value in layer.items():
+        yield str(key).rpartition(".")[2]
+        yield from map(str, value if isinstance(value, Mapping) else ())
+
+
+def _as_written(message: str, source: str, words: Mapping[str, str], sections: Mapping[str, type]) -> str:
+    """A message about a value that a RecBole config gives, by the words of the config."""
+    if message.partition(" ")[0].rpartition(".")[2] not in words:
+        return message
+    ours = re.compile(rf"\b(?:{'|'.join(sections)})\.(\w+)|\b(ks)\b")
+    return source + ours.sub(lambda name: words.get(name[1] or name[2], name[0]), message)
 
 
 def _refuse_of_others(key: str, value: Any, model: str, mixer: str | None, sections: Mapping[str, type]) -> None:
@@ -239,7 +261,9 @@ def _options_of(mixer: str | None) -> type:
     return NoOptions if mixer is None else MIXERS[mixer].options
 
 
-def _translated(file: Path | str, tree: Mapping[str, Any], above: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
+def _translated(
+    file: Path | str, tree: Mapping[str, Any], above: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Any, Mapping[str, str]]:
     """The keys of a file in our words; of a RecBole config a warning names what has no meaning here.
 
     Args:
@@ -247,12 +271,13 @@ def _translated(file: Path | str, tree: Mapping[str, Any], above: Mapping[str, A
             like for any model, and says where data sets lie.
 
     Returns:
-        The keys, and the data set in ``above``: as given, or where a RecBole config has it.
+        The keys; the data set in ``above``, as given or where a RecBole config has it; what such a config calls our
+        settings.
     """
     ours = {*_TOP, *(name for model in MODELS for name in sections_of(model))}
     ours |= {key for model in MODELS for section in sections_of(model).values() for key in field_types(section)}
     if not is_recbole(tree, ours):
-        return tree, above.get("dataset")
+        return tree, above.get("dataset"), {}
     with _naming(f"{file}: "):
         translated, ignored = from_recbole(tree, ours, above)
     model = above.get("model", translated.get("model", DEFAULT_MODEL))
@@ -262,11 +287,12 @@ def _translated(file: Path | str, tree: Mapping[str, Any], above: Mapping[str, A
         translated = {key: value for key, value in translated.items() if key not in absent}
     if isinstance(model, str) and model in MODELS and not MODELS[model].trainable:
         unused = [key for key in translated if key in field_types(TrainingConfig) and key not in _UNTRAINED]
-        ignored += [f"training.{key} ({model!r} is not trained)" for key in unused]
+        ignored += [f"{written(tree).get(key, key)} ({model!r} is not trained)" for key in unused]
         translated = {key: value for key, value in translated.items() if key not in unused}
     if ignored:
         warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=4)
-    return translated, Verbatim(translated["dataset"]) if above.get("dataset") is not None else None
+    found = Verbatim(translated["dataset"]) if above.get("dataset") is not None else None
+    return translated, found, written(tree)
 
 
 def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConfig:

@@ -264,6 +264,12 @@ def test_ml_100k_is_the_bundled_one_wherever_data_path_points(read, tmp_path):
         ("load_col: {inter: ~}", "load_col.inter is None; give a list"),
         ("load_col: {inter: timestamp}", "load_col.inter is 'timestamp'; give a list"),
         (f"{EVALUATION.replace('full', '{valid: [a]}')}", "mode is {'valid': ['a']}; recbft ranks among all items"),
+        ("hidden_dropout_prob: 1.5", "run.yaml: hidden_dropout_prob is 1.5; give a number >= 0 and < 1"),
+        ("train_batch_size: many", "run.yaml: train_batch_size is 'many'; give a whole number or null"),
+        ("clip_grad_norm: {max_norm: -1}", "run.yaml: clip_grad_norm.max_norm is -1.0; give a number > 0"),
+        ("rm_dup_inter: both", "run.yaml: rm_dup_inter is 'both'; give one of first, last or null"),
+        ("eval_step: 1\nlearning_rate: 0", "run.yaml: learning_rate is 0.0; give a number > 0"),
+        ("topk: [5]\nvalid_metric: MRR@7", "run.yaml: valid_metric is 'mrr@7', but topk is [5]; add 7 to topk"),
         (f"{EVALUATION.replace('full', '[full]')}", "eval_args.mode is ['full']; recbft ranks among all items"),
     ],
 )  # fmt: skip
@@ -272,6 +278,13 @@ def test_what_recbft_does_not_do_is_refused_in_one_line_with_the_file(read, text
         read(text)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert "run.yaml: " in str(error.value)
+
+
+def test_a_message_about_a_setting_made_beside_the_config_has_our_name(read):
+    for beside in ({"settings": ["dropout=2"]}, {"settings": ["backbone.dropout=2"]}, {"backbone": {"dropout": 2}}):
+        with pytest.raises(UserError) as error:
+            read("hidden_dropout_prob: 0.5", **beside)
+        assert str(error.value).startswith("backbone.dropout is 2")
 
 
 def test_a_file_of_our_own_is_left_alone(read):

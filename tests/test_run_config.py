@@ -280,7 +280,7 @@ RECBOLE = "train_batch_size: 2048\nepochs: 5\nstopping_step: 3\nvalid_metric: ND
 
 def test_how_recbole_would_train_a_model_that_is_not_trained_is_ignored_aloud(write):
     with pytest.warns(
-        UserWarning, match=r"ignored: training\.batch_targets \('pop' is not trained\), training\.patience"
+        UserWarning, match=r"ignored: train_batch_size \('pop' is not trained\), stopping_step \('pop' is not trained\)"
     ):
         config = load_run_config(write(f"model: Pop\n{RECBOLE}"))
     assert config.training == load_run_config(model="pop", device="cpu").training
