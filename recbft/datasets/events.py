@@ -205,9 +205,11 @@ def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> N
                 raise UserError(f"{source}: no column {column!r}; there is no column at all")
             mark = next((mark for mark in ";|\t," if mark in names[0]), None) if len(names) == 1 else None
             if mark is not None:
+                atomic = source.endswith(".inter")  # which has no other separator
+                advice = "write the file with tabs there" if atomic else "give it as separator"
                 raise UserError(
                     f"{source}: no column {column!r}; there is one column, {names[0]!r}: if {mark!r} stands between "
-                    "its fields, give it as separator"
+                    f"its fields, {advice}"
                 )
             hint = did_you_mean(column, names)
             listed = "" if hint.startswith("choose") else f" (columns: {', '.join(names)})"

@@ -220,6 +220,11 @@ def test_a_missing_column_is_explained_by_the_header(names, said):
         check_columns(names, ["user_id"], "f")
 
 
+def test_an_atomic_file_without_tabs_is_not_given_a_separator_that_it_cannot_have():
+    with pytest.raises(UserError, match=r"if ',' stands between its fields, write the file with tabs there"):
+        check_columns(["user_id:token,item_id"], ["user_id"], "shop.inter")
+
+
 def test_whole_numbers_of_another_unit_than_the_dates_that_were_learned_from_are_refused():
     milliseconds = np.array([5, 1_700_000_000_000])
     refuse_finer(milliseconds, "ms", "f")
