@@ -57,7 +57,7 @@ OTHER_WORDS = {
     **dict.fromkeys(("lowest_val", "highest_val", "equal_val"), "val_interval"),
 }
 
-CPU = ("gpu_id", "")
+CPU = ("", "-1")  # as gpu_id
 # RecBole reads YAML 1.1, in which these words are true and false; read_yaml takes them for text.
 WORDS = {"yes": True, "on": True, "no": False, "off": False}
 SWITCHES = ("use_gpu", "repeatable")
@@ -155,7 +155,7 @@ def written(tree: Mapping[str, Any]) -> dict[str, str]:
 
 def is_done(key: str, value: Any) -> bool:
     """Whether a key without meaning asks for what recbft does anyway."""
-    return (key, value) == CPU or (value == AS_HERE[key] if key in AS_HERE else value is False)
+    return (key == "gpu_id" and str(value) in CPU) or (value == AS_HERE[key] if key in AS_HERE else value is False)
 
 
 def nearest(key: str, known: Collection[str]) -> str | None:
@@ -231,8 +231,8 @@ def _refuse_other_evaluation(tree: Mapping[str, Any]) -> None:
             f"eval_args.split is {split!r}; recbft splits by leave-one-out: write split: {{LS: valid_and_test}}"
         )
     if given.get("order", "RO") != "TO":
-        said = "left out, which RecBole reads as RO" if "order" not in given else repr(given["order"])
-        raise UserError(f"eval_args.order is {said}: a random order; histories are ordered by time: write order: TO")
+        said = repr(given["order"]) if "order" in given else "left out, which RecBole reads as RO: a random order"
+        raise UserError(f"eval_args.order is {said}; histories are ordered by time: write order: TO")
     modes = list(mode.values()) if isinstance(mode, Mapping) else [mode]
     if not modes or any(each != "full" for each in modes):
         raise UserError(f"eval_args.mode is {mode!r}; recbft ranks among all items: write mode: full")
@@ -278,7 +278,10 @@ def _data(tree: Mapping[str, Any], asked: str | None) -> dict[str, Any]:
             made |= {"user": "user_id", "item": "item_id"}
             made |= {} if "time" in tree else {"data.time": "timestamp"}
     if tree.get("field_separator", "\t") != "\t":
-        raise UserError(f"field_separator is {tree['field_separator']!r}; atomic files are read with tabs: write '\\t'")
+        raise UserError(
+            f"field_separator is {tree['field_separator']!r}; atomic files are read with tabs: leave it out, and "
+            "write the file with tabs if it has none"
+        )
     for side in ("user", "item"):
         interval = tree.get(f"{side}_inter_num_interval")
         if interval is not None:
@@ -309,7 +312,7 @@ def _training(tree: Mapping[str, Any]) -> dict[str, Any]:
         if clip.get("norm_type", 2) != 2:
             raise UserError(f"clip_grad_norm.norm_type is {clip['norm_type']!r}; gradients are clipped by their 2-norm")
         made["clip_norm"] = clip["max_norm"]
-    if tree.get("use_gpu") is False or CPU in tree.items():
+    if tree.get("use_gpu") is False or str(tree.get("gpu_id")) in CPU:
         made["device"] = "cpu"
     if tree.get("valid_metric") is not None:
         metric, _, k = str(tree["valid_metric"]).partition("@")
@@ -321,12 +324,12 @@ def _training(tree: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-_NUMBER = r"-?(?:\d+\.?\d*|\.\d+)"
-_INTERVAL = re.compile(rf"\s*([\[(])\s*({_NUMBER}|-inf)\s*,\s*({_NUMBER}|inf)\s*([\])])\s*")
+_NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+_INTERVAL = re.compile(rf"\s*([\[(])\s*({_NUMBER}|-inf)\s*,\s*\+?({_NUMBER}|inf)\s*([\])])\s*")
 
 
 def _bounds(key: str, text: str) -> tuple[str, str, str, str]:
-    match = _INTERVAL.fullmatch(text)
+    match = _INTERVAL.fullmatch(text.lower())
     if match is None:
         raise UserError(f"{key} is {text!r}; write one interval, such as '[5,inf)'")
     left, low, high, right = match.groups()
