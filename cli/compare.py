@@ -11,7 +11,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
-from recbft_cli.given import refuse_given, refuse_set
+from recbft_cli.given import one_file, refuse_given, refuse_set
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset
@@ -44,7 +44,7 @@ DatasetName = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of every run; repeat for more.")
 ]
-Config = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML with settings of every run.")]
+Config = Annotated[list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings of every run.")]
 Jobs = Annotated[
     int | None,
     typer.Option("-j", "--jobs", metavar="N", help="Runs trained at a time; if left out the cores, at most 4."),
@@ -126,7 +126,7 @@ def compare(
     plans = []
     for model, its in _one_by_one(models, asked):
         named = {"model": model, "dataset": dataset, "data_root": data_root}
-        plans.append((its, *_plan(arms, seeds, its, config, settings or (), named, batch_seeds)))
+        plans.append((its, *_plan(arms, seeds, its, one_file(config), settings or (), named, batch_seeds)))
     for its, planned, data in plans:
         if dry_run:
             print_commands(planned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import typer
 
@@ -21,6 +22,14 @@ def refuse_given(context: typer.Context, parameters: Iterable[str], why: str) ->
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise UserError(f"{options[name]} has no effect {why}")
+
+
+def one_file(given: Sequence[Path] | None) -> Path | None:
+    """The file of ``--config``; several would be read as the last of them alone."""
+    if given and len(given) > 1:
+        names = " and ".join(map(str, given))
+        raise UserError(f"--config is given {len(given)} times; put what {names} say into one file")
+    return given[0] if given else None
 
 
 def refuse_set(settings: Sequence[str], options: Iterable[str]) -> None:

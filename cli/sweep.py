@@ -20,7 +20,7 @@ from recbft_cli.compare import (
     print_commands,
     recorded_command,
 )
-from recbft_cli.given import refuse_set
+from recbft_cli.given import one_file, refuse_set
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
@@ -50,6 +50,7 @@ def sweep(
     if len(vary) > 1:
         raise UserError("--vary is given twice; vary one setting at a time, or search several with `recbft tune`")
     refuse_set(settings or (), ["--seeds"])
+    file = one_file(config)
 
     from recbft.experiments.experiment import prepare, train_and_compare, usual_workers
     from recbft.experiments.lists import parse_seeds
@@ -62,10 +63,10 @@ def sweep(
     if len(wanted) < 2:
         raise UserError(f"--seeds {seeds!r} names one seed; paired differences need at least 2, such as 0-4")
     named: dict[str, Any] = {"model": model, "dataset": dataset, "data_root": data_root}
-    arm = load_run_config(config, settings or (), arm=arm, **named).arm
+    arm = load_run_config(file, settings or (), arm=arm, **named).arm
 
     def configure(spec: ArmSpec, seed: int) -> RunConfig:
-        return spec.config(settings or (), file=config, seed=seed, **named)
+        return spec.config(settings or (), file=file, seed=seed, **named)
 
     planned = plan_sweep(vary[0], arm, lambda spec: configure(spec, wanted[0]))
     runs, data = prepare(planned.arms, wanted, out, configure, together=batch_seeds)

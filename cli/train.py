@@ -11,7 +11,7 @@ import typer
 from recbft.errors import UserError
 from recbft.torchrun import this_process
 from recbft_cli.columns import DataRoot
-from recbft_cli.given import refuse_given
+from recbft_cli.given import one_file, refuse_given
 from recbft_cli.progress import progress_for
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def train(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the config; repeat for more.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML with settings; options and --set win.")
+        list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings; options and --set win.")
     ] = None,
     warm_start: Annotated[
         Path | None,
@@ -97,12 +97,13 @@ def train(
         from recbft.training.bundle import own_config
         from recbft.training.run_folder import RunFolder
 
-        if warm_start is not None and config is None:
+        file = one_file(config)
+        if warm_start is not None and file is None:
             older = RunFolder.open(warm_start)
             own_config(older)  # whole: what is missing would be the usual value here
-            config = older.config_file
+            file = older.config_file
         run_config = load_run_config(
-            config,
+            file,
             settings or (),
             model=model,
             dataset=dataset,

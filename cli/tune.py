@@ -11,7 +11,7 @@ import typer
 
 from recbft_cli.columns import DataRoot
 from recbft_cli.compare import Config, DatasetName, Jobs, Model, Settings
-from recbft_cli.given import refuse_set
+from recbft_cli.given import one_file, refuse_set
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
@@ -50,6 +50,7 @@ def tune(
 ) -> None:
     """Search settings for the best validation metric; the test is not looked at."""
     refuse_set(settings or (), ["--seeds"])
+    file = one_file(config)
 
     from recbft.experiments.experiment import usual_workers
     from recbft.experiments.lists import parse_seeds
@@ -61,10 +62,10 @@ def tune(
 
     load_optuna()
     named: dict[str, Any] = {"model": model, "dataset": dataset, "data_root": data_root}
-    base = load_run_config(config, settings or (), arm=arm, **named)
+    base = load_run_config(file, settings or (), arm=arm, **named)
 
     def configure(spec: ArmSpec, seed: int) -> RunConfig:
-        return spec.config(settings or (), file=config, seed=seed, **named)
+        return spec.config(settings or (), file=file, seed=seed, **named)
 
     result = search(
         parse_space(space),

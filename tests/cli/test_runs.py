@@ -64,6 +64,14 @@ def test_the_other_arms_train_too(capsys, events, tmp_path, arm):
     assert (tmp_path / f"sasrec-{arm}-tiny-seed0" / "metrics.json").is_file()
 
 
+@pytest.mark.parametrize(
+    "command", [["train"], ["compare", "--out", "x"], ["tune", "--out", "x", "--space", "epochs=1,2"]]
+)
+def test_a_second_config_is_refused_and_not_read_alone(capsys, command):
+    code, _, err = run(capsys, *command, "--config", "a.yaml", "--config", "b.yaml")
+    assert (code, err) == (2, "error: --config is given 2 times; put what a.yaml and b.yaml say into one file\n")
+
+
 def test_popularity_is_evaluated_like_a_model(capsys, events, tmp_path):
     code, out, _ = run(capsys, "train", "-m", "pop", "-d", events, "--out", tmp_path, "-q")
     assert code == 0 and "all items" in out
