@@ -18,17 +18,22 @@ import yaml
 
 from recbft.config import NULL_WORDS, Verbatim, field_types
 from recbft.errors import UserError, did_you_mean
-from recbft.recbole_yaml import RENAMED
+from recbft.recbole_yaml import HANDLED, IGNORED, OTHER_WORDS, RENAMED
 
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
 RECBOLE_NAMES = {
+    **OTHER_WORDS,
     **RENAMED,
     "field_separator": "separator",
     "data_path": "data_root",
-    "train_batch_size": "batch_size",
+    "train_batch_size": "batch_targets",
     "stopping_step": "patience",
     "clip_grad_norm": "clip_norm",
     "reproducibility": "deterministic",
+    "user_inter_num_interval": "min_user_events",
+    "item_inter_num_interval": "min_item_events",
+    "val_interval": "where",
+    "loss_type": "loss",
 }
 
 
@@ -177,8 +182,11 @@ def _put(tree: dict[str, Any], section: str, name: str, value: Any) -> None:
 
 def _nearest(name: str, names: Collection[str], beyond: Collection[str] = ()) -> str:
     """Which of ``names`` was meant, or what recbft calls it, there or in ``beyond``."""
-    if RECBOLE_NAMES.get(name) in {*names, *beyond}:
-        return f"recbft calls it {RECBOLE_NAMES[name]!r}"
+    own = RECBOLE_NAMES.get(name, "").rpartition(".")[2]
+    if own in {*names, *beyond}:
+        return f"recbft calls it {own!r}" + (", which is one more" if name == "stopping_step" else "")
+    if name in IGNORED | HANDLED:
+        return "RecBole's keys are read in a config file alone"
     return did_you_mean(name, names)
 
 

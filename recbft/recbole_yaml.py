@@ -79,7 +79,7 @@ IGNORED = frozenset(
     normalize_all discretization embedding_size kg_embedding_size reg_weight
     """.split()  # noqa: SIM905  a table
 )
-_HANDLED = frozenset(
+HANDLED = frozenset(
     """
     model dataset data_path use_gpu train_batch_size stopping_step clip_grad_norm learner loss_type metrics valid_metric
     train_neg_sample_args neg_sampling training_neg_sample_num eval_args repeatable load_col user_inter_num_interval
@@ -91,7 +91,7 @@ _HANDLED = frozenset(
 
 def is_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> bool:
     """Whether a flat config speaks RecBole: a key that only RecBole has, or a model by RecBole's name."""
-    known = (set(RENAMED) | IGNORED | _HANDLED) - set(ours)
+    known = (set(RENAMED) | IGNORED | HANDLED) - set(ours)
     return any(key in known for key in tree) or tree.get("model") in NAMES
 
 
@@ -113,14 +113,14 @@ def from_recbole(
     if above.get("model") is not None and tree.get("model") not in MODELS:
         tree = {key: value for key, value in tree.items() if key != "model"}
     model = ours_for(tree.get("model"))
-    _refuse_unknown(tree, set(RENAMED) | IGNORED | _HANDLED | set(ours))
+    _refuse_unknown(tree, set(RENAMED) | IGNORED | HANDLED | set(ours))
     tree = {key: _switch(key, value) for key, value in tree.items()}
     _refuse_other_data(tree)
     refuse_other_losses(tree.get("loss_type", "CE"))
     _refuse_sampled_negatives(tree)
     _refuse_other_evaluation(tree)
     _refuse_two_names(tree)
-    made = {key: value for key, value in tree.items() if key.partition(".")[0] in ours and key not in _HANDLED}
+    made = {key: value for key, value in tree.items() if key.partition(".")[0] in ours and key not in HANDLED}
     made |= {RENAMED[key]: value for key, value in tree.items() if key in RENAMED and value is not None}
     asked = [key for key, value in tree.items() if value is not None and not is_done(key, value)]
     ignored = [key for key in asked if key in IGNORED and key not in ours]

@@ -292,6 +292,22 @@ def test_a_message_about_a_setting_made_beside_the_config_has_our_name(read):
         assert str(error.value).startswith("backbone.dropout is 2")
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train_batch_size=256", "'train_batch_size'; recbft calls it 'batch_targets'"),
+        ("stopping_step=3", "'stopping_step'; recbft calls it 'patience', which is one more"),
+        ("TIME_FIELD=when", "'TIME_FIELD'; recbft calls it 'time'"),
+        ("num_heads=2", "'num_heads'; recbft calls it 'n_heads'"),
+        ("eval_batch_size=9", "'eval_batch_size'; RecBole's keys are read in a config file alone"),
+    ],
+)
+def test_a_setting_by_recboles_name_is_given_ours(read, setting, message):
+    with pytest.raises(UserError) as error:
+        read("train_batch_size: 512", [setting])
+    assert str(error.value) == f"unknown key {message}"
+
+
 def test_a_file_of_our_own_is_left_alone(read):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
