@@ -90,17 +90,24 @@ def _read_our_defaults(configurator: ModuleType) -> None:
 def _check_our_keys(configurator: ModuleType) -> None:
     """Let a Config refuse what its model cannot be built from: the model itself is made after the data are read."""
     config: Any = configurator.Config
+    read_files = config._load_config_files
     put_together = config._get_final_config_dict
+
+    def read_one_by_one(self: Any, files: Sequence[str] | None) -> dict[str, Any]:
+        self._each_file = [read_files(self, [file]) for file in files or ()]
+        return {key: value for each in self._each_file for key, value in each.items()}
 
     def put_together_and_checked(self: Any) -> dict[str, Any]:
         final: dict[str, Any] = put_together(self)
+        files = self.__dict__.pop("_each_file", [self.file_config_dict])  # a Config of others may read files otherwise
+        places = (*files, self.variable_config_dict, self.cmd_config_dict)
         if self.model in ADAPTED:
             settings = importlib.import_module("recbft.recbole.settings")
             settings.run_config(self.model, final)
-            places = (self.file_config_dict, self.variable_config_dict, self.cmd_config_dict)
             settings.refuse_overruled(self.model, *places)
         return final
 
+    config._load_config_files = read_one_by_one
     config._get_final_config_dict = put_together_and_checked
 
 

@@ -86,7 +86,8 @@ def refuse_overruled(name: str, *places: Mapping[str, Any]) -> None:
 
     Args:
         name: of the model, in ``ADAPTED``.
-        places: what the user wrote, from low to high: files, dictionary, command line; ``run_config`` has checked it.
+        places: what the user wrote, from low to high: each file, dictionary, command line; ``run_config`` has checked
+            it.
 
     Raises:
         UserError: there is such a value.

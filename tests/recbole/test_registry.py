@@ -133,12 +133,14 @@ def test_a_value_that_would_lose_to_one_from_a_lower_place_is_refused(
     import yaml
     from recbole.config import Config
 
-    def read(in_file, in_dict, in_argv):
+    def read(in_file, in_dict, in_argv, in_next_file=None):
         (at_home / "mine.yaml").write_text(yaml.safe_dump({**settings, **in_file}))
+        (at_home / "next.yaml").write_text(yaml.safe_dump(in_next_file or {}))
         monkeypatch.setattr(sys, "argv", ["pytest", *(f"--{key}={value}" for key, value in in_argv.items())])
-        return Config(model="SASRecBFT", dataset="tiny", config_file_list=["mine.yaml"], config_dict=in_dict)
+        files = ["mine.yaml", "next.yaml"]
+        return Config(model="SASRecBFT", dataset="tiny", config_file_list=files, config_dict=in_dict)
 
-    for places in ((lower, higher, {}), (lower, {}, higher), ({}, lower, higher)):
+    for places in ((lower, higher, {}), (lower, {}, higher), ({}, lower, higher), (lower, {}, {}, higher)):
         if message is None:
             assert read(*places)["arm"] == "bft"
         else:
