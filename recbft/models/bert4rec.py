@@ -93,7 +93,10 @@ def bert4rec(
         moe: experts in the place of the feed-forward network, or None.
     """
     if core is not None and config.layer != "pre_norm":
-        raise UserError(f"arm 'bft' needs layer pre_norm, got {config.layer}")
+        raise UserError(
+            f"backbone.layer is {config.layer!r}, but arm 'bft' needs 'pre_norm'; leave it out, or take arm matched or "
+            "published"
+        )
     D, post_norm = config.hidden_size, config.layer == "post_norm"
     read_out: nn.Module | None = None
     if config.head == "gelu":

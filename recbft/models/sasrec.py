@@ -82,10 +82,12 @@ def sasrec(
         mixing: what moves information along the history, softmax attention unless given.
         moe: experts in the place of the feed-forward network, or None.
     """
-    if core is not None and (config.layer != "pre_norm" or config.activation != "gelu"):
-        raise UserError(
-            f"arm 'bft' needs layer pre_norm and activation gelu, got {config.layer} and {config.activation}"
-        )
+    for key, needed in (("layer", "pre_norm"), ("activation", "gelu")):
+        if core is not None and getattr(config, key) != needed:
+            raise UserError(
+                f"backbone.{key} is {getattr(config, key)!r}, but arm 'bft' needs {needed!r}; leave it out, or take "
+                "arm matched or published"
+            )
     blocks = make_blocks(
         config,
         core,

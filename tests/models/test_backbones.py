@@ -461,7 +461,7 @@ def test_hstu_says_that_it_caps_dropout_and_saves_what_is_used():
     [
         ("hstu", {}, {"estimator": "reml"}, "estimator 'reml' is not defined for silu weights.*choose sandwich"),
         ("hstu", {"feed_forward": False}, {}, "arm 'bft' needs feed_forward true and activation gelu, got false"),
-        ("bert4rec", {"layer": "post_norm"}, {}, "arm 'bft' needs layer pre_norm, got post_norm"),
+        ("bert4rec", {"layer": "post_norm"}, {}, "'post_norm', but arm 'bft' needs 'pre_norm'; leave it out"),
         ("sasrec", {"loss": "bce"}, {}, "loss 'bce' needs items to draw from, but there is only one"),
     ],
 )

@@ -212,7 +212,9 @@ def test_a_value_out_of_range_is_named_with_what_to_give(settings, message):
 
 @pytest.mark.parametrize("settings", [{"layer": "original"}, {"activation": "relu"}])
 def test_precision_needs_the_pre_norm_gelu_layer(lab, settings):
-    with pytest.raises(UserError, match="arm 'bft' needs layer pre_norm and activation gelu, got"):
+    [(key, value)] = settings.items()
+    message = f"backbone.{key} is '{value}', but arm 'bft' needs '.*'; leave it out, or take arm matched or published"
+    with pytest.raises(UserError, match=message):
         lab.build("bft", **settings)
 
 
