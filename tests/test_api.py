@@ -649,6 +649,16 @@ def test_columns_beside_a_data_set_that_is_given_are_refused(dataset):
         Recommender("sasrec", user="nobody", **SMALL).fit(dataset)
 
 
+def test_a_config_that_names_the_columns_of_the_data_set_that_is_given_is_taken(dataset, tmp_path):
+    rows = {"who": np.repeat(dataset.user_ids, dataset.lengths), "what": dataset.decode(dataset.items)}
+    given = Dataset.from_frame(pd.DataFrame(rows), user="who", item="what", name="frame")
+    config = tmp_path / "recbole.yaml"
+    config.write_text("USER_ID_FIELD: who\nITEM_ID_FIELD: what\n")
+    assert Recommender(config=config, **SMALL).fit(given).run is not None
+    with pytest.raises(UserError, match=r"data.time is 'when', but a data set is given, which has its columns"):
+        Recommender(config=config, **SMALL, **{"data": {"time": "when"}}).fit(given)
+
+
 def test_a_run_reads_the_file_behind_its_frame_with_the_frame_s_filters(dataset, tmp_path):
     frame = pd.DataFrame({"who": np.repeat(dataset.user_ids, dataset.lengths), "what": dataset.decode(dataset.items)})
     frame["stars"] = np.arange(len(frame)) % 7

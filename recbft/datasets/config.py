@@ -109,7 +109,7 @@ class DataConfig:
         """
         made = dataset.preparation.get("filters", {})
         for key in ("user", "item", "time", "separator", "columns"):
-            if getattr(self, key) is not None:
+            if getattr(self, key) not in (None, dataset.columns.get(key)):
                 raise UserError(
                     f"data.{key} is {getattr(self, key)!r}, but a data set is given, which has its columns; "
                     "leave it out"
