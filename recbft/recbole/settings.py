@@ -146,7 +146,7 @@ def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbol
     ours |= {key for key, name in MODEL_KEYS.items() if name in field_types(sections["backbone"])}
     known = ours | UNLISTED | set(known_to_recbole)
     for key, value in given.items():
-        if key in known or (key in MODEL_KEYS and is_done(key, value)):
+        if value is None or key in known or (key in MODEL_KEYS and is_done(key, value)):
             continue
         if key in MODEL_KEYS:
             log.warning("key %r has no effect: model %r has no %r", key, run.model, MODEL_KEYS[key])
