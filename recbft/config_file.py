@@ -22,7 +22,6 @@ from recbft.recbole_yaml import HANDLED, IGNORED, OTHER_WORDS, RENAMED
 
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
 RECBOLE_NAMES = {
-    **OTHER_WORDS,
     **RENAMED,
     "field_separator": "separator",
     "data_path": "data_root",
@@ -35,6 +34,7 @@ RECBOLE_NAMES = {
     "val_interval": "where",
     "loss_type": "loss",
 }
+RECBOLE_NAMES |= {key: RECBOLE_NAMES.get(meant, meant) for key, meant in OTHER_WORDS.items()}
 
 
 class _Loader(yaml.SafeLoader):
@@ -185,7 +185,7 @@ def _nearest(name: str, names: Collection[str], beyond: Collection[str] = ()) ->
     own = RECBOLE_NAMES.get(name, "").rpartition(".")[2]
     if own in {*names, *beyond}:
         return f"recbft calls it {own!r}" + (", which is one more" if name == "stopping_step" else "")
-    if name in IGNORED | HANDLED:
+    if name in IGNORED | HANDLED | OTHER_WORDS.keys():
         return "RecBole's keys are read in a config file alone"
     return did_you_mean(name, names)
 

@@ -299,6 +299,7 @@ def test_a_message_about_a_setting_made_beside_the_config_has_our_name(read):
         ("stopping_step=3", "'stopping_step'; recbft calls it 'patience', which is one more"),
         ("TIME_FIELD=when", "'TIME_FIELD'; recbft calls it 'time'"),
         ("num_heads=2", "'num_heads'; recbft calls it 'n_heads'"),
+        ("dropout_prob=.2", "'dropout_prob'; recbft calls it 'dropout'"),
         ("eval_batch_size=9", "'eval_batch_size'; RecBole's keys are read in a config file alone"),
     ],
 )
