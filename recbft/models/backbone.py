@@ -26,6 +26,7 @@ from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.kernels.eager import eagerly
+from recbft.kernels.transforms import behind_transforms, untransformed
 from recbft.mixers import MIXERS, Place
 from recbft.mixers.penalty import take_penalties
 from recbft.models.block import Block, Layer
@@ -205,13 +206,17 @@ class Backbone(TrainableModel):
             self._told = self.ramp, self.ramp._version, torch.tensor(ramp, dtype=self.ramp.dtype).item()
 
     @eagerly
+    @untransformed
     def _ramp(self) -> float:
         """w as a number, as it was set last: a device is not waited for unless something else has written there."""
         if self._told is not None:
             ramp, version, value = self._told
             if ramp is self.ramp and ramp._version == version:
                 return value
-        return float(self.ramp)
+        least, most = (bound.item() for bound in behind_transforms(self.ramp).aminmax())  # of all that vmap has stacked
+        if least < most:
+            raise ValueError(f"models stacked by vmap have ramps from {least:g} to {most:g}; set the same ramp in all")
+        return most
 
     def refresh(self) -> None:
         """Bring what is kept from the weights up to date: at the start of an epoch and before evaluation."""

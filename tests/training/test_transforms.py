@@ -81,6 +81,36 @@ def test_the_gradients_of_seeds_stacked_by_vmap_are_those_of_each(model, arm, mi
             torch.testing.assert_close(found[name][seed], expected, rtol=1e-6, atol=1e-9, msg=name)
 
 
+class States(nn.Module):
+    """A model whose forward is the states of its users, in evaluation."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model.eval()
+
+    def forward(self, batch):
+        return self.model.user_states(batch).state
+
+
+@pytest.mark.parametrize(("model", "arm", "mixer"), MADE, ids=lambda value: str(value))
+def test_an_ensemble_stacked_with_its_buffers_gives_the_states_of_each(model, arm, mixer, dataset):
+    losses, batch = models_of(dataset, model, arm, mixer)
+    with torch.no_grad():
+        for alone in losses:  # so that running means differ
+            alone(batch)
+        members = [States(alone.model) for alone in losses]
+        stacked = vmap(lambda *own: functional_call(members[0], own, (batch,)))(*stack_module_state(members))
+        for found, member in zip(stacked, members, strict=True):
+            torch.testing.assert_close(found, member(batch), rtol=1e-6, atol=1e-9)
+
+
+def test_an_ensemble_has_one_warm_up(dataset):
+    losses, batch = models_of(dataset, "sasrec", "bft", None)
+    losses[1].model.set_ramp(0.5)
+    with pytest.raises(ValueError, match=r"ramps from 0\.5 to 1; set the same ramp in all"):
+        vmap(lambda *own: functional_call(losses[0], own, (batch,)))(*stack_module_state(losses))
+
+
 def test_a_low_rank_jacobian_is_the_exact_one_of_the_weights_given(dataset):
     (exact, batch), (low_rank, _) = (
         models_of(dataset, "sasrec", "bft", None, jacobian=jacobian) for jacobian in ("exact", "low_rank")
