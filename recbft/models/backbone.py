@@ -218,6 +218,10 @@ class Backbone(TrainableModel):
             raise ValueError(f"models stacked by vmap have ramps from {least:g} to {most:g}; set the same ramp in all")
         return most
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the ramp's value: the ramp of a copy counts its changes anew."""
+        return {**vars(self), "_told": None}
+
     def refresh(self) -> None:
         """Bring what is kept from the weights up to date: at the start of an epoch and before evaluation."""
         for block in self.blocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -481,6 +482,13 @@ def test_the_ramp_is_what_was_last_written_there_by_whomever():
     assert model._ramp() == 0.5 == model.double()._ramp()
     model.ramp.fill_(0.75)
     assert model._ramp() == 0.75
+    for num_set in range(4):  # a copy is not mistaken for what it was made of, however often either is written to
+        for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+            other = copied(model)
+            for written in (0.1, 0.2, 0.3, 0.4):
+                other.load_state_dict({**other.state_dict(), "ramp": torch.tensor(written)})
+                assert other._ramp() == float(other.ramp) == pytest.approx(written), (num_set, written)
+        model.set_ramp(0.75)
     with torch.inference_mode():
         other = load_run_config(model="sasrec", arm="bft", hidden_size=8, max_length=8).build(torch.arange(9))
         other.set_ramp(0.125)
