@@ -243,8 +243,11 @@ class SoftmaxAttention(nn.Module):
         bias: Tensor | None,
         estimator: str | None,
     ) -> Observation:
-        """The same from weights that are kept."""
-        shape = v.shape
+        """The same from weights that are kept, in float32 at least: squares of weights vanish in half precision."""
+        shape, dtype = v.shape, v.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+        precision = None if precision is None else precision.to(wide)
         weights = self._weights(q, k, precision, context, ramp, log_decay, bias)
         if precision is None:
             trust = torch.ones_like(v[:, 0, :, 0])
@@ -255,10 +258,11 @@ class SoftmaxAttention(nn.Module):
             v = v.mT.flatten(1, 2)[..., None]  # (B, H, T, K) -> (B, D, T, 1): every coordinate a head of width 1
         dropout = self.dropout if self.training else 0.0
         kept = weights * self._kept_pairs(q, dropout, num_heads=weights.shape[1]) if dropout else weights
-        mean = _head_by_head(kept @ v, shape)
+        mean = _head_by_head(kept @ v, shape).to(dtype)
         if estimator is None:
             return Observation(self._join(mean), None)
-        return self._observation(mean, _head_by_head(self._estimate(weights, v, trust, context).expand_as(v), shape))
+        found = _head_by_head(self._estimate(weights, v, trust, context).expand_as(v), shape)
+        return self._observation(mean, found.to(dtype))
 
     def _estimate(self, weights: Tensor, v: Tensor, trust: Tensor, context: SequenceContext) -> Tensor:
         """Observation precision by the estimator, (B, H, T, K) or (B, H, T, 1); ``trust`` is what delta propagates."""

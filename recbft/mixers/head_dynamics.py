@@ -139,7 +139,10 @@ class HeadDynamics(nn.Module):
 
     def time_unit(self) -> float | Tensor:
         """How much of the data's time makes one unit."""
-        return self.start_time_unit if self.log_time_unit is None else self.log_time_unit.exp()
+        if self.log_time_unit is None:
+            return self.start_time_unit
+        # A day of seconds is more than float16 holds.
+        return self.log_time_unit.to(torch.promote_types(self.log_time_unit.dtype, torch.float32)).exp()
 
 
 class EvidencePrecision(nn.Module):

@@ -107,7 +107,9 @@ class Transition(nn.Module):
         share = LEAST_TRANSITION + (1 - LEAST_TRANSITION) * share
         if self.to_angle is None:
             return share
-        return torch.polar(share, _by_head(self.to_angle(x) + self.angle_start, self.n_heads))
+        angle = _by_head(self.to_angle(x) + self.angle_start, self.n_heads)
+        wide = torch.promote_types(x.dtype, torch.float32)  # half precision has no complex numbers
+        return torch.polar(share.to(wide), angle.to(wide))
 
 
 class Noise(nn.Module):

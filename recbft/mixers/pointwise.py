@@ -35,6 +35,7 @@ from recbft.core import (
 )
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import sandwich_precision
+from recbft.kernels.full_precision import HALVES
 from recbft.kernels.silu_moments.bias import look_up
 from recbft.mixers.observation import Observation
 
@@ -134,9 +135,12 @@ class PointwiseAttention(nn.Module):
         if self.estimator is None:
             mean = silu_mean(q, k, v, context, length=self.length, **known)
             return Observation(self._innovation(mean, gate), None)
+        halved = x.dtype in HALVES  # by weights in half precision, where squares vanish; not by autocast
+        if halved:
+            q, k, v = q.float(), k.float(), v.float()
         moments = silu_moments(q, k, v, context, length=self.length, **known)
-        innovation = self._innovation(moments.mean, gate)
-        found = _joined(sandwich_precision(moments, cap=self.cap, centre=self.centre))
+        innovation = self._innovation(moments.mean.to(x.dtype) if halved else moments.mean, gate)
+        found = _joined(sandwich_precision(moments, cap=self.cap, centre=self.centre)).to(x.dtype)
         return Observation(
             innovation, found if self.out is None else projected_precision(found, self.out.weight, cap=self.cap)
         )

@@ -102,7 +102,7 @@ class PositionalAttention(nn.Module):
     ) -> Observation:
         """Observe every position; arguments as those of ``SoftmaxAttention.forward``."""
         q, k, v = self.reader.project(x, source)
-        q, k, bias = self.sde(q, k, read_clock(context, dtype=q.dtype))
+        q, k, bias = self._placed(q, k, context, x.dtype)
         return self.reader.observe(q, k, v, precision, context, ramp=ramp, bias=bias)
 
     def attention(
@@ -116,8 +116,15 @@ class PositionalAttention(nn.Module):
     ) -> Tensor:
         """The weights behind ``forward``, as ``SoftmaxAttention.attention`` gives them."""
         q, k, _ = self.reader.project(x, source)
-        q, k, bias = self.sde(q, k, read_clock(context, dtype=q.dtype))
+        q, k, bias = self._placed(q, k, context, x.dtype)
         return self.reader.weigh(q, k, precision, context, ramp=ramp, bias=bias)
+
+    def _placed(
+        self, q: Tensor, k: Tensor, context: SequenceContext, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the scheme makes of them, in the type of the input: half precision is widened to be turned."""
+        q, k, bias = self.sde(q, k, read_clock(context, dtype=q.dtype))
+        return q.to(dtype), k.to(dtype), bias
 
 
 class HeadPlaces(nn.Module):

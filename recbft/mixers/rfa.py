@@ -194,7 +194,7 @@ class RobustFilterAttention(nn.Module):
         source = x if source is None else source
         v = self._heads(self.value(source))
         sampled = self.training and self.config.latent_sampling
-        dynamics = self.sde()
+        dynamics = self._dynamics(x)
         dropout = self.dropout if self.training else 0.0
         clock = self._clock(context, x)
         value, evidence = filtered(
@@ -212,8 +212,8 @@ class RobustFilterAttention(nn.Module):
             value = self.gate(value, v, evidence, context.valid)  # (5)
         if sampled:
             value = sample_state(value, evidence, dynamics.query_noise, valid=context.valid)
-        latent = real(value.transpose(1, 2)).flatten(2)  # (B, T, 2 H K)
-        found = None if self.precision is None else self._carried(self.precision(evidence, self.cap))
+        latent = real(value.transpose(1, 2)).flatten(2).to(x.dtype)  # (B, T, 2 H K)
+        found = None if self.precision is None else self._carried(self.precision(evidence, self.cap).to(x.dtype))
         return Observation(self._read_out(latent), found)
 
     def attention(
@@ -228,17 +228,26 @@ class RobustFilterAttention(nn.Module):
         """What is left of each key in the estimate, before dropout: softmax times decay, (B, H, T, T)."""
         q, k = self._sightings(x, x if source is None else source)
         weights, _ = decayed_weights(
-            q, k, context, self.sde(), self._clock(context, x), self.config.variant, self._key_bias(precision, ramp)
+            q,
+            k,
+            context,
+            self._dynamics(x),
+            self._clock(context, x),
+            self.config.variant,
+            self._key_bias(precision, ramp),
         )
         return weights
 
     def _sightings(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         return self._heads(self.query(x)), self._heads(self.key(source))
 
+    def _dynamics(self, x: Tensor) -> Dynamics:
+        return Dynamics(*(part.to(_real_type(x)) for part in self.sde()))
+
     def _clock(self, context: SequenceContext, x: Tensor) -> Clock:
         if not self.config.time:
-            return read_clock(context, dtype=x.dtype)
-        return read_clock(context, use_time=True, time_unit=self.sde.time_unit(), dtype=x.dtype)
+            return read_clock(context, dtype=_real_type(x))
+        return read_clock(context, use_time=True, time_unit=self.sde.time_unit(), dtype=_real_type(x))
 
     def _key_bias(self, precision: Tensor | None, ramp: float) -> Tensor | None:
         if precision is None or self.config.key_precision == "off":
@@ -263,6 +272,11 @@ class RobustFilterAttention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:  # (B, T, 2 H K) -> (B, H, T, K) complex
         return as_complex(x.unflatten(-1, (self.n_heads, -1))).transpose(1, 2)
+
+
+def _real_type(x: Tensor) -> torch.dtype:
+    """Of a latent state's coordinates: complex numbers in half precision are widened (``as_complex``)."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _real_parts(n_heads: int, width: int, K: int) -> Tensor:

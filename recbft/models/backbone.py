@@ -26,6 +26,7 @@ from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.kernels.eager import eagerly
+from recbft.kernels.full_precision import HALVES
 from recbft.kernels.transforms import behind_transforms, untransformed
 from recbft.mixers import MIXERS, Place
 from recbft.mixers.penalty import take_penalties
@@ -179,6 +180,11 @@ class Backbone(TrainableModel):
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss over the positions that have a target, by ``config.loss``."""
         assert batch.target is not None
+        if self.core is not None and self.ramp.dtype in HALVES:
+            raise UserError(
+                f"a model that tracks precision is trained in float32 or float64, got {self.ramp.dtype}; for products "
+                "in half precision set training.autocast: bf16, or call the model within torch.autocast"
+            )
         target = batch.target.flatten()
         learn = target.nonzero().squeeze(1)  # (N,); a device is waited for here, before it has much to do
         mean = self.encode(batch).mean.flatten(0, 1)

@@ -151,7 +151,9 @@ class LayerPrecision(nn.Module):
         if "low_rank" in (self.core.jacobian, self.core.jacobian_in_evaluation) or self.core.jacobian == "running_mean":
             with torch.inference_mode(False):  # training goes on with what evaluation has made
                 try:
-                    self._keep(jacobian_factors(w1.detach(), w2.detach(), self.core.jacobian_rank))
+                    wide = torch.promote_types(w1.dtype, torch.float32)  # no factors are taken in half precision
+                    left, right = jacobian_factors(w1.detach().to(wide), w2.detach().to(wide), self.core.jacobian_rank)
+                    self._keep((left.to(w1.dtype), right.to(w1.dtype)))
                 except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # finite weights whose products are not
                     largest = max(float(w.detach().abs().max()) for w in (w1, w2))
                     raise RunError(
