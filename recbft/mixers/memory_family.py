@@ -111,6 +111,8 @@ def unfiltered_memory(
         raise ValueError(
             f"q, k and v must agree but in width, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
+    if k.shape[2] == 0:
+        raise ValueError("a history needs at least one token, got 0")
     if transition is not None and transition.is_complex():
         raise ValueError("a memory without a covariance takes real transitions, got complex ones; use filter_memory")
     dtype = torch.promote_types(v.dtype, torch.float32)

@@ -261,7 +261,7 @@ class RegimeAttention(nn.Module):
         gates = [2 * torch.sigmoid(gate(mu)) for gate in (self.residual_gate, self.value_gate) if gate is not None]
         if not gates:
             return mean
-        heads = mean.view(*mean.shape[:2], self.n_heads, -1)
+        heads: Tensor = mean.unflatten(-1, (self.n_heads, -1))
         return (heads * math.prod(gates[1:], start=gates[0])[..., None]).flatten(2)
 
     @in_full_precision
@@ -339,7 +339,7 @@ def _terms_of_pairs(table: Tensor, reach: Tensor, context: SequenceContext) -> T
     made, key = _TERMS.setdefault(context, {}), (len(table), table.dtype)
     if key not in made:
         index = (reach * table.shape[-1])[:, :, None] + context.position[:, None, :]
-        terms = table.flatten(1).index_select(1, index.flatten()).view(-1, *index.shape)
+        terms = table.flatten(1).index_select(1, index.flatten()).view(len(table), *index.shape)
         if not context.causal:  # the table's distance is from the last position that may be read
             terms[-1] = context.lag.to(table.dtype) / reach.clamp(min=1)[..., None]
         made[key] = terms
@@ -360,7 +360,7 @@ def _places(context: SequenceContext, regimes: int, dtype: torch.dtype) -> tuple
     """``block_table`` of the longest history, and n - 1 of (2), the last place a token may read: (B, T) int32."""
     made, key, position = _PLACES.setdefault(context, {}), (regimes, dtype), context.position
     if key not in made:
-        longest = int(position.amax()) + 1
+        longest = int(position.amax()) + 1 if position.numel() else 1
         reach = position if context.causal else torch.where(context.allowed, position[:, None, :], 0).amax(dim=-1)
         table = block_table(1 << (longest - 1).bit_length(), regimes, dtype, position.device)
         made[key] = table, reach.to(torch.int32)

@@ -553,6 +553,7 @@ def test_a_filter_refuses_what_does_not_fit(changed, message):
     [
         ({"q": torch.zeros(1, 1, 4, 3)}, "q, k and v must agree but in width"),
         ({"v": torch.zeros(1, 1, 3, 2)}, "q, k and v must agree but in width"),
+        (dict.fromkeys("qkv", torch.zeros(1, 1, 0, 5)), "a history needs at least one token, got 0"),
         ({"rule": "delta"}, "rule is 'delta'; choose reset or additive"),
         ({"transition": torch.ones(1, 1, 4, 2) + 0j}, "takes real transitions, got complex ones; use filter_memory"),
         ({"transition": torch.ones(1, 1, 4, 2)}, "transition has 2 rows for keys of width 5; give 5 or 1"),

@@ -113,6 +113,19 @@ def test_an_observation_has_the_shape_of_the_input_and_a_precision_where_one_is_
 
 
 @over_mixers
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_batch_without_histories_is_observed_without_a_word(name, settings, training, dtype):
+    none = torch.zeros(0, 5, dtype=torch.int64)
+    mixer = make(name, settings, training=training).to(dtype)
+    x, precision = torch.zeros(2, 0, 5, D, dtype=dtype, requires_grad=True)
+    innovation, found = mixer(x, precision.detach(), SequenceContext(none, none, none))
+    assert innovation.shape == x.shape and (found is None or found.shape == x.shape)
+    innovation.sum().backward()
+    assert all(buffer.isfinite().all() for buffer in mixer.buffers())
+
+
+@over_mixers
 def test_a_mixer_made_where_float64_is_the_default_is_the_one_made_in_float32(name, settings):
     batch, context = packed([5, 3, 1, 4])
     expected = make(name, settings)

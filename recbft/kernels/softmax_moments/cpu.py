@@ -142,7 +142,7 @@ class _SoftmaxMoments(torch.autograd.Function):
         for block, a in zip(ctx.blocks, weights, strict=True):
             own, read = block.own, block.read
             parts = grad_value[own], grad_residual[own], centred[read], squares[read], a
-            g, g_residual, u, u_squared, a_flat = (x.reshape(-1, *x.shape[2:]) for x in parts)
+            g, g_residual, u, u_squared, a_flat = (x.flatten(0, 1) for x in parts)
             d_a = torch.bmm(g, u.mT).baddbmm_(g_residual, u_squared.mT).view_as(a)
             gradients.add(block, a, d_a.addcmul_(a, push[own], value=-2))
             d_v.add(torch.bmm(a_flat.mT, g).view_as(centred[read]), *read)
