@@ -28,6 +28,7 @@ from recbft.config import check_range
 from recbft.core import ffn_jacobian
 from recbft.errors import UserError
 from recbft.kernels.full_precision import in_full_precision
+from recbft.kernels.transforms import transformed
 from recbft.mixers.penalty import PenaltySlot
 from recbft.mixers.regime import GaussianMemberships
 
@@ -105,7 +106,7 @@ class FuzzyMoE(nn.Module):
         jacobian = torch.zeros_like(tokens) if with_jacobian else None
         for expert, (inner, outer) in enumerate(zip(self.inner, self.outer, strict=True)):
             assert isinstance(inner, nn.Linear) and isinstance(outer, nn.Linear)
-            chosen = shares[:, expert].nonzero()[:, 0]  # (N,)
+            chosen = _choosers(shares[:, expert])  # (N,)
             share = shares[chosen, expert, None]
             a = inner(tokens[chosen])
             output = output.index_add(0, chosen, (share * outer(F.gelu(a))).to(output.dtype))  # (3)
@@ -125,6 +126,11 @@ class FuzzyMoE(nn.Module):
             return probability
         top, place = probability.topk(self.config.experts_per_token, dim=-1)
         return torch.zeros_like(probability).scatter(-1, place, top / top.sum(dim=-1, keepdim=True))
+
+
+def _choosers(share: Tensor) -> Tensor:
+    """Which tokens have a share in an expert; under torch.func, whose members choose apart, all, most with one of 0."""
+    return torch.arange(len(share), device=share.device) if transformed() else share.nonzero()[:, 0]
 
 
 def load_imbalance(gates: Tensor, valid: Tensor) -> Tensor:

@@ -51,9 +51,11 @@ class Loss(nn.Module):
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def models_of(dataset, model, arm, mixer, **core):
+def models_of(dataset, model, arm, mixer, *, moe=None, **core):
     """Two seeds of a model, and a batch."""
     own = {} if mixer is None else {"mixer": mixer}
+    if moe is not None:
+        own["moe"] = moe
     if arm == "bft":  # kept factors of the Jacobian would be those of one seed
         without = mixer is not None and MIXERS[mixer].precision == "none"
         own["core"] = {"jacobian": "exact"} | ({"update": "residual"} if without else {}) | core
@@ -102,6 +104,19 @@ def test_an_ensemble_stacked_with_its_buffers_gives_the_states_of_each(model, ar
         stacked = vmap(lambda *own: functional_call(members[0], own, (batch,)))(*stack_module_state(members))
         for found, member in zip(stacked, members, strict=True):
             torch.testing.assert_close(found, member(batch), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("arm", ["matched", "bft"])
+def test_experts_are_stacked_too(arm, dataset):
+    losses, batch = models_of(dataset, "sasrec", arm, None, moe={"experts": 4, "gate_noise": False})
+    found = stacked_gradients(losses, batch)
+    for seed, alone in enumerate(losses):
+        for name, expected in alone.backward_gradients(batch).items():
+            torch.testing.assert_close(found[name][seed], expected, rtol=1e-6, atol=1e-9, msg=name)
+    members = [States(alone.model) for alone in losses]
+    stacked = vmap(lambda *own: functional_call(members[0], own, (batch,)))(*stack_module_state(members))
+    for states, member in zip(stacked, members, strict=True):
+        torch.testing.assert_close(states, member(batch), rtol=1e-6, atol=1e-9)
 
 
 def test_an_ensemble_has_one_warm_up(dataset):
