@@ -298,7 +298,8 @@ class Recommender:
             samples: bootstrap resamples behind each interval.
 
         Returns:
-            ``mechanism`` and ``uncertainty`` as those functions document it, and the ``protocol``; ready for JSON.
+            ``mechanism`` and ``uncertainty`` as those functions document it, and the ``protocol``, with the SHA-256 of
+            the ``weights``; ready for JSON.
         """
         model, _, _ = self._fitted()
         dataset = self.aligned(dataset)
@@ -316,6 +317,7 @@ class Recommender:
                 **run_protocol(self.config, dataset, model, self._protocol.get("begun_from")),
                 "part": part,
                 "filter_seen": False,
+                "weights": self._weights,
             },
         }
 

@@ -26,6 +26,7 @@ from recbft.errors import UserError
 from recbft.evaluation.metrics import metrics_from_ranks
 from recbft.evaluation.protocol import config_hash
 from recbft.run_config import load_run_config
+from recbft.training.checkpoint import best_digest
 from recbft.training.run_folder import RunFolder
 
 COLUMNS = {
@@ -269,6 +270,14 @@ def read_per_user(run: RunFolder) -> pd.DataFrame:
     if missing := [column for column in COLUMNS.values() if column not in table]:
         raise UserError(f"{path} lacks {', '.join(missing)}: it is of another version of recbft; train again")
     return table
+
+
+def weights_of(path: Path) -> str | None:
+    """SHA-256 of a run's best weights; None where they are not there, as in a copy without its checkpoint."""
+    try:
+        return best_digest(RunFolder(path).checkpoint)
+    except UserError:
+        return None
 
 
 def _check_numbers(path: Path, per_user: pd.DataFrame) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from recbft.evaluation.paired import seed_interval
 from recbft.experiments.comparison import Comparison
 from recbft.experiments.document import percent
 from recbft.experiments.lists import seeds_text
+from recbft.experiments.runs import weights_of
 from recbft.reporting import plots
 from recbft.reporting.sections import Plot, Section
 from recbft.reporting.tables import Cell, Column, Table
@@ -33,7 +35,7 @@ def load_probes(comparison: Comparison) -> tuple[Probes, list[str]]:
                 continue
             try:
                 probe = json.loads((run / PROBE_FILE).read_bytes())
-                wrong = _misfit(probe, comparison)
+                wrong = _misfit(probe, comparison, run)
             except (ValueError, KeyError, TypeError):
                 wrong = "damaged or of another version"
             if wrong:
@@ -43,8 +45,8 @@ def load_probes(comparison: Comparison) -> tuple[Probes, list[str]]:
     return found, notes
 
 
-def _misfit(probe: Mapping[str, Any], comparison: Comparison) -> str:
-    """Why a probe does not belong to a comparison of the test; "" where it does."""
+def _misfit(probe: Mapping[str, Any], comparison: Comparison, run: Path) -> str:
+    """Why a run's probe does not belong to a comparison of the test; "" where it does."""
     protocol, mechanism, uncertainty = probe["protocol"], probe["mechanism"], probe["uncertainty"]
     older = "lapse" not in uncertainty["calibration"]
     if older or protocol["recbft_version"] != comparison.protocol["recbft_version"]:
@@ -56,7 +58,8 @@ def _misfit(probe: Mapping[str, Any], comparison: Comparison) -> str:
     for users in (mechanism["num_users"], uncertainty["num_users"]):
         if users != len(comparison.users):
             return f"of {users:,} of the {len(comparison.users):,} users"
-    return ""
+    probed, now = protocol.get("weights"), weights_of(run)
+    return "of other weights than the run has now" if None not in (probed, now) and probed != now else ""
 
 
 def mechanism_section(probes: Probes, *, draw: bool) -> Section:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -380,6 +381,12 @@ def test_arms_whose_lists_are_not_known_are_named(with_external, copied):
     assert section.words[0].startswith("matched: no lists are known")
 
 
+def test_a_probe_stays_with_a_run_whose_weights_are_gone(copied):
+    shutil.rmtree(copied / "runs" / "bft-seed0" / "checkpoint")
+    probes, notes = load_probes(comparison_of(sorted((copied / "runs").iterdir())))
+    assert list(probes["bft"]) == [0, 1] and notes == []
+
+
 def test_without_probes_a_line_says_what_makes_them(copied):
     for path in copied.glob("runs/*/probe.json"):
         path.unlink()
@@ -415,6 +422,8 @@ def test_a_damaged_probe_and_one_of_other_data_are_left_out_and_named(copied):
         (lambda probe: probe["protocol"].update(recbft_version="0.0"), "of another version"),
         (lambda probe: probe["uncertainty"]["calibration"].pop("lapse"), "of another version"),
         (lambda probe: probe.pop("mechanism"), "damaged or of another version"),
+        # Of a run that was probed, and went on with its training.
+        (lambda probe: probe["protocol"].update(weights=64 * "0"), "of other weights than the run has now"),
     ],
 )
 def test_a_probe_of_something_else_is_not_shown_as_the_tests(copied, change, reason):
