@@ -5,6 +5,7 @@ Two ids are equal when their canonical texts (``str(id)``) are: the integer 7 eq
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -50,12 +51,14 @@ class Vocabulary:
             values = np.asarray(raw_ids)
             if values.dtype.kind == "i" and self.ids.dtype != object:
                 return np.asarray(self._numbers.get_indexer(pd.Index(values)), dtype=np.int64) + 1
+            kind = getattr(raw_ids.dtype, "categories", raw_ids).dtype
             if isinstance(raw_ids.dtype, np.dtype):
-                if values.dtype.kind == "f" and (finite := values[np.isfinite(values)]).size:
-                    _refuse_rounded(finite[np.abs(finite).argmax()], values.dtype.itemsize * 8)
                 raw_ids = values.tolist()
             elif hasattr(raw_ids, "tolist"):  # as an array, whole numbers beside a blank may be floats
                 raw_ids = raw_ids.tolist()
+            if getattr(kind, "kind", "") == "f":  # whose digits a list of Python's floats does not tell
+                finite = [value for value in raw_ids if isinstance(value, float) and math.isfinite(value)]
+                _refuse_rounded(max(finite, key=abs, default=0.0), kind.itemsize * 8)
         texts = pd.Index([canonical_text(value) for value in raw_ids], dtype=object)
         return np.asarray(self._texts.get_indexer(texts), dtype=np.int64) + 1
 

@@ -87,6 +87,9 @@ def test_large_ids_stay_exact_beside_a_blank_in_every_column_that_has_room_for_b
         (np.array([-(2.0**53), np.nan]), "-9007199254740992.0", 64),
         (np.array([np.inf, 2**24, 7], np.float32), "16777216.0", 32),
         ([np.float32(2**24)], "16777216.0", 32),
+        (pd.array([None, 2**24 + 1], dtype="Float32"), "16777216.0", 32),
+        (pd.Series([None, 2**24], dtype="float[pyarrow]"), "16777216.0", 32),
+        (pd.Categorical(np.array([2**24, 7], np.float32)), "16777216.0", 32),
         (pd.Series([2**53 + 1, None]), "9007199254740992.0", 64),
     ],
 )
