@@ -439,6 +439,9 @@ def test_users_come_back_as_they_were_given(users, at_once, monkeypatch):
 
 def test_a_user_whose_name_has_no_utf_8_does_not_end_the_call():
     assert recommend(Echo(), LETTERS, {"\ud800": ["a"], "ann": ["b"]}, 1)["user"].tolist() == ["\ud800", "ann"]
+    users = pd.Series(["\ud800", "ann"], dtype=object)
+    frame = pd.DataFrame({"user_id": users, "item_id": ["a", "b"], "timestamp": [2, 1]})
+    assert recommend(Echo(), LETTERS, frame, 1)["user"].tolist() == ["\ud800", "ann"]
 
 
 def test_items_in_bytes_are_refused_not_taken_for_unknown():

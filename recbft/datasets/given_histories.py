@@ -193,7 +193,7 @@ def _times(histories: Histories, unit: str | None) -> NDArray[np.int64] | None:
         times = _converted(times, own, unit)
     elif unit is not None:
         refuse_finer(times, unit, "the histories")
-    return times[np.argsort(_numbers(frame["user_id"]), kind="stable")]
+    return times[np.argsort(numbered(frame["user_id"])[0], kind="stable")]
 
 
 def _converted(times: NDArray[np.int64], own: str, unit: str | None) -> NDArray[np.int64]:
@@ -218,7 +218,7 @@ def _warn_if_out_of_order(histories: Histories) -> None:
     if frame is None or frame["timestamp"].ndim > 1:
         return
     array = _as_array(frame["timestamp"])
-    backwards = 0 if array is None else steps_back(_numbers(frame["user_id"]), array)
+    backwards = 0 if array is None else steps_back(numbered(frame["user_id"])[0], array)
     if backwards:
         warnings.warn(
             f"the histories: rows are taken in the frame's order, but column 'timestamp' goes backwards within a user "
@@ -240,9 +240,3 @@ def _as_array(column: pd.Series[Any]) -> Any:
         return array.cast(array.type.value_type) if pa.types.is_dictionary(array.type) else array
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):
         return None
-
-
-def _numbers(users: pd.Series[Any]) -> NDArray[np.int64]:
-    """The number of each row's user, in the order in which ``_flatten`` has them."""
-    users = users.reset_index(drop=True)
-    return users.groupby(users, sort=False, observed=True, dropna=False).ngroup().to_numpy(dtype=np.int64)
