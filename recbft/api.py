@@ -309,7 +309,9 @@ class Recommender:
         if not (is_whole(samples) and samples >= 1):
             raise UserError(f"samples is {samples!r}; give a whole number of at least 1")
         memory_mb = self.config.evaluation.memory_mb
-        planted = planted_reliability(dataset, str(self.config.data.dataset))
+        planted, data = None, self.config.data
+        if dataset.content_hash == self._protocol["content_hash"]:  # of other data's users nothing is known
+            planted = planted_reliability(dataset, str(data.dataset), data.data_root)
         return {
             "mechanism": mechanism(model, dataset, part, users=rows, planted=planted, memory_mb=memory_mb),  # type: ignore[arg-type]
             "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),  # type: ignore[arg-type]

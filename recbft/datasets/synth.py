@@ -142,13 +142,16 @@ def save_synthetic(synthetic: Synthetic, path: str | Path) -> list[Path]:
     return paths
 
 
-def planted_reliability(dataset: Dataset, source: str | Path) -> PlantedReliability | None:
+def planted_reliability(
+    dataset: Dataset, source: str | Path, data_root: str | Path | None = None
+) -> PlantedReliability | None:
     """The truth behind a data set, or None where there is none or it is not at hand.
 
     Args:
         dataset: the data.
         source: what it was loaded from: ``synthetic``, whose truth is generated anew and taken if the events are the
             same, or a file of ``save_synthetic``, which has its truth beside it.
+        data_root: as in ``Dataset.load``.
     """
     if str(source) == "synthetic":
         config = SyntheticConfig()
@@ -159,7 +162,14 @@ def planted_reliability(dataset: Dataset, source: str | Path) -> PlantedReliabil
             return None
         items, users = made.items, made.users
     else:
-        files = [Path(source).with_name(f"{Path(source).stem}.truth-{side}.parquet") for side in ("items", "users")]
+        from recbft.datasets.loading import source_file_of  # loading makes synthetic data sets, so it imports this file
+
+        try:
+            place = source_file_of(source, data_root)
+        except UserError:
+            return None
+        assert place is not None, "only the generator has no file"
+        files = [place.with_name(f"{place.stem}.truth-{side}.parquet") for side in ("items", "users")]
         if not all(file.is_file() for file in files):
             return None
         items, users = (pd.read_parquet(file) for file in files)

@@ -92,6 +92,14 @@ def test_a_probe_that_cannot_be_kept_is_shown(capsys, runs, tmp_path):
     assert err.splitlines()[-1].startswith("error: ") and list(tmp_path.iterdir()) == []
 
 
+def test_the_planted_reliability_of_its_own_users_is_not_that_of_others(capsys, runs, events, tmp_path):
+    frame = pd.read_parquet(events)
+    frame["user_id"] = 121 - frame["user_id"]
+    frame.to_parquet(tmp_path / "turned.parquet")
+    code, out, err = run(capsys, runs(), "-d", tmp_path / "turned.parquet")
+    assert code == 0 and "planted reliability" not in out, err
+
+
 def test_a_plain_arm_says_that_there_is_no_precision_to_probe(capsys, runs):
     code, out, _ = run(capsys, runs("sasrec", "matched"), "--no-write")
     assert code == 0 and "tracks no precision: there is none to probe" in out and "none to judge by" in out

@@ -27,6 +27,13 @@ def test_a_saved_data_set_has_its_truth_beside_it(small, tmp_path):
     assert found.users.tolist() == [users[user] for user in dataset.user_ids]
 
 
+def test_a_data_set_named_in_its_root_has_its_truth_there(small, tmp_path):
+    save_synthetic(small, tmp_path / "made.parquet")
+    dataset = Dataset.load("made", data_root=tmp_path, time="timestamp")
+    assert planted_reliability(dataset, "made") is None
+    assert np.isin(planted_reliability(dataset, "made", tmp_path).users, [0.4, 1.0]).all()
+
+
 def test_ids_that_became_text_have_their_truth(small, tmp_path):
     save_synthetic(small, tmp_path / "made.parquet")
     numbers = Dataset.from_frame(small.events, time="timestamp")
