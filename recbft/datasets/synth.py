@@ -101,7 +101,7 @@ def generate(config: SyntheticConfig) -> Synthetic:
     rng = np.random.default_rng(config.seed)
     vectors = rng.standard_normal((config.num_items, config.num_factors)).astype(np.float32)
     vectors *= np.sqrt(config.num_factors) / np.linalg.norm(vectors, axis=1, keepdims=True)
-    popularity = rng.permutation(np.arange(1, config.num_items + 1)) ** -config.zipf
+    popularity = rng.permutation(np.arange(1, config.num_items + 1)) ** -float(config.zipf)
     item_level = _levels(rng, config.num_items, config.item_shares)
     user_level = _levels(rng, config.num_users, config.user_shares)
     user_reliability = np.asarray(config.user_reliabilities)[user_level]

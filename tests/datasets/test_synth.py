@@ -209,3 +209,8 @@ def test_a_config_checks_its_values(settings, complaint):
 def test_extreme_configs_never_give_an_item_twice():
     config = SyntheticConfig(num_users=40, num_items=40, mean_length=5, focus=80.0, zipf=3.0)
     assert not generate(config).events.duplicated(["user_id", "item_id"]).any()
+
+
+def test_a_whole_exponent_of_popularity_is_a_number_too():
+    whole, same = (generate(SyntheticConfig(num_users=30, num_items=60, mean_length=6, zipf=zipf)) for zipf in (1, 1.0))
+    pd.testing.assert_frame_equal(whole.events, same.events)
