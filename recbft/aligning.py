@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from recbft.datasets import Dataset
-from recbft.datasets.events import in_unit, refuse_finer
+from recbft.datasets.events import check_unit, in_unit
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.training.run_folder import RunFolder
@@ -39,7 +39,7 @@ def aligned(dataset: Dataset, model: nn.Module, vocabulary: Vocabulary, run: Run
     if not getattr(model, "reads_times", False) or made.times is None:
         return made
     if unit is None and own is not None:
-        refuse_finer(made.times, own, f"data set {dataset.name!r}")
+        check_unit(made.times, own, f"data set {dataset.name!r}", stacklevel=4)
     if unit in (None, own):
         return made
     times = None if own is None else in_unit(made.times, unit, own)

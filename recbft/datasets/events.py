@@ -182,11 +182,17 @@ def guessed_unit(latest: int) -> str:
     return next((unit for unit, ticks in TICKS_PER_SECOND.items() if latest < 1e11 * ticks), "ns")
 
 
-def refuse_finer(times: NDArray[np.int64], own: str, source: str) -> None:
-    """Refuse whole numbers that are no dates of our time in the unit of dates that a model was trained on.
+def check_unit(times: NDArray[np.int64], own: str, source: str, *, stacklevel: int) -> None:
+    """Hold whole numbers against the unit of the dates that a model was trained on.
+
+    Those that are dates of our time in a coarser unit lie in early 1970 in the model's, which some data do on purpose:
+    a warning says so.
+
+    Args:
+        stacklevel: 1 for the function that calls this one.
 
     Raises:
-        UserError: they are too large.
+        UserError: they are dates of our time in a finer unit alone.
     """
     latest = int(times.max(initial=0))
     unit = guessed_unit(latest)
@@ -194,6 +200,13 @@ def refuse_finer(times: NDArray[np.int64], own: str, source: str) -> None:
         raise UserError(
             f"the times of {source} are whole numbers up to {latest}, which are dates in {unit}, and the model reads "
             f"them in {own}, as of its training data; give dates, or numbers in {own}"
+        )
+    if unit != own and latest >= 10**9 * TICKS_PER_SECOND[unit]:  # a date since 2001
+        warnings.warn(
+            f"the times of {source} are whole numbers up to {latest}, which look like dates in {unit}, but the model "
+            f"reads them in {own}, as of its training data, where they are dates of 1970; give dates, or numbers in "
+            f"{own}",
+            stacklevel=stacklevel + 1,
         )
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recbft.datasets.events import check_columns, from_pandas, in_unit, read_times, refuse_finer, steps_back
+from recbft.datasets.events import check_columns, check_unit, from_pandas, in_unit, read_times, steps_back
 from recbft.datasets.opening import one_line
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import ColdStartError, UserError
@@ -43,7 +43,8 @@ class Encoded(NamedTuple):
 def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_unit: str | None) -> Encoded:
     """Raw histories as item indices, unknown items left out and counted.
 
-    Warns where the rows of a frame go back in time; the warning points at the program that called recbft.
+    Warns where the rows of a frame go back in time, and where its times are whole numbers that look like those of
+    another unit; the warnings point at the program that called recbft.
 
     Raises:
         ColdStartError: no history holds an item of the vocabulary.
@@ -192,7 +193,7 @@ def _times(histories: Histories, unit: str | None) -> NDArray[np.int64] | None:
     if own is not None:
         times = _converted(times, own, unit)
     elif unit is not None:
-        refuse_finer(times, unit, "the histories")
+        check_unit(times, unit, "the histories", stacklevel=5)
     return times[np.argsort(numbered(frame["user_id"])[0], kind="stable")]
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from recbft.datasets import Dataset, Events
-from recbft.datasets.events import check_columns, in_unit, refuse_finer, steps_back
+from recbft.datasets.events import check_columns, check_unit, in_unit, steps_back
 from recbft.errors import UserError
 
 
@@ -225,10 +225,19 @@ def test_an_atomic_file_without_tabs_is_not_given_a_separator_that_it_cannot_hav
         check_columns(["user_id:token,item_id"], ["user_id"], "shop.inter")
 
 
-def test_whole_numbers_of_another_unit_than_the_dates_that_were_learned_from_are_refused():
+@pytest.mark.filterwarnings("error")
+def test_whole_numbers_of_another_unit_than_the_dates_that_were_learned_from_are_refused_or_warned_about():
     milliseconds = np.array([5, 1_700_000_000_000])
-    refuse_finer(milliseconds, "ms", "f")
-    refuse_finer(milliseconds // 1000, "s", "f")
-    refuse_finer(milliseconds[:0], "s", "f")
+    for times, own in (
+        (milliseconds, "ms"),
+        (milliseconds // 1000, "s"),
+        (milliseconds[:0], "s"),
+        (milliseconds[:1], "us"),
+        (np.array([999_999_999]), "ms"),  # eleven days that begin with 1970, as well as a date of 2001 in seconds
+    ):
+        check_unit(times, own, "f", stacklevel=1)
     with pytest.raises(UserError, match="the times of f are whole numbers up to 1700000000000, which are dates in ms"):
-        refuse_finer(milliseconds, "s", "f")
+        check_unit(milliseconds, "s", "f", stacklevel=1)
+    for times, unit in ((milliseconds, "ms"), (milliseconds // 1000, "s")):
+        with pytest.warns(UserWarning, match=f"look like dates in {unit}, but the model reads them in us, .* of 1970"):
+            check_unit(times, "us", "f", stacklevel=1)
