@@ -231,13 +231,13 @@ def _verdicts(arm: str, each: Mapping[int, Any]) -> list[str]:
     by_verdict: dict[str, list[int]] = {}
     for seed, one in found.items():
         by_verdict.setdefault(one["verdict"], []).append(seed)
-    known = [one["auroc"] for one in found.values() if one["auroc"] is not None]
+    known = {seed: one["auroc"] for seed, one in found.items() if one["auroc"] is not None}
     words = []
-    inside = seed_interval(known) if len(known) > 1 else None
+    inside = seed_interval(list(known.values()))
     if inside is not None:
         words.append(
-            f"Posterior precision of {arm}: AUROC {sum(known) / len(known):.3f} on average over seeds "
-            f"{seeds_text(list(found))}, 95 % interval over seeds {inside[0]:.3f} to {inside[1]:.3f}; 0.5 says nothing."
+            f"Posterior precision of {arm}: AUROC {_mean(list(known.values())):.3f} on average over seeds "
+            f"{seeds_text(list(known))}, 95 % interval over seeds {inside[0]:.3f} to {inside[1]:.3f}; 0.5 says nothing."
         )
     alone = ", taken alone" if len(found) > 1 else ""
     return words + [

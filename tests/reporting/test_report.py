@@ -340,6 +340,19 @@ def test_what_only_one_probed_seed_has_keeps_that_seeds_own_interval(copied):
     assert own["history length"] == tuple(other["history_length"]["auroc_interval"])
 
 
+def test_an_average_over_seeds_names_those_that_it_is_over(copied):
+    def silence(found):
+        found["confidences"]["precision"] |= {"auroc": None, "auroc_interval": None}
+
+    third = json.loads((copied / "runs" / "bft-seed1" / "probe.json").read_text())
+    del third["protocol"]["weights"]
+    (copied / "runs" / "bft-seed2" / "probe.json").write_text(json.dumps(third))
+    changed_probe(copied / "runs" / "bft-seed0", silence)
+    section = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False).sections[3]
+    (words,) = (line for line in section.words if "on average over seeds" in line)
+    assert "on average over seeds 1,2, 95 % interval" in words
+
+
 def test_what_lists_show_is_that_of_the_runs_and_differences_are_paired_by_seed(comparison, trained):
     section = next(one for one in make_report(comparison, draw=False).sections if one.name == "exposure")
     (levels,), (differences,) = section.tables, section.folded
