@@ -2,6 +2,7 @@
 
 The canonical file holds one row per event in the data set's order: user_id, item_id, and timestamp where the data has
 real times; its name and preparation travel in the Parquet metadata, so that a loaded file equals the data set saved.
+Libraries that keep the metadata may write other rows under it: a file of another number of rows is any other file.
 """
 
 from __future__ import annotations
@@ -194,16 +195,22 @@ def save_dataset(dataset: Dataset, path: str | Path) -> None:
     table = {"user_id": pa.array(users), "item_id": pa.array(dataset.item_ids[dataset.items - 1])}
     if dataset.times is not None:
         table[USUAL_TIME] = pa.array(dataset.times)
-    record = {"name": dataset.name, "preparation": dataset.preparation, "has_times": dataset.times is not None}
+    record = {
+        "name": dataset.name,
+        "preparation": dataset.preparation,
+        "has_times": dataset.times is not None,
+        "events": dataset.num_events,
+    }
     write_parquet(path, pa.table(table).replace_schema_metadata({METADATA_KEY: json.dumps(record)}))
 
 
 def _stored_record(path: Path) -> dict[str, Any] | None:
-    """Name and preparation of a canonical file; None for any other file."""
+    """Name and preparation of a canonical file; None for any other file, with a warning where it was changed since."""
     if path.suffix.lower() not in (".parquet", ".pq") or not path.is_file():
         return None
     try:
-        metadata = pq.read_schema(path).metadata or {}
+        file = pq.read_metadata(path)
+        metadata = file.metadata or {}
     except (pa.ArrowInvalid, OSError, UnicodeError):
         return None  # the reader says what is wrong
     if METADATA_KEY not in metadata:
@@ -211,9 +218,18 @@ def _stored_record(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(metadata[METADATA_KEY])
         found = {"name": record["name"], "has_times": record["has_times"], "preparation": dict(record["preparation"])}
+        events = record.get("events", file.num_rows)
     except (ValueError, KeyError, TypeError):
         raise UserError(
             f"{path}: recbft's record of how it was prepared, in the Parquet metadata, is damaged; fetch or write the "
             "file again"
         ) from None
+    if events != file.num_rows:
+        times = f"; name its time column, {USUAL_TIME!r}, to have its times" if found["has_times"] else ""
+        warnings.warn(
+            f"{path}: recbft wrote {events:,} events and it has {file.num_rows:,}: it was changed since, and is read "
+            f"as any other file, by the filters that are asked for{times}",
+            stacklevel=2,
+        )
+        return None
     return found

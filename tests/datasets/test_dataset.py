@@ -380,6 +380,19 @@ def test_whole_numbers_beyond_64_bits_are_kept_as_their_text(ids, tmp_path):
         Dataset.from_frame(pd.DataFrame({"user_id": ["u"] * 2, "item_id": pd.Series([2**64, None], dtype=object)}))
 
 
+def test_a_saved_data_set_that_was_changed_is_read_as_any_other_file(tmp_path):
+    frame = pd.DataFrame({"user_id": np.repeat([1, 2, 3], 5), "item_id": [1, 2, 3, 4, 5] * 3, "when": range(15)})
+    five = Preparation(min_user_events=5)
+    Dataset.from_frame(frame, name="mine", time="when", preparation=five).save(tmp_path / "a.parquet")
+    table = pq.read_table(tmp_path / "a.parquet")
+    pq.write_table(table.slice(0, 14), tmp_path / "b.parquet")
+    with pytest.warns(UserWarning, match=r"b\.parquet: recbft wrote 15 events and it has 14: .* column, 'timestamp'"):
+        made = Dataset.load(tmp_path / "b.parquet", time="timestamp", preparation=five)
+    assert made.lengths.tolist() == [5, 5] and made.name == "b" and made.times is not None
+    assert made.preparation["before"]["events"] == 14 and made.preparation["after"]["events"] == 10
+    assert made.columns == {"user": "user_id", "item": "item_id", "time": "timestamp"}
+
+
 @pytest.mark.parametrize(
     "record", [b"{", b"\xff", b"[]", b"null", b"{}", b'{"name": "a", "has_times": 0, "preparation": 1}']
 )
