@@ -248,7 +248,7 @@ def _uncertainty(found: dict[str, Any]) -> list[str]:
 
 
 def _calibration(found: dict[str, Any]) -> list[str]:
-    ways = {"before": "as trained", "after": "as lists have them"}
+    ways = {"before": "as trained", "after": "fitted"}
     nll = [[way, f"{found['nll'][when]:.4f}", _range(found["nll"][f"{when}_interval"])] for when, way in ways.items()]
     rows = [
         [way, name, f"{one['ece']:.4f}", _range(one["interval"]), f"{one['floor']:.4f}",
@@ -257,8 +257,9 @@ def _calibration(found: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     return [
         table(["probabilities", "NLL of the target", "interval"], nll),
-        f"As lists have them: at temperature {found['temperature']:.3f} and lapse rate {found['lapse']:.3f}, fitted on "
-        f"the {found['fitted_on']} targets of {found['fitted_users']:,} users. "
+        f"Fitted: at temperature {found['temperature']:.3f} and lapse rate {found['lapse']:.3f}, fitted on the "
+        f"{found['fitted_on']} targets of {found['fitted_users']:,} users among all items;",
+        "lists that leave seen items out have a fit of their own. "
         f"Equal probabilities have {found['nll']['uniform']:.4f}.",
         "",
         table(["probabilities", "of", "ECE", "interval", "by chance", "claimed", "happened"], rows),

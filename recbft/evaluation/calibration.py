@@ -1,4 +1,4 @@
-"""Are the probabilities that the scores stand for true? As trained, and as lists have them.
+"""Are the probabilities that the scores stand for true? As trained, and fitted.
 
     p_i    = (1 - u) exp(s_i / T) / sum_j exp(s_j / T) + u / V  over all V items, seen ones included                (1)
     NLL    = mean over users of -ln p_target                                                                        (2)

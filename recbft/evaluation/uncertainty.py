@@ -7,8 +7,8 @@ Right means hit@10: the target's full rank among all items is 10 or better, ties
     top_probability   the largest probability of that softmax                 top_10_probability   its ten largest
 
 and AUROC, risk-coverage curve and its area say whether it sorts hits from misses (``confidence``). Whether the
-probabilities themselves are true, as trained and as lists have them, is ``calibration``. The
-distribution is over all items, seen ones included, whatever ``filter_seen`` is.
+probabilities themselves are true, as trained and fitted, is ``calibration``. The distribution is over all items, seen
+ones included, whatever ``filter_seen`` is; lists that leave seen items out have probabilities by a fit of their own.
 
 The precision has a ceiling, lam_max, and the last layer's often lies there: ``saturation`` says how much of it does.
 

@@ -212,10 +212,10 @@ def _calibration_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
     return Table(
         name="calibration",
         title="Are its probabilities true?",
-        caption="Over all items, as trained (temperature T = 1, lapse rate u = 0) and as lists have them, with T and u "
-        f"fitted on {one['fitted_on']}. NLL: of the target (equal probabilities: {one['nll']['uniform']:.4f}). ECE: "
-        "how far claimed and happened lie apart over ten groups of users; if true: what chance alone would show. "
-        "Means over the probed seeds.",
+        caption="Over all items, as trained (temperature T = 1, lapse rate u = 0) and with T and u fitted on "
+        f"{one['fitted_on']}; lists that leave seen items out have a T and u of their own. NLL: of the target (equal "
+        f"probabilities: {one['nll']['uniform']:.4f}). ECE: how far claimed and happened lie apart over "
+        "ten groups of users; if true: what chance alone would show. Means over the probed seeds.",
         columns=[Column("arm"), Column("T", "value"), Column("u", "value"), Column("NLL", "value"), Column("of"),
                  Column("ECE", "value"), Column("if true", "value"), Column("claimed", "value"),
                  Column("happened", "value")],
@@ -295,7 +295,7 @@ def _uncertainty_plots(parts: Mapping[str, Mapping[int, Any]]) -> list[Plot]:
         label: ([b["probability"] for b in bins], [b["hit_rate"] for b in bins])
         for label, bins in (
             ("as trained", calibration["before"][name]["bins"]),
-            ("as lists have them", calibration["after"][name]["bins"]),
+            ("fitted", calibration["after"][name]["bins"]),
         )
     }  # fmt: skip
     drawn = plots.lines(reliability, f"claimed chance of {name}", "share of hits", "Reliability", diagonal=True)

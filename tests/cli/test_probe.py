@@ -58,6 +58,7 @@ def test_a_run_is_probed_in_tables_with_words_under_them_and_a_protocol(capsys, 
                  "coordinates at the cap of 100", "planted reliability", "UNCERTAINTY: right means",
                  "precision: ", "negative entropy: ", "At the cap of 100", "by chance", "sink"):  # fmt: skip
         assert text in out, text
+    assert "fitted on the validation targets of 120 users among all items;\nlists that leave seen items out have" in out
     assert "protocol: test target" in lines[-1] and lines[-2].startswith("data: tiny")
     assert max(map(len, lines[:-2])) <= 150
     assert err == f"written: {runs() / 'probe.json'}\n"

@@ -294,7 +294,7 @@ def test_curves_of_probes_are_means_by_frequency_and_one_probe_s_risk_and_reliab
     assert set(risk) == {"at random", "precision", "negative entropy", "history length"}
     curve = one["confidences"]["precision"]["curve"]
     assert risk["precision"] == (curve["coverage"], curve["risk"])
-    for label, when in (("as trained", "before"), ("as lists have them", "after")):
+    for label, when in (("as trained", "before"), ("fitted", "after")):
         bins = one["calibration"][when]["hit@10"]["bins"]
         assert reliability[label] == ([b["probability"] for b in bins], [b["hit_rate"] for b in bins])
 
