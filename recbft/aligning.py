@@ -40,6 +40,7 @@ def aligned(dataset: Dataset, model: nn.Module, vocabulary: Vocabulary, run: Run
         return made
     if unit is None and own is not None:
         check_unit(made.times, own, f"data set {dataset.name!r}", stacklevel=4)
+        return replace(made, preparation={**made.preparation, "time_unit": own})  # which is not asked again
     if unit in (None, own):
         return made
     times = None if own is None else in_unit(made.times, unit, own)

@@ -730,6 +730,15 @@ def test_a_model_that_reads_times_is_evaluated_on_dates_told_in_its_unit(dataset
     assert recommender.probe(sub, samples=10)["mechanism"]["num_users"] == dataset.num_users - 1
 
 
+def test_seconds_for_a_model_of_milliseconds_are_warned_about_once(dataset):
+    dated = dated_frame(dataset, 1)
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(Dataset.from_frame(dated, time="when"))
+    plain = dated.assign(when=1_700_000_000 + np.arange(len(dated)))
+    with pytest.warns(UserWarning, match="look like dates in s, but the model reads them in ms") as told:
+        recommender.evaluate(recommender.aligned(Dataset.from_frame(plain, time="when")))
+    assert len(told) == 1
+
+
 def test_dates_in_a_finer_unit_are_evaluated_where_they_are_whole_in_the_model_s(dataset):
     seconds, fine = (Dataset.from_frame(dated_frame(dataset, last), time="when") for last in (0, 1))
     recommender = Recommender("hstu", time_bias=True, **SMALL).fit(seconds)
