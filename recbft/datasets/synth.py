@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
+from recbft.datasets.opening import one_line
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.files import write_parquet
@@ -152,6 +154,9 @@ def planted_reliability(
         source: what it was loaded from: ``synthetic``, whose truth is generated anew and taken if the events are the
             same, or a file of ``save_synthetic``, which has its truth beside it.
         data_root: as in ``Dataset.load``.
+
+    Raises:
+        UserError: the truth is there and cannot be read.
     """
     if str(source) == "synthetic":
         config = SyntheticConfig()
@@ -172,10 +177,17 @@ def planted_reliability(
         files = [place.with_name(f"{place.stem}.truth-{side}.parquet") for side in ("items", "users")]
         if not all(file.is_file() for file in files):
             return None
-        items, users = (pd.read_parquet(file) for file in files)
+        items, users = (_read_truth(file, f"{side}_id") for file, side in zip(files, ("item", "user"), strict=True))
     return PlantedReliability(
         items=_reliability(items, "item_id", dataset.item_ids), users=_reliability(users, "user_id", dataset.user_ids)
     )
+
+
+def _read_truth(file: Path, column: str) -> pd.DataFrame:
+    try:
+        return pd.read_parquet(file, columns=[column, "reliability"])
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({one_line(error)}); generate the data again, or remove it") from None
 
 
 def _reliability(truth: pd.DataFrame, column: str, ids: NDArray[Any]) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ import pytest
 from recbft.datasets import Dataset, SyntheticConfig, generate, save_synthetic, synthetic_dataset
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.synth import planted_reliability
+from recbft.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,16 @@ def test_a_data_set_named_in_its_root_has_its_truth_there(small, tmp_path):
     dataset = Dataset.load("made", data_root=tmp_path, time="timestamp")
     assert planted_reliability(dataset, "made") is None
     assert np.isin(planted_reliability(dataset, "made", tmp_path).users, [0.4, 1.0]).all()
+
+
+def test_a_damaged_truth_is_named(small, tmp_path):
+    paths = save_synthetic(small, tmp_path / "made.parquet")
+    dataset = Dataset.load(paths[0], time="timestamp")
+    small.users.drop(columns="reliability").to_parquet(paths[2])
+    for file in (paths[2], paths[1]):
+        with pytest.raises(UserError, match=rf"{file.name} cannot be read \(.*\); generate the data again"):
+            planted_reliability(dataset, paths[0])
+        paths[1].write_text("no Parquet")
 
 
 def test_ids_that_became_text_have_their_truth(small, tmp_path):
