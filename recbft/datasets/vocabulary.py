@@ -51,14 +51,16 @@ class Vocabulary:
             values = np.asarray(raw_ids)
             if values.dtype.kind == "i" and self.ids.dtype != object:
                 return np.asarray(self._numbers.get_indexer(pd.Index(values)), dtype=np.int64) + 1
-            kind = getattr(raw_ids.dtype, "categories", raw_ids).dtype
+            own: Any = raw_ids.dtype
+            own = own.categories.dtype if isinstance(own, pd.CategoricalDtype) else own
+            dtype = own if hasattr(own, "kind") else values.dtype  # of another library
             if isinstance(raw_ids.dtype, np.dtype):
                 raw_ids = values.tolist()
             elif hasattr(raw_ids, "tolist"):  # as an array, whole numbers beside a blank may be floats
                 raw_ids = raw_ids.tolist()
-            if getattr(kind, "kind", "") == "f":  # whose digits a list of Python's floats does not tell
+            if dtype.kind == "f":  # whose digits a list of Python's floats does not tell
                 finite = [value for value in raw_ids if isinstance(value, float) and math.isfinite(value)]
-                _refuse_rounded(max(finite, key=abs, default=0.0), kind.itemsize * 8)
+                _refuse_rounded(max(finite, key=abs, default=0.0), dtype.itemsize * 8)
         texts = pd.Index([canonical_text(value) for value in raw_ids], dtype=object)
         return np.asarray(self._texts.get_indexer(texts), dtype=np.int64) + 1
 

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
 
 import recbft.datasets.vocabulary
 from recbft.datasets.vocabulary import Vocabulary, canonical_text
@@ -90,6 +91,7 @@ def test_large_ids_stay_exact_beside_a_blank_in_every_column_that_has_room_for_b
         (pd.array([None, 2**24 + 1], dtype="Float32"), "16777216.0", 32),
         (pd.Series([None, 2**24], dtype="float[pyarrow]"), "16777216.0", 32),
         (pd.Categorical(np.array([2**24, 7], np.float32)), "16777216.0", 32),
+        (torch.tensor([7, 2.0**24]), "16777216.0", 32),
         (pd.Series([2**53 + 1, None]), "9007199254740992.0", 64),
     ],
 )
