@@ -100,7 +100,8 @@ def uncertainty_section(probes: Probes, *, draw: bool) -> Section:
 
 def _frequency_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
     rows: list[list[Cell]] = []
-    bins = next(iter(next(iter(parts.values())).values()))["bins"]
+    # All arms have the same items; one whose model reads a mask has a bin more.
+    bins = max((one["bins"] for each in parts.values() for one in each.values()), key=len)
     for arm, each in parts.items():
         ones = list(each.values())
         if ones[0]["initial_precision"] is not None:

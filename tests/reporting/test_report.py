@@ -234,6 +234,10 @@ def test_the_mask_has_a_column_of_its_own_beside_the_bins_of_items(comparison, m
     assert [row[8] for row in table.rows] == [None, *[1.0] * (len(table.rows) - 1)], "an initial precision is of items"
     assert [[*row[:8], *row[9:]] for row in table.rows] == plain.rows
     assert "; mask: the token that stands for the item asked for" in table.caption and "mask none" not in table.caption
+    both = {"sasrec/bft": load_probes(comparison)[0]["bft"], "bert4rec/bft": probes["bft"]}
+    mixed = mechanism_section(both, draw=False).tables[0]
+    assert [row[1:] for row in mixed.rows if row[0] == "bert4rec/bft"] == [row[1:] for row in table.rows]
+    assert {row[8] for row in mixed.rows if row[0] == "sasrec/bft"} == {None}
     for curves, more in drawn.values():
         assert len(more["ticks"]) == 5 and all(places == [0, 1, 2, 3, 4] for places, _ in curves.values())
 
