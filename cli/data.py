@@ -151,7 +151,7 @@ def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
     """Write the atomic file, unless it is the source, and, beside its folder, the config that names it."""
     from recbft.datasets.atomic import save_atomic
     from recbft.files import make_folder, refuse_input, write_atomic
-    from recbft.recbole_yaml import ready_to_run, recbole_name
+    from recbft_cli.recbole_file import ready_to_run, recbole_name
 
     name = recbole_name(dataset.name)
     if source is not None:

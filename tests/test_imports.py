@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "arm_comparison": "config datasets errors evaluation experiments files run_config",
     "recbft": "version",  # and, by name on first use, what it exports
     "cli": "allocator api config config_file datasets errors evaluation experiments files mixers models"
-    " recbole_yaml recommendation reporting run_config torchrun training version",
+    " recommendation reporting run_config torchrun training version",
 }
 AGAINST_THE_ORDER = {
     ("core", "kernels"): "core's public functions pick their faster implementations",
