@@ -559,6 +559,13 @@ def test_rows_that_go_back_in_time_are_taken_as_they_are_with_a_warning(make, st
     assert table["item"].tolist() == ["c", "b"], "the last row counts as the last event"
 
 
+def test_times_of_another_name_that_go_back_are_warned_of_too():
+    frame = pd.DataFrame({"user_id": ["u", "v", "u"], "item_id": ["a", "b", "c"], "created_at": list(reversed(DAYS))})
+    with pytest.warns(UserWarning, match="column 'created_at' goes backwards within a user 1 times; sort the") as found:
+        recommend(Echo(), LETTERS, frame, 1, filter_seen=False)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("stamps", [[1, 9, 1], ["x", "y", "z"], [None] * 3, [1, "x", DAYS[0]]])
 def test_times_that_go_on_or_are_none_are_no_matter_to_a_model_without_them(stamps):
     frame = pd.DataFrame({"user_id": ["u", "v", "u"], "item_id": ["a", "b", "c"], "timestamp": stamps})

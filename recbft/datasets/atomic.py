@@ -16,15 +16,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
+from recbft.datasets.missing import PANDAS_WORDS
 from recbft.errors import UserError
 from recbft.files import write_atomic
 
 HEADER = "user_id:token\titem_id:token\ttimestamp:float\n"
-
-# What pandas, which RecBole reads with, takes for a missing value: such an id's events would be dropped.
-_BLANK = frozenset(
-    ",#N/A,#N/A N/A,#NA,-1.#IND,-1.#QNAN,-NaN,-nan,1.#IND,1.#QNAN,<NA>,N/A,NA,NULL,NaN,None,n/a,nan,null".split(",")  # noqa: SIM905  a table
-)
 
 
 def save_atomic(dataset: Dataset, folder: str | Path, name: str) -> Path:
@@ -51,7 +47,7 @@ def _texts(ids: NDArray[Any], side: str) -> NDArray[Any]:
     """The ids as text; refuses those that do not survive the file."""
     texts = np.array([str(raw) for raw in ids], dtype=object)
     for text in texts:
-        if text in _BLANK:
+        if text in PANDAS_WORDS:  # RecBole reads with pandas, and would drop such an id's events
             raise UserError(f"{side} id {text!r} is read as a missing value by RecBole; rename it")
         if any(sign in text for sign in '\t\n\r"'):
             raise UserError(

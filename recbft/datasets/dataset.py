@@ -25,9 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.events import USUAL_TIME, Events, check_columns, from_pandas, warn_if_out_of_order
+from recbft.datasets.events import Events, check_columns, flat, from_pandas
 from recbft.datasets.opening import one_line
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
+from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 
@@ -96,7 +97,7 @@ class Dataset:
             user, item: the columns with raw ids.
             time: the column that orders a user's events (whole numbers or dates, as text too; ties keep the row order).
                 Without it the row order is the order, and the data set has no times; a warning says so where a column
-                ``timestamp`` contradicts that order.
+                that is called ``timestamp``, ``created_at`` or the like contradicts that order.
             preparation: filters and minimum counts.
 
         Raises:
@@ -111,8 +112,8 @@ class Dataset:
         wanted = [user, item, *([time] if time is not None else []), *preparation.columns()]
         table = _as_table(frame, wanted, name)
         events = Events.from_table(table, source=name, user=user, item=item, time=time, extra=preparation.columns())
-        if time is None and USUAL_TIME not in wanted and (times := _usual_times(frame, table)) is not None:
-            warn_if_out_of_order(events, times, "the frame's", stacklevel=2)
+        if time is None:
+            warn_if_rows_go_back(events, _likely_times(frame, table, wanted), "the frame's", stacklevel=2)
         made = cls.from_events(events, name=name, preparation=preparation)
         return replace(made, columns={"user": user, "item": item, "time": time})
 
@@ -262,17 +263,18 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
     raise UserError(f"a {type(frame).__name__} is not a table; give a pandas data frame or a pyarrow table")
 
 
-def _usual_times(frame: Any, table: Any) -> Any:
-    """The column of a frame that usually holds times; None where there is none, or it cannot be read.
+def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, Any]:
+    """The columns of a frame, apart from those that are wanted, that by their names hold times, where they can be read.
 
     Args:
         table: what ``_as_table`` made of it.
     """
-    if isinstance(frame, pd.DataFrame):
+    is_pandas, found = isinstance(frame, pd.DataFrame), {}
+    for name in time_columns([str(column) for column in frame.columns] if is_pandas else table.column_names):
         with contextlib.suppress(UserError):  # a column that nobody named may hold anything
-            return _as_table(frame, [USUAL_TIME], "").column(USUAL_TIME)
-        return None
-    return table.column(USUAL_TIME) if table.column_names.count(USUAL_TIME) == 1 else None
+            if name not in wanted:
+                found[name] = flat(_as_table(frame, [name], "") if is_pandas else table, name)
+    return found
 
 
 def _as_array(column: pd.Series, name: str, source: str) -> Any:

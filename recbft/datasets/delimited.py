@@ -29,12 +29,9 @@ def read_delimited(
     path: Path, wanted: Sequence[str], kind: str, separator: str | None, columns: Sequence[str] | None
 ) -> Any:
     """The wanted columns as text; ``kind`` is inter, csv or tsv, the rest as in ``readers.read_table``."""
-    separator = {"csv": ",", "tsv": "\t", "inter": "\t"}[kind] if separator is None else separator.replace("\\t", "\t")
-    if separator in ("", "\n", "\r", "\0"):
-        said = repr(separator) if separator else "empty"
-        raise UserError(f"{path}: the separator is {said}; give the text between two fields, such as ',' or '::'")
-    quoted = kind != "inter" and _arrow_takes(separator)  # RecBole's format knows no quotes: an id may hold one
-    raw_names = list(columns) if columns is not None else header(path, separator, quoted=quoted)
+    separator = separator_of(kind, separator, path)
+    quoted = _is_quoted(kind, separator)
+    raw_names = list(columns) if columns is not None else header(path, separator, kind)
     names = [_untyped(name, path) for name in raw_names] if kind == "inter" else raw_names
     if columns is None:
         _refuse_row_as_header(names, wanted, path)
@@ -159,14 +156,28 @@ def _arrow_source(path: Path, separator: str) -> Callable[[], Any]:
     return lambda: pa.BufferReader(content)
 
 
-def header(path: Path, separator: str, *, quoted: bool) -> list[str]:
+def separator_of(kind: str, given: str | None, path: Path) -> str:
+    """What stands between the fields: what is given, or what is usual in files of this kind."""
+    separator = {"csv": ",", "tsv": "\t", "inter": "\t"}[kind] if given is None else given.replace("\\t", "\t")
+    if separator in ("", "\n", "\r", "\0"):
+        said = repr(separator) if separator else "empty"
+        raise UserError(f"{path}: the separator is {said}; give the text between two fields, such as ',' or '::'")
+    return separator
+
+
+def _is_quoted(kind: str, separator: str) -> bool:
+    """Whether quotes may stand around a field; RecBole's format knows none: an id may hold one."""
+    return kind != "inter" and _arrow_takes(separator)
+
+
+def header(path: Path, separator: str, kind: str) -> list[str]:
     """The column names in the first line; UserError where it is blank or there is none."""
     with open_bytes(path) as file:
         start = file.readline()
     line = re.split(rb"[\r\n]", start, maxsplit=1)[0].decode("utf-8-sig")
     if not line.strip():
         raise UserError(f"{path}: {'the first line is blank, but it must name the columns' if start else EMPTY}")
-    if quoted:
+    if _is_quoted(kind, separator):
         return next(csv.reader([line], delimiter=separator))
     return line.split(separator)
 

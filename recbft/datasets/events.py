@@ -65,14 +65,14 @@ class Events:
                 raise UserError(f"{source}: column {column!r} is named as {' and '.join(both)}; give each its own")
         wanted = [*roles.values(), *extra]
         check_columns(table.column_names, wanted, source)
-        times, unit = (None, None) if time is None else _times(_flat(table, time), time, source)
+        times, unit = (None, None) if time is None else _times(flat(table, time), time, source)
         return cls(
             source=source,
-            user=_ids(_flat(table, user), user, source),
-            item=_ids(_flat(table, item), item, source),
+            user=_ids(flat(table, user), user, source),
+            item=_ids(flat(table, item), item, source),
             time=times,
             time_unit=unit,
-            extra={name: _flat(table, name) for name in extra},
+            extra={name: flat(table, name) for name in extra},
         )
 
 
@@ -85,51 +85,13 @@ def largest_exact(bits: int) -> int:
     return int(2 ** FLOAT_DIGITS.get(bits, 53)) - 1
 
 
-def steps_back(users: NDArray[np.int64], times: Any) -> int:
-    """How often a row has an earlier time than the row of the same user before it; 0 if the column holds no times.
-
-    Args:
-        users: their numbers, one per row.
-        times: an arrow column, of any type.
-    """
-    if is_text(times.type) and dates.are_dates(times):
-        try:
-            times = dates.timestamps(pc.utf8_trim_whitespace(times.cast(pa.large_string())), "", "")
-        except UserError:
-            return 0
-    if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
-        times = times.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
-    ticks = as_floats(times)
-    if ticks is None:
-        return 0
-    order = np.argsort(users, kind="stable")
-    return int(((np.diff(ticks[order]) < 0) & (np.diff(users[order]) == 0)).sum())
-
-
-def warn_if_out_of_order(events: Events, times: Any, order: str, *, stacklevel: int) -> None:
-    """Say where a column that looks like the time contradicts the row order, which is taken as it is.
-
-    Args:
-        times: the column ``USUAL_TIME`` of the source, which nobody has named.
-        order: the rows', in a word or two.
-        stacklevel: 1 for the function that calls this one.
-    """
-    backwards = steps_back(events.user.dictionary_encode().indices.to_numpy(), times)
-    if backwards:
-        warnings.warn(
-            f"{events.source}: rows are taken in {order} order, but column {USUAL_TIME!r} goes backwards within a user "
-            f"{backwards:,} times; name it as the time column to sort by it",
-            stacklevel=stacklevel + 1,
-        )
-
-
 def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
     """An arrow column of times as ``Events`` keep them, and their unit where they are dates.
 
     Raises:
         UserError: as ``Events.from_table``, of times.
     """
-    return _times(_flat(pa.table({name: column}), name), name, source)
+    return _times(flat(pa.table({name: column}), name), name, source)
 
 
 def from_pandas(column: Any) -> Any:
@@ -231,7 +193,7 @@ def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> N
             raise UserError(f"{source}: column {column!r} occurs {list(names).count(column)} times; rename all but one")
 
 
-def _flat(table: Any, name: str) -> Any:
+def flat(table: Any, name: str) -> Any:
     """One column as one array, dictionaries (pandas categories) decoded."""
     column = table.column(name)
     if pa.types.is_dictionary(column.type):

@@ -5,7 +5,6 @@ Shapes: S histories.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +13,9 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recbft.datasets.events import check_columns, check_unit, from_pandas, in_unit, read_times, steps_back
+from recbft.datasets.events import check_columns, check_unit, from_pandas, in_unit, read_times
 from recbft.datasets.opening import one_line
+from recbft.datasets.row_order import time_columns, warn_if_out_of_order
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import ColdStartError, UserError
 
@@ -215,17 +215,14 @@ def _converted(times: NDArray[np.int64], own: str, unit: str | None) -> NDArray[
 
 def _warn_if_out_of_order(histories: Histories) -> None:
     """The row order is taken as it is: say so where the times contradict it, read or not."""
-    frame = _with_times(histories)
-    if frame is None or frame["timestamp"].ndim > 1:
+    if not isinstance(histories, pd.DataFrame):
         return
-    array = _as_array(frame["timestamp"])
-    backwards = 0 if array is None else steps_back(numbered(frame["user_id"])[0], array)
-    if backwards:
-        warnings.warn(
-            f"the histories: rows are taken in the frame's order, but column 'timestamp' goes backwards within a user "
-            f"{backwards:,} times; sort the frame by it",
-            stacklevel=5,
-        )
+    names = time_columns([name for name in histories.columns if isinstance(name, str)])
+    arrays = {name: _as_array(histories[name]) for name in names}
+    columns = {name: array for name, array in arrays.items() if array is not None}
+    if columns:
+        users, advice = numbered(histories["user_id"])[0], "sort the frame by it"
+        warn_if_out_of_order("the histories", users, columns, order="the frame's", advice=advice, stacklevel=5)
 
 
 def _with_times(histories: Histories) -> pd.DataFrame | None:

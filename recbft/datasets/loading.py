@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 from recbft.datasets import cards
 from recbft.datasets.cards import Card, CardFile, Counts
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.events import USUAL_TIME, Events, warn_if_out_of_order
+from recbft.datasets.events import USUAL_TIME, Events, flat
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.readers import FORMATS, atomic_file, column_names, read_table
+from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
 from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
 from recbft.files import write_parquet
@@ -151,19 +152,20 @@ def read_events(
     columns: Sequence[str] | None,
     extra: Sequence[str] = (),
 ) -> Events:
-    """The events of a file in its order, with a warning where no time is named and the usual one contradicts it."""
+    """The events of a file in its order, with a warning where no time is named and a likely one contradicts it."""
     named = [user, item, *([time] if time is not None else []), *extra]
-    table = None
-    peek = time is None and columns is None and USUAL_TIME not in named and USUAL_TIME in column_names(path)
-    if peek:
+    table, likely = None, []
+    if time is None:
+        names = column_names(path, separator) if columns is None else columns
+        likely = [name for name in time_columns(names) if name not in named]
+    if likely:
         with suppress(UserError):  # a column that nobody named may be damaged
-            table = read_table(path, [*named, USUAL_TIME], separator=separator)
-    times = None if table is None else table.column(USUAL_TIME)
+            table = read_table(path, [*named, *likely], separator=separator, columns=columns)
+    times = {} if table is None else {name: flat(table, name) for name in likely}
     if table is None:
         table = read_table(path, named, separator=separator, columns=columns)
     events = Events.from_table(table, source=str(path), user=user, item=item, time=time, extra=extra)
-    if times is not None:
-        warn_if_out_of_order(events, times, "file", stacklevel=2)
+    warn_if_rows_go_back(events, times, "file", stacklevel=2)
     return events
 
 

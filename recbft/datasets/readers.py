@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
-from recbft.datasets.delimited import header, read_delimited
+from recbft.datasets.delimited import header, read_delimited, separator_of
 from recbft.datasets.events import check_columns
 from recbft.datasets.opening import BYTE_ORDER_MARK, EMPTY, is_gzip, one_line, open_bytes, reading, refuse_packed
 from recbft.errors import UserError
@@ -75,19 +75,23 @@ def read_table(
         return read_delimited(path, wanted, kind, separator, columns)
 
 
-def column_names(path: str | Path) -> list[str]:
-    """The names a file gives its columns; none for formats without names (or whose first line cannot be read)."""
+def column_names(path: str | Path, separator: str | None = None) -> list[str]:
+    """The names a file gives its columns; none for formats without names (or whose first line cannot be read).
+
+    Args:
+        separator: as in ``read_table``.
+    """
     path = atomic_file(Path(path))
     if not path.is_file():
         return []
-    kind = FORMATS.get(ending(path))
     with suppress(UserError), reading(path):
+        kind = file_format(path, delimited=separator is not None)
         if kind == "parquet":
             return list(pq.read_schema(path).names)
         if kind == "json lines":
             return list(_first_object(path))
         if kind in ("inter", "csv", "tsv"):
-            names = header(path, "," if kind == "csv" else "\t", quoted=kind != "inter")
+            names = header(path, separator_of(kind, separator, path), kind)
             return [name.rpartition(":")[0] or name for name in names] if kind == "inter" else names
     return []
 

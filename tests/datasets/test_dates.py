@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recbft import Dataset, Recommender
 from recbft.datasets import dates
-from recbft.datasets.events import read_times, steps_back
+from recbft.datasets.events import read_times
 from recbft.errors import UserError
 
 SECOND = 1_706_704_200  # 2024-01-31 12:30:00 UTC
@@ -94,14 +94,6 @@ def test_the_first_of_several_bad_dates_is_named(bad):
 
 def test_an_empty_column_holds_no_dates():
     assert not dates.are_dates(pa.array([], pa.string())) and not dates.are_dates(pa.array([None], pa.string()))
-
-
-def test_dates_in_text_that_go_back_are_counted():
-    column = pa.array(["2024-01-02", "2024-01-01", "2024-01-03", "2024-01-02"])
-    assert steps_back(np.array([0, 0, 1, 1]), column) == 2
-    assert steps_back(np.array([0, 0, 1, 1]), pa.array(column.to_pylist(), pa.string_view())) == 2
-    assert steps_back(np.array([0, 1, 0, 1]), column) == 0
-    assert steps_back(np.array([0, 0]), pa.array(["2024-01-02", "yesterday"])) == 0
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from recbft.datasets import Dataset, Events
-from recbft.datasets.events import check_columns, check_unit, in_unit, steps_back
+from recbft.datasets.events import check_columns, check_unit, in_unit
 from recbft.errors import UserError
 
 
@@ -197,14 +197,6 @@ def test_ticks_are_told_in_another_unit_exactly_or_not_at_all(ticks, unit, wante
 
 def test_what_is_finer_than_a_unit_is_cut_where_that_is_asked_for():
     assert in_unit(np.array([2_000, 3_999]), "ms", "s", cut=True).tolist() == [2, 3]
-
-
-@pytest.mark.parametrize(
-    "form", [list, lambda days: [datetime.date(2020, 1, day) for day in days], lambda days: ["x"] * 5]
-)
-def test_steps_back_are_counted_within_users(form):
-    times = pa.array(form([3, 9, 2, 5, 5]))
-    assert steps_back(np.array([0, 1, 0, 1, 1]), times) == (0 if pa.types.is_string(times.type) else 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""Times that nobody has named are held against the row order, whatever their column is called and however written."""
+
+from __future__ import annotations
+
+import datetime
+import warnings
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from recbft import Dataset
+from recbft.datasets.histories import read_histories
+from recbft.datasets.row_order import steps_back, time_columns
+
+ROWS = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "time": [3, 2, 1, 1, 2, 3]})
+
+
+@pytest.mark.parametrize(
+    "name", ["timestamp", "Timestamp", "created_at", "createdAt", "event_time", "unixReviewTime", "InvoiceDate", "ts"]
+)
+def test_a_column_of_times_is_known_by_its_name(name):
+    assert time_columns(["user_id", name, "rating"]) == [name]
+
+
+def test_the_usual_name_is_asked_first_and_one_that_occurs_twice_is_not():
+    assert time_columns(["date", "timestamp", "time", "time"]) == ["timestamp", "date"]
+    assert time_columns(["release_date", "updated_at", "runtime", "watch_time", "birth date", "hour"]) == []
+
+
+@pytest.mark.parametrize("form", [list, lambda days: [datetime.date(2020, 1, day) for day in days]])
+def test_steps_back_are_counted_within_users(form):
+    times = pa.array(form([3, 9, 2, 5, 5]))
+    assert steps_back(np.array([0, 1, 0, 1, 1]), times) == 2
+
+
+def test_dates_in_text_that_go_back_are_counted():
+    column = pa.array(["2024-01-02", "2024-01-01", "2024-01-03", "2024-01-02"])
+    assert steps_back(np.array([0, 0, 1, 1]), column) == 2
+    assert steps_back(np.array([0, 0, 1, 1]), pa.array(column.to_pylist(), pa.string_view())) == 2
+    assert steps_back(np.array([0, 1, 0, 1]), column) == 0
+
+
+@pytest.mark.parametrize("blank", [None, "", "NULL", "nan", "NaT"])
+def test_rows_without_a_time_hide_no_step_back(blank):
+    users = np.array([0, 0, 0])
+    assert steps_back(users, pa.array(["2024-01-02", blank, "2024-01-01"])) == 1
+    assert steps_back(users, pa.array([blank, "9", "8"])) == 1
+    assert steps_back(users, pa.array([9, None, 8])) == 1
+
+
+@pytest.mark.parametrize("column", [["x", "y"], ["2024-01-02", "yesterday"], [None, None], ["", "NULL"], [[1], [2]]])
+def test_what_holds_no_times_is_said_to_hold_none(column):
+    assert steps_back(np.array([0, 0]), pa.array(column)) is None
+
+
+@pytest.mark.parametrize("name", ["created_at", "date", "Event Time"])
+def test_times_of_any_usual_name_that_contradict_the_rows_are_warned_of(tmp_path, name):
+    frame = ROWS.rename(columns={"time": name})
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    frame.to_csv(tmp_path / "b.csv", index=False, sep=";")
+    frame.to_csv(tmp_path / "c.dat", index=False, sep=";", header=False)
+    frame.to_json(tmp_path / "d.jsonl", orient="records", lines=True)
+    said = f"rows are taken in file order, but column '{name}' goes backwards within a user 2 times; name it as the"
+    for file, how in {
+        "a.csv": {},
+        "b.csv": {"separator": ";"},
+        "c.dat": {"separator": ";", "columns": list(frame.columns)},
+        "d.jsonl": {},
+    }.items():
+        for read in (Dataset.load, read_histories):
+            with pytest.warns(UserWarning, match=said):
+                read(tmp_path / file, **how)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                read(tmp_path / file, time=name, **how)
+    for table in (frame, pa.Table.from_pandas(frame), frame.astype({name: "category"})):
+        with pytest.warns(UserWarning, match="the frame's order, but column '.*' goes backwards") as found:
+            Dataset.from_frame(table)
+        assert found[0].filename == __file__, "it points at the call"
+
+
+def test_the_first_column_that_holds_times_decides():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Dataset.from_frame(ROWS.assign(timestamp=range(6)))  # sorted by it; time is another matter
+    with pytest.warns(UserWarning, match="column 'time' goes backwards within a user 2 times"):
+        Dataset.from_frame(ROWS.assign(timestamp="?"))
+
+
+@pytest.mark.parametrize("text", ["13.09.2020 13:57", "9/13/2020 1:57:11 PM", "2020/09/13", "09 13, 2020"])
+def test_dates_that_are_not_read_are_said_to_tell_nothing(tmp_path, text):
+    frame = ROWS.assign(time=text)
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    said = rf"column 'time' agrees cannot be said, for its dates \(the first is '{text}'\) are not all written"
+    for read in (lambda: Dataset.from_frame(frame), lambda: Dataset.load(tmp_path / "a.csv")):
+        with pytest.warns(UserWarning, match=said):
+            read()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Dataset.from_frame(ROWS.assign(time="12:30:00"))
+        Dataset.from_frame(ROWS.assign(time="never"))
