@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -81,17 +81,28 @@ def recommend(
 
 
 def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, Any]:
-    """The columns that the run's own data were read by, where ``file`` has those and not the usual ones."""
-    from recbft.datasets.readers import column_names
+    """The columns that the run's own data were read by, where ``file`` has those and not the usual ones.
+
+    A file of the same ending may be written as those data were: with their separator, or without a header.
+    """
+    from recbft.datasets.readers import column_names, ending
 
     if how.keys() & {"user", "item", "columns"}:
         return {}
     usual = {"user": "user_id", "item": "item_id"}
     trained = {name: getattr(own, name) or usual.get(name) for name in ("user", "item", "time")}
-    there = column_names(file)
-    if all(column in there for column in usual.values()) or not all(trained[name] in there for name in usual):
+    form: dict[str, Any] = {}
+    there: Sequence[str] = column_names(file, how.get("separator"))
+    if all(column in there for column in usual.values()):
         return {}
-    return {name: column for name, column in trained.items() if column in there}
+    if not all(trained[name] in there for name in usual):
+        if "separator" in how or ending(file) != ending(Path(str(own.dataset))):
+            return {}
+        form = {name: getattr(own, name) for name in ("separator", "columns") if getattr(own, name) is not None}
+        there = own.columns or column_names(file, own.separator)
+        if not all(trained[name] in there for name in usual):
+            return {}
+    return form | {name: column for name, column in trained.items() if column in there}
 
 
 def _report(attrs: dict[Any, Any], k: int) -> None:

@@ -259,3 +259,23 @@ def test_histories_with_the_columns_of_the_run_s_data_are_read_as_those_were(cap
     assert lists("rows.csv") == lists("rows.csv", *ids)
     frame.rename(columns={"who": "user_id", "what": "item_id"}).to_csv(tmp_path / "usual.csv", index=False)
     assert lists("usual.csv") == lists("own.csv", *ids)
+
+
+def test_histories_of_the_ending_of_the_run_s_data_may_be_written_as_those_were(capsys, events, tmp_path):
+    """With their separator, or without a header; where the columns are found without, they are read as usual."""
+    frame = pd.read_parquet(events).rename(columns={"user_id": "who", "item_id": "what"})
+    for name, separator, header in (("own.csv", ";", True), ("comma.csv", ",", True), ("bare.dat", ";", False)):
+        frame.to_csv(tmp_path / name, index=False, sep=separator, header=header)
+    columns = ",".join(frame.columns)
+    settings = ["--set", "user=who", "--set", "item=what", "--set", "time=timestamp", "--set", "separator=;"]
+    assert train(capsys, tmp_path / "own.csv", tmp_path, "-q", *settings)[0] == 0
+    assert train(capsys, tmp_path / "bare.dat", tmp_path, "-q", *settings, "--set", f"columns=[{columns}]")[0] == 0
+
+    def lists(run_name, file, *more):
+        code, out, err = run(capsys, "recommend", tmp_path / run_name, "--histories", tmp_path / file, "-k", "2", *more)
+        assert (code, err) == (0, "")
+        return out
+
+    own = "sasrec-bft-own-seed0"
+    assert lists(own, "own.csv") == lists(own, "comma.csv") == lists(own, "own.csv", "--separator", ";")
+    assert lists("sasrec-bft-bare-seed0", "bare.dat") == lists(own, "own.csv")
