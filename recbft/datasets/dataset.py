@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from recbft.datasets.events import Events, check_columns, flat, from_pandas
+from recbft.datasets.missing import warn_of_lost_ids
 from recbft.datasets.opening import one_line
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
@@ -69,6 +70,8 @@ class Dataset:
     def from_events(cls, events: Events, *, name: str, preparation: Preparation = DEFAULT_PREPARATION) -> Dataset:
         """Prepare events and keep the result."""
         made = prepare(events, preparation)
+        warn_of_lost_ids(made.user_ids, np.diff(made.offsets), "user", events.source, stacklevel=3)
+        warn_of_lost_ids(made.item_ids, np.bincount(made.items)[1:], "item", events.source, stacklevel=3)
         return cls(
             name=name,
             items=made.items,
