@@ -534,7 +534,7 @@ def test_dates_are_told_in_the_unit_of_the_training_data_and_whole_numbers_are_i
         ([1, -2, 3], "s", "the histories: row 2: column 'timestamp' holds -2, but a time must be >= 0"),
         (pd.to_datetime(["1969-01-01"] * 3), "s", "row 1: .* holds .*1969.*, but a date must not lie before 1970"),
         ([1.0, 2.5, 3.0], "s", "row 2: column 'timestamp' holds 2.5, but a time must be a whole number"),
-        (np.array([1, 2, 2**63], dtype=np.uint64), "s", "column 'timestamp' holds a time that is not an int64"),
+        (np.array([1, 2, 2**63], dtype=np.uint64), "s", "row 3: column 'timestamp' holds '9.*8', but a time must fit"),
         ([1, 2, 2**64], "s", "column 'timestamp' of the histories has type object; give dates, or whole"),
         ([1, "x", DAYS[0]], "s", "column 'timestamp' of the histories has type object; give dates, or whole"),
         ([True, False, True], "s", "column 'timestamp' has type bool, but times must be whole numbers or dates"),

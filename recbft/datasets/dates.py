@@ -1,6 +1,6 @@
 """Dates written as text, by ISO 8601.
 
-    2024-01-31      2024-01-31 12:30      2024-01-31T12:30:00.250Z      2024-01-31 12:30:00+02:00
+    2024-01-31    2024-01-31 12:30    2024-01-31T12:30:00.250Z    2024-01-31 12:30:00+02:00    2024-01-31 12:30:00 UTC
 
 The first value says what a column holds: where it is a date, all are; where it has an offset from UTC, all have one.
 Without an offset a date is taken as UTC.
@@ -12,10 +12,13 @@ import re
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from recbft.errors import UserError
 
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
+_DATE = re.compile(r".{10}([T ]\d{2}(:?\d{2}(:?\d{2}(\.\d{1,9})?)?)?(Z|[+-]\d{2}(:?\d{2})?)?)?$")  # if so it begins
+_UTC = " ?(UTC|GMT)$"
 _OFFSET = re.compile(r".{10}.*(Z|[+-][0-9]{2}(:?[0-9]{2})?)$")
 
 
@@ -32,15 +35,21 @@ def timestamps(text: Any, name: str, source: str) -> Any:
         UserError: a value is no date, or has an offset from UTC where the first has none, or the other way round.
     """
     first = text[0].as_py()
-    kind = pa.timestamp("ns", tz="UTC" if _OFFSET.match(first) else None)
+    written = pc.replace_substring_regex(text, _UTC, "Z") if re.search(_UTC, first) else text
+    kind = pa.timestamp("ns", tz="UTC" if _OFFSET.match(written[0].as_py()) else None)
     try:
-        return text.cast(kind)
+        return written.cast(kind)
     except pa.ArrowInvalid:
-        row = _first_unreadable(text, kind)
-    alike = f"as the column's first, {first!r}" if row else "of a calendar between 1677 and 2262"
+        row = _first_unreadable(written, kind)
+    if row:
+        fault = f"is no date as the column's first, {first!r}"
+    elif _DATE.match(written[0].as_py()):
+        fault = "is no date of a calendar between 1677 and 2262"
+    else:
+        fault = "begins with a day and does not go on as a date"
     raise UserError(
-        f"{source}: row {row + 1}: column {name!r} holds {text[row].as_py()!r}, which is no date {alike}; write all "
-        "dates alike, such as 2024-01-31 or 2024-01-31 12:30:00, all with an offset from UTC (Z, +02:00) or all without"
+        f"{source}: row {row + 1}: column {name!r} holds {text[row].as_py()!r}, which {fault}; write all dates alike, "
+        "such as 2024-01-31 or 2024-01-31 12:30:00, all with an offset from UTC (Z, +02:00) or all without"
     )
 
 

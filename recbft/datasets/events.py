@@ -22,6 +22,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recbft.datasets import dates
+from recbft.datasets.missing import SPREADSHEET_NUMBER, stands_for_nothing
+from recbft.datasets.missing import WORDS as MISSING_WORDS
 from recbft.errors import UserError, did_you_mean
 
 FLOAT_DIGITS = {16: 11, 32: 24, 64: 53}  # bits of a float -> binary digits that it holds
@@ -287,7 +289,14 @@ def _whole_numbers_from_floats(column: Any, name: str, source: str, not_whole: s
 # Times -----------------------------------------------------------------------------------------------
 
 BLANK_TIME = "but a time may not be blank; fill it in, drop the row, or name no time column to use the row order"
-NOT_WHOLE = "but a time must be a whole number or a date; use integer seconds or milliseconds, or 2024-01-31 12:30:00"
+NOT_WHOLE = (
+    "but a time must be a whole number or a date; where seconds have a fraction, give whole milliseconds (times 1000) "
+    "or round them"
+)
+NO_TIME = (
+    "but a time must be a whole number or a date; write numbers with digits alone, and dates as 2024-01-31 or "
+    "2024-01-31 12:30:00"
+)
 NEGATIVE = "but a time must be >= 0"
 BEFORE_1970 = "but a date must not lie before 1970; correct it, drop the row, or name no time column"
 MAX_DIGITS = 19  # of an int64
@@ -300,7 +309,7 @@ def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str 
     unit = None
     if is_text(kind) and dates.are_dates(column):
         text = pc.utf8_trim_whitespace(column)
-        _refuse(pc.equal(text, ""), column, name, source, BLANK_TIME)
+        _refuse(stands_for_nothing(text), column, name, source, BLANK_TIME)
         numbers, unit = _ticks(dates.timestamps(text, name, source))
     elif is_text(kind):
         numbers = _whole_numbers_from_text(column, name, source)
@@ -311,8 +320,8 @@ def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str 
     elif pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
         try:
             numbers = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
-        except pa.ArrowInvalid as error:
-            raise UserError(f"{source}: column {name!r} holds a time that is not an int64: {error}") from None
+        except pa.ArrowInvalid:  # as text the row at fault is found
+            numbers = _whole_numbers_from_text(column.cast(pa.large_string()), name, source)
     else:
         raise UserError(f"{source}: column {name!r} has type {kind}, but times must be whole numbers or dates")
     _refuse(pa.array(numbers < 0), column, name, source, NEGATIVE if unit is None else BEFORE_1970)
@@ -321,6 +330,7 @@ def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str 
 
 def _whole_numbers_from_text(column: Any, name: str, source: str) -> NDArray[np.int64]:
     text = pc.ascii_trim_whitespace(column)
+    _warn_if_rounded(text, name, source)
     plain = pc.match_substring_regex(text, r"^\d{1,18}(\.0*)?$").to_numpy(zero_copy_only=False)
     numbers = np.zeros(len(column), dtype=np.int64)
     digits = pc.replace_substring_regex(text.filter(pa.array(plain)), r"\..*$", "")
@@ -330,11 +340,23 @@ def _whole_numbers_from_text(column: Any, name: str, source: str) -> NDArray[np.
     return numbers
 
 
+def _warn_if_rounded(text: Any, name: str, source: str) -> None:
+    rounded = text.filter(pc.match_substring_regex(text, SPREADSHEET_NUMBER))
+    if len(rounded):
+        warnings.warn(
+            f"{source}: column {name!r} holds {rounded[0].as_py()!r} and the like in {len(rounded):,} rows, which look "
+            "like numbers that a spreadsheet has rounded, so that their order is lost; export the column as text",
+            stacklevel=6,
+        )
+
+
 def _whole_number(text: str, prefix: str) -> int:
-    if not text or text.lower() == "nan":
+    if text.lower() in MISSING_WORDS:
         raise UserError(f"{prefix}{text!r}, {BLANK_TIME}")
-    number = Decimal(text) if _NUMBER.match(text) else None
-    if number is None or (number.adjusted() < MAX_DIGITS and number != number.to_integral_value()):
+    if not _NUMBER.match(text):
+        raise UserError(f"{prefix}{text!r}, {NO_TIME}")
+    number = Decimal(text)
+    if number.adjusted() < MAX_DIGITS and number != number.to_integral_value():
         raise UserError(f"{prefix}{text!r}, {NOT_WHOLE}")
     if number < 0:
         raise UserError(f"{prefix}{text!r}, {NEGATIVE}")

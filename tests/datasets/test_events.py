@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -59,7 +60,9 @@ def test_whole_times_are_taken_exactly_however_they_are_written(times):
             r"row 2: .* holds datetime.datetime\(1969, .*\), but a date must not lie before 1970; correct it",
         ),
         ([1.0, -7.0, 2.0], r"row 2: column 'timestamp' holds -7.0, but a time must be >= 0"),
-        ([1.5, 2.0, 3.0], r"row 1: column 'timestamp' holds 1.5, but a time must be a whole number"),
+        ([1.5, 2.0, 3.0], r"row 1: .* holds 1.5, but a time must be a whole number or a date; where seconds have a fr"),
+        ([Decimal("1.5"), Decimal(2), Decimal(3)], r"row 1: .* holds '1.5', but a time must be .*; where seconds have"),
+        (pa.array([1, 2, 2**63], pa.uint64()), r"row 3: .* holds '9223372036854775808', but a time must fit in 64 bit"),
         (
             [1.0, float("inf"), 3.0],
             r"row 2: column 'timestamp' holds inf, but a number must be finite; correct it, or leave the row out",
@@ -71,7 +74,15 @@ def test_whole_times_are_taken_exactly_however_they_are_written(times):
         ),
         (["1", "", "2"], r"row 2: column 'timestamp' holds '', but a time may not be blank"),
         (["1", "NaN", "2"], r"row 2: column 'timestamp' holds 'NaN', but a time may not be blank"),
-        (["1", "2", "3.25"], r"row 3: column 'timestamp' holds '3.25', but a time must be a whole number"),
+        (["1", "\\N", "2"], r"row 2: column 'timestamp' holds '.*N', but a time may not be blank"),
+        (
+            ["1", "2", "3.25"],
+            r"row 3: .* holds '3.25', but a time must be a whole number or a date; where seconds have",
+        ),
+        (
+            ["1", "2", "1,600"],
+            r"row 3: .* holds '1,600', but a time must be a whole number or a date; write numbers with",
+        ),
         (["1", "2", "-3"], r"row 3: column 'timestamp' holds '-3', but a time must be >= 0"),
         (["1", "2", "-3.0"], r"row 3: column 'timestamp' holds '-3.0', but a time must be >= 0"),
         (["1", "2", "inf"], r"row 3: column 'timestamp' holds 'inf', but a time must be a whole number"),
@@ -87,6 +98,14 @@ def test_whole_times_are_taken_exactly_however_they_are_written(times):
 def test_a_time_that_is_not_a_whole_number_is_refused_by_row_and_value(times, complaint):
     with pytest.raises(UserError, match=complaint):
         events_of(timestamp=times)
+
+
+def test_times_that_a_spreadsheet_has_rounded_are_warned_of():
+    said = (
+        "log: column 'timestamp' holds '1.6E\\+12' and the like in 2 rows, which look like numbers that a spreadsheet"
+    )
+    with pytest.warns(UserWarning, match=said):
+        assert events_of(timestamp=["5", "1.6E+12", "1.60001E+12"]).time.tolist() == [5, 16 * 10**11, 160001 * 10**7]
 
 
 def test_dates_become_ticks_of_the_coarsest_unit_that_loses_nothing():
