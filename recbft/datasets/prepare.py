@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from recbft.config import is_whole
 from recbft.datasets.events import Events, as_floats, is_text
+from recbft.datasets.missing import stands_for_nothing
 from recbft.errors import UserError, did_you_mean
 
 MIN_HISTORY = 3  # one event each to train, validate and test
@@ -45,7 +46,7 @@ class Preparation:
         min_user_events, min_item_events: as ``k_core``, for one side; the larger of the two counts.
         deduplicate: of a user's events with one item keep the ``"first"`` or the ``"last"``; None keeps all.
         where: a row filter on numeric columns, such as ``"rating>=4"`` or ``"rating>=4 and year>2000"``. A row whose
-            value is blank does not satisfy it.
+            value is blank, or a word such as NULL, does not satisfy it.
         drop_last_events: leave out so many of each user's last events, after everything else: the same users one event
             earlier, on which to see whether a result holds.
     """
@@ -194,9 +195,9 @@ def _as_held(number: int | float, kind: Any) -> Any:
 def _numbers(column: Any, name: str, source: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """A filter column's numbers, integers where it holds nothing else or else float64, and which rows are not blank."""
     if is_text(column.type):
-        text = pc.fill_null(pc.ascii_lower(pc.utf8_trim_whitespace(column)), "")
-        blank = pc.is_in(text, value_set=pa.array(["", "nan"], text.type))
-        numbers = np.asarray(pd.to_numeric(pc.if_else(blank, "0", text).to_pandas(), errors="coerce"))
+        blank = stands_for_nothing(column)
+        text = pc.if_else(blank, "0", pc.ascii_lower(pc.utf8_trim_whitespace(column)))
+        numbers = np.asarray(pd.to_numeric(text.to_pandas(), errors="coerce"))
         if (bad := np.isnan(numbers)).any():
             row = int(bad.argmax())
             place = f"{source}: row {row + 1}: column {name!r}"

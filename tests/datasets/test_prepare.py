@@ -184,6 +184,11 @@ def test_a_row_whose_filter_value_is_blank_is_dropped_and_counted(rating):
     assert dataset.preparation["dropped"]["events_filtered_out"] == 1
 
 
+def test_a_word_for_a_missing_value_is_blank_to_a_row_filter():
+    frame = log("a:o a:p a:q a:r", rating=["5", "NULL", "4", " 4.5 "])
+    assert histories(Dataset.from_frame(frame, preparation=Preparation(where="rating>3"))) == {"a": ["o", "q", "r"]}
+
+
 def test_a_row_filter_on_text_or_a_missing_column_is_refused():
     frame = log("a:o a:p a:q", rating=["5", "good", "4"])
     with pytest.raises(UserError, match="frame: row 2: column 'rating' holds 'good', but a row filter needs numbers"):
