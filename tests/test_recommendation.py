@@ -354,7 +354,8 @@ def test_histories_with_nothing_to_go_by_are_refused():
         with pytest.raises(UserError, match="there is no history to recommend for; give at least one user with items"):
             recommend(Echo(), LETTERS, nothing, 1)
     with pytest.raises(
-        UserError, match=r"none of the 2 items .* is in the model's vocabulary .such as 'x'.; check that"
+        UserError,
+        match=r"none of the 2 items .* is in the model's vocabulary .such as 'x', while the model knows 'a'.; check",
     ):
         recommend(Echo(), LETTERS, [["x"], ["y"], []], 1)
     for empty in ([[]], {"u": []}):
