@@ -100,9 +100,8 @@ def _parse_or_say_why(parse: Any, path: Path, num_columns: int, first_row: int) 
     parse(remember, LONGEST_ROW)
     number, actual = bad[0]
     place = "" if number is None else f"row {number - first_row}: "
-    raise UserError(
-        f"{path}: {place}{actual} fields where {num_columns} are expected; check the separator and the column names"
-    )
+    advice = "that row, the separator and the column names"
+    raise UserError(f"{path}: {place}{actual} fields where {num_columns} are expected; check {advice}")
 
 
 def _may_have_open_quotes(path: Path, num_rows: int) -> bool:
@@ -175,6 +174,8 @@ def header(path: Path, separator: str, kind: str) -> list[str]:
     with open_bytes(path) as file:
         start = file.readline()
     line = re.split(rb"[\r\n]", start, maxsplit=1)[0].decode("utf-8-sig")
+    if re.fullmatch('"?sep=.{1,2}', line):
+        raise UserError(f"{path}: the first line is {line!r}, for spreadsheets, but must name the columns; delete it")
     if not line.strip():
         raise UserError(f"{path}: {'the first line is blank, but it must name the columns' if start else EMPTY}")
     if _is_quoted(kind, separator):
@@ -183,8 +184,9 @@ def header(path: Path, separator: str, kind: str) -> list[str]:
 
 
 def _refuse_row_as_header(names: Sequence[str], wanted: Sequence[str], path: Path) -> None:
-    """A name that is a number is none: the first line is an event already."""
-    if len(names) > 1 and not set(names) & set(wanted) and any(re.fullmatch(r"\s*-?[\d.]+\s*", name) for name in names):
+    """A name that is a number or a date is none: the first line is an event already."""
+    is_row = any(re.match(r"\s*(-?[\d.]+\s*$|\d{4}-\d\d-\d\d)", name) for name in names)
+    if len(names) > 1 and not set(names) & set(wanted) and is_row:
         raise UserError(
             f"{path}: the first line must name the columns, and it holds {', '.join(names)}; for a file without a "
             "header give the names of all its columns"

@@ -17,6 +17,8 @@ from recbft.errors import UserError
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"  # begins its files
 OTHERWISE_PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+SPREADSHEETS = (".xlsx", ".xlsm", ".ods", ".xls")
+SPREADSHEET_STARTS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # what else has such a name is text
 EMPTY = "the file is empty"
 
 
@@ -59,7 +61,9 @@ def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
 
 
 def refuse_packed(path: Path, start: bytes) -> None:
-    """UserError where a file begins as a packer that is not read lets its files begin."""
+    """UserError where a file begins as a spreadsheet, or as a packer that is not read lets its files begin."""
+    if path.suffix.lower() in SPREADSHEETS and start.startswith(SPREADSHEET_STARTS):
+        raise UserError(f"{path}: is a spreadsheet, which is not read; save it as CSV in UTF-8")
     for begin, packer in OTHERWISE_PACKED.items():
         if start.startswith(begin):
             raise UserError(f"{path}: is packed by {packer}, which is not read; unpack it, or pack it with gzip")

@@ -188,6 +188,14 @@ ERRORS = {
         "ann,tea,1\nann,milk,2\n",
         r"headless\.csv: the first line must name the columns, and it holds ann, tea, 1; for a file without a header",
     ),
+    "dated.csv": (
+        "ann,tea,2024-01-31T12:30:00Z\nann,milk,2024-01-31T12:40:00Z\n",
+        r"dated\.csv: the first line must name the columns, and it holds ann, tea, 2024-01-31T12:30:00Z; for a file",
+    ),
+    "sep.csv": (
+        b"\xef\xbb\xbfsep=,\r\nuser_id,item_id\r\n1,2\r\n",
+        r"sep\.csv: the first line is 'sep=,', for spreadsheets, but must name the columns; delete it",
+    ),
     "capitals.csv": (
         "User_ID,item_id\n1,2\n",
         r"capitals\.csv: no column 'user_id'; did you mean 'User_ID'\? \(columns: User_ID, item_id\)",
@@ -201,7 +209,7 @@ ERRORS = {
     "ragged.csv": ("user_id,item_id\n1,2\n1\n1,3\n", r"ragged\.csv: row 2: 1 fields where 2 are expected"),
     "ragged.inter": (
         "user_id:token\titem_id:token\n1\t2\n1\t3\n1\t2\t3\n",
-        r"ragged\.inter: row 3: 3 fields where 2 are expected; check the separator and the column names",
+        r"ragged\.inter: row 3: 3 fields where 2 are expected; check that row, the separator and the column names",
     ),
     "latin.csv": (
         b"user_id,item_id\n1,2\n1,caf\xe9\n",
@@ -291,6 +299,16 @@ def test_a_file_that_is_packed_otherwise_is_refused_by_its_packer(tmp_path, pack
         read_table(path, ["user_id", "item_id"], separator=",", columns=columns)
     with pytest.raises(UserError, match=rf"events.pack: is packed by {packer}"):  # before its ending, which is unknown
         read_table(path.rename(tmp_path / "events.pack"), ["user_id", "item_id"])
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.xlsx", b"PK\x03\x04"), ("a.xls", b"\xd0\xcf\x11\xe0")])
+def test_a_spreadsheet_is_said_to_be_one(tmp_path, name, start):
+    path = write(tmp_path / name, start + b"\xff\x00" * 99)
+    for how in ({}, {"separator": ","}):
+        with pytest.raises(UserError, match=rf"{name}: is a spreadsheet, which is not read; save it as CSV in UTF-8"):
+            read_table(path, ["user_id", "item_id"], **how)
+    write(path, b"user_id,item_id\n1,2\n")
+    assert read_table(path, ["user_id", "item_id"], separator=",").num_rows == 1, "some call a text so"
 
 
 def test_a_truncated_gzip_file_is_refused(tmp_path):
