@@ -252,6 +252,9 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
     """The wanted columns as a pyarrow table; a column arrow cannot hold is refused by name."""
     if isinstance(frame, pd.DataFrame):
         frame = frame.set_axis([str(column) for column in frame.columns], axis=1)
+        for column in wanted:
+            if column in frame.index.names and column not in frame.columns:
+                raise UserError(f"{name}: {column!r} is no column but the index; give the frame's .reset_index()")
         check_columns(list(frame.columns), wanted, name)
         return pa.table({column: _as_array(frame[column], column, name) for column in dict.fromkeys(wanted)})
     if isinstance(frame, pa.Table):

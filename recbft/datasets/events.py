@@ -255,10 +255,12 @@ def _ids(column: Any, name: str, source: str) -> Any:
         return column.cast(pa.int64())
     if len(column) == 0:
         return column.cast(pa.int64()) if pa.types.is_null(kind) else column
-    raise UserError(
-        f"{source}: column {name!r} has type {kind}, but ids must be whole numbers or text; make it text "
-        "(in pandas: .astype(str))"
-    )
+    advice = "make it text (in pandas: .astype(str))"
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        advice = "make it text (in pandas: .str.decode('utf-8'))"
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        advice = f"give a row for each event (in pandas: frame.explode({name!r}))"
+    raise UserError(f"{source}: column {name!r} has type {kind}, but ids must be whole numbers or text; {advice}")
 
 
 def _check_utf8(column: Any, name: str, source: str) -> None:

@@ -299,6 +299,14 @@ def test_a_file_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_wa
         Dataset.load(tmp_path / "b.csv")
 
 
+def test_a_column_that_is_the_frame_s_index_is_said_to_be_it():
+    frame = pd.DataFrame({"user_id": [1] * 3, "item_id": [1, 2, 3], "when": [3, 2, 1]})
+    for index, how in (("user_id", {}), ("when", {"time": "when"}), (["user_id", "item_id"], {})):
+        with pytest.raises(UserError, match=r"frame: '.*' is no column but the index; give the frame's .reset_index()"):
+            Dataset.from_frame(frame.set_index(index), **how)
+    assert Dataset.from_frame(frame.set_index("user_id", drop=False)).num_users == 1
+
+
 @pytest.mark.parametrize("form", [lambda frame: frame, pa.Table.from_pandas], ids=["pandas", "arrow"])
 def test_a_frame_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_warning(form):
     frame = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "timestamp": [3, 2, 1, 1, 2, 3]})

@@ -142,6 +142,11 @@ def test_a_blank_id_is_refused_by_row(column, blank):
             r"row 2: .* holds 2048.0, but .* 2\*\*11 are not exact as float16",
         ),
         ([True, False, True], "column 'item_id' has type bool, but ids must be whole numbers or text; make it text"),
+        ([b"a", b"b", b"c"], r"has type binary, but ids must .*; make it text \(in pandas: .str.decode\('utf-8'\)\)"),
+        (
+            [[1], [2], [3, 4]],
+            r"list<.*, but ids must .*; give a row for each event \(in pandas: frame.explode\('item_id",
+        ),
     ],
 )
 def test_an_id_that_is_neither_integer_nor_text_is_refused(ids, complaint):
