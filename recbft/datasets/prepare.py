@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from recbft.config import is_whole
 from recbft.datasets.events import Events, as_floats, is_text
 from recbft.datasets.missing import stands_for_nothing
+from recbft.datasets.row_order import warn_if_newest_first
 from recbft.errors import UserError, did_you_mean
 
 MIN_HISTORY = 3  # one event each to train, validate and test
@@ -125,6 +126,8 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
     # both sorts are stable: ties keep the row order
     order = np.argsort(users, kind="stable") if times is None else np.lexsort((times, users))
     users, items = users[order], items[order]
+    if times is not None:
+        warn_if_newest_first(events.source, users, times[order], order, stacklevel=4)
     fresh = _not_duplicated(users, items, preparation.deduplicate)
     alive, short, below = _hold_minimums(users, items, fresh, preparation)
     if not alive.any():

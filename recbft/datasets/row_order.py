@@ -1,6 +1,7 @@
-"""Whether rows stand in the order of time, seen from columns that look like times and that nobody has named.
+"""Whether rows stand in the order of time, also where nobody has named the column of times.
 
-The row order is taken as it is; a warning says where such a column contradicts it.
+The row order is taken as it is; a warning says where a column that looks like times contradicts it, and where the order
+of equal times is likely the wrong way round.
 """
 
 from __future__ import annotations
@@ -82,6 +83,26 @@ def warn_if_rows_go_back(events: Events, columns: Mapping[str, Any], order: str,
         users = events.user.dictionary_encode().indices.to_numpy()
         advice = "name it as the time column to sort by it"
         warn_if_out_of_order(events.source, users, columns, order=order, advice=advice, stacklevel=stacklevel + 1)
+
+
+def warn_if_newest_first(
+    source: str, users: NDArray[np.int64], times: NDArray[np.int64], rows: NDArray[np.int64], *, stacklevel: int
+) -> None:
+    """Say that equal times stay in row order where all rows of a later time stand before those of an earlier one.
+
+    Args:
+        users, times: of the events, user by user and sorted by time.
+        rows: where the events stand in the source, equal times in that order.
+        stacklevel: 1 for the function that calls this one.
+    """
+    of_one, later = np.diff(users) == 0, np.diff(times) > 0
+    ties = int((of_one & ~later).sum())
+    if ties and (of_one & later).any() and (np.diff(rows)[of_one & later] < 0).all():
+        warnings.warn(
+            f"{source}: rows stand newest first, and {ties:,} of them have the time of the row before: those stay in "
+            "row order, which is likely the wrong way round; turn the rows round (in pandas: frame.iloc[::-1])",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def steps_back(users: NDArray[np.int64], times: Any) -> int | None:

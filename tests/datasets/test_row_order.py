@@ -101,3 +101,27 @@ def test_dates_that_are_not_read_are_said_to_tell_nothing(tmp_path, text):
         warnings.simplefilter("error")
         Dataset.from_frame(ROWS.assign(time="12:30:00"))
         Dataset.from_frame(ROWS.assign(time="never"))
+
+
+def test_equal_times_of_a_file_that_stands_newest_first_are_warned_of(tmp_path):
+    """They keep their row order all the same."""
+    frame = pd.DataFrame(
+        {
+            "user_id": ["u", "v", "u", "v", "u", "v", "u"],
+            "item_id": list("abcdefg"),
+            "day": ["2024-01-03", "2024-01-03", "2024-01-02", "2024-01-02", "2024-01-02", "2024-01-01", "2024-01-01"],
+        }
+    )
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    said = "rows stand newest first, and 1 of them have the time of the row before: those stay in row order"
+    with pytest.warns(UserWarning, match=said) as found:
+        dataset = Dataset.from_frame(frame, time="day")
+    assert found[0].filename == __file__ and dataset.decode(dataset.items[:4]).tolist() == list("gcea")
+    with pytest.warns(UserWarning, match=said):
+        Dataset.load(tmp_path / "a.csv", time="day")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Dataset.from_frame(frame.iloc[::-1], time="day")
+        Dataset.from_frame(frame.assign(day=range(7, 0, -1)), time="day")  # no two are equal
+        Dataset.from_frame(frame.assign(day="2024-01-01"), time="day")  # all are
+        Dataset.from_frame(frame.iloc[[0, 1, 2, 3, 4, 6, 5, 5]].assign(day=[3, 3, 2, 2, 2, 4, 1, 1]), time="day")
