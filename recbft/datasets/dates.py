@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from recbft.errors import UserError
 
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
-_DATE = re.compile(r".{10}([T ]\d{2}(:?\d{2}(:?\d{2}(\.\d{1,9})?)?)?(Z|[+-]\d{2}(:?\d{2})?)?)?$")  # if so it begins
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}([T ]\d{2}(:?\d{2}(:?\d{2}(\.\d{1,9})?)?)?(Z|[+-]\d{2}(:?\d{2})?)?)?$")
 _UTC = " ?(UTC|GMT)$"
 _OFFSET = re.compile(r".{10}.*(Z|[+-][0-9]{2}(:?[0-9]{2})?)$")
 
@@ -41,10 +41,11 @@ def timestamps(text: Any, name: str, source: str) -> Any:
         return written.cast(kind)
     except pa.ArrowInvalid:
         row = _first_unreadable(written, kind)
-    if row:
-        fault = f"is no date as the column's first, {first!r}"
-    elif _DATE.match(written[0].as_py()):
+    value = written[row].as_py()
+    if _DATE.match(value) and (_OFFSET.match(value) is None) == (kind.tz is None):
         fault = "is no date of a calendar between 1677 and 2262"
+    elif row:
+        fault = f"is no date as the column's first, {first!r}"
     else:
         fault = "begins with a day and does not go on as a date"
     raise UserError(

@@ -258,6 +258,8 @@ def _ids(column: Any, name: str, source: str) -> Any:
     advice = "make it text (in pandas: .astype(str))"
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         advice = "make it text (in pandas: .str.decode('utf-8'))"
+    elif pa.types.is_struct(kind):
+        advice = "give what is the id in it a column of its own"
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
         advice = f"give a row for each event (in pandas: frame.explode({name!r}))"
     raise UserError(f"{source}: column {name!r} has type {kind}, but ids must be whole numbers or text; {advice}")

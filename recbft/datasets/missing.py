@@ -39,7 +39,10 @@ def warn_of_lost_ids(ids: NDArray[Any], counts: NDArray[np.int64], side: str, so
     texts = pa.array(ids, pa.large_string())
     is_rounded = pc.match_substring_regex(texts, SPREADSHEET_NUMBER)
     for mask, said in (
-        (stands_for_nothing(texts), f"is a word for a missing id, but counts as a {side}; if it is none, leave it out"),
+        (
+            stands_for_nothing(texts),
+            "is a word for a missing id, but counts as any other; if it is none, leave its rows out",
+        ),
         (is_rounded, "looks like a number that a spreadsheet has rounded, several ids to one; export ids as text"),
     ):
         found = np.flatnonzero(mask.to_numpy(zero_copy_only=False))

@@ -142,6 +142,10 @@ def test_a_blank_id_is_refused_by_row(column, blank):
             r"row 2: .* holds 2048.0, but .* 2\*\*11 are not exact as float16",
         ),
         ([True, False, True], "column 'item_id' has type bool, but ids must be whole numbers or text; make it text"),
+        (
+            [{"id": 1}, {"id": 2}, {"id": 3}],
+            "struct<.*>, but ids must .*; give what is the id in it a column of its own",
+        ),
         ([b"a", b"b", b"c"], r"has type binary, but ids must .*; make it text \(in pandas: .str.decode\('utf-8'\)\)"),
         (
             [[1], [2], [3, 4]],
