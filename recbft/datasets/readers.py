@@ -176,7 +176,7 @@ def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
 
 def _read_json_lines(path: Path, wanted: Sequence[str]) -> Any:
     first = _first_object(path)
-    check_columns(list(first), wanted, str(path))
+    check_columns(list(first), wanted, f"{path}: line 1")  # others may have more
     # the first line fixes the types: left to itself arrow would turn an id that looks like a date into a date
     arrow_types = {str: pa.large_string(), int: pa.int64(), float: pa.float64()}
     types = {name: arrow_types.get(type(first[name])) for name in dict.fromkeys(wanted)}
@@ -211,6 +211,8 @@ def _from_python(values: list[Any], name: str, source: str) -> Any:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         pass
+    if any(value != value for value in values):  # NaN, as Python writes what is missing
+        return _from_python([None if value != value else value for value in values], name, source)
     kinds = {type(value) for value in values if value is not None}
     if kinds == {int}:
         return pa.array([None if value is None else str(value) for value in values], pa.large_string())
@@ -250,7 +252,10 @@ def _read_text(path: Path, wanted: Sequence[str]) -> Any:
     lonely = np.flatnonzero(counts < 2)
     if len(lonely):
         user = flat[int(starts[lonely[0]])].as_py()
+        mark = next((mark for mark in ",;|" if mark in user), None)
         advice = "write 'user item' or 'user item1 item2 ...'"
+        if mark is not None:
+            advice = f"if {mark!r} stands between its fields, give it as separator"
         raise UserError(f"{path}: line {numbers[lonely[0]]}: user {user!r} has no item; {advice}")
     users = flat.take(pa.array(starts))
     if counts.max() > 2:

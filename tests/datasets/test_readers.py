@@ -183,7 +183,7 @@ ERRORS = {
         "user_id,itemid\n1,2\n",
         r"column\.csv: no column 'item_id'; did you mean 'itemid'\? \(columns: user_id, itemid\)",
     ),
-    "column.jsonl": ('{"user_id": 1, "itemid": 2}\n', r"column\.jsonl: no column 'item_id'; did you mean 'itemid'\?"),
+    "column.jsonl": ('{"user_id": 1, "itemid": 2}\n', r"column\.jsonl: line 1: no column 'item_id'; did you mean 'ite"),
     "headless.csv": (
         "ann,tea,1\nann,milk,2\n",
         r"headless\.csv: the first line must name the columns, and it holds ann, tea, 1; for a file without a header",
@@ -225,6 +225,10 @@ ERRORS = {
     "latin.inter": (b"user_id:token\titem_id:token\n1\t\xff\n", r"latin\.inter: line 2: byte 0xff is not UTF-8"),
     "latin.txt": (b"a b\na \xe9\n", r"latin\.txt: line 2: byte 0xe9 is not UTF-8"),
     "utf16.csv": ("user_id,item_id\n1,2\n".encode("utf-16"), r"utf16\.csv: line 1: byte 0xff is not UTF-8"),
+    "commas.txt": (
+        "user_id,item_id\n1,2\n",
+        r"commas\.txt: line 1: user 'user_id,item_id' has no item; if ',' stands between its fields, give it as sepa",
+    ),
     "lonely.txt": ("a b\n\nc\n", r"lonely\.txt: line 3: user 'c' has no item; write 'user item'"),
     "timed.txt": ("a b 1\na c 2\n", r"timed\.txt: line 2: user 'a' has a line already"),
     "again.txt": ("a b c\nb d\na e\n", r"again\.txt: line 3: user 'a' has a line already"),
@@ -398,6 +402,9 @@ def test_a_blank_or_bad_value_in_a_file_is_refused_with_file_and_row(tmp_path):
     path = write(tmp_path / "c.jsonl", '{"user_id": 1, "item_id": 2}\n{"user_id": 1}\n')
     with pytest.raises(UserError, match=r"c\.jsonl: row 2: column 'item_id' holds nothing, but an id may not be blank"):
         Dataset.load(path)
+    (tmp_path / "d.jsonl").write_text('{"user_id": NaN, "item_id": 1}\n{"user_id": "u", "item_id": 2}\n')
+    with pytest.raises(UserError, match=r"d\.jsonl: row 1: column 'user_id' holds nothing, but an id may not be blank"):
+        Dataset.load(tmp_path / "d.jsonl")
 
 
 def test_a_quoted_field_may_hold_separators_and_line_breaks(tmp_path):
