@@ -5,6 +5,7 @@ Shapes: S histories, k items per list.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -233,7 +234,14 @@ def _choice(vocabulary: Vocabulary, exclude: Iterable[Any] | None, candidates: I
             )
         among = np.unique(known[known > 0])
     if exclude is not None:
-        out = vocabulary.encode(_ids("exclude", exclude))
+        ids = _ids("exclude", exclude)
+        out = vocabulary.encode(ids)
+        if len(ids) and not out.any():
+            warnings.warn(
+                f"none of the {len(ids):,} excluded items is in the model's vocabulary (such as {next(iter(ids))!r}, "
+                f"while the model knows {vocabulary.ids[:1].tolist()[0]!r}), so that none is left out of the lists",
+                stacklevel=4,
+            )
         barred = np.unique(out[out > 0])
     return Choice(among, barred)
 

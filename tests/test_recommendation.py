@@ -258,6 +258,16 @@ def test_some_items_can_be_left_out_of_all_lists_or_be_the_only_ones():
     assert lists(recommend(Echo(), LETTERS, histories, 2, candidates=["a", "c"])) == {"ann": ["c"], "bob": ["c", "a"]}
 
 
+def test_items_to_leave_out_that_are_all_unknown_are_warned_of():
+    said = r"none of the 2 excluded items is in the model's vocabulary \(such as '010', while the model knows 10\), so"
+    with pytest.warns(UserWarning, match=said) as found:
+        recommend(Echo(), NUMBERS, {"ann": [10]}, 2, exclude=["010", "020"])
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recommend(Echo(), NUMBERS, {"ann": [10]}, 2, exclude=[])
+
+
 @pytest.mark.parametrize("form", [np.array, pd.Series, pd.Index, tuple, iter, lambda ids: dict.fromkeys(ids)])
 def test_left_out_items_come_in_any_form_of_a_list(form):
     assert lists(recommend(Echo(), NUMBERS, {"ann": [10]}, 2, exclude=form([60, 40]))) == {"ann": [50, 30]}
