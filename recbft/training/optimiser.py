@@ -57,6 +57,15 @@ def parameter_groups(model: Parametrised, config: TrainingConfig) -> list[dict[s
     return groups
 
 
+def idle_settings(model: Parametrised, config: TrainingConfig) -> list[str]:
+    """The settings of precision and recency that were changed for a model that has neither."""
+    if any(model.is_precision_parameter(name) for name, _ in model.named_parameters()):
+        return []
+    usual = TrainingConfig()
+    keys = ("precision_lr_multiplier", "warmup_steps")
+    return [f"training.{key}" for key in keys if getattr(config, key) != getattr(usual, key)]
+
+
 def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
     """Clip each group that has a ``clip_norm`` of its own, then all parameters together where one is given."""
     for group in optimizer.param_groups:

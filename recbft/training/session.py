@@ -33,6 +33,7 @@ from recbft.training.checkpoint import Loaded, TrainState
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
 from recbft.training.data_parallel import ALONE, Team, departure_explained, team
 from recbft.training.loop import Row, fit, moment_of
+from recbft.training.optimiser import idle_settings
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
@@ -140,6 +141,9 @@ def begin(
         together: the processes that train it.
     """
     parts = make_parts(config, dataset, device)
+    if together.leads and isinstance(parts.model, TrainableModel):
+        for key in idle_settings(parts.model, config.training):
+            warnings.warn(f"{key} has no effect: this model has neither precision nor recency to learn", stacklevel=2)
     processes = {"processes": together.process.size} if together.several else {}
     run = together.first_does(
         lambda: RunFolder.create(

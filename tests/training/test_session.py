@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -485,6 +486,18 @@ def test_the_caller_s_random_state_threads_and_determinism_are_left_as_they_were
     assert (np.random.get_state()[1] == numpy_before).all()
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("arm", "more", "said"),
+    [("matched", {}, ["training.warmup_steps"]), ("matched", {"recency_decay": True}, []), ("bft", {}, [])],
+)
+def test_settings_of_precision_are_said_to_have_no_effect_where_there_is_none(dataset, tmp_path, arm, more, said):
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        session.train(config(arm, epochs=1, **more), tmp_path / "run", dataset=dataset)
+    why = "has no effect: this model has neither precision nor recency to learn"
+    assert [str(warning.message) for warning in heard] == [f"{key} {why}" for key in said]
 
 
 def test_a_caller_who_only_warns_of_what_is_not_deterministic_still_only_warns(dataset, tmp_path):
