@@ -1,10 +1,11 @@
 """Finished runs as a comparison reads them: their ranks, their protocol, and which arm each belongs to.
 
 Runs belong to one arm if they have one configuration but for the seed, the data's place and what a machine decides
-(threads, device, memory), and one trainer. Where each began from an older run of its own seed, the folders of those may
-differ in that seed. An arm is called as the model calls it; where several share the name, the settings in which they
-differ are added in the form of ``arms``: ``matched+recency``, ``bft[core.lam_max=10]``. A setting as the model, the arm
-or the mixer has it by itself is not among them.
+(threads, device, memory), and one trainer; a run of this version that lacks a key of a later commit has its default.
+Where each began from an older run of its own seed, the folders of those may differ in that seed. An arm is called as
+the model calls it; where several share the name, the settings in which they differ are added in the form of ``arms``:
+``matched+recency``, ``bft[core.lam_max=10]``. A setting as the model, the arm or the mixer has it by itself is not
+among them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from recbft.evaluation.protocol import config_hash
 from recbft.run_config import load_run_config
 from recbft.training.checkpoint import best_digest
 from recbft.training.run_folder import RunFolder
+from recbft.training.same_run import with_defaults
+from recbft.version import recbft_version
 
 COLUMNS = {
     "user": "user",
@@ -59,6 +63,11 @@ class Run:
         """The run's configuration."""
         found: dict[str, Any] = self.protocol["config"]
         return found
+
+    @cached_property
+    def whole_config(self) -> dict[str, Any]:
+        """The same with the defaults of what later commits of this version have brought."""
+        return with_defaults(self.config) if self.protocol["recbft_version"] == recbft_version() else self.config
 
     @property
     def trained_by(self) -> str | None:
@@ -148,7 +157,7 @@ def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _check_told_apart(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> None:
-    """A setting that a commit brought with a default is neither in older runs nor in the name of newer ones."""
+    """What a later version brought, or a mixer unknown here, is neither in older runs nor in the name of newer ones."""
     for name, group in zip(names, groups, strict=True):
         first = groups[names.index(name)]
         if group is not first:
@@ -156,7 +165,7 @@ def _check_told_apart(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> 
             keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
             raise UserError(
                 f"{first[0].path} and {group[0].path} are both arm {name}, but {', '.join(keys)} is said by one "
-                "alone, as in runs of different commits; compare those of one, or train again"
+                "alone, as in runs of different commits of another version; compare those of one, or train again"
             )
 
 
@@ -178,9 +187,7 @@ def by_seed(name: str, runs: Sequence[Run]) -> dict[int, Run]:
 
 def config_of(runs: Sequence[Run]) -> dict[str, Any]:
     """The configuration of an arm's runs: that of the first, and SEED for the seed in what each began from."""
-    first = runs[0].config
-    began = {run.config.get("training", {}).get("warm_start") for run in runs}
-    return _under_any_seed(first) if len(began) > 1 else first
+    return _under_any_seed(runs[0].config) if _began_apart(runs) else runs[0].config
 
 
 def settings_of(run: Run) -> dict[str, Any]:
@@ -229,8 +236,13 @@ def _settings_of(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _of_arm(runs: Sequence[Run], *, any_seed: bool = False) -> dict[str, Any]:
     """What runs of one arm share."""
-    shared = _identifying(_under_any_seed(runs[0].config) if any_seed else config_of(runs))
+    config = runs[0].whole_config
+    shared = _identifying(_under_any_seed(config) if any_seed or _began_apart(runs) else config)
     return shared if runs[0].trained_by is None else shared | {"trained_by": runs[0].trained_by}
+
+
+def _began_apart(runs: Sequence[Run]) -> bool:
+    return len({run.config.get("training", {}).get("warm_start") for run in runs}) > 1
 
 
 def _under_any_seed(config: dict[str, Any]) -> dict[str, Any]:

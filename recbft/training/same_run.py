@@ -36,7 +36,7 @@ def refuse_other_settings(there: Mapping[str, Any], now: Mapping[str, Any], what
     before, after = {**there, "data": None}, {**now, "data": None}
     if config_hash(before) == config_hash(after):
         return
-    before = {**_with_defaults(there), "data": None}
+    before = {**with_defaults(there), "data": None}
     if config_hash(before) != config_hash(after):
         raise UserError(f"{what} {first_difference(before, after)}; {remedy}")
 
@@ -58,7 +58,7 @@ def refuse_changed_config(run: RunFolder, now: Mapping[str, Any], saved: str | N
         return None
     begun, version = run.protocol.get("config", {}), run.protocol.get("recbft_version")
     is_whole = saved in (None, config_hash(begun))
-    if not is_whole or config_hash(now) not in (config_hash(begun), config_hash(_with_defaults(begun))):
+    if not is_whole or config_hash(now) not in (config_hash(begun), config_hash(with_defaults(begun))):
         since = "the run was begun" if saved is None else f"{run.checkpoint} was saved"
         raise UserError(f"{run.config_file} was changed since {since}; put it back, or train a new run with it")
     had = by_setting(begun)
@@ -96,6 +96,14 @@ def refuse_other_data(content_hash: str, dataset: Dataset, what: str, remedy: st
         )
 
 
+def with_defaults(there: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as it reads today; as it stands where it has keys that have gone since."""
+    try:
+        return to_dict(load_run_config(**verbatim(there)))
+    except UserError:
+        return dict(there)
+
+
 def first_difference(there: Any, now: Any, key: str = "") -> str:
     """The first key in which two configs differ, with both values."""
     if isinstance(there, Mapping) and isinstance(now, Mapping):
@@ -103,11 +111,3 @@ def first_difference(there: Any, now: Any, key: str = "") -> str:
             if config_hash({"": there.get(name)}) != config_hash({"": now.get(name)}):
                 return first_difference(there.get(name), now.get(name), f"{key}.{name}" if key else str(name))
     return f"{key} {there!r}, and {now!r} is asked for"
-
-
-def _with_defaults(there: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as it reads today; as it stands where it has keys that have gone since."""
-    try:
-        return to_dict(load_run_config(**verbatim(there)))
-    except UserError:
-        return dict(there)
