@@ -32,6 +32,7 @@ from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig
 from recbft.training.bundle import differences, load_trained
 from recbft.training.checkpoint import best_digest
+from recbft.training.run_folder import RunFolder
 
 KEEP = 0.4
 
@@ -53,7 +54,9 @@ def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> d
     if path is None:
         return None
     assert isinstance(model, TrainableModel)  # a setting of training is refused of others
-    run, their_config, vocabulary, older = load_trained(path)
+    folder, weights = RunFolder.open(path).checkpoint, None
+    while (now := best_digest(folder)) != weights:  # a training that goes on may put better ones in their place
+        weights, (run, their_config, vocabulary, older) = now, load_trained(path)
     changed = differences(to_dict(config), to_dict(their_config))
     differing = [f"{key} {theirs!r} (here {ours!r})" for key, (ours, theirs) in changed.items()]
     rows = _rows_of(dataset, vocabulary, run.path)
@@ -76,7 +79,7 @@ def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> d
     model.load_state_dict(state)
     return {
         "run": str(run.path.absolute()),
-        "weights": best_digest(run.checkpoint),
+        "weights": weights,
         "content_hash": run.protocol["content_hash"],
         "kept": keep,
         "known_items": int((rows[1:] > 0).sum()),

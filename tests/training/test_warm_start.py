@@ -16,7 +16,7 @@ from recbft.errors import UserError
 from recbft.evaluation.protocol import protocol_lines
 from recbft.models.backbone import Backbone
 from recbft.run_config import load_run_config
-from recbft.training import checkpoint, session
+from recbft.training import checkpoint, session, warm_start
 from recbft.training.bundle import load_trained
 from recbft.training.many_seeds import train_seeds
 from recbft.training.run_parts import make_parts
@@ -198,6 +198,27 @@ def test_the_protocol_says_what_weights_a_number_began_from(older, older_data, g
     }
     assert f"which knew {known} of the {grown.num_items} items" in protocol_lines(run.protocol)[-1]
     assert "begun_from" not in session.RunFolder.open(older()).protocol
+
+
+def test_the_digest_kept_is_of_the_weights_taken_while_the_older_run_goes_on_training(
+    older, older_data, grown, tmp_path, monkeypatch
+):
+    path = tmp_path / "older"
+    shutil.copytree(older(), path)
+    better = session.train(config(seed=5), tmp_path / "better", dataset=older_data)
+
+    def replaced_while_read(asked):
+        found = load_trained(asked)
+        shutil.rmtree(path)
+        shutil.copytree(better.path, path)
+        monkeypatch.setattr(warm_start, "load_trained", load_trained)
+        return found
+
+    monkeypatch.setattr(warm_start, "load_trained", replaced_while_read)
+    made = begun(config(warm_start=str(path), warm_start_keep=1.0), grown)
+    assert made.begun_from["weights"] == checkpoint.best_digest(better.checkpoint)
+    taken, theirs = made.model.state_dict(), load_trained(better.path)[3].state_dict()
+    assert torch.equal(taken["blocks.0.inner.weight"], theirs["blocks.0.inner.weight"])
 
 
 @pytest.mark.parametrize(
