@@ -31,7 +31,7 @@ from recbft.evaluation.paired import holm
 from recbft.experiments.arms import ArmSpec
 from recbft.experiments.comparison import COMPARISON_FILE, DATA_FILE, Comparison
 from recbft.experiments.document import cells_of, comparison_document
-from recbft.experiments.experiment import plan_comparison, train_and_compare, usual_workers
+from recbft.experiments.experiment import check_devices, plan_comparison, train_and_compare, usual_workers
 from recbft.experiments.lists import parse_metrics, split_list
 from recbft.experiments.plan import Job
 from recbft.experiments.queue import WORDLESS, Failure, Running, Watcher
@@ -198,6 +198,7 @@ def compare(
             its = folder if len(models) == 1 else folder / str(name)
             jobs_of, data = plan(name, its)
             plans[jobs_of[0].config.model] = its, jobs_of, data
+            check_devices(jobs_of)
         if given is not None:
             _keep(given, file)
         comparisons, results = {}, {}

@@ -347,7 +347,9 @@ def test_a_script_on_standard_input_is_refused_before_anything_is_written(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_device_that_is_not_there_is_refused_before_a_run_begins(dataset, tmp_path):
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(dataset, tmp_path):
     with pytest.raises(UserError, match=r"device is 'cuda:64', but PyTorch sees \d+ CUDA devices; use cpu or auto"):
         compare(ARMS, dataset, out=tmp_path / "out", **{**SMALL, "device": "cuda:64"})
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["dataset.parquet"]
+    with pytest.raises(UserError, match=r"device is 'cuda:64', but PyTorch sees"):
+        compare("matched,bft[device=cuda:64]", dataset, out=tmp_path / "out", **SMALL)
+    assert list(tmp_path.iterdir()) == []

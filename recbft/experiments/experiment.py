@@ -31,6 +31,7 @@ from recbft.run_config import RunConfig
 from recbft.torchrun import refuse_several
 from recbft.training.many_seeds import check_stackable, check_together
 from recbft.training.run_folder import RunFolder, settle
+from recbft.training.run_parts import check_begins
 from recbft.training.same_run import first_difference
 
 SIDE_BY_SIDE = "processes that the command itself begins (-j) train the runs, each one of them"  # not torchrun's
@@ -97,7 +98,7 @@ def prepare(
 
     Raises:
         UserError: an arm cannot be configured, is not trained, is another's equal or cannot be compared, a folder holds
-            another run, or seeds that are missing cannot be trained together.
+            another run, or what is missing cannot begin on these data, or not with its seeds together.
     """
     refuse_several(SIDE_BY_SIDE)
     jobs = plan(arms, seeds, out / "runs", configure)
@@ -108,10 +109,11 @@ def prepare(
     _check_comparable(jobs)
     dataset = jobs[0].config.data.load() if dataset is None else dataset
     settle(out / "runs")
-    missing = [job for job in jobs if status(job, dataset) != "finished"]
-    if together > 1:
-        for arm in arms:
-            _check_together([job.config for job in missing if job.arm == arm], arm)
+    found = [(job, status(job, dataset)) for job in jobs]
+    for arm in arms:
+        _check_begins([job.config for job, its in found if job.arm == arm and its == "missing"], dataset, arm)
+        if together > 1:
+            _check_together([job.config for job, its in found if job.arm == arm and its != "finished"], arm)
     return jobs, dataset
 
 
@@ -190,6 +192,7 @@ def train_and_compare(
     Raises:
         UserError, RunError: as in ``train_missing`` and ``comparison_of``.
     """
+    check_devices(jobs)
     made = provenance.header(command, dataset, device=provenance.device_of(jobs[0].config))
     train_missing(jobs, dataset, out, workers=workers, watch=watch, together=together)
     comparison = comparison_of(
@@ -206,6 +209,12 @@ def train_and_compare(
 def usual_workers() -> int:
     """One per core, with room for other people on a large machine."""
     return min(cores(), 4)
+
+
+def check_devices(jobs: Sequence[Job]) -> None:
+    """Refuse runs on a device that is not there."""
+    for config in {job.config.training.device: job.config for job in jobs}.values():
+        provenance.device_of(config)
 
 
 def check_positive(option: str, value: int) -> None:
@@ -238,6 +247,16 @@ def _check_comparable(jobs: Sequence[Job]) -> None:
                 f"arm {job.arm.label} cannot be compared with {first.arm.label}, which has "
                 f"{first_difference(before, now)}; give all arms the same"
             )
+
+
+def _check_begins(configs: Sequence[RunConfig], dataset: Dataset, arm: ArmSpec) -> None:
+    """Refuse before training what each run of an arm would refuse in its own process, maybe hours later."""
+    if not configs:
+        return
+    try:
+        check_begins(configs[0], dataset)
+    except UserError as error:
+        raise UserError(f"arm {arm.label}: {error}") from None
 
 
 def _check_together(configs: Sequence[RunConfig], arm: ArmSpec) -> None:

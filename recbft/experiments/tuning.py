@@ -36,6 +36,7 @@ from recbft.experiments.search_space import Dimension, all_points, check_each_on
 from recbft.files import explained, make_folder
 from recbft.run_config import RunConfig
 from recbft.torchrun import refuse_several
+from recbft.training.run_parts import check_begins
 from recbft.training.same_run import refuse_other_data, refuse_other_settings
 
 _STUDY = "recbft"
@@ -115,7 +116,7 @@ def search(
             settings = tuple(f"{key}={value}" for key, value in values.items())
             watch.note(f"trial {number + 1} of {trials}: {' '.join(settings)}")
             try:
-                configure(ArmSpec(arm, arm, settings), seeds[0])
+                check_begins(configure(ArmSpec(arm, arm, settings), seeds[0]), dataset)
             except UserError as error:  # values that no run can have together, such as 2 heads at a width of 9
                 watch.note(f"this trial cannot be run: {error}")
                 trial.set_user_attr(_IMPOSSIBLE, str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from recbft.mixers.head_dynamics import DAY
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig
+from recbft.surroundings import set_aside
 from recbft.training.checkpoint import TrainState, vocabulary_hash
 from recbft.training.controllers import Controllers, make_controllers
 from recbft.training.graphed_steps import GraphedSteps
@@ -61,6 +63,20 @@ def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, beg
         graphs=None if optimizer is None else GraphedSteps.asked_for(model, optimizer, config.training),
         begun_from=begun_from,
     )
+
+
+def check_begins(config: RunConfig, dataset: Dataset) -> None:
+    """Refuse what ``make_parts`` would refuse on any device, before a process is begun for it.
+
+    Raises:
+        UserError: a part cannot be made.
+    """
+    with set_aside(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run says them
+        model = build_model(config, dataset)
+        warm_start(model, config, dataset)
+        training_batches(config, dataset)
+        make_controllers(config.controllers, model, seed=config.seed)
 
 
 def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU) -> nn.Module:

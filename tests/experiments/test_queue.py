@@ -295,6 +295,26 @@ def test_arms_that_cannot_be_compared_are_refused_before_training(events, tmp_pa
         prepared("bft,bft[filter_seen=true]")
 
 
+@pytest.mark.parametrize(
+    ("arm", "message"),
+    [
+        ("bft[mixer=linear_attention]", r"update 'kalman' needs an observation precision"),
+        ("bft[warm_start=nowhere]", "there is no run folder nowhere"),
+        (
+            "bft[warm_start=OLDER,hidden_size=16]",
+            r"the weights of .* do not fit this model: it has backbone\.hidden_size",
+        ),
+        ("bft[controllers.label_smoothing={start: 0.1},loss=bce]", "label_smoothing has no effect with loss 'bce'"),
+    ],
+)
+def test_an_arm_that_cannot_begin_is_refused_before_any_is_trained(events, trained, tmp_path, arm, message):
+    before = torch.get_rng_state()
+    arms = parse_arms(f"matched,{arm.replace('OLDER', str(runs_in(trained, 'bft')[0]))}")
+    with pytest.raises(UserError, match=rf"^arm {re.escape(arms[1].label)}: .*{message}"):
+        prepare(arms, (0, 1), tmp_path, lambda arm, seed: arm.config(SMALL, dataset=str(events), seed=seed))
+    assert torch.equal(torch.get_rng_state(), before) and list(tmp_path.iterdir()) == []
+
+
 def test_a_run_made_elsewhere_by_its_command_is_taken_up(events, tmp_path, capsys):
     job = jobs_of(events, tmp_path / "elsewhere", "bft[lam_max=10,ks=[5,10]]", (3,))[0]
     assert "--set 'evaluation.ks=[5, 10]'" in job.command
