@@ -34,7 +34,7 @@ def report(
     from recbft.reporting.report import WITH_PLOTS, check_formats, make_report, write_report
     from recbft.reporting.tables import text
 
-    wanted = [word.strip() for word in formats.split(",") if word.strip()]
+    wanted = list(dict.fromkeys(word.strip() for word in formats.split(",") if word.strip()))
     check_formats(wanted)
     draw = any(form in WITH_PLOTS for form in wanted)
     if draw:

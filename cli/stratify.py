@@ -90,7 +90,8 @@ def _subject(source: Path, baseline: Path | None, data_root: str | None) -> Subj
 
 
 def _words(text: str, option: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    """The names of a list, each once."""
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words:
         raise UserError(f"{option} is empty; leave it out, or give one or more names")
     return words

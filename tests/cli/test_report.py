@@ -108,6 +108,16 @@ def test_stratify_prints_each_partition_of_a_comparison(capsys, folder, tmp_path
     assert {"tables.md", "tables.tex", "strata-grid-hr-10.csv"} <= names
 
 
+def test_what_is_asked_for_twice_is_printed_once(capsys, folder, tmp_path):
+    once, twice = (
+        run(capsys, "stratify", folder, "--by", by, "--metric", metrics)
+        for by, metrics in (("first-time", "hr@10"), ("first-time,first-time", "hr@10, hr@10"))
+    )
+    assert once == twice and once[0] == 0
+    _, out, _ = run(capsys, "report", folder, "--format", "md,md", "--out", tmp_path)
+    assert out.count("written: ") == 1
+
+
 def test_stratify_takes_one_run_or_two(capsys, runs):
     code, out, _ = run(capsys, "stratify", runs[0], "--by", "user-activity", "--metric", "mrr", "--setting", "filtered")
     assert code == 0 and "MRR on tiny, seen masked" in plain(out) and "nothing is tested" in plain(out)
