@@ -108,13 +108,17 @@ def resume(
         RunError: as in ``train``.
     """
     run = RunFolder.open(path)
-    if run.is_finished:
+    if run.is_finished and dataset is None:
         return run
     config = own_config(run)
-    if config.training.tensorboard:
-        tensorboard.check_available()
     if not isinstance(dataset, Dataset):
         dataset = config.data.load_again(dataset, None if data_root is None else str(data_root))
+    if run.is_finished:
+        trained = run.protocol["content_hash"]
+        refuse_other_data(trained, dataset, f"{run.path} is finished, and was trained", "give those, or no data")
+        return run
+    if config.training.tensorboard:
+        tensorboard.check_available()
     together = team(config.training)
     with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
         return go_on(run, config, dataset, device, _listener(progress, together), together=together).finish()

@@ -231,6 +231,16 @@ def test_resuming_a_finished_run_prints_its_results(capsys, finished):
     assert code == 0 and out.splitlines()[-1] == f"run folder: {finished}"
 
 
+def test_data_named_for_a_finished_run_are_those_it_was_trained_on(capsys, events, finished, tmp_path):
+    assert run(capsys, "train", "--resume", finished, "-d", events) == run(capsys, "train", "--resume", finished)
+    code, out, err = run(capsys, "train", "--resume", finished, "-d", tmp_path / "nowhere.csv")
+    assert (code, out) == (2, "") and "nowhere.csv" in err
+    pd.read_parquet(events).iloc[:-1].to_parquet(tmp_path / "fewer.parquet")
+    code, out, err = run(capsys, "train", "--resume", finished, "-d", tmp_path / "fewer.parquet")
+    assert (code, out) == (2, "") and err.startswith(f"error: {finished} is finished, and was trained on data with ")
+    assert err.endswith("; give those, or no data\n")
+
+
 def test_the_data_root_is_where_names_are_looked_for_and_is_not_saved(capsys, events, tmp_path):
     root = events.parent
     how = ["--data-root", root, "--set", "time=timestamp", "--out", tmp_path, "-q", *SETTINGS]
