@@ -32,7 +32,7 @@ def report(
     from recbft.experiments.comparison import load_comparison
     from recbft.reporting import plots
     from recbft.reporting.report import WITH_PLOTS, check_formats, make_report, write_report
-    from recbft.reporting.tables import text
+    from recbft.reporting.tables import left_before, text
 
     wanted = list(dict.fromkeys(word.strip() for word in formats.split(",") if word.strip()))
     check_formats(wanted)
@@ -60,3 +60,5 @@ def report(
     typer.echo()
     for path in written:
         typer.echo(f"written: {path}")
+    for line in left_before(path for path in written if path.suffix in (".csv", ".svg")):
+        typer.echo(line, err=True)

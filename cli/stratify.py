@@ -53,7 +53,7 @@ def stratify(
 ) -> None:
     """Split the users into strata, and print each arm's metrics there, with tests against the baseline."""
     from recbft.reporting.stratum_tables import available, stratified
-    from recbft.reporting.tables import text, write_tables
+    from recbft.reporting.tables import left_before, text, write_tables
 
     subject = _subject(source, baseline, data_root)
     found, left_out = available(subject)
@@ -70,8 +70,11 @@ def stratify(
         for line in left_out:
             typer.echo(line, err=True)
     if out is not None:
-        for path in write_tables([one.table for one in made], out, ("md", "latex", "csv")):
+        written = write_tables([one.table for one in made], out, ("md", "latex", "csv"))
+        for path in written:
             typer.echo(f"written: {path}")
+        for line in left_before(written, "strata-*.csv"):
+            typer.echo(line, err=True)
 
 
 def _subject(source: Path, baseline: Path | None, data_root: str | None) -> Subject:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from recbft.experiments.document import interval_text, p_text, percent, spread_text, unsigned_zero
+from recbft.experiments.lists import counted
 from recbft.experiments.tables import markdown_words, text_table
 from recbft.files import make_folder, write_atomic
 
@@ -160,6 +161,23 @@ def write_tables(tables: Sequence[Table], out: str | Path, formats: Iterable[str
     for path, content in files.items():
         write_atomic(path, content.encode(), durable=False)
     return list(files)
+
+
+def left_before(written: Iterable[Path], pattern: str = "*") -> list[str]:
+    """A line for each folder of these files that has others of the same ending, which an earlier call wrote.
+
+    Args:
+        pattern: of the names that such a call gives.
+    """
+    ours, lines = set(written), []
+    for folder, suffix in sorted({(path.parent, path.suffix) for path in ours}):
+        if others := sorted({path for path in folder.glob(pattern) if path.suffix == suffix} - ours):
+            files = counted(len(others), f"{suffix[1:].upper()} file")
+            lines.append(
+                f"note: {folder} has {files} that this call did not write, such as {others[0].name}; what they say may "
+                "have changed since"
+            )
+    return lines
 
 
 def distinct(tables: Iterable[Table]) -> list[Table]:
