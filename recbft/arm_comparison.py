@@ -2,7 +2,7 @@
 
 >>> from recbft import compare                                           # doctest: +SKIP
 >>> compared = compare("matched,bft", dataset, out="comparisons/mine", epochs=50)  # doctest: +SKIP
->>> compared.differences[["arm", "metric", "difference", "low", "high", "p_holm"]]  # doctest: +SKIP
+>>> compared.differences[["arm", "setting", "metric", "difference", "low", "high", "p_holm"]]  # doctest: +SKIP
 
 Runs are trained in processes of their own, which import the script that called: there the call has to stand under
 ``if __name__ == "__main__":``. A notebook and an interactive session need no such line.
