@@ -24,6 +24,7 @@ import re
 import secrets
 import shlex
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -269,6 +270,8 @@ def _put_aside(path: Path) -> Iterator[None]:
             os.replace(aside, path)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():  # a folder that may only be read
+        warnings.warn(f"the run that was replaced cannot be removed: {aside}; remove it by hand", stacklevel=2)
 
 
 def settle(folder: Path) -> None:

@@ -224,6 +224,18 @@ def test_an_environment_tells_versions_and_not_whose_machine_it_is():
     assert getpass.getuser() not in made.values()
 
 
+def test_a_replaced_run_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    create(tmp_path / "a")
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: None if path.suffix == ".old" else remove(path, **how))
+    with pytest.warns(UserWarning, match=r"the run that was replaced cannot be removed: .*\.a\.\w+\.old; remove it"):
+        create(tmp_path / "a", overwrite=True)
+    assert len(list(tmp_path.glob(".a.*.old"))) == 1
+    monkeypatch.undo()
+    create(tmp_path / "a", overwrite=True)
+    assert os.listdir(tmp_path) == ["a"], "the next one removes it"
+
+
 def test_overwrite_replaces_runs_and_nothing_else(tmp_path):
     project = tmp_path / "project"
     (project / "src").mkdir(parents=True)
