@@ -39,6 +39,7 @@ from recbft.surroundings import set_aside
 from recbft.torchrun import refuse_several
 from recbft.training import tensorboard
 from recbft.training.bundle import OwnDraws, own_config
+from recbft.training.in_progress import Session
 from recbft.training.loop import Row, close_epoch, epoch_row, is_over, not_finite
 from recbft.training.optimiser import make_optimizer, warmup_ramp
 from recbft.training.out_of_memory import memory_explained
@@ -47,7 +48,7 @@ from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import build_model
 from recbft.training.run_settings import run_settings, work_for_run
 from recbft.training.same_run import refuse_other_data, refuse_other_settings
-from recbft.training.session import Session, begin, go_on
+from recbft.training.session import begin, go_on
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
 GPU_STACK_TOKENS = 400_000  # so that what a step keeps for its backward pass takes gigabytes in single figures

@@ -12,7 +12,7 @@ from recbft.datasets import Dataset
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, UserError
 from recbft.run_config import load_run_config
-from recbft.training import checkpoint, session
+from recbft.training import checkpoint, in_progress
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
 from recbft.training.session import resume, train
@@ -89,13 +89,13 @@ def test_seeds_trained_together_refuse_controllers(dataset, tmp_path):
 
 
 def test_the_weights_kept_as_best_are_those_that_were_validated(dataset, tmp_path, monkeypatch):
-    evaluated, judged = session.evaluate, []
+    evaluated, judged = in_progress.evaluate, []
 
     def watch(model, *arguments, **named):
         judged.append(model.blocks[0].mixer.temperature_logit.item())
         return evaluated(model, *arguments, **named)
 
-    monkeypatch.setattr(session, "evaluate", watch)
+    monkeypatch.setattr(in_progress, "evaluate", watch)
     run = train(config(controllers={"guardian": {}}), tmp_path / "run", dataset=dataset)
     assert len(set(judged)) > 2, "the guardian has moved it"
     assert weights(run)["blocks.0.mixer.temperature_logit"].item() == judged[run.metrics["best_epoch"] - 1]

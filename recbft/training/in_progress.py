@@ -1,0 +1,237 @@
+"""A run in progress: take up its state, train, validate, keep what is best, and report it when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from recbft.datasets import Dataset
+from recbft.errors import RunInterruptedError, UserError
+from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.evaluation.probability import calibrations
+from recbft.evaluation.protocol import begun_from
+from recbft.evaluation.views import Part
+from recbft.models.contract import TrainableModel
+from recbft.run_config import RunConfig
+from recbft.torchrun import Process
+from recbft.training import checkpoint, tensorboard
+from recbft.training.bundle import write_vocabulary
+from recbft.training.checkpoint import Loaded, TrainState
+from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
+from recbft.training.data_parallel import Team, departure_explained
+from recbft.training.loop import Row, fit, moment_of
+from recbft.training.progress import Progress
+from recbft.training.run_folder import RunFolder
+from recbft.training.run_parts import Parts
+from recbft.training.run_settings import rng_state, set_rng_state
+
+
+class Session:
+    """A run in progress; its random state is that of ``generator``."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        config: RunConfig,
+        dataset: Dataset,
+        device: torch.device,
+        parts: Parts,
+        state: TrainState,
+        progress: Progress,
+        generator: torch.Generator,
+        together: Team,
+    ) -> None:
+        self.run, self.config, self.dataset, self.device = run, config, dataset, device
+        self.model, self.batches, self.optimizer, self.controllers, self.graphs, _ = parts
+        self.state, self.progress, self.generator, self.together = state, progress, generator, together
+        if config.training.tensorboard and together.leads:
+            self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
+        self.rows: list[Row] = []
+        self.is_saved = False  # whether there is a state to go on from
+        together.draw_apart(config.seed, device)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The run in this process's hands alone, in the state saved last if there is one.
+
+        Raises:
+            UserError: another process trains it, or what was saved is damaged.
+        """
+        with ExitStack() as held:
+
+            def take() -> Loaded | None:
+                held.enter_context(self.run.locked())
+                self.run.remove_leftovers()
+                write_vocabulary(self.run.checkpoint, self.dataset)
+                if not self.run.has_checkpoint:
+                    return None
+                loaded = checkpoint.load(self.run.checkpoint)
+                checkpoint.tidy(self.run.checkpoint)
+                return loaded
+
+            loaded = self.together.first_does(take)
+            if loaded is not None:
+                self._restore(loaded)
+            yield
+
+    def _restore(self, loaded: Loaded) -> None:
+        checkpoint.take_up(self.model, loaded.model_state, folder=self.run.checkpoint)
+        self.state, self.is_saved = loaded.state, True
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(loaded.optimizer_state)
+        self.controllers.load_state_dict(loaded.controllers_state)
+        set_rng_state(self.generator, self._own_rng(loaded.rng_state), self.device)
+        self.rows = self.run.read_history(up_to_epoch=self.state.epoch)
+
+    def _own_rng(self, saved: Any) -> Any:
+        """This process's random state, of as many as trained the run so far."""
+        states, here = saved.get("processes", [saved]), self.together.process
+        if len(states) != here.size:
+            raise UserError(
+                f"{self.run.path} was trained by {_processes(len(states))}, and {_processes(here.size)} would draw "
+                f"other numbers; go on with {self.run.command_to_resume(Process.of(len(states)))}"
+            )
+        return states[here.rank]
+
+    def finish(self) -> RunFolder:
+        """Train to the end, evaluate the best weights, write the results."""
+        try:
+            with departure_explained(self.together, self._way_on), self.locked():
+                self._train()
+                self.report()
+        except KeyboardInterrupt:
+            raise RunInterruptedError(f"interrupted; {self._way_on()}") from None
+        return self.run
+
+    def _way_on(self) -> str:
+        saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
+        command = self.run.command_to_resume(self.together.process)
+        return f"the state after epoch {saved} is saved, go on with: {command}"
+
+    def _train(self) -> None:
+        if self.batches is None:
+            self._save(best=self.model.state_dict())
+            return
+        self.make_resumable()
+        assert self.optimizer is not None and isinstance(self.model, TrainableModel)
+        fit(
+            self.model,
+            self.optimizer,
+            self.batches,
+            self.config.training,
+            self.state,
+            validate=self.validate,
+            keep=self.keep,
+            progress=self.progress,
+            controllers=self.controllers,
+            graphs=self.graphs,
+            team=self.together,
+        )
+        self._offer_final_weights()
+
+    def make_resumable(self) -> None:
+        """Save the state before the first epoch, unless one is saved: from here on a killed run can be resumed."""
+        if self.is_saved:
+            return
+        if self.config.training.warm_start is not None:
+            self.progress.note(f"begins from {begun_from(self.run.protocol)}")
+        self._save(best=None)
+
+    def validate(self) -> dict[str, float]:
+        """The validation metrics of the weights that controllers want judged, the model's own without them."""
+        with self.controllers.evaluation_weights(self.model):
+            metrics = self._evaluate("validation").headline
+            if self.controllers.needs_validation_loss:
+                loss = validation_cross_entropy(self.model, self.dataset)  # type: ignore[arg-type]
+                metrics = {**metrics, CROSS_ENTROPY: loss}
+        return metrics
+
+    def _offer_final_weights(self) -> None:
+        """Validate the weights that controllers have put together in the course of training, and keep better ones."""
+        offered = self.controllers.final_weights(self.model)
+        if offered is None:
+            if self.config.controllers.swa is not None:
+                self.progress.note("controllers.swa has averaged nothing: fewer than two epochs gained enough")
+            return
+        metric = self.config.training.valid_metric
+        with offered:
+            value = self._evaluate("validation").headline[metric]
+            said = f"the averaged weights have valid {metric} {value:.4f}"
+            if self.state.best_metric is not None and value <= self.state.best_metric:
+                self.progress.note(f"{said}, and those of epoch {self.state.best_epoch} are kept")
+                return
+            self.state.best_metric, self.state.best_epoch = value, self.state.epoch
+            best = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self._save(best=best)
+        self.progress.note(f"{said}, and are kept")
+
+    def _evaluate(self, part: Part, *, lists: bool = False) -> Evaluation:
+        if isinstance(self.model, TrainableModel):
+            self.model.refresh()
+        settings = self.config.evaluation
+        return evaluate(
+            self.model,  # type: ignore[arg-type]
+            self.dataset,
+            part,
+            filter_seen=settings.filter_seen,
+            ks=settings.ks,
+            memory_mb=settings.memory_mb,
+            sharing=self.together,
+            lists=lists,
+        )
+
+    def _calibrations(self) -> dict[str, dict[str, float] | None]:
+        return calibrations(self.model, self.dataset, memory_mb=self.config.evaluation.memory_mb)  # type: ignore[arg-type]
+
+    def keep(self, row: Row, best: bool) -> None:
+        """Save the state after an epoch, and the weights that were judged as the best ones if they are."""
+        judged = None
+        if best:  # before controllers move them
+            with self.controllers.evaluation_weights(self.model):
+                judged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        if self.optimizer is not None and self.batches is not None:
+            assert isinstance(self.model, TrainableModel)
+            moment = moment_of(self.model, self.optimizer, self.batches, self.config.training, self.state)
+            self.controllers.on_epoch_end(moment, row)
+        self.rows.append(row)
+        self.together.first_does(lambda: self.run.write_history(self.rows))
+        self._save(best=judged)
+
+    def _save(self, *, best: Mapping[str, torch.Tensor] | None) -> None:
+        random_states = self.together.gathered(rng_state(self.generator, self.device))
+        self.together.first_does(
+            lambda: checkpoint.save(
+                self.run.checkpoint,
+                model_state=self.model.state_dict(),
+                optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
+                rng_state={"processes": random_states} if self.together.several else random_states[0],
+                controllers_state=self.controllers.state_dict(),
+                state=self.state,
+                best_model_state=best,
+            )
+        )
+        self.is_saved = True
+
+    def report(self) -> None:
+        """Evaluate the best weights on validation and test, and close the run."""
+        self.model.load_state_dict(self.together.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
+        validation, test = self._evaluate("validation"), self._evaluate("test", lists=True)
+        metrics = {
+            "filter_seen": self.config.evaluation.filter_seen,
+            "test": test.metrics,
+            "validation": validation.metrics,
+            "exposure": test.exposure,
+            "probability": self.together.first_does(self._calibrations),
+            "best_epoch": self.state.best_epoch,
+            "epochs": self.state.epoch,
+            "steps": self.state.step,
+            "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
+        }
+        self.together.first_does(lambda: self.run.finish(metrics, test.per_user))
+
+
+def _processes(number: int) -> str:
+    return "one process" if number == 1 else f"{number} processes"
