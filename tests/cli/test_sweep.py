@@ -628,6 +628,14 @@ def test_a_point_that_no_run_can_have_is_a_failed_trial_and_not_the_end(capsys, 
     assert 0 < json.loads((tmp_path / "tune.json").read_text())["failed"] < 6
 
 
+def test_a_point_whose_parts_do_not_go_together_is_none_that_a_run_can_have(capsys, events, tmp_path):
+    pytest.importorskip("optuna")
+    space = ["--space", "mixer=linear_attention,gla", "--trials", "2", "--seeds", "0-1", "--out", tmp_path]
+    code, _, err = run(capsys, "tune", "-d", events, *SETTINGS, *space)
+    why = "error: none of the 2 trials can be run; the last: update 'kalman' needs an observation precision"
+    assert code == 2 and err.splitlines()[-1].startswith(why) and not (tmp_path / "runs").exists()
+
+
 def test_points_none_of_which_a_run_can_have_end_in_one_line(capsys, events, tmp_path):
     pytest.importorskip("optuna")
     settings = [*SETTINGS, "--set", "epochs=1", "--set", "n_heads=2"]
