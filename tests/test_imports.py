@@ -181,6 +181,11 @@ def test_the_library_is_imported_without_the_packages_that_may_be_missing():
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
+def test_what_kernels_share_can_be_imported_first_of_all():
+    done = subprocess.run([sys.executable, "-c", "import recbft.kernels.compiled.heads"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_every_file_of_a_package_is_installed_with_it(monkeypatch):
     setuptools, made = pytest.importorskip("setuptools"), {}
     monkeypatch.chdir(ROOT)

@@ -6,17 +6,19 @@ Shapes: B rows, H heads, T tokens that read, J keys, K head width.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recbft.core.belief import SequenceContext
-from recbft.core.regimes import BiasTerms
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
 from recbft.kernels.eager import eagerly
 from recbft.kernels.transforms import untransformed
+
+if TYPE_CHECKING:  # core picks the kernels that need this file
+    from recbft.core.belief import SequenceContext
+    from recbft.core.regimes import BiasTerms
 
 
 class Spans(NamedTuple):
