@@ -77,12 +77,10 @@ def predicted(
                 even = torch.full((), math.log(lapse) - math.log(scores.shape[1]), dtype=z.dtype, device=z.device)
                 log_p = torch.logaddexp(log_p.add_(math.log1p(-lapse)), even)
             p = log_p.exp()
-            top = p.gather(1, best).cumsum(dim=1).clamp(max=1)
             entropy = -torch.linalg.vecdot(p, log_p).clamp(max=0)
-            columns = [-log_p.gather(1, own)[:, 0], entropy, *(top[:, min(k, top.shape[1]) - 1] for k in ks)]
-            parts.append(torch.stack(columns).double())
-    joined = [torch.cat(parts, dim=1).cpu().numpy() for parts in found]
-    return [Predicted(nll, entropy, dict(zip(ks, top, strict=True))) for nll, entropy, *top in joined]
+            parts.append(torch.cat([-log_p.gather(1, own), entropy[:, None], p.gather(1, best)], dim=1))
+    # Summed on the CPU: on a GPU a running sum has no fixed order, and PyTorch refuses it where one is asked for.
+    return [_predicted(torch.cat(parts).cpu(), ks) for parts in found]
 
 
 def calibration(
@@ -123,6 +121,13 @@ def calibration(
             for p, h, n in zip(mean, rate, number, strict=True)
         ],
     }
+
+
+def _predicted(columns: Tensor, ks: Sequence[int]) -> Predicted:
+    """From -ln p_target, (3) and the largest p in falling order, user by user, (N, 2 + max k)."""
+    nll, entropy = columns[:, :2].double().T.contiguous().numpy()
+    top = columns[:, 2:].cumsum(dim=1).clamp(max=1).double()
+    return Predicted(nll, entropy, {k: top[:, min(k, top.shape[1]) - 1].contiguous().numpy() for k in ks})
 
 
 def _rows(states: Tensor, table: ItemTable, targets: IntArray, memory_mb: float) -> Iterator[tuple[Tensor, Tensor]]:

@@ -49,6 +49,20 @@ def test_rounding_in_single_precision_makes_no_probability_beyond_one_and_no_ent
     assert {part.dtype for part in (found.nll, found.entropy, *found.top.values())} == {np.dtype(np.float64)}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="what PyTorch refuses of a GPU")
+def test_a_gpu_gives_the_same_by_deterministic_algorithms():
+    states, (weight, _), _ = drawn(0)
+    targets = np.random.default_rng(0).integers(1, 31, 400)
+    asked = {"calibrations": [AS_TRAINED], "ks": (1, 10), "memory_mb": 1.0}
+    (plain,) = predicted(states, ItemTable(weight, None), targets, **asked)
+    torch.use_deterministic_algorithms(True)
+    try:
+        (found,) = predicted(states.cuda(), ItemTable(weight.cuda(), None), targets, **asked)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    np.testing.assert_allclose(found.top[10], plain.top[10], rtol=1e-10)
+
+
 @pytest.mark.parametrize("memory_mb", [1e-9, 0.05])
 def test_the_scores_alive_at_a_time_fit_into_the_memory(monkeypatch, memory_mb):
     blocks = []
