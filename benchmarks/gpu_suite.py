@@ -9,9 +9,9 @@
    forward, and forward and backward, as a caller waits for it and as the GPU is busy with it, and peak memory. The
    cross-entropy against the one over logits.
 3. A training step of ``bft`` against ``matched``, at two lengths, in single and mixed precision and from CUDA graphs.
-4. The forward and the backward pass of kriging moments by tile, for whoever chooses them.
-5. Twenty seeds of each arm trained together, on generated histories as many and as short as those of Amazon Beauty:
+4. Twenty seeds of each arm trained together, on generated histories as many and as short as those of Amazon Beauty:
    whole epochs with validation and checkpoints, and what a hundred of them would take.
+5. The forward and the backward pass of kriging moments by tile, for whoever chooses them.
 
 Nothing begins after ``--minutes`` or goes on for ninety seconds more: what no time is left for is named. Results are on
 disk line by line, and what fails is a line of its own, so that the rest is still told: the work is done in a process of
@@ -93,7 +93,8 @@ def main(arguments: Sequence[str]) -> int:
             for row in _in_time(worker, [number for number, part in enumerate(parts) if part == name], ends):
                 rows.append(row)
                 write_json(file, machine.close(made) | _storable(found), durable=False)
-            print(f"\n{name}\n\n" + _table(rows), flush=True)
+            if rows:
+                print(f"\n{name}\n\n" + _table(rows), flush=True)
             if time.monotonic() > ends:
                 print(f"{name}: no time left for more", flush=True)
     finally:
@@ -144,8 +145,8 @@ def units(device: str) -> list[Unit]:
         made.append(Unit("vocabulary", labels, partial(vocabulary, clock, *sizes)))
     for length in LENGTHS[:1] if small else LENGTHS:
         made.append(Unit("steps", {"T": length}, partial(steps, clock, length, small=small)))
-    made += [Unit("tiles", {"tile": "x".join(map(str, t))}, partial(tiles, clock, t)) for t in TILES if not small]
     made += [Unit("seeds", {"arm": arm}, partial(seeds, device, arm, small=small)) for arm in ("matched", "bft")]
+    made += [Unit("tiles", {"tile": "x".join(map(str, t))}, partial(tiles, clock, t)) for t in TILES if not small]
     return made
 
 

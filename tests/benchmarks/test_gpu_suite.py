@@ -126,7 +126,8 @@ def test_nothing_begins_after_its_time(tmp_path, monkeypatch, capsys):
     assert gpu_suite.main(["--out", str(tmp_path), "--dry-run"]) == 0
     assert began == [0]
     assert json.loads((tmp_path / "gpu_suite.json").read_text())["attention"] == [{"number": 0}]
-    assert "steps: no time left for more" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "steps: no time left for more" in told and "\nsteps\n" not in told
 
 
 def test_histories_to_time_are_made_at_once():
