@@ -15,6 +15,7 @@ Shapes: U users of one block, V items, K taste factors.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ SESSION_SECONDS = 300.0
 PAUSE_SECONDS = 4 * 86_400.0
 FIRST_SECOND = 1_577_836_800  # 2020-01-01
 BLOCK_CELLS = 4_000_000  # users x items held at once
+MAX_FOCUS = 1e30  # its products stay finite in float32
+TINIEST = 103.0  # exp(-103) is above 0 in float32, if barely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +48,9 @@ class SyntheticConfig:
         num_users, num_items: sizes; an item that nobody takes does not reach the data set.
         mean_length: mean events per user; the shortest history has 5 events, the longest a quarter of the items.
         num_factors: K, the width of taste.
-        focus: how sharply taste decides, >= 0; at 0 nothing but popularity is left.
+        focus: how sharply taste decides, from 0, where nothing but popularity is left, to 1e30.
         drift_days: time constant of (1); small is fast.
-        zipf: exponent of popularity, >= 0.
+        zipf: exponent of popularity, >= 0; at most 103 / ln num_items.
         item_reliabilities, item_shares: levels r_i and the share of items at each.
         user_reliabilities, user_shares: levels r_u and the share of users at each.
         seed: equal seeds give equal events.
@@ -73,9 +76,10 @@ class SyntheticConfig:
         _require(SHORTEST <= self.mean_length <= self.num_items / 8, "mean_length", self.mean_length,
                  f"between {SHORTEST} and num_items / 8 = {self.num_items / 8:g}")  # fmt: skip
         _require(self.num_factors >= 1, "num_factors", self.num_factors, ">= 1")
-        _require(self.focus >= 0, "focus", self.focus, ">= 0")
+        _require(0 <= self.focus <= MAX_FOCUS, "focus", self.focus, f"between 0 and {MAX_FOCUS:g}")
         _require(self.drift_days > 0, "drift_days", self.drift_days, "> 0")
-        _require(self.zipf >= 0, "zipf", self.zipf, ">= 0")
+        steepest = TINIEST / math.log(self.num_items)  # beyond it the rarest item could not be drawn
+        _require(0 <= self.zipf <= steepest, "zipf", self.zipf, f"between 0 and {steepest:.3g} with this num_items")
         for side in ("item", "user"):
             levels, shares = getattr(self, f"{side}_reliabilities"), getattr(self, f"{side}_shares")
             _require(bool(levels) and all(0 < r <= 1 for r in levels), f"{side}_reliabilities", levels, "in (0, 1]")

@@ -190,9 +190,10 @@ def test_the_synthetic_data_set_is_loaded_by_name():
         ({"num_users": 0}, "num_users is 0; it must be >= 1"),
         ({"num_items": 10}, "num_items is 10; it must be >= 20"),
         ({"mean_length": 3}, "mean_length is 3; it must be between 5 and"),
-        ({"focus": -1}, "focus is -1; it must be >= 0"),
+        ({"focus": -1}, "focus is -1; it must be between 0 and 1e[+]30"),
         ({"seed": -1}, "seed is -1; it must be >= 0"),
-        ({"zipf": -0.1}, "zipf is -0.1; it must be >= 0"),
+        ({"zipf": -0.1}, "zipf is -0.1; it must be between 0 and 14.9 with this num_items"),
+        ({"zipf": 50}, "zipf is 50; it must be between 0 and 14.9 with this num_items"),
         ({"num_factors": 0}, "num_factors is 0; it must be >= 1"),
         ({"drift_days": 0}, "drift_days is 0; it must be > 0"),
         ({"user_shares": (1.5, -0.5)}, "user_shares is .*; it must be one share per level"),
@@ -206,8 +207,9 @@ def test_a_config_checks_its_values(settings, complaint):
         SyntheticConfig(**settings)
 
 
-def test_extreme_configs_never_give_an_item_twice():
-    config = SyntheticConfig(num_users=40, num_items=40, mean_length=5, focus=80.0, zipf=3.0)
+@pytest.mark.parametrize(("focus", "zipf"), [(80.0, 3.0), (0.0, 27.9), (1e30, 27.9)])
+def test_extreme_configs_never_give_an_item_twice(focus, zipf):
+    config = SyntheticConfig(num_users=40, num_items=40, mean_length=5, focus=focus, zipf=zipf)
     assert not generate(config).events.duplicated(["user_id", "item_id"]).any()
 
 
