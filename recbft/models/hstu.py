@@ -86,11 +86,12 @@ def hstu(
         moe: experts in the place of the feed-forward network, or None.
     """
     if core is not None:
-        if not config.feed_forward or config.activation != "gelu":
-            raise UserError(
-                f"arm 'bft' needs feed_forward true and activation gelu, got {str(config.feed_forward).lower()} and "
-                f"{config.activation}: precision is predicted through the feed-forward network"
-            )
+        for key, needed in (("feed_forward", True), ("activation", "gelu")):
+            if (found := getattr(config, key)) != needed:
+                raise UserError(
+                    f"backbone.{key} is {str(found).lower()}, but arm 'bft' needs {str(needed).lower()}, to predict "
+                    "precision through the feed-forward network; leave it out, or take arm matched or published"
+                )
         check_core(core, PointwiseAttention.weights, config.max_length)
 
     def mixer() -> PointwiseAttention:

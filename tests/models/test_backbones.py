@@ -461,7 +461,8 @@ def test_hstu_says_that_it_caps_dropout_and_saves_what_is_used():
     ("model", "backbone", "core", "message"),
     [
         ("hstu", {}, {"estimator": "reml"}, "estimator 'reml' is not defined for silu weights.*choose sandwich"),
-        ("hstu", {"feed_forward": False}, {}, "arm 'bft' needs feed_forward true and activation gelu, got false"),
+        ("hstu", {"feed_forward": False}, {}, "backbone.feed_forward is false, but arm 'bft' needs true, to predict"),
+        ("hstu", {"activation": "relu"}, {}, "backbone.activation is relu, but arm 'bft' needs gelu, to predict"),
         ("bert4rec", {"layer": "post_norm"}, {}, "'post_norm', but arm 'bft' needs 'pre_norm'; leave it out"),
         ("sasrec", {"loss": "bce"}, {}, "loss 'bce' needs items to draw from, but there is only one"),
     ],
