@@ -23,6 +23,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from torch import nn
 
 import recbft
 from recbft import Dataset, Recommender
@@ -827,6 +828,21 @@ def test_loading_neither_draws_from_nor_turns_back_the_callers_random_numbers(fi
     monkeypatch.setattr(torch.random, "fork_rng", refuse)
     Recommender.load(next(iter(fitted.values())).run.path)
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("arm", ["published", "matched", "bft"])
+def test_weights_that_a_file_holds_are_not_drawn_first(fitted, monkeypatch, arm):
+    run, made = fitted[arm].run.path, []
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda model, weights: made.append((model, weights)))
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        Recommender.load(run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    ((model, weights),) = made
+    drawn = {name for name, x in model.named_parameters() if not x.isnan().any()}
+    assert "item_embedding.weight" not in drawn and drawn <= set(weights)
 
 
 def test_a_recommender_needs_no_scipy():

@@ -68,7 +68,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             "restore the file, or train again into a new folder"
         )
     weights = checkpoint.load_best(run.checkpoint)
-    with set_aside(), OwnDraws():
+    with set_aside(), OwnDraws(parameters=False):
         model = config.build(counts)
     try:
         model.load_state_dict(weights)
@@ -133,16 +133,23 @@ class OwnDraws(TorchFunctionMode):
 
     PyTorch's default generator belongs to the caller and to what other threads are training: to put its state back
     afterwards, as ``fork_rng`` does, would make them draw again what they have drawn.
+
+    Args:
+        parameters: whether parameters are drawn; False leaves in them whatever the memory held, for weights of a file.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, parameters: bool = True) -> None:
         super().__init__()
-        self.generator = torch.Generator()
+        self.parameters, self.generator = parameters, torch.Generator()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if getattr(function, "__name__", "") in _DRAWS and kwargs.get("generator") is None:
-            kwargs["generator"] = self.generator
+        if getattr(function, "__name__", "") in _DRAWS:
+            drawn = args[0] if args else kwargs.get("tensor")  # by this name of ``nn.init``
+            if not self.parameters and isinstance(drawn, nn.Parameter):
+                return drawn
+            if kwargs.get("generator") is None:
+                kwargs["generator"] = self.generator
         return function(*args, **kwargs)
 
 
