@@ -162,7 +162,9 @@ class RegimeAttention(nn.Module):
         config = RegimeConfig() if config is None else config
         R = config.regimes
         if length < R:
-            raise UserError(f"regimes is {R}, but a history has at most {length} positions; take at most {length}")
+            raise UserError(
+                f"regimes is {R}, but a history has at most {length} positions; take fewer, or raise max_length to {R}"
+            )
         self.config, self.n_heads, self.estimator, self.cap = config, n_heads, estimator, cap
         self.reader = SoftmaxAttention(hidden_size, n_heads, estimator=estimator, cap=cap, **attention)
         self.memberships = GaussianMemberships(hidden_size, R, width=config.width, type2=config.type2)

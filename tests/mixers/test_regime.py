@@ -402,7 +402,7 @@ def test_every_estimator_sees_the_biased_weights(estimator):
 
 
 def test_more_regimes_than_positions_and_values_out_of_range_are_refused():
-    with pytest.raises(UserError, match="regimes is 4, but a history has at most 3 positions; take at most 3"):
+    with pytest.raises(UserError, match="regimes is 4, but a history has at most 3 positions; take fewer, or raise"):
         RegimeAttention(D, H, RegimeConfig(), length=3)
     least = {"regimes": 2, "width": 2, "sweeps": 1, "warm_in_steps": 0, "entropy_floor": 0.0, "entropy_weight": 0.0}
     RegimeAttention(D, H, RegimeConfig(**least), length=2)
