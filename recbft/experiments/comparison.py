@@ -124,7 +124,8 @@ def comparison_of(
     grouped = label_runs(runs) if names is None else _grouped(runs, names)
     seeds_of = {name: by_seed(name, group) for name, group in grouped.items()}
     users = runs[0].per_user[COLUMNS["user"]].to_numpy()
-    files = {name: read_external(Path(path), users, num_items=runs[0].protocol["items"])
+    targets = runs[0].per_user[COLUMNS["target"]].to_numpy()
+    files = {name: read_external(Path(path), users, targets, num_items=runs[0].protocol["items"])
              for name, path in (external or {}).items()}  # fmt: skip
     if clash := sorted(set(files) & set(grouped)):
         raise UserError(f"external arm {clash[0]!r} has the name of a trained arm; give it another")
@@ -149,7 +150,7 @@ def comparison_of(
         users=users,
         training_length=per_user[COLUMNS["history_length"]].to_numpy(np.int64) - 1,  # without the validation event
         target_frequency=per_user[COLUMNS["target_count"]].to_numpy(np.int64),
-        target=per_user[COLUMNS["target"]].to_numpy(),
+        target=targets,
         arms=arms,
         baseline=chosen,
         seeds=seeds,

@@ -74,7 +74,9 @@ def plan_comparison(
     if baseline is not None and baseline not in names:
         raise UserError(f"--baseline {baseline!r} is not an arm; choose one of {', '.join(names)}")
     jobs, dataset = prepare(specs, wanted, out, configure, dataset=dataset, together=together)
-    ranks = [(name, read_external(file, dataset.user_ids, num_items=dataset.num_items)) for name, file in files.items()]
+    targets = dataset.decode(dataset.items[dataset.offsets[1:] - 1])
+    ranks = [(name, read_external(file, dataset.user_ids, targets, num_items=dataset.num_items))
+             for name, file in files.items()]  # fmt: skip
     trained = {spec.label: set(wanted) for spec in specs}
     common_seeds(trained | {name: set(found.seeds) for name, found in ranks if found.seeds is not None})
     return jobs, dataset

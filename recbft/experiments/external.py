@@ -4,6 +4,7 @@
     rank             of the user's test target among all items, 1 is best; also read as rank_unfiltered
     rank_filtered    the same with the user's seen items masked
     seed             optional, from 0; without it the ranks stand for every seed
+    target           optional, the raw id of the item ranked: another one than here is refused
 
 One kind of rank is enough. A run's own ``per_user.parquet`` is such a file too.
 """
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from recbft.datasets.vocabulary import canonical_text
 from recbft.errors import UserError
+from recbft.experiments.lists import counted
 
 IntArray = NDArray[np.int64]
 _LAST_SEED = 2**32 - 1
@@ -34,20 +36,22 @@ class ExternalRanks(NamedTuple):
     others: int  # users of the file that the comparison does not have
 
 
-def read_external(path: Path, users: NDArray[Any], *, num_items: int) -> ExternalRanks:
+def read_external(path: Path, users: NDArray[Any], targets: NDArray[Any], *, num_items: int) -> ExternalRanks:
     """Read a CSV or Parquet file of ranks.
 
     Args:
-        users: raw ids in the comparison's order, (U,).
+        users, targets: raw ids in the comparison's order, (U,).
         num_items: the worst rank there can be.
 
     Raises:
-        UserError: a column is missing, a user is missing or listed twice, or a rank or seed is not one.
+        UserError: a column is missing, a user is missing or listed twice, a rank or seed is not one, or a target is
+            another.
     """
     table = _read(path)
     columns = {column: setting for column, setting in _SETTINGS.items() if column in table}
     if "user" not in table or not columns:
-        raise UserError(f"{path} has columns {', '.join(table.columns)}; it needs 'user' and 'rank' or 'rank_filtered'")
+        found = ", ".join(repr(str(column)) for column in table)  # a blank beside a name is seen
+        raise UserError(f"{path} has columns {found}; it needs 'user' and 'rank' or 'rank_filtered'")
     if len(set(columns.values())) < len(columns):
         raise UserError(f"{path} has both 'rank' and 'rank_unfiltered', which mean the same; keep one")
     for column in columns:
@@ -55,14 +59,17 @@ def read_external(path: Path, users: NDArray[Any], *, num_items: int) -> Externa
     if "seed" in table:
         table["seed"] = _whole(table["seed"], f"{path}: column 'seed'", "seeds", 0, _LAST_SEED)
     place = {canonical_text(user): n for n, user in enumerate(users)}
-    position = table["user"].map(canonical_text).map(place)
+    position = _texts(table["user"], path).map(place)
+    others = table["user"][position.isna()].unique()
     known = table[position.notna()].assign(position=position.dropna().astype(int))
     seeds: list[int | None] = [None]
     if "seed" in table and len(known):
         seeds = [*sorted(map(int, known["seed"].unique()))]
     parts = [known if seed is None else known[known["seed"] == seed] for seed in seeds]
     for seed, part in zip(seeds, parts, strict=True):
-        _check_users(part, place, path if seed is None else f"{path}, seed {seed}")
+        _check_users(part, place, path if seed is None else f"{path}, seed {seed}", others)
+    if "target" in known:
+        _check_targets(known, targets, path)
     ordered = [part.sort_values("position") for part in parts]
     return ExternalRanks(
         seeds=None if "seed" not in table else tuple(seed for seed in seeds if seed is not None),
@@ -70,7 +77,7 @@ def read_external(path: Path, users: NDArray[Any], *, num_items: int) -> Externa
             setting: np.stack([part[column].to_numpy(np.int64) for part in ordered])
             for column, setting in columns.items()
         },
-        others=int(table["user"][position.isna()].nunique()),
+        others=len(others),
     )
 
 
@@ -79,7 +86,7 @@ def _read(path: Path) -> pd.DataFrame:
         if path.suffix.lower() == ".parquet":
             return pd.read_parquet(path)
         if path.suffix.lower() == ".csv":
-            return pd.read_csv(path, dtype={"user": str}, keep_default_na=False)
+            return pd.read_csv(path, dtype={"user": str, "target": str}, keep_default_na=False)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give a .csv or .parquet file with columns user and rank") from None
     except (ValueError, OSError, pa.ArrowInvalid) as error:
@@ -98,13 +105,34 @@ def _whole(column: pd.Series[Any], name: str, kind: str, first: int, last: int) 
     return values.astype(np.int64)
 
 
-def _check_users(part: pd.DataFrame, place: dict[str | None, int], name: object) -> None:
-    if twice := part["user"][part["position"].duplicated()].tolist():
-        raise UserError(f"{name} lists {len(twice):,} users twice, such as {twice[0]}; give one rank per user")
+def _texts(ids: pd.Series[Any], path: Path) -> pd.Series[Any]:
+    """The canonical texts of a column of ids."""
+    try:
+        return ids.map(canonical_text)
+    except UserError as error:
+        raise UserError(f"{path}: {str(error).replace('an item id', f'an id in column {ids.name!r}')}") from None
+
+
+def _check_users(part: pd.DataFrame, place: dict[str | None, int], name: object, others: NDArray[Any]) -> None:
+    if len(twice := part["user"][part["position"].duplicated()].unique()):
+        one = "one rank per user" if "seed" in part else "one rank per user, or the seed of each in a column 'seed'"
+        raise UserError(f"{name} lists {counted(len(twice), 'user')} more than once, such as {twice[0]}; give {one}")
     if len(part) < len(place):
         there = set(part["position"])
         example = next(user for user, position in place.items() if position not in there)
+        known = f" (and has {counted(len(others), 'other')}, such as {str(others[0])!r})" if len(others) else ""
         raise UserError(
-            f"{name} lacks {len(place) - len(part):,} of {len(place):,} users, such as {example}; "
-            "rank every user's test target"
+            f"{name} lacks {len(place) - len(part):,} of {len(place):,} users, such as {example!r}{known}; "
+            "rank every user's test target, with ids as they are in the data"
+        )
+
+
+def _check_targets(known: pd.DataFrame, targets: NDArray[Any], path: Path) -> None:
+    here = _texts(pd.Series(targets[known["position"]], index=known.index), path)
+    if (other := _texts(known["target"], path) != here).any():
+        user, target = known.loc[other, ["user", "target"]].iloc[0]
+        raise UserError(
+            f"{path} ranks other targets than the runs, such as {target} for user {user}, whose target here is "
+            f"{here[other].iloc[0]} ({int(other.sum()):,} such rows); rank those in a run's per_user.parquet, or leave "
+            "the column 'target' out if it says something else"
         )

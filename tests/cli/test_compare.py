@@ -269,8 +269,9 @@ def test_bad_usage_is_refused_before_anything_is_written(capsys, monkeypatch, tm
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ("user,place\n1,1\n", "ranks.csv has columns user, place; it needs 'user' and 'rank'"),
+        ("user,place\n1,1\n", "ranks.csv has columns 'user', 'place'; it needs 'user' and 'rank'"),
         ("user,rank\n1,1\n", "ranks.csv lacks 59 of 60 users, such as"),
+        ("user,rank,target\n" + "".join(f"{n},1,x\n" for n in range(1, 61)), "ranks other targets than the runs, such"),
         ("user,rank,seed\n" + "".join(f"{n},1,{seed}\n" for seed in (1, 2) for n in range(1, 61)), "share 1 seed, and"),
     ],
 )

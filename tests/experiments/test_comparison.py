@@ -502,10 +502,22 @@ def replaced(column, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.rename(columns={"rank": "score"}), r"has columns user, score; it needs 'user' and 'rank' or"),
+        (lambda t: t.rename(columns={"rank": " rank"}), r"has columns 'user', ' rank'; it needs 'user' and 'rank' or"),
         (lambda t: t.assign(rank_unfiltered=t["rank"]), "has both 'rank' and 'rank_unfiltered'"),
-        (lambda t: t[1:], r"lacks 1 of \d+ users, such as .*; rank every user's test target"),
-        (lambda t: pd.concat([t, t[:1]]), "lists 1 users twice, such as"),
+        (lambda t: t[1:], r"lacks 1 of \d+ users, such as '\w+'; rank every user's test target"),
+        (
+            lambda t: t.assign(user=t["user"] + ".0"),
+            r"\(and has \d+ others, such as '\w+\.0'\); rank every user's test",
+        ),
+        (
+            lambda t: pd.concat([t, t[:1]]),
+            "lists 1 user more than once, such as .*, or the seed of each in a column 's",
+        ),
+        (
+            lambda t: pd.concat([t, t[:2], t[:2]]).assign(seed=1),
+            "seed 1 lists 2 users more .*; give one rank per user$",
+        ),
+        (lambda t: t.assign(target="x"), "ranks other targets than the runs, such as x for user .*, whose target here"),
         (replaced("rank", 0), r"column 'rank' holds 0 \(1 such values\); give whole ranks from 1 to"),
         (replaced("rank", 1.5), r"column 'rank' holds 1\.5"),
         (replaced("rank", "first"), "column 'rank' holds first"),
@@ -526,10 +538,34 @@ def test_a_file_that_is_not_of_ranks_is_refused(trained, tmp_path, change, messa
         comparison_of(runs_in(trained), external={"other": file})
 
 
+def test_a_file_of_ranks_may_say_its_targets_as_one_of_a_run_does(trained, tmp_path):
+    run, file = runs_in(trained, "bft")[0], tmp_path / "other.csv"
+    table = pd.read_parquet(run / "per_user.parquet")
+    table.sample(frac=1, random_state=0).to_csv(file, index=False)
+    for path in (run / "per_user.parquet", file):
+        ranks = comparison_of(runs_in(trained), external={"other": path}).arms["other"].ranks
+        np.testing.assert_array_equal(ranks["unfiltered"][0], table["rank_unfiltered"])
+    table.loc[7, "target"] = table["target"][table["target"] != table["target"][7]].iloc[0]
+    table.to_csv(file, index=False)
+    said = rf"such as {table['target'][7]} for user {table['user'][7]}, whose target here is \w+ \(1 such rows\)"
+    with pytest.raises(UserError, match=said):
+        comparison_of(runs_in(trained), external={"other": file})
+
+
+def test_an_id_in_a_file_of_ranks_that_is_none_is_named_with_the_file(tmp_path):
+    file, users, targets = tmp_path / "other.parquet", np.array(["a", "b"]), np.array(["x", "y"])
+    pd.DataFrame({"user": [b"a", b"b"], "rank": [1, 2]}).to_parquet(file)
+    with pytest.raises(UserError, match=r"other\.parquet: an id in column 'user' is b'a'; give ids that are"):
+        read_external(file, users, targets, num_items=2)
+    pd.DataFrame({"user": ["a", "b"], "rank": [1, 2], "target": [1e300, 1]}).to_parquet(file)
+    with pytest.raises(UserError, match=r"other\.parquet: an id in column 'target' is 1e\+300, but whole numbers"):
+        read_external(file, users, targets, num_items=2)
+
+
 def test_ranks_and_seeds_may_be_whole_numbers_written_as_text(tmp_path):
     table = pd.DataFrame({"user": ["a", "b"], "rank": ["1", "2.0"], "seed": ["3", "3.0"]})
     table.to_parquet(tmp_path / "other.parquet")
-    found = read_external(tmp_path / "other.parquet", np.array(["b", "a"]), num_items=2)
+    found = read_external(tmp_path / "other.parquet", np.array(["b", "a"]), np.array(["x", "y"]), num_items=2)
     assert found.seeds == (3,) and found.ranks["unfiltered"].tolist() == [[2, 1]]
 
 
@@ -538,12 +574,12 @@ def test_the_seeds_of_a_file_of_ranks_are_those_that_runs_can_have(tmp_path, see
     file = tmp_path / "OTHER.CSV"
     file.write_text(f"user,rank,seed\na,1,{seed}\nb,2,{seed}\n")
     if is_one:
-        assert read_external(file, np.array(["b", "a"]), num_items=2).seeds == (seed,)
+        assert read_external(file, np.array(["b", "a"]), np.array(["x", "y"]), num_items=2).seeds == (seed,)
     else:
         with pytest.raises(
             UserError, match=rf"'seed' holds {seed} \(2 such .* give whole seeds from 0 to 4,294,967,295"
         ):
-            read_external(file, np.array(["b", "a"]), num_items=2)
+            read_external(file, np.array(["b", "a"]), np.array(["x", "y"]), num_items=2)
 
 
 @pytest.mark.parametrize(
