@@ -273,6 +273,8 @@ def _external(texts: Sequence[str]) -> dict[str, Path]:
                 "printed in one line, without a slash"
             )
         if name in files:
-            raise UserError(f"--external names {name!r} twice; name each arm once")
+            raise UserError(
+                f"--external names {name!r} twice; name each arm once, with all its seeds in one file (a column seed)"
+            )
         files[name] = Path(file)
     return files

@@ -20,7 +20,7 @@ from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.arms import leaves
-from recbft.experiments.external import read_external
+from recbft.experiments.external import ExternalRanks, read_external
 from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, by_seed, check_same, config_of, label_runs, read_run
 from recbft.training.run_folder import RunFolder
@@ -132,14 +132,14 @@ def comparison_of(
     if len(grouped) + len(files) < 2:
         raise UserError(f"there is one arm, {next(iter(grouped))}; a comparison needs at least 2")
     have = {name: set(each) for name, each in seeds_of.items()}
-    have |= {name: set(file.seeds) for name, file in files.items() if file.seeds is not None}
-    seeds, left_out = common_seeds(have)
+    of_files = {name: set(file.seeds) for name, file in files.items() if file.seeds is not None}
+    seeds, left_out = common_seeds(have, of_files)
     arms = {name: _trained_arm(name, each, seeds) for name, each in seeds_of.items()}
     for name, file in files.items():
         rows = [0] * len(seeds) if file.seeds is None else [file.seeds.index(seed) for seed in seeds]
         ranks = {setting: each[rows] for setting, each in file.ranks.items()}
         arms[name] = Arm(name, seeds, (None,) * len(seeds), ranks, tuple([] for _ in seeds), {})
-        notes += _notes_on_file(name, file.seeds, file.others)
+        notes += _notes_on_file(name, file)
     notes += _notes_on_trainers(grouped)
     chosen = _baseline(baseline, arms)
     _refuse_without_seeds(chosen, arms)
@@ -214,17 +214,24 @@ def _grouped(runs: Sequence[Run], names: Mapping[Path, str]) -> dict[str, list[R
     return grouped
 
 
-def common_seeds(have: Mapping[str, set[int]]) -> tuple[tuple[int, ...], list[str]]:
-    """The seeds that all of these arms have, and notes on those that are left out.
+def common_seeds(trained: Mapping[str, set[int]], files: Mapping[str, set[int]]) -> tuple[tuple[int, ...], list[str]]:
+    """The seeds that all of these arms have, trained here or in a column of a file, and notes on those left out.
 
     Raises:
         UserError: fewer than two are common.
     """
+    have = {**trained, **files}
     common = set.intersection(*have.values())
     if len(common) < 2:
         each = "; ".join(f"{name} {seeds_text(sorted(seeds)) or 'none'}" for name, seeds in have.items())
         shared = counted(len(common), "seed")
-        raise UserError(f"the arms share {shared}, and a comparison needs at least 2 (seeds: {each}); train more seeds")
+        other = (
+            "; or number those of a file anew, or leave its column 'seed' out if its ranks are to stand for every seed"
+        )
+        raise UserError(
+            f"the arms share {shared}, and a comparison needs at least 2 (seeds: {each}); train more seeds"
+            f"{other if files else ''}"
+        )
     extra = {name: sorted(seeds - common) for name, seeds in have.items()}
     notes = [
         f"seeds not common to all arms are left out: {name} {seeds_text(more)}" for name, more in extra.items() if more
@@ -284,14 +291,21 @@ def _shared_protocol(runs: Sequence[Run], arms: Mapping[str, Arm], seeds: tuple[
     return shared | {"seed": seeds_text(seeds), "config": same, "arms": list(arms)}
 
 
-def _notes_on_file(name: str, seeds: tuple[int, ...] | None, others: int) -> list[str]:
+def _notes_on_file(name: str, file: ExternalRanks) -> list[str]:
     notes = [f"arm {name} is external: its ranks come from a file, under a protocol that its maker answers for"]
-    if seeds is None:
+    if file.seeds is None:
         notes.append(
             f"arm {name} has one set of ranks, used for every seed: its own variation over seeds is not in the tests"
         )
-    if others:
-        notes.append(f"arm {name}: {others:,} users of its file are not in this comparison and are left out")
+    if file.others:
+        notes.append(f"arm {name}: {counted(file.others, 'user')} of its file, not in this comparison, left out")
+    if set(file.ranks) == set(SETTINGS):
+        worse = int((file.ranks["filtered"] > file.ranks["unfiltered"]).any(axis=0).sum())
+        if worse:
+            notes.append(
+                f"arm {name}: for {counted(worse, 'user')} the rank is worse with seen items masked than among all, "
+                "which cannot be unless the target was masked too, or columns changed places"
+            )
     return notes
 
 

@@ -78,7 +78,7 @@ def plan_comparison(
     ranks = [(name, read_external(file, dataset.user_ids, targets, num_items=dataset.num_items))
              for name, file in files.items()]  # fmt: skip
     trained = {spec.label: set(wanted) for spec in specs}
-    common_seeds(trained | {name: set(found.seeds) for name, found in ranks if found.seeds is not None})
+    common_seeds(trained, {name: set(found.seeds) for name, found in ranks if found.seeds is not None})
     return jobs, dataset
 
 

@@ -228,6 +228,10 @@ def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path)
         (["--out", "x", "--baseline", "pop"], "--baseline 'pop' is not an arm; choose one of matched, "),
         (["--out", "x", "--external", "ranks.csv"], "--external 'ranks.csv' is not NAME=FILE"),
         (["--out", "x", "--external", "bft=r.csv"], "--external has the name of an arm"),
+        (
+            ["--out", "x", "--external", "a=r.csv", "--external", "a=s.csv"],
+            "'a' twice; name each arm once, with all its",
+        ),
         (["--out", "x", "--external", "a/b=r.csv"], "--external names an arm 'a/b'; give it a name of at most 200"),
         (["run", "--out", "x", "--external", "a\nb=r.csv"], "--external names an arm 'a\\nb'"),
         (["run", "--out", "x", "--external", "a\x1b[31mb=r.csv"], "--external names an arm 'a\\x1b[31mb'"),

@@ -430,7 +430,7 @@ def test_ranks_of_another_system_join_as_an_arm(trained, tmp_path):
         "arm other has one set of ranks, used for every seed",
         "arm other",
     ]
-    assert found.notes[2] == "arm other: 1 users of its file are not in this comparison and are left out"
+    assert found.notes[2] == "arm other: 1 user of its file, not in this comparison, left out"
 
 
 def test_users_of_a_file_of_ranks_may_be_whole_floats(trained, tmp_path):
@@ -536,6 +536,30 @@ def test_a_file_that_is_not_of_ranks_is_refused(trained, tmp_path, change, messa
     change(pd.read_csv(file, dtype={"user": str})).to_csv(file, index=False)
     with pytest.raises(UserError, match=message):
         comparison_of(runs_in(trained), external={"other": file})
+
+
+def test_ranks_that_masking_makes_worse_are_noted(trained, tmp_path):
+    file = tmp_path / "other.parquet"
+    table = pd.read_parquet(runs_in(trained, "bft")[0] / "per_user.parquet")
+    assert "masked" not in str(comparison_of(runs_in(trained), external={"other": _saved(table, file)}).notes)
+    table.loc[[3, 4], "rank_filtered"] = table["rank_unfiltered"] + 1
+    found = comparison_of(runs_in(trained), external={"other": _saved(table, file)}).notes
+    assert found[2].startswith("arm other: for 2 users the rank is worse with seen items masked than among all, which")
+
+
+def _saved(table, file):
+    table.to_parquet(file)
+    return file
+
+
+def test_seeds_of_a_file_that_runs_do_not_have_may_be_numbered_anew(trained, tmp_path):
+    file = ranks_file(tmp_path / "other.csv", runs_in(trained)[0], seed=2020)
+    with pytest.raises(
+        UserError, match=r"other 2020\); train more seeds; or number those of a file anew, or leave its"
+    ):
+        comparison_of(runs_in(trained), external={"other": file})
+    with pytest.raises(UserError, match=r"matched 0-2\); train more seeds$"):
+        comparison_of([runs_in(trained, "bft")[0], *runs_in(trained, "matched")])
 
 
 def test_a_file_of_ranks_may_say_its_targets_as_one_of_a_run_does(trained, tmp_path):
