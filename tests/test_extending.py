@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import torch
 
-from recbft.mixers import MIXERS
+from recbft import Dataset, Recommender
+from recbft.core import SequenceContext
+from recbft.errors import UserError
+from recbft.mixers import MIXERS, MixerSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 
@@ -39,11 +45,68 @@ def test_the_example_trains_under_the_kalman_update_and_as_a_plain_layer(registr
     assert "pooled_mean" in registry
 
 
+RETURNED = {
+    "mixer Mine returns a Tensor; return Observation": lambda seen: seen.innovation,
+    r"mixer Mine returns innovation of shape \(\d+, \d+, 1\); return one of shape \(\d+, \d+, 8\)": lambda seen: (
+        seen._replace(innovation=seen.innovation[..., :1])
+    ),
+    r"mixer Mine returns precision of shape \(\d+, \d+\); return one": lambda seen: seen._replace(
+        precision=seen.innovation[..., 0] ** 2
+    ),
+}
+
+
+@pytest.fixture
+def data():
+    frame = pd.DataFrame({"user": [f"u{n // 5}" for n in range(60)], "item": [f"i{n * n % 7}" for n in range(60)]})
+    return Dataset.from_frame(frame, user="user", item="item")
+
+
+@pytest.mark.parametrize("arm", ["published", "matched", "bft"])
+@pytest.mark.parametrize("message", RETURNED)
+def test_a_mixer_that_returns_something_else_is_told_what_to_return(registry, data, arm, message):
+    names: dict[str, object] = {}
+    exec(blocks()[0], names)
+
+    class Mine(names["PooledMean"]):  # type: ignore[misc, name-defined]
+        def forward(self, x, precision, context, **more):
+            return RETURNED[message](super().forward(x, precision, context, **more))
+
+    registry["mine"] = replace(registry["pooled_mean"], kind=Mine)
+    with pytest.raises(UserError, match=message):
+        Recommender("sasrec", arm=arm, mixer="mine", epochs=1, hidden_size=8).fit(data)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"precision": "sofmax"}, "precision is 'sofmax'; did you mean 'softmax'"),
+        (
+            {"hears": "output_projection"},
+            r"hears is the text .*; give a tuple of names, such as \('output_projection',\)",
+        ),
+        ({"hears": ("colour",)}, "hears is 'colour'; choose one of dropout"),
+    ],
+)
+def test_what_a_mixers_entry_cannot_say_is_refused_where_it_is_made(wrong, message):
+    with pytest.raises(UserError, match=message):
+        MixerSpec(summary="", kind=torch.nn.Identity, **wrong)
+
+
+def test_a_run_whose_mixer_is_not_known_says_what_to_do(registry, data, tmp_path):
+    exec(blocks()[0], {})
+    Recommender("sasrec", arm="bft", mixer="pooled_mean", epochs=1, hidden_size=8).fit(data, out=tmp_path / "run")
+    lists = Recommender.load(tmp_path / "run").recommend({"u": ["i1"]}, k=2)
+    assert len(lists) == 2
+    del registry["pooled_mean"]
+    said = r"run/config\.yaml has mixer 'pooled_mean', which this program does not know; if it is one of your own, run"
+    with pytest.raises(UserError, match=said):
+        Recommender.load(tmp_path / "run")
+    with pytest.raises(UserError, match=said):
+        Recommender.resume(tmp_path / "run", data)
+
+
 def test_the_example_keeps_the_contract(registry):
-    import torch
-
-    from recbft.core import SequenceContext
-
     names: dict[str, object] = {}
     exec(blocks()[0], names)
     torch.manual_seed(0)

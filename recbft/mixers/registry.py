@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from torch import nn
 
+from recbft.config import check_choice
+from recbft.errors import UserError
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer
 from recbft.mixers.boosted import BoostedAttention, BoostedConfig, TwicingAttention
@@ -68,6 +70,13 @@ class MixerSpec:
     hears: tuple[str, ...] = ("dropout", "output_projection", "recency_decay")
     both_ways: bool = True
     reads_back: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("precision", self.precision, ("softmax", "silu", "own", "none"))
+        if isinstance(self.hears, str):
+            raise UserError(f"hears is the text {self.hears!r}; give a tuple of names, such as ({self.hears!r},)")
+        for name in self.hears:
+            check_choice("hears", name, [field.name for field in fields(Place)])
 
     def make(self, place: Place, options: Any = None) -> nn.Module:
         """The mixer of one layer.

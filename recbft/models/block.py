@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.core import Belief, SequenceContext, pick
+from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.mixers import Observation
 from recbft.models.fuzzy_moe import FuzzyMoE
@@ -140,13 +141,23 @@ class Block(nn.Module):
         self, x: Tensor, lam: Tensor | None, context: SequenceContext, ramp: float, only: Tensor | None, **more: Tensor
     ) -> Observation:
         """What the mixer observes, of the tokens ``only`` if that is all that is wanted."""
-        observed: Observation
         if only is not None and getattr(self.mixer, "takes_only", False):
             observed = self.mixer(x, lam, context, ramp=ramp, only=only, **more)
-            return observed
+            return _checked(observed, (len(only), x.shape[-1]), self.mixer)
         observed = self.mixer(x, lam, context, ramp=ramp, **more)
-        return observed.at(only)
+        return _checked(observed, tuple(x.shape), self.mixer).at(only)
 
     def _hidden(self, x: Tensor) -> Tensor:
         a = self.inner(x)
         return F.gelu(a) if self.activation == "gelu" else F.relu(a)
+
+
+def _checked(observed: Observation, shape: tuple[int, ...], mixer: nn.Module) -> Observation:
+    """What a mixer of anyone's returned: a size that is missing would be filled up without a word."""
+    name = f"mixer {type(mixer).__name__}"
+    if not isinstance(observed, Observation):
+        raise UserError(f"{name} returns a {type(observed).__name__}; return Observation(innovation, precision)")
+    for part, found in observed._asdict().items():
+        if found is not None and tuple(found.shape) != shape:
+            raise UserError(f"{name} returns {part} of shape {tuple(found.shape)}; return one of shape {shape}")
+    return observed

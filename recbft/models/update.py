@@ -31,7 +31,7 @@ class KalmanUpdate(nn.Module):
 
     def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Belief:
         """Belief before, what the mixer saw (innovation after dropout), the normalised belief it read, the warm-up."""
-        assert observation.precision is not None  # check_update refuses a mixer without
+        assert observation.precision is not None, "a mixer that says it gives precision gave none"  # see check_update
         return kalman_update(belief, observation.innovation, observation.precision, ramp=ramp)
 
 

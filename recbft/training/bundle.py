@@ -24,6 +24,7 @@ from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.files import write_parquet
+from recbft.mixers import MIXERS
 from recbft.run_config import RunConfig, run_config_of
 from recbft.surroundings import set_aside
 from recbft.training import checkpoint
@@ -86,8 +87,8 @@ def own_config(run: RunFolder) -> RunConfig:
     """The configuration in a run's folder.
 
     Raises:
-        UserError: it cannot be read, or lacks a key that the run was begun with: the usual value would take its place,
-            and the weights might fit.
+        UserError: it cannot be read, has a mixer that is not known here, or lacks a key that the run was begun with:
+            the usual value would take its place, and the weights might fit.
     """
     written = read_yaml(run.config_file)
     lacking = next(_lacking(written, run.protocol.get("config", {})), None)
@@ -95,6 +96,12 @@ def own_config(run: RunFolder) -> RunConfig:
         raise UserError(
             f"{run.config_file} lacks {lacking}, with which the run was begun, and may be cut off; restore the file "
             f"({run.protocol_file.name} holds its values), or train again into a new folder"
+        )
+    mixer = written.get("mixer")
+    if isinstance(mixer, str) and mixer not in MIXERS:
+        raise UserError(
+            f"{run.config_file} has mixer {mixer!r}, which this program does not know; if it is one of your own, run "
+            "the lines that enter it in recbft.mixers.MIXERS first, in a script: the command line knows none of them"
         )
     return run_config_of(written, run.config_file)
 
