@@ -61,8 +61,10 @@ def from_run(run: str | Path, config: Any, dataset: Any) -> Adapter:
         dataset: RecBole's training data (``train_data._dataset``), made of the run's data.
 
     Raises:
-        UserError: the folder holds no trained model, or the items are not the same.
+        UserError: the folder holds no trained model, the data set is none, or the items are not the same.
     """
+    if not hasattr(dataset, "field2id_token"):
+        raise UserError(f"dataset is a {type(dataset).__name__}; give RecBole's data set, such as train_data._dataset")
     _, run_config, vocabulary, model = load_trained(run)
     adapter: Adapter = adapter_for(run_config.model)(config, dataset, run_config)
     numbers = vocabulary.encode(adapter.item_tokens[1:].tolist())
@@ -81,8 +83,16 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         out: the run's own folder; must not hold anything.
 
     Raises:
-        UserError: the items are not the same, or the folder is taken.
+        UserError: the model or the data are not of ours, the items are not the same, or the folder is taken.
     """
+    if not isinstance(model, Adapter):
+        raise UserError(
+            f"model is a {type(model).__name__}, and a run holds one of {', '.join(ADAPTED)}; of another model the "
+            "ranks join a comparison (recbft compare --external NAME=FILE, docs/protocol.md)"
+        )
+    if not isinstance(data, Dataset):
+        raise UserError(f"data is a {type(data).__name__}; load it with recbft.Dataset.load or Dataset.from_frame")
+    _refuse_taken(Path(out))
     config = replace(model.run, data=DataConfig.behind(data))
     place = {token: number for number, token in enumerate(model.item_tokens)}
     numbers = np.array([place.get(str(raw), 0) for raw in data.item_ids], dtype=np.int64)
@@ -119,6 +129,16 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     }
     run.finish(metrics, parts["test"].per_user)
     return run
+
+
+def _refuse_taken(out: Path) -> None:
+    """Before the work, and with no word of an option that is the command line's."""
+    try:
+        RunFolder.refuse_taken(out)
+    except UserError:
+        if RunFolder(out).is_finished:
+            raise UserError(f"{out} holds a finished run; name another folder, or remove this one first") from None
+        raise
 
 
 def _check_same_items(numbers: NDArray[np.int64], ids: NDArray[Any], model: Any, other: str) -> None:

@@ -212,6 +212,23 @@ def test_other_items_are_refused_on_the_way_back(built, dataset, at_home):
     assert not (at_home / "back").exists()
 
 
+def test_what_is_no_model_or_data_of_ours_is_refused_by_what_it_is(built, dataset, prepared, at_home):
+    config, parts, model = built()
+    with pytest.raises(
+        UserError, match=r"dataset is a TrainDataLoader; give RecBole's data set, such as train_data\._d"
+    ):
+        recbft.recbole.from_run(at_home / "run", config, parts[0])
+    theirs = at_home / "back"
+    with pytest.raises(UserError, match=r"model is a Linear, and a run holds one of SASRecBFT, .* join a comparison"):
+        recbft.recbole.to_run(torch.nn.Linear(1, 1), dataset, theirs)
+    with pytest.raises(UserError, match=r"data is a str; load it with recbft\.Dataset\.load"):
+        recbft.recbole.to_run(model, "ratings.csv", theirs)
+    assert not theirs.exists()
+    recbft.recbole.to_run(model, dataset, theirs)
+    with pytest.raises(UserError, match="back holds a finished run; name another folder, or remove this one first"):
+        recbft.recbole.to_run(model, dataset, theirs)
+
+
 def test_other_items_are_refused(dataset, prepared, at_home):
     other = replace(dataset, item_ids=np.array([f"other {i}" for i in dataset.item_ids], dtype=object))
     run = trained(other, at_home / "run")
