@@ -128,7 +128,8 @@ def steps_back(users: NDArray[np.int64], times: Any) -> int | None:
         return None
     users, ticks = users[~np.isnan(ticks)], ticks[~np.isnan(ticks)]
     order = np.argsort(users, kind="stable")
-    return int(((np.diff(ticks[order]) < 0) & (np.diff(users[order]) == 0)).sum())
+    users, ticks = users[order], ticks[order]
+    return int(((ticks[1:] < ticks[:-1]) & (users[1:] == users[:-1])).sum())
 
 
 def _plain(name: str) -> str:

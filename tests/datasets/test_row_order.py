@@ -50,6 +50,12 @@ def test_rows_without_a_time_hide_no_step_back(blank):
     assert steps_back(users, pa.array([9, None, 8])) == 1
 
 
+def test_times_that_are_infinite_count_as_such_and_without_a_word_of_numpy():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert steps_back(np.zeros(4, int), pa.array([np.inf, np.inf, 3.0, -np.inf])) == 2
+
+
 @pytest.mark.parametrize("column", [["x", "y"], ["2024-01-02", "yesterday"], [None, None], ["", "NULL"], [[1], [2]]])
 def test_what_holds_no_times_is_said_to_hold_none(column):
     assert steps_back(np.array([0, 0]), pa.array(column)) is None
