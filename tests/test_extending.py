@@ -77,6 +77,19 @@ def test_a_mixer_that_returns_something_else_is_told_what_to_return(registry, da
         Recommender("sasrec", arm=arm, mixer="mine", epochs=1, hidden_size=8).fit(data)
 
 
+def test_a_mixer_that_keeps_back_the_precision_it_has_promised_is_told_so(registry, data):
+    names: dict[str, object] = {}
+    exec(blocks()[0], names)
+
+    class Mine(names["PooledMean"]):  # type: ignore[misc, name-defined]
+        def forward(self, x, precision, context, **more):
+            return super().forward(x, precision, context, **more)._replace(precision=None)
+
+    registry["mine"] = replace(registry["pooled_mean"], kind=Mine)
+    with pytest.raises(UserError, match="says that it gives a precision, and returned None in its place"):
+        Recommender("sasrec", arm="bft", mixer="mine", epochs=1, hidden_size=8).fit(data)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

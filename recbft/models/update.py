@@ -31,7 +31,8 @@ class KalmanUpdate(nn.Module):
 
     def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Belief:
         """Belief before, what the mixer saw (innovation after dropout), the normalised belief it read, the warm-up."""
-        assert observation.precision is not None, "a mixer that says it gives precision gave none"  # see check_update
+        if observation.precision is None:  # check_update has asked the mixer
+            raise UserError("the mixer says that it gives a precision, and returned None in its place; return one")
         return kalman_update(belief, observation.innovation, observation.precision, ramp=ramp)
 
 
