@@ -128,11 +128,12 @@ def _check_users(part: pd.DataFrame, place: dict[str | None, int], name: object,
 
 
 def _check_targets(known: pd.DataFrame, targets: NDArray[Any], path: Path) -> None:
-    here = _texts(pd.Series(targets[known["position"]], index=known.index), path)
-    if (other := _texts(known["target"], path) != here).any():
-        user, target = known.loc[other, ["user", "target"]].iloc[0]
+    here, there = _texts(pd.Series(targets[known["position"]], index=known.index), path), _texts(known["target"], path)
+    if len(other := np.flatnonzero(there != here)):
+        first = other[0]
         raise UserError(
-            f"{path} ranks other targets than the runs, such as {target} for user {user}, whose target here is "
-            f"{here[other].iloc[0]} ({int(other.sum()):,} such rows); rank those in a run's per_user.parquet, or leave "
-            "the column 'target' out if it says something else"
+            f"{path} ranks other targets than the runs, such as {there.iloc[first]!r} for user "
+            f"{canonical_text(known['user'].iloc[first])!r}, whose target here is {here.iloc[first]!r} ({len(other):,} "
+            "such rows); rank those in a run's per_user.parquet, or leave the column 'target' out if it says something "
+            "else"
         )

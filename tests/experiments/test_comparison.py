@@ -517,7 +517,10 @@ def replaced(column, value):
             lambda t: pd.concat([t, t[:2], t[:2]]).assign(seed=1),
             "seed 1 lists 2 users more .*; give one rank per user$",
         ),
-        (lambda t: t.assign(target="x"), "ranks other targets than the runs, such as x for user .*, whose target here"),
+        (
+            lambda t: t.assign(target=""),
+            r"ranks other targets than the runs, such as '' for user '\w+', whose target here is '\w+' \(\d+ such rows",
+        ),
         (replaced("rank", 0), r"column 'rank' holds 0 \(1 such values\); give whole ranks from 1 to"),
         (replaced("rank", 1.5), r"column 'rank' holds 1\.5"),
         (replaced("rank", "first"), "column 'rank' holds first"),
@@ -571,7 +574,7 @@ def test_a_file_of_ranks_may_say_its_targets_as_one_of_a_run_does(trained, tmp_p
         np.testing.assert_array_equal(ranks["unfiltered"][0], table["rank_unfiltered"])
     table.loc[7, "target"] = table["target"][table["target"] != table["target"][7]].iloc[0]
     table.to_csv(file, index=False)
-    said = rf"such as {table['target'][7]} for user {table['user'][7]}, whose target here is \w+ \(1 such rows\)"
+    said = rf"such as '{table['target'][7]}' for user '{table['user'][7]}', whose target here is '\w+' \(1 such rows\)"
     with pytest.raises(UserError, match=said):
         comparison_of(runs_in(trained), external={"other": file})
 
