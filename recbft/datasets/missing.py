@@ -41,7 +41,7 @@ def warn_of_lost_ids(ids: NDArray[Any], counts: NDArray[np.int64], side: str, so
     for mask, said in (
         (
             stands_for_nothing(texts),
-            "is a word for a missing id, but counts as any other; if it is none, leave its rows out",
+            "is a word for a missing id, but counts as any other id; if the id is missing there, leave its rows out",
         ),
         (is_rounded, "looks like a number that a spreadsheet has rounded, several ids to one; export ids as text"),
     ):

@@ -174,8 +174,7 @@ def left_before(written: Iterable[Path], pattern: str = "*") -> list[str]:
         if others := sorted({path for path in folder.glob(pattern) if path.suffix == suffix} - ours):
             files = counted(len(others), f"{suffix[1:].upper()} file")
             lines.append(
-                f"note: {folder} has {files} that this call did not write, such as {others[0].name}; what they say may "
-                "have changed since"
+                f"note: {folder} has {files} that this call did not write, maybe out of date, such as {others[0].name}"
             )
     return lines
 

@@ -122,13 +122,13 @@ def test_files_of_an_earlier_call_are_named_and_kept(capsys, folder, tmp_path):
     metrics = ("--by", "first-time", "--out", tmp_path, "--metric")
     (tmp_path / "mine.csv").write_text("user,item\n")
     assert run(capsys, "stratify", folder, *metrics, "hr@10")[2] == ""
-    note = f"note: {tmp_path} has 1 CSV file that this call did not write, such as strata-first-time-hr-10.csv; what"
+    note = f"note: {tmp_path} has 1 CSV file that this call did not write, maybe out of date, such as strata-first-time"
     assert run(capsys, "stratify", folder, *metrics, "mrr")[2].startswith(note)
     assert (tmp_path / "strata-first-time-hr-10.csv").is_file()
     csv = tmp_path / "csv"
     assert run(capsys, "report", folder, "--format", "csv,md", "--out", tmp_path)[2] == ""
     (csv / "seeds-against-gone.csv").touch()
-    note = f"note: {csv} has 1 CSV file that this call did not write, such as seeds-against-gone.csv; what they"
+    note = f"note: {csv} has 1 CSV file that this call did not write, maybe out of date, such as seeds-against-gone.csv"
     assert run(capsys, "report", folder, "--format", "csv,md", "--out", tmp_path)[2].startswith(note)
 
 

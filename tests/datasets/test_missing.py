@@ -26,7 +26,7 @@ def test_an_id_that_is_a_word_for_a_missing_one_is_warned_of(tmp_path, column, w
     frame = FRAME.assign(**{column: [word] * 3 + FRAME[column].tolist()[3:]})
     frame.to_csv(tmp_path / "log.csv", index=False)
     side = column.removesuffix("_id")
-    said = f"{side} id {word!r} (3 events) is a word for a missing id, but counts as any other; if it is none, leave it"
+    said = f"{side} id {word!r} (3 events) is a word for a missing id, but counts as any other id; if"
     with pytest.warns(UserWarning) as found:
         dataset = Dataset.from_frame(frame)
         Dataset.load(tmp_path / "log.csv")

@@ -574,7 +574,7 @@ def test_a_file_of_ranks_may_say_its_targets_as_one_of_a_run_does(trained, tmp_p
         np.testing.assert_array_equal(ranks["unfiltered"][0], table["rank_unfiltered"])
     table.loc[7, "target"] = table["target"][table["target"] != table["target"][7]].iloc[0]
     table.to_csv(file, index=False)
-    said = rf"such as '{table['target'][7]}' for user '{table['user'][7]}', whose target here is '\w+' \(1 such rows\)"
+    said = rf"such as '{table['target'][7]}' for user '{table['user'][7]}', whose target here is '\w+' \(1 such"
     with pytest.raises(UserError, match=said):
         comparison_of(runs_in(trained), external={"other": file})
 
