@@ -120,7 +120,8 @@ def test_other_data_are_read_by_the_columns_that_are_named(capsys, events, finis
 
 
 def test_the_file_behind_a_frame_is_read_as_the_frame_was(capsys, events, tmp_path):
-    frame = pd.read_parquet(events).iloc[::-1].rename(columns={"user_id": "user", "item_id": "item"})
+    shuffled = pd.read_parquet(events).sample(frac=1, random_state=0)
+    frame = shuffled.rename(columns={"user_id": "user", "item_id": "item"})
     frame.to_csv(tmp_path / "ratings.csv", index=False)
     made = [
         Dataset.from_frame(frame, user="user", item="item", time="timestamp"),
