@@ -334,11 +334,11 @@ def _times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str 
 
 def _whole_numbers_from_text(column: Any, name: str, source: str) -> NDArray[np.int64]:
     text = pc.ascii_trim_whitespace(column)
-    _warn_if_rounded(text, name, source)
     plain = pc.match_substring_regex(text, r"^\d{1,18}(\.0*)?$").to_numpy(zero_copy_only=False)
     numbers = np.zeros(len(column), dtype=np.int64)
     digits = pc.replace_substring_regex(text.filter(pa.array(plain)), r"\..*$", "")
     numbers[plain] = digits.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    _warn_if_rounded(text.filter(pa.array(~plain)), name, source)
     for row in np.flatnonzero(~plain):  # rare spellings such as 9.78E8, or the value to refuse
         numbers[row] = _whole_number(text[int(row)].as_py(), f"{source}: row {row + 1}: column {name!r} holds ")
     return numbers
