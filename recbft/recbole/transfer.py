@@ -92,7 +92,7 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         )
     if not isinstance(data, Dataset):
         raise UserError(f"data is a {type(data).__name__}; load it with recbft.Dataset.load or Dataset.from_frame")
-    _refuse_taken(Path(out))
+    RunFolder.refuse_taken(out, remedy="remove this one first")
     config = replace(model.run, data=DataConfig.behind(data))
     place = {token: number for number, token in enumerate(model.item_tokens)}
     numbers = np.array([place.get(str(raw), 0) for raw in data.item_ids], dtype=np.int64)
@@ -129,16 +129,6 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     }
     run.finish(metrics, parts["test"].per_user)
     return run
-
-
-def _refuse_taken(out: Path) -> None:
-    """Before the work, and with no word of an option that is the command line's."""
-    try:
-        RunFolder.refuse_taken(out)
-    except UserError:
-        if RunFolder(out).is_finished:
-            raise UserError(f"{out} holds a finished run; name another folder, or remove this one first") from None
-        raise
 
 
 def _check_same_items(numbers: NDArray[np.int64], ids: NDArray[Any], model: Any, other: str) -> None:

@@ -114,8 +114,13 @@ class RunFolder:
         return run
 
     @classmethod
-    def refuse_taken(cls, path: str | Path, *, overwrite: bool = False) -> None:
+    def refuse_taken(
+        cls, path: str | Path, *, overwrite: bool = False, remedy: str = "replace it with --overwrite"
+    ) -> None:
         """Check that a run can be made here, before any work is done for it; ``overwrite`` allows another run.
+
+        Args:
+            remedy: what else than another folder a caller can take where a finished run stands here.
 
         Raises:
             UserError: something stands here already; where another process trains it, the message says so.
@@ -134,7 +139,7 @@ class RunFolder:
         if overwrite:
             return
         if run.is_finished:
-            raise UserError(f"{path} holds a finished run; name another folder, or replace it with --overwrite")
+            raise UserError(f"{path} holds a finished run; name another folder, or {remedy}")
         with run.locked():  # a run in training has not stopped
             epoch = checkpoint.load_state(run.checkpoint).epoch if run.has_checkpoint else 0
         raise UserError(
