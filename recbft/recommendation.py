@@ -239,7 +239,7 @@ def _choice(vocabulary: Vocabulary, exclude: Iterable[Any] | None, candidates: I
         if len(ids) and not out.any():
             warnings.warn(
                 f"none of the {len(ids):,} excluded items is in the model's vocabulary (such as {next(iter(ids))!r}, "
-                f"while the model knows {vocabulary.ids[:1].tolist()[0]!r}), so that none is left out of the lists",
+                f"while the model knows {vocabulary.example!r}), so that none is left out of the lists",
                 stacklevel=4,
             )
         barred = np.unique(out[out > 0])

@@ -61,11 +61,10 @@ def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_un
     known = items > 0
     kept = np.bincount(np.repeat(np.arange(len(users)), lengths)[known], minlength=len(users))
     if not kept.any():
-        known_one = vocabulary.ids[:1].tolist()[0]
         raise ColdStartError(
             f"none of the {len(raw):,} items in the histories is in the model's vocabulary "
-            f"(such as {next(iter(raw))!r}, while the model knows {known_one!r}); check that the ids are those of "
-            "the training data"
+            f"(such as {next(iter(raw))!r}, while the model knows {vocabulary.example!r}); check that the ids are "
+            "those of the training data"
         )
     _warn_if_out_of_order(histories)
     skipped = [user for user, count in zip(users, kept, strict=True) if not count]

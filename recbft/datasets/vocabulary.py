@@ -33,6 +33,12 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def example(self) -> int | str:
+        """A raw id, for messages."""
+        first: int | str = self.ids[:1].tolist()[0]
+        return first
+
     def encode(self, raw_ids: Iterable[Any]) -> NDArray[np.int64]:
         """Item indices of raw ids (a list, array or column), 0 where an id is unknown or blank.
 
@@ -111,25 +117,25 @@ def _ready(index: pd.Index[Any]) -> pd.Index[Any]:
     return index
 
 
-def _refuse_rounded(value: float | np.floating[Any], bits: int) -> None:
+def _refuse_rounded(value: float | np.floating[Any], bits: int, name: str = "an item id") -> None:
     """Refuse a whole number so large that a float of this many bits may have rounded another one to it."""
     if abs(value) > largest_exact(bits):
         raise UserError(
-            f"an item id is {float(value)!r}, but whole numbers so large are not exact as float{bits}; give integers"
+            f"{name} is {float(value)!r}, but whole numbers so large are not exact as float{bits}; give integers"
         )
 
 
-def canonical_text(value: Any) -> str | None:
-    """The text of one raw id: whole floats as integers, None for a blank."""
+def canonical_text(value: Any, name: str = "an item id") -> str | None:
+    """The text of one raw id: whole floats as integers, None for a blank; a message calls it by ``name``."""
     if isinstance(value, str):
         return str(value)
     value = value.as_py() if hasattr(value, "as_py") else value  # of arrow
     if hasattr(value, "__len__") and not isinstance(value, str):
         shown = " ".join(repr(value).split())[:60]
-        raise UserError(f"an item id is {shown}; give ids that are whole numbers or text, one per event")
+        raise UserError(f"{name} is {shown}; give ids that are whole numbers or text, one per event")
     if value is None or value is pd.NA or value != value:
         return None
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
-        _refuse_rounded(value, getattr(value, "itemsize", 8) * 8)
+        _refuse_rounded(value, getattr(value, "itemsize", 8) * 8, name)
         return str(int(value))
     return str(value)

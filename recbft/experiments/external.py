@@ -11,6 +11,7 @@ One kind of rank is enough. A run's own ``per_user.parquet`` is such a file too.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,10 +108,7 @@ def _whole(column: pd.Series[Any], name: str, kind: str, first: int, last: int) 
 
 def _texts(ids: pd.Series[Any], path: Path) -> pd.Series[Any]:
     """The canonical texts of a column of ids."""
-    try:
-        return ids.map(canonical_text)
-    except UserError as error:
-        raise UserError(f"{path}: {str(error).replace('an item id', f'an id in column {ids.name!r}')}") from None
+    return ids.map(partial(canonical_text, name=f"{path}: an id in column {ids.name!r}"))
 
 
 def _check_users(part: pd.DataFrame, place: dict[str | None, int], name: object, others: NDArray[Any]) -> None:
