@@ -30,11 +30,12 @@ def report(
 ) -> None:
     """Print what a comparison found, and write tables, plots and one self-contained HTML page."""
     from recbft.experiments.comparison import load_comparison
+    from recbft.experiments.lists import each_once
     from recbft.reporting import plots
     from recbft.reporting.report import WITH_PLOTS, check_formats, make_report, write_report
     from recbft.reporting.tables import left_before, text
 
-    wanted = list(dict.fromkeys(word.strip() for word in formats.split(",") if word.strip()))
+    wanted = each_once(formats)
     check_formats(wanted)
     draw = any(form in WITH_PLOTS for form in wanted)
     if draw:

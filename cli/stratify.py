@@ -93,8 +93,9 @@ def _subject(source: Path, baseline: Path | None, data_root: str | None) -> Subj
 
 
 def _words(text: str, option: str) -> list[str]:
-    """The names of a list, each once."""
-    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    from recbft.experiments.lists import each_once
+
+    words = each_once(text)
     if not words:
         raise UserError(f"{option} is empty; leave it out, or give one or more names")
     return words

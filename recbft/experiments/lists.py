@@ -84,6 +84,15 @@ def split_list(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
+def each_once(text: str) -> list[str]:
+    """The names of a comma-separated list, each once.
+
+    >>> each_once("md, csv,,md")
+    ['md', 'csv']
+    """
+    return [name for name in dict.fromkeys(split_list(text)) if name]
+
+
 def counted(number: int, noun: str) -> str:
     """A number of things.
 
