@@ -215,7 +215,15 @@ def move(threads: Threads, instruction: Instruction, active: Active) -> None:
             threads.assign(register, split[:, part], active)
     elif given.startswith("{"):
         parts = grouped(given)
-        columns = [threads.value(part, f"b{8 * size // len(parts)}") for part in parts]
+        columns = [_part(threads, part, 8 * size // len(parts)) for part in parts]
         threads.assign(to, np.stack(columns, axis=1).view(UNSIGNED[size]).reshape(-1), active)
     else:
         threads.assign(to, threads.value(given, instruction.kind), active)
+
+
+def _part(threads: Threads, part: str, bits: int) -> Values:
+    """Bits for a part of a register: all ones, which is no number, where nothing has been written that anyone reads."""
+    kind = UNSIGNED[bits // 8]
+    if part.startswith("%") and part not in threads.registers:
+        return np.full(threads.count, np.iinfo(kind).max, kind)
+    return threads.value(part, f"b{bits}").view(kind)

@@ -87,6 +87,7 @@ LANE = np.arange(64)
         ("shfl.sync.down.b32 %r20, %r10, 2, 31, -1;", np.where(LANE % 32 < 30, LANE + 2, LANE)),
         ("redux.sync.max.s32 %r20, %r10, -1;", LANE // 32 * 32 + 31),
         ("mov.b32 {%rs1, %rs2}, %r10; mov.b32 %r20, {%rs2, %rs1};", LANE << 16),
+        ("mov.b32 {%rs1, %rs2}, %r10; mov.b32 %r20, {%rs1, %rs9}; and.b32 %r20, %r20, 65535;", LANE),
         ("setp.lt.s32 %p1, %r10, 7;\n@%p1 bra $L__A;\nmov.b32 %r20, 1;\nbra.uni $L__B;\n$L__A:\nmov.b32 %r20, 2;\n"
          "$L__B:\n", np.where(LANE < 7, 2, 1)),
         ("mov.b32 %r20, 0;\n$L__A:\nadd.s32 %r20, %r20, 1;\nsetp.lt.s32 %p1, %r20, %r10;\n@%p1 bra $L__A;\n",
