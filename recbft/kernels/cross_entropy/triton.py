@@ -9,7 +9,8 @@ and one pass over the positions finds for every item
 
     dw_v = sum_n (exp(l_nv - m_n - log z_n) - [v = target_n]) x_n / N                              (3)
 
-Where there are few positions, (1) is done for parts of the vocabulary, which are merged in their order. Every number
+Where there are few positions, (1) is done for parts of the vocabulary, which are merged in their order, and where there
+are few items, (3) for parts of the positions, which are added up. Every number
 is written once, by one program that adds in a fixed order, so two runs are equal bit for bit. Products take operands
 of the type of the inputs (of autocast, where it is on); sums, losses and what is kept are float32. Logits are counted
 in units of log 2, since the machine's exponential has base 2.
@@ -37,7 +38,9 @@ from recbft.kernels.cross_entropy import product_dtype
 from recbft.kernels.transforms import applied
 
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H200; one number for all GPUs gives equal sums on all
+# Two at once on each multiprocessor of an H100, four times over, so that the last ones leave few of them idle. One
+# number for all GPUs gives equal sums on all.
+ENOUGH_PROGRAMS = 4 * 264
 MERGED_ROWS = 16
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -67,7 +70,7 @@ class _FullCrossEntropies(torch.autograd.Function):
             shape, states, weight, target, offsets, max(counts), learns and ctx.needs_input_grad[0]
         )
         ctx.save_for_backward(states, weight, target, offsets, log_total, d_states)
-        ctx.shape = shape
+        ctx.shape, ctx.largest = shape, max(counts)
         return torch.stack([own.mean() for own in losses.split(counts)])
 
     @staticmethod
@@ -81,7 +84,7 @@ class _FullCrossEntropies(torch.autograd.Function):
             each = share.repeat_interleave(counts, output_size=len(states))
             d_x = (d_states * each[:, None]).to(states.dtype)
         if ctx.needs_input_grad[1]:
-            d_w = _item_gradients(ctx.shape, states, weight, target, offsets, log_total, share)
+            d_w = _item_gradients(ctx.shape, states, weight, target, offsets, ctx.largest, log_total, share)
         return d_x, d_w, None, None, None
 
 
@@ -179,19 +182,31 @@ def _forward(
 
 
 def _item_gradients(
-    shape: _Shape, states: Tensor, weight: Tensor, target: Tensor, offsets: Tensor, log_total: Tensor, share: Tensor
+    shape: _Shape,
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    offsets: Tensor,
+    largest: int,
+    log_total: Tensor,
+    share: Tensor,
 ) -> Tensor:
     """dw, (S, V, D)."""
     S, V, _ = weight.shape
-    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     held, looped, _ = shape.tiles
-    _gradient_of_items[(triton.cdiv(V, held), S)](
-        *(states, weight, target, offsets, log_total, share, d_weight, V, *states.stride(), *weight.stride()),
+    item_tiles, row_tiles = triton.cdiv(V, held), triton.cdiv(largest, looped)
+    parts = max(1, min(row_tiles, triton.cdiv(ENOUGH_PROGRAMS, S * item_tiles)))
+    part_rows = triton.cdiv(row_tiles, parts) * looped
+    parts = max(1, triton.cdiv(largest, part_rows)) if part_rows else 1
+    kind = weight.dtype if parts == 1 else torch.float32
+    found = torch.empty((parts, *weight.shape), dtype=kind, device=weight.device)
+    _gradient_of_items[(item_tiles, parts, S)](
+        *(states, weight, target, offsets, log_total, share, found, V, part_rows, *states.stride(), *weight.stride()),
         ITEMS=held,
         ROWS=looped,
         **shape.constants,
     )
-    return d_weight
+    return found[0] if parts == 1 else found.sum(0).to(weight.dtype)
 
 
 @triton.jit
@@ -296,20 +311,21 @@ def _merge(
 @triton.jit
 def _gradient_of_items(
     states, weight, target, offsets, log_totals, shares,  # read
-    d_weight,  # written, (S, V, D)
-    num_items, state_stride, state_column, seed_stride, item_stride, item_column,
+    d_weight,  # written, (P, S, V, D)
+    num_items, part_rows, state_stride, state_column, seed_stride, item_stride, item_column,
     ITEMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """(3) for a tile of one seed's items."""
-    seed = tl.program_id(1).to(tl.int64)
+    """(3) for a tile of one seed's items and a part of its positions."""
+    part, seed, num_seeds = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     items = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     weight += seed * seed_stride
     w = _tile(weight, items, items < num_items, item_stride, item_column, WIDTH, COLUMNS).to(OPERAND)
     gradient = tl.zeros([ITEMS, COLUMNS], tl.float32)
-    stop = tl.load(offsets + seed + 1)
-    for start in range(tl.load(offsets + seed), stop, ROWS):
+    first = tl.load(offsets + seed) + part * part_rows
+    stop = tl.minimum(tl.load(offsets + seed + 1), first + part_rows)
+    for start in range(first, stop, ROWS):
         rows = start + tl.arange(0, ROWS)
         real = rows < stop
         x = _tile(states, rows, real, state_stride, state_column, WIDTH, COLUMNS).to(OPERAND)
@@ -322,4 +338,5 @@ def _gradient_of_items(
     gradient *= tl.load(shares + seed) / LIFT
     columns = tl.arange(0, COLUMNS)
     inside = (items < num_items)[:, None] & (columns < WIDTH)[None, :]
-    tl.store(d_weight + (seed * num_items + items)[:, None] * WIDTH + columns[None, :], gradient, mask=inside)
+    at = (part * num_seeds + seed) * num_items + items
+    tl.store(d_weight + at[:, None] * WIDTH + columns[None, :], gradient, mask=inside)
