@@ -31,17 +31,17 @@ from recbft.kernels.transforms import applied, untransformed
 
 SPANS_TILE, COLUMNS_TILE = 32, 64
 # Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
-# precision; chosen for few instructions per pair of tokens (benchmarks.gpu_rehearsal) with little spilled and at most
-# 104 KB of shared memory (benchmarks.gpu_registers). Four warps for 64 tokens: products then leave a token's row to one
-# warp, and its maximum and sums need no barrier.
+# precision; those of width 64 are the fastest of nine and five on an H100, the others have few instructions per pair of
+# tokens (benchmarks.gpu_rehearsal) with little spilled (benchmarks.gpu_registers). Four warps for 64 tokens: products
+# then leave a token's row to one warp, and its maximum and sums need no barrier.
 HALF_TILES = {
     16: (64, 64, 4, 2),
     32: (64, 64, 4, 2),
-    64: (64, 64, 4, 2),
+    64: (64, 64, 4, 3),
     128: (64, 32, 8, 1),
     256: (32, 16, 4, 1),
 }
-SINGLE_TILES = {16: (64, 32, 4, 1), 32: (64, 32, 4, 1), 64: (64, 16, 4, 1), 128: (16, 16, 4, 1)}
+SINGLE_TILES = {16: (64, 32, 4, 1), 32: (64, 32, 4, 1), 64: (64, 32, 4, 1), 128: (16, 16, 4, 1)}
 
 
 class Spans(NamedTuple):
@@ -186,7 +186,8 @@ class _SoftmaxMoments(torch.autograd.Function):
         call = _Call.of(q, k, v, log_precision, log_decay, bias, spans, v.dtype, squares=spreads)
         d_q, d_k, d_v, pulled = (_heads(v, v.dtype) for _ in range(4))
         spread = _heads(v, v.dtype) if spreads else None
-        delta = _output(v, B, H, T)
+        delta = _in_products(v, B, H, T)
+        delta = _output(v, B, H, T) if delta is None else delta
         push = None if g_size is None and g_precision is None else _output(v, B, H, T)
         d_decay = _output(v, B, H, triton.cdiv(T, call.scalars["OWN"])) if wants_decay else None
         d_bias = bias.new_zeros(B, H, T, T) if wants_bias else None
@@ -260,17 +261,19 @@ def _columns(
     dtype: torch.dtype,
     *,
     squares: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Centred values, their squares where asked for, and what columns add to logits, if anything."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Centred values, their squares where asked for, and what columns add to logits, if anything, for a product too."""
     B, H, T, K = v.shape
     in_terms = log_decay if spans.causal else None
     centred, squared = _heads(v, dtype), _heads(v, dtype) if squares else None
     terms = None if log_precision is None and in_terms is None else _output(v, B, T)
-    tensors = (v, log_precision, in_terms, spans.home, spans.place, centred, squared, terms)
-    scalars = _strides("v", "bhtk", v) | _strides("p", "bt", log_precision) | {"d_b": _row_stride(log_decay)}
+    wide = None if terms is None else _in_products(v, B, T)
+    tensors = (v, log_precision, in_terms, spans.home, spans.place, centred, squared, terms, wide)
+    scalars: dict[str, Any] = _strides("v", "bhtk", v) | _strides("p", "bt", log_precision)
+    scalars |= {"d_b": _row_stride(log_decay), "root": math.sqrt(K)}
     scalars |= {"H": H, "T": T, "K": K, "W": _width(K), "TILE": COLUMNS_TILE}
     _launch(columns_kernel, B * H * triton.cdiv(T, COLUMNS_TILE), tensors, scalars)
-    return centred, squared, terms
+    return centred, squared, terms, wide
 
 
 def _launch(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], scalars: dict[str, Any]) -> None:
@@ -303,6 +306,8 @@ def _tiles(T: int, W: int, like: Tensor, *, with_bias: bool = False) -> dict[str
         own, other, warps, stages = HALF_TILES[W]
         if in_registers or (with_bias and W <= 32):  # with a bias four warps would spill 336 bytes a thread
             other = min(other, 32)
+        if with_bias:  # of three stages a multiprocessor has room for one program
+            stages = min(stages, 2)
     short = max(16, triton.next_power_of_2(T))
     return {"OWN": min(own, short), "OTHER": min(other, short), "num_warps": warps, "num_stages": stages}
 
@@ -311,6 +316,16 @@ def _heads(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for (B, H, T, K) laid out token by token, which is how a model joins its heads."""
     B, H, T, K = like.shape
     return _output(like, B, T, H, K, dtype=dtype).transpose(1, 2)
+
+
+def _in_products(like: Tensor, *shape: int) -> Tensor | None:
+    """Memory for numbers that a row or column has in common, if they enter by products: beside heads in half precision.
+
+    In single precision products are more often the bottleneck. The interpreter's products of bfloat16 are wrong.
+    """
+    if like.dtype == torch.float32:
+        return None
+    return _output(like, *shape, 16, dtype=torch.float16 if dispatch.interpreted() else torch.bfloat16)
 
 
 def _output(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

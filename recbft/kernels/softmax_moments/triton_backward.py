@@ -2,7 +2,7 @@
 
 With o = e - mu, G = g_e - 2 g_S o, and the logits formed again,
 
-    a = 2^(x - lse)    dA = G u' + g_S (u^2)' - 2 g_n n^2 a                                              (1)
+    a = 2^(scale y - lse)    dA = G u' + g_S (u^2)' - 2 g_n n^2 a                                        (1)
     D = G . o + g_S . (S + o^2) - 2 g_n n    (which is sum_j a dA)        dl = a * (dA - D)              (2)
     dq = dl k / sqrt(K)                                                       by readers    (3)
     dk = dl' q / sqrt(K)    dv = a' G + 2 u * (a' g_S)                        by columns    (4)
@@ -23,21 +23,24 @@ import triton.language as tl
 
 from recbft.kernels.softmax_moments.triton_tiles import (
     LN2,
+    LOG2E,
+    beside,
     distance,
     load_rows,
     logits,
+    ones,
     reach,
     store_rows,
 )
 
 
 @triton.jit
-def logit_gradients(x, products, lse, delta, push):
-    """a and dl of (1) and (2), from dA without its last term; ``push`` is -2 g_n n^2."""
-    a = tl.exp2(x - lse)
+def logit_gradients(x, products, push):
+    """a and dl of (1) and (2), from log2 a and dA - D without the last term of dA; ``push`` is -2 g_n n^2."""
+    a = tl.exp2(x)
     if push is not None:
         products += push * a
-    return a, a * (products - delta)
+    return a, a * products
 
 
 @triton.jit
@@ -51,7 +54,7 @@ def through_reml(g_r, r, n, nu, c, cap):
 # fmt: off
 @triton.jit(do_not_specialize=["B", "T"])
 def query_kernel(
-    q, k, centred, squares, terms, log_decay, bias, home, place, read,
+    q, k, centred, squares, terms, wide, log_decay, bias, home, place, read,
     grad_mean, grad_size, grad_residual, grad_precision, offset, lse, size, residual, precision,  # may be None
     d_q, pulled, spread, delta, push, d_bias,  # written: G and g_S of (1), D and its last term; may be None
     q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, d_b, x_b, x_h, x_t, x_j,
@@ -71,6 +74,7 @@ def query_kernel(
         log_decay += b * d_b
     if terms is not None:
         terms += b * T
+    root = LOG2E / scale
     if bias is not None:
         bias += b * x_b + h * x_h
     OPERAND: tl.constexpr = q.dtype.element_ty
@@ -96,9 +100,10 @@ def query_kernel(
     row_delta = tl.zeros([OWN], tl.float32)
     if push is not None:
         row_delta += -2 * g_n * n
-        row_push = row_delta * n
-        tl.store(push + at, row_push, mask=kept)
-        row_push = row_push[:, None]
+        pushed = row_delta * n
+        if delta.dtype.element_ty == tl.float32:
+            tl.store(push + at, pushed, mask=kept)
+        row_push = pushed[:, None]
     # The operands as they are rounded, so that dl still sums to zero along j.
     if spread is not None:
         spread_rows = g_S.to(OPERAND)
@@ -108,7 +113,18 @@ def query_kernel(
         store_rows(spread + to, rows, spread_rows, kept, row, K, W)
     pull = G.to(OPERAND)
     row_delta += tl.sum(pull.to(tl.float32) * o, 1)
-    tl.store(delta + at, row_delta, mask=kept)
+    if delta.dtype.element_ty == tl.float32:
+        tl.store(delta + at, row_delta, mask=kept)
+    else:
+        across = tl.arange(0, 16)
+        shared = beside(across, tl.where(row_lse < float("inf"), row_lse / -scale, 0.0), 0)
+        shared += beside(across, -row_delta, 3)
+        if push is not None:
+            shared += beside(across, pushed, 6)
+        tl.store(delta + at[:, None] * 16 + across[None, :], shared.to(delta.dtype.element_ty), mask=kept[:, None])
+    if wide is not None:
+        wide += b * T * 16
+        one = ones(OWN, 0, wide.dtype.element_ty)
     store_rows(pulled + to, rows, pull, kept, row, K, W)
     gradient = tl.zeros([OWN, W], tl.float32)
     first, last, within, end = reach(read + b * T, rows, tl.cast(B, tl.int64) * T, T)
@@ -117,8 +133,11 @@ def query_kernel(
         there = columns < T
         keys = load_rows(k, columns, there, k_t, k_k, K, W)
         u = load_rows(centred + to, columns, there, row, 1, K, W)
-        x = logits(
-            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, terms,
+        y = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        if wide is not None:
+            y = tl.dot(one, tl.trans(load_rows(wide, columns, there, 16, 1, 16, 16)), acc=y, input_precision=PRECISION)
+        y = logits(
+            y, terms if wide is None else None, root,
             rows[:, None], columns[None, :], home, place, log_decay, bias, x_t, x_j, T,
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )
@@ -126,7 +145,7 @@ def query_kernel(
         if spread is not None:
             u2 = load_rows(squares + to, columns, there, row, 1, K, W)
             products = tl.dot(spread_rows, tl.trans(u2), acc=products, input_precision=PRECISION)
-        _, dl = logit_gradients(x, products, row_lse[:, None], row_delta[:, None], row_push)
+        _, dl = logit_gradients(y * scale - row_lse[:, None], products - row_delta[:, None], row_push)
         gradient = tl.dot(dl.to(OPERAND), keys, acc=gradient, input_precision=PRECISION)
         if d_bias is not None:
             pairs = at[:, None] * T + columns[None, :]
@@ -137,7 +156,7 @@ def query_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["B", "T"])
 def key_kernel(
-    q, k, centred, squares, terms, log_decay, bias, home, place, readers,
+    q, k, centred, squares, terms, wide, log_decay, bias, home, place, readers,
     lse, pulled, spread, delta, push,  # as query_kernel left them
     d_k, d_v, d_terms, d_decay,  # written; the last two may be None
     q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, d_b, x_b, x_h, x_t, x_j,
@@ -156,11 +175,19 @@ def key_kernel(
         log_decay += b * d_b
     if terms is not None:
         terms += b * T
+    root = LOG2E / scale
     if bias is not None:
         bias += b * x_b + h * x_h
     to, row, at = (b * T * H + h) * K, H * K, (b * H + h) * T
     keys = load_rows(k, columns, kept, k_t, k_k, K, W)
     u = load_rows(centred + to, columns, kept, row, 1, K, W)
+    SHARED: tl.constexpr = delta.dtype.element_ty != tl.float32
+    if SHARED:
+        delta += at * 16
+        of_lse, of_delta = ones(OWN, 0, delta.dtype.element_ty), ones(OWN, 3, delta.dtype.element_ty)
+        of_push, own = ones(OWN, 6, delta.dtype.element_ty), tl.zeros([OWN], tl.float32)
+        if terms is not None:
+            own += tl.load(terms + columns, mask=kept, other=0.0) * scale
     since = tl.load(place + tl.program_id(0) % tiles * OWN)  # lags are counted from here, which loses few digits
     key_gradient, value_gradient = tl.zeros([OWN, W], tl.float32), tl.zeros([OWN, W], tl.float32)
     square_gradient = tl.zeros([OWN, W], tl.float32)
@@ -171,8 +198,12 @@ def key_kernel(
         there = rows < T
         queries = load_rows(q, rows, there, q_t, q_k, K, W)
         pull = load_rows(pulled + to, rows, there, row, 1, K, W)
-        x = logits(
-            tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale, terms,
+        y = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+        if SHARED:
+            both = tl.trans(load_rows(delta, rows, there, 16, 1, 16, 16))
+            y = tl.dot(of_lse, both, acc=y, input_precision=PRECISION)
+        y = logits(
+            y, terms if not SHARED else None, root,
             rows[None, :], columns[:, None], home, place, log_decay, bias, x_t, x_j, T,
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )
@@ -180,12 +211,19 @@ def key_kernel(
         if spread is not None:
             spread_rows = load_rows(spread + to, rows, there, row, 1, K, W)
             products = tl.dot(u * u, tl.trans(spread_rows), acc=products, input_precision=PRECISION)
-        row_lse = tl.load(lse + at + rows, mask=there, other=float("inf"))[None, :]
-        row_delta = tl.load(delta + at + rows, mask=there, other=0.0)[None, :]
+        if SHARED:
+            products = tl.dot(of_delta, both, acc=products, input_precision=PRECISION)
+            x = y * scale + own[:, None]
+        else:
+            x = y * scale - tl.load(lse + at + rows, mask=there, other=float("inf"))[None, :]
+            products -= tl.load(delta + at + rows, mask=there, other=0.0)[None, :]
         row_push = None
         if push is not None:
-            row_push = tl.load(push + at + rows, mask=there, other=0.0)[None, :]
-        a, dl = logit_gradients(x, products, row_lse, row_delta, row_push)
+            if SHARED:
+                row_push = tl.dot(of_push, both, input_precision=PRECISION)
+            else:
+                row_push = tl.load(push + at + rows, mask=there, other=0.0)[None, :]
+        a, dl = logit_gradients(x, products, row_push)
         total += tl.sum(dl, 1)
         if d_decay is not None:
             if CAUSAL:

@@ -1,13 +1,14 @@
 """The forward kernel of softmax moments: one pass over the tiles that a tile of tokens reads.
 
-With x_tj the logits in base 2 and u = v - mu, mu the value of the first token of the history, what runs along j,
+With y_tj the logits times sqrt(K), scale y in base 2, and u = v - mu, mu the value of the first token of the history,
+what runs along j,
 
-    M' = max(M, max_j x)    f = 2^(M - M')    p_j = 2^(x_j - M')
+    M' = max(M, max_j y)    f = 2^scale(M - M')    p_j = 2^scale(y_j - M')
     Z <- f Z + sum p    C <- f^2 C + sum p^2    E1 <- f E1 + p u    E2 <- f E2 + p u^2                   (1)
 
 ends in
 
-    o = E1 / Z    e = o + mu    S = max(E2 / Z - o^2, 0)    n = Z^2 / C    lse = M + log2 Z              (2)
+    o = E1 / Z    e = o + mu    S = max(E2 / Z - o^2, 0)    n = Z^2 / C    lse = scale M + log2 Z            (2)
     r = min((n + nu) / (S + c), cap)    the REML precision, where it is asked for in the place of S      (3)
 
 Products are summed up in float32. p, u and u^2 enter them as float16 where the inputs are in half precision (bfloat16
@@ -25,13 +26,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from recbft.kernels.softmax_moments.triton_tiles import load_rows, logits, reach, store_rows
+from recbft.kernels.softmax_moments.triton_tiles import LOG2E, load_rows, logits, ones, reach, store_rows
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["B", "T"])
 def forward_kernel(
-    q, k, centred, squares, terms, log_decay, bias, home, place, read, v,
+    q, k, centred, squares, terms, wide, log_decay, bias, home, place, read, v,
     mean, offset, lse, size, residual, precision,  # written; size None for the mean alone, the last two as asked for
     q_b, q_h, q_t, q_k, k_b, k_h, k_t, k_k, v_b, v_h, v_t, v_k, d_b, x_b, x_h, x_t, x_j,
     B, H, T, scale, nu, c, cap, K: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -49,6 +50,10 @@ def forward_kernel(
         log_decay += b * d_b
     if terms is not None:
         terms += b * T
+        if wide is not None:
+            wide += b * T * 16
+            one = ones(OWN, 0, wide.dtype.element_ty)
+    root = LOG2E / scale
     if bias is not None:
         bias += b * x_b + h * x_h
     to, row, at = (b * T * H + h) * K, H * K, (b * H + h) * T + rows
@@ -62,15 +67,18 @@ def forward_kernel(
         there = columns < T
         keys = load_rows(k, columns, there, k_t, k_k, K, W)
         u = load_rows(centred + to, columns, there, row, 1, K, W)
-        x = logits(
-            tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale, terms,
+        y = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        if wide is not None:
+            y = tl.dot(one, tl.trans(load_rows(wide, columns, there, 16, 1, 16, 16)), acc=y, input_precision=PRECISION)
+        y = logits(
+            y, terms if wide is None else None, root,
             rows[:, None], columns[None, :], home, place, log_decay, bias, x_t, x_j, T,
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )
-        top = tl.maximum(M, tl.max(x, 1))
-        floor = tl.where(top == float("-inf"), 0.0, top)
-        f = tl.exp2(M - floor)
-        p = tl.exp2(x - floor[:, None])
+        top = tl.maximum(M, tl.max(y, 1))
+        floor = tl.where(top == float("-inf"), 0.0, top * scale)
+        f = tl.exp2(M * scale - floor)
+        p = tl.exp2(y * scale - floor[:, None])
         Z = Z * f + tl.sum(p, 1)
         weights = p.to(u.dtype)
         E1 = tl.dot(weights, u, acc=E1 * f[:, None], input_precision=PRECISION)
@@ -85,7 +93,7 @@ def forward_kernel(
     row_home = tl.load(home + rows, mask=kept, other=-1)
     store_rows(mean + to, rows, o + load_rows(v, row_home, row_home >= 0, v_t, v_k, K, W), kept, row, K, W)
     store_rows(offset + to, rows, o, kept, row, K, W)
-    tl.store(lse + at, tl.where(found, M + tl.log2(Z), float("inf")), mask=kept)
+    tl.store(lse + at, tl.where(found, M * scale + tl.log2(Z), float("inf")), mask=kept)
     if size is not None:
         n = tl.where(found, Z * Z / tl.where(found, C, 1.0), 0.0)
         tl.store(size + at, n, mask=kept)

@@ -8,7 +8,12 @@ once and finds for each token t, as one that reads and as one that is read,
     gaps_t              how many of these columns may not
 
 so that tiles outside the spans of all tokens are skipped, and tiles within spans without gaps need no mask.
-Logits are in base 2, and -inf where a token may not read.
+Logits y are those of the softmax times sqrt(K), as products of queries and keys come, and -inf where a token may not
+read: exp(y / sqrt(K)) is 2^(scale y) with scale = log2(e) / sqrt(K).
+
+A number that a whole row or column of a tile has in common takes an instruction to be read for each pair, while tensor
+cores wait: so it can lie in memory as three bfloat16, which hold its 24 bits, and enter as 16 columns more of a product
+whose other side is 1 in three of them (``parts``, ``ones``).
 
 Shapes: B rows of the batch, T tokens of a row, K head width, W the power of two that holds it.
 """
@@ -56,32 +61,55 @@ def reach(spans, rows, field, T):
     return tl.min(start, 0), tl.max(stop, 0), within, end
 
 
+@triton.jit
+def parts(x):
+    """Three bfloat16 (as float32) that sum up to x, but for what is below its 24 bits."""
+    high = x.to(tl.bfloat16).to(tl.float32)
+    middle = (x - high).to(tl.bfloat16).to(tl.float32)
+    return high, middle, (x - high - middle).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def beside(across, x, first: tl.constexpr):
+    """(rows, 16) with the parts of x in three columns from ``first``, 0 in others."""
+    high, middle, low = parts(x)
+    rest = tl.where((across == first + 2)[None, :], low[:, None], 0.0)
+    rest = tl.where((across == first + 1)[None, :], middle[:, None], rest)
+    return tl.where((across == first)[None, :], high[:, None], rest)
+
+
+@triton.jit
+def ones(SIZE: tl.constexpr, first: tl.constexpr, TYPE: tl.constexpr):
+    """(SIZE, 16) with 1 in three columns from ``first``."""
+    across = tl.arange(0, 16)[None, :] + tl.zeros([SIZE, 1], tl.int32)
+    return tl.where((across >= first) & (across < first + 3), 1.0, 0.0).to(TYPE)
+
+
 # fmt: off
 @triton.jit
 def logits(
-    products, terms, readers, columns, home, place, log_decay, bias, x_t, x_j, T, masked, CAUSAL: tl.constexpr,
+    y, terms, root, readers, columns, home, place, log_decay, bias, x_t, x_j, T, masked, CAUSAL: tl.constexpr,
 ):
     # fmt: on
-    """Logits of a tile of pairs from their scaled products and the terms of its columns, if there are any.
+    """Logits of a tile of pairs from their products and what is added; ``root`` is sqrt(K).
 
     Readers come as (rows, 1) and columns as (1, columns), or the other way round.
     """
-    x = products
     if terms is not None:
-        x += tl.load(terms + columns, mask=columns < T, other=0.0)
+        y += tl.load(terms + columns, mask=columns < T, other=0.0)
     if log_decay is not None and not CAUSAL:  # a causal softmax has it in the terms of its columns
-        x += distance(place, readers, columns, T) * (tl.load(log_decay).to(tl.float32) * LOG2E)
+        y += distance(place, readers, columns, T) * (tl.load(log_decay).to(tl.float32) * root)
     if bias is not None:
         there = (readers < T) & (columns < T)
-        x += tl.load(bias + readers * x_t + columns * x_j, mask=there, other=0.0).to(tl.float32) * LOG2E
+        y += tl.load(bias + readers * x_t + columns * x_j, mask=there, other=0.0).to(tl.float32) * root
     if masked:
         column_home = tl.load(home + columns, mask=columns < T, other=-1)
         allowed = (tl.load(home + readers, mask=readers < T, other=-1) == column_home) & (column_home >= 0)
         if CAUSAL:
             column_place = tl.load(place + columns, mask=columns < T, other=0)
             allowed = allowed & (column_place <= tl.load(place + readers, mask=readers < T, other=0))
-        x = tl.where(allowed, x, float("-inf"))
-    return x
+        y = tl.where(allowed, y, float("-inf"))
+    return y
 
 
 @triton.jit
