@@ -86,7 +86,7 @@ def _normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def _as_taken(term: Tensor, q: Tensor, impl: str) -> Tensor:
-    """What is added to logits: the reference adds in one type, the kernels in single precision."""
+    """What is added to logits: the yardstick is the reference in one type, the kernels add in single precision."""
     return term.to(q.dtype) if impl == "reference" else term
 
 

@@ -40,7 +40,7 @@ def softmax_moments(
     """Mean, residual variance and effective sample size of softmax attention.
 
     Args:
-        q, k, v: queries, keys and values, (B, H, T, K).
+        q, k, v: queries, keys and values, (B, H, T, K); what is added to the logits may be in a wider type.
         context: which token may read which.
         log_precision: log of each key's scalar precision, (B, T); a reliability bias on the logits.
         log_decay: log of the recency decay, a scalar or (B, 1), <= 0, multiplied by the lag in positions.
@@ -50,7 +50,7 @@ def softmax_moments(
             force one. Fewer queries than keys, as ``core.Readers`` has them, are for ``compiled`` and ``reference``.
 
     Returns:
-        The moments; a token that may read nothing (padding) gets zeros.
+        The moments, the mean in the type of the values; a token that may read nothing (padding) gets zeros.
 
     Raises:
         ValueError: unknown ``impl``, or the forced path cannot serve the call (the message says why).

@@ -40,7 +40,7 @@ def silu_moments(
     """The sums of (3).
 
     Args:
-        q, k, v: queries, keys and values, (B, H, T, K).
+        q, k, v: queries, keys and values, (B, H, T, K); what is added to the scores may be in a wider type.
         context: which token may read which.
         length: N of (2), > 0.
         bias: added to the scores, broadcastable to (B, H, T, T).

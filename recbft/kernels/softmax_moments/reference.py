@@ -1,5 +1,7 @@
 """Softmax moments as the equations of ``recbft.core.moments`` read: the plain form every fast path must equal.
 
+Logits are in the widest type of what is added up; the moments are in that of the values.
+
 Shapes: B rows, H heads, T tokens, K head width.
 """
 
@@ -54,7 +56,8 @@ def softmax_moments(
     bias: Tensor | None = None,
 ) -> Moments:
     """Equations (3) to (5)."""
-    weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
+    terms = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
+    weights = softmax_weights(q, k, context, **terms).to(v.dtype)
     mean = F.dropout(weights, dropout) @ v  # (3)
     concentration = weights.square().sum(dim=-1)
     empty = concentration == 0
@@ -76,8 +79,8 @@ def softmax_mean(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Equation (3)."""
-    weights = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
-    return F.dropout(weights, dropout) @ v
+    terms = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
+    return F.dropout(softmax_weights(q, k, context, **terms).to(v.dtype), dropout) @ v
 
 
 def centre_on_first(v: Tensor, context: SequenceContext) -> Tensor:
