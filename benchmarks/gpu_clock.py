@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 CLOCKS_AHEAD = 50_000_000  # that the GPU waits before a series, some 28 ms: all of it is asked for by then
 SERIES = 10  # runs of one
+
+
+class Kernels(NamedTuple):
+    """What a GPU did in some work."""
+
+    seconds: float  # that it was at any of it
+    number: int
 
 
 class Clock:
@@ -49,6 +57,26 @@ class Clock:
             found.append(began.elapsed_time(ended) / 1e3 / SERIES)
         return statistics.median(found)
 
+    def kernels(self, work: Callable[[], Any]) -> Kernels | None:
+        """The kernels of some work, copies included, by the profiler; None where it sees none.
+
+        It slows the work, and what the process does later.
+        """
+        if self.device != "cuda":
+            return None
+        self._wait()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            work()
+            self._wait()
+        # Of what stands there for the device, ranges that the program has named are no work.
+        events = [event for event in seen.events() or () if event.device_type.name == "CUDA"]
+        spans = [
+            (event.time_range.start, event.time_range.end)
+            for event in events
+            if not getattr(event, "is_user_annotation", False)
+        ]
+        return Kernels(covered(spans) / 1e6, len(spans)) if spans else None
+
     def peak_mb(self, work: Callable[[], Any]) -> float | None:
         """MB that some work adds to what is allocated, at its peak; None without a GPU."""
         if self.device != "cuda":
@@ -63,3 +91,12 @@ class Clock:
     def _wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of a line is covered by spans that may overlap, as those of several streams do."""
+    total, reached = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        total += max(0.0, ended - max(began, reached))
+        reached = max(reached, ended)
+    return total

@@ -12,6 +12,7 @@
 4. Twenty seeds of each arm trained together, on generated histories as many and as short as those of Amazon Beauty:
    whole epochs with validation and checkpoints, and what a hundred of them would take.
 5. The forward and the backward pass of kriging moments by tile, for whoever chooses them.
+6. How long the GPU is at work in the steps of 3, and by how many kernels.
 
 Nothing begins after ``--minutes`` or goes on for ninety seconds more: what no time is left for is named. Results are on
 disk line by line, and what fails is a line of its own, so that the rest is still told: the work is done in a process of
@@ -40,12 +41,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_cases, large_log, machine, train_speed
+from benchmarks import gpu_cases, machine
 from benchmarks.command import finish, recorded
 from benchmarks.gpu_cases import Case
 from benchmarks.gpu_clock import Clock
+from benchmarks.gpu_steps import histories, kernels, steps
 from benchmarks.sheltered import Inline, Row, Sheltered, Unit, failure
-from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.tables import text_table
@@ -147,6 +148,8 @@ def units(device: str) -> list[Unit]:
         made.append(Unit("steps", {"T": length}, partial(steps, clock, length, small=small)))
     made += [Unit("seeds", {"arm": arm}, partial(seeds, device, arm, small=small)) for arm in ("matched", "bft")]
     made += [Unit("tiles", {"tile": "x".join(map(str, t))}, partial(tiles, clock, t)) for t in TILES if not small]
+    for length in LENGTHS[:1] if small else LENGTHS:  # last: see there
+        made.append(Unit("kernels", {"T": length}, partial(kernels, clock, length, small=small)))
     return made
 
 
@@ -295,34 +298,6 @@ def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> Ro
         return {"forward_ms": float("nan"), "both_ms": float("nan"), "peak_mb": None}
     except Exception as error:
         return failure(error)
-
-
-def steps(clock: Clock, length: int, *, small: bool) -> Iterator[Row]:
-    """A training step of each arm, and evaluation, on generated histories that fill most of their rows."""
-    ways = ["", "[training.autocast=bf16]", *([] if small else ["[training.cuda_graphs=true]"])]
-    arms = parse_arms(",".join(f"matched{way},bft{way}" for way in ways))
-    users, items = (60, 400) if small else (4096, 12_000)
-    dataset = histories(users, items, mean_length=0.75 * length)
-    narrow = ["hidden_size=16", "batch_size=32"] if small else []
-    settings = [f"max_length={length}", f"device={clock.device}", "warmup_steps=0", *narrow]
-    configs = [arm.config(settings, model="sasrec", dataset="synthetic") for arm in arms]
-    repeats = 1 if small else 3  # the first of each compiles what it is the first to call
-    contestants = train_speed.measure(arms, configs, dataset, epochs=repeats, chunk_steps=8, times=repeats)
-    for contestant in contestants:
-        found = train_speed.result_of(contestant, contestants[0])
-        yield {
-            "arm": contestant.arm.label,
-            "step_ms": 1e3 * found["seconds_per_epoch"] / contestant.batches.num_batches,
-            "x": found["ratio"]["median"],
-            "tokens_per_second": found["tokens_per_second"],
-            "evaluation_s": found["evaluation_seconds"],
-        }
-
-
-def histories(num_users: int, num_items: int, *, mean_length: float) -> Dataset:
-    """To be timed and made in a second: users with tastes, as ``synthetic_dataset`` has them, take up to a minute."""
-    events = large_log.generate(num_users, round(num_users * mean_length), num_items).to_pandas()
-    return Dataset.from_frame(events, name="made", user="user_id", item="item_id", time="timestamp")
 
 
 def seeds(device: str, arm: str, *, small: bool) -> Iterator[Row]:
