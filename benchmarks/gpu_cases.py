@@ -232,6 +232,11 @@ def all_cases(*, small: bool) -> list[Case]:
     return cases if small else [*cases, kriging(4, 4, 1000, 64), vocabulary(500, 100_003, 64)]
 
 
+def cases_of_heads(K: int) -> list[Case]:
+    """The mechanisms whose kernels are compiled for a width of heads, at a small shape of that width."""
+    return [make(2, 2, 20, K) for make in (kriging, reml, silu, robust_filter, memory)]
+
+
 def stock_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's causal attention, which gives the mean alone."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.gpu_rehearsal``: every kernel is compiled and its PTX run one instruction after another
 (``benchmarks.ptx``), in every type, bfloat16 too, and held against the reference as on a GPU: values and gradients, and
-two runs that must be equal. It ends where a GPU would be left to chance: addresses out of bounds, threads that share
-memory without a barrier, programs that touch what others write. Small shapes; a minute in all.
+two runs that must be equal. Heads have the widths of models, since a compiler may fail at one of them alone. It ends
+where a GPU would be left to chance: addresses out of bounds, threads that share memory without a barrier, programs that
+touch what others write. Small shapes; two minutes in all.
 
 ``--instructions T ...`` counts instead what threads do for one pair of tokens, in rows of that length: what tiles are
 chosen by where no clock is at hand.
@@ -29,16 +30,23 @@ from recbft.errors import RunError
 NAME = "gpu_rehearsal"
 CAPABILITIES = (80, 86, 89, 90, 120)  # from 10.0 to 11.0 products are made by instructions that are not run here
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDTHS = (32, 64)  # of heads, beside the 16 of the small cases
+
+
+def cases() -> list[tuple[int, gpu_cases.Case]]:
+    """All that is checked, and its width."""
+    wider = [(width, case) for width in WIDTHS for case in gpu_cases.cases_of_heads(width)]
+    return [(16, case) for case in gpu_cases.all_cases(small=True)] + wider
 
 
 def rows(capability: int, only: str = "") -> Iterator[Row]:
-    """What ``gpu_suite.check`` finds of each mechanism and type, and how long that took."""
+    """What ``gpu_suite.check`` finds of each mechanism, width and type, and how long that took."""
     from benchmarks.ptx.launches import running  # needs Triton
 
-    for case in gpu_cases.all_cases(small=True):
+    for width, case in cases():
         for dtype in TYPES if case.half else TYPES[:1]:
             if only in case.name:
-                row = {"kernel": case.name, "type": str(dtype).removeprefix("torch.")}
+                row: Row = {"kernel": case.name, "width": width, "type": str(dtype).removeprefix("torch.")}
                 began = time.monotonic()
                 try:
                     with running(capability) as work:
@@ -78,7 +86,7 @@ def count_instructions(capability: int, lengths: Sequence[int], only: str) -> No
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line for each mechanism and type.
+    """Print a line for each mechanism, width and type.
 
     Raises:
         RunError: some are wrong.
@@ -93,18 +101,17 @@ def main(arguments: Sequence[str]) -> int:
     )
     chosen = options.parse_args(arguments)
     check_compiles()
-    cases = of_pairs(16, 32) if chosen.instructions else gpu_cases.all_cases(small=True)
-    check_names(chosen.only, [case.name for case in cases])
+    checked = of_pairs(16, 32) if chosen.instructions else [case for _, case in cases()]
+    check_names(chosen.only, list(dict.fromkeys(case.name for case in checked)))
     print("\n".join(machine.lines(machine.header(recorded(NAME, arguments), device="cpu"))), flush=True)
     if chosen.instructions:
         count_instructions(chosen.capability, chosen.instructions, chosen.only)
         return 0
-    print(
-        "\n| mechanism | type | right | worst | error | the reference's | launches | seconds |\n" + "| --- " * 8 + "|"
-    )
+    head = ("mechanism", "width", "type", "right", "worst", "error", "the reference's", "launches", "seconds")
+    print("\n| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|")
     found = []
     for row in rows(chosen.capability, chosen.only):
-        cells = ("kernel", "type", "right", "worst", "error", "plain", "launches", "seconds")
+        cells = ("kernel", "width", "type", "right", "worst", "error", "plain", "launches", "seconds")
         print("| " + " | ".join(gpu_suite.cell(row.get(cell)) for cell in cells) + " |", flush=True)
         found.append(row)
     wrong = [row for row in found if not row["right"]]

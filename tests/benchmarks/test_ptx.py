@@ -199,14 +199,29 @@ def test_products_of_tensor_cores_are_the_matrices_product(capability, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism", ["kriging moments, causal, values", "GELU"])
-def test_a_rehearsal_holds_compiled_kernels_against_their_reference(mechanism, tmp_path):
+@pytest.mark.parametrize(
+    ("mechanism", "widths", "types"),
+    [
+        ("kriging moments, causal, values", [16], ["float32", "float16", "bfloat16"]),
+        ("GELU", [16], ["float32"]),
+        ("Bayesian layer", [16, 32, 64], ["float32"]),
+    ],
+)
+def test_a_rehearsal_holds_compiled_kernels_against_their_reference(mechanism, widths, types, tmp_path):
     pytest.importorskip("triton", minversion="3.4")
     done = python("-m", "benchmarks.gpu_rehearsal", "--only", mechanism, cache=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(f"| {mechanism}")]
-    assert [row[1] for row in rows] == ["float32", "float16", "bfloat16"][: 1 if mechanism == "GELU" else 3]
-    assert all(row[2] == "True" for row in rows)
+    assert [(row[1], row[2]) for row in rows] == [(str(width), name) for width in widths for name in types]
+    assert all(row[3] == "True" for row in rows)
+
+
+def test_a_rehearsal_has_the_widths_of_models_where_kernels_are_compiled_for_one():
+    pytest.importorskip("triton", minversion="3.4")
+    from benchmarks.gpu_rehearsal import cases
+
+    for mechanism in ("kriging moments, causal", "SiLU moments", "robust filter attention", "Bayesian layer"):
+        assert [width for width, case in cases() if case.name == mechanism] == [16, 32, 64]
 
 
 def test_a_rehearsal_of_nothing_says_what_there_is(tmp_path):
