@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets.batches import histories_at_once
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.exposure import exposure, listed_users, shown
@@ -82,7 +82,7 @@ def evaluate(
     filter_seen: bool = False,
     ks: Sequence[int] = KS,
     memory_mb: float = 256.0,
-    histories_per_batch: int = HISTORIES_PER_BATCH,
+    histories_per_batch: int | None = None,
     sharing: Sharing | None = None,
     lists: bool = False,
 ) -> Evaluation:
@@ -90,7 +90,7 @@ def evaluate(
 
     Args:
         memory_mb: bound on the block of scores, and on the states held at a time.
-        histories_per_batch: histories that the model reads at once.
+        histories_per_batch: histories that the model reads at once; None for as many as are fast on its device.
         sharing: processes that call this alike and share the work; every one of them gets the whole.
         lists: make the lists of the best items too, in both settings, and say which items they show; of some users,
             drawn from a fixed seed, where users by items are more than a billion.
@@ -157,11 +157,12 @@ def _rank(
     ks: Sequence[int],
     listed: IntArray,
     memory_mb: float,
-    histories_per_batch: int,
+    histories_per_batch: int | None,
 ) -> _Found:
     """Ranks of some users, and what the lists of those who are listed show, with the model in evaluation mode."""
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
+        histories_per_batch = histories_per_batch or histories_at_once(table.weight.device, model.max_length)
         at_once = max(histories_per_batch, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
         ranks, precisions = [], []
         counts = np.zeros((2, len(ks), dataset.num_items), np.int64)

@@ -51,12 +51,15 @@ def align(states: Tensor, table: ItemTable) -> tuple[Tensor, Candidates]:
     return states.detach().to(dtype), Candidates(weight, bias)
 
 
-def block_shape(num_users: int, num_items: int, item_size: int, memory_mb: float) -> tuple[int, int]:
+def block_shape(
+    num_users: int, num_items: int, item_size: int, memory_mb: float, *, cached: bool = True
+) -> tuple[int, int]:
     """Users and items per block: all items where enough users fit beside them into memory that is kept, else tiles.
 
     Args:
         item_size: bytes per score.
         memory_mb: bound on the block.
+        cached: whether blocks should stay in a processor's cache; a GPU, which is waited for after each, wants few.
 
     Raises:
         UserError: the memory is not positive.
@@ -66,6 +69,9 @@ def block_shape(num_users: int, num_items: int, item_size: int, memory_mb: float
     budget = max(1, int(memory_mb * 2**20) // item_size)
     num_users, num_items = max(1, num_users), max(1, num_items)
     enough = min(_ENOUGH_ROWS, num_users)
+    if not cached:
+        rows = min(num_users, max(budget // num_items, min(enough, math.isqrt(budget))))
+        return rows, min(num_items, budget // rows)
     if enough * num_items <= min(budget, _LARGEST_KEPT // item_size):
         return min(max(_CACHED_SCORES // num_items, enough), budget // num_items, num_users), num_items
     rows = min(2 * _ENOUGH_ROWS, num_users, math.isqrt(budget))
@@ -82,7 +88,10 @@ def spans(num: int, size: int) -> Iterator[slice]:
 def user_blocks(states: Tensor, num_items: int, memory_mb: float) -> tuple[int, int, list[slice]]:
     """``block_shape`` for users, (N, D), and the fewest pieces to cut them into, of sizes that products often have."""
     num_users = len(states)
-    rows, width = block_shape(common_size(num_users, states), num_items, states.element_size(), memory_mb)
+    rows, width = block_shape(
+        common_size(num_users, states), num_items, states.element_size(), memory_mb,
+        cached=states.device.type == "cpu",
+    )  # fmt: skip
     pieces = max(1, -(-num_users // rows))
     size = min(rows, common_size(-(-num_users // pieces), states))
     return rows, width, [slice(first, min(first + size, num_users)) for first in range(0, num_users, max(1, size))]

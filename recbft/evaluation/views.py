@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets.batches import histories_at_once
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View, leave_one_out
 from recbft.errors import UserError
@@ -76,7 +76,7 @@ def states_of_view(
     dataset: Dataset,
     view: View,
     device: torch.device,
-    histories_per_batch: int = HISTORIES_PER_BATCH,
+    histories_per_batch: int | None = None,
 ) -> tuple[torch.Tensor, list[NDArray[np.floating]]]:
     """States, (N, D), and precisions (a list of parts, empty where there are none) of the users of a view.
 
@@ -90,7 +90,7 @@ def states_of_view(
         view.stop,
         times=dataset.times,
         source=f"data set {dataset.name!r}",
-        histories_per_batch=histories_per_batch,
+        histories_per_batch=histories_per_batch or histories_at_once(device, model.max_length),
     ):
         state, precision = model.user_states(batch.to(device))
         states.append(state)

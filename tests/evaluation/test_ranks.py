@@ -188,9 +188,11 @@ def test_memory_that_is_not_positive_is_refused(memory_mb):
         full_ranks(states, table, targets, *jagged(seen), memory_mb=memory_mb)
 
 
-@given(N=st.integers(0, 10**6), V=st.integers(1, 10**9), memory_mb=st.floats(1e-5, 1e5))
-def test_a_block_fits_into_the_memory(N, V, memory_mb):
-    rows, width = block_shape(N, V, 4, memory_mb)
+@given(
+    N=st.integers(0, 10**6), V=st.integers(1, 10**9), memory_mb=st.floats(1e-5, 1e5), cached=st.booleans()
+)  # fmt: skip
+def test_a_block_fits_into_the_memory(N, V, memory_mb, cached):
+    rows, width = block_shape(N, V, 4, memory_mb, cached=cached)
     assert rows >= 1 and 1 <= width <= V and 4 * rows * width <= max(4, memory_mb * 2**20)
 
 
@@ -207,6 +209,20 @@ def test_a_block_fits_into_the_memory(N, V, memory_mb):
 )
 def test_a_block_holds_all_items_where_enough_users_fit_beside_them(num_users, num_items, memory_mb, shape):
     assert block_shape(num_users, num_items, 4, memory_mb) == shape
+
+
+@pytest.mark.parametrize(
+    ("num_users", "num_items", "memory_mb", "shape"),
+    [
+        (20_000, 10_000, 256, (6_710, 10_000)),
+        (1000, 10_000, 256, (1000, 10_000)),
+        (1000, 10_000_000, 256, (64, 2**20)),  # tiles
+        (10, 10_000_000, 1, (10, 26_214)),
+        (0, 0, 256, (1, 1)),
+    ],
+)
+def test_a_block_on_a_gpu_is_as_large_as_the_memory(num_users, num_items, memory_mb, shape):
+    assert block_shape(num_users, num_items, 4, memory_mb, cached=False) == shape
 
 
 @given(N=st.integers(2, 10**6), V=st.integers(1, 10**7), memory_mb=st.floats(1, 1e4))
