@@ -9,8 +9,8 @@
    forward, and forward and backward, as a caller waits for it and as the GPU is busy with it, and peak memory. The
    cross-entropy against the one over logits.
 3. A training step of ``bft`` against ``matched``, at two lengths, in single and mixed precision and from CUDA graphs.
-4. Twenty seeds of each arm trained together, on generated histories as many and as short as those of Amazon Beauty:
-   whole epochs with validation and checkpoints, and what a hundred of them would take.
+4. Twenty seeds of each arm trained together, both arms at once (``gpu_seeds``), on generated histories as many and as
+   short as those of Amazon Beauty: whole epochs with validation and checkpoints, and what a hundred of them would take.
 5. The forward and the backward pass of kriging moments by tile, for whoever chooses them.
 6. How long the GPU is at work in the steps of 3, and by how many kernels.
 
@@ -27,11 +27,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -41,19 +38,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_cases, machine
+from benchmarks import gpu_cases, gpu_seeds, machine
 from benchmarks.command import finish, recorded
 from benchmarks.gpu_cases import Case
 from benchmarks.gpu_clock import Clock
-from benchmarks.gpu_steps import histories, kernels, steps
+from benchmarks.gpu_steps import kernels, steps
 from benchmarks.sheltered import Inline, Row, Sheltered, Unit, failure
 from recbft.errors import RunError, UserError
-from recbft.experiments.arms import parse_arms
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
 from recbft.kernels.dispatch import dotted, missing, release
-from recbft.training import session
-from recbft.training.many_seeds import train_seeds
 
 NAME = "gpu_suite"
 GRACE = 90.0  # seconds that what has begun may go on after the last beginning
@@ -66,7 +60,7 @@ SHAPES = ((256, 2, 50, 32), (128, 4, 200, 64), (8, 8, 2048, 64))
 VOCABULARIES = ((12_800, 12_101, 64), (2_048, 1_000_000, 64))
 LENGTHS = (50, 200)
 # Tokens of the tile that a program owns and of those it walks over, warps, stages: none of these spills much.
-TILES = ((64, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3))
+TILES = ((64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 32, 4, 5), (128, 64, 8, 3))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -146,7 +140,7 @@ def units(device: str) -> list[Unit]:
         made.append(Unit("vocabulary", labels, partial(vocabulary, clock, *sizes)))
     for length in LENGTHS[:1] if small else LENGTHS:
         made.append(Unit("steps", {"T": length}, partial(steps, clock, length, small=small)))
-    made += [Unit("seeds", {"arm": arm}, partial(seeds, device, arm, small=small)) for arm in ("matched", "bft")]
+    made.append(Unit("seeds", {}, partial(gpu_seeds.side_by_side, device, small=small)))
     made += [Unit("tiles", {"tile": "x".join(map(str, t))}, partial(tiles, clock, t)) for t in TILES if not small]
     for length in LENGTHS[:1] if small else LENGTHS:  # last: see there
         made.append(Unit("kernels", {"T": length}, partial(kernels, clock, length, small=small)))
@@ -298,39 +292,6 @@ def _times(clock: Clock, run: Callable[[], Any], leaves: Sequence[Tensor]) -> Ro
         return {"forward_ms": float("nan"), "both_ms": float("nan"), "peak_mb": None}
     except Exception as error:
         return failure(error)
-
-
-def seeds(device: str, arm: str, *, small: bool) -> Iterator[Row]:
-    """Epochs of one seed and of many together, and how far their first losses are apart; dropout differs."""
-    number, epochs, users, items = (2, 1, 60, 400) if small else (20, 3, 22_363, 12_101)
-    dataset = histories(users, items, mean_length=8.9)
-    settings = [f"epochs={epochs}", "patience=100", f"device={device}", *(["hidden_size=16"] if small else [])]
-    config = parse_arms(arm)[0].config(settings, model="sasrec", dataset="synthetic")
-    configs = [replace(config, seed=seed) for seed in range(number)]
-    found: dict[str, float] = {}
-    losses: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / str(seed) for seed in range(number)]
-        ways = {
-            "one": lambda: [session.train(configs[0], Path(folder) / "one", dataset=dataset)],
-            "all": lambda: train_seeds(configs, paths, dataset=dataset),
-        }
-        for way, run in ways.items():
-            began = time.perf_counter()
-            runs = run()
-            found[f"{way}_whole_s"] = (time.perf_counter() - began) / epochs
-            rows = [history.read_history() for history in runs]
-            found[f"{way}_training_s"] = statistics.median(
-                sum(float(own[epoch]["seconds"]) for own in rows) for epoch in range(epochs)
-            )
-            losses[way] = float(rows[0][0]["loss"])
-    yield {
-        "seeds": number,
-        **found,
-        "x_one": found["all_training_s"] / found["one_training_s"],
-        "minutes_of_100_epochs": 100 * found["all_whole_s"] / 60,
-        "loss_apart": abs(losses["all"] / losses["one"] - 1),
-    }
 
 
 def _table(rows: Sequence[Row]) -> str:

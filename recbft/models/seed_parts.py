@@ -28,15 +28,19 @@ class SeedRows:
 
     now: SideBySide  # on the CPU, where its numbers can be read without waiting for a device
     origin: Tensor  # (S, N) of ``now``, where the parameters are
+    place: Tensor  # (S, N) the same where the batches of all seeds are put end to end
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
+        self.few_launches = False  # where a device waits for them
         self._samples = False  # whether some part asks for them
         self._sample: tuple[Tensor, Tensor] | None = None
 
     def begin(self, side: SideBySide, device: torch.device) -> None:
         """Take up the next batch."""
         self.now, self.origin = side, side.origin.to(device)
+        self.few_launches = device.type != "cpu"
+        self.place = (side.origin + torch.tensor([0, *side.sizes[:-1]]).cumsum(0)[:, None]).to(device)
         self._sample = self._sampled() if self._samples else None
 
     def apart(self, x: Tensor) -> Tensor:
@@ -49,10 +53,16 @@ class SeedRows:
 
     def random_bits(self, width: int) -> Tensor:
         """(S, N, width): each seed draws for its own batch, and a token here gets what it gets there."""
-        origin = self.origin
-        bits = torch.empty(*origin.shape, width, dtype=torch.int16, device=origin.device)
-        for own, size, generator, out in zip(origin, self.now.sizes, self.generators, bits, strict=True):
-            torch.index_select(random_bits((size, width), generator).to(origin.device), 0, own, out=out)
+        device = self.origin.device
+        drawn = (
+            random_bits((size, width), generator).to(device)
+            for size, generator in zip(self.now.sizes, self.generators, strict=True)
+        )
+        if self.few_launches:
+            return torch.cat(list(drawn)).index_select(0, self.place.flatten()).view(*self.place.shape, width)
+        bits = torch.empty(*self.origin.shape, width, dtype=torch.int16)
+        for own, words, out in zip(self.origin, drawn, bits, strict=True):
+            torch.index_select(words, 0, own, out=out)
         return bits
 
     def sampled(self) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,6 +38,7 @@ from recbft.run_config import RunConfig
 from recbft.surroundings import set_aside
 from recbft.torchrun import refuse_several
 from recbft.training import tensorboard
+from recbft.training.ahead import made_ahead
 from recbft.training.bundle import OwnDraws, own_config
 from recbft.training.in_progress import Session
 from recbft.training.loop import Row, close_epoch, epoch_row, is_over, not_finite
@@ -281,8 +282,10 @@ class _Stack:
         self.model.refresh()
         own = [session.batches for session in self.sessions if session.batches is not None]
         epochs = [batches.epoch(state.epoch) for batches, state in zip(own, states, strict=True)]
-        coming, done = zip(*epochs, strict=True), 0
-        following = _side_by_side(next(coming, None))
+        coming: Iterator[tuple[tuple[Batch, ...], SideBySide]] = map(_side_by_side, zip(*epochs, strict=True))
+        if self.sessions[0].device.type != "cpu":  # else the threads have stacks of their own
+            coming = made_ahead(coming)
+        following, done = next(coming, None), 0
         while following is not None:
             batches, side = following
             if self.stop.is_set():
@@ -291,7 +294,7 @@ class _Stack:
             self.optimizer.zero_grad(set_to_none=True)
             losses = self.model.losses(side)
             losses.sum().backward()
-            following = _side_by_side(next(coming, None))  # while a device is at work
+            following = next(coming, None)  # while a device is at work
             values = losses.tolist()  # a device is waited for once per step, when all its work is under way
             for n, value in enumerate(values):
                 # Its numbers spoil no other run's. The state of its last epoch is saved, where it will be left.
@@ -338,8 +341,8 @@ class _Stack:
             memory[own] = {"step": step, **{name: moment[n] for name, moment in moments.items()}}
 
 
-def _side_by_side(batches: tuple[Batch, ...] | None) -> tuple[tuple[Batch, ...], SideBySide] | None:
-    return None if batches is None else (batches, lay_side_by_side(batches))
+def _side_by_side(batches: tuple[Batch, ...]) -> tuple[tuple[Batch, ...], SideBySide]:
+    return batches, lay_side_by_side(batches)
 
 
 def _optimizer(session: Session) -> torch.optim.Adam:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recbft.datasets.batches import TrainingBatches
 from recbft.datasets.side_by_side import lay_side_by_side
+from recbft.models.seed_parts import SeedRows
 from recbft.models.stacked import Stacked
 from recbft.run_config import load_run_config
 from recbft.training.config import TrainingConfig
@@ -74,3 +75,16 @@ def test_a_step_reads_nothing_back_from_its_device_and_copies_there_before_it_is
         assert parameter.device.type == "meta", name
         assert parameter.grad is None or parameter.grad.device.type == "meta", name
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(stack.parameters)
+
+
+@pytest.mark.parametrize("width", [1, 6, 8])
+def test_random_bits_are_the_same_drawn_together_or_one_by_one(width):
+    side = lay_side_by_side(batches())
+    found = []
+    for together in (False, True):
+        rows = SeedRows([torch.Generator().manual_seed(seed) for seed in range(SEEDS)])
+        rows.begin(side, torch.device("cpu"))
+        rows.few_launches = together
+        found.append([rows.random_bits(width), rows.random_bits(width)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not torch.equal(*found[0])
