@@ -238,7 +238,9 @@ def tiles(clock: Clock, tile: tuple[int, ...]) -> Iterator[Row]:
     B, _, T, K = SHAPES[-1]
     heads = _heads(clock, SHAPES[-1], torch.bfloat16)
     run = gpu_cases.contestants(B, T, clock.device, impl="triton")["recbft moments"]
-    with patch.dict(import_module("recbft.kernels.softmax_moments.triton").HALF_TILES, {K: tile}):
+    module = import_module("recbft.kernels.softmax_moments.triton")
+    chosen = {K: module.Tile(*tile)}
+    with patch.dict(module.HALF_TILES, chosen), patch.dict(module.FORWARD_HALF_TILES, chosen):
         yield _times(clock, partial(run, *heads), heads)
 
 

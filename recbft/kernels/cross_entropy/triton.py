@@ -42,6 +42,7 @@ OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float1
 # number for all GPUs gives equal sums on all.
 ENOUGH_PROGRAMS = 4 * 264
 MERGED_ROWS = 16
+EXACT_LOOPED, STAGES = 32, 2  # rows of a tile that is walked over where products are exact
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -104,7 +105,7 @@ def tiles(row_bytes: int, exact: bool) -> Tiles:
         exact: products of float32 to its own precision, which hold more.
     """
     held = max(16, min(64, 16_384 // row_bytes))
-    return Tiles(held, min(held, 32) if exact else held, 4 if row_bytes < 1024 else 8)
+    return Tiles(held, min(held, EXACT_LOOPED) if exact else held, 4 if row_bytes < 1024 else 8)
 
 
 class _Shape(NamedTuple):
@@ -133,7 +134,7 @@ class _Shape(NamedTuple):
             "OPERAND": self.operand,
             "PRECISION": self.precision,
             "num_warps": self.tiles.warps,
-            "num_stages": 2,
+            "num_stages": STAGES,
         }
 
 

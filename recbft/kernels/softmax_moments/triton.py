@@ -30,18 +30,31 @@ from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
 from recbft.kernels.transforms import applied, untransformed
 
 SPANS_TILE, COLUMNS_TILE = 32, 64
-# Tokens of the tile that a program owns and of those it walks over, warps and stages, by W in half and in single
-# precision; those of width 64 are the fastest of nine and five on an H100, the others have few instructions per pair of
-# tokens (benchmarks.gpu_rehearsal) with little spilled (benchmarks.gpu_registers). Four warps for 64 tokens: products
-# then leave a token's row to one warp, and its maximum and sums need no barrier.
+
+
+class Tile(NamedTuple):
+    """How a kernel is cut and run."""
+
+    own: int  # tokens of the tile that a program owns
+    other: int  # and of those that it walks over
+    warps: int
+    stages: int
+    registers: int | None = None  # that a thread may have, where more would leave room for fewer programs
+
+
+# By W, in half precision, of the forward kernel there where another is faster, and in single precision. Those of width
+# 64 are the fastest of nine and five on an H100, the others have few instructions per pair of tokens
+# (benchmarks.gpu_rehearsal) with little spilled (benchmarks.gpu_registers). Four warps for 64 tokens: products then
+# leave a token's row to one warp, and its maximum and sums need no barrier.
 HALF_TILES = {
-    16: (64, 64, 4, 2),
-    32: (64, 64, 4, 2),
-    64: (64, 64, 4, 3),
-    128: (64, 32, 8, 1),
-    256: (32, 16, 4, 1),
+    16: Tile(64, 64, 4, 2),
+    32: Tile(64, 64, 4, 2),
+    64: Tile(64, 64, 4, 3),
+    128: Tile(64, 32, 8, 1),
+    256: Tile(32, 16, 4, 1),
 }
-SINGLE_TILES = {16: (64, 32, 4, 1), 32: (64, 32, 4, 1), 64: (64, 32, 4, 1), 128: (16, 16, 4, 1)}
+FORWARD_HALF_TILES = {64: Tile(64, 64, 4, 3)}
+SINGLE_TILES = {16: Tile(64, 32, 4, 1), 32: Tile(64, 32, 4, 1), 64: Tile(64, 32, 4, 1), 128: Tile(16, 16, 4, 1)}
 
 
 class Spans(NamedTuple):
@@ -163,7 +176,9 @@ class _SoftmaxMoments(torch.autograd.Function):
         statistics = (offset, lse, size, residual, precision)
         ctx.reml = moments._asdict() if isinstance(moments, _Reml) else _Reml()._asdict()
         in_products = offset.dtype  # bfloat16 has too few digits for the difference in S
-        call = _Call.of(q, k, v, log_precision, log_decay, bias, spans, in_products, squares=size is not None)
+        call = _Call.of(
+            q, k, v, log_precision, log_decay, bias, spans, in_products, squares=size is not None, forward=True
+        )
         call.run(forward_kernel, spans.read, v, mean, *statistics, **_strides("v", "bhtk", v), **ctx.reml)
         ctx.save_for_backward(q, k, v, log_precision, log_decay, bias, *spans[:4], *statistics)
         ctx.causal, ctx.whole = spans.causal, moments is True
@@ -233,6 +248,7 @@ class _Call(NamedTuple):
         in_products: torch.dtype,
         *,
         squares: bool,
+        forward: bool = False,
     ) -> _Call:
         """The call of a function of these inputs; its columns are worked out here, in the type of the products."""
         B, H, T, K = q.shape
@@ -243,7 +259,7 @@ class _Call(NamedTuple):
         scalars |= {"B": B, "H": H, "T": T, "scale": math.log2(math.e) / math.sqrt(K)}
         scalars |= {"K": K, "W": _width(K), "CAUSAL": spans.causal}
         scalars["PRECISION"] = "ieee" if dispatch.interpreted() else "tf32x3"
-        scalars |= _tiles(T, _width(K), q, with_bias=bias is not None)
+        scalars |= _tiles(T, _width(K), q, with_bias=bias is not None, forward=forward)
         decay = None if spans.causal else log_decay  # else it is in the terms of the columns
         return cls((q, k, *columns, decay, bias, spans.home, spans.place), scalars)
 
@@ -294,22 +310,24 @@ def _width(K: int) -> int:
     return max(16, int(triton.next_power_of_2(K)))
 
 
-def _tiles(T: int, W: int, like: Tensor, *, with_bias: bool = False) -> dict[str, int]:
-    """How a kernel is cut and run."""
+def _tiles(T: int, W: int, like: Tensor, *, with_bias: bool = False, forward: bool = False) -> dict[str, int]:
+    """How the kernels of a pass are cut and run."""
     # Where operands of products lie in registers beside all else, tiles are smaller.
     in_registers = dispatch.capability(like) is not None and not dispatch.on_hopper(like)
     if like.dtype == torch.float32:
-        own, other, warps, stages = SINGLE_TILES[W]
+        own, other, warps, stages, registers = SINGLE_TILES[W]
         if in_registers:
             own, other = min(own, 2_048 // W), 16
     else:
-        own, other, warps, stages = HALF_TILES[W]
+        found = FORWARD_HALF_TILES.get(W) if forward and not (in_registers or with_bias) else None
+        own, other, warps, stages, registers = found or HALF_TILES[W]
         if in_registers or (with_bias and W <= 32):  # with a bias four warps would spill 336 bytes a thread
             other = min(other, 32)
         if with_bias:  # of three stages a multiprocessor has room for one program
             stages = min(stages, 2)
     short = max(16, triton.next_power_of_2(T))
-    return {"OWN": min(own, short), "OTHER": min(other, short), "num_warps": warps, "num_stages": stages}
+    tile = {"OWN": min(own, short), "OTHER": min(other, short), "num_warps": warps, "num_stages": stages}
+    return tile if registers is None else tile | {"maxnreg": registers}
 
 
 def _heads(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
