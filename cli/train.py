@@ -64,7 +64,10 @@ def train(
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The run's folder in --out, in place of MODEL-ARM-DATASET-seedSEED."),
+        # Named in full: of typer 0.27 a metavar that spells the parameter would be the option's name.
+        typer.Option(
+            "--name", metavar="NAME", help="The run's folder in --out, in place of MODEL-ARM-DATASET-seedSEED."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the config; repeat for more.")
