@@ -28,7 +28,7 @@ def scratch_full_of_nan():
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(kernels, "tiles", lambda row_bytes, exact: kernels.Tiles(16, 16, 4))
+    monkeypatch.setattr(kernels, "tiles", lambda row_bytes, **kind: kernels.Tiles(16, 16, 4, 2))
     monkeypatch.setattr(kernels, "ENOUGH_PROGRAMS", 4)
 
 
