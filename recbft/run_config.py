@@ -69,10 +69,14 @@ class RunConfig:
                     f"{key} is {metric!r}, but evaluation.ks is {list(self.evaluation.ks)}; "
                     f"add {k} to ks, or choose another metric"
                 )
-        if self.training.cuda_graphs:
-            self._refuse_in_graphs()
+        if self.training.cuda_graphs and (hindrance := self.graph_hindrance):
+            raise UserError(
+                f"training.cuda_graphs repeats steps as they were, and cannot with {hindrance}; leave it out"
+            )
 
-    def _refuse_in_graphs(self) -> None:
+    @property
+    def graph_hindrance(self) -> str | None:
+        """What keeps the steps of such a run from being CUDA graphs, or None."""
         hindrances = [f"controllers.{name}, which steers single steps" for name in self.controllers.named]
         if self.mixer is not None and MIXERS[self.mixer].reads_back:
             hindrances.append(f"mixer {self.mixer!r}, which looks at numbers within a step")
@@ -80,10 +84,7 @@ class RunConfig:
             hindrances.append(f"loss {self.backbone.loss!r}, which draws items within a step")
         if self.moe.experts:
             hindrances.append("experts, which get as many tokens as ask for them")
-        if hindrances:
-            raise UserError(
-                f"training.cuda_graphs repeats steps as they were, and cannot with {hindrances[0]}; leave it out"
-            )
+        return hindrances[0] if hindrances else None
 
     @property
     def reads_times(self) -> str | None:

@@ -116,6 +116,8 @@ class Session:
             self._save(best=self.model.state_dict())
             return
         self.make_resumable()
+        if self._would_gain_from_graphs():
+            self.progress.note("the GPU waits for every launch; --set cuda_graphs=true gives it whole steps")
         assert self.optimizer is not None and isinstance(self.model, TrainableModel)
         fit(
             self.model,
@@ -131,6 +133,10 @@ class Session:
             team=self.together,
         )
         self._offer_final_weights()
+
+    def _would_gain_from_graphs(self) -> bool:
+        asked = self.config.training.cuda_graphs is not None or self.together.several
+        return self.device.type == "cuda" and not asked and self.config.graph_hindrance is None
 
     def make_resumable(self) -> None:
         """Save the state before the first epoch, unless one is saved: from here on a killed run can be resumed."""

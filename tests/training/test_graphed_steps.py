@@ -17,6 +17,7 @@ from recbft.kernels import compiled
 from recbft.run_config import load_run_config
 from recbft.training import graphed_steps, session
 from recbft.training.graphed_steps import GraphedSteps, cut, pad, padded_loss
+from recbft.training.in_progress import Session
 from recbft.training.run_parts import build_model, training_batches
 
 SMALL = ["max_length=8", "hidden_size=8", "batch_size=12", "seed=3", "device=cpu"]
@@ -247,3 +248,21 @@ def test_a_cpu_has_no_graphs(tmp_path):
 def test_models_of_other_kinds_are_refused():
     with pytest.raises(UserError, match="models of kind Linear"):
         graphed_steps.check_recordable(torch.nn.Linear(1, 1), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "settings, device, several, told",
+    [
+        ((), "cuda", False, True),
+        ((), "cpu", False, False),
+        ((), "cuda", True, False),
+        (("cuda_graphs=true",), "cuda", False, False),
+        (("cuda_graphs=false",), "cuda", False, False),
+        (("mixer=bayesian",), "cuda", False, False),
+    ],
+)
+def test_a_run_on_a_gpu_is_told_of_graphs_that_it_could_have(settings, device, several, told):
+    session = SimpleNamespace(
+        config=config_of("bft", *settings), device=torch.device(device), together=SimpleNamespace(several=several)
+    )
+    assert Session._would_gain_from_graphs(session) == told
