@@ -88,6 +88,11 @@ def _check_decay(q: Tensor, log_decay: Tensor | None) -> None:
         raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; give a scalar tensor, or (B, 1) per row")
 
 
+def ramped(x: Tensor, ramp: float) -> Tensor:
+    """ramp x: x itself once the warm-up is over, without another pass over it."""
+    return x if ramp == 1 else ramp * x
+
+
 def scalar_log_precision(precision: Tensor) -> Tensor:
     """Log of the mean precision over the coordinates, shared by all heads; (B, T, D) -> (B, T)."""
     return torch.log(precision.mean(dim=-1))

@@ -40,6 +40,7 @@ from recbft.core import (
     softmax_weights,
     weight_sums,
 )
+from recbft.core.moments import ramped
 from recbft.core.regimes import BiasTerms
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import reml_precision
@@ -158,7 +159,7 @@ class SoftmaxAttention(nn.Module):
             assert not isinstance(bias, BiasTerms)
             return self._observe_written_out(q, k, v, precision, context, ramp, log_decay, bias, estimator)
         known: dict[str, Any] = {
-            "log_precision": None if precision is None else ramp * scalar_log_precision(precision),
+            "log_precision": None if precision is None else ramped(scalar_log_precision(precision), ramp),
             "log_decay": log_decay,
             "dropout": self.dropout if self.training else 0.0,
             "bias": bias,
@@ -205,7 +206,7 @@ class SoftmaxAttention(nn.Module):
         return self._weights(q, k, precision, context, ramp, self._log_decay(ramp), bias)
 
     def _log_decay(self, ramp: float) -> Tensor | None:
-        return None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit)
+        return None if self.decay_logit is None else ramped(F.logsigmoid(self.decay_logit), ramp)
 
     def _weights(
         self,
@@ -220,9 +221,9 @@ class SoftmaxAttention(nn.Module):
         if precision is None:
             return softmax_weights(q, k, context, log_decay=log_decay, bias=bias)
         if self.kriging == "scalar":
-            log_precision = ramp * scalar_log_precision(precision)
+            log_precision = ramped(scalar_log_precision(precision), ramp)
             return softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
-        log_precision = ramp * precision.log()
+        log_precision = ramped(precision.log(), ramp)
         return per_dimension_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
 
     def _by_residuals(self, S: Tensor, n: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from recbft.core import (
     silu_moments,
     silu_weights,
 )
+from recbft.core.moments import ramped
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import sandwich_precision
 from recbft.kernels.full_precision import HALVES
@@ -163,8 +164,8 @@ class PointwiseAttention(nn.Module):
         return {
             "bias": self._time_bias(context),
             "lag_bias": self.position_table[:, 0],
-            "log_precision": None if precision is None else ramp * scalar_log_precision(precision),
-            "log_decay": None if self.decay_logit is None else ramp * F.logsigmoid(self.decay_logit),
+            "log_precision": None if precision is None else ramped(scalar_log_precision(precision), ramp),
+            "log_decay": None if self.decay_logit is None else ramped(F.logsigmoid(self.decay_logit), ramp),
         }
 
     def _time_bias(self, context: SequenceContext) -> Tensor | None:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.core import SequenceContext, projected_precision, scalar_log_precision
+from recbft.core.moments import ramped
 from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.eager import eagerly
 from recbft.kernels.robust_filter import Clock, Dynamics, Variant, decayed_weights, filtered, read_clock
@@ -252,7 +253,7 @@ class RobustFilterAttention(nn.Module):
     def _key_bias(self, precision: Tensor | None, ramp: float) -> Tensor | None:
         if precision is None or self.config.key_precision == "off":
             return None
-        return ramp * scalar_log_precision(precision)
+        return ramped(scalar_log_precision(precision), ramp)
 
     def _read_out(self, latent: Tensor) -> Tensor:
         if self.out is not None:

@@ -200,12 +200,14 @@ class LayerPrecision(nn.Module):
         """What ``activate`` returns second, from the Jacobian of a network that gives its own where it is wanted."""
         if self.mode == "off":
             return self.mean_jacobian.new_zeros(())
-        mean = self.mean_jacobian.clone()  # as it stood before this batch
+        takes_mean = jacobian is None or self.mode == "running_mean"
+        mean = self.mean_jacobian.clone() if takes_mean else None  # as it stood before this batch
         if self.training:
             assert jacobian is not None
             self._remember(self.mean_jacobian, _mean_over_tokens(jacobian.detach(), context.valid))
-        if jacobian is None or self.mode == "running_mean":
+        if mean is not None:
             return mean
+        assert jacobian is not None
         return jacobian.detach() if self.core.jacobian_detach else jacobian
 
     def predict(self, precision: Tensor, jacobian: Tensor) -> Tensor:
@@ -217,9 +219,8 @@ class LayerPrecision(nn.Module):
             return discount_precision(precision, discount, cap=self.core.lam_max).clamp(min=LAM_MIN)
         if self.core.propagation == "decay":
             return decay_precision(precision, self.decay_rate, cap=self.core.lam_max).clamp(min=LAM_MIN)
-        noise = precision.new_zeros(())
-        if self.noise_logits is not None:
-            noise = process_noise(self.noise_logits, self.core.q_max)
+        logits = self.noise_logits
+        noise = precision.new_zeros(()) if logits is None else process_noise(logits, self.core.q_max)
         return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=self.core.lam_max)
 
     @in_full_precision
