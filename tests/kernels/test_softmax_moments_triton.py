@@ -271,6 +271,23 @@ def test_half_precision_is_at_most_twice_as_wrong_as_the_plain_path_in_the_same_
         assert error <= 2 * allowed, f"{name}: {error:.2e} against {allowed:.2e}"
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 3e-2)])
+def test_a_token_of_no_precision_is_not_read(dtype, tolerance):
+    context = packed([[20, 9], [5, 30]], 36)
+    inputs = drawn(context, leave_out=("log_decay",))
+    trusted = inputs["log_precision"].float()
+    trusted[:, 3] = trusted[1, 6] = float("-inf")
+    leaves = [inputs[name].to(dtype).requires_grad_() for name in "qkv"]
+    found = {}
+    for name, function in (("plain", reference.softmax_moments), ("triton", path.softmax_moments)):
+        moments = function(*leaves, context, log_precision=trusted, log_decay=None, dropout=0.0)
+        total = sum(moment.float().square().mean() for moment in moments)
+        found[name] = [*(moment.detach() for moment in moments), *torch.autograd.grad(total, leaves)]
+    for ours, plain in zip(found["triton"], found["plain"], strict=True):
+        torch.testing.assert_close(ours.float(), plain.float(), rtol=tolerance, atol=tolerance)
+    assert not found["triton"][-1][0, :, 3].any()
+
+
 def test_what_a_batch_lets_read_is_found_once():
     context = packed([[9]], 9)
     assert path.spans_of(context) is path.spans_of(context)

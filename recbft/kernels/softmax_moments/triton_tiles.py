@@ -65,8 +65,9 @@ def reach(spans, rows, field, T):
 def parts(x):
     """Three bfloat16 (as float32) that sum up to x, but for what is below its 24 bits."""
     high = x.to(tl.bfloat16).to(tl.float32)
-    middle = (x - high).to(tl.bfloat16).to(tl.float32)
-    return high, middle, (x - high - middle).to(tl.bfloat16).to(tl.float32)
+    rest = tl.where(tl.abs(x) == float("inf"), 0.0, x - high)  # of a log precision of -inf, nothing
+    middle = rest.to(tl.bfloat16).to(tl.float32)
+    return high, middle, (rest - middle).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
