@@ -126,7 +126,12 @@ def main(arguments: Sequence[str]) -> int:
         for name, case in cases(width).items():
             if chosen.only in name:
                 for kind in DTYPES if case.half else ("float32",):
-                    for u in usages(case, DTYPES[kind], target):
+                    try:
+                        found = usages(case, DTYPES[kind], target)
+                    except ValueError as error:  # a path that does not serve this width
+                        print(f"| {name} | {kind} | {width} | {error} " + "| " * 6, flush=True)
+                        continue
+                    for u in found:
                         print(
                             f"| {name} | {kind} | {width} | `{u.kernel}` | {u.registers} | {u.spilled} | "
                             f"{u.shared / 1024:.0f} | {u.warps} | {u.resident} |",
