@@ -20,7 +20,6 @@ from torch import Tensor
 
 IntArray = NDArray[np.int64]
 HISTORIES_PER_BATCH = 256  # read at once in evaluation; on a CPU more take more memory and no less time
-TOKENS_PER_GPU_BATCH = 200_000  # at most; fewer leave a GPU waiting for the launches of each batch
 
 
 class Batch(NamedTuple):
@@ -56,13 +55,6 @@ class Batch(NamedTuple):
             segment=torch.where(chosen.segment >= 0, number[chosen.segment.clamp(min=0)], -1),
             last=(row * width + self.last % width)[row >= 0],
         )
-
-
-def histories_at_once(device: torch.device, max_length: int) -> int:
-    """How many histories of at most so many events evaluation reads at once on a device."""
-    if device.type == "cpu":
-        return HISTORIES_PER_BATCH
-    return max(HISTORIES_PER_BATCH, TOKENS_PER_GPU_BATCH // max(1, max_length))
 
 
 def pack_histories(

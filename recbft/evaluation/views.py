@@ -16,15 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recbft.datasets.batches import histories_at_once
+from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View, leave_one_out
 from recbft.errors import UserError
+from recbft.evaluation.trace import attention_in
 from recbft.models.contract import SequenceModel, read_histories
 from recbft.surroundings import set_aside
 
 IntArray = NDArray[np.int64]
 Part = Literal["validation", "test"]
+TOKENS_PER_GPU_BATCH = 200_000  # at most
 
 
 def view_of(dataset: Dataset, part: str, users: IntArray | None = None) -> View:
@@ -71,6 +73,19 @@ def evaluation_mode(model: SequenceModel) -> Iterator[None]:
             module.training = True
 
 
+def histories_at_once(model: SequenceModel, device: torch.device) -> int:
+    """How many histories evaluation reads at once: on a GPU, which waits for the launches of each batch, many.
+
+    Attention by coordinate writes its weights out, which then bound them.
+    """
+    by_coordinate = any(
+        getattr(attention_in(block.mixer), "kriging", "") == "per_dimension" for block in getattr(model, "blocks", ())
+    )
+    if device.type == "cpu" or by_coordinate:
+        return HISTORIES_PER_BATCH
+    return max(HISTORIES_PER_BATCH, TOKENS_PER_GPU_BATCH // max(1, model.max_length))
+
+
 def states_of_view(
     model: SequenceModel,
     dataset: Dataset,
@@ -90,7 +105,7 @@ def states_of_view(
         view.stop,
         times=dataset.times,
         source=f"data set {dataset.name!r}",
-        histories_per_batch=histories_per_batch or histories_at_once(device, model.max_length),
+        histories_per_batch=histories_per_batch or histories_at_once(model, device),
     ):
         state, precision = model.user_states(batch.to(device))
         states.append(state)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recbft.datasets.batches import TrainingBatches, histories_at_once, history_batches, pack_histories
+from recbft.datasets.batches import TrainingBatches, history_batches, pack_histories
 
 lengths_of_histories = st.lists(st.integers(1, 12), min_size=1, max_size=40)
 
@@ -195,11 +195,3 @@ def test_some_rows_of_a_batch_are_a_batch_of_the_histories_in_them(lengths, data
     assert some.segment.flatten()[some.last].tolist() == list(range(len(left)))
     assert torch.equal(some.segment < 0, batch.segment[rows] < 0)
     assert torch.equal(some.time, some.items * 3) and some.target is None
-
-
-@pytest.mark.parametrize(
-    ("device", "max_length", "histories"),
-    [("cpu", 50, 256), ("cuda", 50, 4000), ("cuda", 200, 1000), ("cuda", 2000, 256)],
-)
-def test_a_gpu_is_given_as_many_histories_at_once_as_their_tokens_allow(device, max_length, histories):
-    assert histories_at_once(torch.device(device), max_length) == histories

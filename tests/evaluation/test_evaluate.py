@@ -11,9 +11,10 @@ from recbft.errors import RunError, UserError
 from recbft.evaluation import evaluate as evaluating
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.ranks import full_ranks
-from recbft.evaluation.views import evaluation_mode, view_of
+from recbft.evaluation.views import evaluation_mode, histories_at_once, view_of
 from recbft.models.contract import ItemTable, UserStates
 from recbft.models.popularity import Popularity
+from recbft.run_config import load_run_config
 
 
 def make_dataset(histories):
@@ -164,3 +165,19 @@ def test_the_cuts_are_those_asked_for():
     dataset = draw_dataset(0)
     result = evaluate(Popularity(dataset.training_counts), dataset, "test", ks=(3,))
     assert list(result.headline) == ["hr@3", "ndcg@3", "mrr@3", "mrr"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "histories"),
+    [
+        (["max_length=50"], "cpu", 256),
+        (["max_length=50"], "cuda", 4000),
+        (["max_length=200"], "cuda", 1000),
+        (["max_length=2000"], "cuda", 256),
+        (["max_length=50", "core.kriging=per_dimension"], "cuda", 256),
+    ],
+)
+def test_a_gpu_is_given_as_many_histories_at_once_as_their_tokens_allow(settings, device, histories):
+    config = load_run_config(None, ["hidden_size=8", *settings], model="sasrec", arm="bft")
+    assert histories_at_once(config.build(torch.tensor([0, 2, 1])), torch.device(device)) == histories
+    assert histories_at_once(Popularity(torch.tensor([0, 2, 1])), torch.device("cpu")) == 256
