@@ -212,6 +212,17 @@ def test_padding_gets_zeros_and_passes_no_gradient():
             assert (x[0] == 0).all() and (x[1, :, 20:] == 0).all(), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("precision", [float("nan"), float("inf"), float("-inf")])
+def test_the_precision_of_padding_is_not_read(dtype, precision):
+    context = packed([[5], [20]], TILE + 9)
+    inputs = drawn(context)
+    inputs["log_precision"][context.segment < 0] = precision
+    names, found = values_and_gradients(path.softmax_moments, inputs, context, dtype)
+    for name, x in zip(names, found, strict=True):
+        assert torch.isfinite(x).all(), name
+
+
 def test_two_runs_are_bitwise_equal_and_the_mean_alone_is_the_mean_of_the_moments():
     context = packed([[30, 7]], 37)
     inputs = drawn(context)

@@ -46,7 +46,9 @@ def columns_kernel(
         first = kept & (h == 0)
         c = tl.zeros([TILE], tl.float32)
         if log_precision is not None:
-            c += tl.load(log_precision + b * p_b + columns * p_t, mask=first, other=0.0).to(tl.float32) * root
+            # Not of padding, where it may be no number: in a product nothing masks it.
+            trusted = tl.load(log_precision + b * p_b + columns * p_t, mask=first & there, other=0.0).to(tl.float32)
+            c += trusted * root
         if log_decay is not None:
             column_place = tl.load(place + b * T + columns, mask=first, other=0).to(tl.float32)
             c -= column_place * (tl.load(log_decay + b * d_b).to(tl.float32) * root)
