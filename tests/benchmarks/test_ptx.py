@@ -16,7 +16,7 @@ from benchmarks.ptx.memory import GlobalMemory, UndefinedError
 from benchmarks.ptx.program import Instruction, Program, grouped
 from benchmarks.ptx.threads import Threads, UnknownInstructionError
 
-KERNELS = Path(__file__).with_name("ptx_kernels.py")
+KERNELS, FAR_LOGITS = (Path(__file__).with_name(name) for name in ("ptx_kernels.py", "ptx_far_logits.py"))
 HEAD = """
 .visible .entry kernel(
     .param .u64 .ptr .global .align 1 kernel_param_0
@@ -195,6 +195,14 @@ def python(*command, interpret="0", cache):
 def test_products_of_tensor_cores_are_the_matrices_product(capability, tmp_path):
     pytest.importorskip("triton", minversion="3.4")
     done = python(str(KERNELS), capability, cache=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_sums_of_a_softmax_do_not_fade_from_tile_to_tile(capability, tmp_path):
+    pytest.importorskip("triton", minversion="3.4")
+    done = python(str(FAR_LOGITS), capability, cache=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

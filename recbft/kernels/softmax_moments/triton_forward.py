@@ -76,9 +76,11 @@ def forward_kernel(
             (begin < within) | (begin + OTHER > end), CAUSAL,
         )
         top = tl.maximum(M, tl.max(y, 1))
-        floor = tl.where(top == float("-inf"), 0.0, top * scale)
-        f = tl.exp2(M * scale - floor)
-        p = tl.exp2(y * scale - floor[:, None])
+        floor = tl.where(top == float("-inf"), 0.0, top)
+        # Of the difference, which is 0 where M stays; the machine makes one instruction of M scale - floor scale, whose
+        # rounding is left over, and the sums would fade a little with every tile.
+        f = tl.exp2((M - floor) * scale)
+        p = tl.exp2(y * scale - (floor * scale)[:, None])
         Z = Z * f + tl.sum(p, 1)
         weights = p.to(u.dtype)
         E1 = tl.dot(weights, u, acc=E1 * f[:, None], input_precision=PRECISION)
