@@ -135,8 +135,10 @@ class Session:
         self._offer_final_weights()
 
     def _would_gain_from_graphs(self) -> bool:
-        asked = self.config.training.cuda_graphs is not None or self.together.several
-        return self.device.type == "cuda" and not asked and self.config.graph_hindrance is None
+        if self.config.training.cuda_graphs is not None or self.together.several:
+            return False
+        begins = self.state.epoch == 0  # later on the settings of a run are what they are
+        return self.device.type == "cuda" and begins and self.config.graph_hindrance is None
 
     def make_resumable(self) -> None:
         """Save the state before the first epoch, unless one is saved: from here on a killed run can be resumed."""

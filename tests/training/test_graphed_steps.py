@@ -263,6 +263,11 @@ def test_models_of_other_kinds_are_refused():
 )
 def test_a_run_on_a_gpu_is_told_of_graphs_that_it_could_have(settings, device, several, told):
     session = SimpleNamespace(
-        config=config_of("bft", *settings), device=torch.device(device), together=SimpleNamespace(several=several)
+        config=config_of("bft", *settings),
+        device=torch.device(device),
+        together=SimpleNamespace(several=several),
+        state=SimpleNamespace(epoch=0),
     )
     assert Session._would_gain_from_graphs(session) == told
+    session.state.epoch = 1  # a run that is gone on with takes no other settings
+    assert not Session._would_gain_from_graphs(session)
