@@ -10,14 +10,15 @@ and one pass over the positions finds for every item
     dw_v = sum_n (exp(l_nv - m_n - log z_n) - [v = target_n]) x_n / N                              (3)
 
 Where there are few positions, (1) is done for parts of the vocabulary, which are merged in their order, and where there
-are few items, (3) for parts of the positions, which are added up. Every number
-is written once, by one program that adds in a fixed order, so two runs are equal bit for bit. Products take operands
-of the type of the inputs (of autocast, where it is on); sums, losses and what is kept are float32. Logits are counted
-in units of log 2, since the machine's exponential has base 2.
+are few items, (3) for parts of the positions, which are added up. Every number is written once, by one program that
+adds in a fixed order, so two runs are equal bit for bit. Products take operands of the type of the inputs (of autocast,
+where it is on); sums, losses and what is kept are float32. Logits are counted in units of log 2, since the machine's
+exponential has base 2.
 
 Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009); without its filter of
 small gradients, which would leave out most of the vocabulary of a recommender.
-Shapes: S seeds, N positions (of all seeds, or of one in the equations), V items, D width, P parts of the vocabulary.
+Shapes: S seeds, N positions (of all seeds, or of one in the equations), V items, D width, P parts of the vocabulary
+or of the positions.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
