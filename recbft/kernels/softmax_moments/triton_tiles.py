@@ -65,7 +65,7 @@ def reach(spans, rows, field, T):
 def parts(x):
     """Three bfloat16 (as float32) that sum up to x, but for what is below its 24 bits."""
     high = x.to(tl.bfloat16).to(tl.float32)
-    rest = tl.where(tl.abs(x) == float("inf"), 0.0, x - high)  # of a log precision of -inf, nothing
+    rest = tl.where(tl.abs(high) == float("inf"), 0.0, x - high)  # nothing, of a log precision of -inf or next to it
     middle = rest.to(tl.bfloat16).to(tl.float32)
     return high, middle, (rest - middle).to(tl.bfloat16).to(tl.float32)
 
