@@ -81,6 +81,19 @@ def test_each_seed_has_the_loss_of_its_own_positions(counts):
     compare(*drawn(counts, 21, 6), counts, **FLOAT32)
 
 
+@pytest.mark.parametrize("programs", [1, 7, 1000])
+def test_the_parts_of_the_positions_add_up_to_the_same_gradients(programs, monkeypatch):
+    monkeypatch.setattr(kernels, "ENOUGH_PROGRAMS", programs)
+    compare(*drawn([150, 1, 40], 21, 6), [150, 1, 40], **FLOAT32)
+
+
+def test_a_seed_without_positions_moves_no_item_of_its_own():
+    states, weight, target = drawn([5, 0], 21, 6)
+    weight.requires_grad_()
+    triton_path(states, weight, target, [5, 0])[0].backward()
+    assert torch.isfinite(weight.grad).all() and weight.grad[0].any() and not weight.grad[1].any()
+
+
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
 def test_small_and_extreme_logits_keep_their_digits(scale):
     states, weight, target = drawn([20], 40, 8, scale=scale)

@@ -80,7 +80,7 @@ class _FullCrossEntropies(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         states, weight, target, offsets, log_total, d_states = ctx.saved_tensors
         counts = offsets.diff()
-        share = grad / counts  # of a position, (S,)
+        share = grad / counts.clamp(min=1)  # of a position, (S,)
         d_x = d_w = None
         if ctx.needs_input_grad[0]:
             each = share.repeat_interleave(counts, output_size=len(states))
