@@ -6,7 +6,7 @@ Shapes: B rows, H heads, T tokens, K head width, N positions, V items, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +37,7 @@ class Case:
         run: outputs from the leaves (in the type and place that is measured), by the path named.
         fixed: leaves that stay in single precision where others are rounded to half.
         half: whether half-precision inputs are served.
+        shape: what its maker was given, where it is timed.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     run: Callable[[Mapping[str, Tensor], str], Outputs]
     fixed: tuple[str, ...] = ()
     half: bool = True
+    shape: str = ""
 
     def inputs(self, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
         """The leaves rounded to a type."""
@@ -235,6 +237,22 @@ def all_cases(*, small: bool) -> list[Case]:
 def cases_of_heads(K: int) -> list[Case]:
     """The mechanisms whose kernels are compiled for a width of heads, at a small shape of that width."""
     return [make(2, 2, 20, K) for make in (kriging, reml, silu, robust_filter, memory)]
+
+
+def timed_cases(*, small: bool) -> list[tuple[Case, torch.dtype]]:
+    """Mechanisms that have no other part of the suite, at the shapes at which they are timed."""
+    heads = [(2, 1, 20, 16)] if small else [(256, 2, 50, 32), (128, 4, 200, 32)]
+    filtered = [(70, 16)] if small else [(12_800, 64)]
+    widened = [(70, 16, 4)] if small else [(12_800, 256, 16)]
+    makers: list[tuple[Callable[..., Case], list[Any]]] = [
+        (silu, heads), (robust_filter, heads), (memory, heads), (filter_step, filtered), (gelu, widened)
+    ]  # fmt: skip
+    made, half = [], torch.float16 if small else torch.bfloat16
+    for maker, shapes in makers:
+        for shape in shapes:
+            case = replace(maker(*shape), shape="x".join(map(str, shape)))
+            made += [(case, dtype) for dtype in (torch.float32, *([half] if case.half else []))]
+    return made
 
 
 def stock_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

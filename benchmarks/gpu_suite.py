@@ -11,8 +11,9 @@
 3. A training step of ``bft`` against ``matched``, at two lengths, in single and mixed precision and from CUDA graphs.
 4. Twenty seeds of each arm trained together, both arms at once (``gpu_seeds``), on generated histories as many and as
    short as those of Amazon Beauty: whole epochs with validation and checkpoints, and what a hundred of them would take.
-5. The forward and the backward pass of kriging moments by tile, for whoever chooses them.
-6. How long the GPU is at work in the steps of 3, and by how many kernels.
+5. The other mechanisms beside their references.
+6. The forward and the backward pass of kriging moments by tile, for whoever chooses them.
+7. How long the GPU is at work in the steps of 3, and by how many kernels.
 
 Nothing begins after ``--minutes`` or goes on for ninety seconds more: what no time is left for is named. Results are on
 disk line by line, and what fails is a line of its own, so that the rest is still told: the work is done in a process of
@@ -29,7 +30,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,9 @@ def units(device: str) -> list[Unit]:
     for length in LENGTHS[:1] if small else LENGTHS:
         made.append(Unit("steps", {"T": length}, partial(steps, clock, length, small=small)))
     made.append(Unit("seeds", {}, partial(gpu_seeds.side_by_side, device, small=small)))
+    for case, dtype in gpu_cases.timed_cases(small=small):
+        labels = {"kernel": case.name, "shape": case.shape, "type": _name(dtype)}
+        made.append(Unit("mechanisms", labels, partial(mechanism, clock, case, dtype)))
     made += [Unit("tiles", {"tile": "x".join(map(str, t))}, partial(tiles, clock, t)) for t in TILES if not small]
     for length in LENGTHS[:1] if small else LENGTHS:  # last: see there
         made.append(Unit("kernels", {"T": length}, partial(kernels, clock, length, small=small)))
@@ -247,6 +251,18 @@ def tiles(clock: Clock, tile: tuple[int, ...]) -> Iterator[Row]:
 def _heads(clock: Clock, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """Queries, keys and values."""
     return [torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in "qkv"]
+
+
+def mechanism(clock: Clock, case: Case, dtype: torch.dtype) -> Iterator[Row]:
+    """The kernels of a mechanism beside its reference, on one batch as a model's layers have it."""
+    inputs = case.inputs(dtype, clock.device)
+    first: Row = {}
+    with patch.object(gpu_cases, "packed", lru_cache(gpu_cases.packed)):
+        for name, impl in (("reference", "reference"), ("recbft", "triton")):
+            row = _times(clock, partial(case.run, inputs, impl), list(inputs.values()))
+            first = first or row
+            row |= _ratios(row, first, ("forward", "both"))
+            yield {"way": name} | row
 
 
 def vocabulary(clock: Clock, N: int, V: int, D: int) -> Iterator[Row]:

@@ -135,7 +135,10 @@ def test_the_dry_run_goes_through_all_parts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_cases, "all_cases", small_cases)
     assert gpu_suite.main(["--out", str(tmp_path), "--dry-run"]) == 0
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
-    assert {"correctness", "attention", "vocabulary", "steps", "seeds", "kernels"} <= set(found)
+    assert {"correctness", "attention", "vocabulary", "steps", "seeds", "mechanisms", "kernels"} <= set(found)
+    assert {row["kernel"] for row in found["mechanisms"] if row["way"] == "recbft" and row["both_ms"] > 0} == {
+        "SiLU moments", "robust filter attention", "Bayesian layer", "update and prediction", "GELU with its slope"
+    }  # fmt: skip
     assert all(row["seeds"] == 2 and row["loss_apart"] < 1e-5 for row in found["seeds"])
     arms = {arm + autocast for arm in ("matched", "bft") for autocast in ("", "[training.autocast=bf16]")}
     assert {row["arm"] for row in found["steps"]} == {row["arm"] for row in found["kernels"]} == arms
