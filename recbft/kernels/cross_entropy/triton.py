@@ -159,10 +159,8 @@ def _forward(
     """Losses (N,), the logarithms to base 2 of the sums of exponentials (N,), and N dx (N, D) where asked for."""
     N, (S, V, D) = len(states), weight.shape
     held, looped, *_ = shape.tiles
-    row_tiles, item_tiles = triton.cdiv(largest, held), triton.cdiv(V, looped)
-    parts = min(item_tiles, triton.cdiv(ENOUGH_PROGRAMS, S * row_tiles))
-    part_items = triton.cdiv(item_tiles, parts) * looped
-    parts = triton.cdiv(V, part_items)
+    row_tiles = triton.cdiv(largest, held)
+    parts, part_items = _cut(V, looped, S * row_tiles)
 
     def new(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=states.device)
@@ -188,6 +186,14 @@ def _forward(
     return losses, log_total, d_states
 
 
+def _cut(size: int, tile: int, tiles_beside: int) -> tuple[int, int]:
+    """How many parts a sum over some size is cut into, for enough programs, and the size of a part, whole tiles."""
+    tiles = max(1, triton.cdiv(size, tile))
+    parts = min(tiles, triton.cdiv(ENOUGH_PROGRAMS, tiles_beside))
+    part = triton.cdiv(tiles, parts) * tile
+    return max(1, triton.cdiv(size, part)), part
+
+
 def _item_gradients(
     shape: _Shape,
     states: Tensor,
@@ -201,10 +207,8 @@ def _item_gradients(
     """dw, (S, V, D)."""
     S, V, _ = weight.shape
     held, looped, *_ = shape.tiles
-    item_tiles, row_tiles = triton.cdiv(V, held), triton.cdiv(largest, looped)
-    parts = max(1, min(row_tiles, triton.cdiv(ENOUGH_PROGRAMS, S * item_tiles)))
-    part_rows = triton.cdiv(row_tiles, parts) * looped
-    parts = max(1, triton.cdiv(largest, part_rows)) if part_rows else 1
+    item_tiles = triton.cdiv(V, held)
+    parts, part_rows = _cut(largest, looped, S * item_tiles)
     kind = weight.dtype if parts == 1 else torch.float32
     found = torch.empty((parts, *weight.shape), dtype=kind, device=weight.device)
     _gradient_of_items[(item_tiles, parts, S)](
