@@ -25,6 +25,7 @@ class SideBySide(NamedTuple):
     batch: Batch  # of S B rows; histories are numbered through all seeds
     num_seeds: int
     origin: Tensor  # (S, B T) flat index of each token in its seed's own batch, 0 for padding
+    place: Tensor  # (S, B T) the same where the batches of all seeds are put end to end
     widths: list[int]  # tokens per row of each seed's own batch
     sizes: list[int]  # cells of each seed's own batch, padding included
 
@@ -51,9 +52,10 @@ def lay_side_by_side(batches: Sequence[Batch]) -> SideBySide:
         first = row * width + column
         origin[seed, np.repeat(first, count) + within] = np.repeat(lasts[seed] - count + 1, count) + within
         new_last.append(first + count - 1 + seed * rows * width)
-    source = torch.from_numpy(np.where(origin < 0, -1, origin + shifts[:, None]).reshape(-1, width))
-    padding = source < 0
-    source = source.clamp(min=0)
+    padding = torch.from_numpy(origin < 0).view(-1, width)
+    origin = origin.clip(min=0)
+    place = torch.from_numpy(origin + shifts[:, None])
+    source = place.view(-1, width)
 
     def join(name: str, empty: int, shifted_by: Sequence[int] | None = None) -> Tensor | None:
         fields = [getattr(batch, name) for batch in batches]
@@ -75,4 +77,4 @@ def lay_side_by_side(batches: Sequence[Batch]) -> SideBySide:
         next_time=join("next_time", 0),
     )
     widths = [int(batch.items.shape[1]) for batch in batches]
-    return SideBySide(batch, len(batches), torch.from_numpy(origin.clip(min=0)), widths, sizes)
+    return SideBySide(batch, len(batches), torch.from_numpy(origin), place, widths, sizes)

@@ -28,19 +28,17 @@ class SeedRows:
 
     now: SideBySide  # on the CPU, where its numbers can be read without waiting for a device
     origin: Tensor  # (S, N) of ``now``, where the parameters are
-    place: Tensor  # (S, N) the same where the batches of all seeds are put end to end
+    place: Tensor | None  # of ``now``, there too; None on the CPU, where launches cost nothing
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
-        self.few_launches = False  # where a device waits for them
         self._samples = False  # whether some part asks for them
         self._sample: tuple[Tensor, Tensor] | None = None
 
     def begin(self, side: SideBySide, device: torch.device) -> None:
         """Take up the next batch."""
         self.now, self.origin = side, side.origin.to(device)
-        self.few_launches = device.type != "cpu"
-        self.place = (side.origin + torch.tensor([0, *side.sizes[:-1]]).cumsum(0)[:, None]).to(device)
+        self.place = None if device.type == "cpu" else side.place.to(device)
         self._sample = self._sampled() if self._samples else None
 
     def apart(self, x: Tensor) -> Tensor:
@@ -58,7 +56,7 @@ class SeedRows:
             random_bits((size, width), generator).to(device)
             for size, generator in zip(self.now.sizes, self.generators, strict=True)
         )
-        if self.few_launches:
+        if self.place is not None:
             return torch.cat(list(drawn)).index_select(0, self.place.flatten()).view(*self.place.shape, width)
         bits = torch.empty(*self.origin.shape, width, dtype=torch.int16)
         for own, words, out in zip(self.origin, drawn, bits, strict=True):

@@ -84,7 +84,7 @@ def test_random_bits_are_the_same_drawn_together_or_one_by_one(width):
     for together in (False, True):
         rows = SeedRows([torch.Generator().manual_seed(seed) for seed in range(SEEDS)])
         rows.begin(side, torch.device("cpu"))
-        rows.few_launches = together
+        rows.place = side.place if together else None
         found.append([rows.random_bits(width), rows.random_bits(width)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert not torch.equal(*found[0])
