@@ -226,15 +226,10 @@ def _error(found: Tensor, exact: Tensor) -> float:
 def attention(clock: Clock, B: int, H: int, T: int, K: int, dtype: torch.dtype) -> Iterator[Row]:
     """Kriging moments and what they are compared with."""
     heads = _heads(clock, (B, H, T, K), dtype)
-    stock: Row = {}
     ways = gpu_cases.contestants(B, T, clock.device, impl=_impl(clock))
     if clock.device == "cuda" and dtype != torch.float32:
         ways = {"FlashAttention": gpu_cases.flash_attention} | ways
-    for name, run in ways.items():
-        row = _times(clock, partial(run, *heads), heads)
-        stock = stock or row
-        row |= _ratios(row, stock, ("forward", "both"))
-        yield {"way": name} | row
+    yield from _beside_the_first(clock, {name: partial(run, *heads) for name, run in ways.items()}, heads)
 
 
 def tiles(clock: Clock, tile: tuple[int, ...]) -> Iterator[Row]:
@@ -256,25 +251,32 @@ def _heads(clock: Clock, shape: tuple[int, ...], dtype: torch.dtype) -> list[Ten
 def mechanism(clock: Clock, case: Case, dtype: torch.dtype) -> Iterator[Row]:
     """The kernels of a mechanism beside its reference, on one batch as a model's layers have it."""
     inputs = case.inputs(dtype, clock.device)
-    first: Row = {}
+    ways = {"reference": partial(case.run, inputs, "reference"), "recbft": partial(case.run, inputs, "triton")}
     with patch.object(gpu_cases, "packed", lru_cache(gpu_cases.packed)):
-        for name, impl in (("reference", "reference"), ("recbft", "triton")):
-            row = _times(clock, partial(case.run, inputs, impl), list(inputs.values()))
-            first = first or row
-            row |= _ratios(row, first, ("forward", "both"))
-            yield {"way": name} | row
+        yield from _beside_the_first(clock, ways, list(inputs.values()))
 
 
 def vocabulary(clock: Clock, N: int, V: int, D: int) -> Iterator[Row]:
     """The cross-entropy and the one over logits."""
     states, weight = (torch.randn(n, D, device=clock.device, requires_grad=True) for n in (N, V))
     target = torch.randint(V, (N,), device=clock.device)
+    ways = gpu_cases.losses(states, weight, target, impl=_impl(clock))
+    yield from _beside_the_first(clock, ways, (states, weight), parts=("both",))
+
+
+def _beside_the_first(
+    clock: Clock,
+    ways: Mapping[str, Callable[[], Any]],
+    leaves: Sequence[Tensor],
+    *,
+    parts: Sequence[str] = ("forward", "both"),
+) -> Iterator[Row]:
+    """What each way takes, and its times over those of the first."""
     first: Row = {}
-    for name, run in gpu_cases.losses(states, weight, target, impl=_impl(clock)).items():
-        row = _times(clock, run, (states, weight))
+    for name, run in ways.items():
+        row = _times(clock, run, leaves)
         first = first or row
-        row |= _ratios(row, first, ("both",))
-        yield {"way": name} | row
+        yield {"way": name} | row | _ratios(row, first, parts)
 
 
 def _name(dtype: torch.dtype) -> str:
