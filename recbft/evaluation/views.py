@@ -78,10 +78,10 @@ def histories_at_once(model: SequenceModel, device: torch.device) -> int:
 
     Attention by coordinate writes its weights out, which then bound them.
     """
-    by_coordinate = any(
-        getattr(attention_in(block.mixer), "kriging", "") == "per_dimension" for block in getattr(model, "blocks", ())
-    )
-    if device.type == "cpu" or by_coordinate:
+    if device.type == "cpu":
+        return HISTORIES_PER_BATCH
+    attentions = [attention_in(block.mixer) for block in getattr(model, "blocks", ())]
+    if any(getattr(attention, "kriging", "") == "per_dimension" for attention in attentions):
         return HISTORIES_PER_BATCH
     return max(HISTORIES_PER_BATCH, TOKENS_PER_GPU_BATCH // max(1, model.max_length))
 
