@@ -52,6 +52,7 @@ from recbft.training.same_run import refuse_other_data, refuse_other_settings
 from recbft.training.session import begin, go_on
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
+CLOSING_ON_GPU = 4  # runs at once, so that what their validations hold at a time stays within gigabytes
 GPU_STACK_TOKENS = 400_000  # so that what a step keeps for its backward pass takes gigabytes in single figures
 ALONE = {  # settings of training that have no effect on such runs, and why
     "autocast": "whose products are float32",
@@ -108,11 +109,11 @@ def train_seeds(
                 sessions[n] = go_on(run, own_config(run), dataset, device, listener, generator=generator)
             if n in sessions:
                 held.enter_context(sessions[n].locked())
-        workers = 1
+        workers, closing = 1, CLOSING_ON_GPU
         if device.type == "cpu":
-            workers = torch.get_num_threads()
+            workers, closing = torch.get_num_threads(), 1
             torch.set_num_threads(1)
-        _Group([sessions[n] for n in sorted(sessions)], workers).finish()
+        _Group([sessions[n] for n in sorted(sessions)], workers, closing).finish()
     return [RunFolder.open(path) for path in paths]
 
 
@@ -170,8 +171,9 @@ def _existing(config: RunConfig, path: str | Path, dataset: Dataset) -> RunFolde
 class _Group:
     """All runs that are not finished, some of them in a stack at any time."""
 
-    def __init__(self, sessions: Sequence[Session], workers: int) -> None:
-        self.sessions, self.workers = list(sessions), workers
+    def __init__(self, sessions: Sequence[Session], workers: int, closing: int) -> None:
+        """``workers`` threads train a stack each, whose runs they validate and save, ``closing`` of them at once."""
+        self.sessions, self.workers, self.closing = list(sessions), workers, closing
         self.failed: dict[int, RunError] = {}  # by seed
         self.stop = threading.Event()
         self.stacks: list[_Stack] = []
@@ -181,9 +183,8 @@ class _Group:
         for session in self.sessions:
             session.make_resumable()
             session.progress.start(session.config.training.epochs, session.state.epoch + 1)
-        gpu = torch.cuda.current_device() if self.sessions and self.sessions[0].device.type == "cuda" else None
         try:
-            with ThreadPoolExecutor(self.workers, initializer=work_for_run, initargs=(gpu,)) as pool:
+            with self._threads(self.workers) as pool:
                 try:
                     self._rounds(pool)
                 except BaseException:
@@ -200,6 +201,11 @@ class _Group:
             seed, error = next(iter(self.failed.items()))
             others = f"; so did {len(self.failed) - 1} other runs" if len(self.failed) > 1 else ""
             raise RunError(f"the run of seed {seed} failed: {error}{others}")
+
+    def _threads(self, number: int) -> ThreadPoolExecutor:
+        """That work for these runs, on the GPU that is current here."""
+        gpu = torch.cuda.current_device() if self.sessions and self.sessions[0].device.type == "cuda" else None
+        return ThreadPoolExecutor(number, initializer=work_for_run, initargs=(gpu,))
 
     def _rounds(self, pool: ThreadPoolExecutor) -> None:
         """An epoch of every run at a time; those that were stopped earlier than others catch up first."""
@@ -226,28 +232,36 @@ class _Group:
         self.stacks = [_Stack(sessions[a:b], self.stop) for a, b in itertools.pairwise(bounds)]
 
     def _epoch(self, stack: _Stack) -> None:
-        """Train one epoch of a stack, then validate and save its runs one by one."""
-        rows = stack.train_epoch()
-        for session, row in zip(stack.sessions, rows, strict=True):
-            if self.stop.is_set():
-                return
-            if isinstance(row, RunError):
-                self.failed[session.config.seed] = row
-                continue
-            try:
-                close_epoch(
-                    row,
-                    session.model,
-                    session.config.training,
-                    session.state,
-                    validate=session.validate,
-                    keep=session.keep,
-                    progress=session.progress,
-                )
-            except RunError as error:
-                self.failed[session.config.seed] = error
-            else:
-                self._close(session)
+        """Train one epoch of a stack, then validate and save its runs."""
+        trained = list(zip(stack.sessions, stack.train_epoch(), strict=True))
+        alone = 1 if self.closing > 1 else len(trained)  # the first compiles what it is the first to call, for all
+        for session, row in trained[:alone]:
+            self._close_epoch(session, row)
+        if rest := trained[alone:]:
+            with self._threads(self.closing) as closers:
+                list(closers.map(self._close_epoch, *zip(*rest, strict=True)))
+
+    def _close_epoch(self, session: Session, row: Row | RunError) -> None:
+        """Validate and save a run, and evaluate it if it is over."""
+        if self.stop.is_set():
+            return
+        if isinstance(row, RunError):
+            self.failed[session.config.seed] = row
+            return
+        try:
+            close_epoch(
+                row,
+                session.model,
+                session.config.training,
+                session.state,
+                validate=session.validate,
+                keep=session.keep,
+                progress=session.progress,
+            )
+        except RunError as error:
+            self.failed[session.config.seed] = error
+        else:
+            self._close(session)
 
     def _close(self, session: Session) -> None:
         """Evaluate the best weights of a run that is over."""

@@ -164,6 +164,72 @@ def test_two_threads_give_what_one_gives_bit_for_bit(dataset, tmp_path, monkeypa
         assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+def close_at_once(monkeypatch, number):
+    """Have runs closed so as they are on a GPU."""
+    group = many_seeds._Group
+    monkeypatch.setattr(many_seeds, "_Group", lambda sessions, workers, closing: group(sessions, workers, number))
+
+
+def test_runs_that_are_closed_at_once_are_those_closed_in_turn_bit_for_bit(dataset, tmp_path, monkeypatch):
+    base, seeds = config(patience=1, epochs=8, learning_rate=0.01), range(5)
+    expected = together(base, tmp_path / "in turn", dataset, seeds)
+    close_at_once(monkeypatch, 3)
+    for run, other in zip(together(base, tmp_path / "at once", dataset, seeds), expected, strict=True):
+        assert run.metrics.keys() == other.metrics.keys()
+        assert all(run.metrics[name] == other.metrics[name] for name in run.metrics if name != "training_seconds")
+        weights, others = (checkpoint.load(each.checkpoint).model_state for each in (run, other))
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+        assert [row["loss"] for row in run.read_history()] == [row["loss"] for row in other.read_history()]
+
+
+def test_runs_are_validated_at_once(dataset, tmp_path, monkeypatch):
+    close_at_once(monkeypatch, 3)
+    meet, threads = threading.Barrier(3, timeout=60), set()
+
+    def begin(config, *arguments, **options):
+        made = session.begin(config, *arguments, **options)
+        if config.seed:  # the first is validated before the others
+
+            def validate(own=made.validate):
+                meet.wait()  # which nobody passes alone
+                threads.add(threading.get_ident())
+                return own()
+
+            made.validate = validate
+        return made
+
+    monkeypatch.setattr(many_seeds, "begin", begin)
+    together(config(epochs=1), tmp_path, dataset, range(4))
+    assert len(threads) == 3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_closed_at_once_a_failed_run_leaves_the_others_and_anything_else_ends_them(
+    seed, dataset, tmp_path, monkeypatch
+):
+    close_at_once(monkeypatch, 3)
+    failure = [RunError("no room")]
+
+    def begin(config, *arguments, **options):
+        made = session.begin(config, *arguments, **options)
+        if config.seed == seed:
+            made.keep = failing
+        return made
+
+    def failing(row, best):
+        raise failure[0]
+
+    monkeypatch.setattr(many_seeds, "begin", begin)
+    with pytest.raises(RunError, match=f"the run of seed {seed} failed: no room"):
+        together(config(epochs=2), tmp_path / "failed", dataset, range(4))
+    finished = [RunFolder.open(tmp_path / f"failed/seed{n}").is_finished for n in range(4)]
+    assert finished == [n != seed for n in range(4)]
+    failure[0] = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        together(config(epochs=2), tmp_path / "broken", dataset, range(4))
+    assert not any(RunFolder.open(tmp_path / f"broken/seed{n}").is_finished for n in range(4))
+
+
 def test_threads_work_on_the_gpu_that_is_the_run_s(monkeypatch):
     quiet = SimpleNamespace(start=lambda *_: None, stop=lambda: None)
     asked = SimpleNamespace(training=SimpleNamespace(epochs=1))
@@ -175,7 +241,7 @@ def test_threads_work_on_the_gpu_that_is_the_run_s(monkeypatch):
     current.gpu, seen = 1, []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "gpu", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(current, "gpu", gpu))
-    group = many_seeds._Group([run], workers=1)
+    group = many_seeds._Group([run], workers=1, closing=1)
     monkeypatch.setattr(group, "_rounds", lambda pool: seen.append(pool.submit(torch.cuda.current_device).result()))
     group.finish()
     assert seen == [1]
