@@ -207,22 +207,30 @@ class Backbone(TrainableModel):
 
     def set_ramp(self, ramp: float) -> None:
         """Set the warm-up w in [0, 1], before an optimiser step."""
+        value = torch.tensor(ramp, dtype=self.ramp.dtype, device="cpu").item()
+        if self._known_ramp() == value:
+            return
         self.ramp.fill_(ramp)
         if not self.ramp.is_inference():  # which counts no changes
-            self._told = self.ramp, self.ramp._version, torch.tensor(ramp, dtype=self.ramp.dtype).item()
+            self._told = self.ramp, self.ramp._version, value
 
     @eagerly
     @untransformed
     def _ramp(self) -> float:
         """w as a number, as it was set last: a device is not waited for unless something else has written there."""
-        if self._told is not None:
-            ramp, version, value = self._told
-            if ramp is self.ramp and ramp._version == version:
-                return value
+        if (known := self._known_ramp()) is not None:
+            return known
         least, most = (bound.item() for bound in behind_transforms(self.ramp).aminmax())  # of all that vmap has stacked
         if least < most:
             raise ValueError(f"models stacked by vmap have ramps from {least:g} to {most:g}; set the same ramp in all")
         return most
+
+    def _known_ramp(self) -> float | None:
+        """w as it was set last, or None where something else may have written there."""
+        if self._told is None:
+            return None
+        ramp, version, value = self._told
+        return value if ramp is self.ramp and ramp._version == version else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the ramp's value: the ramp of a copy counts its changes anew."""

@@ -10,6 +10,9 @@ The first batch of a shape is trained on without one, so that what is made at fi
 libraries work in) is there when the second is recorded. The warm-up ramp is a number that a graph would repeat: until
 it is 1 the training loop takes its steps without.
 
+The loss of a step is read when the next one has been given to the GPU, which then waits neither for the loop nor for
+the batch that it packs. A step whose loss is not finite has changed the weights by then, as the graph does anyway.
+
 Shapes: R rows, T tokens, S histories, P positions with a target, V items.
 """
 
@@ -60,11 +63,25 @@ class _Recorded(NamedTuple):
     loss: Tensor  # what it leaves
 
 
+class _Coming(NamedTuple):
+    """A loss on its way to the host, which is read as that of a tensor is."""
+
+    value: Tensor  # on the CPU
+    arrived: torch.cuda.Event
+
+    def item(self) -> float:
+        """Waited for."""
+        self.arrived.synchronize()
+        return self.value.item()
+
+
 class GraphedSteps:
     """The training steps of a model on a GPU, whose config has been found to allow it (``RunConfig``).
 
     What a graph was recorded of stays where it is: the weights, what the optimiser remembers, what layers keep.
     """
+
+    ahead = 1  # steps that may begin before the loss of one is read
 
     def __init__(self, model: Backbone, optimizer: torch.optim.Optimizer, config: TrainingConfig) -> None:
         self.device = next(model.parameters()).device
@@ -84,15 +101,18 @@ class GraphedSteps:
         assert isinstance(model, Backbone)
         return cls(model, optimizer, config)
 
-    def begin(self, batch: Batch) -> Tensor:
+    def begin(self, batch: Batch) -> _Coming:
         """The whole of a step, not waited for: the loss of a batch, which is on the CPU, before it."""
         shape, numbers = pad(batch, self.model.max_length)
         # Always the same stream: what gradients are added up by belongs to the one that it was first used on.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             loss = self._take(shape, numbers.pin_memory())
+            # Copied: the next step of this shape leaves its own there.
+            value = torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+            coming = _Coming(value.copy_(loss, non_blocking=True), self.stream.record_event())
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        return loss
+        return coming
 
     def end(self) -> None:
         """Nothing is left to do."""

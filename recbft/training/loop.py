@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -119,9 +120,22 @@ def _train_epoch(
 ) -> Row:
     """One pass over the users, and its row."""
     began, done, tokens, total = time.perf_counter(), 0, 0, 0.0
+    under_way: deque[tuple[_Loss, int]] = deque()  # of each step whose loss is not read: that, and its targets
 
     def now() -> Moment:
         return moment_of(model, optimizer, batches, config, state)
+
+    def finish_first() -> None:
+        nonlocal done, tokens, total
+        loss, learned = under_way.popleft()
+        value = loss.item()  # a device is waited for once per step, when all its work is under way
+        if not math.isfinite(value):
+            raise not_finite(value, config, state)
+        steps.end()
+        state.step, done = state.step + 1, done + 1
+        controllers.after_step(now(), value)
+        tokens, total = tokens + learned, total + value * learned
+        progress.batch(done, batches.num_batches, total / tokens, tokens)
 
     model.train()
     model.refresh()
@@ -135,16 +149,10 @@ def _train_epoch(
         ramp = warmup_ramp(state.step, config.ramp_steps)
         model.set_ramp(ramp)
         steps = plain if graphs is None or ramp < 1 else graphs
-        loss = steps.begin(batch)
+        under_way.append((steps.begin(batch), learned))
         batch = next(coming, None)  # packed while a device is at work
-        value = loss.item()  # a device is waited for once per step, when all its work is under way
-        if not math.isfinite(value):
-            raise not_finite(value, config, state)
-        steps.end()
-        state.step, done = state.step + 1, done + 1
-        controllers.after_step(now(), value)
-        tokens, total = tokens + learned, total + value * learned
-        progress.batch(done, batches.num_batches, total / tokens, tokens)
+        while len(under_way) > (0 if batch is None else steps.ahead):
+            finish_first()
     return epoch_row(state, total, tokens, time.perf_counter() - began)
 
 
@@ -159,9 +167,17 @@ def epoch_row(state: TrainState, total: float, tokens: int, seconds: float) -> R
     }
 
 
+class _Loss(Protocol):
+    """Of a step: a tensor, or what is on its way."""
+
+    def item(self) -> float: ...
+
+
 @dataclass
 class _PlainSteps:
     """Steps whose kernels are launched one by one."""
+
+    ahead: ClassVar[int] = 0  # steps that may begin before the loss of one is read
 
     model: TrainableModel
     optimizer: torch.optim.Optimizer

@@ -66,7 +66,8 @@ def made(monkeypatch):
         with graph:
             yield
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    event = SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)
     for name, stand_in in {
         "CUDAGraph": Graph,
         "graph": record,
@@ -158,6 +159,27 @@ def test_a_run_from_graphs_is_the_run_whose_padded_steps_are_launched(model, arm
     )
     assert own == other and len(own) == 4
     assert replayed.metrics["test"] == launched.metrics["test"]
+
+
+def test_a_loss_is_read_when_the_next_step_has_begun(made, monkeypatch, tmp_path):
+    done, begin, item = [], GraphedSteps.begin, graphed_steps._Coming.item
+    monkeypatch.setattr(GraphedSteps, "begin", lambda self, batch: done.append("begin") or begin(self, batch))
+    monkeypatch.setattr(graphed_steps._Coming, "item", lambda self: done.append("read") or item(self))
+    session.train(config_of("bft", "cuda_graphs=true", "epochs=2", "warmup_steps=0"), tmp_path / "run", dataset=DATASET)
+    steps = -(-len(DATASET.user_ids) // 12)
+    assert done == 2 * ["begin", *(steps - 1) * ["begin", "read"], "read"]
+
+
+def test_a_loss_that_is_not_finite_is_told_of_its_own_step(made, monkeypatch, tmp_path):
+    item, seen = graphed_steps._Coming.item, []
+
+    def broken_at_the_third(self):
+        seen.append(self)
+        return float("nan") if len(seen) == 3 else item(self)
+
+    monkeypatch.setattr(graphed_steps._Coming, "item", broken_at_the_third)
+    with pytest.raises(RunError, match=r"the loss is nan at step 3 \(epoch 1\), which is not saved"):
+        session.train(config_of("bft", "cuda_graphs=true", "warmup_steps=0"), tmp_path / "run", dataset=DATASET)
 
 
 def test_a_run_from_graphs_that_was_stopped_goes_on_as_if_it_had_not_been(made, monkeypatch, tmp_path):
