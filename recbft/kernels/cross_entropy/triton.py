@@ -72,21 +72,26 @@ class _FullCrossEntropies(torch.autograd.Function):
             shape, states, weight, target, offsets, max(counts), learns and ctx.needs_input_grad[0]
         )
         ctx.save_for_backward(states, weight, target, offsets, log_total, d_states)
-        ctx.shape, ctx.largest = shape, max(counts)
+        ctx.shape, ctx.counts = shape, counts
+        if len(counts) == 1:  # no launch for what one seed need not find out
+            return losses.mean(0, keepdim=True)
         return torch.stack([own.mean() for own in losses.split(counts)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         states, weight, target, offsets, log_total, d_states = ctx.saved_tensors
-        counts = offsets.diff()
-        share = grad / counts.clamp(min=1)  # of a position, (S,)
+        if len(ctx.counts) == 1:
+            each = share = grad / max(1, len(states))  # of a position, (S,), which this number is for all of them
+        else:
+            counts = offsets.diff()
+            share = grad / counts.clamp(min=1)
+            each = share.repeat_interleave(counts, output_size=len(states))
         d_x = d_w = None
         if ctx.needs_input_grad[0]:
-            each = share.repeat_interleave(counts, output_size=len(states))
             d_x = (d_states * each[:, None]).to(states.dtype)
         if ctx.needs_input_grad[1]:
-            d_w = _item_gradients(ctx.shape, states, weight, target, offsets, ctx.largest, log_total, share)
+            d_w = _item_gradients(ctx.shape, states, weight, target, offsets, max(ctx.counts), log_total, share)
         return d_x, d_w, None, None, None
 
 
@@ -147,7 +152,12 @@ class _Shape(NamedTuple):
 def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     """The first position of each seed, and the end: (S + 1,)."""
     if len(counts) == 1:  # made on the device: a CUDA graph holds no copy from the host
-        return torch.arange(2, device=device) * counts[0]
+        [count] = counts
+        return (
+            torch.arange(0, count + 1, count, device=device)
+            if count
+            else torch.zeros(2, dtype=torch.int64, device=device)
+        )
     # From pinned memory, so that the device, which is at work by now, is not waited for.
     offsets = torch.tensor([0, *accumulate(counts)], device="cpu", pin_memory=device.type == "cuda")
     return offsets.to(device, non_blocking=True)
