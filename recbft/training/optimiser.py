@@ -57,13 +57,16 @@ def parameter_groups(model: Parametrised, config: TrainingConfig) -> list[dict[s
     return groups
 
 
-def idle_settings(model: Parametrised, config: TrainingConfig) -> list[str]:
-    """The settings of precision and recency that were changed for a model that has neither."""
-    if any(model.is_precision_parameter(name) for name, _ in model.named_parameters()):
-        return []
+def idle_settings(model: Parametrised, config: TrainingConfig) -> dict[str, str]:
+    """The settings of precision and recency that were changed and have no effect, with the reason."""
     usual = TrainingConfig()
-    keys = ("precision_lr_multiplier", "warmup_steps")
-    return [f"training.{key}" for key in keys if getattr(config, key) != getattr(usual, key)]
+    idle = {}
+    if not any(model.is_precision_parameter(name) for name, _ in model.named_parameters()):
+        keys, why = ("precision_lr_multiplier", "warmup_steps"), "this model has neither precision nor recency to learn"
+        idle = dict.fromkeys(keys, why)
+    elif config.warm_start is not None:
+        idle = {"warmup_steps": "precision and recency begin from what warm_start has learned"}
+    return {f"training.{key}": why for key, why in idle.items() if getattr(config, key) != getattr(usual, key)}
 
 
 def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:

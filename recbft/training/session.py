@@ -138,8 +138,8 @@ def begin(
     """
     parts = make_parts(config, dataset, device)
     if together.leads and isinstance(parts.model, TrainableModel):
-        for key in idle_settings(parts.model, config.training):
-            warnings.warn(f"{key} has no effect: this model has neither precision nor recency to learn", stacklevel=2)
+        for key, why in idle_settings(parts.model, config.training).items():
+            warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
     processes = {"processes": together.process.size} if together.several else {}
     run = together.first_does(
         lambda: RunFolder.create(
