@@ -138,6 +138,11 @@ def serves_steps(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.float32 and (missing("triton") or _refuses("triton", x)) is None
 
 
+def fuses_steps(x: Tensor) -> bool:
+    """Whether small steps are that and no more is asked: torch.func and torch.compile see through plain operations."""
+    return not (torch.compiler.is_compiling() or transformed()) and serves_steps(x)
+
+
 def capability(x: Tensor) -> tuple[int, int] | None:
     """The compute capability of the NVIDIA GPU that a tensor lies on, or None elsewhere."""
     if x.device.type != "cuda" or torch.version.hip is not None:

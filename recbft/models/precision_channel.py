@@ -38,11 +38,11 @@ from recbft.errors import RunError
 from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
+from recbft.kernels.running_mean import mean_over_tokens, remember, remember_tokens
 from recbft.kernels.transforms import transformed
 from recbft.models.precision_config import CoreConfig, JacobianMode
 
 LAM_MIN = 1e-3
-MOMENTUM = 0.99
 LARGEST_LOG_FACTOR = 4.0  # 55 times more or less than the count says
 SAMPLED_ROWS = 4  # where only the mean Jacobian is wanted, every fourth row of a batch is enough
 Q_LOGIT_START = -9.0
@@ -176,7 +176,9 @@ class LayerPrecision(nn.Module):
         # The mean as it stood before this batch: what a token gets must not depend on its batch mates.
         scale = self.log_kappa.exp() * self.first_precision / self.mean_precision.clone()
         if self.training:
-            self._remember(self.mean_precision, _mean_over_tokens(precision.detach(), context.valid).mean())
+            value = mean_over_tokens(precision.detach(), context.valid).mean()
+            if not transformed():
+                remember(self.mean_precision, value, self.updates)
         return (scale * precision).clamp(LAM_MIN, self.core.lam_max)
 
     def activate(self, a: Tensor, w1: Tensor, w2: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
@@ -184,12 +186,10 @@ class LayerPrecision(nn.Module):
         if self.mode == "off":
             return F.gelu(a), a.new_zeros(())
         if self.mode == "running_mean":
-            mean = self.mean_jacobian.clone()  # as it stood before this batch
-            if self.training:
-                sample = a.detach()[::SAMPLED_ROWS]
-                jacobian = self._jacobian(slope_product(sample, self._factors(w1, w2)[1]), w1, w2)
-                self._remember(self.mean_jacobian, _mean_over_tokens(jacobian, context.valid[::SAMPLED_ROWS]))
-            return F.gelu(a), mean
+            if not self.training:
+                return F.gelu(a), self.mean_jacobian.clone()
+            reduced = slope_product(a.detach()[::SAMPLED_ROWS], self._factors(w1, w2)[1])
+            return F.gelu(a), self._remember(self._jacobian(reduced, w1, w2), context, every=SAMPLED_ROWS)
         if self.core.jacobian_detach:
             hidden, reduced = F.gelu(a), slope_product(a, self._factors(w1, w2)[1])
         else:
@@ -200,14 +200,9 @@ class LayerPrecision(nn.Module):
         """What ``activate`` returns second, from the Jacobian of a network that gives its own where it is wanted."""
         if self.mode == "off":
             return self.mean_jacobian.new_zeros(())
-        takes_mean = jacobian is None or self.mode == "running_mean"
-        mean = self.mean_jacobian.clone() if takes_mean else None  # as it stood before this batch
-        if self.training:
-            assert jacobian is not None
-            self._remember(self.mean_jacobian, _mean_over_tokens(jacobian.detach(), context.valid))
-        if mean is not None:
-            return mean
-        assert jacobian is not None
+        mean = self._remember(jacobian, context) if self.training else None
+        if jacobian is None or self.mode == "running_mean":
+            return self.mean_jacobian.clone() if mean is None else mean
         return jacobian.detach() if self.core.jacobian_detach else jacobian
 
     def predict(self, precision: Tensor, jacobian: Tensor) -> Tensor:
@@ -241,15 +236,15 @@ class LayerPrecision(nn.Module):
         assert self.factors is not None
         return self.factors
 
-    def _remember(self, mean: Tensor, value: Tensor) -> None:
-        """Running mean, started by the first batch; torch.func takes it as it stands."""
-        if not transformed():
-            remember(mean, value, self.updates)
+    def _remember(self, jacobian: Tensor | None, context: SequenceContext, *, every: int = 1) -> Tensor:
+        """Move the mean Jacobian by those of a batch; torch.func takes it as it stands.
 
-
-def remember(mean: Tensor, value: Tensor, updates: Tensor) -> None:
-    """Move a running mean towards a value in place, or to it where there was no update yet; no device is waited for."""
-    mean.lerp_(value, (updates == 0).to(mean.dtype).clamp(min=1 - MOMENTUM))
+        Returned is the mean as it stood before: what a token gets must not depend on its batch mates.
+        """
+        assert jacobian is not None
+        if transformed():
+            return self.mean_jacobian.clone()
+        return remember_tokens(self.mean_jacobian, jacobian.detach(), context, self.updates, every=every)
 
 
 def _bounded(log_factor: Tensor) -> Tensor:
@@ -272,9 +267,3 @@ def _first_precision(core: CoreConfig, head_width: int) -> float:
     return initial_scale(
         core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
     )
-
-
-@in_full_precision
-def _mean_over_tokens(values: Tensor, valid: Tensor) -> Tensor:  # (B, T, D), (B, T) -> (D,)
-    keep = valid.flatten().to(values.dtype)
-    return (keep @ values.reshape(-1, values.shape[-1])).div_(keep.sum().clamp_(min=1))

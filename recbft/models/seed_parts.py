@@ -20,7 +20,8 @@ from recbft.kernels import per_seed
 from recbft.kernels.dropout import mask_of, random_bits
 from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
-from recbft.models.precision_channel import LAM_MIN, SAMPLED_ROWS, LayerPrecision, remember
+from recbft.kernels.running_mean import remember
+from recbft.models.precision_channel import LAM_MIN, SAMPLED_ROWS, LayerPrecision
 
 
 class SeedRows:
