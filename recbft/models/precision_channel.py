@@ -32,10 +32,9 @@ from recbft.core import (
     fit_pseudo_count,
     initial_scale,
     jacobian_factors,
-    process_noise,
 )
 from recbft.errors import RunError
-from recbft.kernels.filter_step import predict_precision
+from recbft.kernels.filter_step import predict_by_logits, predict_precision
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
 from recbft.kernels.running_mean import mean_over_tokens, remember, remember_tokens
@@ -214,9 +213,13 @@ class LayerPrecision(nn.Module):
             return discount_precision(precision, discount, cap=self.core.lam_max).clamp(min=LAM_MIN)
         if self.core.propagation == "decay":
             return decay_precision(precision, self.decay_rate, cap=self.core.lam_max).clamp(min=LAM_MIN)
-        logits = self.noise_logits
-        noise = precision.new_zeros(()) if logits is None else process_noise(logits, self.core.q_max)
-        return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=self.core.lam_max)
+        if self.noise_logits is None:
+            noise = precision.new_zeros(())
+            return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=self.core.lam_max)
+        q_max = self.core.q_max
+        return predict_by_logits(
+            precision, jacobian, self.noise_logits, q_max=q_max, low=LAM_MIN, cap=self.core.lam_max
+        )
 
     @in_full_precision
     def _jacobian(self, reduced: Tensor, w1: Tensor, w2: Tensor) -> Tensor:

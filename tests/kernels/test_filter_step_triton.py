@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", minversion="3.3")
 
-from recbft.core import Belief
-from recbft.kernels import filter_step
+from recbft.core import Belief, process_noise
+from recbft.kernels import dispatch, filter_step
 from recbft.kernels.filter_step import analytic
 from recbft.kernels.filter_step import triton as kernels
 from recbft.kernels.filter_step.fused import Fused
@@ -74,6 +74,73 @@ def test_prediction(size, noise, jacobian):
         compare(lambda path, lam, Q, J: (path.predict_precision(lam, J, Q, **bounds),), [lam, Q, J])
     else:
         compare(lambda path, lam, Q: (path.predict_precision(lam, J.to(lam.dtype), Q, **bounds),), [lam, Q])
+
+
+def by_logits(path, lam, logits, J, q_max):
+    """Prediction with learned noise: by the kernels, or by the analytic path."""
+    bounds = {"low": 0.05, "cap": 3.0}
+    if path is analytic:
+        return (analytic.predict_precision(lam, J.to(lam.dtype), process_noise(logits, q_max), **bounds),)
+    return (Fused(kernels.LearnedNoise(q_max)).predict_precision(lam, J.to(lam.dtype), logits, **bounds),)
+
+
+@pytest.mark.parametrize("jacobian", ["each", "shared", "scalar"])
+@pytest.mark.parametrize("size", SIZES)
+def test_prediction_with_learned_noise(size, jacobian):
+    N, D = size
+    lam, logits = drawn(N, D, low=0.01, high=5), drawn(D, low=-6, high=3, seed=2)
+    J = drawn(*{"each": (N, D), "shared": (D,), "scalar": ()}[jacobian], low=-1.5, seed=1)
+    if jacobian == "each":
+        compare(lambda path, lam, logits, J: by_logits(path, lam, logits, J, 0.7), [lam, logits, J])
+    else:
+        compare(lambda path, lam, logits: by_logits(path, lam, logits, J, 0.7), [lam, logits])
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_noise_has_all_its_digits_from_logits_far_and_near(sign):
+    logits = sign * torch.tensor([0.0, 1e-9, 1e-3, 0.3, 0.69, 1.0, 3.0, 9.0, 19.9, 20.1, 40.0, 80.0])
+    logits = logits.float().to(DEVICE).requires_grad_()
+    lam = torch.full((3, 12), 1e-3, device=DEVICE)  # where it is what adds most to 1 / lam
+    J = torch.full((), -1.0, device=DEVICE)
+
+    def noise_of(path, logits):
+        found = path.predict_precision(lam.to(logits.dtype), J.to(logits.dtype), logits, low=0.0, cap=1e9)
+        return 1 / found[0].double() - 10, torch.autograd.grad((1 / found[0].double()).sum(), logits)[0]
+
+    noise, slope = noise_of(Fused(kernels.LearnedNoise(1e4)), logits)
+    wide = logits.detach().double().requires_grad_()
+    expected = process_noise(wide, 1e4)
+    torch.testing.assert_close(noise, expected.detach(), rtol=2e-6, atol=3e-6)
+    torch.testing.assert_close(slope.double(), torch.autograd.grad(expected.sum(), wide)[0], rtol=5e-6, atol=1e-20)
+
+
+def test_of_logits_too_what_is_not_a_number_stays_visible():
+    lam, logits = torch.ones(2, 3, device=DEVICE), torch.zeros(3, device=DEVICE)
+    logits[1] = float("nan")
+    logits.requires_grad_()
+    after = Fused(kernels.LearnedNoise(1.0)).predict_precision(lam, lam, logits, low=0.01, cap=9.0)
+    assert after.isnan().nonzero().tolist() == [[0, 1], [1, 1]]
+
+
+def test_what_has_learned_noise_goes_to_the_kernels(monkeypatch):
+    lam, logits = drawn(5, 3, low=0.1).float(), drawn(3).float().requires_grad_()
+
+    def found():
+        after = filter_step.predict_by_logits(lam, lam, logits, q_max=0.7, low=0.01, cap=9.0)
+        return after, torch.autograd.grad(after.sum(), logits)[0]
+
+    plain, predict = found(), kernels.LearnedNoise.predict
+    monkeypatch.setattr(dispatch, "serves_steps", lambda x: x.dtype == torch.float32)
+    asked = []
+    monkeypatch.setattr(kernels.LearnedNoise, "predict", lambda self, *given: asked.append(predict(self, *given)))
+    for ours, theirs in zip(found(), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=3e-6)
+    with torch.no_grad():  # under torch.func, noise is made by plain operations
+        called = torch.func.vmap(lambda q: filter_step.predict_by_logits(lam, lam, q, q_max=0.7, low=0.01, cap=9.0))(
+            logits[None]
+        )
+    torch.testing.assert_close(called[0], plain[0].detach(), rtol=3e-6, atol=3e-6)
+    assert len(asked) == 1
 
 
 def test_axes_in_front_odd_strides_and_expanded_gradients_change_nothing():

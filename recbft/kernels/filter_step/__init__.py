@@ -55,6 +55,17 @@ def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor
     return predicted
 
 
+def predict_by_logits(
+    precision: Tensor, jacobian: Tensor, logits: Tensor, *, q_max: float, low: float, cap: float
+) -> Tensor:
+    """``predict_precision`` with ``core.process_noise(logits, q_max)``, logits of each coordinate."""
+    each = logits.shape == precision.shape[-1:]
+    if each and dispatch.fuses_steps(precision) and prediction_is_plain(precision, jacobian, logits):
+        passes = import_module("recbft.kernels.filter_step.triton").LearnedNoise(q_max)
+        return Fused(passes).predict_precision(precision, jacobian, logits, low=low, cap=cap)
+    return predict_precision(precision, jacobian, core.process_noise(logits, q_max), low=low, cap=cap)
+
+
 @eagerly
 @in_full_precision
 def sandwich_precision(moments: SiluMoments, *, cap: float, centre: str) -> Tensor:

@@ -38,6 +38,11 @@ def predict_gradients(given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | No
     return sums
 
 
+def noise_gradient(parts: Tensor, Q: Tensor) -> Tensor:
+    """As ``fused.Passes`` says."""
+    return parts.sum(dim=0)
+
+
 def _sizes(lam: Tensor, J: Tensor) -> list[c_int64]:
     """N, D, and whether each token has a Jacobian of its own."""
     D = lam.shape[-1]
