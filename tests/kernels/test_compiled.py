@@ -415,6 +415,21 @@ def test_update_equals_the_other_path(N, D, ramp):
 
 
 @needs_build
+@pytest.mark.parametrize("kept", [0, 1], ids=["mean", "precision"])
+def test_an_update_of_which_one_half_is_used_has_zeros_for_the_gradient_of_the_other(kept):
+    g = torch.Generator().manual_seed(0)
+    inputs = [(0.01 + torch.rand(7, 33, generator=g)).requires_grad_() for _ in range(4)]
+
+    def run(weights):
+        belief = Fused(passes).kalman_update(Belief(*inputs[:2]), *inputs[2:], ramp=0.7)
+        loss = sum((weight * belief[part]).sum() for part, weight in weights.items())
+        return torch.autograd.grad(loss, inputs, materialize_grads=True)
+
+    for ours, theirs in zip(run({kept: 2.0}), run({kept: 2.0, 1 - kept: 0.0}), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@needs_build
 @pytest.mark.parametrize("jacobian", ["each", "shared", "scalar"])
 @pytest.mark.parametrize("noise", ["each", "scalar"])
 @pytest.mark.parametrize(("N", "D"), [(1, 1), (7, 33), (130, 64), (640, 64)])  # the last by several threads

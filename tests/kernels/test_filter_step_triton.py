@@ -62,6 +62,13 @@ def test_update(size, ramp):
     compare(lambda path, h, lam, e, r: path.kalman_update(Belief(h, lam), e, r, ramp=ramp), inputs)
 
 
+@pytest.mark.parametrize("kept", [0, 1], ids=["mean", "precision"])
+@pytest.mark.parametrize("size", SIZES)
+def test_an_update_of_which_one_half_is_used(size, kept):
+    inputs = [drawn(*size), drawn(*size, low=0.01, high=5, seed=1), drawn(*size, seed=2), drawn(*size, low=0, seed=3)]
+    compare(lambda path, h, lam, e, r: (path.kalman_update(Belief(h, lam), e, r, ramp=0.7)[kept],), inputs)
+
+
 @pytest.mark.parametrize("jacobian", ["each", "shared", "scalar"])
 @pytest.mark.parametrize("noise", ["each", "scalar"])
 @pytest.mark.parametrize("size", SIZES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ctypes import c_float, c_int64, c_void_p
 
+import torch
 from torch import Tensor
 
 from recbft.kernels import compiled
@@ -19,9 +20,10 @@ def update(h: Tensor, lam: Tensor, e: Tensor, r: Tensor, updated: Tensor, after:
     compiled.library().update_forward(c_int64(h.numel()), c_float(ramp), *_of(h, lam, e, r, updated, after))
 
 
-def update_gradients(given: tuple[Tensor, ...], found: tuple[Tensor, ...], ramp: float) -> None:
+def update_gradients(given: tuple[Tensor | None, ...], found: tuple[Tensor, ...], ramp: float) -> None:
     """As ``fused.Passes`` says."""
-    compiled.library().update_backward(c_int64(given[0].numel()), c_float(ramp), *_of(*given, *found))
+    read = [torch.zeros_like(found[0]) if x is None else x for x in given]
+    compiled.library().update_backward(c_int64(found[0].numel()), c_float(ramp), *_of(*read, *found))
 
 
 def predict(lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float) -> None:

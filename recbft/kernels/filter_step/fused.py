@@ -24,8 +24,8 @@ class Passes(Protocol):
     def update(self, h: Tensor, lam: Tensor, e: Tensor, r: Tensor, updated: Tensor, after: Tensor, ramp: float) -> None:
         """Fill the last two."""
 
-    def update_gradients(self, given: tuple[Tensor, ...], found: tuple[Tensor, ...], ramp: float) -> None:
-        """From e, r, lam', g_h and g_lam': the gradients of lam, e and r."""
+    def update_gradients(self, given: tuple[Tensor | None, ...], found: tuple[Tensor, ...], ramp: float) -> None:
+        """From e, r, lam', g_h and g_lam', which is None where it is zero: the gradients of lam, e and r."""
 
     def predict(self, lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float) -> None:
         """Fill the last; J of each token, or (D,)."""
@@ -66,6 +66,7 @@ class _Update(torch.autograd.Function):
         ctx: Any, passes: Passes, h: Tensor, lam: Tensor, e: Tensor, r: Tensor, ramp: float
     ) -> tuple[Tensor, Tensor]:
         h, lam, e, r = (x.contiguous() for x in (h, lam, e, r))
+        ctx.set_materialize_grads(False)  # nothing is made of the precision after the last layer
         updated, after = torch.empty_like(h), torch.empty_like(lam)
         passes.update(h, lam, e, r, updated, after, ramp)
         ctx.save_for_backward(e, r, after)
@@ -74,9 +75,10 @@ class _Update(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_h: Tensor, g_after: Tensor) -> Any:
+    def backward(ctx: Any, g_h: Tensor | None, g_after: Tensor | None) -> Any:
         e, r, after = ctx.saved_tensors
-        g_h, g_after = g_h.contiguous(), g_after.contiguous()
+        g_h = torch.zeros_like(after) if g_h is None else g_h.contiguous()
+        g_after = None if g_after is None else g_after.contiguous()
         d_lam, d_e, d_r = (torch.empty_like(after) for _ in range(3))
         ctx.passes.update_gradients((e, r, after, g_h, g_after), (d_lam, d_e, d_r), ctx.ramp)
         return None, g_h, d_lam, d_e, d_r, None

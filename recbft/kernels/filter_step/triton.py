@@ -34,10 +34,10 @@ def update(h: Tensor, lam: Tensor, e: Tensor, r: Tensor, updated: Tensor, after:
     _launched(_update, h)(h, lam, e, r, updated, after, ramp, h.numel(), ELEMENTS=ELEMENTS)
 
 
-def update_gradients(given: tuple[Tensor, ...], found: tuple[Tensor, ...], ramp: float) -> None:
+def update_gradients(given: tuple[Tensor | None, ...], found: tuple[Tensor, ...], ramp: float) -> None:
     """As ``fused.Passes`` says."""
-    e = given[0]
-    _launched(_update_gradients, e)(*given, *found, ramp, e.numel(), ELEMENTS=ELEMENTS)
+    like = found[0]
+    _launched(_update_gradients, like)(*given, *found, ramp, like.numel(), ELEMENTS=ELEMENTS)
 
 
 def predict(
@@ -127,7 +127,7 @@ def _update(
 # fmt: off
 @triton.jit
 def _update_gradients(
-    innovations, observed, after, of_mean, of_precision,  # read
+    innovations, observed, after, of_mean, of_precision,  # read; the last may be None
     d_precision, d_innovation, d_observed,  # written
     ramp, size, ELEMENTS: tl.constexpr,
 ):
@@ -138,7 +138,9 @@ def _update_gradients(
     share = tl.load(observed + at, mask=real, other=0.0) / total
     g = tl.load(of_mean + at, mask=real, other=0.0)
     p = ramp * g * tl.load(innovations + at, mask=real, other=0.0) / total
-    own = tl.load(of_precision + at, mask=real, other=0.0) - p * share
+    own = -p * share
+    if of_precision is not None:
+        own += tl.load(of_precision + at, mask=real, other=0.0)
     tl.store(d_precision + at, own, mask=real)
     tl.store(d_observed + at, own + p, mask=real)
     tl.store(d_innovation + at, g * (1 - ramp * (1 - share)), mask=real)
