@@ -34,6 +34,7 @@ from recbft.core import (
     jacobian_factors,
 )
 from recbft.errors import RunError
+from recbft.kernels.count_precision import count_precision
 from recbft.kernels.filter_step import predict_by_logits, predict_precision
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
@@ -84,6 +85,8 @@ class ItemPrecision(nn.Module):
         """Initial precision of every token: (B, T) items and (B, T, D) embeddings -> (B, T, 1)."""
         if self.mode == "uniform":
             return torch.ones_like(embedded[..., :1]).clamp(max=self.lam_max)
+        if self.mode == "count":
+            return count_precision(self.range, self.base, items, low=LAM_MIN, cap=self.lam_max)
         if self.mode == "table":
             tau = 1 + F.softplus(self.table[items])[..., None]
         elif self.mode == "empirical_bayes":
