@@ -18,9 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recbft import core
 from recbft.core import Belief, SequenceContext, silu_moments, softmax_mean, softmax_moments
+from recbft.kernels.count_precision import count_precision
 from recbft.kernels.cross_entropy import full_cross_entropy
+from recbft.kernels.filter_step import predict_by_logits
 from recbft.kernels.filter_step.fused import Fused
 from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
+from recbft.kernels.running_mean import remember_tokens
 from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.bayesian import filter_memory
 from recbft.mixers.rfa import robust_filter_attention
@@ -201,6 +204,27 @@ def filter_step(N: int, D: int) -> Case:
     return Case("update and prediction", leaves | {"noise": _normal(D, seed=9)}, run, half=False)
 
 
+def channel(B: int, T: int, D: int) -> Case:
+    """What a layer does with precision beside update and attention: item precision, log mean, noise, running mean."""
+    bounds = {"low": 1e-3, "cap": 20.0}
+    base = torch.linspace(0, 1, 30, dtype=torch.float64)
+    items = torch.randint(30, (B, T), generator=torch.Generator().manual_seed(9))
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        J, lam = x["jacobian"], x["precision"].exp()
+        context = packed(B, T, device=str(J.device))
+        with patch("recbft.kernels.dispatch.serves_steps", lambda _: impl != "reference"):  # in the interpreter too
+            tau = count_precision(x["range"], base.to(J), items.to(J.device), **bounds)
+            after = predict_by_logits(lam * tau, J, x["logits"], q_max=1.0, **bounds)
+            means = [torch.full_like(x["logits"], 0.5) for _ in range(2)]
+            for updates, mean in enumerate(means):
+                remember_tokens(mean, J.detach(), context, torch.full((), updates, device=J.device))
+            return (tau, after, core.scalar_log_precision(after), *means)
+
+    leaves = {"precision": _normal(B, T, D, seed=0), "jacobian": _normal(B, T, D, seed=1), "logits": _normal(D, seed=2)}
+    return Case("precision channel", leaves | {"range": torch.tensor(2.0, dtype=torch.float64)}, run, half=False)
+
+
 def gelu(N: int, width: int, rank: int) -> Case:
     """GELU and the product with its slope."""
     factor = _normal(width, rank, seed=1)
@@ -230,6 +254,7 @@ def all_cases(*, small: bool) -> list[Case]:
         memory(B, H, T, K),
         filter_step(*((70, 16) if small else (12_800, 64))),
         gelu(*((70, 16, 4) if small else (12_800, 256, 16))),
+        channel(*((5, 14, 16) if small else (256, 50, 64))),
     ]
     return cases if small else [*cases, kriging(4, 4, 1000, 64), vocabulary(500, 100_003, 64)]
 
@@ -244,8 +269,10 @@ def timed_cases(*, small: bool) -> list[tuple[Case, torch.dtype]]:
     heads = [(2, 1, 20, 16)] if small else [(256, 2, 50, 32), (128, 4, 200, 32)]
     filtered = [(70, 16)] if small else [(12_800, 64)]
     widened = [(70, 16, 4)] if small else [(12_800, 256, 16)]
+    rows = [(5, 14, 16)] if small else [(256, 50, 64)]
     makers: list[tuple[Callable[..., Case], list[Any]]] = [
-        (silu, heads), (robust_filter, heads), (memory, heads), (filter_step, filtered), (gelu, widened)
+        (silu, heads), (robust_filter, heads), (memory, heads), (filter_step, filtered), (gelu, widened),
+        (channel, rows),
     ]  # fmt: skip
     made, half = [], torch.float16 if small else torch.bfloat16
     for maker, shapes in makers:
@@ -303,6 +330,7 @@ def both_passes(run: Callable[[], Any], leaves: Sequence[Tensor]) -> Callable[[]
     def both() -> None:
         outputs = run()
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        outputs = tuple(output for output in outputs if output.requires_grad)  # a running mean has none
         if not gradients:
             gradients.extend(torch.randn_like(output) for output in outputs)
         torch.autograd.backward(outputs, gradients)
