@@ -125,18 +125,6 @@ def _train_epoch(
     def now() -> Moment:
         return moment_of(model, optimizer, batches, config, state)
 
-    def finish_first() -> None:
-        nonlocal done, tokens, total
-        loss, learned = under_way.popleft()
-        value = loss.item()  # a device is waited for once per step, when all its work is under way
-        if not math.isfinite(value):
-            raise not_finite(value, config, state)
-        steps.end()
-        state.step, done = state.step + 1, done + 1
-        controllers.after_step(now(), value)
-        tokens, total = tokens + learned, total + value * learned
-        progress.batch(done, batches.num_batches, total / tokens, tokens)
-
     model.train()
     model.refresh()
     controllers.on_epoch_start(now())
@@ -152,7 +140,15 @@ def _train_epoch(
         under_way.append((steps.begin(batch), learned))
         batch = next(coming, None)  # packed while a device is at work
         while len(under_way) > (0 if batch is None else steps.ahead):
-            finish_first()
+            loss, learned = under_way.popleft()
+            value = loss.item()  # a device is waited for once per step, when all its work is under way
+            if not math.isfinite(value):
+                raise not_finite(value, config, state)
+            steps.end()
+            state.step, done = state.step + 1, done + 1
+            controllers.after_step(now(), value)
+            tokens, total = tokens + learned, total + value * learned
+            progress.batch(done, batches.num_batches, total / tokens, tokens)
     return epoch_row(state, total, tokens, time.perf_counter() - began)
 
 
