@@ -109,9 +109,8 @@ def train_seeds(
                 sessions[n] = go_on(run, own_config(run), dataset, device, listener, generator=generator)
             if n in sessions:
                 held.enter_context(sessions[n].locked())
-        workers, closing = 1, CLOSING_ON_GPU
+        workers, closing = _threads_on(device)
         if device.type == "cpu":
-            workers, closing = torch.get_num_threads(), 1
             torch.set_num_threads(1)
         _Group([sessions[n] for n in sorted(sessions)], workers, closing).finish()
     return [RunFolder.open(path) for path in paths]
@@ -168,6 +167,11 @@ def _existing(config: RunConfig, path: str | Path, dataset: Dataset) -> RunFolde
     return run
 
 
+def _threads_on(device: torch.device) -> tuple[int, int]:
+    """How many train a stack each, and how many of its runs are validated and saved at once."""
+    return (torch.get_num_threads(), 1) if device.type == "cpu" else (1, CLOSING_ON_GPU)
+
+
 class _Group:
     """All runs that are not finished, some of them in a stack at any time."""
 
@@ -177,6 +181,7 @@ class _Group:
         self.failed: dict[int, RunError] = {}  # by seed
         self.stop = threading.Event()
         self.stacks: list[_Stack] = []
+        self.has_closed = False  # an epoch of a stack
 
     def finish(self) -> None:
         """Train, evaluate and close them all."""
@@ -234,12 +239,14 @@ class _Group:
     def _epoch(self, stack: _Stack) -> None:
         """Train one epoch of a stack, then validate and save its runs."""
         trained = list(zip(stack.sessions, stack.train_epoch(), strict=True))
-        alone = 1 if self.closing > 1 else len(trained)  # the first compiles what it is the first to call, for all
+        # The first of all compiles what it is the first to call.
+        alone = len(trained) if self.closing == 1 else 0 if self.has_closed else 1
         for session, row in trained[:alone]:
             self._close_epoch(session, row)
         if rest := trained[alone:]:
             with self._threads(self.closing) as closers:
                 list(closers.map(self._close_epoch, *zip(*rest, strict=True)))
+        self.has_closed = True
 
     def _close_epoch(self, session: Session, row: Row | RunError) -> None:
         """Validate and save a run, and evaluate it if it is over."""

@@ -17,7 +17,7 @@ import torch
 from recbft.datasets.synth import SyntheticConfig, generate, synthetic_dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.run_config import load_run_config
-from recbft.training import checkpoint, many_seeds, session
+from recbft.training import checkpoint, many_seeds, run_settings, session
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
 from recbft.training.run_folder import RunFolder
@@ -182,25 +182,39 @@ def test_runs_that_are_closed_at_once_are_those_closed_in_turn_bit_for_bit(datas
         assert [row["loss"] for row in run.read_history()] == [row["loss"] for row in other.read_history()]
 
 
-def test_runs_are_validated_at_once(dataset, tmp_path, monkeypatch):
-    close_at_once(monkeypatch, 3)
-    meet, threads = threading.Barrier(3, timeout=60), set()
+def test_runs_are_validated_at_once_but_for_the_first_of_all(dataset, tmp_path, monkeypatch):
+    close_at_once(monkeypatch, 4)
+    meet = {epoch: threading.Barrier(number, timeout=60) for epoch, number in ((1, 3), (2, 4))}  # nobody passes alone
+    others, was_alone = threading.Event(), []
 
     def begin(config, *arguments, **options):
         made = session.begin(config, *arguments, **options)
-        if config.seed:  # the first is validated before the others
 
-            def validate(own=made.validate):
-                meet.wait()  # which nobody passes alone
-                threads.add(threading.get_ident())
-                return own()
+        def validate(own=made.validate):
+            if (made.state.epoch, config.seed) == (1, 0):
+                was_alone.append(not others.wait(0.5))
+            else:
+                others.set()
+                meet[made.state.epoch].wait()
+            return own()
 
-            made.validate = validate
+        made.validate = validate
         return made
 
     monkeypatch.setattr(many_seeds, "begin", begin)
-    together(config(epochs=1), tmp_path, dataset, range(4))
-    assert len(threads) == 3
+    together(config(epochs=2), tmp_path, dataset, range(4))
+    assert was_alone == [True]
+
+
+def test_on_a_gpu_one_stack_at_a_time_is_trained_and_some_of_its_runs_are_closed_at_once():
+    assert many_seeds._threads_on(torch.device("cuda")) == (1, many_seeds.CLOSING_ON_GPU)
+    assert many_seeds._threads_on(torch.device("cpu")) == (1, 1)
+
+
+def test_nothing_is_closed_once_a_group_has_been_stopped():
+    group = many_seeds._Group([], workers=1, closing=1)
+    group.stop.set()
+    group._close_epoch(SimpleNamespace(), {})  # which has nothing to validate or save
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -241,10 +255,22 @@ def test_threads_work_on_the_gpu_that_is_the_run_s(monkeypatch):
     current.gpu, seen = 1, []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "gpu", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(current, "gpu", gpu))
-    group = many_seeds._Group([run], workers=1, closing=1)
-    monkeypatch.setattr(group, "_rounds", lambda pool: seen.append(pool.submit(torch.cuda.current_device).result()))
+    group = many_seeds._Group([run], workers=1, closing=2)
+    stack = SimpleNamespace(sessions=[run, run], train_epoch=lambda: [{}, {}])
+    monkeypatch.setattr(group, "has_closed", True)
+
+    def note(*run_and_row):
+        assert run_settings._thread.works  # for the run whose turn it is
+        seen.append(torch.cuda.current_device())
+
+    def rounds(pool):
+        pool.submit(note).result()
+        pool.submit(group._epoch, stack).result()
+
+    monkeypatch.setattr(group, "_close_epoch", note)
+    monkeypatch.setattr(group, "_rounds", rounds)
     group.finish()
-    assert seen == [1]
+    assert seen == [1, 1, 1]
 
 
 def test_a_seed_that_stops_early_leaves_the_others_training(dataset, tmp_path, in_float64):
