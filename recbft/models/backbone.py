@@ -206,7 +206,7 @@ class Backbone(TrainableModel):
         return ItemTable(self.item_embedding.weight[: self.num_items + 1], self.item_bias)
 
     def set_ramp(self, ramp: float) -> None:
-        """Set the warm-up w in [0, 1], before an optimiser step."""
+        """Set the warm-up w in [0, 1], before an optimiser step; it is not written where it is known to be that."""
         value = torch.tensor(ramp, dtype=self.ramp.dtype, device="cpu").item()
         if self._known_ramp() == value:
             return

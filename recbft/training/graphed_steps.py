@@ -70,7 +70,7 @@ class _Coming(NamedTuple):
     arrived: torch.cuda.Event
 
     def item(self) -> float:
-        """Waited for."""
+        """Wait for the loss."""
         self.arrived.synchronize()
         return self.value.item()
 

@@ -483,6 +483,11 @@ def test_the_ramp_is_what_was_last_written_there_by_whomever():
     assert model._ramp() == 0.5 == model.double()._ramp()
     model.ramp.fill_(0.75)
     assert model._ramp() == 0.75
+    model.set_ramp(0.25)  # as it was set before the others wrote
+    assert model._ramp() == float(model.ramp) == 0.25
+    changes = model.ramp._version
+    model.set_ramp(0.25)
+    assert model.ramp._version == changes  # a launch less
     for num_set in range(4):  # a copy is not mistaken for what it was made of, however often either is written to
         for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
             other = copied(model)

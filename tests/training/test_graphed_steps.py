@@ -54,6 +54,15 @@ class Graph(TorchDispatchMode):
                         kept.copy_(new)
 
 
+class Event:
+    """Not before it is waited for has the host what was copied."""
+
+    waited = False
+
+    def synchronize(self):
+        self.waited = True
+
+
 @pytest.fixture
 def made(monkeypatch):
     """The graphs that are made, on the CPU and by PyTorch's operations alone."""
@@ -66,8 +75,7 @@ def made(monkeypatch):
         with graph:
             yield
 
-    event = SimpleNamespace(synchronize=lambda: None)
-    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=Event)
     for name, stand_in in {
         "CUDAGraph": Graph,
         "graph": record,
@@ -162,12 +170,31 @@ def test_a_run_from_graphs_is_the_run_whose_padded_steps_are_launched(model, arm
 
 
 def test_a_loss_is_read_when_the_next_step_has_begun(made, monkeypatch, tmp_path):
-    done, begin, item = [], GraphedSteps.begin, graphed_steps._Coming.item
-    monkeypatch.setattr(GraphedSteps, "begin", lambda self, batch: done.append("begin") or begin(self, batch))
-    monkeypatch.setattr(graphed_steps._Coming, "item", lambda self: done.append("read") or item(self))
+    done, losses, begin, item = [], [], GraphedSteps.begin, graphed_steps._Coming.item
+
+    def begin_one(self, batch):
+        done.append(("begin", len(losses)))
+        losses.append(begin(self, batch))
+        return losses[-1]
+
+    def read_one(self):
+        [number] = [n for n, loss in enumerate(losses) if loss is self]
+        done.append(("read", number))
+        value = item(self)
+        assert self.arrived.waited
+        return value
+
+    monkeypatch.setattr(GraphedSteps, "begin", begin_one)
+    monkeypatch.setattr(graphed_steps._Coming, "item", read_one)
     session.train(config_of("bft", "cuda_graphs=true", "epochs=2", "warmup_steps=0"), tmp_path / "run", dataset=DATASET)
     steps = -(-len(DATASET.user_ids) // 12)
-    assert done == 2 * ["begin", *(steps - 1) * ["begin", "read"], "read"]
+    expected = []
+    for first in (0, steps):
+        expected.append(("begin", first))
+        for step in range(first, first + steps - 1):
+            expected += [("begin", step + 1), ("read", step)]
+        expected.append(("read", first + steps - 1))
+    assert done == expected
 
 
 def test_a_loss_that_is_not_finite_is_told_of_its_own_step(made, monkeypatch, tmp_path):
