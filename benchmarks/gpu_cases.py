@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.filter_step import predict_by_logits
 from recbft.kernels.filter_step.fused import Fused
 from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
+from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.running_mean import remember_tokens
 from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.bayesian import filter_memory
@@ -207,19 +209,22 @@ def filter_step(N: int, D: int) -> Case:
 def channel(B: int, T: int, D: int) -> Case:
     """What a layer does with precision beside update and attention: item precision, log mean, noise, running mean."""
     bounds = {"low": 1e-3, "cap": 20.0}
-    base = torch.linspace(0, 1, 30, dtype=torch.float64)
-    items = torch.randint(30, (B, T), generator=torch.Generator().manual_seed(9))
+
+    @cache  # what is timed is not to wait for copies
+    def constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        items = torch.randint(30, (B, T), generator=torch.Generator().manual_seed(9))
+        return torch.linspace(0, 1, 30, device=device, dtype=dtype), items.to(device)
 
     def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
         J, lam = x["jacobian"], x["precision"].exp()
         context = packed(B, T, device=str(J.device))
         with patch("recbft.kernels.dispatch.serves_steps", lambda _: impl != "reference"):  # in the interpreter too
-            tau = count_precision(x["range"], base.to(J), items.to(J.device), **bounds)
+            tau = count_precision(x["range"], *constants(J.device, J.dtype), **bounds)
             after = predict_by_logits(lam * tau, J, x["logits"], q_max=1.0, **bounds)
             means = [torch.full_like(x["logits"], 0.5) for _ in range(2)]
             for updates, mean in enumerate(means):
                 remember_tokens(mean, J.detach(), context, torch.full((), updates, device=J.device))
-            return (tau, after, core.scalar_log_precision(after), *means)
+            return (tau, after, scalar_log_precision(after), *means)
 
     leaves = {"precision": _normal(B, T, D, seed=0), "jacobian": _normal(B, T, D, seed=1), "logits": _normal(D, seed=2)}
     return Case("precision channel", leaves | {"range": torch.tensor(2.0, dtype=torch.float64)}, run, half=False)

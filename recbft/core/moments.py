@@ -15,13 +15,13 @@ Shapes: B rows, H heads, T tokens, K head width.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
 from recbft.kernels import softmax_moments as paths
 from recbft.kernels.eager import eagerly
-from recbft.kernels.log_mean import log_mean
 
 
 @eagerly
@@ -95,4 +95,4 @@ def ramped(x: Tensor, ramp: float) -> Tensor:
 
 def scalar_log_precision(precision: Tensor) -> Tensor:
     """Log of the mean precision over the coordinates, shared by all heads; (B, T, D) -> (B, T)."""
-    return log_mean(precision)
+    return torch.log(precision.mean(dim=-1))

@@ -14,7 +14,7 @@ class EvaluationConfig:
 
     filter_seen: bool = False  # which setting validation and the headline metrics use; both are always recorded
     ks: tuple[int, ...] = (5, 10, 20)  # the K of HR@K, NDCG@K and MRR@K
-    memory_mb: int = 256  # bound on the score buffers
+    memory_mb: int = 256  # bound on the score buffers of a ranking; of seeds together on a GPU four are ranked at once
 
     def __post_init__(self) -> None:
         if not self.ks:

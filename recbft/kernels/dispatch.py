@@ -139,7 +139,7 @@ def serves_steps(x: Tensor) -> bool:
 
 
 def fuses_steps(x: Tensor) -> bool:
-    """Whether small steps are that and no more is asked: torch.func and torch.compile see through plain operations."""
+    """``serves_steps``, without torch.func or torch.compile at work, which see through plain operations alone."""
     return not (torch.compiler.is_compiling() or transformed()) and serves_steps(x)
 
 

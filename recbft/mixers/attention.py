@@ -34,7 +34,6 @@ from recbft.core import (
     reml_naive_precision,
     residual_variance,
     sandwich_precision,
-    scalar_log_precision,
     softmax_mean,
     softmax_moments,
     softmax_weights,
@@ -45,6 +44,7 @@ from recbft.core.regimes import BiasTerms
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import reml_precision
 from recbft.kernels.full_precision import in_full_precision
+from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.softmax_moments import takes_terms
 from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.observation import Observation

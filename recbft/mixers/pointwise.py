@@ -28,7 +28,6 @@ from recbft.core import (
     SequenceContext,
     check_estimator,
     projected_precision,
-    scalar_log_precision,
     silu_mean,
     silu_moments,
     silu_weights,
@@ -37,6 +36,7 @@ from recbft.core.moments import ramped
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import sandwich_precision
 from recbft.kernels.full_precision import HALVES
+from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.silu_moments.bias import look_up
 from recbft.mixers.observation import Observation
 

@@ -177,10 +177,8 @@ class LayerPrecision(nn.Module):
             return precision
         # The mean as it stood before this batch: what a token gets must not depend on its batch mates.
         scale = self.log_kappa.exp() * self.first_precision / self.mean_precision.clone()
-        if self.training:
-            value = mean_over_tokens(precision.detach(), context.valid).mean()
-            if not transformed():
-                remember(self.mean_precision, value, self.updates)
+        if self.training and not transformed():
+            remember(self.mean_precision, mean_over_tokens(precision.detach(), context.valid).mean(), self.updates)
         return (scale * precision).clamp(LAM_MIN, self.core.lam_max)
 
     def activate(self, a: Tensor, w1: Tensor, w2: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:

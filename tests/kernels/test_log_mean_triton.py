@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", minversion="3.3")
 
-from recbft.core import scalar_log_precision
 from recbft.kernels import dispatch
+from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.log_mean import triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

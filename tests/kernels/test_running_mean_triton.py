@@ -9,7 +9,7 @@ pytest.importorskip("triton", minversion="3.3")
 
 from recbft.core import SequenceContext
 from recbft.kernels import dispatch
-from recbft.kernels.parts import triton as parts
+from recbft.kernels import triton_parts as parts
 from recbft.kernels.running_mean import remember_tokens
 from recbft.kernels.running_mean import triton as kernels
 

@@ -73,7 +73,7 @@ class _FullCrossEntropies(torch.autograd.Function):
         )
         ctx.save_for_backward(states, weight, target, offsets, log_total, d_states)
         ctx.shape, ctx.counts = shape, counts
-        if len(counts) == 1:  # no launch for what one seed need not find out
+        if len(counts) == 1:  # as below, in fewer launches
             return losses.mean(0, keepdim=True)
         return torch.stack([own.mean() for own in losses.split(counts)])
 
@@ -82,10 +82,10 @@ class _FullCrossEntropies(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         states, weight, target, offsets, log_total, d_states = ctx.saved_tensors
         if len(ctx.counts) == 1:
-            each = share = grad / max(1, len(states))  # of a position, (S,), which this number is for all of them
+            each = share = grad / len(states)
         else:
             counts = offsets.diff()
-            share = grad / counts.clamp(min=1)
+            share = grad / counts.clamp(min=1)  # of a position, (S,)
             each = share.repeat_interleave(counts, output_size=len(states))
         d_x = d_w = None
         if ctx.needs_input_grad[0]:
@@ -152,12 +152,7 @@ class _Shape(NamedTuple):
 def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     """The first position of each seed, and the end: (S + 1,)."""
     if len(counts) == 1:  # made on the device: a CUDA graph holds no copy from the host
-        [count] = counts
-        return (
-            torch.arange(0, count + 1, count, device=device)
-            if count
-            else torch.zeros(2, dtype=torch.int64, device=device)
-        )
+        return torch.arange(0, counts[0] + 1, counts[0], device=device)
     # From pinned memory, so that the device, which is at work by now, is not waited for.
     offsets = torch.tensor([0, *accumulate(counts)], device="cpu", pin_memory=device.type == "cuda")
     return offsets.to(device, non_blocking=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from recbft.kernels.dispatch import launched_beside
 from recbft.kernels.filter_step.analytic import FLOOR
-from recbft.kernels.parts.triton import added, cut, own_columns
+from recbft.kernels.triton_parts import added, cut, own_columns
 
 ELEMENTS = 1024  # of a program
 SUMMED = 2048  # elements of a program that adds up over tokens
@@ -79,12 +79,12 @@ def noise_gradient(parts: Tensor, Q: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LearnedNoise:
-    """``fused.Passes`` of a prediction that is given q of (1) for Q."""
+    """What ``fused.Passes`` has for a prediction, which is given q of (1) in the place of Q."""
 
     q_max: float
 
     def predict(self, *given: Any) -> None:
-        """Of q."""
+        """As ``fused.Passes`` says, with q."""
         predict(*given, q_max=self.q_max)
 
     def predict_gradients(self, *given: Any) -> Tensor:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from importlib import import_module
 
-import torch
 from torch import Tensor
 
+from recbft import core
 from recbft.kernels import dispatch
 
 
-def log_mean(x: Tensor) -> Tensor:
-    """Equation (1): (..., D) -> (...), x > 0."""
-    if dispatch.fuses_steps(x) and x.dim() > 1 and x.numel():
-        found: Tensor = import_module("recbft.kernels.log_mean.triton").log_mean(x)
+def scalar_log_precision(precision: Tensor) -> Tensor:
+    """``core.scalar_log_precision``, which is equation (1): (..., D) -> (...)."""
+    if dispatch.fuses_steps(precision) and precision.dim() > 1 and precision.numel():
+        found: Tensor = import_module("recbft.kernels.log_mean.triton").log_mean(precision)
         return found
-    return torch.log(x.mean(dim=-1))
+    return core.scalar_log_precision(precision)

@@ -36,7 +36,8 @@ def remember_tokens(
         The mean as it stood before.
     """
     segment = context.segment
-    if dispatch.fuses_steps(values) and mean.dtype == torch.float32 and mean.device == segment.device == values.device:
+    alike = mean.dtype == torch.float32 and mean.device == segment.device == values.device
+    if alike and mean.is_contiguous() and dispatch.fuses_steps(values):
         before: Tensor = import_module("recbft.kernels.running_mean.triton").remember_tokens(
             mean, values, segment[::every], updates, 1 - MOMENTUM
         )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recbft.kernels.dispatch import launched_beside
-from recbft.kernels.parts.triton import added, cut, own_columns
+from recbft.kernels.triton_parts import added, cut, own_columns
 
 ELEMENTS = 4096  # of a tile of a program
 COLUMNS = 64  # of a program, at most

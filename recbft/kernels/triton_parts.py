@@ -1,4 +1,4 @@
-"""Parts added up, for the last program of a sum over tokens.
+"""Sums over tokens in Triton, bit for bit the same in every run: of parts, which a last program adds up in one order.
 
 Shapes: P parts, W columns.
 """
