@@ -13,6 +13,8 @@ from recbft.kernels import dispatch
 from recbft.kernels.count_precision import count_precision
 from recbft.kernels.count_precision import triton as kernels
 
+pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(0, 3), (1, 1), (1, 255), (2, 128), (1, 257), (30, 50)]  # programs of 256 tokens
 BOUNDS = {"low": 0.8, "cap": 2.5}
@@ -22,14 +24,6 @@ BOUNDS = {"low": 0.8, "cap": 2.5}
 def by_triton(monkeypatch):
     monkeypatch.setattr(kernels, "ELEMENTS", 256)
     monkeypatch.setattr(dispatch, "serves_steps", lambda x: x.dtype == torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def scratch_full_of_nan():
-    """PyTorch fills new memory with NaN where it is asked to be deterministic."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def value_and_gradient(scale, base, items, dtype, bounds=BOUNDS):

@@ -12,18 +12,12 @@ pytest.importorskip("triton", minversion="3.3")
 from recbft.kernels.cross_entropy import full_cross_entropies, full_cross_entropy, reference
 from recbft.kernels.cross_entropy import triton as kernels
 
+pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 wrongly.
 HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 FLOAT32 = {"rtol": 2e-5, "atol": 2e-6}
-
-
-@pytest.fixture(autouse=True)
-def scratch_full_of_nan():
-    """PyTorch fills new memory with NaN where it is asked to be deterministic."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from recbft.kernels.filter_step import analytic
 from recbft.kernels.filter_step import triton as kernels
 from recbft.kernels.filter_step.fused import Fused
 
+pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(0, 4), (1, 1), (7, 33), (130, 48)]
 
@@ -21,14 +23,6 @@ SIZES = [(0, 4), (1, 1), (7, 33), (130, 48)]
 def small_programs(monkeypatch):
     monkeypatch.setattr(kernels, "SUMMED", 512)
     monkeypatch.setattr(kernels, "ELEMENTS", 256)
-
-
-@pytest.fixture(autouse=True)
-def scratch_full_of_nan():
-    """PyTorch fills new memory with NaN where it is asked to be deterministic."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def drawn(*shape, low=-1.0, high=1.0, seed=0):

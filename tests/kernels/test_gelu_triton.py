@@ -10,15 +10,9 @@ pytest.importorskip("triton", minversion="3.3")
 from recbft.kernels import gelu
 from recbft.kernels.gelu import triton as kernels
 
+pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def scratch_full_of_nan():
-    """PyTorch fills new memory with NaN where it is asked to be deterministic."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from recbft.kernels import dispatch
 from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.log_mean import triton as kernels
 
+pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(0, 3, 4), (3, 0, 4), (1, 1, 1), (1, 7, 32), (2, 4, 32), (3, 3, 32), (5, 7, 33), (2, 3, 600)]
 
@@ -19,14 +21,6 @@ SIZES = [(0, 3, 4), (3, 0, 4), (1, 1, 1), (1, 7, 32), (2, 4, 32), (3, 3, 32), (5
 def by_triton(monkeypatch):
     monkeypatch.setattr(kernels, "ELEMENTS", 256)
     monkeypatch.setattr(dispatch, "serves_steps", lambda x: x.dtype == torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def scratch_full_of_nan():
-    """PyTorch fills new memory with NaN where it is asked to be deterministic."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def drawn(*shape, seed=0):

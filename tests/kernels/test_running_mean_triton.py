@@ -13,6 +13,8 @@ from recbft.kernels import triton_parts as parts
 from recbft.kernels.running_mean import remember_tokens
 from recbft.kernels.running_mean import triton as kernels
 
+pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(0, 4, 3), (1, 1, 1), (1, 7, 33), (1, 8, 33), (3, 3, 33), (5, 31, 70), (2, 40, 9)]  # tiles of eight tokens
 
@@ -23,14 +25,6 @@ def small_programs(monkeypatch):
     monkeypatch.setattr(kernels, "COLUMNS", 32)
     monkeypatch.setattr(kernels, "MOST_PARTS", 5)
     monkeypatch.setattr(parts, "ADDED", 32)
-
-
-@pytest.fixture(autouse=True)
-def scratch_full_of_nan():
-    """PyTorch fills new memory with NaN where it is asked to be deterministic."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

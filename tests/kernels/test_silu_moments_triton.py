@@ -10,20 +10,14 @@ pytest.importorskip("triton", minversion="3.3")
 from recbft.core import SequenceContext, SiluMoments, silu_mean, silu_moments
 from recbft.kernels.silu_moments import triton as kernels
 
+pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 wrongly.
 HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 FLOAT32 = {"rtol": 2e-5, "atol": 2e-6}
 N = 9
 BIASES = {"rows": (2, 1, 0, 0), "heads": (2, 0, 0), "pairs": (0, 0), "all": (2, 2, 0, 0), "keys": (2, 1, 1, 0)}
-
-
-@pytest.fixture(autouse=True)
-def scratch_full_of_nan():
-    """PyTorch fills new memory with NaN where it is asked to be deterministic."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
