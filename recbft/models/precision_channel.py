@@ -214,13 +214,10 @@ class LayerPrecision(nn.Module):
             return discount_precision(precision, discount, cap=self.core.lam_max).clamp(min=LAM_MIN)
         if self.core.propagation == "decay":
             return decay_precision(precision, self.decay_rate, cap=self.core.lam_max).clamp(min=LAM_MIN)
+        bounds = {"low": LAM_MIN, "cap": self.core.lam_max}
         if self.noise_logits is None:
-            noise = precision.new_zeros(())
-            return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=self.core.lam_max)
-        q_max = self.core.q_max
-        return predict_by_logits(
-            precision, jacobian, self.noise_logits, q_max=q_max, low=LAM_MIN, cap=self.core.lam_max
-        )
+            return predict_precision(precision, jacobian, precision.new_zeros(()), **bounds)
+        return predict_by_logits(precision, jacobian, self.noise_logits, q_max=self.core.q_max, **bounds)
 
     @in_full_precision
     def _jacobian(self, reduced: Tensor, w1: Tensor, w2: Tensor) -> Tensor:

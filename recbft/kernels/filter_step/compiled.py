@@ -37,12 +37,7 @@ def predict_gradients(given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | No
     num_tokens, *sizes = _sizes(lam, J)
     sums = Q.new_empty(compiled.library().predict_sums(num_tokens), len(Q))
     compiled.library().predict_backward(num_tokens, *sizes, *_bounds(low, cap), *_of(*given, d_lam, d_J, sums))
-    return sums
-
-
-def noise_gradient(parts: Tensor, Q: Tensor) -> Tensor:
-    """As ``fused.Passes`` says."""
-    return parts.sum(dim=0)
+    return sums.sum(dim=0)
 
 
 def _sizes(lam: Tensor, J: Tensor) -> list[c_int64]:

@@ -33,10 +33,7 @@ class Passes(Protocol):
     def predict_gradients(
         self, given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float
     ) -> Tensor:
-        """From lam, J, Q, lam'' and its gradient; returned are parts of the gradient of Q, (parts, D)."""
-
-    def noise_gradient(self, parts: Tensor, Q: Tensor) -> Tensor:
-        """The gradient of Q from its parts."""
+        """From lam, J, Q, lam'' and its gradient; returned is the gradient of Q, (D,)."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,5 @@ class _Predict(torch.autograd.Function):
         lam, J, Q, predicted = ctx.saved_tensors
         d_lam = torch.empty_like(lam)
         d_J = torch.empty_like(J) if ctx.each and ctx.needs_input_grad[2] else None
-        parts = ctx.passes.predict_gradients((lam, J, Q, predicted, g.contiguous()), d_lam, d_J, *ctx.bounds)
-        d_Q = ctx.passes.noise_gradient(parts, Q).sum_to_size(ctx.noise_shape) if ctx.needs_input_grad[3] else None
-        return None, d_lam, d_J, d_Q, None, None
+        d_Q = ctx.passes.predict_gradients((lam, J, Q, predicted, g.contiguous()), d_lam, d_J, *ctx.bounds)
+        return None, d_lam, d_J, d_Q.sum_to_size(ctx.noise_shape), None, None

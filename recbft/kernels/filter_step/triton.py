@@ -48,16 +48,15 @@ def predict(
     _launched(_predict, lam)(lam, J, Q, predicted, low, cap, q_max, *sizes, EACH=each, FLOOR=FLOOR, ELEMENTS=ELEMENTS)
 
 
-def predict_gradients(
-    given: tuple[Tensor, ...],
-    d_lam: Tensor,
-    d_J: Tensor | None,
-    low: float,
-    cap: float,
-    *,
-    q_max: float | None = None,
+def predict_gradients(given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float) -> Tensor:
+    """As ``fused.Passes`` says."""
+    return _gradients_and_parts(given, d_lam, d_J, low, cap, q_max=None).sum(dim=0)
+
+
+def _gradients_and_parts(
+    given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float, *, q_max: float | None
 ) -> Tensor:
-    """As ``fused.Passes`` says; with ``q_max``, Q is q of (1)."""
+    """Parts of the gradient of Q, (parts, D); with ``q_max`` q of (1) was given in its place."""
     lam, J, Q = given[:3]
     D = lam.shape[-1]
     N = lam.numel() // max(D, 1)
@@ -72,11 +71,6 @@ def predict_gradients(
     return parts
 
 
-def noise_gradient(parts: Tensor, Q: Tensor) -> Tensor:
-    """As ``fused.Passes`` says."""
-    return parts.sum(dim=0)
-
-
 @dataclass(frozen=True)
 class LearnedNoise:
     """What ``fused.Passes`` has for a prediction, which is given q of (1) in the place of Q."""
@@ -87,12 +81,10 @@ class LearnedNoise:
         """As ``fused.Passes`` says, with q."""
         predict(*given, q_max=self.q_max)
 
-    def predict_gradients(self, *given: Any) -> Tensor:
-        """Parts of the gradient of Q."""
-        return predict_gradients(*given, q_max=self.q_max)
-
-    def noise_gradient(self, parts: Tensor, q: Tensor) -> Tensor:
-        """The gradient of q."""
+    def predict_gradients(self, given: tuple[Tensor, ...], *found_and_bounds: Any) -> Tensor:
+        """As ``fused.Passes`` says, with q and its gradient."""
+        parts = _gradients_and_parts(given, *found_and_bounds, q_max=self.q_max)
+        q = given[2]
         d_q = torch.empty_like(q)
         if len(q):
             grid, constants = cut(*parts.shape)
