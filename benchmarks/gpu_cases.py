@@ -230,6 +230,19 @@ def channel(B: int, T: int, D: int) -> Case:
     return Case("precision channel", leaves | {"range": torch.tensor(2.0, dtype=torch.float64)}, run, half=False)
 
 
+def norm(S: int, N: int, D: int) -> Case:
+    """Layer normalisation with weights of each seed."""
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        if impl == "reference":
+            each = zip(x["x"], x["weight"], x["bias"], strict=True)
+            return (torch.stack([F.layer_norm(rows, (D,), w, b) for rows, w, b in each]),)
+        return (import_module("recbft.kernels.layer_norm.triton").layer_norm(x["x"], x["weight"], x["bias"], 1e-5),)
+
+    leaves = {"x": _normal(S, N, D, seed=0) + 1, "weight": _normal(S, D, seed=1), "bias": _normal(S, D, seed=2)}
+    return Case("layer norm", leaves, run, half=False)
+
+
 def gelu(N: int, width: int, rank: int) -> Case:
     """GELU and the product with its slope."""
     factor = _normal(width, rank, seed=1)
@@ -260,6 +273,7 @@ def all_cases(*, small: bool) -> list[Case]:
         filter_step(*((70, 16) if small else (12_800, 64))),
         gelu(*((70, 16, 4) if small else (12_800, 256, 16))),
         channel(*((5, 14, 16) if small else (256, 50, 64))),
+        norm(*((2, 70, 16) if small else (2, 12_800, 64))),
     ]
     return cases if small else [*cases, kriging(4, 4, 1000, 64), vocabulary(500, 100_003, 64)]
 
@@ -275,9 +289,10 @@ def timed_cases(*, small: bool) -> list[tuple[Case, torch.dtype]]:
     filtered = [(70, 16)] if small else [(12_800, 64)]
     widened = [(70, 16, 4)] if small else [(12_800, 256, 16)]
     rows = [(5, 14, 16)] if small else [(256, 50, 64)]
+    normed = [(1, 70, 16)] if small else [(1, 12_800, 64), (1, 51_200, 64)]
     makers: list[tuple[Callable[..., Case], list[Any]]] = [
         (silu, heads), (robust_filter, heads), (memory, heads), (filter_step, filtered), (gelu, widened),
-        (channel, rows),
+        (channel, rows), (norm, normed),
     ]  # fmt: skip
     made, half = [], torch.float16 if small else torch.bfloat16
     for maker, shapes in makers:

@@ -93,6 +93,7 @@ def cases(width: int) -> dict[str, gpu_cases.Case]:
         found += [gpu_cases.robust_filter(1, 1, 256, width // 2), gpu_cases.memory(1, 1, 256, width)]
     found += [gpu_cases.vocabulary(3_000, 12_101, width)]
     found += [gpu_cases.filter_step(256, width), gpu_cases.gelu(256, 4 * width, 16), gpu_cases.channel(8, 32, width)]
+    found += [gpu_cases.norm(1, 256, width)]
     return {case.name: case for case in found}
 
 

@@ -36,6 +36,7 @@ from recbft.core.moments import ramped
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import sandwich_precision
 from recbft.kernels.full_precision import HALVES
+from recbft.kernels.layer_norm import LayerNorm
 from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.silu_moments.bias import look_up
 from recbft.mixers.observation import Observation
@@ -92,7 +93,7 @@ class PointwiseAttention(nn.Module):
         self.value = nn.Linear(hidden_size, hidden_size)
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
-        self.norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.norm = LayerNorm(hidden_size, eps=norm_eps)
         self.out = nn.Linear(hidden_size, hidden_size) if output_projection else None
         # Tables of one column, so that they are initialised as weights are.
         self.position_table = nn.Parameter(torch.empty(length, 1).normal_(std=BIAS_STD))

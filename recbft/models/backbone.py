@@ -27,6 +27,7 @@ from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import HALVES
+from recbft.kernels.layer_norm import LayerNorm
 from recbft.kernels.transforms import behind_transforms, untransformed
 from recbft.mixers import MIXERS, Place
 from recbft.mixers.penalty import take_penalties
@@ -135,10 +136,10 @@ class Backbone(TrainableModel):
             token_counts = torch.cat([training_counts, training_counts.new_zeros(1)])
         self.item_embedding = nn.Embedding(token_counts.numel(), D)
         self.position_embedding = nn.Embedding(config.max_length, D) if config.absolute_positions else None
-        self.norm_embedding = nn.LayerNorm(D, eps=config.norm_eps) if norm_embedding else None
+        self.norm_embedding = LayerNorm(D, eps=config.norm_eps) if norm_embedding else None
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(D, eps=config.norm_eps) if read_out is None else read_out
+        self.norm = LayerNorm(D, eps=config.norm_eps) if read_out is None else read_out
         self.item_bias = nn.Parameter(torch.zeros(self.num_items + 1)) if item_bias else None
         self.item_precision: ItemPrecision | None = None
         if core is not None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from recbft.config import check_range
 from recbft.datasets.batches import ClozeBatches
 from recbft.errors import UserError
+from recbft.kernels.layer_norm import LayerNorm
 from recbft.models.backbone import (
     ATTENTION,
     Backbone,
@@ -100,7 +101,7 @@ def bert4rec(
     D, post_norm = config.hidden_size, config.layer == "post_norm"
     read_out: nn.Module | None = None
     if config.head == "gelu":
-        read_out = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.LayerNorm(D, eps=config.norm_eps))
+        read_out = nn.Sequential(nn.Linear(D, D), nn.GELU(), LayerNorm(D, eps=config.norm_eps))
     elif post_norm:
         read_out = nn.Identity()  # the last layer ends in a norm
     return Backbone(

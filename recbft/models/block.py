@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from recbft.core import Belief, SequenceContext, pick
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
+from recbft.kernels.layer_norm import LayerNorm
 from recbft.mixers import Observation
 from recbft.models.fuzzy_moe import FuzzyMoE
 from recbft.models.precision_channel import LayerPrecision
@@ -70,10 +71,10 @@ class Block(nn.Module):
         if precision is not None:
             self.update = KalmanUpdate() if update is None else update
             check_update(self.update, mixer)
-        self.norm_mixer = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.norm_mixer = LayerNorm(hidden_size, eps=norm_eps)
         self.has_ffn = inner_size is not None
         if inner_size is not None:
-            self.norm_ffn = nn.LayerNorm(hidden_size, eps=norm_eps)
+            self.norm_ffn = LayerNorm(hidden_size, eps=norm_eps)
         self.moe = moe
         if inner_size is not None and moe is None:
             self.inner = nn.Linear(hidden_size, inner_size)

@@ -12,6 +12,7 @@ import torch
 
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError
+from recbft.kernels.layer_norm import LayerNorm
 from recbft.mixers.penalty import take_penalties
 from recbft.mixers.rfa import RobustFilterConfig
 from recbft.models import MODELS, CoreConfig
@@ -240,7 +241,7 @@ def test_bert4rec_norms_what_it_reads_out_where_its_layers_do_not_end_in_a_norm(
         for head in ("tied", "gelu")
     }
     assert found == {
-        ("pre_norm", "tied"): torch.nn.LayerNorm,
+        ("pre_norm", "tied"): LayerNorm,
         ("post_norm", "tied"): torch.nn.Identity,
         ("pre_norm", "gelu"): torch.nn.Sequential,
         ("post_norm", "gelu"): torch.nn.Sequential,

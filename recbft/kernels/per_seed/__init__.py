@@ -6,6 +6,7 @@ from torch import Tensor
 
 from recbft.kernels.dispatch import Path, choose
 from recbft.kernels.eager import eagerly
+from recbft.kernels.layer_norm import fused
 from recbft.kernels.per_seed import cpu, reference
 
 LINEAR = {"cpu": Path(lambda: cpu.linear, "cpu"), "reference": Path(lambda: reference.linear)}
@@ -31,5 +32,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, impl: str = "auto"
 @eagerly
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, impl: str = "auto") -> Tensor:
     """Layer norm over the last axis with weights of each seed; x (S, N, D), weight and bias (S, D)."""
+    at_once = fused(x, weight, bias, eps) if impl == "auto" else None
+    if at_once is not None:
+        return at_once
     found: Tensor = choose(impl, LAYER_NORM, x)(x, weight, bias, eps)
     return found
