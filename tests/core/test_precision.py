@@ -151,6 +151,25 @@ def test_low_rank_factors_are_the_best_of_their_rank():
     torch.testing.assert_close(error, values[2:].square().sum().sqrt())
 
 
+def test_factors_of_what_is_not_finite_are_refused():
+    w1, w2 = torch.ones(10, 6), torch.ones(6, 10)
+    w2[2, 3] = float("inf")
+    with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
+        jacobian_factors(w1, w2, 2)
+
+
+def test_single_precision_loses_no_digits_of_the_factors():
+    torch.manual_seed(5)
+    w1, w2 = torch.randn(64, 16), torch.randn(16, 64)
+    wide = jacobian_factors(w1.double(), w2.double(), 4)
+    left, right = jacobian_factors(w1, w2, 4)
+    assert left.dtype == right.dtype == torch.float32
+    exact = wide[0] @ wide[1].T
+    assert (left.double() @ right.double().T - exact).norm() < 3e-7 * exact.norm()
+    still = jacobian_factors(w1 * 0, w2, 4)
+    assert all(part.isfinite().all() for part in still) and not still[1].any()
+
+
 def test_gelu_slope_is_the_derivative():
     a = torch.linspace(-6, 6, 101, dtype=torch.float64).requires_grad_()
     (expected,) = torch.autograd.grad(torch.nn.functional.gelu(a).sum(), a)
