@@ -25,8 +25,9 @@ EVALUATIONS = 3  # the first compiles what it is the first to call
 def steps(clock: Clock, length: int, *, small: bool) -> Iterator[Row]:
     """A training step of each arm, and evaluation.
 
-    ``x`` is the ratio to the first arm and ``x_matched`` that to ``matched`` in the same way, of epochs side by side,
-    what is done once an epoch included.
+    ``x`` is the ratio to the first arm and ``x_matched`` that to ``matched`` in the same way, of steps side by side.
+    What is done once an epoch, ``refresh_ms``, is in neither; with it in epochs as short as these ``x_matched`` is
+    ``x_epoch``.
     """
     contestants, dataset = _made(clock, length, small=small)
     train_warm(contestants, warm_up=1 if small else WARM_UP_EPOCHS, epochs=1 if small else EPOCHS)
@@ -76,13 +77,17 @@ def train_warm(contestants: Sequence[Contestant], *, warm_up: int, epochs: int) 
 
 def row_of(contestant: Contestant, contestants: Sequence[Contestant]) -> Row:
     """The times of an arm beside those of the first, and of ``matched`` with the same settings."""
-    c, seconds = contestant, statistics.median(contestant.epochs)
+    c, number = contestant, contestant.batches.num_batches
     [plain] = [other for other in contestants if (other.arm.name, other.arm.settings) == ("matched", c.arm.settings)]
+    seconds = statistics.median(c.chunks)  # a chunk is an epoch's steps
+    refreshes = [whole - steps for whole, steps in zip(c.epochs, c.chunks, strict=True)]
     return {
         "arm": c.arm.label,
-        "step_ms": 1e3 * seconds / c.batches.num_batches,
-        "x": _ratio(c, contestants[0]),
-        "x_matched": _ratio(c, plain),
+        "step_ms": 1e3 * seconds / number,
+        "x": _ratio(c.chunks, contestants[0].chunks),
+        "x_matched": _ratio(c.chunks, plain.chunks),
+        "refresh_ms": 1e3 * statistics.median(refreshes),
+        "x_epoch": _ratio(c.epochs, plain.epochs),
         "tokens_per_second": c.batches.num_tokens / seconds,
         "evaluation_s": statistics.median(c.evaluations),
     }
@@ -97,8 +102,8 @@ def on_the_device(clock: Clock, contestant: Contestant) -> Row:
     return {"busy_ms": 1e3 * seen.seconds / number, "kernels": round(seen.number / number)}
 
 
-def _ratio(contestant: Contestant, other: Contestant) -> float:
-    return statistics.median(mine / its for mine, its in zip(contestant.epochs, other.epochs, strict=True))
+def _ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(mine / its for mine, its in zip(seconds, others, strict=True))
 
 
 def histories(num_users: int, num_items: int, *, mean_length: float) -> Dataset:

@@ -46,6 +46,7 @@ from benchmarks.gpu_clock import Clock
 from benchmarks.gpu_steps import kernels, steps
 from benchmarks.sheltered import Inline, Row, Sheltered, Unit, failure
 from recbft.errors import RunError, UserError
+from recbft.experiments.lists import split_list
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
 from recbft.kernels.dispatch import dotted, missing, release
@@ -73,7 +74,6 @@ def main(arguments: Sequence[str]) -> int:
         _ask_for_the_interpreter()
     elif not torch.cuda.is_available():
         raise UserError("PyTorch sees no CUDA GPU; use --dry-run for small shapes in Triton's interpreter")
-    out.mkdir(parents=True, exist_ok=True)
     device = "cpu" if options.dry_run else "cuda"
     ends = time.monotonic() + 60 * options.minutes
     made = machine.header(recorded(NAME, arguments), device=device)
@@ -81,10 +81,14 @@ def main(arguments: Sequence[str]) -> int:
     healthy, last = torch.cuda.synchronize, ends + GRACE
     worker = Inline(units, device) if options.dry_run else Sheltered(units, device, last=last, healthy=healthy)
     parts = [unit.part for unit in worker.units]
+    chosen = split_list(options.parts) if options.parts else parts
+    if unknown := [name for name in chosen if name not in parts]:
+        raise UserError(f"--parts has {unknown[0]!r}; there are {', '.join(dict.fromkeys(parts))}")
     found: dict[str, list[Row]] = {}
+    out.mkdir(parents=True, exist_ok=True)
     file = out / "gpu_suite.json"
     try:
-        for name in dict.fromkeys(parts):
+        for name in dict.fromkeys(part for part in parts if part in chosen):
             rows = found[name] = []
             for row in _in_time(worker, [number for number, part in enumerate(parts) if part == name], ends):
                 rows.append(row)
@@ -332,6 +336,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Kernels on a GPU.")
     options.add_argument("--out", required=True, metavar="DIR", help="folder for the results")
     options.add_argument("--minutes", type=float, default=5.9, help="nothing begins later than this")
+    options.add_argument("--parts", default="", metavar="NAMES", help="such as correctness,steps; all unless given")
     options.add_argument("--dry-run", action="store_true", help="small shapes in Triton's interpreter, without a GPU")
     return options.parse_args(arguments)
 
