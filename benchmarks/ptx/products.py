@@ -51,6 +51,7 @@ def _left(threads: Threads, names: list[str], kind: str) -> Matrix:
 
 @handles("mma.sync")
 def product_of_a_warp(threads: Threads, instruction: Instruction, active: Active) -> None:
+    assert active is None, f"a part of a warp: {instruction.text}"
     to, left, right, kept = (grouped(operand) for operand in instruction.operands)
     kind = instruction.parts[-2]
     a = _left(threads, left, kind)

@@ -18,6 +18,7 @@ Active = NDArray[np.bool_] | None  # which threads take part; None for all
 Handler = Callable[["Threads", Instruction, Active], None]
 
 WARP = 32
+TOGETHER = {"shfl", "redux", "ldmatrix", "stmatrix", "mma", "wgmma"}  # what the threads of a warp do as one
 UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 TYPES = {
     **{f"{letter}{8 * size}": UNSIGNED[size] for letter in "ub" for size in (1, 2, 4, 8)},
@@ -139,8 +140,9 @@ class Threads:
             raise UndefinedError(f"{self.program.name} ends with copies under way")
 
     def _walk(self) -> None:
-        """Threads that part ways wait, each at its place, for those furthest behind."""
+        """Threads that part ways wait, each at its place, for those furthest behind, and at what they do as one for all."""
         instructions, end = self.program.instructions, len(self.program.instructions)
+        waits = np.array([i.name in TOGETHER or i.parts[:2] == ("bar", "sync") for i in instructions] + [True])
         at, places = 0, np.zeros(self.count, np.int64)
         apart: Active = None  # who goes on, where not all do
         while at < end:
@@ -154,17 +156,18 @@ class Threads:
                 elif active.any():
                     here = np.ones(self.count, np.bool_) if apart is None else apart
                     places = np.where(active, to, np.where(here, at, places))
-                    at, apart = self._furthest_behind(places)
+                    at, apart = self._furthest_behind(places, waits)
                     continue
             else:
                 self._take(instruction, active)
             if apart is not None:
                 places = np.where(apart, at, places)
-                at, apart = self._furthest_behind(places)
+                at, apart = self._furthest_behind(places, waits)
 
     @staticmethod
-    def _furthest_behind(places: Numbers) -> tuple[int, Active]:
-        at = int(places.min())
+    def _furthest_behind(places: Numbers, waits: Numbers) -> tuple[int, Active]:
+        going = places[~waits[places]]  # those behind may be further on in the code
+        at = int((going if going.size else places).min())
         here = places == at
         return at, None if here.all() else here
 

@@ -60,13 +60,14 @@ def jacobian_factors(w1: Tensor, w2: Tensor, rank: int) -> tuple[Tensor, Tensor]
     coupling = w2 * w1.T
     D, width = coupling.shape
     rank = min(rank, D, width)
-    if coupling.is_meta:
+    if coupling.device.type == "meta":
         return coupling.new_empty(D, rank), coupling.new_empty(width, rank)
     wide = coupling.cpu().double()
     if not wide.isfinite().all():
         raise torch.linalg.LinAlgError("W2 * W1' is not finite")  # type: ignore[attr-defined]
     left = torch.linalg.eigh(wide @ wide.T).eigenvectors.flip(1)[:, :rank]  # the largest first
-    return left.to(coupling), (wide.T @ left).to(coupling)
+    kind = {"device": coupling.device, "dtype": coupling.dtype}
+    return left.to(**kind), (wide.T @ left).to(**kind)
 
 
 def low_rank_jacobian(slope: Tensor, left: Tensor, right: Tensor) -> Tensor:

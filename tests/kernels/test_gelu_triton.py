@@ -21,7 +21,9 @@ def by_triton(monkeypatch):
 
 
 @pytest.mark.parametrize("seeds", [None, 2])
-@pytest.mark.parametrize(("N", "F", "r"), [(0, 4, 2), (2, 1, 1), (6, 33, 3), (64, 40, 16)])
+@pytest.mark.parametrize(
+    ("N", "F", "r"), [(0, 4, 2), (2, 1, 1), (6, 33, 3), (64, 40, 16), (128, 64, 17), (132, 65, 5), (12, 80, 70)]
+)
 def test_values_and_gradients_equal_the_reference_s(N, F, r, seeds, by_triton):
     g = torch.Generator().manual_seed(N)
     a = 3 * torch.randn(N, 1, F, generator=g, dtype=torch.float64).to(DEVICE)
