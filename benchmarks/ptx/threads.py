@@ -140,7 +140,7 @@ class Threads:
             raise UndefinedError(f"{self.program.name} ends with copies under way")
 
     def _walk(self) -> None:
-        """Threads that part ways wait, each at its place, for those furthest behind, and at what they do as one for all."""
+        """Threads that part ways wait, each at its place, for those furthest behind; for all at what they do as one."""
         instructions, end = self.program.instructions, len(self.program.instructions)
         waits = np.array([i.name in TOGETHER or i.parts[:2] == ("bar", "sync") for i in instructions] + [True])
         at, places = 0, np.zeros(self.count, np.int64)

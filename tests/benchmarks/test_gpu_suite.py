@@ -130,6 +130,17 @@ def test_nothing_begins_after_its_time(tmp_path, monkeypatch, capsys):
 
 
 @without_gpu
+def test_parts_are_chosen_by_name(tmp_path, monkeypatch):
+    keep_parts(monkeypatch, others=[Unit(part, {}, lambda: iter([{"number": 1}])) for part in ("one", "two", "three")])
+    assert gpu_suite.main(["--out", str(tmp_path), "--dry-run", "--parts", "three,one"]) == 0
+    found = json.loads((tmp_path / "gpu_suite.json").read_text())
+    assert [part for part in ("one", "two", "three") if part in found] == ["one", "three"]
+    with pytest.raises(UserError, match="--parts has 'four'; there are one, two, three"):
+        gpu_suite.main(["--out", str(tmp_path / "other"), "--dry-run", "--parts", "one,four"])
+    assert not (tmp_path / "other").exists()
+
+
+@without_gpu
 @pytest.mark.slow
 def test_the_dry_run_goes_through_all_parts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_cases, "all_cases", small_cases)
@@ -138,7 +149,7 @@ def test_the_dry_run_goes_through_all_parts(tmp_path, monkeypatch, capsys):
     assert {"correctness", "attention", "vocabulary", "steps", "seeds", "mechanisms", "kernels"} <= set(found)
     assert {row["kernel"] for row in found["mechanisms"] if row["way"] == "recbft" and row["both_ms"] > 0} == {
         "SiLU moments", "robust filter attention", "Bayesian layer", "update and prediction", "GELU with its slope",
-        "precision channel",
+        "precision channel", "layer norm",
     }  # fmt: skip
     assert all(row["seeds"] == 2 and row["loss_apart"] < 1e-5 for row in found["seeds"])
     arms = {arm + autocast for arm in ("matched", "bft") for autocast in ("", "[training.autocast=bf16]")}
