@@ -42,12 +42,15 @@ def test_the_clock_starts_when_every_shape_has_been_met_twice_and_a_turn_is_an_e
 
 def test_an_arm_stands_beside_the_first_and_beside_matched_in_its_own_way(contestants):
     for factor, c in zip((1.0, 1.25, 0.5, 0.75), contestants, strict=True):
-        c.epochs, c.evaluations = [8 * factor, 2 * factor, 4 * factor], [1.0]
+        c.chunks, c.evaluations = [8 * factor, 2 * factor, 4 * factor], [1.0]
+        c.epochs = [steps + factor * factor for steps in c.chunks]
     rows = [gpu_steps.row_of(c, contestants) for c in contestants]
     assert [row["x"] for row in rows] == [1, 1.25, 0.5, 0.75]
     assert [row["x_matched"] for row in rows] == [1, 1.25, 1, 1.5]
     number = contestants[0].batches.num_batches
     assert [row["step_ms"] for row in rows] == [4000 * factor / number for factor in (1.0, 1.25, 0.5, 0.75)]
+    assert [row["refresh_ms"] for row in rows] == pytest.approx([1000, 1562.5, 250, 562.5])
+    assert [row["x_epoch"] for row in rows] == pytest.approx([1, (5 + 1.25**2) / 5, 1, (3 + 0.75**2) / 2.25])
 
 
 def test_without_a_gpu_nothing_is_said_of_one(contestants):
