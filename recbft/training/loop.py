@@ -231,12 +231,14 @@ def check_weights(model: torch.nn.Module, config: TrainingConfig, state: TrainSt
     Raises:
         RunError: a weight is not a number.
     """
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise RunError(
-                f"{name} is not finite after step {state.step} (epoch {state.epoch}), which is not saved: "
-                f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
-            )
+    named = dict(model.named_parameters())
+    finite = torch.stack([parameter.isfinite().all() for parameter in named.values()]).tolist()  # waits once
+    if not all(finite):
+        name = list(named)[finite.index(False)]
+        raise RunError(
+            f"{name} is not finite after step {state.step} (epoch {state.epoch}), which is not saved: "
+            f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
+        )
 
 
 def not_finite(loss: float, config: TrainingConfig, state: TrainState) -> RunError:
