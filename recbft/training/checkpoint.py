@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from recbft.errors import UserError
 from recbft.files import plain, write_atomic
+from recbft.training.on_host import on_host
 from recbft.training.tensor_file import file_parts
 from recbft.training.tensor_tree import flatten, restore
 from recbft.version import recbft_version
@@ -62,6 +63,42 @@ class Loaded:
     controllers_state: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A state that is to be saved, its tensors on the CPU."""
+
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+    trees: dict[str, Any]
+    best: dict[str, Tensor] | None
+
+
+def snapshot(
+    *,
+    model_state: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Any],
+    rng_state: Any,
+    state: TrainState,
+    best_model_state: Mapping[str, Tensor] | None = None,
+    controllers_state: Mapping[str, Any] | None = None,
+    apart: bool = True,
+) -> Snapshot:
+    """A state for ``write``; arguments as in ``save``.
+
+    Args:
+        apart: with tensors of its own, so that training may go on before it is written.
+    """
+    tensors: dict[str, Tensor] = {}
+    trees = {
+        "optimizer": flatten(optimizer_state, "optimizer", tensors),
+        "rng": flatten(rng_state, "rng", tensors),
+        "controllers": flatten(controllers_state or {}, "controllers", tensors),
+    }
+    tensors |= {f"model.{name}": tensor for name, tensor in model_state.items()}
+    best = None if best_model_state is None else on_host(best_model_state, apart=apart)
+    return Snapshot(asdict(state), on_host(tensors, apart=apart), trees, best)
+
+
 def save(
     folder: str | Path,
     *,
@@ -85,24 +122,33 @@ def save(
     Raises:
         RunError: the disk is full; the state saved last is untouched.
     """
+    write(
+        folder,
+        snapshot(
+            model_state=model_state,
+            optimizer_state=optimizer_state,
+            rng_state=rng_state,
+            state=state,
+            best_model_state=best_model_state,
+            controllers_state=controllers_state,
+            apart=False,
+        ),
+    )
+
+
+def write(folder: str | Path, snapshot: Snapshot) -> None:
+    """As ``save``, of a state that was taken before."""
     folder = Path(folder)
     folder.mkdir(exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    trees = {
-        "optimizer": flatten(optimizer_state, "optimizer", tensors),
-        "rng": flatten(rng_state, "rng", tensors),
-        "controllers": flatten(controllers_state or {}, "controllers", tensors),
-    }
-    tensors |= {f"model.{name}": tensor for name, tensor in model_state.items()}
-    best = _recorded_best(folder)
-    if best_model_state is not None:
-        best = _write_tensors(folder, f"best-{state.epoch:05d}", best_model_state)
+    epoch, best = snapshot.state["epoch"], _recorded_best(folder)
+    if snapshot.best is not None:
+        best = _write_tensors(folder, f"best-{epoch:05d}", snapshot.best)
     content = {
         "format": FORMAT,
-        "state": asdict(state),
-        "tensors": _write_tensors(folder, f"epoch-{state.epoch:05d}", tensors),
+        "state": snapshot.state,
+        "tensors": _write_tensors(folder, f"epoch-{epoch:05d}", snapshot.tensors),
         "best": best,
-        "trees": trees,
+        "trees": snapshot.trees,
     }
     text = json.dumps({"sha256": _digest(content), **content}, indent=1, default=plain, allow_nan=False)
     write_atomic(folder / STATE_FILE, text.encode())
@@ -237,8 +283,8 @@ def vocabulary_hash(item_ids: NDArray[Any]) -> str:
 
 
 def _write_tensors(folder: Path, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write a tensor file named for its content; return what ``state.json`` keeps of it."""
-    parts = file_parts({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    """Write a file, named for its content, of contiguous tensors on the CPU; return what ``state.json`` keeps of it."""
+    parts = file_parts(tensors)
     content = hashlib.sha256()
     for part in parts:
         content.update(part)

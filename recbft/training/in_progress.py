@@ -18,6 +18,7 @@ from recbft.models.contract import TrainableModel
 from recbft.run_config import RunConfig
 from recbft.torchrun import Process
 from recbft.training import checkpoint, tensorboard
+from recbft.training.behind import Behind
 from recbft.training.bundle import write_vocabulary
 from recbft.training.checkpoint import Loaded, TrainState
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
@@ -51,6 +52,7 @@ class Session:
             self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
         self.rows: list[Row] = []
         self.is_saved = False  # whether there is a state to go on from
+        self.behind = Behind() if writes_behind(device) and not together.several else None
         together.draw_apart(config.seed, device)
 
     @contextmanager
@@ -75,7 +77,10 @@ class Session:
             loaded = self.together.first_does(take)
             if loaded is not None:
                 self._restore(loaded)
-            yield
+            try:
+                yield
+            finally:
+                self._written()
 
     def _restore(self, loaded: Loaded) -> None:
         checkpoint.take_up(self.model, loaded.model_state, folder=self.run.checkpoint)
@@ -147,6 +152,7 @@ class Session:
         if self.config.training.warm_start is not None:
             self.progress.note(f"begins from {begun_from(self.run.protocol)}")
         self._save(best=None)
+        self._written()
 
     def validate(self) -> dict[str, float]:
         """The validation metrics of the weights that controllers want judged, the model's own without them."""
@@ -209,22 +215,40 @@ class Session:
         self._save(best=judged)
 
     def _save(self, *, best: Mapping[str, torch.Tensor] | None) -> None:
+        """Save the state as it is; on a GPU, whose state is copied anyway, it is written while training goes on."""
         random_states = self.together.gathered(rng_state(self.generator, self.device))
-        self.together.first_does(
-            lambda: checkpoint.save(
-                self.run.checkpoint,
+
+        def save() -> None:
+            self._written()  # so that one state at a time is held for it
+            taken = checkpoint.snapshot(
                 model_state=self.model.state_dict(),
                 optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
                 rng_state={"processes": random_states} if self.together.several else random_states[0],
                 controllers_state=self.controllers.state_dict(),
                 state=self.state,
                 best_model_state=best,
+                apart=self.behind is not None,
             )
-        )
+            if self.behind is None:
+                checkpoint.write(self.run.checkpoint, taken)
+            else:
+                self.behind.do(lambda: checkpoint.write(self.run.checkpoint, taken))
+
+        self.together.first_does(save)
         self.is_saved = True
+
+    def _written(self) -> None:
+        """Wait for the state that is being written, if one is.
+
+        Raises:
+            RunError: it could not be.
+        """
+        if self.behind is not None:
+            self.behind.wait()
 
     def report(self) -> None:
         """Evaluate the best weights on validation and test, and close the run."""
+        self._written()
         self.model.load_state_dict(self.together.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
         validation, test = self._evaluate("validation"), self._evaluate("test", lists=True)
         metrics = {
@@ -239,6 +263,14 @@ class Session:
             "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
         }
         self.together.first_does(lambda: self.run.finish(metrics, test.per_user))
+
+
+def writes_behind(device: torch.device) -> bool:
+    """Whether a state is written while training goes on: where it is copied anyway, and the CPU has time left over.
+
+    Of several processes, each of which tells what is saved, the others wait for the first to write it.
+    """
+    return device.type != "cpu"
 
 
 def _processes(number: int) -> str:

@@ -52,7 +52,7 @@ def test_no_controllers_is_the_default_and_a_config_with_them_reads_back(tmp_pat
 @pytest.mark.parametrize("controllers", [{"ema": {}}, {"guardian": {}, "chaos": {}}, EVERY])
 def test_a_run_broken_off_and_resumed_equals_one_that_was_not(dataset, tmp_path, monkeypatch, controllers):
     whole = train(config(controllers=controllers), tmp_path / "whole", dataset=dataset)
-    kept, calls = checkpoint.save, []
+    kept, calls = checkpoint.write, []
 
     def break_off(*arguments, **named):
         kept(*arguments, **named)
@@ -60,10 +60,10 @@ def test_a_run_broken_off_and_resumed_equals_one_that_was_not(dataset, tmp_path,
         if len(calls) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save", break_off)
+    monkeypatch.setattr(checkpoint, "write", break_off)
     with pytest.raises(RunError, match="interrupted"):
         train(config(controllers=controllers), tmp_path / "broken", dataset=dataset)
-    monkeypatch.setattr(checkpoint, "save", kept)
+    monkeypatch.setattr(checkpoint, "write", kept)
     again = resume(tmp_path / "broken", dataset=dataset)
     assert again.metrics["test"] == whole.metrics["test"]
     one, two = weights(whole), weights(again)

@@ -334,7 +334,7 @@ def test_resuming_a_changed_config_is_refused(stopped, dataset):
 
 def test_a_config_that_was_changed_before_anything_was_saved_is_refused(dataset, tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr(checkpoint, "save", lambda *_, **__: (_ for _ in ()).throw(Stopped))
+        patched.setattr(checkpoint, "write", lambda *_, **__: (_ for _ in ()).throw(Stopped))
         session.train(config(), tmp_path / "run", dataset=dataset)
     run = RunFolder.open(tmp_path / "run")
     assert not run.has_checkpoint

@@ -1,0 +1,139 @@
+"""States that are written while training goes on: the same runs, and nothing said to be saved that is not."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+import torch
+
+from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.errors import RunError
+from recbft.files import explained
+from recbft.training import checkpoint, in_progress, session
+from recbft.training.behind import Behind
+from recbft.training.run_folder import RunFolder
+from tests.training.test_many_seeds import together
+from tests.training.test_session import StopAt, assert_equal_runs, config
+
+# What may take long where something is wrong.
+PATIENCE = 30
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
+
+
+@pytest.fixture
+def behind(monkeypatch):
+    """Runs on a CPU write their states as those on a GPU do."""
+    monkeypatch.setattr(in_progress, "writes_behind", lambda device: True)
+
+
+def test_pieces_are_done_in_order_by_one_other_thread():
+    done, worker = [], Behind()
+    for n in range(5):
+        worker.do(lambda n=n: done.append((n, threading.get_ident())))
+    worker.wait()
+    assert [n for n, _ in done] == list(range(5))
+    threads = {thread for _, thread in done}
+    assert len(threads) == 1 and threading.get_ident() not in threads
+    worker.wait()
+
+
+@pytest.mark.parametrize("asks", ["do", "wait"])
+def test_what_a_piece_raises_is_raised_once_at_the_next_call(asks):
+    worker = Behind()
+    worker.do(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        worker.do(lambda: None) if asks == "do" else worker.wait()
+    worker.do(lambda: None)
+    worker.wait()
+
+
+def test_a_snapshot_stays_what_it_was():
+    weights = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(weights.parameters())
+    weights(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = checkpoint.TrainState(
+        epoch=1, step=1, seed=0, dataset="d", content_hash="c", vocabulary_hash="v", config_hash="h"
+    )
+    taken = checkpoint.snapshot(
+        model_state=weights.state_dict(),
+        optimizer_state=optimizer.state_dict(),
+        rng_state=torch.get_rng_state(),
+        state=state,
+        best_model_state=weights.state_dict(),
+    )
+    before = {name: tensor.clone() for name, tensor in taken.tensors.items()}
+    best = {name: tensor.clone() for name, tensor in taken.best.items()}
+    optimizer.step()
+    state.epoch = 2
+    assert taken.state["epoch"] == 1 and any("step" in name for name in before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in taken.tensors.items())
+    assert all(torch.equal(tensor, best[name]) for name, tensor in taken.best.items())
+
+
+def test_a_run_is_the_same_however_its_states_are_written(dataset, tmp_path, monkeypatch):
+    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
+    monkeypatch.setattr(in_progress, "writes_behind", lambda device: True)
+    assert_equal_runs(whole, session.train(config(), tmp_path / "behind", dataset=dataset))
+    with pytest.raises(RunError, match="the state after epoch 2 is saved"):
+        session.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(2, 1, KeyboardInterrupt))
+    assert_equal_runs(whole, session.resume(tmp_path / "cut", dataset=dataset))
+
+
+def test_training_goes_on_while_a_state_is_written(behind, dataset, tmp_path, monkeypatch):
+    write, training = checkpoint.write, threading.Event()
+
+    class TellsWhen(StopAt):
+        def batch(self, done, total, loss, tokens):
+            if self.left == 0:  # of its epochs
+                training.set()
+
+    def late(folder, taken):
+        if taken.state["epoch"] == 1:
+            assert training.wait(PATIENCE), "training waits for the disk"
+        write(folder, taken)
+
+    monkeypatch.setattr(checkpoint, "write", late)
+    run = session.train(config(epochs=2), tmp_path / "run", dataset=dataset, progress=TellsWhen(1, steps=10**9))
+    assert run.is_finished and training.is_set()
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 4])
+def test_a_full_disk_is_told_and_leaves_the_state_before(epoch, behind, dataset, tmp_path, monkeypatch):
+    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
+    write = checkpoint.write
+
+    def full(folder, taken):
+        if taken.state["epoch"] == epoch:
+            with explained(folder / "state.json"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, taken)
+
+    with monkeypatch.context() as patched, pytest.raises(RunError, match="no space left while writing"):
+        patched.setattr(checkpoint, "write", full)
+        session.train(config(), tmp_path / "run", dataset=dataset)
+    run = RunFolder.open(tmp_path / "run")
+    assert not run.is_finished
+    if epoch:
+        assert checkpoint.load_state(run.checkpoint).epoch == epoch - 1
+        assert_equal_runs(whole, session.resume(run.path, dataset=dataset))
+
+
+@pytest.mark.parametrize("stopped", [None, 2])
+def test_seeds_together_are_the_same_however_their_states_are_written(stopped, dataset, tmp_path, monkeypatch):
+    expected = together(config(threads=1), tmp_path / "expected", dataset)
+    monkeypatch.setattr(in_progress, "writes_behind", lambda device: True)
+    if stopped is not None:
+        with pytest.raises(RunError, match="every run's last full epoch is saved"):
+            listeners = [StopAt(stopped, 1, KeyboardInterrupt) for _ in expected]
+            together(config(threads=1), tmp_path / "found", dataset, progresses=listeners)
+        saved = [checkpoint.load_state(tmp_path / f"found/seed{run.protocol['seed']}/checkpoint") for run in expected]
+        assert {state.epoch for state in saved} == {stopped}
+    for one, two in zip(expected, together(config(threads=1), tmp_path / "found", dataset), strict=True):
+        assert_equal_runs(one, two)
