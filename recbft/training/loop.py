@@ -232,9 +232,9 @@ def check_weights(model: torch.nn.Module, config: TrainingConfig, state: TrainSt
         RunError: a weight is not a number.
     """
     named = dict(model.named_parameters())
-    finite = torch.stack([parameter.isfinite().all() for parameter in named.values()]).tolist()  # waits once
-    if not all(finite):
-        name = list(named)[finite.index(False)]
+    finite = torch.stack([parameter.isfinite().all() for parameter in named.values()])
+    if not bool(finite.all()):  # a device is waited for once
+        name = list(named)[finite.tolist().index(False)]
         raise RunError(
             f"{name} is not finite after step {state.step} (epoch {state.epoch}), which is not saved: "
             f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"

@@ -13,9 +13,11 @@ from recbft.experiments.arms import parse_arms
 from recbft.kernels import dispatch
 from recbft.mixers import MIXERS
 from recbft.mixers.memory_family import DESIGN_MODELS
+from recbft.training import checkpoint
 from recbft.training.graphed_steps import cut, pad, padded_loss
+from recbft.training.loop import check_weights
 from recbft.training.optimiser import clip_gradients, make_optimizer
-from recbft.training.run_parts import build_model, training_batches
+from recbft.training.run_parts import build_model, new_state, training_batches
 
 GPU = torch.device("cuda", 0)
 
@@ -60,7 +62,7 @@ class Reads(Launches):
 
     def __init__(self):
         super().__init__()
-        self.found = set()
+        self.found, self.count = set(), 0
 
     def __torch_dispatch__(self, function, types, given=(), named=None):
         name, sides = function._schema.name, {type(x) for x in given if isinstance(x, torch.Tensor)}
@@ -70,6 +72,7 @@ class Reads(Launches):
         copied = len(sides) == 2 if name == "aten::copy_" else name == "aten::_to_copy" and moved
         if masked or copied or name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"):
             self.found.add(name)
+            self.count += 1
         return super().__torch_dispatch__(function, types, given, named)
 
 
@@ -157,3 +160,27 @@ def test_a_step_that_a_graph_may_repeat_reads_nothing_back(model, arm, mixer, se
         clip_gradients(net, optimizer, 1.0)
         optimizer.step()
     assert bool(reads.found) == MIXERS[mixer].reads_back, reads.found
+
+
+def test_the_end_of_an_epoch_waits_for_the_gpu_a_few_times(pretended):
+    config, dataset, net, batches = made("bft", "attention")
+    with Launches():
+        net.to(GPU).train().refresh()
+        optimizer = make_optimizer(net, config.training)
+        net.loss(next(iter(batches.epoch(0))).to(GPU)).backward()
+        optimizer.step()
+        state = net.state_dict(), optimizer.state_dict()
+    with Reads() as reads:
+        check_weights(net, config.training, new_state(config, dataset))
+    assert reads.count == 1
+    with Reads() as reads:
+        taken = checkpoint.snapshot(
+            model_state=state[0], optimizer_state=state[1], rng_state=torch.get_rng_state(),
+            state=new_state(config, dataset), best_model_state=state[0],
+        )  # fmt: skip
+    assert reads.count == 2
+    assert all(type(x) is torch.Tensor for part in (taken.tensors, taken.best) for x in part.values())
+    for name, tensor in state[0].items():
+        assert torch.equal(taken.tensors[f"model.{name}"], tensor.here) and torch.equal(taken.best[name], tensor.here)
+    moments = {n: x["exp_avg"].here for n, x in state[1]["state"].items()}
+    assert moments and all(torch.equal(taken.tensors[f"optimizer.state.{n}.exp_avg"], x) for n, x in moments.items())
