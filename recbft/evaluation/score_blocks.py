@@ -195,4 +195,4 @@ def _bounded(states: Tensor, candidates: Candidates) -> bool:
 def _magnitude(x: Tensor) -> float:
     """The largest absolute value, or NaN where there is one; no copy is made of what may be a large table."""
     least, most = torch.aminmax(x)
-    return max(-float(least), float(most))
+    return float(torch.maximum(-least, most))

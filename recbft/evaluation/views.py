@@ -97,7 +97,7 @@ def states_of_view(
 
     The model is in evaluation mode, and no gradient is asked for.
     """
-    states, precisions = [], []
+    states, precisions = [], []  # on the device, which nobody waits for until all is under way
     for batch in read_histories(
         model,
         dataset.items,
@@ -110,8 +110,8 @@ def states_of_view(
         state, precision = model.user_states(batch.to(device))
         states.append(state)
         if precision is not None:
-            precisions.append(precision.float().cpu().numpy())
-    return torch.cat(states), precisions
+            precisions.append(precision.float())
+    return torch.cat(states), [torch.cat(precisions).cpu().numpy()] if precisions else []
 
 
 def events_of(items: IntArray, start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
