@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Behind:
@@ -19,7 +19,8 @@ class Behind:
         self._under_way = self._worker.submit(work)
 
     def wait(self) -> None:
-        """Until nothing is under way; the thread ends with the last reference to it."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        """Until nothing is under way; an interrupt leaves under way what is. The thread ends with the object."""
+        if self._under_way is not None:
+            wait([self._under_way])
+            done, self._under_way = self._under_way, None
+            done.result()

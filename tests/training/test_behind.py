@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import threading
 
 import pytest
@@ -51,6 +52,23 @@ def test_what_a_piece_raises_is_raised_once_at_the_next_call(asks):
         worker.do(lambda: None) if asks == "do" else worker.wait()
     worker.do(lambda: None)
     worker.wait()
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals of POSIX")
+def test_an_interrupt_while_waiting_loses_nothing():
+    worker, go_on, done = Behind(), threading.Event(), []
+    worker.do(lambda: done.append(go_on.wait(PATIENCE)))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs with &
+    try:
+        threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            worker.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not done
+    go_on.set()
+    worker.wait()
+    assert done == [True]
 
 
 def test_a_snapshot_stays_what_it_was():
