@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
+from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.exposure import exposure, listed_users, shown
@@ -24,7 +25,7 @@ from recbft.evaluation.metrics import KS, metrics_from_ranks
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.evaluation.ranks import Ranks, full_ranks
 from recbft.evaluation.top_k import top_k
-from recbft.evaluation.views import Part, evaluation_mode, events_of, histories_at_once, states_of_view, view_of
+from recbft.evaluation.views import Part, evaluation_mode, events_of, states_of_view, view_of
 from recbft.models.contract import SequenceModel
 
 IntArray = NDArray[np.int64]
@@ -161,8 +162,7 @@ def _rank(
     """Ranks of some users, and what the lists of those who are listed show, with the model in evaluation mode."""
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
-        histories_per_batch = histories_per_batch or histories_at_once(model, table.weight.device)
-        at_once = max(histories_per_batch, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
+        at_once = max(histories_per_batch or HISTORIES_PER_BATCH, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
         ranks, precisions = [], []
         counts = np.zeros((2, len(ks), dataset.num_items), np.int64)
         for first in range(users.start, users.stop, at_once):

@@ -73,17 +73,26 @@ def evaluation_mode(model: SequenceModel) -> Iterator[None]:
             module.training = True
 
 
-def histories_at_once(model: SequenceModel, device: torch.device) -> int:
+def histories_at_once(model: SequenceModel, device: torch.device, lengths: IntArray) -> int:
     """How many histories evaluation reads at once: on a GPU, which waits for the launches of each batch, many.
 
     Attention by coordinate writes its weights out, which then bound them.
+
+    Args:
+        lengths: events of each history, (N,), in the order in which they are read.
     """
     if device.type == "cpu":
         return HISTORIES_PER_BATCH
     attentions = [attention_in(block.mixer) for block in getattr(model, "blocks", ())]
     if any(getattr(attention, "kriging", "") == "per_dimension" for attention in attentions):
         return HISTORIES_PER_BATCH
-    return max(HISTORIES_PER_BATCH, TOKENS_PER_GPU_BATCH // max(1, model.max_length))
+    tokens = np.minimum(lengths, model.max_length)
+    pieces = max(1, -(-int(tokens.sum()) // TOKENS_PER_GPU_BATCH))
+    while (at_once := -(-len(tokens) // pieces)) > HISTORIES_PER_BATCH:
+        if np.add.reduceat(tokens, np.arange(0, len(tokens), at_once)).max() <= TOKENS_PER_GPU_BATCH:
+            return at_once
+        pieces += -(-pieces // 10)  # where they are not spread evenly
+    return HISTORIES_PER_BATCH
 
 
 def states_of_view(
@@ -105,7 +114,7 @@ def states_of_view(
         view.stop,
         times=dataset.times,
         source=f"data set {dataset.name!r}",
-        histories_per_batch=histories_per_batch or histories_at_once(model, device),
+        histories_per_batch=histories_per_batch or histories_at_once(model, device, view.stop - view.start),
     ):
         state, precision = model.user_states(batch.to(device))
         states.append(state)

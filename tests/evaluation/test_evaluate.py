@@ -170,14 +170,26 @@ def test_the_cuts_are_those_asked_for():
 @pytest.mark.parametrize(
     ("settings", "device", "histories"),
     [
-        (["max_length=50"], "cpu", 256),
-        (["max_length=50"], "cuda", 4000),
-        (["max_length=200"], "cuda", 1000),
+        ([], "cpu", 256),
+        ([], "cuda", 10_000),  # all of them
+        (["max_length=200"], "cuda", 1_000),
         (["max_length=2000"], "cuda", 256),
-        (["max_length=50", "core.kriging=per_dimension"], "cuda", 256),
+        (["core.kriging=per_dimension"], "cuda", 256),
     ],
 )
 def test_a_gpu_is_given_as_many_histories_at_once_as_their_tokens_allow(settings, device, histories):
-    config = load_run_config(None, ["hidden_size=8", *settings], model="sasrec", arm="bft")
-    assert histories_at_once(config.build(torch.tensor([0, 2, 1])), torch.device(device)) == histories
-    assert histories_at_once(Popularity(torch.tensor([0, 2, 1])), torch.device("cpu")) == 256
+    config = load_run_config(None, ["hidden_size=8", "max_length=20", *settings], model="sasrec", arm="bft")
+    model, lengths = config.build(torch.tensor([0, 2, 1])), np.full(10_000, 2_000)
+    assert histories_at_once(model, torch.device(device), lengths) == histories
+    assert histories_at_once(Popularity(torch.tensor([0, 2, 1])), torch.device("cpu"), lengths) == 256
+
+
+def test_of_histories_in_the_order_of_their_lengths_no_batch_has_too_many_tokens():
+    model = load_run_config(None, ["hidden_size=8", "max_length=200"], model="sasrec", arm="bft").build(
+        torch.tensor([0, 2, 1])
+    )
+    lengths = np.sort(np.random.default_rng(torch.seed() % 1000).geometric(0.05, size=60_000))
+    at_once = histories_at_once(model, torch.device("cuda"), lengths)
+    batches = [np.minimum(lengths[n : n + at_once], 200).sum() for n in range(0, 60_000, at_once)]
+    assert 50_000 < max(batches) <= 200_000 and at_once > 1_000
+    assert histories_at_once(model, torch.device("cuda"), lengths[:1]) == 256
