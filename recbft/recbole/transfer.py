@@ -105,14 +105,15 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         out, config=config.to_yaml(), protocol=run_protocol(config, data, ours), environment=environment()
     )
     write_vocabulary(run.checkpoint, data)
-    checkpoint.save(
-        run.checkpoint,
+    taken = checkpoint.snapshot(
         model_state=ours.state_dict(),
         optimizer_state={},
         rng_state={"cpu": torch.get_rng_state()},
         state=new_state(config, data),
         best_model_state=ours.state_dict(),
+        apart=False,
     )
+    checkpoint.write(run.checkpoint, taken)
     ours.eval()
     ours.refresh()
     settings = config.evaluation

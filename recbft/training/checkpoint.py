@@ -54,7 +54,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What ``load`` gives back: the arguments of ``save``."""
+    """What ``load`` gives back: the arguments of ``snapshot``."""
 
     state: TrainState
     model_state: dict[str, Tensor]
@@ -83,9 +83,14 @@ def snapshot(
     controllers_state: Mapping[str, Any] | None = None,
     apart: bool = True,
 ) -> Snapshot:
-    """A state for ``write``; arguments as in ``save``.
+    """A state as it is now, for ``write``.
 
     Args:
+        model_state, optimizer_state: the ``state_dict()`` of the model and of the optimiser.
+        rng_state: random state as a tensor, or tensors in mappings and sequences.
+        state: the rest.
+        best_model_state: the model's ``state_dict()`` if this epoch is the best so far; None keeps the one saved last.
+        controllers_state: that of the controllers, if there are any.
         apart: with tensors of its own, so that training may go on before it is written.
     """
     tensors: dict[str, Tensor] = {}
@@ -99,45 +104,15 @@ def snapshot(
     return Snapshot(asdict(state), on_host(tensors, apart=apart), trees, best)
 
 
-def save(
-    folder: str | Path,
-    *,
-    model_state: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, Any],
-    rng_state: Any,
-    state: TrainState,
-    best_model_state: Mapping[str, Tensor] | None = None,
-    controllers_state: Mapping[str, Any] | None = None,
-) -> None:
+def write(folder: str | Path, snapshot: Snapshot) -> None:
     """Make this the state that ``load`` finds.
 
     Args:
         folder: made if it is missing; its parent must exist.
-        model_state, optimizer_state: the ``state_dict()`` of the model and of the optimiser.
-        rng_state: random state as a tensor, or tensors in mappings and sequences.
-        state: the rest.
-        best_model_state: the model's ``state_dict()`` if this epoch is the best so far; None keeps the one saved last.
-        controllers_state: that of the controllers, if there are any.
 
     Raises:
         RunError: the disk is full; the state saved last is untouched.
     """
-    write(
-        folder,
-        snapshot(
-            model_state=model_state,
-            optimizer_state=optimizer_state,
-            rng_state=rng_state,
-            state=state,
-            best_model_state=best_model_state,
-            controllers_state=controllers_state,
-            apart=False,
-        ),
-    )
-
-
-def write(folder: str | Path, snapshot: Snapshot) -> None:
-    """As ``save``, of a state that was taken before."""
     folder = Path(folder)
     folder.mkdir(exist_ok=True)
     epoch, best = snapshot.state["epoch"], _recorded_best(folder)

@@ -43,10 +43,12 @@ def train(model, optimizer, steps):
 
 
 def save(folder, model, optimizer, state, **more):
-    checkpoint.save(
-        folder, model_state=model.state_dict(), optimizer_state=optimizer.state_dict(), rng_state=torch.get_rng_state(),
-        state=state, **more,
-    )  # fmt: skip
+    known = {"model_state": model.state_dict(), "optimizer_state": optimizer.state_dict(), "state": state}
+    write(folder, **{**known, "rng_state": torch.get_rng_state(), **more})
+
+
+def write(folder, **parts):
+    checkpoint.write(folder, checkpoint.snapshot(**parts))
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True, "amsgrad": True}, {"weight_decay": 0.1}])
@@ -90,10 +92,7 @@ def test_the_plain_part_comes_back(tmp_path):
 def test_random_state_may_be_several_tensors(tmp_path):
     model, optimizer = make_run()
     states = {"cpu": torch.get_rng_state(), "cuda": [torch.arange(16, dtype=torch.uint8)]}
-    checkpoint.save(
-        tmp_path, model_state=model.state_dict(), optimizer_state=optimizer.state_dict(), rng_state=states,
-        state=make_state(),
-    )  # fmt: skip
+    save(tmp_path, model, optimizer, make_state(), rng_state=states)
     back = checkpoint.load(tmp_path).rng_state
     assert torch.equal(back["cpu"], states["cpu"]) and torch.equal(back["cuda"][0], states["cuda"][0])
 
@@ -108,7 +107,7 @@ def test_weights_that_share_memory_are_saved(tmp_path):
         "none": torch.empty(0),
         "one": torch.tensor(2),
     }
-    checkpoint.save(tmp_path, model_state=tied, optimizer_state={}, rng_state=torch.get_rng_state(), state=make_state())
+    write(tmp_path, model_state=tied, optimizer_state={}, rng_state=torch.get_rng_state(), state=make_state())
     back = checkpoint.load(tmp_path).model_state
     assert set(back) == set(tied) and all(torch.equal(back[name], value) for name, value in tied.items())
 
@@ -314,9 +313,10 @@ KILLED_AGAIN_AND_AGAIN = """
         weights = {"w": torch.full((2000,), float(epoch))}
         state = checkpoint.TrainState(epoch=epoch, step=epoch, seed=0, dataset="d", content_hash="c",
                                       vocabulary_hash="v", config_hash="f", best_epoch=epoch - epoch % 2)
-        checkpoint.save(folder, model_state=weights, optimizer_state={"state": {0: {"m": weights["w"] + 1}}},
-                        rng_state=torch.zeros(4, dtype=torch.uint8), state=state,
-                        best_model_state=weights if epoch % 2 == 0 else None)
+        taken = checkpoint.snapshot(model_state=weights, optimizer_state={"state": {0: {"m": weights["w"] + 1}}},
+                                    rng_state=torch.zeros(4, dtype=torch.uint8), state=state,
+                                    best_model_state=weights if epoch % 2 == 0 else None)
+        checkpoint.write(folder, taken)
 
     folder, rng = sys.argv[1], random.Random(0)
     save(0)

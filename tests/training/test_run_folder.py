@@ -29,13 +29,10 @@ def save_checkpoint(run, epoch):
     state = checkpoint.TrainState(
         epoch=epoch, step=1, seed=0, dataset="d", content_hash="c", vocabulary_hash="v", config_hash="f"
     )
-    checkpoint.save(
-        run.checkpoint,
-        model_state={"w": torch.ones(2)},
-        optimizer_state={},
-        rng_state=torch.get_rng_state(),
-        state=state,
+    taken = checkpoint.snapshot(
+        model_state={"w": torch.ones(2)}, optimizer_state={}, rng_state=torch.get_rng_state(), state=state
     )
+    checkpoint.write(run.checkpoint, taken)
 
 
 def test_a_new_run_holds_its_config_protocol_and_environment(tmp_path):
