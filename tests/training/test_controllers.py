@@ -22,7 +22,7 @@ from recbft.models.backbone import Backbone, make_blocks
 from recbft.models.contract import read_histories
 from recbft.models.sasrec import SASRecConfig
 from recbft.run_config import load_run_config
-from recbft.training.checkpoint import TrainState, load, save
+from recbft.training.checkpoint import TrainState, load, snapshot, write
 from recbft.training.controllers import (
     VALIDATION_LOSS,
     Controllers,
@@ -126,14 +126,14 @@ class Run:
         state = TrainState(
             epoch=self.epoch, step=self.step, seed=0, dataset="", content_hash="", vocabulary_hash="", config_hash=""
         )
-        save(
-            folder,
+        taken = snapshot(
             model_state=self.model.state_dict(),
             optimizer_state=self.optimizer.state_dict(),
             controllers_state=self.controllers.state_dict(),
             rng_state=torch.get_rng_state(),
             state=state,
         )
+        write(folder, taken)
 
     def load(self, folder):
         loaded = load(folder)
