@@ -7,16 +7,24 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Behind:
-    """A thread that does one piece of work at a time; what a piece raises is raised at the next call."""
+    """One piece of work at a time, by a thread; what a piece raises there is raised at the next call.
 
-    def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="behind")
+    Args:
+        in_thread: whether there is a thread; a piece is done at once where there is none.
+    """
+
+    def __init__(self, *, in_thread: bool = True) -> None:
+        self.in_thread = in_thread
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="behind")  # whose thread begins with the first piece
         self._under_way: Future[None] | None = None
 
     def do(self, work: Callable[[], None]) -> None:
         """Begin a piece of work, once that before it is done."""
         self.wait()
-        self._under_way = self._worker.submit(work)
+        if self.in_thread:
+            self._under_way = self._worker.submit(work)
+        else:
+            work()
 
     def wait(self) -> None:
         """Until nothing is under way; an interrupt leaves under way what is. The thread ends with the object."""

@@ -52,7 +52,7 @@ class Session:
             self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
         self.rows: list[Row] = []
         self.is_saved = False  # whether there is a state to go on from
-        self.behind = Behind() if writes_behind(device) and not together.several else None
+        self.behind = Behind(in_thread=writes_behind(device) and not together.several)
         together.draw_apart(config.seed, device)
 
     @contextmanager
@@ -80,7 +80,7 @@ class Session:
             try:
                 yield
             finally:
-                self._written()
+                self.behind.wait()
 
     def _restore(self, loaded: Loaded) -> None:
         checkpoint.take_up(self.model, loaded.model_state, folder=self.run.checkpoint)
@@ -152,7 +152,7 @@ class Session:
         if self.config.training.warm_start is not None:
             self.progress.note(f"begins from {begun_from(self.run.protocol)}")
         self._save(best=None)
-        self._written()
+        self.behind.wait()
 
     def validate(self) -> dict[str, float]:
         """The validation metrics of the weights that controllers want judged, the model's own without them."""
@@ -219,7 +219,7 @@ class Session:
         random_states = self.together.gathered(rng_state(self.generator, self.device))
 
         def save() -> None:
-            self._written()  # so that one state at a time is held for it
+            self.behind.wait()  # so that one state at a time is held for it
             taken = checkpoint.snapshot(
                 model_state=self.model.state_dict(),
                 optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
@@ -227,28 +227,16 @@ class Session:
                 controllers_state=self.controllers.state_dict(),
                 state=self.state,
                 best_model_state=best,
-                apart=self.behind is not None,
+                apart=self.behind.in_thread,
             )
-            if self.behind is None:
-                checkpoint.write(self.run.checkpoint, taken)
-            else:
-                self.behind.do(lambda: checkpoint.write(self.run.checkpoint, taken))
+            self.behind.do(lambda: checkpoint.write(self.run.checkpoint, taken))
 
         self.together.first_does(save)
         self.is_saved = True
 
-    def _written(self) -> None:
-        """Wait for the state that is being written, if one is.
-
-        Raises:
-            RunError: it could not be.
-        """
-        if self.behind is not None:
-            self.behind.wait()
-
     def report(self) -> None:
         """Evaluate the best weights on validation and test, and close the run."""
-        self._written()
+        self.behind.wait()
         self.model.load_state_dict(self.together.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
         validation, test = self._evaluate("validation"), self._evaluate("test", lists=True)
         metrics = {

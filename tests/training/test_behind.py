@@ -44,6 +44,15 @@ def test_pieces_are_done_in_order_by_one_other_thread():
     worker.wait()
 
 
+def test_without_a_thread_a_piece_is_done_at_once_and_raises_there():
+    done, worker = [], Behind(in_thread=False)
+    worker.do(lambda: done.append(threading.get_ident()))
+    assert done == [threading.get_ident()]
+    with pytest.raises(ZeroDivisionError):
+        worker.do(lambda: 1 // 0)
+    worker.wait()
+
+
 @pytest.mark.parametrize("asks", ["do", "wait"])
 def test_what_a_piece_raises_is_raised_once_at_the_next_call(asks):
     worker = Behind()
