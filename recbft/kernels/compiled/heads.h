@@ -33,15 +33,44 @@ typedef struct {
 
 INLINE float *at(View view, int64_t b, int64_t h) { return view.data + b * view.row + h * view.head; }
 
-/* The K elements of each token of a head, scaled, in `rows` of `width` whose rest is 0. */
-INLINE void fetch_rows(View view, int64_t b, int64_t h, int64_t tokens, int64_t K, float scale, float *to, int64_t rows,
-                       int64_t width)
+/* The head after this one, whose rows a thread reads next. */
+INLINE const float *next_head(View view, int64_t H, int64_t b, int64_t h)
 {
-    const float *from = at(view, b, h);
-    memset(to, 0, rows * width * sizeof(float));
-    for (int64_t t = 0; t < tokens; t++)
+    return h + 1 < H ? at(view, b, h + 1) : at(view, b + 1, 0);
+}
+
+#define LINE 16 /* floats of what a cache holds as one */
+
+/* Have the K elements of a token brought near that are read with the next head. */
+INLINE void ask_for(const float *from, int64_t K)
+{
+    for (int64_t i = 0; i < K; i += LINE)
+        __builtin_prefetch(from + i, 0, 2);
+}
+
+/* The same of tokens of this head that are written soon. */
+INLINE void make_room(View view, int64_t b, int64_t h, int64_t from, int64_t count, int64_t K)
+{
+    float *to = at(view, b, h) + from * view.token;
+    for (int64_t t = 0; t < count; t++, to += view.token)
+        for (int64_t i = 0; i < K; i += LINE)
+            __builtin_prefetch(to + i, 1, 3);
+}
+
+/* The K elements of each token of a head, scaled, in `rows` of `width` whose rest is 0. */
+INLINE void fetch_rows(const Batch *of, View view, int64_t b, int64_t h, int64_t tokens, float scale, float *to,
+                       int64_t rows, int64_t width)
+{
+    const int64_t K = of->K;
+    const float *from = at(view, b, h), *next = next_head(view, of->H, b, h);
+    for (int64_t t = 0; t < tokens; t++, from += view.token, next += view.token, to += width) {
+        ask_for(next, K);
         for (int64_t i = 0; i < K; i++)
-            to[t * width + i] = from[t * view.token + i] * scale;
+            to[i] = from[i] * scale;
+        for (int64_t i = K; i < width; i++)
+            to[i] = 0;
+    }
+    memset(to, 0, (rows - tokens) * width * sizeof(float));
 }
 
 /* The bias of each key of a row, or 0. */
@@ -105,9 +134,10 @@ INLINE void keep_pairs(const PairBias *bias, const Batch *of, int64_t b, int64_t
     memcpy(own + low, row, least(width, of->J - low) * sizeof(float));
 }
 
-/* A few neighbouring tokens and the keys, in whole vectors, that any of them may read. */
+/* A few neighbouring tokens and the keys, in whole vectors, that any of them may read; these are the `depth` keys from
+ * low + skip, the others only fill up the vectors. */
 typedef struct {
-    int64_t from, count, low, width;
+    int64_t from, count, low, width, skip, depth;
 } Tile;
 
 INLINE Tile tile_of(const Batch *of, int64_t b, int64_t from, int64_t end)
@@ -118,18 +148,30 @@ INLINE Tile tile_of(const Batch *of, int64_t b, int64_t from, int64_t end)
         if (start < stop)
             low = least(low, start), high = most(high, stop);
     }
-    low = low < high ? low / LANES * LANES : 0;
-    return (Tile){from, end - from, low, high > low ? padded(high - low) : 0};
+    if (low >= high)
+        return (Tile){from, end - from, 0, 0, 0, 0};
+    const int64_t whole = low / LANES * LANES;
+    return (Tile){from, end - from, whole, padded(high - whole), low - whole, high - low};
+}
+
+/* sums (count, columns) = rows of a tile, in the places of its keys, times what the keys have. */
+INLINE void over_keys(Tile tile, const float *rows, int64_t Jp, const float *keys, int64_t key_row, int64_t columns,
+                      float *sums, int64_t sums_row)
+{
+    const float *read = keys + (tile.low + tile.skip) * key_row;
+    product(0, tile.count, tile.depth, columns, rows + tile.skip, Jp, 1, read, key_row, sums, sums_row);
 }
 
 /* Of a block's rows, cut into tiles of TALL, those that may read a key, from the first tile to the last. */
 INLINE Tile readers_of(const Tile *tiles, int64_t num, Tile block, int64_t key)
 {
     int64_t first = num, last = 0;
-    for (int64_t i = 0; i < num; i++)
-        if (tiles[i].low <= key && key < tiles[i].low + tiles[i].width)
+    for (int64_t i = 0; i < num; i++) {
+        const int64_t begin = tiles[i].low + tiles[i].skip;
+        if (begin < key + TALL && key < begin + tiles[i].depth)
             first = least(first, i), last = i + 1;
-    return (Tile){first * TALL, most(0, least(last * TALL, block.count) - first * TALL), key, TALL};
+    }
+    return (Tile){first * TALL, most(0, least(last * TALL, block.count) - first * TALL), key, TALL, 0, TALL};
 }
 
 /* One allocation, cut into parts; NULL where there is no memory for it. */

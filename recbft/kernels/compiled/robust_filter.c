@@ -218,7 +218,7 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
             call->evidence[own] = evidence;
         }
     }
-    product(0, tile.count, tile.width, Kp, weights, Jp, 1, room->v + tile.low * Kp, Kp, room->sums, Kp);
+    over_keys(tile, weights, Jp, room->v, Kp, Kp, room->sums, Kp);
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r;
         const float *turn = call->turns_values ? query_turn(call, b, h, t) : NULL;
@@ -307,7 +307,7 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
             memset(d + r * Jp, 0, tile.width * sizeof(float));
         }
     }
-    product(0, tile.count, tile.width, Kp, d, Jp, 1, room->k + tile.low * Kp, Kp, room->sums, Kp);
+    over_keys(tile, d, Jp, room->k, Kp, Kp, room->sums, Kp);
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r;
         float *sums = room->sums + r * Kp;

@@ -37,9 +37,9 @@ INLINE Token token_of(const SandwichCall *call, int64_t b, int64_t h, int64_t t)
 void sandwich_forward(const SandwichCall *call)
 {
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < call->B * call->H; i++)
-        for (int64_t t = 0; t < call->T; t++) {
-            const int64_t b = i / call->H, h = i % call->H;
+    for (int64_t i = 0; i < call->B * call->T; i++)
+        for (int64_t h = 0; h < call->H; h++) { /* in the order of memory */
+            const int64_t b = i / call->T, t = i % call->T;
             const Token of = token_of(call, b, h, t);
             const float s2 = of.s2, to_m = of.to_m, inverse = of.inverse, least_variance = 1 / call->cap;
             const float *e = of.e, *w1 = of.w1, *w2 = of.w2;
@@ -56,9 +56,9 @@ void sandwich_forward(const SandwichCall *call)
 void sandwich_backward(const SandwichCall *call)
 {
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < call->B * call->H; i++)
-        for (int64_t t = 0; t < call->T; t++) {
-            const int64_t b = i / call->H, h = i % call->H;
+    for (int64_t i = 0; i < call->B * call->T; i++)
+        for (int64_t h = 0; h < call->H; h++) { /* in the order of memory */
+            const int64_t b = i / call->T, t = i % call->T;
             const Token of = token_of(call, b, h, t);
             const float s1 = of.s1, s2 = of.s2, to_m = of.to_m, inverse = of.inverse, least_variance = 1 / call->cap;
             const float *e = of.e, *w1 = of.w1, *w2 = of.w2;
@@ -79,13 +79,14 @@ void sandwich_backward(const SandwichCall *call)
                 along_spread += own * spread;
                 along_m += g_m * e[k];
             }
+            const int64_t own_token = (b * call->H + h) * call->T + t;
             float g_d = -along_spread * inverse, g_s1 = 0;
             if (call->root) {
                 g_s1 = along_m * inverse;
                 g_d -= along_m * s1 * inverse * inverse;
             }
             const int held = s1 * s1 <= of.floor;
-            call->d_weight_sum[i * call->T + t] = g_s1 + (held ? 0 : 2 * s1 * g_d);
-            call->d_square_sum[i * call->T + t] = to_s2 + (held ? 1e-6f * g_d : 0);
+            call->d_weight_sum[own_token] = g_s1 + (held ? 0 : 2 * s1 * g_d);
+            call->d_square_sum[own_token] = to_s2 + (held ? 1e-6f * g_d : 0);
         }
 }

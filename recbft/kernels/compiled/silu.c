@@ -60,19 +60,20 @@ static void *take(void *given, const void *of_call, int backward)
 }
 
 /* Operands of a head, padded: q scaled, k, v beside v^2, and k and v by columns. */
-static void fetch(Room *room, const SiluCall *call, int64_t b, int64_t h)
+static void fetch(Room *room, const SiluCall *call, int64_t b, int64_t h, int backward)
 {
     const int64_t K = call->of.K, J = call->of.J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
-    fetch_rows(call->q, b, h, call->of.T, K, call->scale, room->q, call->of.T, Kp);
-    fetch_rows(call->k, b, h, J, K, 1, room->k, Jp, Kp);
-    fetch_rows(call->v, b, h, J, K, 1, room->v, Jp, Vp);
+    fetch_rows(&call->of, call->q, b, h, call->of.T, call->scale, room->q, call->of.T, Kp);
+    fetch_rows(&call->of, call->k, b, h, J, 1, room->k, Jp, Kp);
+    fetch_rows(&call->of, call->v, b, h, J, 1, room->v, Jp, Vp);
     for (int64_t j = 0; j < J && !call->mean_alone; j++) {
         float *value = room->v + j * Vp;
         for (int64_t i = 0; i < K; i++)
             value[Kp + i] = value[i] * value[i];
     }
     transpose(room->k, Jp, Kp, room->k_columns);
-    transpose(room->v, Jp, Vp, room->v_columns);
+    if (backward)
+        transpose(room->v, Jp, Vp, room->v_columns);
     fetch_bias(&call->of, call->key_bias, b, room->bias);
 }
 
@@ -106,29 +107,31 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
     const SiluCall *call = of_call;
     const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
     float *weights = room->weights;
+    make_room(call->mean, b, h, tile.from, tile.count, K);
+    if (!call->mean_alone) {
+        make_room(call->square_mean, b, h, tile.from, tile.count, K);
+        make_room(call->square_second, b, h, tile.from, tile.count, K);
+    }
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r, own = (b * call->of.H + h) * call->of.T + t;
-        float *row = weights + r * Jp, *square = room->squares + r * Jp, total = 0, squares = 0;
+        float *row = weights + r * Jp, *square = room->squares + r * Jp;
         complete(room, call, b, h, t, tile, row);
-#pragma omp simd reduction(+ : total, squares)
+#pragma omp simd
         for (int64_t j = 0; j < tile.width; j++) {
             float a = row[j] * sigmoid(row[j]) * call->share;
             row[j] = a;
             square[j] = a * a;
-            total += a;
-            squares += a * a;
         }
         if (!call->mean_alone) {
-            call->weight_sum[own] = total;
-            call->square_sum[own] = squares;
+            call->weight_sum[own] = sum_of(row, tile.width);
+            call->square_sum[own] = sum_of(square, tile.width);
         }
     }
-    const float *v = room->v + tile.low * Vp;
     const int64_t wide = Kp + Vp;
-    product(0, tile.count, tile.width, Kp, weights, Jp, 1, v, Vp, room->sums, wide);
+    over_keys(tile, weights, Jp, room->v, Vp, Kp, room->sums, wide);
     if (!call->mean_alone)
-        product(0, tile.count, tile.width, Vp, room->squares, Jp, 1, v, Vp, room->sums + Kp, wide);
+        over_keys(tile, room->squares, Jp, room->v, Vp, Vp, room->sums + Kp, wide);
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r;
         const float *sums = room->sums + r * wide;
@@ -150,12 +153,15 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
     float *kept[] = {room->weights + row * Jp, room->d_scores + row * Jp, room->squares + row * Jp};
     float *pull = room->pull + row * wide;
+    make_room(call->d_q, b, h, tile.from, tile.count, K);
     memset(pull, 0, tile.count * wide * sizeof(float));
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r;
         const View *views[] = {&call->grad_mean, &call->grad_square_mean, &call->grad_square_second};
-        for (int i = 0; i < (call->mean_alone ? 1 : 3); i++)
+        for (int i = 0; i < (call->mean_alone ? 1 : 3); i++) {
+            ask_for(next_head(*views[i], of->H, b, h) + t * views[i]->token, K);
             memcpy(pull + r * wide + i * Kp, at(*views[i], b, h) + t * views[i]->token, K * sizeof(float));
+        }
     }
     float *a = kept[0] + before, *d = kept[1] + before, *square = kept[2] + before;
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);
@@ -200,7 +206,7 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
         }
     }
     d = kept[1] + before;
-    product(0, tile.count, tile.width, Kp, d, Jp, 1, room->k + tile.low * Kp, Kp, room->sums, Kp);
+    over_keys(tile, d, Jp, room->k, Kp, Kp, room->sums, Kp);
     for (int64_t r = 0; r < tile.count; r++) {
         float *d_q = at(call->d_q, b, h) + (tile.from + r) * call->d_q.token;
         for (int64_t i = 0; i < K; i++)
@@ -228,7 +234,9 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
     const SiluCall *call = of_call;
     const Batch *of = &call->of;
     const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
-    fetch(room, call, b, h);
+    fetch(room, call, b, h, 1);
+    make_room(call->d_k, b, h, 0, J, K);
+    make_room(call->d_v, b, h, 0, J, K);
     memset(room->d_k, 0, Jp * Kp * sizeof(float));
     memset(room->d_v, 0, Jp * Kp * sizeof(float));
     memset(room->d_v_squares, 0, Jp * Vp * sizeof(float));
@@ -252,7 +260,7 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
 
 static void forward_head(void *room, const void *call, int64_t b, int64_t h)
 {
-    fetch(room, call, b, h);
+    fetch(room, call, b, h, 0);
     each_tile(&((const SiluCall *)call)->of, b, h, room, call, forward_tile);
 }
 

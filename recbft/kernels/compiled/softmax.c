@@ -66,20 +66,16 @@ static void *take(void *given, const void *of_call, int backward)
 static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backward)
 {
     const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
-    const float *v = at(call->v, b, h);
-    fetch_rows(call->q, b, h, call->of.T, K, call->scale, room->q, call->of.T, Kp);
-    fetch_rows(call->k, b, h, call->of.J, K, 1, room->k, Jp, Kp);
-    memset(room->u, 0, Jp * Up * sizeof(float));
-    for (int64_t j = 0; j < call->of.J; j++) {
-        const float *value = v + j * call->v.token;
+    const Batch *of = &call->of;
+    fetch_rows(of, call->q, b, h, of->T, call->scale, room->q, of->T, Kp);
+    fetch_rows(of, call->k, b, h, of->J, 1, room->k, Jp, Kp);
+    fetch_rows(of, call->v, b, h, of->J, 1, room->u, Jp, Up);
+    for (int64_t j = 0; j < of->J && call->kind != MEAN; j++) {
+        const float *first = at(call->v, b, h) + of->first[b * of->J + j] * call->v.token;
         float *u = room->u + j * Up;
-        if (call->kind == MEAN) {
-            memcpy(u, value, K * sizeof(float));
-            continue;
-        }
-        const float *first = v + call->of.first[b * call->of.J + j] * call->v.token;
+#pragma omp simd
         for (int64_t i = 0; i < K; i++) {
-            float centred = value[i] - first[i];
+            float centred = u[i] - first[i];
             u[i] = centred;
             u[Kp + i] = centred * centred;
         }
@@ -90,7 +86,7 @@ static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backwa
     fetch_bias(&call->of, call->key_bias, b, room->bias);
 }
 
-/* Logits of a token, -inf where it may not read; the largest. */
+/* Logits of a token, -inf where it may not read; the largest, or 0 of a token that reads nothing. */
 static float mask(const Room *room, const Call *call, int64_t b, int64_t h, int64_t t, Tile tile, float *row)
 {
     const int64_t token = b * call->of.T + t;
@@ -106,28 +102,20 @@ static float mask(const Room *room, const Call *call, int64_t b, int64_t h, int6
         for (int64_t j = start; j < stop; j++)
             if (!may_read(&call->of, b, token, tile.low + j))
                 row[j] = -INFINITY;
-    float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < tile.width; j++) {
-        float x = j >= start && j < stop ? row[j] + bias[j] : -INFINITY;
-        row[j] = x;
-        top = x > top ? x : top;
-    }
-    return top;
+    for (int64_t j = 0; j < tile.width; j++)
+        row[j] = j >= start && j < stop ? row[j] + bias[j] : -INFINITY;
+    return start < stop ? largest(row, tile.width) : 0;
 }
 
-/* exp(row - top) in its place; sum and sum of squares. */
-static void exponentials(float *row, int64_t width, float top, float *sum, float *squares)
+/* exp(row - top) in its place, row by row: what a row waits for is not in the way of the next. */
+INLINE void exponentials(float *rows, int64_t Jp, Tile tile, const float *top)
 {
-    float total = 0, square = 0;
-#pragma omp simd reduction(+ : total, square)
-    for (int64_t j = 0; j < width; j++) {
-        float p = exponential(row[j] - top);
-        row[j] = p;
-        total += p;
-        square += p * p;
+    for (int64_t r = 0; r < tile.count; r++) {
+        float *row = rows + r * Jp;
+#pragma omp simd
+        for (int64_t j = 0; j < tile.width; j++)
+            row[j] = exponential(row[j] - top[r]);
     }
-    *sum = total, *squares = square;
 }
 
 static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile)
@@ -136,27 +124,25 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
     const Call *call = of_call;
     const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     float *weights = room->weights;
+    make_room(call->mean, b, h, tile.from, tile.count, K);
+    if (call->kind != MEAN)
+        make_room(call->second, b, h, tile.from, tile.count, K);
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
-    float size[TALL];
+    float size[TALL], top[TALL];
+    for (int64_t r = 0; r < tile.count; r++)
+        top[r] = mask(room, call, b, h, tile.from + r, tile, weights + r * Jp);
+    exponentials(weights, Jp, tile, top);
     for (int64_t r = 0; r < tile.count; r++) {
-        const int64_t t = tile.from + r, token = b * call->of.T + t, own = (b * call->of.H + h) * call->of.T + t;
-        float *row = weights + r * Jp, total = 0, squares = 0, top = 0;
-        size[r] = 0;
-        if (call->of.start[token] < call->of.stop[token]) {
-            top = mask(room, call, b, h, t, tile, row);
-            exponentials(row, tile.width, top, &total, &squares);
-            size[r] = total * total / squares;
-            const float share = 1 / total;
-            for (int64_t j = 0; j < tile.width; j++)
-                row[j] *= share;
-        } else {
-            memset(row, 0, tile.width * sizeof(float));
-        }
-        call->log_total[own] = total == 0 ? INFINITY : top + logf(total);
+        const int64_t own = (b * call->of.H + h) * call->of.T + tile.from + r;
+        float *row = weights + r * Jp;
+        const float total = sum_of(row, tile.width), share = total == 0 ? 0 : 1 / total;
         if (call->kind != MEAN)
-            call->size[own] = size[r];
+            call->size[own] = size[r] = total == 0 ? 0 : total * total / dot(row, row, tile.width);
+        for (int64_t j = 0; j < tile.width; j++)
+            row[j] *= share;
+        call->log_total[own] = total == 0 ? INFINITY : top[r] + logf(total);
     }
-    product(0, tile.count, tile.width, Up, weights, Jp, 1, room->u + tile.low * Up, Up, room->sums, Up);
+    over_keys(tile, weights, Jp, room->u, Up, Up, room->sums, Up);
     const float *v = at(call->v, b, h);
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r, start = call->of.start[b * call->of.T + t];
@@ -174,6 +160,7 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
         }
         const float *first = v + call->of.first[b * call->of.J + start] * call->v.token;
         const float above = call->kind == REML ? size[r] + call->nu : 0;
+#pragma omp simd
         for (int64_t i = 0; i < K; i++) {
             mean[i] = o[i] + first[i];
             float S = o[Kp + i] - o[i] * o[i];
@@ -193,6 +180,9 @@ static float pull_of(Room *room, const Call *call, int64_t b, int64_t h, int64_t
 {
     const int64_t K = call->of.K, own = (b * call->of.H + h) * call->of.T + t;
     const float *g = at(call->grad_mean, b, h) + t * call->grad_mean.token;
+    const View *read[] = {&call->grad_mean, &call->grad_second, &call->second, &call->mean};
+    for (int i = 0; i < (call->kind == MEAN ? 1 : 4); i++)
+        ask_for(next_head(*read[i], call->of.H, b, h) + t * read[i]->token, K);
     memset(pull, 0, room->Up * sizeof(float));
     if (call->kind == MEAN) {
         memcpy(pull, g, K * sizeof(float));
@@ -233,14 +223,17 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
     float *weights = room->weights + row * Jp, *d_weights = room->d_weights + row * Jp, *pull = room->pull + row * Up;
     float push[TALL];
+    make_room(call->d_q, b, h, tile.from, tile.count, K);
     for (int64_t r = 0; r < tile.count; r++)
         push[r] = pull_of(room, call, b, h, tile.from + r, pull + r * Up);
     float *a = weights + before, *d = d_weights + before;
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);
     product(0, tile.count, Up, tile.width, pull, Up, 1, room->u_columns + tile.low, Jp, d, Jp);
+    for (int64_t r = 0; r < tile.count; r++)
+        mask(room, call, b, h, tile.from + r, tile, a + r * Jp);
+    exponentials(a, Jp, tile, call->log_total + (b * call->of.H + h) * call->of.T + tile.from);
     for (int64_t r = 0; r < tile.count; r++, a += Jp, d += Jp) {
         const int64_t t = tile.from + r, own = (b * call->of.H + h) * call->of.T + t;
-        float total = 0, squares = 0, along = 0;
         blank_rest(weights + r * Jp, before, tile.width, after);
         blank_rest(d_weights + r * Jp, before, tile.width, after);
         if (call->of.start[b * call->of.T + t] >= call->of.stop[b * call->of.T + t]) {
@@ -251,16 +244,14 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
             keep_pairs(&call->pairs, &call->of, b, h, t, 0, 0, d);
             continue;
         }
-        mask(room, call, b, h, t, tile, a);
-        exponentials(a, tile.width, call->log_total[own], &total, &squares);
-        const float against = push[r], share = 1 / total; /* near 1: what the log has lost would not cancel in dl */
-#pragma omp simd reduction(+ : along)
+        /* The sum is near 1: what the log has lost would not cancel in dl. */
+        const float against = push[r], share = 1 / sum_of(a, tile.width);
         for (int64_t j = 0; j < tile.width; j++) {
-            float weight = a[j] * share, x = d[j] - against * weight;
+            float weight = a[j] * share;
             a[j] = weight;
-            d[j] = x;
-            along += x * weight;
+            d[j] -= against * weight;
         }
+        const float along = dot(d, a, tile.width);
         float *d_bias = room->d_bias + tile.low;
         for (int64_t j = 0; j < tile.width; j++) {
             float x = a[j] * (d[j] - along);
@@ -277,7 +268,7 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
         }
     }
     d = d_weights + before;
-    product(0, tile.count, tile.width, Kp, d, Jp, 1, room->k + tile.low * Kp, Kp, room->sums, Kp);
+    over_keys(tile, d, Jp, room->k, Kp, Kp, room->sums, Kp);
     for (int64_t r = 0; r < tile.count; r++) {
         float *d_q = at(call->d_q, b, h) + (tile.from + r) * call->d_q.token;
         for (int64_t i = 0; i < K; i++)
@@ -302,6 +293,8 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
     const Call *call = of_call;
     const int64_t K = call->of.K, J = call->of.J, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     fetch(room, call, b, h, 1);
+    make_room(call->d_k, b, h, 0, J, K);
+    make_room(call->d_v, b, h, 0, J, K);
     memset(room->d_k, 0, Jp * Kp * sizeof(float));
     memset(room->d_u, 0, Jp * Up * sizeof(float));
     memset(room->d_bias, 0, Jp * sizeof(float));

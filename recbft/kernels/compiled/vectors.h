@@ -130,6 +130,62 @@ INLINE void transpose(const float *from, int64_t rows, int64_t columns, float *t
         }
 }
 
+/* Over whole vectors, whose lanes meet by halves: the compiler, which may not change the order of a sum, would take one
+ * lane after another. */
+#define TURN(l, step) (((l) + (step)) % LANES)
+#define TURNED(x, step) SHUFFLE(x, x, TURN, step)
+
+INLINE float sum_of_lanes(vector x)
+{
+#if LANES > 8
+    x += TURNED(x, 8);
+#endif
+#if LANES > 4
+    x += TURNED(x, 4);
+#endif
+    x += TURNED(x, 2);
+    x += TURNED(x, 1);
+    return x[0];
+}
+
+INLINE vector larger(vector x, vector y)
+{
+    const places which = x > y;
+    return (vector)(((places)x & which) | ((places)y & ~which));
+}
+
+INLINE float largest(const float *x, int64_t width)
+{
+    vector top = load(x);
+    for (int64_t j = LANES; j < width; j += LANES)
+        top = larger(load(x + j), top);
+#if LANES > 8
+    top = larger(TURNED(top, 8), top);
+#endif
+#if LANES > 4
+    top = larger(TURNED(top, 4), top);
+#endif
+    top = larger(TURNED(top, 2), top);
+    top = larger(TURNED(top, 1), top);
+    return top[0];
+}
+
+INLINE float sum_of(const float *x, int64_t width)
+{
+    vector sum = {0};
+    for (int64_t j = 0; j < width; j += LANES)
+        sum += load(x + j);
+    return sum_of_lanes(sum);
+}
+
+INLINE float dot(const float *x, const float *y, int64_t width)
+{
+    vector sum = {0};
+    for (int64_t j = 0; j < width; j += LANES)
+        sum += load(x + j) * load(y + j);
+    return sum_of_lanes(sum);
+}
+
 /* exp, to 2 units in the last place; 0 below -87, infinite above 88, NaN for NaN. */
 INLINE float exponential(float x)
 {
