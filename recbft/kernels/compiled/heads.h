@@ -154,6 +154,17 @@ INLINE Tile tile_of(const Batch *of, int64_t b, int64_t from, int64_t end)
     return (Tile){from, end - from, whole, padded(high - whole), low - whole, high - low};
 }
 
+/* exp(row - top) of a tile's rows in their place; before any sum of a row, for which the next would wait. */
+INLINE void exponentials(float *rows, int64_t Jp, Tile tile, const float *top)
+{
+    for (int64_t r = 0; r < tile.count; r++) {
+        float *row = rows + r * Jp;
+#pragma omp simd
+        for (int64_t j = 0; j < tile.width; j++)
+            row[j] = exponential(row[j] - top[r]);
+    }
+}
+
 /* sums (count, columns) = rows of a tile, in the places of its keys, times what the keys have. */
 INLINE void over_keys(Tile tile, const float *rows, int64_t Jp, const float *keys, int64_t key_row, int64_t columns,
                       float *sums, int64_t sums_row)

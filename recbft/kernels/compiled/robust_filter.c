@@ -17,7 +17,7 @@
  * Shapes: B rows, H heads, T tokens that read, J keys, K real coordinates, L lags.
  */
 
-#include "heads.h"
+#include "lag_tables.h"
 
 typedef struct {
     Batch of;
@@ -41,15 +41,15 @@ typedef struct {
 /* What a head is worked on with. */
 typedef struct {
     int64_t Kp, Jp;
+    LagTables tables;
     float *q, *k, *k_columns, *v, *v_columns, *g;
-    float *q_square, *k_square;              /* (T), (Jp) */
-    float *weights, *d_cross;                /* (BLOCK, Jp): a E, dc */
-    float *sums;                             /* (TALL, Kp) */
-    float *decay, *precision, *sharp;        /* (Jp): of the lags of a token's keys */
-    float *misfit, *logit, *score, *residual; /* (Jp): y, L, tau L + b, R2, of a token */
-    float *bias, *d_bias;                    /* (Jp) */
-    float *d_k, *d_v, *d_k_square;           /* (Jp, Kp) twice, (Jp) */
-    float *table;                            /* (L): E */
+    float *q_square, *k_square;                   /* (T), (Jp) */
+    float *weights, *d_cross;                     /* (BLOCK, Jp): a E, dc */
+    float *sums;                                  /* (TALL, Kp) */
+    float *logit;                                 /* (TALL, Jp): L */
+    float *misfit, *residual, *a, *flow, *temper; /* (Jp): y, R2, a, dR2 and dl L of a token */
+    float *bias, *d_bias;                         /* (Jp) */
+    float *d_k, *d_v, *d_k_square;                /* (Jp, Kp) twice, (Jp) */
 } Room;
 
 _Static_assert(sizeof(Room) <= ROOM_BYTES, "make ROOM_BYTES larger");
@@ -60,14 +60,21 @@ static void *take(void *given, const void *of_call, int backward)
     const FilterCall *call = of_call;
     (void)backward;
     const int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), T = call->of.T;
+    LagTables *tables = &room->tables;
+    const int64_t width = width_of_table(call->L, Jp);
+    float *in_order;
     const int64_t sizes[] = {T * Kp, Jp * Kp, Kp * Jp, Jp * Kp, Kp * Jp, T * Kp, padded(T), Jp, BLOCK * Jp, BLOCK * Jp,
-                             TALL * Kp, Jp, Jp, Jp, Jp, Jp, Jp, Jp, Jp, Jp, Jp * Kp, Jp * Kp, Jp, padded(call->L)};
+                             TALL * Kp, TABLES * width, TABLES * width, Jp, TALL * TABLES * Jp, TALL * Jp, Jp, Jp,
+                             Jp, Jp, Jp, Jp, Jp, Jp * Kp, Jp * Kp, Jp};
     float **parts[] = {&room->q, &room->k, &room->k_columns, &room->v, &room->v_columns, &room->g, &room->q_square,
-                       &room->k_square, &room->weights, &room->d_cross, &room->sums, &room->decay, &room->precision,
-                       &room->sharp, &room->misfit, &room->logit, &room->score, &room->residual, &room->bias,
-                       &room->d_bias, &room->d_k, &room->d_v, &room->d_k_square, &room->table};
-    room->Kp = Kp, room->Jp = Jp;
-    return allot(sizeof sizes / sizeof *sizes, sizes, parts);
+                       &room->k_square, &room->weights, &room->d_cross, &room->sums, &tables->values, &tables->sums,
+                       &in_order, &tables->picked, &room->logit, &room->misfit, &room->residual, &room->a, &room->flow,
+                       &room->temper, &room->bias, &room->d_bias, &room->d_k, &room->d_v, &room->d_k_square};
+    room->Kp = Kp, room->Jp = tables->Jp = Jp, tables->L = call->L, tables->width = width;
+    void *taken = allot(sizeof sizes / sizeof *sizes, sizes, parts);
+    if (taken)
+        tables->in_order = (int32_t *)in_order;
+    return taken;
 }
 
 /* Coordinates times a turn, or its conjugate where `back` is -1; as they are where there is none. */
@@ -99,35 +106,32 @@ INLINE const float *key_turn(const FilterCall *call, int64_t b, int64_t h, int64
     return turn_of(call->turn_key, call->turn_key_row, b, h, call->of.J, j, call->of.K);
 }
 
-static float squared(int64_t K, const float *x)
-{
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < K; i++)
-        sum += x[i] * x[i];
-    return sum;
-}
-
 static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int backward)
 {
     const int64_t K = call->of.K, J = call->of.J, T = call->of.T, Kp = room->Kp, Jp = room->Jp;
     const float *q = at(call->q, b, h), *k = at(call->k, b, h), *v = at(call->v, b, h);
+    const float *next_q = next_head(call->q, call->of.H, b, h), *next_k = next_head(call->k, call->of.H, b, h);
+    const float *next_v = next_head(call->v, call->of.H, b, h);
     memset(room->q, 0, T * Kp * sizeof(float));
     memset(room->k, 0, Jp * Kp * sizeof(float));
     memset(room->v, 0, Jp * Kp * sizeof(float));
     memset(room->k_square, 0, Jp * sizeof(float));
     for (int64_t t = 0; t < T; t++) {
+        ask_for(next_q + t * call->q.token, K);
         turned(K, q + t * call->q.token, query_turn(call, b, h, t), 1, room->q + t * Kp);
-        room->q_square[t] = squared(K, room->q + t * Kp);
+        room->q_square[t] = dot(room->q + t * Kp, room->q + t * Kp, Kp);
     }
     for (int64_t j = 0; j < J; j++) {
+        ask_for(next_k + j * call->k.token, K);
+        ask_for(next_v + j * call->v.token, K);
         turned(K, k + j * call->k.token, key_turn(call, b, h, j), 1, room->k + j * Kp);
         turned(K, v + j * call->v.token, call->turns_values ? key_turn(call, b, h, j) : NULL, 1, room->v + j * Kp);
-        room->k_square[j] = squared(K, room->k + j * Kp);
+        room->k_square[j] = dot(room->k + j * Kp, room->k + j * Kp, Kp);
     }
     transpose(room->k, Jp, Kp, room->k_columns);
-    for (int64_t l = 0; l < call->L; l++)
-        room->table[l] = exponential(call->log_decay[h * call->L + l]);
+    const int64_t by_lag = h * call->L;
+    const float *given[] = {call->log_decay + by_lag, call->log_precision + by_lag, call->sharpness + by_lag};
+    lay_tables(&room->tables, &call->of, b, given);
     fetch_bias(&call->of, call->key_bias, b, room->bias);
     if (!backward)
         return;
@@ -135,29 +139,23 @@ static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int 
     memset(room->g, 0, T * Kp * sizeof(float));
     for (int64_t t = 0; t < T; t++) {
         const float *turn = call->turns_values ? query_turn(call, b, h, t) : NULL;
+        ask_for(next_head(call->grad_mean, call->of.H, b, h) + t * call->grad_mean.token, K);
         turned(K, at(call->grad_mean, b, h) + t * call->grad_mean.token, turn, 1, room->g + t * Kp);
     }
 }
 
-/* Equation (1) of a token from its products; L and scores are -inf where it may not read. Returns the largest score. */
-static float logits(Room *room, const FilterCall *call, int64_t b, int64_t h, int64_t t, Tile tile, const float *cross)
+/* Equation (1) of a token, the r-th of its tile, from its products; L and the scores, tau L + b, are -inf where it may
+ * not read. Returns the largest score, or 0 where nothing is read. */
+static float logits(Room *room, const FilterCall *call, int64_t b, int64_t h, int64_t t, Tile tile, int64_t r,
+                    const float *cross, float *score)
 {
     const Batch *of = &call->of;
     const int64_t token = b * of->T + t, start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
-    const float *log_precision = call->log_precision + h * call->L, *sharpness = call->sharpness + h * call->L;
     const float *k_square = room->k_square + tile.low, *bias = room->bias + tile.low;
     const float q_square = room->q_square[t], kappa = call->kappa[h], temperature = call->temperature[h];
-    float *E = room->decay, *P = room->precision, *s = room->sharp, *y = room->misfit, *L = room->logit;
-    float *score = room->score, *residual = room->residual, top = -INFINITY;
-    memset(E, 0, tile.width * sizeof(float));
-    memset(P, 0, tile.width * sizeof(float));
-    memset(s, 0, tile.width * sizeof(float));
-    for (int64_t j = start; j < stop; j++) {
-        const int64_t place = least(lag(of, b, token, tile.low + j), call->L - 1); /* longer ones lie in gaps */
-        E[j] = room->table[place];
-        P[j] = log_precision[place];
-        s[j] = sharpness[place];
-    }
+    float *y = room->misfit, *residual = room->residual, *L = room->logit + r * room->Jp;
+    find_tables(&room->tables, of, b, t, tile, r);
+    const float *const *table = room->tables.of[r], *E = table[DECAY], *P = table[PRECISION], *s = table[SHARPNESS];
     const int student = (int)call->student;
 #pragma omp simd
     for (int64_t j = 0; j < tile.width; j++) {
@@ -175,10 +173,7 @@ static float logits(Room *room, const FilterCall *call, int64_t b, int64_t h, in
         for (int64_t j = start; j < stop; j++)
             if (!may_read(of, b, token, tile.low + j))
                 L[j] = score[j] = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < tile.width; j++)
-        top = score[j] > top ? score[j] : top;
-    return top;
+    return start < stop ? largest(score, tile.width) : 0;
 }
 
 static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile)
@@ -187,36 +182,26 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
     const FilterCall *call = of_call;
     const Batch *of = &call->of;
     const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp;
-    float *weights = room->weights;
+    float *weights = room->weights, top[TALL];
+    make_room(call->mean, b, h, tile.from, tile.count, K);
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
+    for (int64_t r = 0; r < tile.count; r++)
+        top[r] = logits(room, call, b, h, tile.from + r, tile, r, weights + r * Jp, weights + r * Jp);
+    exponentials(weights, Jp, tile, top);
+    if (call->evidence) {
+        const float none[TALL] = {0};
+        exponentials(room->logit, Jp, tile, none);
+    }
     for (int64_t r = 0; r < tile.count; r++) {
-        const int64_t t = tile.from + r, token = b * of->T + t, own = (b * of->H + h) * of->T + t;
-        float *row = weights + r * Jp, total = 0, evidence = 0;
-        if (of->start[token] >= of->stop[token]) {
-            memset(row, 0, tile.width * sizeof(float));
-            call->log_total[own] = INFINITY;
-            if (call->evidence)
-                call->evidence[own] = 0;
-            continue;
-        }
-        const float top = logits(room, call, b, h, t, tile, row);
-        const float *score = room->score, *E = room->decay, *L = room->logit;
-#pragma omp simd reduction(+ : total)
-        for (int64_t j = 0; j < tile.width; j++) {
-            float a = exponential(score[j] - top);
-            total += a;
-            row[j] = a * E[j];
-        }
-        const float share = 1 / total;
+        const int64_t own = (b * of->H + h) * of->T + tile.from + r;
+        const float *E = room->tables.of[r][DECAY];
+        float *row = weights + r * Jp;
+        const float total = sum_of(row, tile.width), share = total == 0 ? 0 : 1 / total;
         for (int64_t j = 0; j < tile.width; j++)
-            row[j] *= share;
-        call->log_total[own] = top + logf(total);
-        if (call->evidence) {
-#pragma omp simd reduction(+ : evidence)
-            for (int64_t j = 0; j < tile.width; j++)
-                evidence += exponential(L[j]);
-            call->evidence[own] = evidence;
-        }
+            row[j] = row[j] * E[j] * share;
+        call->log_total[own] = total == 0 ? INFINITY : top[r] + logf(total);
+        if (call->evidence)
+            call->evidence[own] = sum_of(room->logit + r * Jp, tile.width);
     }
     over_keys(tile, weights, Jp, room->v, Kp, Kp, room->sums, Kp);
     for (int64_t r = 0; r < tile.count; r++) {
@@ -234,54 +219,41 @@ static float backward_token(Room *room, const FilterCall *call, int64_t b, int64
     const int64_t token = b * of->T + t, head = b * of->H + h, own = head * of->T + t;
     const float kappa = call->kappa[h], temperature = call->temperature[h], total = call->log_total[own];
     const float g_e = call->grad_evidence ? call->grad_evidence[own] : 0;
-    logits(room, call, b, h, t, tile, row);
-    float *E = room->decay, *P = room->precision, *s = room->sharp, *y = room->misfit, *L = room->logit;
-    float *score = room->score, *residual = room->residual, *d_bias = room->d_bias + tile.low;
-    float *d_k_square = room->d_k_square + tile.low;
+    float *a = room->a, *y = room->misfit, *L = room->logit, *residual = room->residual, *flow = room->flow;
+    float *temper = room->temper, *d_bias = room->d_bias + tile.low, *d_k_square = room->d_k_square + tile.low;
     const float *k_square = room->k_square + tile.low;
-    float sum = 0, along = 0, d_kappa = 0, d_temperature = 0, d_square = 0;
-#pragma omp simd reduction(+ : sum)
+    logits(room, call, b, h, t, tile, 0, row, a);
+    const float *E = room->tables.of[0][DECAY], *s = room->tables.of[0][SHARPNESS];
+    for (int64_t j = 0; j < tile.width; j++)
+        a[j] = exponential(a[j] - total);
+    const float share = 1 / sum_of(a, tile.width); /* near 1: what the log has lost would not cancel in dl */
     for (int64_t j = 0; j < tile.width; j++) {
-        float a = exponential(score[j] - total);
-        P[j] = a; /* from here on a */
-        sum += a;
-    }
-    const float share = 1 / sum; /* near 1: what the log has lost would not cancel in dl */
-#pragma omp simd reduction(+ : along)
-    for (int64_t j = 0; j < tile.width; j++) {
-        P[j] *= share;
+        a[j] *= share;
         d[j] *= E[j];
-        along += P[j] * d[j];
     }
+    const float along = dot(a, d, tile.width);
     const int student = (int)call->student;
-#pragma omp simd reduction(+ : d_kappa, d_temperature, d_square)
+#pragma omp simd
     for (int64_t j = 0; j < tile.width; j++) {
-        const float a = P[j], dl = a * (d[j] - along), R2 = residual[j], x = s[j] * R2, cross = row[j];
-        const float of_evidence = L[j] == -INFINITY ? 0 : g_e * exponential(L[j]);
+        const int reads = L[j] != -INFINITY;
+        const float dl = a[j] * (d[j] - along), R2 = residual[j], x = s[j] * R2, cross = row[j];
+        const float of_evidence = reads ? g_e * exponential(L[j]) : 0;
         const float dL = temperature * dl + of_evidence, dx = (student ? 1 / (1 + x) : 1) * -kappa * dL;
         const float dR2 = dx * s[j], dc = E[j] * dR2;
-        d_kappa -= dL * y[j];
-        d_temperature += a == 0 ? 0 : dl * L[j];
-        d_square += dR2;
+        temper[j] = a[j] == 0 ? 0 : dl * L[j];
+        flow[j] = dR2;
         d_bias[j] += dl;
         d_k_square[j] += E[j] * dc;
-        residual[j] = 2 * dc * (E[j] * k_square[j] - cross) + d[j] * a; /* d log E */
-        score[j] = dL;
-        L[j] = dx * R2; /* ds */
-        row[j] = a * E[j];
+        residual[j] = reads ? 2 * dc * (E[j] * k_square[j] - cross) + d[j] * a[j] : 0; /* d log E */
+        row[j] = a[j] * E[j];
+        a[j] = reads ? dL : 0;
+        L[j] = reads ? dx * R2 : 0; /* ds */
         d[j] = dc;
     }
-    call->d_kappa[head] += d_kappa;
-    call->d_temperature[head] += d_temperature;
-    float *by_decay = call->d_log_decay + head * call->L, *by_precision = call->d_log_precision + head * call->L;
-    float *by_sharpness = call->d_sharpness + head * call->L;
-    for (int64_t j = of->start[token] - tile.low; j < of->stop[token] - tile.low; j++) {
-        const int64_t place = least(lag(of, b, token, tile.low + j), call->L - 1);
-        by_decay[place] += residual[j];
-        by_precision[place] += score[j];
-        by_sharpness[place] += L[j];
-    }
-    return d_square;
+    call->d_kappa[head] -= dot(a, y, tile.width);
+    call->d_temperature[head] += sum_of(temper, tile.width);
+    add_to_tables(&room->tables, of, b, t, tile, (const float *[]){residual, a, L});
+    return sum_of(flow, tile.width);
 }
 
 static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block)
@@ -293,6 +265,7 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
     float *weights = room->weights + row * Jp, *d_cross = room->d_cross + row * Jp, d_square[TALL];
     float *a = weights + before, *d = d_cross + before;
+    make_room(call->d_q, b, h, tile.from, tile.count, K);
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);
     product(0, tile.count, K, tile.width, room->g + tile.from * Kp, Kp, 1, room->v_columns + tile.low, Jp, d, Jp);
     for (int64_t r = 0; r < tile.count; r++) {
@@ -340,11 +313,14 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
     memset(room->d_v, 0, Jp * Kp * sizeof(float));
     memset(room->d_k_square, 0, Jp * sizeof(float));
     memset(room->d_bias, 0, Jp * sizeof(float));
-    memset(call->d_log_decay + head * call->L, 0, call->L * sizeof(float));
-    memset(call->d_log_precision + head * call->L, 0, call->L * sizeof(float));
-    memset(call->d_sharpness + head * call->L, 0, call->L * sizeof(float));
+    memset(room->tables.sums, 0, TABLES * room->tables.width * sizeof(float));
+    make_room(call->d_k, b, h, 0, J, K);
+    make_room(call->d_v, b, h, 0, J, K);
     call->d_kappa[head] = call->d_temperature[head] = 0;
     each_block(of, b, h, room, call, backward_tile, gather_keys);
+    const int64_t by_lag = head * call->L;
+    float *sums[] = {call->d_log_decay + by_lag, call->d_log_precision + by_lag, call->d_sharpness + by_lag};
+    sum_tables(&room->tables, sums);
     if (call->d_key_bias)
         memcpy(call->d_key_bias + head * J, room->d_bias, J * sizeof(float));
     for (int64_t j = 0; j < J; j++) {

@@ -107,17 +107,6 @@ static float mask(const Room *room, const Call *call, int64_t b, int64_t h, int6
     return start < stop ? largest(row, tile.width) : 0;
 }
 
-/* exp(row - top) in its place, row by row: what a row waits for is not in the way of the next. */
-INLINE void exponentials(float *rows, int64_t Jp, Tile tile, const float *top)
-{
-    for (int64_t r = 0; r < tile.count; r++) {
-        float *row = rows + r * Jp;
-#pragma omp simd
-        for (int64_t j = 0; j < tile.width; j++)
-            row[j] = exponential(row[j] - top[r]);
-    }
-}
-
 static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile)
 {
     Room *room = given;
