@@ -159,9 +159,10 @@ def train_in_turn(contestants: Sequence[Contestant], *, epochs: int, chunk_steps
 
 
 def evaluate_in_turn(contestants: Sequence[Contestant], dataset: Dataset, *, times: int) -> None:
-    """Rank all test users with each, some times over."""
-    for _ in range(times):
-        for c in contestants:
+    """Rank all test users with each, some times over; whoever begins changes from time to time."""
+    for turn in range(times):
+        for n in range(len(contestants)):
+            c = contestants[(n + turn) % len(contestants)]
             began = time.perf_counter()
             c.model.refresh()
             result = evaluate(c.model, dataset, "test", memory_mb=c.config.evaluation.memory_mb)
@@ -192,21 +193,15 @@ def result_of(contestant: Contestant, baseline: Contestant) -> dict[str, Any]:
     """The numbers of one arm; ratios are of chunks that trained side by side."""
     c = contestant
     seconds = statistics.median(c.epochs)
-    ratios = [mine / its for mine, its in zip(c.chunks, baseline.chunks, strict=True)]
     return {
         "seconds_per_epoch": seconds,
         "seconds_of_epochs": c.epochs,
         "tokens_per_epoch": c.batches.num_tokens,
         "tokens_per_second": c.batches.num_tokens / seconds,
-        "ratio": {
-            "to": baseline.arm.label,
-            "median": statistics.median(ratios),
-            "min": min(ratios),
-            "max": max(ratios),
-            "pairs": len(ratios),
-        },
+        "ratio": _ratio(c.chunks, baseline.chunks, baseline),
         "evaluation_seconds": statistics.median(c.evaluations),
         "seconds_of_evaluations": c.evaluations,
+        "evaluation_ratio": _ratio(c.evaluations, baseline.evaluations, baseline),
         "epochs": len(c.epochs),
         "metrics": c.metrics,
         "hr@10": c.metrics["unfiltered"]["hr@10"],
@@ -215,27 +210,37 @@ def result_of(contestant: Contestant, baseline: Contestant) -> dict[str, Any]:
     }
 
 
+def _ratio(mine: Sequence[float], its: Sequence[float], baseline: Contestant) -> dict[str, Any]:
+    """Of times taken in turns with the baseline's."""
+    ratios = [one / other for one, other in zip(mine, its, strict=True)]
+    spread = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "pairs": len(ratios)}
+    return {"to": baseline.arm.label, **spread}
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The results as text."""
     to = next(iter(results.values()))["ratio"]["to"]
-    head = ["arm", "s/epoch", "tokens/s", f"x {to}", "(min to max)", "evaluation s", "HR@10", "NDCG@10"]
+    columns = (f"x {to}", "(min to max)")
+    head = ["arm", "s/epoch", "tokens/s", *columns, "evaluation s", *columns, "HR@10", "NDCG@10"]
     rows = []
     for label, r in results.items():
-        ratio = r["ratio"]
-        own = label == to
         rows.append(
             [
                 label,
                 f"{r['seconds_per_epoch']:.2f}",
                 f"{r['tokens_per_second']:,.0f}",
-                f"{ratio['median']:.3f}",
-                "" if own else f"({ratio['min']:.2f} to {ratio['max']:.2f})",
+                *_ratio_in_words(r["ratio"], own=label == to),
                 f"{r['evaluation_seconds']:.2f}",
+                *_ratio_in_words(r["evaluation_ratio"], own=label == to),
                 f"{r['hr@10']:.4f}",
                 f"{r['ndcg@10']:.4f}",
             ]
         )
     return text_table(head, rows)
+
+
+def _ratio_in_words(ratio: dict[str, Any], *, own: bool) -> tuple[str, str]:
+    return f"{ratio['median']:.3f}", "" if own else f"({ratio['min']:.2f} to {ratio['max']:.2f})"
 
 
 def profile(arm: ArmSpec, config: RunConfig, dataset: Dataset, *, steps: int, rows: int = 25) -> str:

@@ -115,6 +115,22 @@ def test_keys_without_a_bias_weigh_as_they_do_with_one_of_0():
         assert torch.equal(found, biased[name])
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_positions_may_have_holes(causal):
+    context = packed([[40], [9, 31], [40]], 40, causal=causal, offset=3)
+    position = context.position.clone()
+    position[0] *= 3
+    position[1, 20:] += 2
+    position[2, :6] -= 3
+    context = SequenceContext(context.segment, position, causal=causal)
+    inputs = drawn(3, 2, 40, 5)
+    exact, found = (
+        run(path, inputs, context, Variant(), dtype)
+        for path, dtype in (("isotropic", torch.float64), ("compiled", torch.float32))
+    )
+    assert_near(found, exact)
+
+
 def test_positions_that_begin_late_are_those_that_begin_at_0():
     inputs = drawn(2, 2, 6, 3)
     early, late = (packed([[6], [2, 4]], 6, causal=True, offset=offset) for offset in (0, 900))
