@@ -84,8 +84,10 @@ INLINE void fetch_bias(const Batch *of, const float *key_bias, int64_t b, float 
 /* Set what a tile leaves out of a row of its block to 0. */
 INLINE void blank_rest(float *row, int64_t before, int64_t width, int64_t after)
 {
-    memset(row, 0, before * sizeof(float));
-    memset(row + before + width, 0, after * sizeof(float));
+    for (int64_t j = 0; j < before; j++)
+        row[j] = 0;
+    for (int64_t j = before + width; j < before + width + after; j++)
+        row[j] = 0;
 }
 
 INLINE int32_t lag(const Batch *of, int64_t b, int64_t token, int64_t j)

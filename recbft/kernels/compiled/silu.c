@@ -207,10 +207,13 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     }
     d = kept[1] + before;
     over_keys(tile, d, Jp, room->k, Kp, Kp, room->sums, Kp);
+    const float scale = call->scale; /* which the compiler would read again after every element written */
     for (int64_t r = 0; r < tile.count; r++) {
         float *d_q = at(call->d_q, b, h) + (tile.from + r) * call->d_q.token;
+        const float *sums = room->sums + r * Kp;
+#pragma omp simd
         for (int64_t i = 0; i < K; i++)
-            d_q[i] = room->sums[r * Kp + i] * call->scale;
+            d_q[i] = sums[i] * scale;
     }
 }
 

@@ -191,13 +191,16 @@ static float pull_of(Room *room, const Call *call, int64_t b, int64_t h, int64_t
     if (call->kind == MOMENTS) {
         memcpy(g_S, g_second, K * sizeof(float));
     } else {
-#pragma omp simd reduction(+ : g_n)
+        const float cap = call->cap;
+#pragma omp simd
         for (int64_t i = 0; i < K; i++) {
-            float flow = second[i] < call->cap ? g_second[i] * second[i] * share : 0;
-            g_n += flow;
+            const float flow = second[i] < cap ? g_second[i] * second[i] * share : 0;
+            pull[i] = flow;
             g_S[i] = -flow * second[i];
         }
+        g_n += sum_of(pull, room->Kp);
     }
+#pragma omp simd
     for (int64_t i = 0; i < K; i++)
         pull[i] = g[i] - 2 * g_S[i] * (mean[i] - first[i]);
     return 2 * g_n * n * n;
@@ -258,10 +261,13 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     }
     d = d_weights + before;
     over_keys(tile, d, Jp, room->k, Kp, Kp, room->sums, Kp);
+    const float scale = call->scale; /* which the compiler would read again after every element written */
     for (int64_t r = 0; r < tile.count; r++) {
         float *d_q = at(call->d_q, b, h) + (tile.from + r) * call->d_q.token;
+        const float *sums = room->sums + r * Kp;
+#pragma omp simd
         for (int64_t i = 0; i < K; i++)
-            d_q[i] = room->sums[r * Kp + i] * call->scale;
+            d_q[i] = sums[i] * scale;
     }
 }
 
