@@ -216,7 +216,7 @@ static float backward_token(Room *room, const FilterCall *call, int64_t b, int64
                             float *d)
 {
     const Batch *of = &call->of;
-    const int64_t token = b * of->T + t, head = b * of->H + h, own = head * of->T + t;
+    const int64_t head = b * of->H + h, own = head * of->T + t;
     const float kappa = call->kappa[h], temperature = call->temperature[h], total = call->log_total[own];
     const float g_e = call->grad_evidence ? call->grad_evidence[own] : 0;
     float *a = room->a, *y = room->misfit, *L = room->logit, *residual = room->residual, *flow = room->flow;
