@@ -155,8 +155,8 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
             float S = o[Kp + i] - o[i] * o[i];
             S = S < 0 ? 0 : S;
             if (call->kind == REML) {
-                float r = above / (S + call->constant);
-                second[i] = r > call->cap ? call->cap : r;
+                float precision = above / (S + call->constant);
+                second[i] = precision > call->cap ? call->cap : precision;
             } else {
                 second[i] = S;
             }
