@@ -33,19 +33,14 @@ typedef struct {
 
 INLINE float *at(View view, int64_t b, int64_t h) { return view.data + b * view.row + h * view.head; }
 
-/* The head after this one, whose rows a thread reads next. */
-INLINE const float *next_head(View view, int64_t H, int64_t b, int64_t h)
-{
-    return h + 1 < H ? at(view, b, h + 1) : at(view, b + 1, 0);
-}
-
 #define LINE 16 /* floats of what a cache holds as one */
 
-/* Have the K elements of a token brought near that are read with the next head. */
-INLINE void ask_for(const float *from, int64_t K)
+/* Have the K elements of a token brought near that are read with the next head, which is the thread's next. */
+INLINE void ask_for(View view, int64_t H, int64_t b, int64_t h, int64_t t, int64_t K)
 {
+    const float *next = h + 1 < H ? at(view, b, h + 1) : at(view, b + 1, 0);
     for (int64_t i = 0; i < K; i += LINE)
-        __builtin_prefetch(from + i, 0, 2);
+        __builtin_prefetch(next + t * view.token + i, 0, 2);
 }
 
 /* The same of tokens of this head that are written soon. */
@@ -61,10 +56,10 @@ INLINE void make_room(View view, int64_t b, int64_t h, int64_t from, int64_t cou
 INLINE void fetch_rows(const Batch *of, View view, int64_t b, int64_t h, int64_t tokens, float scale, float *to,
                        int64_t rows, int64_t width)
 {
-    const int64_t K = of->K;
-    const float *from = at(view, b, h), *next = next_head(view, of->H, b, h);
-    for (int64_t t = 0; t < tokens; t++, from += view.token, next += view.token, to += width) {
-        ask_for(next, K);
+    const int64_t K = of->K, H = of->H;
+    const float *from = at(view, b, h);
+    for (int64_t t = 0; t < tokens; t++, from += view.token, to += width) {
+        ask_for(view, H, b, h, t, K);
         for (int64_t i = 0; i < K; i++)
             to[i] = from[i] * scale;
         for (int64_t i = K; i < width; i++)

@@ -17,6 +17,7 @@ typedef struct {
     int32_t *in_order;             /* (Jp): how many keys from this one on stand one after another */
     float *picked;                 /* (TALL, TABLES, Jp): of the keys of a token that do not */
     const float *of[TALL][TABLES]; /* the tables of each token of a tile, by its keys */
+    int64_t place[TALL];           /* of its first key in them, or -1 where they are picked */
 } LagTables;
 
 INLINE int64_t width_of_table(int64_t L, int64_t Jp) { return padded(2 * L - 1 + 2 * Jp); }
@@ -57,7 +58,7 @@ INLINE int64_t place_of_key(const LagTables *tables, const Batch *of, int64_t b,
 /* The tables of the keys of a token, the r-th of its tile. */
 static void find_tables(LagTables *tables, const Batch *of, int64_t b, int64_t t, Tile tile, int64_t r)
 {
-    const int64_t token = b * of->T + t, place = place_in_table(tables, of, b, t, tile);
+    const int64_t token = b * of->T + t, place = tables->place[r] = place_in_table(tables, of, b, t, tile);
     for (int i = 0; i < TABLES; i++) {
         const float *table = tables->values + i * tables->width;
         float *picked = tables->picked + (r * TABLES + i) * tables->Jp;
@@ -70,11 +71,11 @@ static void find_tables(LagTables *tables, const Batch *of, int64_t b, int64_t t
     }
 }
 
-/* Add what a token gives to the tables of its keys, 0 for those that it does not read. */
-static void add_to_tables(LagTables *tables, const Batch *of, int64_t b, int64_t t, Tile tile,
+/* Add what a token gives to the tables that were found for it, 0 for keys that it does not read. */
+static void add_to_tables(LagTables *tables, const Batch *of, int64_t b, int64_t t, Tile tile, int64_t r,
                           const float *const *given)
 {
-    const int64_t token = b * of->T + t, place = place_in_table(tables, of, b, t, tile);
+    const int64_t token = b * of->T + t, place = tables->place[r];
     for (int i = 0; i < TABLES; i++) {
         const float *x = given[i];
         float *sums = tables->sums + i * tables->width;

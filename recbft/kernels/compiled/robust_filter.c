@@ -110,20 +110,18 @@ static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int 
 {
     const int64_t K = call->of.K, J = call->of.J, T = call->of.T, Kp = room->Kp, Jp = room->Jp;
     const float *q = at(call->q, b, h), *k = at(call->k, b, h), *v = at(call->v, b, h);
-    const float *next_q = next_head(call->q, call->of.H, b, h), *next_k = next_head(call->k, call->of.H, b, h);
-    const float *next_v = next_head(call->v, call->of.H, b, h);
     memset(room->q, 0, T * Kp * sizeof(float));
     memset(room->k, 0, Jp * Kp * sizeof(float));
     memset(room->v, 0, Jp * Kp * sizeof(float));
     memset(room->k_square, 0, Jp * sizeof(float));
     for (int64_t t = 0; t < T; t++) {
-        ask_for(next_q + t * call->q.token, K);
+        ask_for(call->q, call->of.H, b, h, t, K);
         turned(K, q + t * call->q.token, query_turn(call, b, h, t), 1, room->q + t * Kp);
         room->q_square[t] = dot(room->q + t * Kp, room->q + t * Kp, Kp);
     }
     for (int64_t j = 0; j < J; j++) {
-        ask_for(next_k + j * call->k.token, K);
-        ask_for(next_v + j * call->v.token, K);
+        ask_for(call->k, call->of.H, b, h, j, K);
+        ask_for(call->v, call->of.H, b, h, j, K);
         turned(K, k + j * call->k.token, key_turn(call, b, h, j), 1, room->k + j * Kp);
         turned(K, v + j * call->v.token, call->turns_values ? key_turn(call, b, h, j) : NULL, 1, room->v + j * Kp);
         room->k_square[j] = dot(room->k + j * Kp, room->k + j * Kp, Kp);
@@ -139,7 +137,7 @@ static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int 
     memset(room->g, 0, T * Kp * sizeof(float));
     for (int64_t t = 0; t < T; t++) {
         const float *turn = call->turns_values ? query_turn(call, b, h, t) : NULL;
-        ask_for(next_head(call->grad_mean, call->of.H, b, h) + t * call->grad_mean.token, K);
+        ask_for(call->grad_mean, call->of.H, b, h, t, K);
         turned(K, at(call->grad_mean, b, h) + t * call->grad_mean.token, turn, 1, room->g + t * Kp);
     }
 }
@@ -252,7 +250,7 @@ static float backward_token(Room *room, const FilterCall *call, int64_t b, int64
     }
     call->d_kappa[head] -= dot(a, y, tile.width);
     call->d_temperature[head] += sum_of(temper, tile.width);
-    add_to_tables(&room->tables, of, b, t, tile, (const float *[]){residual, a, L});
+    add_to_tables(&room->tables, of, b, t, tile, 0, (const float *[]){residual, a, L});
     return sum_of(flow, tile.width);
 }
 

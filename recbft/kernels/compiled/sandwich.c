@@ -19,6 +19,7 @@ typedef struct {
 } SandwichCall;
 
 typedef struct {
+    int64_t own; /* its place in (B, H, T) */
     const float *e, *w1, *w2;
     float s1, s2, floor, inverse, to_m; /* 1 / d; of e */
 } Token;
@@ -28,7 +29,8 @@ INLINE Token token_of(const SandwichCall *call, int64_t b, int64_t h, int64_t t)
     const int64_t own = (b * call->H + h) * call->T + t;
     const float s1 = call->weight_sum[own], s2 = call->square_sum[own];
     const float floor = 1e-6f * s2 + 1e-12f, d = s1 * s1 > floor ? s1 * s1 : floor;
-    return (Token){at(call->mean, b, h) + t * call->mean.token,
+    return (Token){own,
+                   at(call->mean, b, h) + t * call->mean.token,
                    at(call->square_mean, b, h) + t * call->square_mean.token,
                    at(call->square_second, b, h) + t * call->square_second.token,
                    s1, s2, floor, 1 / d, call->root ? s1 / d : 1};
@@ -79,14 +81,13 @@ void sandwich_backward(const SandwichCall *call)
                 along_spread += own * spread;
                 along_m += g_m * e[k];
             }
-            const int64_t own_token = (b * call->H + h) * call->T + t;
             float g_d = -along_spread * inverse, g_s1 = 0;
             if (call->root) {
                 g_s1 = along_m * inverse;
                 g_d -= along_m * s1 * inverse * inverse;
             }
             const int held = s1 * s1 <= of.floor;
-            call->d_weight_sum[own_token] = g_s1 + (held ? 0 : 2 * s1 * g_d);
-            call->d_square_sum[own_token] = to_s2 + (held ? 1e-6f * g_d : 0);
+            call->d_weight_sum[of.own] = g_s1 + (held ? 0 : 2 * s1 * g_d);
+            call->d_square_sum[of.own] = to_s2 + (held ? 1e-6f * g_d : 0);
         }
 }

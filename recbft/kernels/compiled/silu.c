@@ -159,7 +159,7 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
         const int64_t t = tile.from + r;
         const View *views[] = {&call->grad_mean, &call->grad_square_mean, &call->grad_square_second};
         for (int i = 0; i < (call->mean_alone ? 1 : 3); i++) {
-            ask_for(next_head(*views[i], of->H, b, h) + t * views[i]->token, K);
+            ask_for(*views[i], of->H, b, h, t, K);
             memcpy(pull + r * wide + i * Kp, at(*views[i], b, h) + t * views[i]->token, K * sizeof(float));
         }
     }

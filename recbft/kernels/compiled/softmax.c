@@ -171,7 +171,7 @@ static float pull_of(Room *room, const Call *call, int64_t b, int64_t h, int64_t
     const float *g = at(call->grad_mean, b, h) + t * call->grad_mean.token;
     const View *read[] = {&call->grad_mean, &call->grad_second, &call->second, &call->mean};
     for (int i = 0; i < (call->kind == MEAN ? 1 : 4); i++)
-        ask_for(next_head(*read[i], call->of.H, b, h) + t * read[i]->token, K);
+        ask_for(*read[i], call->of.H, b, h, t, K);
     memset(pull, 0, room->Up * sizeof(float));
     if (call->kind == MEAN) {
         memcpy(pull, g, K * sizeof(float));

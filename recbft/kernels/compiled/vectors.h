@@ -135,16 +135,18 @@ INLINE void transpose(const float *from, int64_t rows, int64_t columns, float *t
 #define TURN(l, step) (((l) + (step)) % LANES)
 #define TURNED(x, step) SHUFFLE(x, x, TURN, step)
 
+#if LANES == 16
+#define HALVES(MEET) MEET(8) MEET(4) MEET(2) MEET(1)
+#elif LANES == 8
+#define HALVES(MEET) MEET(4) MEET(2) MEET(1)
+#else
+#define HALVES(MEET) MEET(2) MEET(1)
+#endif
+
 INLINE float sum_of_lanes(vector x)
 {
-#if LANES > 8
-    x += TURNED(x, 8);
-#endif
-#if LANES > 4
-    x += TURNED(x, 4);
-#endif
-    x += TURNED(x, 2);
-    x += TURNED(x, 1);
+#define ADD(step) x += TURNED(x, step);
+    HALVES(ADD)
     return x[0];
 }
 
@@ -159,14 +161,8 @@ INLINE float largest(const float *x, int64_t width)
     vector top = load(x);
     for (int64_t j = LANES; j < width; j += LANES)
         top = larger(load(x + j), top);
-#if LANES > 8
-    top = larger(TURNED(top, 8), top);
-#endif
-#if LANES > 4
-    top = larger(TURNED(top, 4), top);
-#endif
-    top = larger(TURNED(top, 2), top);
-    top = larger(TURNED(top, 1), top);
+#define RISE(step) top = larger(TURNED(top, step), top);
+    HALVES(RISE)
     return top[0];
 }
 
