@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from recbft.datasets.batches import EpochBatches, TrainingBatches
 from recbft.mixers import MIXERS, MixerSpec
-from recbft.models.backbone import BackboneConfig, Mixing
+from recbft.models.backbone import BackboneConfig
 from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.hstu import HSTUConfig, hstu
+from recbft.models.layers import Mixing
 from recbft.models.popularity import Popularity, PopularityConfig
 from recbft.models.precision_config import CoreConfig
 from recbft.models.sasrec import SASRecConfig, sasrec

@@ -27,17 +27,9 @@ from recbft.config import check_range
 from recbft.datasets.batches import ClozeBatches
 from recbft.errors import UserError
 from recbft.kernels.layer_norm import LayerNorm
-from recbft.models.backbone import (
-    ATTENTION,
-    Backbone,
-    BackboneConfig,
-    Mixing,
-    check_backbone,
-    make_blocks,
-    mixer_maker,
-    root_of_width,
-)
+from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
+from recbft.models.layers import ATTENTION, Mixing, make_blocks, mixer_maker
 from recbft.models.precision_config import CoreConfig
 
 

@@ -24,15 +24,9 @@ from torch import Tensor
 
 from recbft.errors import UserError
 from recbft.mixers import PointwiseAttention
-from recbft.models.backbone import (
-    RECENCY_START,
-    Backbone,
-    BackboneConfig,
-    check_backbone,
-    make_blocks,
-    root_of_width,
-)
+from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
+from recbft.models.layers import RECENCY_START, make_blocks
 from recbft.models.precision_config import CoreConfig, check_core
 
 DROPOUT_CAP = 0.2

@@ -13,7 +13,8 @@ from recbft.errors import UserError
 from recbft.mixers.boosted import BoostedAttention, BoostedConfig, TwicingAttention
 from recbft.mixers.regime import RegimeAttention, RegimeConfig
 from recbft.models import CoreConfig
-from recbft.models.backbone import Backbone, make_blocks
+from recbft.models.backbone import Backbone
+from recbft.models.layers import make_blocks
 from recbft.models.sasrec import SASRecConfig
 
 HISTORIES = [[3, 7, 1, 7, 12], [5, 6], [9, 2, 2, 8], [4]]

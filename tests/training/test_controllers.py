@@ -18,8 +18,9 @@ from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import UserError
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.regime import RegimeAttention, RegimeConfig
-from recbft.models.backbone import Backbone, make_blocks
+from recbft.models.backbone import Backbone
 from recbft.models.contract import read_histories
+from recbft.models.layers import make_blocks
 from recbft.models.sasrec import SASRecConfig
 from recbft.run_config import load_run_config
 from recbft.training.checkpoint import TrainState, load, snapshot, write

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recbft.models import CoreConfig
-from recbft.models.backbone import Mixing
+from recbft.models.layers import Mixing
 from recbft.models.sasrec import SASRecConfig, sasrec
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import clip_gradients, make_optimizer, warmup_ramp
