@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from recbft.evaluation.paired import EXACT_SEEDS, holm
@@ -13,6 +13,10 @@ from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.results import user_samples
 from recbft.experiments.tables import Row, markdown_table, markdown_words, text_table
 
+WITHOUT_SPREAD = (
+    "A difference without an interval is the same in every seed: there is no spread to judge by, and p is the sign "
+    "flips'."
+)
 Table = Callable[[Row, Sequence[Row]], str]
 Result = Mapping[str, Any]
 
@@ -32,6 +36,7 @@ def comparison_document(result: Result, *, markdown: bool) -> str:
             f"by sign flips, and by Holm over the {counted(tests, 't-test')} of this table; the last "
             "but one column is the smallest difference that so many seeds would have found four times in five, the "
             "last one the same runs' difference on validation, by which their epochs were chosen, with its own p."
+            f"{without_spread(cell['over_seeds'] for *_, cell in cells_of(against))}"
         )
         parts.append(table(*_seed_cells(against)))
         over_users = [cell["over_users"] for *_, cell in cells_of(against) if "over_users" in cell]
@@ -94,6 +99,15 @@ def difference_cells(d: Mapping[str, Any]) -> list[str]:
         "" if relative is None else percent(relative),
         "" if _is_constant(d) else interval_text(d["interval"], "+.4f"),
     ]
+
+
+def without_spread(differences: Iterable[Mapping[str, Any]]) -> str:
+    """What a caption adds where one of these differences over seeds is the same in every seed.
+
+    >>> without_spread([{"cohen_d": 0.3}])
+    ''
+    """
+    return f" {WITHOUT_SPREAD}" if any(map(_is_constant, differences)) else ""
 
 
 def interval_text(ends: Sequence[Any], spec: str) -> str:

@@ -9,6 +9,7 @@ from recbft.evaluation.exposure import MEASURES, lists_of, usual_cutoff
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
+from recbft.experiments.document import WITHOUT_SPREAD
 from recbft.experiments.lists import listed, seeds_text
 from recbft.reporting.sections import Section
 from recbft.reporting.tables import Cell, Column, Table
@@ -81,11 +82,12 @@ def _difference_table(comparison: Comparison, found: Exposures, k: int) -> Table
         ]
         for (arm, setting, name, one), p in zip(pairs, adjusted, strict=True)
     ]
+    constant = f" {WITHOUT_SPREAD}" if any(one.is_constant for *_, one in pairs) else ""
     return Table(
         name="exposure-differences",
         title=f"Difference of the lists from {comparison.baseline} over seeds",
         caption=f"Paired by seed; p: two-sided paired t-test; interval: t; Holm p: over the {len(rows)} tests of this "
-        "table. Neither way is better by itself.",
+        f"table. Neither way is better by itself.{constant}",
         columns=[Column("arm"), Column("measure"), Column("items"), Column("difference", "signed"),
                  Column("relative", "percent"), Column("95 % interval", "interval"), Column("p", "p"),
                  Column("Holm p", "p")],

@@ -17,17 +17,13 @@ import numpy as np
 from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
-from recbft.experiments.document import cells_of, on_validation, out_of_reach
+from recbft.experiments.document import WITHOUT_SPREAD, cells_of, on_validation, out_of_reach
 from recbft.experiments.lists import seeds_text
 from recbft.experiments.results import user_samples
 from recbft.reporting.subject import headline
 from recbft.reporting.tables import Cell, Column, Table, slug
 
 HEADLINE_METRIC = "ndcg@10"
-WITHOUT_SPREAD = (
-    "A difference without an interval is the same in every seed: there is no spread to judge by, and p is the sign "
-    "flips'."
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,8 @@ from recbft.evaluation.paired import SeedComparison, UserComparison
 from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import MIN_USERS, Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of, stratify
-from recbft.experiments.document import out_of_reach, p_equals
+from recbft.experiments.document import WITHOUT_SPREAD, out_of_reach, p_equals
 from recbft.experiments.lists import listed
-from recbft.reporting.findings import WITHOUT_SPREAD
 from recbft.reporting.subject import Subject
 from recbft.reporting.tables import Cell, Column, Table, slug
 

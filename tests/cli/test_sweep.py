@@ -213,8 +213,18 @@ def test_every_number_of_a_sweeps_table_is_one_of_its_results(tmp_path, best):
                 ["", "", "", "", ""] if d is None else [*difference_cells(d), p_text(d["p_t"]), p_text(d["p_holm"])]
             )
             assert cells == [f"{mean(of_part['values']):.4f} ± {stdev(of_part['values']):.4f}", *written]
+    assert "without an interval" not in text
     said = "the default, core.lam_max=100.0." if best == 100.0 else "core.lam_max=5.0."
     assert f"Chosen by validation: {said}" in text and "Holm over the 2 other values" in text
+
+
+def test_a_sweep_says_whose_p_stands_beside_one_difference_in_every_seed(tmp_path):
+    figures = {value: {"validation": {"unfiltered": [0.1 * up, 0.2 * up]}} for value, up in ((100.0, 1), (5.0, 2))}
+    figures[20.0] = {"validation": {"unfiltered": [0.15, 0.25]}}
+    found = {**swept(tmp_path, figures), "made": MADE, "seeds": [0, 1], "notes": [],
+             "protocol": {"items": 9, "filter_seen": False, "config": {}}}  # fmt: skip
+    text = sweep_document(found, markdown=False)
+    assert "Holm over the 2 other values. A difference without an interval is the same in every seed" in text
 
 
 @pytest.mark.parametrize("order", [(5.0, 100.0, 20.0), (100.0, 5.0, 20.0), (20.0, 5.0, 100.0)])

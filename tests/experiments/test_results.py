@@ -307,6 +307,16 @@ def test_one_difference_in_every_seed_has_no_interval_and_no_smallest_effect_in_
     assert difference_cells({"difference": 0.01, "interval": [0.0, 0.02]}) == ["+0.0100", "", "0.0000 to +0.0200"]
 
 
+def test_the_document_says_whose_p_stands_beside_one_difference_in_every_seed():
+    base = np.random.default_rng(0).integers(20, 40, (4, 30))
+    first_hits, every_seed = base.copy(), "A difference without an interval is the same in every seed"
+    first_hits[:, 0] = 5
+    for name, other in (("equal", base), ("one hit more", first_hits)):
+        result = results_of(made_up({"matched": base, "bft": other}), metrics=["hr@10"], over_users=False)
+        said = every_seed in comparison_document({**result, "made": MADE}, markdown=False)
+        assert said == (name == "one hit more")
+
+
 @pytest.mark.parametrize(
     ("difference", "relative", "written"),
     [

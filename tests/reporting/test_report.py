@@ -17,6 +17,7 @@ from recbft.experiments.arms import leaves
 from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.results import results_of, write_comparison
 from recbft.reporting import plots
+from recbft.reporting.exposure_section import exposure_section
 from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
 from recbft.reporting.report import check_formats, document, make_report, write_report
 from recbft.reporting.sections import metrics_section, strata_section, training_section
@@ -374,6 +375,16 @@ def test_what_lists_show_is_that_of_the_runs_and_differences_are_paired_by_seed(
         plain, ours = ([one[words[said]][name] for one in ran[arm]] for arm in ("matched", "bft"))
         assert difference == pytest.approx(np.mean(ours) - np.mean(plain))
         assert p == pytest.approx(stats.ttest_rel(ours, plain).pvalue) if np.ptp(np.subtract(ours, plain)) else p == 1
+
+
+def test_one_difference_of_the_lists_in_every_seed_is_said_to_have_the_p_of_the_sign_flips(comparison):
+    results = results_of(comparison, over_users=False)
+    for more, said in ([0.125, 0.125, 0.125], True), ([0.125, 0.25, 0.125], False), ([0.0, 0.0, 0.0], False):
+        for arm, values in (("matched", np.array([0.5, 0.25, 0.75])), ("bft", np.add([0.5, 0.25, 0.75], more))):
+            coverage = {"mean": values.mean(), "sd": values.std(ddof=1), "values": values.tolist()}
+            results["arms"][arm]["exposure"] = {"unfiltered": {"coverage@10": coverage}}
+        (differences,) = exposure_section(comparison, results).folded
+        assert ("A difference without an interval is the same in every seed" in differences.caption) == said
 
 
 def test_lists_of_some_users_are_called_so(comparison, monkeypatch):
