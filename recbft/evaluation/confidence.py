@@ -160,9 +160,9 @@ def verdict(auroc: float | None, inside: list[float] | None, num_distinct: int, 
     if num_distinct == 1:
         return "the same for every user, so it tells nothing: AUROC 0.5"
     if inside is None or inside[0] <= 0.5 <= inside[1]:
-        return "does not tell hits from misses: the interval holds 0.5"
+        return "not shown to tell hits from misses: the interval holds 0.5"
     if p >= LEVEL:
-        return f"does not tell hits from misses: the interval leaves out 0.5, but a rank test has p >= {LEVEL}"
+        return f"not shown to tell hits from misses: the interval leaves out 0.5, but a rank test has p >= {LEVEL}"
     if auroc > 0.5:
         return "higher where the list holds the target"
     return "lower where the list holds the target"

@@ -117,7 +117,7 @@ def test_verdicts_follow_the_interval():
     assert verdict(0.6, [0.55, 0.65], 9, 0.01) == "higher where the list holds the target"
     assert verdict(0.4, [0.35, 0.45], 9, 0.01) == "lower where the list holds the target"
     for holding in ([0.45, 0.65], [0.5, 0.65], [0.45, 0.5]):
-        assert verdict(0.6, holding, 9, 0.01) == "does not tell hits from misses: the interval holds 0.5"
+        assert verdict(0.6, holding, 9, 0.01) == "not shown to tell hits from misses: the interval holds 0.5"
     assert "a rank test has p >= 0.05" in verdict(0.6, [0.55, 0.65], 9, 0.05)
     assert verdict(0.6, [0.55, 0.65], 9, 0.0499) == "higher where the list holds the target"
 
@@ -140,7 +140,7 @@ def test_a_few_misses_below_the_cap_prove_nothing(seed):
     found = compare_confidences({"precision": precision}, hit, samples=200, seed=seed)["precision"]
     assert found["auroc_interval"][0] > 0.5
     assert found["verdict"] == (
-        "does not tell hits from misses: the interval leaves out 0.5, but a rank test has p >= 0.05"
+        "not shown to tell hits from misses: the interval leaves out 0.5, but a rank test has p >= 0.05"
     )
 
 
