@@ -3,6 +3,7 @@
     rho    = Pearson correlation of the mid-ranks                                                           (1)
     rho_z  = (rho_xy - rho_xz rho_yz) / sqrt((1 - rho_xz^2) (1 - rho_yz^2))                                 (2)
     p      two-sided, of t = rho sqrt(d / (1 - rho^2)) with d = n - 2 degrees of freedom, n - 3 for (2)     (3)
+           of up to ``EXACT_VALUES`` pairs: share of the n! orders of y with |rho| as large; none for (2)   (4)
 
 Values closer than 1e-9 of the largest are ties: means of equal numbers differ in their last digits.
 
@@ -11,15 +12,19 @@ Source: Spearman (1904); Kendall and Gibbons, Rank Correlation Methods (1990), c
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+EXACT_VALUES = 8  # up to 8! orders are tried, where (3) is too sure: of three in order it is certain
+FloatArray = NDArray[np.float64]
+
 
 class Association(NamedTuple):
-    """A rank correlation; rho and p are None where there is none: a figure that does not vary, or too few values."""
+    """A rank correlation; None where there is none: a figure that does not vary, or too few values."""
 
     rho: float | None
     p: float | None
@@ -30,7 +35,7 @@ def spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Asso
     """Equation (1), or (2) with ``given`` held fixed; pairs with a NaN are left out.
 
     >>> spearman([1, 2, 3, 4], [1, 4, 9, 16])
-    Association(rho=1.0, p=0.0, n=4)
+    Association(rho=1.0, p=0.08333333333333333, n=4)
     """
     from scipy import stats  # seconds to import, which nobody who only recommends has to wait for
 
@@ -40,20 +45,33 @@ def spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Asso
     freedom = n - len(columns)
     if freedom < 1 or any(np.ptp(values[kept]) == 0 for values in columns):
         return Association(None, None, n)
-    r = np.corrcoef([stats.rankdata(values[kept]) for values in columns])
+    ranks = [stats.rankdata(values[kept]) for values in columns]
+    r = np.corrcoef(ranks)
     rho = float(r[0, 1])
     if given is not None:
         spread = (1 - r[0, 2] ** 2) * (1 - r[1, 2] ** 2)
         if spread < 1e-12:  # one of the two is the third
             return Association(None, None, n)
         rho = float((r[0, 1] - r[0, 2] * r[1, 2]) / math.sqrt(spread))
-    if 1 - abs(rho) < 1e-12:
-        return Association(math.copysign(1.0, rho), 0.0, n)
+    perfect = 1 - abs(rho) < 1e-12
+    if perfect:
+        rho = math.copysign(1.0, rho)
+    if n <= EXACT_VALUES:
+        return Association(rho, _p_over_orders(*ranks) if given is None else None, n)
+    if perfect:
+        return Association(rho, 0.0, n)
     t = rho * math.sqrt(freedom / (1 - rho**2))
     return Association(rho, float(2 * stats.t.sf(abs(t), freedom)), n)
 
 
-def _tied(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _p_over_orders(x: FloatArray, y: FloatArray) -> float:
+    """(4) of mid-ranks, few of them."""
+    x, y = x - x.mean(), y - y.mean()
+    found = np.abs(np.array(list(itertools.permutations(y))) @ x)
+    return float(np.mean(found >= abs(y @ x) - 1e-9))  # equal sums must count, whatever order they were added in
+
+
+def _tied(values: FloatArray) -> FloatArray:
     """The values in units of their largest, rounded."""
     largest = np.nanmax(np.abs(values), initial=0.0)
     return np.round(values / largest, 9) if largest > 0 else values

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import permutations
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -31,8 +34,28 @@ def test_holding_a_third_fixed_correlates_what_it_leaves_of_the_ranks(seed):
     assert spearman(x, y).rho < -0.5 < found.rho
 
 
-def test_pairs_with_a_nan_are_left_out_and_a_perfect_order_is_certain():
-    assert spearman([1, 2, np.nan, 4], [4.0, 2, 9, 1]) == (-1.0, 0.0, 3)
+def test_pairs_with_a_nan_are_left_out_and_a_perfect_order_of_many_is_certain():
+    assert spearman([*range(9), np.nan], [*range(0, -9, -1), 3.0]) == (-1.0, 0.0, 9)
+    assert spearman([1, 2, np.nan, 4], [4.0, 2, 9, 1]) == (-1.0, 2 / 6, 3)
+
+
+@pytest.mark.parametrize("n", [3, 4, 5])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_p_of_few_is_the_share_of_their_orders_that_scipy_finds_as_strong(seed, n):
+    rng = np.random.default_rng(seed)
+    x, y = np.append(rng.integers(0, 4, n - 1), 9), np.append(rng.integers(0, 4, n - 1), 9)
+    sizes = [abs(stats.spearmanr(x, order).statistic) for order in permutations(y)]
+    assert spearman(x, y).p == pytest.approx(np.mean(np.array(sizes) >= sizes[0] - 1e-9))
+
+
+def test_the_p_of_a_perfect_order_is_that_of_two_orders_in_all():
+    assert spearman(range(8), range(8, 0, -1)) == (-1.0, 2 / math.factorial(8), 8)
+
+
+def test_few_values_have_no_p_with_a_third_held_fixed():
+    x, z = np.arange(9), np.array([2, 1, 1, 3, 2, 5, 3, 4, 4])
+    assert spearman(x, x, given=z)[:2] == (1.0, 0.0)
+    assert spearman(x[:8], x[:8], given=z[:8]) == (1.0, None, 8)
 
 
 @pytest.mark.parametrize("x", [[1, 1, 1], [1, 2], [], [np.nan] * 3])
