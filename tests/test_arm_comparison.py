@@ -223,6 +223,19 @@ def test_each_row_is_a_test_and_holm_is_over_those_of_one_model_against_one_base
     assert len(alone.differences) == 1 and len(alone.over_users) == 0, "of one user nothing is said over users"
 
 
+def test_one_difference_in_every_seed_has_no_interval_and_no_smallest_effect_in_a_data_frame():
+    base = np.random.default_rng(0).integers(20, 40, (4, 30))
+    first_hits, noise = base.copy(), base - np.arange(120).reshape(4, 30) % 17
+    first_hits[:, 0] = 5
+    ranks = {"matched": base, "equal": base, "one hit more": first_hits, "noise": noise}
+    compared = Compared(Path("out"), {}, {"sasrec": results_of(made_up(ranks), metrics=["hr@10"], over_users=False)})
+    found = compared.differences.set_index("arm")
+    assert found.loc["one hit more", ["low", "high", "smallest_effect"]].isna().all()
+    assert found.at["one hit more", "difference"] == pytest.approx(1 / 30) and found.at["one hit more", "p_t"] == 1 / 8
+    assert found.loc["equal", ["low", "high"]].tolist() == [0, 0] and np.isnan(found.at["equal", "smallest_effect"])
+    assert found.loc["noise", ["low", "high", "smallest_effect"]].notna().all()
+
+
 def test_an_arms_own_settings_win_over_those_of_all_runs(dataset, tmp_path):
     arms = ["bft", "bft[lam_max=20]", "bft[dropout=0.1]"]
     settings = SMALL | {"core": {"lam_max": 5}, "dropout": np.float64(0.3)}
