@@ -77,8 +77,8 @@ class Compared:
 
         p by two-sided paired t-test (``p_t``), by sign flips, and by Holm over the t-tests of a model against one
         baseline; ``smallest_effect`` is the difference that so many seeds would have found four times in five. A
-        difference that is the same in every seed leaves no spread to judge by: it has neither that nor (unless it is 0)
-        an interval, NaN, and its ``p_t`` is the sign flips'.
+        difference that is the same in every seed, be it 0, leaves no spread to judge by: it has neither that nor an
+        interval, NaN, and its ``p_t`` is the sign flips'.
         """
         frame: pd.DataFrame = self._differences("over_seeds").astype({"relative": float, "cohen_d": float})
         return frame
@@ -121,9 +121,8 @@ class Compared:
                     d = dict(cell.get(over, {}))
                     if d:
                         low, high = d.pop("interval")
-                        if "smallest_effect" in d:  # over seeds
-                            low, high = (math.nan, math.nan) if d["cohen_d"] is None else (low, high)
-                            d["smallest_effect"] = d["smallest_effect"] or math.nan
+                        if d.get("smallest_effect") == 0:  # over seeds
+                            low = high = d["smallest_effect"] = math.nan
                         rows.append(key | {"difference": d.pop("difference"), "low": low, "high": high} | d)
         frame: pd.DataFrame = pd.DataFrame(rows)
         return frame

@@ -54,8 +54,8 @@ class SeedComparison:
 
     @property
     def is_constant(self) -> bool:
-        """One difference in every seed, and not 0: there is no spread for (1), (2), (5); ``p_t`` is the sign flips'."""
-        return self.cohen_d is None
+        """One difference in every seed, be it 0: there is no spread for (1), (2), (5); ``p_t`` is the sign flips'."""
+        return self.smallest_effect == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def difference_cells(d: Mapping[str, Any]) -> list[str]:
 def without_spread(differences: Iterable[Mapping[str, Any]]) -> str:
     """What a caption adds where one of these differences over seeds is the same in every seed.
 
-    >>> without_spread([{"cohen_d": 0.3}])
+    >>> without_spread([{"smallest_effect": 0.3}])
     ''
     """
     return f" {WITHOUT_SPREAD}" if any(map(_is_constant, differences)) else ""
@@ -143,7 +143,7 @@ def on_validation(d: Mapping[str, Any] | None) -> str:
 
 
 def _is_constant(d: Mapping[str, Any]) -> bool:
-    return "cohen_d" in d and d["cohen_d"] is None
+    return d.get("smallest_effect") == 0  # which only differences over seeds have
 
 
 def p_text(p: float) -> str:

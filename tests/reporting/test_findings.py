@@ -70,7 +70,8 @@ def test_equal_arms_are_not_said_to_show_any_difference_however_small(comparison
     table = seed_table(comparison, [found, replace(found, seeds=compare_seeds(values, values))])
     one, equal = (dict(zip([c.heading for c in table.columns], row, strict=True)) for row in table.rows)
     assert one["80 % power"] == found.seeds.smallest_effect / found.seeds.mean_baseline > 0
-    assert (equal["80 % power"], equal["p"], equal["95 % interval"]) == (None, 1.0, (0.0, 0.0))
+    assert (equal["80 % power"], equal["p"], equal["95 % interval"]) == (None, 1.0, None)
+    assert "A difference without an interval is the same in every seed" in table.caption
 
 
 def test_the_headline_is_one_metric_per_arm_adjusted_over_arms_alone(comparison, results):
