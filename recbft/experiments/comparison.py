@@ -109,7 +109,7 @@ def comparison_of(
     """The comparison that finished runs and files of ranks make.
 
     Args:
-        baseline: an arm's name; "matched" where it takes part, else the first arm.
+        baseline: an arm's name; "matched" (of several models the first "MODEL/matched"), else the first arm.
         external: arm name -> file of ranks, see ``external``.
         names: run folder -> arm name; found from the configurations where left out, see ``runs``.
         skip_broken: leave out folders that cannot be read, and say so in the notes.
@@ -266,7 +266,8 @@ def _on_validation(runs: Sequence[Run], setting: str) -> dict[str, FloatArray]:
 def _baseline(name: str | None, arms: Mapping[str, Arm]) -> str:
     if name is not None and name not in arms:
         raise UserError(f"baseline {name!r} is not an arm; {did_you_mean(name, arms)}")
-    return name or (BASELINE if BASELINE in arms else next(iter(arms)))
+    usual = (arm for arm in arms if arm.rpartition("/")[2] == BASELINE)  # of several models each has its name before
+    return name or next(usual, next(iter(arms)))
 
 
 def _refuse_without_seeds(baseline: str, arms: Mapping[str, Arm]) -> None:

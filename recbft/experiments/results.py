@@ -45,9 +45,11 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over
         metrics: names that ``values_from_ranks`` knows; with the arms and settings they are the family of tests.
         over_users: compare over users too, which takes seconds per arm on large data.
     """
-    baselines, second = [comparison.baseline], comparison.arms.get(SECOND_BASELINE)
-    if second is not None and second.has_spread and SECOND_BASELINE not in baselines:
-        baselines.append(SECOND_BASELINE)
+    baselines = [comparison.baseline]
+    of_model, _, baseline = comparison.baseline.rpartition("/")
+    second = f"{of_model}/{SECOND_BASELINE}" if of_model else SECOND_BASELINE
+    if baseline != SECOND_BASELINE and second in comparison.arms and comparison.arms[second].has_spread:
+        baselines.append(second)
     notes = [*comparison.notes, *notes_on_machines(comparison)]
     notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds))]
     notes += _few_users(len(comparison.users)) if over_users else []

@@ -654,6 +654,8 @@ def test_popularity_is_not_told_apart_over_seeds_from_ranks_that_are_alike_in_al
     shown = [said[name]["exposure"]["filtered"]["gini@10"]["sd"] for name in ("pop/published", "sasrec/bft")]
     assert list(said) == ["pop/published", "sasrec/bft", "file"]
     assert sds[0] is sds[2] is shown[0] is None and sds[1] > 0 and shown[1] > 0
+    mixed = comparison_of([*runs, *runs_in(trained)])
+    assert next(iter(mixed.arms)) == "pop/published" and mixed.baseline == "sasrec/matched"
 
 
 def test_a_file_of_ranks_may_be_the_baseline_where_something_varies_over_seeds(trained, tmp_path):

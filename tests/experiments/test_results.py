@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -36,6 +36,17 @@ def made_up(ranks, baseline="matched", content="a"):
     zeros = np.zeros(users, dtype=np.int64)
     protocol = {"items": 50, "content_hash": content, "dataset": content, "filter_seen": False, "config": {}}
     return Comparison(None, protocol, zeros, zeros, zeros, zeros, arms, baseline, numbers, ())
+
+
+def test_the_second_baseline_is_of_the_model_of_the_first():
+    names = [f"{model}/{arm}" for model in ("sasrec", "hstu") for arm in ("matched", "matched+recency", "bft")]
+    ranks = {name: np.random.default_rng(number).integers(1, 40, (3, 20)) for number, name in enumerate(names)}
+    ranks["matched+recency"] = ranks["sasrec/bft"][::-1]
+    for model in ("sasrec", "hstu"):
+        made = made_up(ranks, baseline=f"{model}/matched")
+        arms = {name: replace(arm, trained=True) for name, arm in made.arms.items()}
+        found = results_of(replace(made, arms=arms), metrics=["mrr"], over_users=False)
+        assert list(found["comparisons"]) == [f"{model}/matched", f"{model}/matched+recency"]
 
 
 @pytest.mark.parametrize("seed", range(3))
