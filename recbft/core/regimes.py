@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.kernels.eager import eagerly
-from recbft.kernels.transforms import applied, beyond_first_gradients, untransformed
+from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable, untransformed
 
 HALF_WIDTH = 1.5  # of a block of (3), in T / R
 

@@ -4,7 +4,7 @@ A Function whose forward keeps buffers for its backward is closed to them. ``app
 forward runs for the values and, where gradients are asked for, again beside its backward, so that nothing but inputs
 and outputs passes through the transform; what vmap has stacked is taken one after another, each by the fast path.
 (Folded into rows instead, stacked seeds were no faster on a CPU.) Forward mode and gradients of gradients stay with the
-references, which are plain operations.
+references, which are plain operations; outside transforms a gradient that asks for one of its own is refused.
 """
 
 from __future__ import annotations
@@ -66,6 +66,25 @@ def beyond_first_gradients() -> bool:
     levels = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
     kinds = torch._C._functorch.TransformType
     return levels.count(kinds.Grad) > 1 or any(level not in (kinds.Grad, kinds.Vmap) for level in levels)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward without a gradient of its own, refused where one may be asked for.
+
+    PyTorch's decorator of this name refuses later, and not always: where what comes in has no gradient, as at a loss,
+    and in ``autograd.grad``, the second derivative of a model would lack a part without a word.
+    """
+
+    @wraps(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients written by hand have no gradient of their own; leave out create_graph, or take torch.func "
+                "(hessian, jvp of grad), which references serve"
+            )
+        return backward(ctx, *gradients)
+
+    return once
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:

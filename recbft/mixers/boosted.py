@@ -20,14 +20,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from recbft.config import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import applied, beyond_first_gradients
+from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable
 from recbft.mixers.attention import Estimator, SoftmaxAttention
 from recbft.mixers.observation import Observation, projected
 

@@ -26,14 +26,13 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.config import check_range
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import applied, beyond_first_gradients
+from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable
 from recbft.models.label_smoothing import smoothing_term
 
 LossName = Literal["ce", "sampled_softmax", "bce", "gbce"]

@@ -312,6 +312,14 @@ def test_a_curvature_is_that_of_the_reference(mechanism):
     torch.testing.assert_close(along, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("mechanism", "impl"), CASES)
+def test_gradients_that_may_be_differentiated_again_are_refused(mechanism, impl):
+    inputs = [x.requires_grad_() for x in drawn(mechanism, impl, stacked=False)]
+    total = mixed(mechanism(impl, *inputs))
+    with pytest.raises(RuntimeError, match="no gradient of their own; leave out create_graph"):
+        torch.autograd.grad(total, inputs, create_graph=True)
+
+
 def test_what_is_kept_of_a_batch_outlives_the_transform_it_was_first_asked_in():
     context = SequenceContext(CONTEXT.segment, CONTEXT.position, time=CONTEXT.position)
     some = Readers(torch.tensor([[2], [3]]), torch.tensor([0, 1])).context(context)

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.kernels.dispatch import launched_beside
+from recbft.kernels.transforms import once_differentiable
 
 ELEMENTS = 1024  # of a program
 

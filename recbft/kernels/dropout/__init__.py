@@ -16,12 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
 from recbft.kernels.eager import eagerly
-from recbft.kernels.transforms import transformed
+from recbft.kernels.transforms import once_differentiable, transformed
 
 LEVELS = 2**16
 

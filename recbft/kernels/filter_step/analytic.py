@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import Belief
 from recbft.core.observation import epsilon_of
-from recbft.kernels.transforms import applied
+from recbft.kernels.transforms import applied, once_differentiable
 
 FLOOR = 0.01  # the least (1 + J)^2, as in core.predict_precision
 

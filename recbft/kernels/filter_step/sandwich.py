@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
 from recbft.kernels.compiled.heads import View, by_tokens, readable
-from recbft.kernels.transforms import applied
+from recbft.kernels.transforms import applied, once_differentiable
 
 PER_COORDINATE = ("mean", "square_mean", "square_second")
 

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.kernels.dispatch import launched_beside
+from recbft.kernels.transforms import once_differentiable
 from recbft.kernels.triton_parts import added, cut, own_columns
 
 ELEMENTS = 4096  # of a tile of a program

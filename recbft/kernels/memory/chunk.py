@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.kernels.memory.positivity import report_loss
+from recbft.kernels.transforms import once_differentiable
 
 
 class ChunkMasks(NamedTuple):

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.kernels.complex_pairs import as_complex, real
-from recbft.kernels.transforms import applied
+from recbft.kernels.transforms import applied, once_differentiable
 
 
 class Transported(NamedTuple):

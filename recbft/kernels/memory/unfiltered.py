@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.kernels.memory.chunked import CHUNK, MAX_LOG_DECAY, chunk_length, cut, cut_scalar, history_masks, join
 from recbft.kernels.memory.reference import Rule
 from recbft.kernels.memory.transport import restarted_sum
-from recbft.kernels.transforms import applied
+from recbft.kernels.transforms import applied, once_differentiable
 
 
 def unfiltered_memory(

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.kernels import compiled
@@ -22,7 +21,7 @@ from recbft.kernels.compiled.heads import Batch, Spans, View, by_tokens, check, 
 from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns
 from recbft.kernels.robust_filter.isotropic import Tables, tables_of
-from recbft.kernels.transforms import applied, transformed
+from recbft.kernels.transforms import applied, once_differentiable, transformed
 
 
 def decline(q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> str | None:

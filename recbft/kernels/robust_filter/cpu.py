@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, in_columns, turns
 from recbft.kernels.robust_filter.isotropic import lag_tables
-from recbft.kernels.transforms import applied, decline_dropout, transformed
+from recbft.kernels.transforms import applied, decline_dropout, once_differentiable, transformed
 
 _At = tuple[slice, slice, slice]  # rows, readers, keys
 

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
-from recbft.kernels.transforms import applied, decline_dropout, transformed
+from recbft.kernels.transforms import applied, decline_dropout, once_differentiable, transformed
 
 OWN, STEP = 16, 16  # tokens of a program, and those it goes over at once: larger tiles spill (benchmarks.gpu_registers)
 MAX_WIDTH = 64  # complex coordinates that the registers hold

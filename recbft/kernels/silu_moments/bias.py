@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.kernels.eager import eagerly
-from recbft.kernels.transforms import applied, beyond_first_gradients
+from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable
 
 
 def total_bias(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
@@ -29,7 +28,7 @@ from recbft.kernels.compiled.heads import (
     run,
     spans_of,
 )
-from recbft.kernels.transforms import applied
+from recbft.kernels.transforms import applied, once_differentiable
 
 
 def decline(q: Tensor, *, read_by_all: bool = True) -> str | None:

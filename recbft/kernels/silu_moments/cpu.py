@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
-from recbft.kernels.transforms import applied
+from recbft.kernels.transforms import applied, once_differentiable
 
 
 def silu_moments(

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import dispatch
 from recbft.kernels.silu_moments import product_dtype
 from recbft.kernels.silu_moments.triton_passes import forward_pass, keys_pass, readers_pass
-from recbft.kernels.transforms import applied
+from recbft.kernels.transforms import applied, once_differentiable
 
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 

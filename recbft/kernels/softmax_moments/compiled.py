@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.observation import epsilon_of
@@ -36,7 +35,7 @@ from recbft.kernels.compiled.heads import (
     run,
     spans_of,
 )
-from recbft.kernels.transforms import applied
+from recbft.kernels.transforms import applied, once_differentiable
 
 MEAN, MOMENTS, REML = range(3)
 

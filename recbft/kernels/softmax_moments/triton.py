@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recbft.core.belief import SequenceContext
 from recbft.core.observation import epsilon_of
@@ -27,7 +26,7 @@ from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_ker
 from recbft.kernels.softmax_moments.triton_columns import columns_kernel
 from recbft.kernels.softmax_moments.triton_forward import forward_kernel
 from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
-from recbft.kernels.transforms import applied, untransformed
+from recbft.kernels.transforms import applied, once_differentiable, untransformed
 
 SPANS_TILE, COLUMNS_TILE = 32, 64
 
