@@ -326,6 +326,28 @@ def test_a_misfit_that_rounds_below_nothing_is_none(kernel):
         assert (evidence <= 1.01e4).all() and evidence.isfinite().all()
 
 
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_has_faded_away_says_nothing_of_the_decay(impl, variant, seed):
+    """Weeks in seconds: the lag multiplies whatever is left of a key that has no part in the residual."""
+    position, times = torch.arange(6)[None], torch.tensor([[0, 1, 2, 1_000_000, 1_000_001, 2_000_000]])
+    context = SequenceContext(torch.zeros_like(position), position, times)
+    (q, k, v), d = drawn(seed)
+
+    def slope(impl, precision):
+        single = precision == torch.float32
+        inputs = [x[:1, :, :6].to(torch.complex64 if single else torch.complex128) for x in (q, k, v)]
+        decay = d.decay[:1].to(precision).requires_grad_()
+        scalars = Dynamics(*(x[:1].to(precision) for x in d))._replace(decay=decay)
+        clock = read_clock(context, use_time=True, dtype=precision)
+        value, evidence = PATHS[impl](*(x[:, :1] for x in inputs), context, scalars, clock, variant)
+        (value.real.sum() + value.imag.sum() + evidence.log().sum()).backward()
+        return decay.grad.double()
+
+    torch.testing.assert_close(slope(impl, torch.float32), slope("reference", torch.float64), rtol=1e-3, atol=1e-5)
+
+
 def test_a_single_token_returns_its_own_value():
     q, k, v = (randoms(1, 1, 1, 2, seed=s) for s in range(3))
     context, d = one_history(1), head()

@@ -6,12 +6,13 @@ of the rotated mean and of the evidence:
     da = (g v') E        dl = a * (da - sum_j a da)        dp = g_e exp(L)                            (1)
     dy = -kappa (tau dl + dp)        dx = dy / (1 + x) or dy        dR2 = dx P / nu                   (2)
     dq = -2 (E dR2) k + 2 q sum_j dR2     dk = -2 (E dR2)' q + 2 k sum_t E^2 dR2     dv = A' g        (3)
-    d log E = dx x + dR2 (E^2 |k|^2 - |q|^2) + da a                                                   (4)
+    d log E = 2 E dR2 (E |k|^2 - q . k) + da a                                                        (4)
     d log P = tau dl + dp        d (P / nu) = dx x / (P / nu)                                         (5)
     d tau = sum dl L        d kappa = -sum (tau dl + dp) y        d b_j = sum over heads and tokens of dl_tj (6)
 
-where L in (6) is log P - kappa y. Tables that all rows share have gradients summed over the rows. The batch is worked
-through in blocks of rows, so that what is made on the way stays in the cache.
+where L in (6) is log P - kappa y. (4) forms q . k anew: taken from R2 it would leave rounding where E is 0, for a long
+lag to multiply. Tables that all rows share have gradients summed over the rows. The batch is worked through in blocks
+of rows, so that what is made on the way stays in the cache.
 
 Shapes: B rows, H heads, T tokens, K complex coordinates per head.
 """
@@ -170,8 +171,8 @@ class _RobustFilter(torch.autograd.Function):
         for rows in _blocks(B, H * T * T):
             q, k, v = _turn(all_q, turned.query, rows), _turn(all_k, turned.key, rows), _turn(all_v, turned.value, rows)
             g = _turn(grad_mean, turned.back, rows)
-            squares = (_squared(q), _squared(k).mT)
-            d_q, d_k, d_v, d_key_square = (torch.empty_like(x) for x in (q, k, v, squares[1]))
+            key_square = _squared(k).mT
+            d_q, d_k, d_v, d_key_square = (torch.empty_like(x) for x in (q, k, v, key_square))
             for (t, j), weights, misfit in zip(tiles, pairs[: len(tiles)], pairs[len(tiles) :], strict=True):
                 at, more = (rows, t, j), t.stop < T  # the last readers come first, and set what others add to
                 a, y, E = weights[rows], misfit[rows], _of(sums.decay, at)
@@ -187,9 +188,12 @@ class _RobustFilter(torch.autograd.Function):
                 if dp is not None:
                     dp.mul_(grad_evidence[0][rows, :, t, None])
                 d_misfit = sums.through_logits(dl, dp, y, at)
-                d_residual = sums.through_misfit(d_misfit, y, squares, at, student=ctx.options.student)
+                d_residual = sums.through_misfit(d_misfit, y, at, student=ctx.options.student)
                 d_query_square = d_residual.sum(dim=-1, keepdim=True)
                 d_cross = d_residual.mul_(E)
+                if sums.needs_decay:
+                    inward = (E * key_square[..., j]).sub_(q[:, :, t] @ k[:, :, j].mT)
+                    _gather(inward.mul_(d_cross).mul_(2), sums.by_decay, at)  # (4)
                 square = (d_cross * E).sum(dim=-2, keepdim=True)
                 d_key_square[..., j] = d_key_square[..., j] + square if more else square
                 _product(d_cross, k[:, :, j], out=d_q[:, :, t])
@@ -218,7 +222,7 @@ class _Sums:
         self.decay, self.log_precision, self.sharpness = log_decay.exp(), log_precision, sharpness
         self.kappa, self.temperature, self.needs_decay = kappa, temperature, needs_decay
         self.power, self.scale = -kappa[:, None, None], temperature[:, None, None]
-        # Of dl, of dp, of dx x, and of the rest of (4).
+        # Of dl, of dp, of dx x, and of (4).
         self.by_logit, self.by_evidence, self.by_misfit, self.by_decay = (torch.zeros_like(sharpness) for _ in range(4))
         self.logit_misfit, self.evidence_misfit = torch.zeros_like(kappa), torch.zeros_like(kappa)  # of dl y, of dp y
 
@@ -233,24 +237,17 @@ class _Sums:
             d_misfit.addcmul_(dp, self.power)
         return d_misfit
 
-    def through_misfit(
-        self, d_misfit: Tensor, y: Tensor, squares: tuple[Tensor, Tensor], at: _At, *, student: bool
-    ) -> Tensor:
-        """dR2 of (2), from |q|^2 (b, H, T, 1) and |k|^2 (b, H, 1, T); overwrites ``d_misfit``."""
+    def through_misfit(self, d_misfit: Tensor, y: Tensor, at: _At, *, student: bool) -> Tensor:
+        """dR2 of (2); overwrites ``d_misfit``."""
         x = torch.expm1(y) if student else y
         d_x = d_misfit.div_(x + 1) if student else d_misfit
         _gather(x * d_x, self.by_misfit, at)
-        d_residual = d_x.mul_(_of(self.sharpness, at))
-        if self.needs_decay:
-            _, t, j = at
-            rest = torch.addcmul(-squares[0][:, :, t], squares[1][..., j], _of(self.decay, at).square())
-            _gather(rest.mul_(d_residual), self.by_decay, at)  # (4)
-        return d_residual
+        return d_x.mul_(_of(self.sharpness, at))
 
     def gradients(self) -> tuple[Tensor, ...]:
         """Of log_decay, log_precision, sharpness, kappa and temperature: (4), (5), (6)."""
         return (
-            self.by_decay + self.by_misfit,
+            self.by_decay,
             self.by_logit * self.scale + self.by_evidence,
             self.by_misfit / self.sharpness,
             -(self.temperature * self.logit_misfit + self.evidence_misfit),
