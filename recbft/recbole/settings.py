@@ -41,8 +41,14 @@ RECBOLE_TRAINING = {
 
 READ_BY_RECBOLE = (*RECBOLE_TRAINING, "max_length")  # as well, or in our place
 
-# What RecBole reads without naming it among its arguments, and what its own ``run`` adds for several processes.
-UNLISTED = frozenset(["encoding", "tail_ratio", "world_size", "ip", "port", "nproc", "offset", "local_rank"])
+# What RecBole reads without naming it among its arguments, what its own ``run`` adds for several processes, and the
+# options of its scripts run_recbole.py and run_hyper.py: a Config reads their command line too.
+UNLISTED = frozenset(
+    """
+    encoding tail_ratio world_size ip port nproc offset local_rank group_offset config_files params_file output_file
+    display_file tool
+    """.split()  # noqa: SIM905  a table
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -526,6 +527,16 @@ def test_keys_that_recbole_reads_without_listing_them_are_known(built, caplog):
     with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
         built(encoding="utf-8", tail_ratio=0.1, neg_sampling=None)  # the last of older versions, and not set
     assert not [record for record in caplog.records if record.name == "recbft.recbole.settings"]
+
+
+def test_options_of_recboles_own_scripts_are_no_unknown_keys(built, caplog, monkeypatch):
+    options = ["config_files=a.yaml b.yaml", "nproc=1", "group_offset=0"]  # run_recbole.py's
+    options += ["params_file=hyper.test", "output_file=a.result", "display_file=a.html", "tool=Hyperopt"]
+    monkeypatch.setattr(sys, "argv", ["run_recbole.py", *(f"--{option}" for option in options), "--stoping_step=3"])
+    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
+        built()
+    said = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.settings"]
+    assert said == ["unknown key 'stoping_step' has no effect; did you mean 'stopping_step'?"]
 
 
 def test_the_activation_that_bert4rec_has_anyway_is_not_warned_about(built, caplog):
