@@ -340,6 +340,8 @@ def _minimum(key: str, text: str) -> int:
         raise UserError(f"{key} is {text!r}; recbft knows no upper bound: write '{left}{low},inf)'")
     if low == "-inf":
         return 0
+    if math.isinf(float(low)):
+        raise UserError(f"{key} is {text!r}, which no number of events reaches; write one such as '[5,inf)'")
     whole = math.ceil(float(low))
     return max(0, whole + 1 if left == "(" and whole == float(low) else whole)
 

@@ -264,6 +264,7 @@ def test_ml_100k_is_the_bundled_one_wherever_data_path_points(read, tmp_path):
         ("val_interval: 3", "val_interval is 3; give keys and values, such as rating: '[4,inf)'"),
         ("val_interval: {rating: 3}", "val_interval.rating is '3'; write one interval, such as '[5,inf)'"),
         ("user_inter_num_interval: '[1.2.3,inf)'", "user_inter_num_interval is '[1.2.3,inf)'; write one interval"),
+        ("item_inter_num_interval: '[1e400,inf)'", "which no number of events reaches; write one such as '[5,inf)'"),
         ("load_col: [user_id]", "load_col is ['user_id']; give keys and values, such as inter: [user_id, item_id"),
         ("load_col: {inter: 3}", "load_col.inter is 3; give a list, such as [user_id, item_id, timestamp], or '*'"),
         ("load_col: {inter: ~}", "load_col.inter is None; give a list"),
