@@ -66,7 +66,7 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
     refuse_other_losses(values.get("loss_type"))
     refuse_clipping_by_number(values.get("clip_grad_norm"))
     adapted = ADAPTED[name]
-    arm = values.get("arm") or adapted.arm
+    arm = adapted.arm if values.get("arm") is None else values["arm"]
     mixer = values.get("mixer")
     if mixer is not None:
         check_choice("mixer", mixer, MODELS[adapted.model].mixers)

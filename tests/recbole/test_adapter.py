@@ -388,6 +388,8 @@ def test_a_validation_metric_that_is_measured_or_not_used_is_taken(changes, sett
     [
         ({"hidden_dropout_prob": 2}, "hidden_dropout_prob is 2.0; give a number >= 0 and < 1"),
         ({"MAX_ITEM_LIST_LENGTH": 0}, "MAX_ITEM_LIST_LENGTH is 0; give a whole number >= 1"),
+        ({"arm": False}, "arm is False; give text"),  # off, as RecBole reads YAML
+        ({"arm": ""}, "arm of sasrec is ''; choose one of bft, matched, published"),
         ({"learning_rate": "fast"}, "learning_rate is 'fast'; give a number"),
         ({"MAX_ITEM_LIST_LENGTH": 12, "max_length": 0}, "backbone.max_length is 0; give a whole number >= 1"),
         (
