@@ -159,7 +159,7 @@ def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbol
         elif key in RECBOLE_TRAINING:
             log.warning("unknown key %r has no effect; RecBole calls it %r", key, RECBOLE_TRAINING[key])
         else:
-            meant = nearest(key, known)
+            meant = nearest(str(key), known)
             log.warning("unknown key %r has no effect%s", key, f"; did you mean {meant!r}?" if meant else "")
 
 

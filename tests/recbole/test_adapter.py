@@ -525,6 +525,14 @@ def test_a_key_that_nobody_knows_is_warned_about(built, caplog):
     assert "unknown key 'embedding_size' has no effect; did you mean 'hidden_size'?" in caplog.text
 
 
+def test_a_key_that_is_a_number_is_warned_about(caplog):
+    from recbft.recbole.settings import warn_about_unknown
+
+    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
+        warn_about_unknown(read_settings(), {5: 3}, ())
+    assert caplog.messages == ["unknown key 5 has no effect"]
+
+
 def test_keys_that_recbole_reads_without_listing_them_are_known(built, caplog):
     with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
         built(encoding="utf-8", tail_ratio=0.1, neg_sampling=None)  # the last of older versions, and not set
