@@ -39,6 +39,20 @@ RECBOLE_TRAINING = {
     "device": "gpu_id",
 }
 
+# What else of a run RecBole has a key for.
+RECBOLE_DATA = {
+    "data_root": "data_path",
+    "separator": "field_separator",
+    "user": "USER_ID_FIELD",
+    "item": "ITEM_ID_FIELD",
+    "time": "TIME_FIELD",
+    "min_user_events": "user_inter_num_interval",
+    "min_item_events": "item_inter_num_interval",
+    "where": "val_interval",
+    "deduplicate": "rm_dup_inter",
+    "ks": "topk",
+}
+
 READ_BY_RECBOLE = (*RECBOLE_TRAINING, "max_length")  # as well, or in our place
 
 # What RecBole reads without naming it among its arguments, what its own ``run`` adds for several processes, and the
@@ -156,8 +170,8 @@ def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbol
             continue
         if key in MODEL_KEYS:
             log.warning("key %r has no effect: model %r has no %r", key, run.model, MODEL_KEYS[key])
-        elif key in RECBOLE_TRAINING:
-            log.warning("unknown key %r has no effect; RecBole calls it %r", key, RECBOLE_TRAINING[key])
+        elif theirs := {**RECBOLE_TRAINING, **RECBOLE_DATA}.get(key):
+            log.warning("unknown key %r has no effect; RecBole calls it %r", key, theirs)
         else:
             meant = nearest(str(key), known)
             log.warning("unknown key %r has no effect%s", key, f"; did you mean {meant!r}?" if meant else "")

@@ -566,10 +566,12 @@ def test_keys_of_the_mixer_and_of_the_experts_are_applied_without_a_warning(buil
 
 def test_known_keys_without_effect_in_this_model_are_warned_about(built, caplog):
     with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
-        built(mask_ratio=0.3, patience=3, horizon=3.0)
+        built(mask_ratio=0.3, patience=3, horizon=3.0, min_user_events=5, where="rating>3")
     said = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.settings"]
     assert "key 'mask_ratio' has no effect: model 'sasrec' has no 'mask_probability'" in said
     assert "unknown key 'patience' has no effect; RecBole calls it 'stopping_step'" in said
+    assert "unknown key 'min_user_events' has no effect; RecBole calls it 'user_inter_num_interval'" in said
+    assert "unknown key 'where' has no effect; RecBole calls it 'val_interval'" in said
     assert any(message.startswith("unknown key 'horizon' has no effect") for message in said)
 
 
