@@ -237,7 +237,7 @@ class Dataset:
         if unknown := int((index == 0).sum()):
             raise UserError(
                 f"{unknown:,} of the {self.num_items:,} items of data set {self.name!r} are unknown there, such as "
-                f"{self.item_ids[index == 0][0]!r}"
+                f"{self.item_ids[index == 0].tolist()[0]!r}"
             )
         if np.array_equal(index, np.arange(1, len(vocabulary) + 1)):
             return self

@@ -94,10 +94,11 @@ def _rows_of(dataset: Dataset, vocabulary: Vocabulary, run: Path) -> Tensor:
     """The older run's row for padding and each item, (V + 1,); 0 for items that are new."""
     index = vocabulary.encode(dataset.item_ids)
     if not index.any():
-        theirs = "" if len(vocabulary) == 0 else f", such as {vocabulary.ids[0]!r}"
+        theirs = "" if len(vocabulary) == 0 else f", such as {vocabulary.example!r}"
         raise UserError(
             f"{run} knows none of the {dataset.num_items:,} items of data set {dataset.name!r}, such as "
-            f"{dataset.item_ids[0]!r}; its own have other ids{theirs}. Begin without warm_start, or give ids that agree"
+            f"{dataset.vocabulary.example!r}; its own have other ids{theirs}. Begin without warm_start, or give ids "
+            "that agree"
         )
     return torch.from_numpy(np.concatenate([[0], index]))
 

@@ -209,9 +209,7 @@ def test_histories_are_numbered_as_another_vocabulary_has_their_items():
     assert other.target_hash == dataset.target_hash
     assert dataset.numbered_as(Vocabulary(np.array([7, 8, 9]))) is dataset
     assert dataset.numbered_as(Vocabulary(np.array([7, 8, 9, 5]))).num_items == 4
-    with pytest.raises(
-        UserError, match=r"1 of the 3 items of data set 'frame' are unknown there, such as (np.int64.)?8"
-    ):
+    with pytest.raises(UserError, match=r"1 of the 3 items of data set 'frame' are unknown there, such as 8$"):
         dataset.numbered_as(Vocabulary(np.array([7, 9])))
 
 

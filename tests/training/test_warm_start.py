@@ -255,7 +255,7 @@ def test_weights_of_a_run_that_is_not_finished_are_taken_with_a_warning(older, g
 
 def test_ids_of_another_kind_are_refused(older, events):
     renamed = events.assign(item_id="product-" + events.item_id.astype(str))
-    with pytest.raises(UserError, match=r"knows none of the \d+ items of data set 'grown', such as 'product-"):
+    with pytest.raises(UserError, match=r"such as 'product-\d+'; its own have other ids, such as \d+\. Begin"):
         begun(config(warm_start=older()), Dataset.from_frame(renamed, name="grown", time="timestamp"))
 
 
