@@ -18,20 +18,15 @@ import yaml
 
 from recbft.config import NULL_WORDS, Verbatim, field_types
 from recbft.errors import UserError, did_you_mean
-from recbft.recbole_yaml import HANDLED, IGNORED, OTHER_WORDS, RENAMED
+from recbft.recbole_yaml import HANDLED, IGNORED, OTHER_WORDS, RENAMED, TRANSLATED
 
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
 RECBOLE_NAMES = {
     **RENAMED,
+    **TRANSLATED,
     "field_separator": "separator",
     "data_path": "data_root",
-    "train_batch_size": "batch_targets",
-    "stopping_step": "patience",
-    "clip_grad_norm": "clip_norm",
     "reproducibility": "deterministic",
-    "user_inter_num_interval": "min_user_events",
-    "item_inter_num_interval": "min_item_events",
-    "val_interval": "where",
     "loss_type": "loss",
 }
 RECBOLE_NAMES |= {key: RECBOLE_NAMES.get(meant, meant) for key, meant in OTHER_WORDS.items()}

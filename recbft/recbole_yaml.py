@@ -41,6 +41,16 @@ RENAMED = {
     "eval_step": "eval_every",
 }
 
+# RecBole's name -> ours, whose value is written otherwise.
+TRANSLATED = {
+    "train_batch_size": "batch_targets",
+    "stopping_step": "patience",
+    "clip_grad_norm": "clip_norm",
+    "user_inter_num_interval": "min_user_events",
+    "item_inter_num_interval": "min_item_events",
+    "val_interval": "where",
+}
+
 # Keys of other models and of RecBole before 1.0, and the key of today that says the same of ours.
 OTHER_WORDS = {
     **dict.fromkeys(("num_layers", "num_hidden_layers"), "n_layers"),
@@ -186,7 +196,7 @@ def _switch(key: str, value: Any) -> Any:
 
 def _refuse_two_names(tree: Mapping[str, Any]) -> None:
     """Refuse a setting that is given by RecBole's name and by ours."""
-    for key, own in {**RENAMED, "stopping_step": "patience", "train_batch_size": "batch_targets"}.items():
+    for key, own in {**RENAMED, **TRANSLATED}.items():
         if key != own and tree.get(key) is not None and tree.get(own) is not None and tree[key] != tree[own]:
             raise UserError(
                 f"{key} is {tree[key]!r} and {own} is {tree[own]!r}, but recbft calls the one by the other's name; "
