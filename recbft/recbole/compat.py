@@ -92,15 +92,16 @@ def _missing_requirement_explained() -> Iterator[None]:
 def _without_ray() -> Iterator[None]:
     """ray is imported to report to a ray session; where it cannot be, there is no session to report to.
 
-    The ray that RecBole pins has no build for Python 3.12 and later, and elsewhere does not start beside a setuptools
-    of 2025 or later, which no longer has pkg_resources.
+    The ray that RecBole pins has no build for Python 3.12 and later, and elsewhere does not start beside numpy 2 or a
+    setuptools that no longer has pkg_resources.
     """
     try:
         importlib.import_module("ray.tune")
+    except Exception as error:  # whatever ray meets where it is too old
+        hindrance = f"{type(error).__name__}: {error}"
+    else:
         yield
         return
-    except ImportError as error:
-        missing = error.name
     for half_imported in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
         del sys.modules[half_imported]
     stand_in = ModuleType("ray")
@@ -110,7 +111,7 @@ def _without_ray() -> Iterator[None]:
         yield
     finally:
         del sys.modules["ray"]
-    log.info("recbole.quick_start imported without ray (%s is missing): results go to no ray session", missing)
+    log.info("recbole.quick_start imported without ray (%s): results go to no ray session", hindrance)
 
 
 @contextlib.contextmanager

@@ -204,3 +204,27 @@ def test_a_requirement_that_is_missing_is_named_with_the_command():
     )
     with explained, compat._missing_requirement_explained():
         raise ModuleNotFoundError("No module named 'texttable'", name="texttable")
+
+
+@pytest.mark.parametrize("wrong", ["import a_module_that_is_missing", "import numpy; numpy.bool9"])
+def test_a_ray_that_does_not_start_is_done_without(wrong, tmp_path):
+    assert import_beside_ray(wrong, tmp_path) == "without ray"
+
+
+def test_a_requirement_that_is_missing_beside_a_ray_that_starts_is_named(tmp_path):
+    said = import_beside_ray("report = print", tmp_path, before="sys.modules['texttable'] = None; ")
+    assert said.startswith("ModuleNotFoundError: RecBole needs 'texttable', which is not installed")
+
+
+def import_beside_ray(tune: str, folder: Path, before: str = "") -> str:
+    """What comes of importing RecBole's quick start in a new process, with a ray whose tune is this code."""
+    (folder / "ray").mkdir()
+    (folder / "ray" / "__init__.py").touch()
+    (folder / "ray" / "tune.py").write_text(tune)
+    code = (
+        f"import sys; sys.path.insert(0, {str(folder)!r}); {before}import recbft.recbole\n"
+        "try: import recbole.quick_start; print('with' if 'ray' in sys.modules else 'without', 'ray')\n"
+        "except Exception as error: print(f'{type(error).__name__}: {error}')"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
