@@ -235,10 +235,11 @@ class Recommender:
         return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
 
     def calibration(self, *, filter_seen: bool = True) -> Calibration | None:
-        """T and u of the probabilities that ``recommend`` gives, (1 - u) softmax(scores / T) + u / number of items.
+        """T and u of the probabilities that ``recommend`` gives, (1 - u) softmax(scores / T) + u / n over n items.
 
-        They were fitted on validation targets when the run ended. None where there were none to fit them on, and of a
-        run that is not finished or that a version before this made; its lists have no probabilities.
+        The n items are those that the list may hold. T and u were fitted on validation targets when the run ended. None
+        where there were none to fit them on, and of a run that is not finished or that a version before this made; its
+        lists have no probabilities.
         """
         self._fitted()
         check_filter_seen(filter_seen)
