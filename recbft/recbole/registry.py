@@ -103,8 +103,9 @@ def _check_our_keys(configurator: ModuleType) -> None:
         places = (*files, self.variable_config_dict, self.cmd_config_dict)
         if self.model in ADAPTED:
             settings = importlib.import_module("recbft.recbole.settings")
-            settings.run_config(self.model, final)
+            run = settings.run_config(self.model, final)
             settings.refuse_overruled(self.model, *places)
+            settings.refuse_replaced(run, *places)
         return final
 
     config._load_config_files = read_one_by_one

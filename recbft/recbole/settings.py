@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from recbft.config import check_choice, field_types
+from recbft.config import check_choice, field_types, to_dict
 from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.recbole.registry import ADAPTED
@@ -121,6 +121,32 @@ def refuse_overruled(name: str, *places: Mapping[str, Any]) -> None:
                 kept, below, stands = written[0]
                 if above > below and value != stands:
                     raise UserError(f"{way} is {value!r}, but {kept} is {stands!r} and stands above it; write {kept}")
+
+
+def refuse_replaced(run: RunConfig, *places: Mapping[str, Any]) -> None:
+    """Refuse a setting of a section that a higher place gives too, and without it: RecBole takes that one whole.
+
+    Args:
+        run: what comes of it all.
+        places: as for ``refuse_overruled``.
+
+    Raises:
+        UserError: there is such a setting, and it has another value in the run.
+    """
+    values = to_dict(run)
+    for rank, place in enumerate(places):
+        above = {key: (0, value) for higher in places[rank + 1 :] for key, value in higher.items()}
+        for section in (*MODEL_SECTIONS, "training"):
+            replaced, taken = place.get(section), above.get(section, (0, None))[1]
+            if not (isinstance(replaced, Mapping) and taken):
+                continue
+            for key, value in replaced.items():
+                kept = (values[section] or {}).get(key, value)
+                if kept != value and not _written(section, key, above):
+                    raise UserError(
+                        f"{section}.{key} is {value!r}, but RecBole takes {section} from a higher place, which leaves "
+                        f"it out, and {key} would be {kept!r}; write {key} there too"
+                    )
 
 
 def _written(section: str, key: str, given: Mapping[str, tuple[int, Any]]) -> list[tuple[str, int, Any]]:

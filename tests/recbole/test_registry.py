@@ -148,3 +148,43 @@ def test_a_value_that_would_lose_to_one_from_a_lower_place_is_refused(
                 read(*places)
     assert read(higher, lower, {})["arm"] == "bft"  # the section of the higher place, as it is meant
     assert read({**higher, **lower}, {}, {})["arm"] == "bft"
+
+
+@pytest.mark.parametrize(
+    ("lower", "higher", "message"),
+    [
+        ({"core": {"lam_max": 5}}, {"core": {"q_max": 2}}, "core.lam_max is 5, but RecBole takes core from a higher"),
+        (
+            {"backbone": {"dropout": 0.3}},
+            {"backbone": {"n_layers": 1}},
+            "and dropout would be 0.5; write dropout there",
+        ),
+        ({"training": {"warmup_steps": 5}}, {"training": {"precision_lr_multiplier": 3}}, "training.warmup_steps is 5"),
+        ({"core": {"lam_max": 5}}, {"core": {"q_max": 2, "lam_max": 7}}, None),
+        ({"core": {"lam_max": 5}}, {"core": {"q_max": 2}, "lam_max": 7}, None),
+        ({"backbone": {"dropout": 0.3}}, {"backbone": {"n_layers": 1}, "hidden_dropout_prob": 0.1}, None),
+        ({"core": {"lam_max": 100}}, {"core": {"q_max": 2}}, None),  # as it is anyway
+        ({"core": {"lam_max": 5}}, {"core": None}, None),  # written to be without
+        ({"mixer": "rfa", "mixing": {"horizon": 3}}, {"mixer": "boosted", "mixing": {"rounds": 1}}, None),
+        ({"core": 5}, {"core": {"q_max": 2}}, None),
+    ],
+)
+def test_a_section_that_takes_the_place_of_a_lower_one_and_would_lose_a_key_of_it_is_refused(
+    lower, higher, message, settings, at_home
+):
+    import yaml
+    from recbole.config import Config
+
+    def read(in_file, in_next_file, in_dict):
+        (at_home / "mine.yaml").write_text(yaml.safe_dump({**settings, **in_file}))
+        (at_home / "next.yaml").write_text(yaml.safe_dump(in_next_file))
+        return Config(
+            model="SASRecBFT", dataset="tiny", config_file_list=["mine.yaml", "next.yaml"], config_dict=in_dict
+        )
+
+    for places in ((lower, higher, {}), (lower, {}, higher), ({}, lower, higher)):
+        if message is None:
+            assert read(*places)["arm"] == "bft"
+        else:
+            with pytest.raises(UserError, match=message):
+                read(*places)
