@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -42,8 +42,9 @@ class Patch:
 applied: list[Patch] = []  # in this process, in order
 
 
+@cache
 def install() -> None:
-    """Have every patch considered when its module is imported."""
+    """Have every patch considered when its module is imported, once however often the package is loaded."""
     hooks.around_import("recbole.quick_start.quick_start", _without_ray)
     for name in ("recbole.quick_start.quick_start", "recbole.config.configurator", "recbole.trainer.trainer"):
         hooks.around_import(name, _missing_requirement_explained)

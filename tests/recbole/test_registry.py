@@ -29,6 +29,14 @@ def test_it_does_not_matter_whether_recbole_is_imported_first():
     assert in_a_new_process(code) == "HSTUBFT recbft.recbole.registry"
 
 
+def test_the_package_may_be_loaded_again_before_recbole():
+    code = (
+        "import importlib; import recbft.recbole; importlib.reload(recbft.recbole); import recbole.quick_start; "
+        "from recbft.recbole.compat import applied; print(len(applied) == len(set(map(id, applied))))"
+    )
+    assert in_a_new_process(code) == "True"
+
+
 def test_a_model_that_is_not_there_is_named():
     from recbole.utils import get_model
 
