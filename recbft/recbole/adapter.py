@@ -24,6 +24,7 @@ from recbft.models import MODELS
 from recbft.models.contract import ItemTable, read_histories
 from recbft.recbole.settings import refuse_short_window, run_config, warn_about_unknown
 from recbft.run_config import RunConfig
+from recbft.training.optimiser import parameter_groups
 from recbft.training.run_parts import check_clock
 
 IntArray = NDArray[np.int64]
@@ -53,6 +54,9 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding
         counts = torch.from_numpy(training_counts(config, dataset))
         self.recommender: Any = run.build(counts)
+        # Its own trainer begins the warm-up at 0; another, which knows of none, is to train the model as it is used.
+        self.recommender.set_ramp(1.0)  # type: ignore[operator]
+        self.has_own_trainer = False
         self.time = config["TIME_FIELD"] if self.recommender.reads_times else None
         self.time_list = f"{self.time}{config['LIST_SUFFIX']}"
         if self.time is not None:
@@ -70,6 +74,8 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
 
     def calculate_loss(self, interaction: Any) -> Tensor:
         """Mean loss of the rows."""
+        if not self.has_own_trainer:
+            self._warn_of_another_trainer()
         items, times, start, stop = self._histories(interaction, interaction[self.POS_ITEM_ID])
         make = MODELS[self.run.model].batches
         assert make is not None
@@ -116,6 +122,17 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         )
         state: Tensor = self.recommender.user_states(batch.to(self.device)).state
         return state
+
+    def _warn_of_another_trainer(self) -> None:
+        """Say once what a training by RecBole's plain ``Trainer``, or by a loop of one's own, leaves out."""
+        self.has_own_trainer = True
+        if len(parameter_groups(self.recommender, self.run.training)) > 1:
+            log.warning(
+                "%s is not trained by its own trainer: there is no warm-up and one learning rate for all, whatever "
+                "warmup_steps and precision_lr_multiplier say; make the trainer with "
+                "get_trainer(config['MODEL_TYPE'], config['model'])(config, model)",
+                self.name,
+            )
 
     def _check_times(self, config: Any, rows: Any) -> None:
         """Refuse times that are scaled, not whole (they are read as whole numbers), or not known of every event.

@@ -33,6 +33,7 @@ class PrecisionTrainer(Trainer):  # type: ignore[misc]
 
     def _build_optimizer(self, **given: Any) -> torch.optim.Optimizer:
         model = self.model.recommender
+        self.model.has_own_trainer = True
         # RecBole's numbers also where the model comes from a run that was trained with others.
         rates = {key: given.get(key, getattr(self, key)) for key in ("learning_rate", "weight_decay")}
         groups = parameter_groups(model, replace(self.model.run.training, **rates))

@@ -211,6 +211,22 @@ def read_settings(**values):
     return run_config("SASRecBFT", {"loss_type": "CE", **values})
 
 
+@pytest.mark.parametrize(("arm", "warned"), [("bft", True), ("published", False)])
+def test_another_trainer_trains_the_model_as_it_is_used_and_is_warned_about(arm, warned, built, caplog):
+    from recbole.trainer import Trainer
+
+    config, parts, model = built(arm=arm)
+    trainer = Trainer(config, model)
+    trainer.tensorboard.close()
+    with caplog.at_level(logging.WARNING, "recbft.recbole.adapter"):
+        for epoch in range(2):
+            trainer._train_epoch(parts[0], epoch)
+        trainer_of(*built(arm=arm)[::2])._train_epoch(parts[0], 0)
+    said = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.adapter"]
+    assert len(said) == warned and float(model.recommender.ramp) == 1
+    assert not said or said[0].startswith("SASRecBFT is not trained by its own trainer: there is no warm-up and one le")
+
+
 def test_stochastic_dynamics_take_half_the_rate_and_a_clipped_gradient(built):
     config, parts, model = built(mixer="rfa", learning_rate=0.01)
     trainer = trainer_of(config, model)
