@@ -11,7 +11,7 @@ Shapes: B rows, L the window, V items, D state width.
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from recbft.models import MODELS
 from recbft.models.contract import ItemTable, read_histories
 from recbft.recbole.settings import refuse_short_window, run_config, warn_about_unknown
 from recbft.run_config import RunConfig
-from recbft.training.optimiser import parameter_groups
+from recbft.training.optimiser import idle_settings, parameter_groups
 from recbft.training.run_parts import check_clock
 
 IntArray = NDArray[np.int64]
@@ -53,9 +53,11 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         self.run = run
         self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding
         counts = torch.from_numpy(training_counts(config, dataset))
-        self.recommender: Any = run.build(counts)
+        self.recommender = cast(Any, run.build(counts))
+        for key, why in idle_settings(self.recommender, run.training).items():
+            log.warning("%s has no effect: %s", key.removeprefix("training."), why)
         # Its own trainer begins the warm-up at 0; another, which knows of none, is to train the model as it is used.
-        self.recommender.set_ramp(1.0)  # type: ignore[operator]
+        self.recommender.set_ramp(1.0)
         self.has_own_trainer = False
         self.time = config["TIME_FIELD"] if self.recommender.reads_times else None
         self.time_list = f"{self.time}{config['LIST_SUFFIX']}"

@@ -591,6 +591,17 @@ def test_known_keys_without_effect_in_this_model_are_warned_about(built, caplog)
     assert any(message.startswith("unknown key 'horizon' has no effect") for message in said)
 
 
+def test_settings_of_precision_are_warned_about_where_the_arm_has_none(built, caplog):
+    with caplog.at_level(logging.WARNING, "recbft.recbole.adapter"):
+        built(warmup_steps=7, precision_lr_multiplier=3)
+        built(arm="published")
+        assert not [record for record in caplog.records if record.name == "recbft.recbole.adapter"]
+        built(arm="published", warmup_steps=7, precision_lr_multiplier=3)
+    said = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.adapter"]
+    why = "has no effect: this model has neither precision nor recency to learn"
+    assert said == [f"precision_lr_multiplier {why}", f"warmup_steps {why}"]
+
+
 def test_equal_seeds_give_equal_models(built):
     first, second = (built()[2].recommender.state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
