@@ -51,7 +51,12 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
                 yield device
         finally:
             torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            # PyTorch imports its compiler for it, which Ctrl-C may just have broken off: not where nothing has changed.
+            if (
+                torch.are_deterministic_algorithms_enabled() != deterministic
+                or torch.is_deterministic_algorithms_warn_only_enabled() != warn_only
+            ):
+                torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
             torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 

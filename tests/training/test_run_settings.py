@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from multiprocessing import get_context
 from threading import Event, Thread
 
@@ -122,3 +123,9 @@ def test_a_forked_process_does_not_wait_for_a_run_of_its_parent():
     leave.set()
     thread.join()
     assert found == 0
+
+
+def test_what_ends_a_run_is_not_hidden_by_an_import_that_it_broke_off(monkeypatch):
+    with pytest.raises(KeyboardInterrupt), run_settings.run_settings(TrainingConfig(device="cpu")):
+        monkeypatch.setitem(sys.modules, "torch._inductor.config", None)  # cannot be imported from now on
+        raise KeyboardInterrupt
