@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recbft.config import is_whole
 from recbft.datasets.given_histories import Encoded, Histories, Users, encode, is_listed
-from recbft.datasets.vocabulary import Vocabulary
+from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.top_k import top_k
@@ -228,7 +228,7 @@ def _choice(vocabulary: Vocabulary, exclude: Iterable[Any] | None, candidates: I
         ids = _ids("candidates", candidates)
         known = vocabulary.encode(ids)
         if not known.any():
-            such = f" (such as {next(iter(ids))!r})" if len(ids) else ""
+            such = f" (such as {shown_id(next(iter(ids)))})" if len(ids) else ""
             raise UserError(
                 f"none of the {len(ids):,} candidates is in the model's vocabulary{such}; give some that are"
             )
@@ -238,8 +238,9 @@ def _choice(vocabulary: Vocabulary, exclude: Iterable[Any] | None, candidates: I
         out = vocabulary.encode(ids)
         if len(ids) and not out.any():
             warnings.warn(
-                f"none of the {len(ids):,} excluded items is in the model's vocabulary (such as {next(iter(ids))!r}, "
-                f"while the model knows {vocabulary.example!r}), so that none is left out of the lists",
+                f"none of the {len(ids):,} excluded items is in the model's vocabulary (such as "
+                f"{shown_id(next(iter(ids)))}, while the model knows {vocabulary.example!r}), so that none is left out "
+                "of the lists",
                 stacklevel=4,
             )
         barred = np.unique(out[out > 0])

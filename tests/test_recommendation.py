@@ -263,6 +263,12 @@ def test_items_to_leave_out_that_are_all_unknown_are_warned_of():
     with pytest.warns(UserWarning, match=said) as found:
         recommend(Echo(), NUMBERS, {"ann": [10]}, 2, exclude=["010", "020"])
     assert len(found) == 1
+    with pytest.warns(UserWarning, match=r"\(such as 7, while"):
+        recommend(Echo(), NUMBERS, {"ann": [10]}, 2, exclude=np.array([7]))
+    with pytest.raises(UserError, match=r"\(such as 7\)"):
+        recommend(Echo(), NUMBERS, {"ann": [10]}, 2, candidates=np.array([7]))
+    with pytest.raises(UserError, match=r"\(such as 7, while"):
+        recommend(Echo(), NUMBERS, {"ann": np.array([7])}, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         recommend(Echo(), NUMBERS, {"ann": [10]}, 2, exclude=[])

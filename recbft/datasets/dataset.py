@@ -30,7 +30,7 @@ from recbft.datasets.missing import warn_of_lost_ids
 from recbft.datasets.opening import one_line
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
-from recbft.datasets.vocabulary import Vocabulary
+from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
 
 DEFAULT_PREPARATION = Preparation()
@@ -237,7 +237,7 @@ class Dataset:
         if unknown := int((index == 0).sum()):
             raise UserError(
                 f"{unknown:,} of the {self.num_items:,} items of data set {self.name!r} are unknown there, such as "
-                f"{self.item_ids[index == 0].tolist()[0]!r}"
+                f"{shown_id(self.item_ids[index == 0][0])}"
             )
         if np.array_equal(index, np.arange(1, len(vocabulary) + 1)):
             return self

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recbft.datasets.events import check_columns, check_unit, from_pandas, in_unit, read_times
 from recbft.datasets.opening import one_line
 from recbft.datasets.row_order import time_columns, warn_if_out_of_order
-from recbft.datasets.vocabulary import Vocabulary
+from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import ColdStartError, UserError
 
 Histories = Mapping[Any, Sequence[Any]] | Iterable[Sequence[Any]] | pd.Series | pd.DataFrame
@@ -63,8 +63,8 @@ def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_un
     if not kept.any():
         raise ColdStartError(
             f"none of the {len(raw):,} items in the histories is in the model's vocabulary "
-            f"(such as {next(iter(raw))!r}, while the model knows {vocabulary.example!r}); check that the ids are "
-            "those of the training data"
+            f"(such as {shown_id(next(iter(raw)))}, while the model knows {vocabulary.example!r}); check that the ids "
+            "are those of the training data"
         )
     _warn_if_out_of_order(histories)
     skipped = [user for user, count in zip(users, kept, strict=True) if not count]

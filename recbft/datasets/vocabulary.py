@@ -125,6 +125,15 @@ def _refuse_rounded(value: float | np.floating[Any], bits: int, name: str = "an 
         )
 
 
+def shown_id(raw: Any) -> str:
+    """A raw id as a message shows it: numpy's whole numbers as any others.
+
+    >>> shown_id(np.int64(7)), shown_id("7")
+    ('7', "'7'")
+    """
+    return repr(raw.item() if isinstance(raw, np.generic) else raw)
+
+
 def canonical_text(value: Any, name: str = "an item id") -> str | None:
     """The text of one raw id: whole floats as integers, None for a blank; a message calls it by ``name``."""
     if isinstance(value, str):

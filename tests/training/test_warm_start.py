@@ -257,6 +257,9 @@ def test_ids_of_another_kind_are_refused(older, events):
     renamed = events.assign(item_id="product-" + events.item_id.astype(str))
     with pytest.raises(UserError, match=r"such as 'product-\d+'; its own have other ids, such as \d+\. Begin"):
         begun(config(warm_start=older()), Dataset.from_frame(renamed, name="grown", time="timestamp"))
+    other = events.assign(item_id=events.item_id + 10**6)
+    with pytest.raises(UserError, match=r"such as 10\d+; its own have other ids, such as \d"):
+        begun(config(warm_start=older()), Dataset.from_frame(other, name="grown", time="timestamp"))
 
 
 def test_ids_that_became_text_are_found(older, older_data, events, grown):
