@@ -95,9 +95,10 @@ def warn_if_newest_first(
         rows: where the events stand in the source, equal times in that order.
         stacklevel: 1 for the function that calls this one.
     """
-    of_one, later = np.diff(users) == 0, np.diff(times) > 0
-    ties = int((of_one & ~later).sum())
-    if ties and (of_one & later).any() and (np.diff(rows)[of_one & later] < 0).all():
+    begins = np.flatnonzero((np.diff(users, prepend=-1) != 0) | (np.diff(times, prepend=-1) != 0))  # of equal times
+    ties, of_one = len(users) - len(begins), np.diff(users[begins]) == 0
+    first, last = rows[begins], rows[np.append(begins[1:], len(rows)) - 1] if len(rows) else rows
+    if ties and of_one.any() and (last[1:] < first[:-1])[of_one].all():
         warnings.warn(
             f"{source}: rows stand newest first, and {ties:,} of them have the time of the row before: those stay in "
             "row order, which is likely the wrong way round; turn the rows round (in pandas: frame.iloc[::-1])",

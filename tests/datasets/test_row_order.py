@@ -131,3 +131,4 @@ def test_equal_times_of_a_file_that_stands_newest_first_are_warned_of(tmp_path):
         Dataset.from_frame(frame.assign(day=range(7, 0, -1)), time="day")  # no two are equal
         Dataset.from_frame(frame.assign(day="2024-01-01"), time="day")  # all are
         Dataset.from_frame(frame.iloc[[0, 1, 2, 3, 4, 6, 5, 5]].assign(day=[3, 3, 2, 2, 2, 4, 1, 1]), time="day")
+        Dataset.from_frame(pd.concat([frame.iloc[::-1]] * 2), time="day")  # oldest first, twice
