@@ -186,7 +186,7 @@ def best_digest(folder: str | Path) -> str:
     Raises:
         UserError: there is none, or the state is damaged.
     """
-    best = _recorded_best(Path(folder))
+    best = _read_state(Path(folder))["best"]
     if best is None:
         raise _no_best(folder)
     return str(best["sha256"])

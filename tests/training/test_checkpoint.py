@@ -213,6 +213,8 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     assert not checkpoint.exists(tmp_path)
     with pytest.raises(UserError, match=r"holds no checkpoint: state.json is missing; train into a new folder"):
         checkpoint.load(tmp_path)
+    with pytest.raises(UserError, match=r"holds no checkpoint: state.json is missing"):
+        checkpoint.best_digest(tmp_path)
 
 
 def test_a_truncated_tensor_file_is_refused_by_name(saved):
