@@ -77,7 +77,7 @@ def read_histories(
     if reads_times and times is None:
         raise UserError(
             f"the model reads event times (time_bias or mixing.time is true), but {source} has no real times; "
-            "give data with a time column, or train without it"
+            "give data with a time column (in a shell --time names it), or train without it"
         )
     return history_batches(
         items,

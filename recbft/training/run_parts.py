@@ -100,7 +100,7 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
     if config.reads_times is not None and dataset.times is None:
         raise UserError(
             f"{config.reads_times} is true, but data set {dataset.name!r} has no real times; "
-            f"set {config.reads_times}: false, or give data with a time column"
+            f"set {config.reads_times}: false, or give data with a time column, which data.time names"
         )
     _check_clock(config, dataset)
     split = leave_one_out(dataset)
