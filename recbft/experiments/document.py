@@ -97,7 +97,7 @@ def difference_cells(d: Mapping[str, Any]) -> list[str]:
     return [
         unsigned_zero(f"{d['difference']:+.4f}"),
         "" if relative is None else percent(relative),
-        "" if _is_constant(d) else interval_text(d["interval"], "+.4f"),
+        "" if is_constant(d) else interval_text(d["interval"], "+.4f"),
     ]
 
 
@@ -107,7 +107,7 @@ def without_spread(differences: Iterable[Mapping[str, Any]]) -> str:
     >>> without_spread([{"smallest_effect": 0.3}])
     ''
     """
-    return f" {WITHOUT_SPREAD}" if any(map(_is_constant, differences)) else ""
+    return f" {WITHOUT_SPREAD}" if any(map(is_constant, differences)) else ""
 
 
 def interval_text(ends: Sequence[Any], spec: str) -> str:
@@ -142,7 +142,8 @@ def on_validation(d: Mapping[str, Any] | None) -> str:
     return f"{said} (p {p_equals(d['p_t'])})"
 
 
-def _is_constant(d: Mapping[str, Any]) -> bool:
+def is_constant(d: Mapping[str, Any]) -> bool:
+    """Whether a difference over seeds is the same in each, and so without a spread to judge by."""
     return d.get("smallest_effect") == 0  # which only differences over seeds have
 
 

@@ -20,7 +20,7 @@ from recbft.errors import UserError
 from recbft.evaluation.paired import fisher, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import COMPARISON_FILE
-from recbft.experiments.document import cells_of, p_text, percent
+from recbft.experiments.document import cells_of, head, is_constant, p_text, percent
 from recbft.experiments.tables import markdown_table, markdown_words, text_table
 
 Cell = tuple[str, str, str]  # arm, setting, metric
@@ -33,7 +33,7 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} holds no {COMPARISON_FILE}; --pool takes folders written by recbft compare")
     try:
         read: dict[str, Any] = json.loads(file.read_bytes())
-        _ = read["comparisons"], read["protocol"]["content_hash"], read["baseline"]
+        _ = read["comparisons"], read["protocol"]["content_hash"], read["baseline"], read["made"]["date"]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{file} is damaged; make it again with recbft compare") from None
     return read
@@ -71,13 +71,14 @@ def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "baseline": baseline,
         "data": [result["protocol"]["dataset"] for result in results],
+        "made_of": [{key: result[key] for key in ("made", "seeds", "protocol", "notes")} for result in results],
         "pooled": pooled,
         "left_out": _left_out({key for one in each for key in one}, set(shared)),
     }
 
 
 def pooled_document(pooled: dict[str, Any], *, markdown: bool) -> str:
-    """The pooled figures as a table."""
+    """The pooled figures as a table, and how each comparison was made."""
     table = markdown_table if markdown else text_table
     names = ["arm", "metric", "items", *pooled["data"], "mean", "better on", "Fisher's p", "p Holm"]
     rows = [
@@ -88,13 +89,17 @@ def pooled_document(pooled: dict[str, Any], *, markdown: bool) -> str:
         ]
         for one in pooled["pooled"]
     ]  # fmt: skip
+    constant = ""
+    if any(one["constant_on"] for one in pooled["pooled"]):
+        constant = " Where a difference is the same in every seed of a data set its p there is the sign flips'."
     absent = ", ".join(pooled.get("left_out", []))
     text = (
         f"Relative difference from {pooled['baseline']} per data set, and Fisher's pooled p of the paired t-tests over "
         f"seeds, by itself and by Holm over the {len(rows)} rows. A small p says that there is a difference somewhere; "
-        "read its direction from the data sets.\n\n"
+        f"read its direction from the data sets.{constant}\n\n"
         f"{table(names, rows)}\n" + (f"\nLeft out, not in every comparison: {absent}\n" if absent else "")
     )
+    text += "".join(f"\n{head(each, markdown=markdown)}\n" for each in pooled["made_of"])
     return markdown_words(text) if markdown else text
 
 
@@ -119,6 +124,7 @@ def _pooled(key: Cell, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "metric": metric,
         "relative": relative,
         "mean_relative": statistics.mean(known) if known else None,
+        "constant_on": sum(map(is_constant, each)),
         "better_on": sum(one["difference"] > 0 for one in each),
         "p_fisher": fisher([one["p_t"] for one in each]),
         "p_fisher_sign_flip": fisher([one["p_sign_flip"] for one in each]),

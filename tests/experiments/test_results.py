@@ -185,8 +185,9 @@ def test_the_two_claims_are_told_apart_in_the_document():
 def test_a_name_is_no_tag_in_markdown_and_as_it_is_in_a_terminal():
     name, command = "<script>alert(1)", "recbft compare --external '<b>=FILE'"
     ranks = {arm: np.arange(1, 61).reshape(2, 30) for arm in ("matched", name)}
-    results = [results_of(made_up(ranks, content=content)) for content in ("<b>data", "b")]
-    result = {**results[0], "made": {**MADE, "command": command}, "notes": [f"arm {name} is external"]}
+    made = {**MADE, "command": command}
+    results = [{**results_of(made_up(ranks, content=content)), "made": made} for content in ("<b>data", "b")]
+    result = {**results[0], "notes": [f"arm {name} is external"]}
     for document, given in ((comparison_document, result), (pooled_document, pool(results))):
         assert name in document(given, markdown=False)
         prose = document(given, markdown=True).replace(f"`{command}`", "")
@@ -308,7 +309,8 @@ def results_with(shift, content):
     rng = np.random.default_rng(3)
     base = rng.integers(5, 40, (8, 60))
     other = np.maximum(1, base + shift + rng.integers(-3, 4, base.shape))
-    return results_of(made_up({"matched": base, "bft": other}, content=content), over_users=False)
+    found = results_of(made_up({"matched": base, "bft": other}, content=content), over_users=False)
+    return {**found, "made": {**MADE, "command": f"recbft compare -d {content}"}}
 
 
 def test_one_difference_in_every_seed_has_no_interval_and_no_smallest_effect_in_the_document():
@@ -370,6 +372,9 @@ def test_pooling_is_fishers_and_tells_the_direction():
     assert [row["p_holm"] for row in found["pooled"]] == holm([row["p_fisher"] for row in found["pooled"]])
     text = pooled_document(found, markdown=False)
     assert f"by Holm over the {len(found['pooled'])} rows" in text and "p Holm" in text
+    for data in ("beauty", "games", "toys"):
+        assert f"`recbft compare -d {data}`\n2026-01-01, a CPU" in text
+    assert text.count("Seeds 0-7; test target of leave-one-out ranked among all 50 items") == 3
     results[0]["comparisons"]["matched"]["more"] = results[0]["comparisons"]["matched"]["bft"]
     results[0]["comparisons"]["matched"]["bft"]["filtered"] = {"mrr": results[0]["comparisons"]["matched"]["bft"]}
     del results[1]["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"]
@@ -394,8 +399,12 @@ def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part
     assert "| 0.0 % |" in pooled_document(pool(results), markdown=True), "as in the other tables, zero has no sign"
     other["relative"] = None
     assert pool(results)["pooled"][0]["mean_relative"] is None
-    other["difference"] = 0.0
+    assert "sign flips" not in pooled_document(pool(results), markdown=False)
+    other["difference"] = other["smallest_effect"] = 0.0
     assert pool(results)["pooled"][0]["better_on"] == 1, "a data set on which nothing differs is none it is better on"
+    assert "the same in every seed of a data set its p there is the sign flips'" in pooled_document(
+        pool(results), markdown=False
+    )
 
 
 def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_they_are_damaged(tmp_path):
@@ -405,7 +414,8 @@ def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_th
     write_json(tmp_path / "comparison.json", written)
     assert pool([read_results(tmp_path), results_with(2, "games")]) == pool([written, results_with(2, "games")])
     without = [
-        json.dumps({key: value for key, value in written.items() if key != one}) for one in ("baseline", "protocol")
+        json.dumps({key: value for key, value in written.items() if key != one})
+        for one in ("baseline", "protocol", "made")
     ]
     for damaged in (
         "{",
