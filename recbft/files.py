@@ -31,17 +31,20 @@ def write_atomic(path: str | Path, content: bytes | Callable[[BinaryIO], object]
     """Replace the file ``path`` by ``content``, or leave it as it was.
 
     Args:
-        path: the file; its folder must exist.
+        path: the file, or a link to it; its folder must exist.
         content: the bytes, or a function that writes them to an open binary file.
         durable: wait until the disk holds the content, so that it outlives a power cut; a killed process needs no wait.
 
     Raises:
         RunError: the disk is full.
-        UserError: the folder is missing or may not be written.
+        UserError: the folder is missing or may not be written, or a device or a pipe is in the file's place.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    file_itself = Path(os.path.realpath(path))
+    temporary = file_itself.with_name(f".{file_itself.name}.{secrets.token_hex(4)}.tmp")
     with explained(path):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path} is a device or a pipe, and a whole file is written; give the name of a file")
         try:
             with open(temporary, "xb") as file:
                 if callable(content):
@@ -51,7 +54,7 @@ def write_atomic(path: str | Path, content: bytes | Callable[[BinaryIO], object]
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            os.replace(temporary, path)
+            os.replace(temporary, file_itself)
         finally:
             with contextlib.suppress(OSError):  # after the rename there is nothing left to remove
                 temporary.unlink()

@@ -192,3 +192,20 @@ def test_what_is_read_is_not_written_over_whatever_path_leads_to_it(tmp_path):
             UserError, match=r"a\.csv is the file that is read, and writing would replace it; give another"
         ):
             refuse_input(same, source)
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "a.bin")
+    for content in (b"one", b"two"):  # made, and then replaced
+        write_atomic(tmp_path / "link", content)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "a.bin").read_bytes() == content
+    assert os.listdir(tmp_path / "disk") == ["a.bin"]
+
+
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(UserError, match=f"{place} is a device or a pipe, and a whole file is written"):
+            write_atomic(place, b"content")
+    assert (tmp_path / "pipe").is_fifo() and os.listdir(tmp_path) == ["pipe"]
