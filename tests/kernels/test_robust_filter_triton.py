@@ -130,6 +130,19 @@ def test_the_kernels_equal_the_tensor_form_in_values_and_gradients(T):
     assert_equal_to_the_reference(one_history(T), seed=T)
 
 
+def test_positions_and_frequencies_may_have_any_strides(monkeypatch):
+    context, draw = packed(shuffled=True), drawn
+    by_column = SequenceContext(context.segment, context.position.T.contiguous().T)
+    assert_equal_to_the_reference(by_column)
+
+    def drawn_by_column(B, T, seed):
+        pairs, scalars, frequency, bias = draw(B, T, seed)
+        return pairs, scalars, frequency.T.contiguous().T, bias
+
+    monkeypatch.setitem(globals(), "drawn", drawn_by_column)
+    assert_equal_to_the_reference(one_history(5))
+
+
 @pytest.mark.parametrize(("own", "step"), [(32, 16), (16, 32)])
 def test_so_do_tiles_of_other_sizes(own, step, monkeypatch):
     monkeypatch.setattr(fast, "OWN", own)

@@ -77,8 +77,8 @@ def robust_filter(
             context.position.contiguous(),
             _in_two(clock.query),
             _in_two(clock.key),
-            torch.view_as_real(asks.detach()),
-            torch.view_as_real(reads.detach()),
+            torch.view_as_real(asks.detach().contiguous()),
+            torch.view_as_real(reads.detach().contiguous()),
         ),
         _Options(
             context.causal,
