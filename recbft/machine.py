@@ -42,9 +42,18 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         # Both are the process's; they decide digits.
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": matmul_precision(),
         "kernels": "plain" if compiled.missing() else "compiled",  # on a CPU
     }
+
+
+def matmul_precision() -> str:
+    """How products of float32 are rounded: in one word, or by backend where ``fp32_precision`` was set."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        gpu, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        return f"cuda {gpu.fp32_precision}, mkldnn {cpu.fp32_precision}"
 
 
 def cpu_model() -> str:

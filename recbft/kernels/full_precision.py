@@ -37,5 +37,13 @@ def autocast_device() -> str | None:
     return next((device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)), None)
 
 
+def exact_products() -> bool:
+    """Whether PyTorch has a GPU multiply float32 to its own precision, and not as TF32."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # it tells of no precision of all backends once one has its own, by ``fp32_precision``
+        return str(torch.backends.cuda.matmul.fp32_precision) != "tf32"
+
+
 def _widened(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x

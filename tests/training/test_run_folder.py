@@ -221,6 +221,16 @@ def test_an_environment_tells_versions_and_not_whose_machine_it_is():
     assert getpass.getuser() not in made.values()
 
 
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="since PyTorch 2.9")
+def test_an_environment_tells_how_each_backend_rounds_where_they_were_set_one_by_one():
+    on_gpus = torch.backends.cuda.matmul
+    before, on_gpus.fp32_precision = on_gpus.fp32_precision, "tf32"
+    try:
+        assert environment()["matmul_precision"] == f"cuda tf32, mkldnn {torch.backends.mkldnn.matmul.fp32_precision}"
+    finally:
+        on_gpus.fp32_precision = before
+
+
 def test_a_replaced_run_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
     create(tmp_path / "a")
     remove = shutil.rmtree

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from recbft.kernels import dispatch
 from recbft.kernels.cross_entropy import product_dtype
+from recbft.kernels.full_precision import exact_products
 from recbft.kernels.transforms import applied, once_differentiable
 
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -130,7 +131,7 @@ class _Shape(NamedTuple):
     def of(cls, states: Tensor, weight: Tensor) -> _Shape:
         dtype = product_dtype(states, weight)
         columns = max(16, triton.next_power_of_2(states.shape[1]))
-        exact = torch.get_float32_matmul_precision() == "highest"
+        exact = exact_products()
         wholly = exact and dtype == torch.float32
         sizes = tiles(columns * dtype.itemsize, exact=wholly, hopper=dispatch.on_hopper(states))
         return cls(states.shape[1], columns, OPERANDS[dtype], "tf32x3" if exact else "tf32", sizes)

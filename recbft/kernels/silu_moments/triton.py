@@ -23,6 +23,7 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import dispatch
+from recbft.kernels.full_precision import exact_products
 from recbft.kernels.silu_moments import product_dtype
 from recbft.kernels.silu_moments.triton_passes import forward_pass, keys_pass, readers_pass
 from recbft.kernels.transforms import applied, once_differentiable
@@ -141,7 +142,7 @@ class _Launch(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        return self.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+        return self.dtype == torch.float32 and exact_products()
 
     @property
     def tiles(self) -> Tiles:
