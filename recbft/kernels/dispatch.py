@@ -15,6 +15,7 @@ from functools import lru_cache, wraps
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from logging import getLogger
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -165,6 +166,19 @@ def _refuses(name: str, tensor: Tensor) -> str | None:
         return "needs an NVIDIA GPU: on AMD's, Triton has no products of TF32 in three parts"
     if found < LEAST_CAPABILITY:
         return f"needs a GPU of compute capability {dotted(LEAST_CAPABILITY)} or later, got {dotted(found)}"
+    return None if interpreted() else _launch_hindrance()
+
+
+@lru_cache
+def _launch_hindrance() -> str | None:
+    """Why Triton cannot launch a kernel on this machine, or None: what it launches by is built in C at first use."""
+    try:
+        import_module("triton.runtime").driver.active.get_current_target()
+    except Exception as error:  # of no compiler, no headers and no libcuda each has a kind of its own
+        told = "the compiler failed" if isinstance(error, CalledProcessError) else str(error).partition("\n")[0]
+        return (
+            f"Triton cannot build what launches kernels here ({told}); install gcc and Python's headers (python3-dev)"
+        )
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager, nullcontext
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
@@ -130,3 +131,47 @@ def test_a_gpu_that_triton_does_not_serve_takes_another_path(capability, hip, re
     if reason is not None:
         with pytest.raises(ValueError, match=f"triton path declined: {reason}"):
             choose("triton", paths, q)
+
+
+@pytest.mark.skipif(dispatch.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (RuntimeError("Failed to find C compiler. Set CC."), "Failed to find C compiler. Set CC."),
+        (CalledProcessError(1, ["gcc", "main.c"]), "the compiler failed"),
+        (FileNotFoundError(2, "No such file", "gcc -mno-avx512f"), ".*gcc -mno-avx512f.*"),
+        (AssertionError("libcuda.so cannot found!\nRun ldconfig."), "libcuda.so cannot found!"),
+        (None, None),
+    ],
+)
+def test_where_triton_can_launch_nothing_another_path_is_taken(error, told, monkeypatch, caplog):
+    asked = []
+
+    def target():
+        asked.append(1)
+        if error is not None:
+            raise error
+
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=target))
+    monkeypatch.setattr(dispatch.import_module("triton.runtime"), "driver", driver)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "device", lambda found: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    dispatch._launch_hindrance.cache_clear()
+    dispatch._log_once.cache_clear()
+    paths = {
+        "triton": Path(lambda: lambda: "fast", "cuda"),
+        "reference": Path(lambda: lambda: "plain"),
+    }
+    q = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.float32, is_cuda=True)
+    try:
+        with caplog.at_level(logging.INFO, logger="recbft"):
+            assert [choose("auto", paths, q)() for _ in range(2)] == ["fast" if error is None else "plain"] * 2
+        assert dispatch.serves_steps(q) is (error is None) and len(asked) == 1
+        if error is not None:
+            reason = rf"triton path declined: Triton cannot build what launches kernels here \({told}\); install gcc"
+            assert len(caplog.messages) == 1
+            with pytest.raises(ValueError, match=reason):
+                choose("triton", paths, q)
+    finally:
+        dispatch._launch_hindrance.cache_clear()
