@@ -226,6 +226,8 @@ def test_arms_differ_in_nothing_but_their_presets():
             "controllers.swa.value is 'valid_ndcg@10', but",
         ),
         ({"device": "gpu"}, "training.device is 'gpu'; give auto, cpu, cuda or cuda:N"),
+        ({"device": "cuda:01"}, "training.device is 'cuda:01'; give auto, cpu, cuda or cuda:N"),
+        ({"device": "cuda:128"}, "training.device is 'cuda:128'; give auto, cpu, cuda or cuda:N"),
         ({"ks": []}, "evaluation.ks is empty; give at least one cut-off"),
         ({"ks": [0]}, "evaluation.ks is 0; give a whole number >= 1"),
         ({"ks": [5, 5]}, "evaluation.ks is [5, 5]; give each cut-off once"),

@@ -51,7 +51,8 @@ class TrainingConfig:
             raise UserError(
                 f"valid_metric is {self.valid_metric!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'"
             )
-        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
+        # PyTorch counts to 127 and begins anew, and takes no number with a 0 before it.
+        if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?", self.device):
             raise UserError(f"device is {self.device!r}; give auto, cpu, cuda or cuda:N")
         if self.warm_start is not None and not self.warm_start.strip():
             raise UserError("warm_start is empty; give the folder of a run, or leave it out")
