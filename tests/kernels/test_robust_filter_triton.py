@@ -130,6 +130,24 @@ def test_the_kernels_equal_the_tensor_form_in_values_and_gradients(T):
     assert_equal_to_the_reference(one_history(T), seed=T)
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["query", "key"])
+def test_what_is_no_number_is_no_perfect_match(place, larger_of_numbers):
+    context = one_history(TILE + 3)
+    pairs, scalars, frequency, _ = drawn(1, TILE + 3)
+    pairs[place][0, 1, 4, 2, 0] = float("nan")
+    heads = [torch.view_as_complex(x.float()).to(DEVICE) for x in pairs]
+    dynamics = Dynamics(frequency.float().to(DEVICE), *(x.float().to(DEVICE) for x in scalars))
+    here = on(DEVICE, context)
+    clock = read_clock(here, dtype=torch.float32)
+    lost = [
+        [torch.isnan(x) if x.dim() == 3 else torch.view_as_real(x).isnan().any(dim=(-2, -1)) for x in found]
+        for found in (
+            path(*heads, here, dynamics, clock, PLAIN) for path in (fast.robust_filter, reference.robust_filter)
+        )
+    ]
+    assert all(torch.equal(*each) for each in zip(*lost, strict=True)) and lost[0][1].any()
+
+
 def test_positions_and_frequencies_may_have_any_strides(monkeypatch):
     context, draw = packed(shuffled=True), drawn
     by_column = SequenceContext(context.segment, context.position.T.contiguous().T)

@@ -100,6 +100,17 @@ def test_values_and_gradients_equal_the_reference_at_every_length(T, causal):
     check(drawn(context, H=1 + T % 2, seed=T), context)
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_squares_that_overflow_half_precision_are_no_small_variance(larger_of_numbers):
+    context = packed([[5]], 5)
+    q, k, v = (drawn(context)[name].half() for name in "qkv")
+    v[0, 0, :, 0] = torch.tensor([0.0, 300.0, -300.0, 300.0, -300.0])
+    terms = {"log_precision": None, "log_decay": None}
+    S = path.softmax_moments(q, k, v, context, dropout=0.0, **terms)[1]
+    precision = softmax_reml(q, k, v, context, **terms, prior_scale=0.2, prior_dof=1.0, cap=100.0, impl="triton")[1]
+    assert not (S[0, 0, 1:, 0] < 255).any() and not (precision[0, 0, 1:, 0] > 0.1).any()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_tiles_of_unequal_sides_give_the_same(causal, small_tiles):
     context = packed([[41], [3, 30, 4]], 41, causal=causal)

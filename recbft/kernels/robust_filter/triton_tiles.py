@@ -138,14 +138,16 @@ def spread(elapsed, mu, s2, eta2, gamma2):
     few = tl.minimum(span, 0.25)
     series = few * (1 - few / 2 * (1 - few / 3 * (1 - few / 4 * (1 - few / 5 * (1 - few / 6)))))
     S = tl.where(mu > 0, tl.where(span < 0.25, series, 1 - E * E), elapsed)
-    return E, S, tl.maximum(s2 * S + eta2 * E * E + gamma2, LEAST_VARIANCE)
+    V = s2 * S + eta2 * E * E + gamma2
+    return E, S, tl.maximum(V, LEAST_VARIANCE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def likelihood(cross, reader_square, key_square, E, V, nu, kappa, STUDENT: tl.constexpr, MULTIPLICATIVE: tl.constexpr):
     """x, y and L of (3)."""
-    # A difference of near numbers can round below 0.
-    x = tl.maximum(reader_square[:, None] + E * (E * key_square[None, :] - 2 * cross), 0.0) / nu
+    # A difference of near numbers can round below 0; what is no number stays so, and is no perfect match.
+    x = reader_square[:, None] + E * (E * key_square[None, :] - 2 * cross)
+    x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) / nu
     if MULTIPLICATIVE:
         x = x / V
     y = x

@@ -99,9 +99,11 @@ def forward_kernel(
     if size is not None:
         n = tl.where(found, Z * Z / tl.where(found, C, 1.0), 0.0)
         tl.store(size + at, n, mask=kept)
-        S = tl.maximum(E2 * (1.0 / Z)[:, None] - o * o, 0.0)
+        # What is no number stays so, as where u^2 overflows float16: else it would be a variance of 0.
+        S = tl.maximum(E2 * (1.0 / Z)[:, None] - o * o, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if residual is not None:
             store_rows(residual + to, rows, S, kept, row, K, W)
         if precision is not None:
-            r = tl.minimum(tl.where(found, n + nu, 0.0)[:, None] / (S + c), cap)
+            r = tl.where(found, n + nu, 0.0)[:, None] / (S + c)
+            r = tl.minimum(r, cap, propagate_nan=tl.PropagateNan.ALL)
             store_rows(precision + to, rows, r, kept, row, K, W)
