@@ -61,11 +61,13 @@ def idle_settings(model: Parametrised, config: TrainingConfig) -> dict[str, str]
     """The settings of precision and recency that were changed and have no effect, with the reason."""
     usual = TrainingConfig()
     idle = {}
-    if not any(model.is_precision_parameter(name) for name, _ in model.named_parameters()):
-        keys, why = ("precision_lr_multiplier", "warmup_steps"), "this model has neither precision nor recency to learn"
-        idle = dict.fromkeys(keys, why)
+    learned = any(model.is_precision_parameter(name) for name, _ in model.named_parameters())
+    if not learned:
+        idle["precision_lr_multiplier"] = "this model has neither precision nor recency to learn"
+    if not learned and getattr(model, "core", None) is None:  # precision of which nothing is learned is ramped in too
+        idle["warmup_steps"] = idle["precision_lr_multiplier"]
     elif config.warm_start is not None:
-        idle = {"warmup_steps": "precision and recency begin from what warm_start has learned"}
+        idle["warmup_steps"] = "precision and recency begin from what warm_start has learned"
     return {f"training.{key}": why for key, why in idle.items() if getattr(config, key) != getattr(usual, key)}
 
 

@@ -488,9 +488,18 @@ def test_the_caller_s_random_state_threads_and_determinism_are_left_as_they_were
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+NOTHING_LEARNED = {"recency_decay": False, "core": {"initial": "uniform", "process_noise": False}}
+
+
 @pytest.mark.parametrize(
     ("arm", "more", "said"),
-    [("matched", {}, ["training.warmup_steps"]), ("matched", {"recency_decay": True}, []), ("bft", {}, [])],
+    [
+        ("matched", {}, ["training.warmup_steps"]),
+        ("matched", {"recency_decay": True}, []),
+        ("bft", {}, []),
+        # Precision is ramped in also where it has no parameters.
+        ("bft", {**NOTHING_LEARNED, "precision_lr_multiplier": 3}, ["training.precision_lr_multiplier"]),
+    ],
 )
 def test_settings_of_precision_are_said_to_have_no_effect_where_there_is_none(dataset, tmp_path, arm, more, said):
     with warnings.catch_warnings(record=True) as heard:
