@@ -300,6 +300,7 @@ def test_how_recbole_would_train_a_model_that_is_not_trained_is_ignored_aloud(wr
         (["mixer=bayesian", "mixing.prior_variance=0.1"], "prior_variance has no effect in an arm without precision"),
         (["activation=relu", "moe.experts=2"], "activation relu has no effect with experts"),
         (["arm=bft", "moe.experts=2", "core.jacobian_rank=3"], "jacobian_rank has no effect with experts"),
+        (["arm=bft", "n_layers=1", "core.jacobian_detach=true"], "jacobian_detach has no effect with n_layers 1"),
         (["mixer=bayesian", "attention_dropout=0.1"], "attention_dropout has no effect with mixer 'bayesian'"),
         (
             ["arm=bft", "mixer=rfa", "core.initial=uniform", "core.prior_variance=0.1"],

@@ -41,6 +41,9 @@ def make_blocks(
         raise UserError(f"experts need a pre-norm layer with a feed-forward network, got {kind}; leave them out")
     if moe is not None and core is not None:
         core.refuse_idle(("jacobian_rank",), "with experts, whose Jacobian is exact; leave it out")
+    if core is not None and config.n_layers == 1:
+        why = "with n_layers 1: no score depends on what the last layer predicts; leave it out or take more layers"
+        core.refuse_idle(("jacobian_detach",), why)
     if moe is not None and activation != "gelu":
         raise UserError(f"activation {activation} has no effect with experts, whose activation is gelu; leave it out")
     blocks = []
