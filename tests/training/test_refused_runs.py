@@ -45,6 +45,10 @@ def begun(made, path, dataset):
             {"controllers": {"label_smoothing": {}}, "loss": "sampled_softmax"},
             "label_smoothing has no effect with loss 'sampled_softmax'; leave it out, or take loss 'ce'",
         ),
+        (
+            {"controllers": {"dropout_glide": {"floor": 0.2}}, "dropout": 0.2},
+            "dropout_glide has no effect, since no dropout of the model is above its floor 0.2; leave it out, lower",
+        ),
     ],
 )
 def test_a_controller_that_does_not_fit_takes_no_folder_and_no_finished_run(settings, message, dataset, tmp_path):

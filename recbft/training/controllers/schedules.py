@@ -112,11 +112,20 @@ class LabelSmoothing(_Stateless):
 
 
 class DropoutGlide(_Stateless):
-    """Equation (3) for every dropout of the model, those inside mixers included; p_0 is the rate it was built with."""
+    """Equation (3) for every dropout of the model, those inside mixers included; p_0 is the rate it was built with.
+
+    Raises:
+        UserError: no rate is above the floor.
+    """
 
     def __init__(self, config: DropoutGlideConfig, model: nn.Module) -> None:
         self.config = config
         self.built = {name: getattr(holder, key) for name, holder, key in _dropouts(model)}
+        if max(self.built.values(), default=0.0) <= config.floor:
+            raise UserError(
+                f"controllers.dropout_glide has no effect, since no dropout of the model is above its floor "
+                f"{config.floor:g}; leave it out, lower the floor, or raise dropout"
+            )
 
     def rate(self, built: float, progress: float) -> float:
         """Of a layer that was built with this rate."""
