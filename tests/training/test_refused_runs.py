@@ -49,6 +49,10 @@ def begun(made, path, dataset):
             {"controllers": {"dropout_glide": {"floor": 0.2}}, "dropout": 0.2},
             "dropout_glide has no effect, since no dropout of the model is above its floor 0.2; leave it out, lower",
         ),
+        (
+            {"controllers": {"context_game": {"lengths": [2, 4], "entropy_weight": 0.3}}},
+            "context_game.entropy_weight has no effect without mixer 'regime'",
+        ),
     ],
 )
 def test_a_controller_that_does_not_fit_takes_no_folder_and_no_finished_run(settings, message, dataset, tmp_path):

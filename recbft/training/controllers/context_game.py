@@ -58,7 +58,8 @@ class ContextGame:
         seed: of its draws; the default generator is left alone.
 
     Raises:
-        UserError: the model reads no history that one of the lengths would cut.
+        UserError: the model reads no history that one of the lengths would cut, or a key of (2) is changed that has
+            no effect in it.
     """
 
     def __init__(self, config: ContextGameConfig, model: nn.Module, *, seed: int = 0) -> None:
@@ -69,6 +70,12 @@ class ContextGame:
                 "most, so that none would cut a history; give a shorter one"
             )
         self.config, self.mixers = config, regime_mixers(model)
+        for key in () if self.mixers else ("saturation_weight", "saturation_free", "entropy_weight"):
+            if getattr(config, key) != getattr(ContextGameConfig, key):
+                raise UserError(
+                    f"controllers.context_game.{key} has no effect without mixer 'regime', whose memberships it looks "
+                    "at; leave it out"
+                )
         self.generator = torch.Generator().manual_seed(seed)
         self.log_share = torch.zeros(len(config.lengths), dtype=torch.float64)
         self.earned = torch.zeros_like(self.log_share)
