@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from recbft.errors import UserError
 from recbft.mixers.positive import SMALLEST, positive, raw_of
 
+DAMPING = 0.05  # b unless given
+
 
 def frequency_range(n_heads: int, count: int, base: float, *, in_bands: bool) -> Tensor:
     """(1) for every head, (H, n): one range of n for each, or one of H n cut into bands; in the default dtype."""
@@ -31,13 +33,15 @@ def spread_decays(n_heads: int, base: float, damping: float, undamped: int | Non
     """(2) of the bands, (H,), and 0 in the last heads, a quarter of them unless ``undamped`` says how many.
 
     Raises:
-        UserError: more undamped heads than heads.
+        UserError: more undamped heads than heads, or a damping that no head is left for.
     """
     undamped = n_heads // 4 if undamped is None else undamped
     if undamped > n_heads:
         raise UserError(
             f"undamped_heads is {undamped}, and there are {n_heads} heads; give a whole number <= {n_heads}"
         )
+    if undamped == n_heads and damping != DAMPING:
+        raise UserError(f"damping has no effect with {undamped} undamped_heads of {n_heads} heads; leave it out")
     decay = damping * frequency_range(n_heads, 1, base, in_bands=True)[:, 0]
     decay[n_heads - undamped :] = 0.0
     return decay

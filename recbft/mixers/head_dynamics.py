@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from recbft.config import check_range
 from recbft.errors import UserError
 from recbft.kernels.robust_filter import Dynamics, Variant
-from recbft.mixers.frequencies import HeadDecay, frequency_range, spread_decays
+from recbft.mixers.frequencies import DAMPING, HeadDecay, frequency_range, spread_decays
 from recbft.mixers.positive import positive, raw_of
 
 OnOff = Literal["on", "off"]
@@ -66,7 +66,7 @@ class RobustFilterConfig:
     key_precision: OnOff = "on"
     latent_width: int | None = None
     frequency_base: float = 10_000.0
-    damping: float = 0.05
+    damping: float = DAMPING
     undamped_heads: int | None = None
     time: bool = False
     time_unit: float = DAY

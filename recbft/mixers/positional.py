@@ -28,7 +28,7 @@ from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.eager import eagerly
 from recbft.kernels.robust_filter import Clock, read_clock, turns
 from recbft.mixers.attention import SoftmaxAttention
-from recbft.mixers.frequencies import HeadDecay, frequency_range, spread_decays
+from recbft.mixers.frequencies import DAMPING, HeadDecay, frequency_range, spread_decays
 from recbft.mixers.observation import Observation
 
 Scheme = Literal["rope", "alibi", "decayed_rope", "sc_rope"]
@@ -52,7 +52,7 @@ class PositionalConfig:
     """
 
     frequency_base: float = 10_000.0
-    damping: float = 0.05
+    damping: float = DAMPING
     undamped_heads: int | None = None
 
     def __post_init__(self) -> None:

@@ -364,6 +364,8 @@ def test_odd_widths_and_too_many_undamped_heads_are_refused():
         RobustFilterAttention(6, 2)
     with pytest.raises(UserError, match="undamped_heads is 3, and there are 2 heads"):
         make(undamped_heads=3)
+    with pytest.raises(UserError, match="damping has no effect with 2 undamped_heads of 2 heads; leave it out"):
+        make(undamped_heads=2, damping=0.1)
 
 
 @pytest.mark.parametrize("settings", [{"damping": 1e-6}, {"frequency_base": 1e12}])
