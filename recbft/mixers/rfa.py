@@ -10,7 +10,7 @@
 P = 1 / V with V and the carrying of ``kernels.robust_filter.dynamics``, by the lag in positions or in real time. The
 weighing of keys by their incoming precision in (3) is the one of softmax attention; the evidence leaves it out. W maps
 each head's state to that head's own coordinates and starts as the real part; with an output projection W joins the
-heads and lobs passes through its squared weights. c_h starts where one key that fits exactly gives 2 K.
+heads and lobs passes through its squared weights. c_h starts where one key that fits exactly gives 2 D / H.
 
 ``rfa`` learns the decay of each head, and every head has the whole range of frequencies w. In ``sc_rfa`` each head
 has a band of them, and decays at b times the highest. Frequencies stand in pairs w, -w. The last heads (a quarter of
