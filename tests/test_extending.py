@@ -106,6 +106,13 @@ def test_what_a_mixers_entry_cannot_say_is_refused_where_it_is_made(wrong, messa
         MixerSpec(summary="", kind=torch.nn.Identity, **wrong)
 
 
+def test_hstu_keeps_its_layer_whatever_is_registered(registry):
+    registry["mine"] = replace(registry["pointwise"], summary="of one's own")
+    assert isinstance(Recommender("hstu").config.build(torch.arange(9)), torch.nn.Module)
+    with pytest.raises(UserError, match="mixer 'mine' does not go with model 'hstu'; choose one of pointwise"):
+        Recommender("hstu", mixer="mine")
+
+
 def test_a_run_whose_mixer_is_not_known_says_what_to_do(registry, data, tmp_path):
     exec(blocks()[0], {})
     Recommender("sasrec", arm="bft", mixer="pooled_mean", epochs=1, hidden_size=8).fit(data, out=tmp_path / "run")

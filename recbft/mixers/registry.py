@@ -55,8 +55,8 @@ class MixerSpec:
         kind: the class; its constructor takes the hidden size, the number of heads and what follows from the rest.
         options: the class of its own options (the ``mixing`` section of a config).
         fixed: constructor arguments that make this name of a kind with several.
-        precision: where its observation precision comes from: an estimator of ``softmax`` or ``silu`` weights, the
-            mechanism itself (``own``), or nowhere (``none``).
+        precision: where its observation precision comes from: an estimator of ``softmax`` or (HSTU's layer alone)
+            ``silu`` weights, the mechanism itself (``own``), or nowhere (``none``).
         hears: parts of a ``Place`` beyond its shape that have an effect.
         both_ways: whether it can look at a whole history.
         reads_back: whether the host looks at numbers of a device in the middle of its work, which no CUDA graph can.

@@ -128,7 +128,7 @@ MODELS: dict[str, ModelSpec] = {
         config=HSTUConfig,
         build=hstu,
         batches=next_item_batches,
-        takes=lambda mixer: mixer.precision == "silu",
+        takes=lambda mixer: mixer is MIXERS["pointwise"],  # its layer is that mixer, whatever else is registered
         arms={
             "published": {"feed_forward": False, "output_projection": True, "recency_decay": False},
             "matched": {"recency_decay": False},
