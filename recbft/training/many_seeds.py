@@ -204,8 +204,9 @@ class _Group:
                 session.progress.stop()
         if self.failed:
             seed, error = next(iter(self.failed.items()))
-            others = f"; so did {len(self.failed) - 1} other runs" if len(self.failed) > 1 else ""
-            raise RunError(f"the run of seed {seed} failed: {error}{others}")
+            others = len(self.failed) - 1
+            also = f"; so did {others} other {'run' if others == 1 else 'runs'}" if others else ""
+            raise RunError(f"the run of seed {seed} failed: {error}{also}")
 
     def _threads(self, number: int) -> ThreadPoolExecutor:
         """That work for these runs, on the GPU that is current here."""

@@ -351,6 +351,22 @@ def test_a_run_whose_loss_is_not_finite_fails_alone(dataset, tmp_path, monkeypat
     assert not failed.is_finished and checkpoint.load_state(failed.checkpoint).epoch == 0
 
 
+@pytest.mark.parametrize(
+    ("broken", "said"), [((1,), ""), ((1, 5), "; so did 1 other run"), ((0, 1, 5), "; so did 2 other runs")]
+)
+def test_a_group_says_how_many_of_its_runs_failed(broken, said, dataset, tmp_path, monkeypatch):
+    def begin(config, *arguments, **options):
+        made = session.begin(config, *arguments, **options)
+        if config.seed in broken:
+            with torch.no_grad():
+                made.model.item_embedding.weight.fill_(float("nan"))
+        return made
+
+    monkeypatch.setattr(many_seeds, "begin", begin)
+    with pytest.raises(RunError, match=rf"set clip_norm{said}$"):
+        together(config(epochs=1), tmp_path, dataset)
+
+
 def test_a_run_whose_weights_are_not_finite_fails_alone_and_does_not_save_them(
     dataset, tmp_path, monkeypatch, in_float64
 ):
