@@ -9,7 +9,7 @@ an event's number in its history takes their place.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pandas as pd
@@ -36,10 +36,14 @@ def save_atomic(dataset: Dataset, folder: str | Path, name: str) -> Path:
     if times is None:
         times = np.arange(dataset.num_events) - np.repeat(dataset.offsets[:-1], dataset.lengths)
     frame = pd.DataFrame({"user": users, "item": items, "time": times})
-    rows = frame.to_csv(sep="\t", index=False, header=False, lineterminator="\n", quoting=3)
     path = Path(folder) / name / f"{name}.inter"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, (HEADER + rows).encode())
+
+    def write(file: BinaryIO) -> None:
+        file.write(HEADER.encode())
+        frame.to_csv(file, sep="\t", index=False, header=False, lineterminator="\n", quoting=3)
+
+    write_atomic(path, write)
     return path
 
 
