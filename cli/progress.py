@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
+SILENCE = 60.0  # seconds after which whoever waits is told where long work stands
+
 
 def progress_for(metric: str, stream: TextIO | None = None, *, quiet: bool = False, opening: str | None = None) -> Any:
     """A listener to training (``recbft.training.progress.Progress``) that suits ``stream`` (stderr).
@@ -27,27 +29,31 @@ def progress_for(metric: str, stream: TextIO | None = None, *, quiet: bool = Fal
 
 
 class Lines:
-    """One line per epoch."""
+    """One line per epoch, and in a long one a line now and then."""
 
     def __init__(self, stream: TextIO, metric: str, opening: str | None = None) -> None:
         self._stream, self._metric, self._opening = stream, metric, opening
         self._total = 0
         self._done = 0  # epochs since start, so that a resumed run's estimate counts only its own
-        self._since = 0.0
+        self._epoch = 0  # in progress
+        self._since = self._spoke = 0.0
 
     def start(self, total_epochs: int, first_epoch: int) -> None:
-        self._total, self._done, self._since = total_epochs, 0, time.monotonic()
+        self._total, self._done, self._epoch = total_epochs, 0, first_epoch
+        self._since = self._spoke = time.monotonic()
         if self._opening:
             self.note(self._opening)
         if first_epoch > 1:
             self.note(f"continuing at epoch {first_epoch}")
 
     def batch(self, done: int, total: int, loss: float, tokens: int) -> None:
-        pass
+        if time.monotonic() - self._spoke >= SILENCE:
+            self._print(f"epoch {self._epoch}/{self._total}  loss {loss:.4f}  step {done:,} of {total:,}")
 
     def epoch(self, row: Mapping[str, object]) -> None:
         self._done += 1
-        left = self._total - int(str(row["epoch"]))
+        self._epoch = int(str(row["epoch"])) + 1
+        left = self._total - self._epoch + 1
         per_epoch = (time.monotonic() - self._since) / self._done
         self._print(f"{_epoch_text(row, self._total, self._metric)}  at most {duration(left * per_epoch)} left")
 
@@ -59,6 +65,7 @@ class Lines:
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
+        self._spoke = time.monotonic()
 
 
 class MovingBar:

@@ -32,6 +32,26 @@ def test_a_log_gets_one_plain_line_per_epoch():
     assert len(lines) == 4 and "\x1b" not in stream.getvalue()
 
 
+def test_a_log_is_told_in_a_long_epoch_how_far_it_is(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("recbft_cli.progress.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = Lines(stream, "ndcg@10")
+    progress.start(total_epochs=4, first_epoch=3)
+    for done in range(1, 6):  # every 40 seconds
+        now[0] += 40
+        progress.batch(done=done, total=2500, loss=7 - done / 2, tokens=100)
+    progress.epoch(ROW)
+    now[0] += 59
+    progress.batch(done=1, total=2500, loss=4.0, tokens=20)
+    now[0] += 1
+    progress.batch(done=2, total=2500, loss=3.75, tokens=40)
+    lines = stream.getvalue().splitlines()
+    assert lines[1:3] == ["epoch 3/4  loss 6.0000  step 2 of 2,500", "epoch 3/4  loss 5.0000  step 4 of 2,500"]
+    assert lines[3].startswith("epoch 3/4  loss 6.2500  valid")
+    assert lines[4:] == ["epoch 4/4  loss 3.7500  step 2 of 2,500"]
+
+
 def test_a_terminal_gets_a_bar_with_loss_metric_and_speed(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
