@@ -237,6 +237,7 @@ class Session:
     def report(self) -> None:
         """Evaluate the best weights on validation and test, and close the run."""
         self.behind.wait()
+        self.progress.note("ranking each user's validation and test item")  # minutes where users and items are many
         self.model.load_state_dict(self.together.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
         validation, test = self._evaluate("validation"), self._evaluate("test", lists=True)
         metrics = {

@@ -241,6 +241,20 @@ def test_a_vocabulary_that_was_damaged_is_written_again(dataset, tmp_path, damag
     assert path.read_bytes() == whole and len(load_trained(tmp_path / "cut")[2]) == dataset.num_items
 
 
+def test_whoever_listens_is_told_that_the_last_pass_over_all_users_begins(dataset, tmp_path):
+    heard = []
+
+    class Diary(Silent):
+        def stop(self):
+            heard.append("stop")
+
+        def note(self, message):
+            heard.append((message, (tmp_path / "run" / "metrics.json").exists()))
+
+    session.train(config(epochs=1), tmp_path / "run", dataset=dataset, progress=Diary())
+    assert heard == ["stop", ("ranking each user's validation and test item", False)]
+
+
 def test_a_run_stopped_after_its_last_epoch_is_evaluated_and_no_epoch_is_announced(dataset, tmp_path):
     whole = session.train(config(epochs=2), tmp_path / "whole", dataset=dataset)
     with pytest.raises(Stopped):
