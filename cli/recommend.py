@@ -7,6 +7,7 @@ import csv
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
@@ -15,6 +16,7 @@ from recbft.errors import UserError
 from recbft_cli.columns import Columns, Item, Separator, Time, User, from_shell
 from recbft_cli.evaluate import say_unfinished
 from recbft_cli.piped import PIPE, as_file
+from recbft_cli.progress import SILENCE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,14 +136,17 @@ def _write(blocks: Iterable[pd.DataFrame], out: Path | None) -> list[dict[Any, A
     from recbft.files import write_atomic
 
     attrs: list[dict[Any, Any]] = []
-    num_rows = 0
+    num_rows, spoke = 0, monotonic()
 
     def noted() -> Iterable[pd.DataFrame]:
-        nonlocal num_rows
+        nonlocal num_rows, spoke
         for block in blocks:
             attrs.append(block.attrs)
             block.attrs = {}  # which a Parquet file would keep
             num_rows += len(block)
+            if monotonic() - spoke >= SILENCE:
+                typer.echo(f"{num_rows:,} recommendations so far", err=True)
+                spoke = monotonic()
             yield block
 
     if out is None:  # ids are data: UTF-8 whatever the terminal's encoding, as in a file

@@ -101,6 +101,20 @@ def test_recommend_writes_block_by_block_what_it_writes_at_once(
         assert pq.read_schema(whole).equals(pq.read_schema(parts), check_metadata=True)
 
 
+def test_recommend_says_now_and_then_how_far_it_is(capsys, monkeypatch, finished, histories, tmp_path):
+    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", 1)
+    words = ("recommend", finished, "--histories", histories, "-k", "3")
+    _, lists, err = run(capsys, *words)
+    assert "so far" not in err  # nobody has waited
+    monkeypatch.setattr("recbft_cli.recommend.SILENCE", 0.0)
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (0, lists)
+    assert [line for line in err.splitlines() if "so far" in line] == [
+        "3 recommendations so far",
+        "6 recommendations so far",
+    ]
+
+
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_recommend_writes_a_file_without_rows_where_no_item_is_left(capsys, finished, histories, tmp_path, ending):
     (tmp_path / "own.csv").write_text("".join(histories.read_text().splitlines(keepends=True)[:2]))
