@@ -71,10 +71,11 @@ def explain(model: SequenceModel, history: IntArray, items: IntArray, *, times: 
         change = np.full((len(items), read), np.nan)
         full = _scores(states.state, model, items)  # (I, 1)
         if num_events > 1:
-            kept = np.concatenate([np.delete(np.arange(num_events), event) for event in events])
-            stops = np.arange(1, read + 1) * (num_events - 1)
+            near = np.arange(max(0, num_events - read - 1), num_events)  # one event more than is read, which moves up
+            kept = np.concatenate([near[near != event] for event in events])
+            stops = np.arange(1, read + 1) * (len(near) - 1)
             kept_times = None if times is None else times[kept]
-            starts = stops - (num_events - 1)
+            starts = stops - (len(near) - 1)
             parts = read_histories(model, history[kept], starts, stops, times=kept_times, source="the history")
             without = torch.cat([model.user_states(part.to(device)).state for part in parts])
             change = full - _scores(without, model, items)

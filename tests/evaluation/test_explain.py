@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,18 @@ def test_the_change_is_the_score_less_that_of_the_history_without_the_event(lab,
 def test_what_the_model_does_not_read_could_not_have_changed_the_score(lab):
     model = lab.make_model(lab.dataset, max_length=4)
     np.testing.assert_allclose(score(model, np.delete(HISTORY, 0), [5]), score(model, HISTORY, [5]), rtol=1e-12)
+
+
+def test_what_is_not_read_of_a_long_history_takes_no_memory(lab):
+    model, history = lab.make_model(lab.dataset, max_length=30), np.arange(50_000) % 5 + 1
+    tracemalloc.start()
+    try:
+        found = explain(model, history, np.array([7]))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.events[-1] == len(history) - 1 and len(found.events) == 30
+    assert peak < 4 * history.nbytes
 
 
 @pytest.mark.parametrize("core", [{}, {"kriging": "per_dimension"}], ids=str)
