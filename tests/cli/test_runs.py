@@ -32,7 +32,9 @@ def test_training_prints_the_table_the_protocol_and_the_folder(capsys, events, t
         ]
     targets = pd.read_parquet(folder / "per_user.parquet")["target_count"].mean()
     assert words[0][:4] == ["lists", "of", "10", "show"] and words[3] == ["the", "targets", f"{targets:.1f}"]
-    assert [line.split()[:2] for line in err.splitlines()[1:]] == [["epoch", f"{n}/3"] for n in (1, 2, 3)]
+    *epochs, last = err.splitlines()[1:]
+    assert [line.split()[:2] for line in epochs] == [["epoch", f"{n}/3"] for n in (1, 2, 3)]
+    assert last == "ranking each user's validation and test item"
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
