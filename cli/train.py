@@ -66,7 +66,9 @@ def train(
         str | None,
         # Named in full: of typer 0.27 a metavar that spells the parameter would be the option's name.
         typer.Option(
-            "--name", metavar="NAME", help="The run's folder in --out, in place of MODEL-ARM-DATASET-seedSEED."
+            "--name",
+            metavar="NAME",
+            help="The run's folder in --out; if left out MODEL-ARM\\[-MIXER]-DATASET-seedSEED.",
         ),
     ] = None,
     settings: Annotated[
