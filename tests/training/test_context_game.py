@@ -49,11 +49,14 @@ class Mixer:
 
 def test_a_length_earns_less_where_memberships_are_saturated_and_more_where_they_are_spread():
     config = ContextGameConfig(lengths=(5, 10), saturation_weight=0.2, saturation_free=0.5, entropy_weight=0.3)
-    game = ContextGame(config, torch.nn.Linear(1, 1))
-    game.mixers = [
-        Mixer(saturated=0.75, entropy=math.log(2), regimes=4),  # 0.3 / 2 - 0.2 (0.75 - 0.5) = 0.1
-        Mixer(saturated=0.25, entropy=math.log(3), regimes=3),  # 0.3 - 0
-    ]
+    game = ContextGame(ContextGameConfig(lengths=(5, 10)), torch.nn.Linear(1, 1))
+    game.config, game.mixers = (
+        config,
+        [
+            Mixer(saturated=0.75, entropy=math.log(2), regimes=4),  # 0.3 / 2 - 0.2 (0.75 - 0.5) = 0.1
+            Mixer(saturated=0.25, entropy=math.log(3), regimes=3),  # 0.3 - 0
+        ],
+    )
     game.chosen = 1
     for loss in (2.0, 5.0):
         game.after_step(moment(), loss)
