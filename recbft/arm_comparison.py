@@ -31,7 +31,7 @@ from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.paired import holm
 from recbft.experiments.arms import ArmSpec
 from recbft.experiments.comparison import COMPARISON_FILE, DATA_FILE, Comparison
-from recbft.experiments.document import cells_of, comparison_document
+from recbft.experiments.document import cells_of, comparison_document, is_constant
 from recbft.experiments.experiment import check_devices, plan_comparison, train_and_compare, usual_workers
 from recbft.experiments.lists import parse_metrics, split_list
 from recbft.experiments.plan import Job
@@ -121,7 +121,7 @@ class Compared:
                     d = dict(cell.get(over, {}))
                     if d:
                         low, high = d.pop("interval")
-                        if d.get("smallest_effect") == 0:  # over seeds
+                        if is_constant(d):
                             low = high = d["smallest_effect"] = math.nan
                         rows.append(key | {"difference": d.pop("difference"), "low": low, "high": high} | d)
         frame: pd.DataFrame = pd.DataFrame(rows)

@@ -13,10 +13,6 @@ from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.results import user_samples
 from recbft.experiments.tables import Row, markdown_table, markdown_words, text_table
 
-WITHOUT_SPREAD = (
-    "A difference without an interval is the same in every seed: there is no spread to judge by, and p is the sign "
-    "flips'."
-)
 Table = Callable[[Row, Sequence[Row]], str]
 Result = Mapping[str, Any]
 
@@ -36,7 +32,7 @@ def comparison_document(result: Result, *, markdown: bool) -> str:
             f"by sign flips, and by Holm over the {counted(tests, 't-test')} of this table; the last "
             "but one column is the smallest difference that so many seeds would have found four times in five, the "
             "last one the same runs' difference on validation, by which their epochs were chosen, with its own p."
-            f"{without_spread(cell['over_seeds'] for *_, cell in cells_of(against))}"
+            f"{without_spread(is_constant(cell['over_seeds']) for *_, cell in cells_of(against))}"
         )
         parts.append(table(*_seed_cells(against)))
         over_users = [cell["over_users"] for *_, cell in cells_of(against) if "over_users" in cell]
@@ -101,13 +97,18 @@ def difference_cells(d: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def without_spread(differences: Iterable[Mapping[str, Any]]) -> str:
-    """What a caption adds where one of these differences over seeds is the same in every seed.
+def without_spread(are_constant: Iterable[bool]) -> str:
+    """What a caption adds where one of its differences over seeds is the same in every seed.
 
-    >>> without_spread([{"smallest_effect": 0.3}])
+    >>> without_spread([False, False])
     ''
     """
-    return f" {WITHOUT_SPREAD}" if any(map(is_constant, differences)) else ""
+    if not any(are_constant):
+        return ""
+    return (
+        " A difference without an interval is the same in every seed: there is no spread to judge by, and p is the "
+        "sign flips'."
+    )
 
 
 def interval_text(ends: Sequence[Any], spec: str) -> str:

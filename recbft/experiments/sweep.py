@@ -18,7 +18,7 @@ from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments.arms import ArmSpec, check_judges, check_varies
-from recbft.experiments.document import Table, difference_cells, head, mean_sd, p_text, without_spread
+from recbft.experiments.document import Table, difference_cells, head, is_constant, mean_sd, p_text, without_spread
 from recbft.experiments.lists import counted, split_list
 from recbft.experiments.plan import Job
 from recbft.experiments.tables import markdown_table, markdown_words, text_table
@@ -111,7 +111,7 @@ def sweep_document(result: Mapping[str, Any], *, markdown: bool) -> str:
         label = f"{_text(row['value'])}{' (default)' if row['is_default'] else ''}"
         rows.append([label, *(cell for part in ("validation", "test") for cell in _part_cells(row[part]))])
     differences = [row[part]["difference"] for row in result["rows"] for part in ("validation", "test")]
-    constant = without_spread(d for d in differences if d is not None)
+    constant = without_spread(is_constant(d) for d in differences if d is not None)
     chosen = "the default, " if result["chosen"] == result["default"] else ""
     text = (
         f"{head(result, markdown=markdown)}\n\n"

@@ -9,7 +9,7 @@ from recbft.evaluation.exposure import MEASURES, lists_of, usual_cutoff
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
-from recbft.experiments.document import WITHOUT_SPREAD
+from recbft.experiments.document import without_spread
 from recbft.experiments.lists import listed, seeds_text
 from recbft.reporting.sections import Section
 from recbft.reporting.tables import Cell, Column, Table
@@ -82,7 +82,7 @@ def _difference_table(comparison: Comparison, found: Exposures, k: int) -> Table
         ]
         for (arm, setting, name, one), p in zip(pairs, adjusted, strict=True)
     ]
-    constant = f" {WITHOUT_SPREAD}" if any(one.is_constant for *_, one in pairs) else ""
+    constant = without_spread(one.is_constant for *_, one in pairs)
     return Table(
         name="exposure-differences",
         title=f"Difference of the lists from {comparison.baseline} over seeds",

@@ -17,7 +17,7 @@ import numpy as np
 from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
-from recbft.experiments.document import WITHOUT_SPREAD, cells_of, on_validation, out_of_reach
+from recbft.experiments.document import cells_of, on_validation, out_of_reach, without_spread
 from recbft.experiments.lists import seeds_text
 from recbft.experiments.results import user_samples
 from recbft.reporting.subject import headline
@@ -100,7 +100,7 @@ def seed_table(comparison: Comparison, found: Sequence[Finding]) -> Table:
              one.validation or None]
         )  # fmt: skip
     baseline = found[0].baseline
-    constant = f" {WITHOUT_SPREAD}" if any(one.seeds.is_constant for one in found) else ""
+    constant = without_spread(one.seeds.is_constant for one in found)
     return Table(
         name=f"seeds-against-{slug(baseline)}",
         title=f"Difference from {baseline} over seeds",

@@ -13,7 +13,7 @@ from recbft.evaluation.paired import SeedComparison, UserComparison
 from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import MIN_USERS, Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of, stratify
-from recbft.experiments.document import WITHOUT_SPREAD, out_of_reach, p_equals
+from recbft.experiments.document import out_of_reach, p_equals, without_spread
 from recbft.experiments.lists import listed
 from recbft.reporting.subject import Subject
 from recbft.reporting.tables import Cell, Column, Table, slug
@@ -233,8 +233,7 @@ def _tests(subject: Subject, results: Sequence[StratumResult]) -> str:
     else:
         how = "one seed, so paired over users: bootstrap interval and sign-flip test; it says nothing about other seeds"
     family = f"Holm over the {len(found)} tests of this table" if len(found) > 1 else "one test, so no adjustment"
-    constant = any(isinstance(one, SeedComparison) and one.is_constant for one in found)
-    more = f" {WITHOUT_SPREAD}" if constant else ""
+    more = without_spread(isinstance(one, SeedComparison) and one.is_constant for one in found)
     if isinstance(found[0], UserComparison):
         more += out_of_reach(len(found), SAMPLES)
     return f"Difference from {subject.baseline}, {how}; {family}.{more}"
