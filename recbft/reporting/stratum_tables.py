@@ -247,5 +247,10 @@ def confound_line(subject: Subject) -> str:
     if np.ptp(lengths) == 0 or np.ptp(counts) == 0:
         return "Confound check: training length or target frequency does not vary, so they cannot be confused."
     r, p = confound(lengths, counts)
-    verdict = "the two axes are all but separate" if abs(r) < 0.1 else "the two axes partly say the same"
+    if abs(r) < 0.1:
+        verdict = "the two axes are all but separate"
+    elif p < 0.05:
+        verdict = "the two axes partly say the same"
+    else:
+        verdict = "too few users to tell whether the two axes say the same"
     return f"Confound check: Pearson r = {r:+.2f} of training length and target frequency (p {p_equals(p)}): {verdict}."
