@@ -51,6 +51,7 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
             warn_about_unknown(run, config.external_config_dict, recbole_knows | set(config.internal_config_dict))
         refuse_short_window(self.max_seq_length, run.backbone.max_length)
         self.run = run
+        self.warmup_steps = run.training.warmup_steps  # of its own trainer; 0 where the weights come ramped in
         self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding
         counts = torch.from_numpy(training_counts(config, dataset))
         self.recommender = cast(Any, run.build(counts))

@@ -60,7 +60,7 @@ class PrecisionTrainer(Trainer):  # type: ignore[misc]
 
         def loss_after_warmup(interaction: Any) -> Tensor:
             nonlocal step
-            self.model.recommender.set_ramp(warmup_ramp(step, self.model.run.training.warmup_steps))
+            self.model.recommender.set_ramp(warmup_ramp(step, self.model.warmup_steps))
             step += 1
             loss: Tensor = (loss_func or self.model.calculate_loss)(interaction)
             return loss

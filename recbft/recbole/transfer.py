@@ -55,6 +55,8 @@ def recbole_settings(run: str | Path) -> dict[str, Any]:
 def from_run(run: str | Path, config: Any, dataset: Any) -> Adapter:
     """The trained model of a run folder, its items in the order of RecBole's data set, in evaluation mode.
 
+    A training that goes on with it in RecBole has no warm-up.
+
     Args:
         run: the folder.
         config: RecBole's Config; what it says of the model is not used, the window must hold what the model reads.
@@ -70,6 +72,7 @@ def from_run(run: str | Path, config: Any, dataset: Any) -> Adapter:
     numbers = vocabulary.encode(adapter.item_tokens[1:].tolist())
     _check_same_items(numbers, adapter.item_tokens[1:], model, str(run))
     adapter.recommender.load_state_dict(_reordered(model.state_dict(), numbers, run_config))
+    adapter.warmup_steps = 0  # as ``training.warm_start``: the precision channel is not to be switched off again
     adapter.to(config["device"]).eval()
     return adapter
 

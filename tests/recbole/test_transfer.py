@@ -125,6 +125,17 @@ def test_a_run_trained_further_in_recbole_takes_recboles_rate_in_every_group(dat
     assert (precision["lr"], precision["weight_decay"]) == (pytest.approx(2.0), 0.0)
 
 
+def test_a_run_trained_further_in_recbole_is_not_warmed_up_again(dataset, prepared, at_home):
+    from recbole.utils import get_trainer
+
+    run = trained(dataset, at_home / "run", epochs=1, warmup_steps=1000)
+    config, parts, model = in_recbole(run, prepared, dataset="tiny")
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer._train_epoch(parts[0], 0)
+    trainer.tensorboard.close()
+    assert float(model.recommender.ramp) == 1
+
+
 def test_recbole_reads_the_exported_histories_in_their_exact_order(prepared, at_home):
     # Real seconds, closer than single precision can tell, of users that stand in no order of time.
     random = np.random.default_rng(0)
