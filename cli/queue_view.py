@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from recbft.experiments.queue import Failure, Running
 
 
+SILENCE = 300.0  # seconds after which a log is told where trainings of hours stand
+
+
 def view_for(stream: TextIO | None = None) -> Any:
     """A listener to a queue (``recbft.experiments.queue.Watcher``) that suits ``stream`` (stderr)."""
     stream = sys.stderr if stream is None else stream
@@ -22,19 +26,23 @@ def view_for(stream: TextIO | None = None) -> Any:
 
 
 class Lines:
-    """One line per finished run."""
+    """One line per finished run, and in long ones a line now and then."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._total, self._done = 0, 0
+        self._spoke = 0.0
 
     def start(self, total: int, finished: int) -> None:
         self._total, self._done = total, finished
+        self._spoke = time.monotonic()
         if finished:
             self.note(f"{finished} of {total} runs are finished already")
 
     def look(self, running: Sequence[Running], waiting: int) -> None:
-        pass
+        if time.monotonic() - self._spoke >= SILENCE:
+            epochs = ", ".join(f"{run.job.name} {run.epoch}/{run.epochs}" for run in running)
+            self.note(f"{self._standing(running, waiting)}{epochs and f': epoch {epochs}'}")
 
     def finished(self, job: Job, seconds: float) -> None:
         self._done += 1
@@ -45,9 +53,15 @@ class Lines:
 
     def note(self, message: str) -> None:
         print(message, file=self._stream, flush=True)
+        self._spoke = time.monotonic()
 
     def stop(self) -> None:
         pass
+
+    def _standing(self, running: Sequence[Running], waiting: int) -> str:
+        """How far the whole is; a run that another command trains is in training and does not wait."""
+        waiting -= sum(run.elsewhere for run in running)
+        return f"{self._done} of {self._total} runs finished, {len(running)} in training, {waiting} waiting"
 
 
 class LiveTable(Lines):
@@ -101,17 +115,15 @@ class LiveTable(Lines):
                 duration(run.seconds),
                 "" if run.left is None else duration(run.left),
             )
-        elsewhere = sum(run.elsewhere for run in running)
-        waiting -= elsewhere
-        whole = f"{self._done} of {self._total} runs finished, {len(running)} in training, {waiting} waiting"
-        return Group(table, Text(whole + self._left(len(running), waiting)))
+        return Group(table, Text(self._standing(running, waiting) + self._left(running, waiting)))
 
-    def _left(self, running: int, waiting: int) -> str:
+    def _left(self, running: Sequence[Running], waiting: int) -> str:
         """About how long the rest takes, from the runs that this command has finished."""
         if not self._seconds or not running:
             return ""
+        waiting -= sum(run.elsewhere for run in running)
         mean = sum(self._seconds) / len(self._seconds)
-        return f"; about {duration(mean * (waiting / running + 0.5))} left"
+        return f"; about {duration(mean * (waiting / len(running) + 0.5))} left"
 
 
 def _result(job: Job) -> str:

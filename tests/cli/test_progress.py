@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
+from recbft.experiments.queue import Running
+from recbft_cli import queue_view
 from recbft_cli.progress import Lines, MovingBar, progress_for
 
 ROW = {"epoch": 3, "loss": 6.25, "tokens_per_second": 51234.5, "valid_hr@10": 0.1, "valid_ndcg@10": 0.0512}
@@ -50,6 +53,24 @@ def test_a_log_is_told_in_a_long_epoch_how_far_it_is(monkeypatch):
     assert lines[1:3] == ["epoch 3/4  loss 6.0000  step 2 of 2,500", "epoch 3/4  loss 5.0000  step 4 of 2,500"]
     assert lines[3].startswith("epoch 3/4  loss 6.2500  valid")
     assert lines[4:] == ["epoch 4/4  loss 3.7500  step 2 of 2,500"]
+
+
+def test_a_log_is_told_now_and_then_how_far_many_long_trainings_are(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("recbft_cli.queue_view.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    view = queue_view.view_for(stream)
+    view.start(total=4, finished=0)
+    for epoch in range(1, 6):  # every 200 seconds
+        now[0] += 200
+        ours = Running(SimpleNamespace(name="bft-seed0"), epoch, 9, None, 1.0, None, elsewhere=False)
+        theirs = Running(SimpleNamespace(name="bft-seed1"), 2 * epoch, 60, None, 1.0, None, elsewhere=True)
+        view.look([ours, theirs], waiting=3)
+    standing = "0 of 4 runs finished, 2 in training, 2 waiting: epoch"
+    assert stream.getvalue().splitlines() == [
+        f"{standing} bft-seed0 2/9, bft-seed1 4/60",
+        f"{standing} bft-seed0 4/9, bft-seed1 8/60",
+    ]
 
 
 def test_a_terminal_gets_a_bar_with_loss_metric_and_speed(monkeypatch):
