@@ -12,8 +12,10 @@ from recbft.errors import UserError
 from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
 
 if TYPE_CHECKING:
+    from recbft.datasets import Dataset
     from recbft.training.run_folder import RunFolder
 
+MANY_SCORES = 10**9  # users by items: some ten seconds
 EXAMPLES = "Example: recbft evaluate runs/sasrec-bft-ml-100k-seed0 --both"
 
 
@@ -60,6 +62,7 @@ def evaluate(
     folder = RunFolder.open(run)
     say_unfinished(folder, "evaluated")
     data = recommender.aligned(None if dataset is None else config.data.load_again(dataset, **how))
+    say_long(data, part)
     evaluation = recommender.evaluate(data, part.value)
     filter_seen = filter_seen or config.evaluation.filter_seen
     setting = headline_setting(filter_seen)
@@ -86,6 +89,13 @@ def say_unfinished(folder: RunFolder, asked: str) -> None:
     """Warn that not a run's best weights are asked, but the best so far."""
     if not folder.is_finished:
         typer.echo(f"warning: {folder.path} is not finished; the best of its epochs so far is {asked}", err=True)
+
+
+def say_long(data: Dataset, part: Part) -> None:
+    """Say what is being worked on where it takes more than a few seconds."""
+    if data.num_users * data.num_items > MANY_SCORES:
+        whose = f"the {part.value} items of {data.num_users:,} users"
+        typer.echo(f"ranking {whose} among {data.num_items:,} items", err=True)
 
 
 def counted_in(dataset: str) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
-from recbft_cli.evaluate import Part, counted_in, say_unfinished
+from recbft_cli.evaluate import Part, counted_in, say_long, say_unfinished
 from recbft_cli.given import refuse_given
 from recbft_cli.tables import table
 
@@ -79,6 +79,8 @@ def probe(
     if explain is not None:
         _explain(recommender, data, explain, part.value, as_json)
         return
+    if users is None:
+        say_long(data, part)
     found = recommender.probe(data, part.value, users=users)
     own = found["protocol"]["content_hash"] == folder.protocol["content_hash"]
     other = _other_than_the_run_s(users, part, own=own, finished=finished)

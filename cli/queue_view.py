@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from recbft.experiments.queue import Failure, Running
 
 
-SILENCE = 300.0  # seconds after which a log is told where trainings of hours stand
+LONG_SILENCE = 300.0  # seconds after which a log is told where trainings of hours stand
 
 
 def view_for(stream: TextIO | None = None) -> Any:
@@ -40,7 +40,7 @@ class Lines:
             self.note(f"{finished} of {total} runs are finished already")
 
     def look(self, running: Sequence[Running], waiting: int) -> None:
-        if time.monotonic() - self._spoke >= SILENCE:
+        if time.monotonic() - self._spoke >= LONG_SILENCE:
             epochs = ", ".join(f"{run.job.name} {run.epoch}/{run.epochs}" for run in running)
             self.note(f"{self._standing(running, waiting)}{epochs and f': epoch {epochs}'}")
 

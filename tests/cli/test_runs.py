@@ -94,6 +94,13 @@ def test_evaluate_repeats_the_numbers_of_the_run(capsys, finished):
 
 
 @pytest.mark.parametrize("command", ["evaluate", "probe"])
+def test_long_work_is_announced(capsys, finished, command, monkeypatch):
+    monkeypatch.setattr("recbft_cli.evaluate.MANY_SCORES", 10)
+    code, _, err = run(capsys, command, finished, *(["--no-write"] if command == "probe" else []))
+    assert code == 0 and err.startswith("ranking the test items of ") and " users among " in err
+
+
+@pytest.mark.parametrize("command", ["evaluate", "probe"])
 def test_an_empty_name_of_other_data_is_not_the_run_s_own(capsys, finished, command):
     code, out, err = run(capsys, command, finished, "-d", "")
     assert (code, out) == (2, "") and "dataset is empty; give a data set's name or a file" in err
