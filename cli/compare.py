@@ -28,9 +28,9 @@ TRAINING = (
 TESTING = ("metrics", "baseline", "external", "skip_broken")
 EXAMPLES = """Examples:
 
-recbft compare -m sasrec -d amazon-instruments --arms matched,bft --seeds 0-19 --out comparisons/instruments
+recbft compare -d amazon-instruments --arms matched,matched+recency,bft --seeds 0-19 --out comparisons/instruments
 
-recbft compare -m sasrec,bert4rec,hstu -d amazon-instruments --arms published,matched,bft --out comparisons/all
+recbft compare -m sasrec,bert4rec,hstu -d amazon-instruments --out comparisons/all
 
 recbft compare runs/sasrec-*-seed* --out comparisons/mine --external other=ranks.csv
 

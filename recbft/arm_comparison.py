@@ -1,7 +1,7 @@
 """``recbft compare`` for a notebook: arms over seeds, trained where they are missing, and their tables as data frames.
 
 >>> from recbft import compare                                           # doctest: +SKIP
->>> compared = compare("matched,bft", dataset, out="comparisons/mine", epochs=50)  # doctest: +SKIP
+>>> compared = compare("matched,matched+recency,bft", dataset, out="comparisons/mine", epochs=50)  # doctest: +SKIP
 >>> compared.differences[["arm", "setting", "metric", "difference", "low", "high", "p_holm"]]  # doctest: +SKIP
 
 Runs are trained in processes of their own, which import the script that called: there the call has to stand under
