@@ -68,11 +68,12 @@ def compare(
     ] = None,
     models: Annotated[
         str | None,
-        typer.Option("-m", "--model", help="One of `recbft models`, or several: DIR/MODEL each; sasrec if left out."),
+        typer.Option("-m", "--model", help="One of `recbft models`, or several, a folder each; sasrec if left out."),
     ] = None,
     dataset: DatasetName = None,
     arms: Annotated[
-        str | None, typer.Option(help=f"NAME, NAME+recency, NAME\\[key=value,...]; {ARMS} if left out.")
+        str | None,
+        typer.Option(help=f"NAME of `recbft models`, NAME+recency, NAME\\[key=value,...]; {ARMS} if left out."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help=f"Such as 0-9 or 0,1,5-7; {SEEDS} if left out.")] = None,
     jobs: Jobs = None,

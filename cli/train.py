@@ -50,13 +50,15 @@ def train(
             help="A name of `recbft data list`, or a file; ml-100k if left out, with --resume the run's.",
         ),
     ] = None,
-    arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
+    arm: Annotated[
+        str | None, typer.Option(help="published, matched or bft (the default); `recbft models` says what they are.")
+    ] = None,
     mixer: Annotated[str | None, typer.Option(help="What moves information along a history: `recbft models`.")] = None,
     update: Annotated[
         str | None, typer.Option(help="Update rule of arm bft: kalman (the default), residual, gate or fixed.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Decides initial weights and the order of the data; 0 if left out.")
+        int | None, typer.Option(help="Decides initial weights, data order and dropout; 0 if left out.")
     ] = None,
     data_root: DataRoot = None,
     out: Annotated[
@@ -72,7 +74,8 @@ def train(
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the config; repeat for more.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting that `recbft models NAME` lists; repeat for more."),
     ] = None,
     config: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings; options and --set win.")
