@@ -104,13 +104,13 @@ class Recommender:
 
         Args:
             out: the run's folder; a temporary one, gone with this object, unless given.
-            progress: who is told how it goes; nobody unless given.
+            progress: an object that is told how it goes, as ``recbft.training.progress.Progress``; none unless given.
             warm_start: begin from the weights of the run that this recommender holds, of which
                 ``training.warm_start_keep`` says how much is kept; without it one that holds a run trains from scratch.
 
         Raises:
-            UserError: as ``train``; a data set is given, and settings of this object would have prepared another; a run
-                to begin from is gone, or another stands in its place.
+            UserError: the folder is taken; data and settings do not fit; a data set is given, and settings of this
+                object would have prepared another; a run to begin from is gone, or another stands in its place.
             RunError: training failed; after an interruption the folder stays, and ``resume`` goes on with it.
         """
         _check_dataset(dataset)
@@ -165,6 +165,11 @@ class Recommender:
         Args:
             dataset: as ``aligned`` takes it.
             part: which held-out item is ranked.
+
+        Returns:
+            ``headline``, the metrics by name, ranked as ``evaluation.filter_seen`` says; ``metrics`` has them
+            "unfiltered" (among all items) and "filtered" (seen items masked), ``per_user`` a row for each user with
+            both ranks, ``precision`` the posterior precision behind each, ``exposure`` what lists of the best show.
         """
         model, _, _ = self._fitted()
         dataset = self.aligned(dataset)
@@ -197,14 +202,15 @@ class Recommender:
                 not have been seen in training.
             filter_seen: leave out the items of the history itself.
             exclude: raw ids of items that no list may hold, such as what is sold out.
-            candidates: raw ids of the only items that lists may hold; unknown ones have no effect here or there.
+            candidates: raw ids of the only items that lists may hold. Unknown ids in ``exclude`` and ``candidates``
+                have no effect, unless all are: then the first is warned about and the second refused.
 
         Returns:
             Columns user, item, score, rank (from 1), precision (NaN where the model keeps none), probability. A user of
             whom fewer than k items are left gets those: fewer rows, or none. ``probability`` is how likely the user's
             next event is of this item, if it is of one that the list may hold: one of the ``candidates``, not seen
             (``filter_seen``), not excluded. Its sum over a list is how likely the next item is on it. What
-            makes it of the scores is ``calibration``.
+            makes it of the scores is ``calibration``; NaN where that is None.
 
             ``attrs`` counts what was skipped, ``unknown_events`` of items the model does not know and ``skipped_users``
             with no known item; and ``short_lists``, of fewer than k items, with the length of the ``shortest_list``.
@@ -235,11 +241,11 @@ class Recommender:
         return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
 
     def calibration(self, *, filter_seen: bool = True) -> Calibration | None:
-        """T and u of the probabilities that ``recommend`` gives, (1 - u) softmax(scores / T) + u / n over n items.
+        """``temperature`` T and ``lapse`` u of the probabilities (1 - u) softmax(scores / T) + u / n of ``recommend``.
 
         The n items are those that the list may hold. T and u were fitted on validation targets when the run ended. None
-        where there were none to fit them on, and of a run that is not finished or that a version before this made; its
-        lists have no probabilities.
+        where there were none to fit them on, and of a run that is not finished or whose ``metrics.json`` lacks them;
+        its lists have no probabilities.
         """
         self._fitted()
         check_filter_seen(filter_seen)
@@ -299,8 +305,8 @@ class Recommender:
             samples: bootstrap resamples behind each interval.
 
         Returns:
-            ``mechanism`` and ``uncertainty`` as those functions document it, and the ``protocol``, with the SHA-256 of
-            the ``weights``; ready for JSON.
+            ``mechanism`` and ``uncertainty``, the figures of ``recbft.evaluation.mechanism`` and ``.uncertainty``, and
+            the ``protocol``, with the SHA-256 of the ``weights``; ready for JSON.
         """
         model, _, _ = self._fitted()
         dataset = self.aligned(dataset)
@@ -331,7 +337,7 @@ class Recommender:
             dataset: ``own_dataset`` unless given; any whose items the model knows.
 
         Returns:
-            Of a model that reads times, with dates in the unit of the training data.
+            The data set so numbered; for a model that reads times, with dates in the unit of the training data.
 
         Raises:
             UserError: it has an item that the model does not know, or times that cannot be told in that unit.

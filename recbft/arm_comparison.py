@@ -159,8 +159,13 @@ def compare(
         jobs: runs trained at a time; the cores, at most 4, unless given.
         batch_seeds: train up to so many seeds of an arm together in one process.
         config: a YAML file with settings of every run.
-        progress: who is told how it goes; nobody unless given, and what should be read is a warning then.
+        progress: an object that is told how it goes, as ``recbft.experiments.queue.Watcher``; none unless given, and
+            what should be read is a warning then.
         settings: settings of every run, as ``Recommender`` takes them; an arm's own win over them.
+
+    Returns:
+        Printed, the tables that ``recbft compare`` prints; as data frames ``arms``, ``differences`` over seeds,
+        ``over_users`` and ``on_validation``; ``notes`` to read beside them, and the ``path`` of the files.
 
     Raises:
         UserError: an unknown name, a value of the wrong type or range, arms that cannot be compared, ``out`` holds

@@ -40,7 +40,8 @@ DEFAULT_PREPARATION = Preparation()
 class Dataset:
     """Histories of at least 3 events; users are numbered by first appearance in the source, items in the histories.
 
-    The arrays belong to the data set: do not write to them.
+    User u's history, oldest first, is ``items[offsets[u] : offsets[u + 1]]``, item indices 1..V. The arrays belong to
+    the data set: do not write to them.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Dataset:
             time: the column that orders a user's events (whole numbers or dates, as text too; ties keep the row order).
                 Without it the row order is the order, and the data set has no times; a warning says so where a column
                 that is called ``timestamp``, ``created_at`` or the like contradicts that order.
-            preparation: filters and minimum counts.
+            preparation: filters and minimum counts, a ``recbft.datasets.Preparation``.
 
         Raises:
             UserError: a column is missing or holds what it may not, or no user is left with 3 events.
@@ -136,12 +137,12 @@ class Dataset:
         """Load a data set by name, from a file, or ``"synthetic"``.
 
         Args:
-            name_or_path: the name of a data set card, a file (its ending names the format, see ``readers``), a folder
-                holding one ``.inter`` file, either of these in ``data_root`` by its name (a file's without its ending),
-                or ``"synthetic"`` for the seeded generator.
+            name_or_path: a name of ``recbft data list``, a file (its ending names the format, see
+                ``recbft.datasets.readers``), a folder holding one ``.inter`` file, either of these in ``data_root`` by
+                its name (a file's without its ending), or ``"synthetic"`` for the seeded generator.
             data_root: the folder to look in for a name; default the environment variable ``RECBFT_DATA_ROOT``.
             user, item, time: columns of the file; default those of the card, or ``user_id``, ``item_id`` and no time.
-            separator, columns: for delimited files without a header, see ``readers.read_table``.
+            separator, columns: for delimited files without a header, see ``recbft.datasets.readers.read_table``.
             preparation: filters and minimum counts; a card's own apply where none is asked for.
 
         Raises:
