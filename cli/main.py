@@ -36,7 +36,7 @@ class _InOrder(TyperGroup):
 app = typer.Typer(
     name="recbft",
     cls=_InOrder,
-    help="Sequential recommendation with models that know how sure they are.",
+    help="Sequential recommendation with models that carry uncertainty.",
     epilog="Start with: recbft train -m sasrec -d ml-100k",
     no_args_is_help=True,
     add_completion=False,

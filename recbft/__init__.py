@@ -1,6 +1,10 @@
-"""recbft: sequential recommendation whose models know how sure they are.
+"""recbft: sequential recommendation with models that carry uncertainty.
 
 >>> from recbft import Dataset, Recommender, compare
+
+``Dataset.from_frame`` and ``Dataset.load`` make histories of events. ``Recommender(model, arm=...).fit(dataset)``
+trains a model, which then evaluates, recommends and explains. ``compare`` tests arms, which are configurations of a
+model, against each other over seeds.
 """
 
 from __future__ import annotations
