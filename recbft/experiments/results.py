@@ -28,6 +28,7 @@ from recbft.experiments.comparison import COMPARISON_FILE, Comparison
 from recbft.experiments.lists import counted
 from recbft.experiments.machines import notes_on_machines
 from recbft.files import make_folder, write_atomic, write_json
+from recbft.mixers import MIXERS
 from recbft.training.run_folder import RunFolder
 
 FORMAT = 1
@@ -50,7 +51,7 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over
     second = f"{of_model}/{SECOND_BASELINE}" if of_model else SECOND_BASELINE
     if baseline != SECOND_BASELINE and second in comparison.arms and comparison.arms[second].has_spread:
         baselines.append(second)
-    notes = [*comparison.notes, *notes_on_machines(comparison)]
+    notes = [*comparison.notes, *notes_on_machines(comparison), *_decay_alone(comparison)]
     notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds))]
     notes += _few_users(len(comparison.users)) if over_users else []
     return {
@@ -170,6 +171,27 @@ def _constant(comparison: Comparison, metrics: Sequence[str]) -> list[str]:
         for metric in metrics
         if np.ptp(values := np.concatenate([comparison.values(a, setting, metric) for a in comparison.arms])) == 0
     ]
+
+
+def _decay_alone(comparison: Comparison) -> list[str]:
+    """Arms whose lead may be the recency decay's, since the baseline has none and no plain layer here has it."""
+    configs = {name: arm.config for name, arm in comparison.arms.items() if "backbone" in arm.config}
+    decay = {name: config for name, config in configs.items() if _has_decay(config)}
+    plain = {config["model"] for config in decay.values() if config["core"] is None}
+    if comparison.baseline not in configs or comparison.baseline in decay:
+        return []
+    return [
+        f"{name} has the recency decay and {comparison.baseline} has not, so a difference between them may be the "
+        f"decay's alone; {SECOND_BASELINE} as another arm tells"
+        for name, config in decay.items()
+        if config["model"] not in plain
+    ]
+
+
+def _has_decay(config: Mapping[str, Any]) -> bool:
+    """Whether it is asked for, and the mixer has a place for it."""
+    mixer = MIXERS.get(config["mixer"])
+    return bool(config["backbone"].get("recency_decay")) and mixer is not None and "recency_decay" in mixer.hears
 
 
 def _few(seeds: int) -> list[str]:

@@ -339,6 +339,27 @@ def test_settings_of_training_that_differ_are_noted(events, tmp_path):
     assert comparison_of(runs_in(tmp_path)).notes == ("the arms differ in training.epochs: bft 1, matched 2",)
 
 
+@pytest.mark.parametrize(
+    ("arms", "noted"),
+    [
+        ("matched,bft", ["bft"]),
+        ("matched,matched+recency,bft", []),
+        ("matched,bft[recency_decay=false]", []),
+        ("matched+recency,bft", []),
+        ("matched,bft[mixer=rfa]", []),  # which has a decay of its own, so that this one has no effect
+    ],
+)
+def test_a_lead_that_may_be_the_decays_alone_is_noted(events, tmp_path, arms, noted):
+    for job in jobs_of(events, tmp_path, arms, settings=["epochs=1"]):
+        train(job.config, job.path)
+    notes = results_of(comparison_of(runs_in(tmp_path)), metrics=["mrr"], over_users=False)["notes"]
+    assert [note for note in notes if "decay" in note] == [
+        f"{name} has the recency decay and matched has not, so a difference between them may be the decay's alone; "
+        "matched+recency as another arm tells"
+        for name in noted
+    ]
+
+
 def test_what_all_runs_have_is_the_protocol_and_what_one_has_otherwise_is_not(copied):
     shared = comparison_of(runs_in(copied)).protocol
     first, *_, last = (json.loads((run / "protocol.json").read_bytes()) for run in runs_in(copied))
