@@ -13,7 +13,7 @@ The authors measure perplexity of text at 512 to 4,096 tokens after training on 
 that of ALiBi and of the coupled robust filter falls or stays. Texts are not histories: what is compared is which
 mixers can be read beyond their training, not the figures.
 
-Source: Robust Filter Attention, section 5 and table 1.
+Source: Robust Filter Attention, section 4.2 and table 1.
 Shapes: N users.
 """
 

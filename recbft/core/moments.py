@@ -9,7 +9,8 @@
 (5) is a difference of two near numbers, so the values are centred first (S does not move when a constant is
 subtracted). Nothing of shape (T, T, K) is ever built.
 
-Source: Precision Tracked Transformer (arXiv 2605.18832), equations 2 to 6; Kish, Survey Sampling (1965), section 8.2.
+Source: Precision Tracked Transformer (arXiv 2605.18832), equations 2, 5 and 7; Kish, Survey Sampling (1965), section
+8.2.
 Shapes: B rows, H heads, T tokens, K head width.
 """
 

@@ -4,8 +4,8 @@ Precision parameters have ``precision_lr_multiplier`` times the rate and no weig
 stochastic differential equation take half the rate, no momentum and a gradient clipped by its norm, since a decay or a
 noise that is thrown far off does not come back.
 
-Source: Precision Tracked Transformer (arXiv 2605.18832), appendix L; Racioppo, Robust Filter Attention, section on
-training.
+Source: Precision Tracked Transformer (arXiv 2605.18832), appendices J and L; Racioppo, Robust Filter Attention,
+appendix E.1.
 """
 
 from __future__ import annotations
