@@ -10,7 +10,7 @@ from benchmarks.mechanisms.published import Figure, figure_table
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
 
 
-def test_every_published_number_of_the_deterministic_experiment_is_ours(tmp_path, capsys):
+def test_published_numbers_of_the_deterministic_experiment_are_ours(tmp_path, capsys):
     file = tmp_path / "collision.json"
     assert collision.main(["--json", str(file)]) == 0
     assert "33 of 34 published figures agree to the digits given; 1 corrected, 0 differ" in capsys.readouterr().out
