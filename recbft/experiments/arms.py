@@ -21,6 +21,7 @@ from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.config import EvaluationConfig
 from recbft.experiments.lists import split_list
+from recbft.mixers import MIXERS
 from recbft.run_config import RunConfig, load_run_config
 
 # What other options of a command decide for all of its runs.
@@ -132,6 +133,12 @@ def settings_of(config: RunConfig) -> list[str]:
     named = ("model", "arm", "seed", "data.dataset")
     ours = {key: value for key, value in by_setting(to_dict(config)).items() if key not in named}
     return [_setting(key, value) for key, value in ours.items() if value != default.get(key)]
+
+
+def has_decay(config: Mapping[str, Any]) -> bool:
+    """Whether a run's configuration asks for the recency decay and its mixer has a place for it."""
+    mixer = MIXERS.get(config["mixer"])
+    return mixer is not None and "recency_decay" in mixer.hears and bool(config["backbone"].get("recency_decay"))
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

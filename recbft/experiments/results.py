@@ -24,11 +24,11 @@ import numpy as np
 
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
 from recbft.evaluation.strata import MIN_USERS
+from recbft.experiments.arms import has_decay
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
 from recbft.experiments.lists import counted
 from recbft.experiments.machines import notes_on_machines
 from recbft.files import make_folder, write_atomic, write_json
-from recbft.mixers import MIXERS
 from recbft.training.run_folder import RunFolder
 
 FORMAT = 1
@@ -175,8 +175,8 @@ def _constant(comparison: Comparison, metrics: Sequence[str]) -> list[str]:
 
 def _decay_alone(comparison: Comparison) -> list[str]:
     """Arms whose lead may be the recency decay's, since the baseline has none and no plain layer here has it."""
-    configs = {name: arm.config for name, arm in comparison.arms.items() if "backbone" in arm.config}
-    decay = {name: config for name, config in configs.items() if _has_decay(config)}
+    configs = {name: arm.config for name, arm in comparison.arms.items() if arm.config}
+    decay = {name: config for name, config in configs.items() if has_decay(config)}
     plain = {config["model"] for config in decay.values() if config["core"] is None}
     if comparison.baseline not in configs or comparison.baseline in decay:
         return []
@@ -186,12 +186,6 @@ def _decay_alone(comparison: Comparison) -> list[str]:
         for name, config in decay.items()
         if config["model"] not in plain
     ]
-
-
-def _has_decay(config: Mapping[str, Any]) -> bool:
-    """Whether it is asked for, and the mixer has a place for it."""
-    mixer = MIXERS.get(config["mixer"])
-    return bool(config["backbone"].get("recency_decay")) and mixer is not None and "recency_decay" in mixer.hears
 
 
 def _few(seeds: int) -> list[str]:

@@ -14,9 +14,10 @@ from recbft.config import verbatim
 from recbft.errors import UserError
 from recbft.evaluation.protocol import SETTINGS, config_hash
 from recbft.evaluation.strata import QUANTILES
-from recbft.experiments.arms import leaves, settings_of
+from recbft.experiments.arms import has_decay, leaves, settings_of
 from recbft.experiments.comparison import Arm, Comparison
-from recbft.experiments.lists import seeds_text
+from recbft.experiments.lists import listed, seeds_text
+from recbft.models import MODELS
 from recbft.reporting import plots
 from recbft.reporting.findings import Finding, findings, headline_findings, level_table, seed_table, user_table
 from recbft.reporting.stratum_tables import Stratified, available, stratified
@@ -63,7 +64,14 @@ def metrics_section(comparison: Comparison, results: Mapping[str, Any], *, draw:
     tables = [level_table(comparison, results), *(seed_table(comparison, each) for each in found.values() if each)]
     over_users = [table for each in found.values() if each and (table := user_table(comparison, each)) is not None]
     drawn = _difference_plots(comparison, main) if draw and main else []
-    return Section(name="metrics", title="Metrics", plots=drawn, tables=distinct(tables), folded=distinct(over_users))
+    return Section(
+        name="metrics",
+        title="Metrics",
+        words=_legend(comparison),
+        plots=drawn,
+        tables=distinct(tables),
+        folded=distinct(over_users),
+    )
 
 
 def strata_section(comparison: Comparison, *, data_root: str | None, quantiles: int = QUANTILES, draw: bool) -> Section:
@@ -155,6 +163,18 @@ def commands_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
 def notes_section(notes: Sequence[str]) -> Section:
     """What a reader must know."""
     return Section(name="notes", title="Notes", words=notes or ["None."])
+
+
+def _legend(comparison: Comparison) -> list[str]:
+    """What the trained arms are, as ``recbft models`` says it."""
+    configs = {name: arm.config for name, arm in comparison.arms.items() if arm.config}
+    kinds = dict.fromkeys((config["model"], config["arm"]) for config in configs.values())
+    said = {(model, arm): MODELS[model].arm_summaries.get(arm) for model, arm in kinds if model in MODELS}
+    lines = [f"{arm} of {model}: {summary}." for (model, arm), summary in said.items() if summary]
+    decay = [name for name, config in configs.items() if has_decay(config)]
+    if decay:
+        lines.append(f"With a learned decay of attention with the distance (recency decay): {listed(decay)}.")
+    return lines
 
 
 def _difference_plots(comparison: Comparison, found: Sequence[Finding]) -> list[Plot]:

@@ -87,6 +87,16 @@ def test_the_page_opens_with_the_answer_and_has_every_section(page, report):
     assert content.count("<svg") == 10
 
 
+def test_the_page_says_what_the_arms_are(report, with_external):
+    words = report.sections[0].words
+    assert words == [
+        "bft of sasrec: precision tracked through attention, residual and feed-forward network.",
+        "matched of sasrec: the pre-norm layer of bft with the precision channel off.",
+        "With a learned decay of attention with the distance (recency decay): bft.",
+    ]
+    assert metrics_section(with_external, results_of(with_external), draw=False).words == words  # of a file none
+
+
 def test_ids_are_unique_and_links_lead_somewhere(page):
     content = page.read_text()
     ids = re.findall(r'\bid="([^"]+)"', content)
