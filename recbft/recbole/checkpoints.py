@@ -15,6 +15,7 @@ import pickle
 import sys
 import warnings
 import zipfile
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -139,7 +140,7 @@ def load_checkpoint(file: Any, **given: Any) -> Any:
 
     Raises:
         UserError: the file is no checkpoint, or the beginning of one.
-        pickle.UnpicklingError: the file asks for anything else.
+        pickle.UnpicklingError: the file asks for anything else, or is a program.
     """
     import torch
 
@@ -148,8 +149,27 @@ def load_checkpoint(file: Any, **given: Any) -> Any:
             f"{os.fspath(file)} is not a whole checkpoint: PyTorch writes a zip archive, and this is none, or the "
             "beginning of one that was cut off; train again, or take another of the files in checkpoint_dir"
         )
+    if _is_program(file):
+        raise pickle.UnpicklingError(
+            "the file is a TorchScript program, which runs while it is read, and no checkpoint of RecBole's; load only "
+            "files that you have made"
+        )
     reader = SimpleNamespace(Unpickler=_CheckpointUnpickler, __name__=__name__)
     return torch.load(file, **{**given, "pickle_module": reader, "weights_only": False})
+
+
+def _is_program(file: Any) -> bool:
+    """Whether ``torch.load`` would hand this file on to ``torch.jit.load``, past any unpickler."""
+    import torch
+
+    with nullcontext(file) if hasattr(file, "read") else open(file, "rb") as opened:
+        start = opened.tell()
+        is_archive = opened.read(4) == b"PK\x03\x04"
+        opened.seek(start)
+        # The names as torch.load reads them: another reader of zip archives may find others.
+        found = is_archive and "constants.pkl" in torch._C.PyTorchFileReader(opened).get_all_records()
+        opened.seek(start)
+    return found
 
 
 def read_in_trainer(trainer: Any) -> None:

@@ -74,6 +74,35 @@ def test_a_checkpoint_that_asks_for_anything_else_is_refused(payload):
         checkpoints.load_checkpoint(file)
 
 
+class Program(torch.nn.Module):
+    """What a harmful file of TorchScript does: it is handed on, and writes a file while it is read."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    @torch.jit.export
+    def __getstate__(self):
+        return self.path, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]):
+        self.path, self.training = state
+        torch.save(torch.zeros(1), self.path)
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+def test_a_program_in_the_place_of_a_checkpoint_is_refused_before_it_runs(tmp_path, by_path):
+    harmed, file = tmp_path / "harmed", tmp_path / "model.pth"
+    torch.jit.script(Program(str(harmed))).save(str(file))
+    with pytest.raises(pickle.UnpicklingError, match="the file is a TorchScript program"):
+        checkpoints.load_checkpoint(str(file) if by_path else io.BytesIO(file.read_bytes()))
+    assert not harmed.exists()
+
+
 CONFIG = b"crecbole.config.configurator\nConfig\n"
 
 
