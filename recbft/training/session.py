@@ -6,6 +6,7 @@ initial weights and dropout come from its seed, and the caller's random state is
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,10 +36,11 @@ from recbft.training.same_run import refuse_changed_config, refuse_other_data
 
 
 def run_name(config: RunConfig, dataset_name: str) -> str:
-    """The folder a run gets inside ``--out``."""
+    """The folder a run gets inside ``--out``; a file may call its data by what would lead out of there."""
     usual = next(iter(MODELS[config.model].mixers), None)
     mixer = "" if config.mixer == usual else f"-{config.mixer}"
-    return f"{config.model}-{config.arm}{mixer}-{dataset_name}-seed{config.seed}"
+    data = re.sub(r"[/\x00-\x1f\x7f-\x9f]", "_", dataset_name)
+    return f"{config.model}-{config.arm}{mixer}-{data}-seed{config.seed}"
 
 
 def train(

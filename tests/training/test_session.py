@@ -8,6 +8,7 @@ import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -534,3 +535,9 @@ def test_a_caller_who_only_warns_of_what_is_not_deterministic_still_only_warns(d
 
 def test_the_run_s_name_tells_model_arm_data_and_seed():
     assert session.run_name(config("matched", seed=7), "ml-1m") == "sasrec-matched-ml-1m-seed7"
+
+
+@pytest.mark.parametrize("name", ["x/../../../ours", "/etc", "two\nlines", "\x1b[31mred\x00"])
+def test_the_run_s_name_is_that_of_one_folder_whatever_a_file_calls_its_data(name, tmp_path):
+    made = session.run_name(config("matched", seed=7), name)
+    assert (tmp_path / made).parent == tmp_path and Path(made).name == made and made.isprintable()
