@@ -40,7 +40,7 @@ metric_decimal_place: 6
 
 def recbole_name(name: str) -> str:
     """The name for an exported data set: under the name ml-100k RecBole reads its own copy, wherever the file lies."""
-    return "ml-100k-sorted" if name == "ml-100k" else re.sub(r"[^\w.-]+", "-", name)
+    return "ml-100k-sorted" if name == "ml-100k" else re.sub(r"[^\w.-]+", "-", name).lstrip(".") or "data"
 
 
 def ready_to_run(title: str, file: Path, name: str, *, has_times: bool) -> str:
@@ -48,4 +48,5 @@ def ready_to_run(title: str, file: Path, name: str, *, has_times: bool) -> str:
     time = "Real times; each user's rows are sorted by them, since RecBole rounds them to single precision."
     if not has_times:
         time = "The data have no real times: timestamp is the number of the event in its history."
+    title = title if title.isprintable() else ascii(title)  # a file may call its data by several lines, the next a key
     return READY.format(title=title, file=file, name=json.dumps(name), folder=json.dumps(str(file.parent)), time=time)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from recbft import Dataset
 from recbft.config_file import read_yaml
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft_cli.main import main
@@ -48,6 +51,17 @@ def test_a_name_that_yaml_takes_for_something_else_is_quoted(name, events, tmp_p
     few = ["--set", "epochs=1", "--set", "hidden_size=8", "--out", str(tmp_path / "runs"), "-q"]
     assert main(["train", "--config", str(config), *few]) == 0
     assert "80 users" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["shop\nmodel: Evil", "a\x1b[31m\x7f\u2028b: c", "..", "../up"])
+def test_a_name_that_a_file_gives_its_data_is_no_key_and_no_other_folder(name, events, tmp_path, capsys):
+    source = tmp_path / "named.parquet"
+    replace(Dataset.load(events), name=name).save(source)
+    assert main(["data", "prepare", str(source), "--to", "recbole", "--out", str(tmp_path / "out")]) == 0
+    (config,) = (tmp_path / "out").glob("*.yaml")
+    (folder,) = (path for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert read_yaml(config)["model"] == "SASRecBFT" and read_yaml(config)["dataset"] == folder.name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["named.parquet", "out", "tiny shop.parquet"]
 
 
 @pytest.mark.parametrize("given", ["shop", "shop/shop.inter"])
