@@ -187,7 +187,7 @@ def _open_study(file: Path, optuna: Any, prune: bool) -> Any:
     try:
         if not file.exists():
             _begin_study(file, optuna)
-        return optuna.load_study(study_name=_STUDY, storage=f"sqlite:///{file.resolve()}", pruner=pruner)
+        return optuna.load_study(study_name=_STUDY, storage=_address(file), pruner=pruner)
     except (sql_errors, optuna.exceptions.OptunaError, RuntimeError, KeyError) as error:
         if _has_no_room(file.parent):
             raise RunError(f"no space left while writing {file}; free some space and run again") from None
@@ -203,13 +203,20 @@ def _begin_study(file: Path, optuna: Any) -> None:
         leftover.unlink(missing_ok=True)
     made = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     try:
-        storage = optuna.storages.RDBStorage(f"sqlite:///{made.resolve()}")
+        storage = optuna.storages.RDBStorage(_address(made))
         optuna.create_study(storage=storage, study_name=_STUDY, direction="maximize")
         storage.remove_session()
         storage.engine.dispose()
         made.replace(file)
     finally:
         made.unlink(missing_ok=True)
+
+
+def _address(file: Path) -> str:
+    """A file as SQLAlchemy is told of it: of a path as it stands it would take ? and %20 for signs of its own."""
+    url = importlib.import_module("sqlalchemy.engine").URL
+    made = url.create("sqlite", database=file.resolve().as_uri(), query={"uri": "true"})
+    return str(made.render_as_string())
 
 
 def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: Sequence[int], objective: str) -> None:

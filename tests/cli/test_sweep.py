@@ -286,6 +286,17 @@ def test_a_trial_below_the_median_is_given_up_however_many_workers_there_are(cap
     assert json.loads((tmp_path / "tune.json").read_text())["pruned"] > 0
 
 
+@pytest.mark.parametrize("name", ["a?b=c", "lr%20grid", "{x}", "a b#"])
+def test_a_study_lies_in_its_folder_whatever_that_is_called(capsys, monkeypatch, events, tmp_path, name):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(tuning, "_evaluate", lambda trial, *_, **__: float(trial.params["dropout"]))
+    command = ["tune", "-d", events, *SETTINGS, "--space", "dropout=0.1,0.2", "--seeds", "0", "--out", tmp_path / name]
+    for trials in ("1", "2"):
+        code, out, _ = run(capsys, *command, "--trials", trials)
+        assert code == 0 and f"{trials} trial" in out
+    assert (tmp_path / name / "study.db").is_file() and [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_no_point_of_a_small_space_is_tried_twice(capsys, monkeypatch, events, tmp_path):
     pytest.importorskip("optuna")
     monkeypatch.setattr(tuning, "_evaluate", lambda trial, *_, **__: float(trial.params["dropout"]))
