@@ -11,6 +11,7 @@ among them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from recbft.config import by_setting, to_dict
 from recbft.errors import UserError
 from recbft.evaluation.metrics import metrics_from_ranks
 from recbft.evaluation.protocol import config_hash
+from recbft.experiments.arms import leaves
 from recbft.run_config import load_run_config
 from recbft.training.checkpoint import best_digest
 from recbft.training.run_folder import RunFolder
@@ -43,6 +45,8 @@ COLUMNS = {
 }
 _PROTOCOL = ("content_hash", "target_hash", "users", "items", "split", "part", "ranking", "ties", "filter_seen",
              "recbft_version", "seed", "config")  # fmt: skip
+# The numbers in metrics.json besides those of the test, and how deep they lie.
+_DEPTHS = {"epochs": 1, "training_seconds": 1, "validation": 3, "exposure": 3}
 # Decided by the machine a run was made on, not by the arm.
 OF_MACHINE = ("training.threads", "training.device", "training.tensorboard", "evaluation.memory_mb")
 
@@ -88,10 +92,12 @@ def read_run(path: str | Path) -> Run:
     """
     run = RunFolder.open(path)
     metrics, protocol = run.metrics, run.protocol
-    if missing := [name for name in _PROTOCOL if name not in protocol]:
+    if missing := [name for name in _PROTOCOL if protocol.get(name) is None]:
         raise UserError(
             f"{run.protocol_file} lacks {', '.join(missing)}; it was written by another version: train again"
         )
+    _check_protocol(run.protocol_file, protocol)
+    _check_metrics(run.metrics_file, metrics)
     per_user = read_per_user(run)
     if len(per_user) != protocol["users"]:
         raise UserError(
@@ -100,11 +106,12 @@ def read_run(path: str | Path) -> Run:
         )
     _check_numbers(run.per_user_file, per_user)
     for setting in ("unfiltered", "filtered"):
-        figures = metrics.get("test", {}).get(setting, {})
-        cutoffs = [int(name.partition("@")[2]) for name in figures if "@" in name]
+        figures = _mapping(_mapping(metrics.get("test")).get(setting))
+        cutoffs = [int(k) for name in figures if (k := name.partition("@")[2]).isdecimal()]
         for name, found in metrics_from_ranks(per_user[COLUMNS[setting]].to_numpy(np.int64), cutoffs).items():
             said = figures.get(name)
-            if said is None or not abs(found - said) <= 1e-9:  # what is not a number is not near any
+            # What is not a number is not near any.
+            if not (isinstance(said, (int, float)) and abs(found - said) <= 1e-9):
                 raise UserError(
                     f"{run.per_user_file} gives {name.upper()} {found:.6f} ({setting}) and {run.metrics_file.name} "
                     f"says {said}; they are not of one run: restore them, or train again"
@@ -290,6 +297,30 @@ def weights_of(path: Path) -> str | None:
         return best_digest(RunFolder(path).checkpoint)
     except UserError:
         return None
+
+
+def _check_protocol(path: Path, protocol: Mapping[str, Any]) -> None:
+    """Refuse entries that are not what they should be, as a hand may have made them, or not of one run."""
+    for name, kind in {"users": int, "seed": int, "config": dict}.items():
+        if not isinstance(protocol[name], kind):
+            raise UserError(f"{path} is damaged ({name} is {protocol[name]!r}); restore it, or train again")
+    seed, own = protocol["seed"], protocol["config"].get("seed")
+    if own not in (None, seed):
+        raise UserError(f"{path} says seed {seed}, and its config seed {own}; restore it, or train again")
+
+
+def _check_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
+    """Refuse what is no number where one is written; those of the test are held to the ranks."""
+    for name, value in leaves(metrics).items():
+        first, *deeper = name.split(".")
+        is_number = isinstance(value, (int, float)) and math.isfinite(value)
+        is_absent = value is None and not deeper
+        if first in _DEPTHS and not is_absent and not (is_number and len(deeper) + 1 == _DEPTHS[first]):
+            raise UserError(f"{path} is damaged ({name} is {repr(value)[:60]}); restore it, or train again")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _check_numbers(path: Path, per_user: pd.DataFrame) -> None:

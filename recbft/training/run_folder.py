@@ -309,7 +309,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} is missing; the run folder is incomplete: train again into a new one") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); restore it, or train into a new folder") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} does not hold keys and values; restore it, or train into a new folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -242,6 +243,15 @@ def first_value(column, value):
     return edit
 
 
+def edited(name, edit):
+    def damage(run):
+        content = json.loads((run / name).read_bytes())
+        edit(content)
+        (run / name).write_text(json.dumps(content))
+
+    return damage
+
+
 def drop_column(run):
     pd.read_parquet(run / "per_user.parquet").drop(columns="target_count").to_parquet(run / "per_user.parquet")
 
@@ -268,6 +278,24 @@ def drop_column(run):
         (delete("protocol.json"), r"protocol\.json is missing"),
         (overwrite("protocol.json", b"{}"), r"protocol\.json lacks content_hash"),
         (shutil.rmtree, "there is no run folder"),
+        (edited("protocol.json", lambda p: p.update(seed=4)), "protocol.json says seed 4, and its config seed 1; re"),
+        (edited("protocol.json", lambda p: p.update(seed="1")), r"protocol\.json is damaged \(seed is '1'\)"),
+        (edited("protocol.json", lambda p: p.update(users="60")), r"protocol\.json is damaged \(users is '60'\)"),
+        (edited("protocol.json", lambda p: p.update(config=[])), r"protocol\.json is damaged \(config is \[\]\)"),
+        (edited("protocol.json", lambda p: p.update(content_hash=None)), r"protocol\.json lacks content_hash"),
+        (edited("metrics.json", lambda m: m.update(test=[1])), "metrics.json says None; they are not of one run"),
+        (edited("metrics.json", lambda m: m["test"]["filtered"].update(mrr="0.1")), "metrics.json says 0.1; they are"),
+        (edited("metrics.json", lambda m: m.update(validation=[])), r"metrics\.json is damaged \(validation is \[\]\)"),
+        (edited("metrics.json", lambda m: m["validation"].update(filtered=1)), "damaged .validation.filtered is 1.;"),
+        (
+            edited("metrics.json", lambda m: m.update(epochs="2")),
+            r"metrics\.json is damaged \(epochs is '2'\); restore it",
+        ),
+        (
+            edited("metrics.json", lambda m: m.update(training_seconds=math.nan)),
+            "damaged .training_seconds is nan.",
+        ),
+        (edited("metrics.json", lambda m: m["exposure"]["filtered"].update(x=math.nan)), "exposure.filtered.x is nan"),
     ],
 )
 def test_a_broken_run_is_named_and_left_out_only_when_asked(copied, damage, message):

@@ -166,7 +166,14 @@ def test_a_corrupt_config_is_refused_by_name(tmp_path, content):
         _ = RunFolder.open(tmp_path / "a").config
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", "is damaged"), ("[]", "does not hold keys and values")])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is damaged"),
+        ("[]", "does not hold keys and values"),
+        ("[" * 100_000, "is damaged"),
+    ],
+)
 def test_a_corrupt_metrics_file_is_refused_by_name(tmp_path, content, said):
     run = create(tmp_path / "a")
     run.metrics_file.write_text(content)
