@@ -5,9 +5,11 @@ A section without data is left out, and a line says which command would make it.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from recbft.config import verbatim
@@ -243,16 +245,22 @@ def _training_command(arm: Arm) -> str | None:
     sections = verbatim({key: value for key, value in arm.config.items() if value is not None})
     try:
         config = load_run_config(**sections)
-        settings = settings_of(config)
+        older = config.training.warm_start and _placeless(config.training.warm_start)
+        settings = settings_of(replace(config, training=replace(config.training, warm_start=older)))
     except UserError:
         return None
-    words = ["recbft", "train", "-m", config.model, "-d", str(config.data.dataset), "--arm", config.arm]
+    words = ["recbft", "train", "-m", config.model, "-d", _placeless(str(config.data.dataset)), "--arm", config.arm]
     words += [word for setting in settings for word in ("--set", setting)]
     return f"{shlex.join(words)} --data-root DIR --seed SEED    # {arm.name}: SEED {seeds_text(arm.seeds)}"
 
 
 def _cell(config: Mapping[str, Any], key: str) -> str | None:
     return _plain(config[key]) if key in config else None
+
+
+def _placeless(value: str) -> str:
+    """A path from the root of one machine by its last name: the page is for others. Other words stay as they are."""
+    return (Path(value).name or value) if os.path.isabs(value) else value
 
 
 def _plain(value: object) -> str:
@@ -262,4 +270,6 @@ def _plain(value: object) -> str:
         return ", ".join(map(_plain, value))
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, str):
+        return _placeless(value)
     return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

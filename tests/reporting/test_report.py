@@ -565,6 +565,19 @@ def test_training_commands_make_the_same_configuration(report, comparison):
     assert ours == {**comparison.arms["bft"].config, "seed": 0} and "SEED 0-2" in command
 
 
+def test_a_report_does_not_say_where_files_lay_on_the_machine(report, copied):
+    assert report.sections[6].items["config.data.dataset"] == "tiny.parquet"
+    for run in (copied / "runs").iterdir():
+        file = run / "protocol.json"
+        changed = json.loads(file.read_text())
+        changed["config"]["training"]["warm_start"] = "/home/ann/runs/older"
+        file.write_text(json.dumps(changed))
+    begun = make_report(comparison_of(sorted((copied / "runs").iterdir())), draw=False)
+    for made, told in ((report, "-d tiny.parquet"), (begun, "--set training.warm_start=older")):
+        said = document(made)
+        assert told in said and "/home/ann" not in said and "/tiny.parquet" not in said
+
+
 def test_every_form_is_written(report, tmp_path):
     written = write_report(report, tmp_path)
     names = {path.relative_to(tmp_path).as_posix() for path in written}
