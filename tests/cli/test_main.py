@@ -153,6 +153,14 @@ def test_what_all_processes_of_a_run_meet_is_told_once(capsys, monkeypatch, erro
     assert code > 0 and out == "" and err.count("error: ") == (rank in told_by)
 
 
+def test_a_message_shows_what_would_steer_the_terminal(capsys, tmp_path):
+    file = tmp_path / "theirs.csv"
+    file.write_text("\x1b[2J\u202eBesuch größer 日本,b\n1,2\n", encoding="utf-8")
+    code, _, err = run(capsys, "data", "show", file)
+    said = r"no column 'user_id'; choose one of \x1b[2J\u202eBesuch größer 日本, b"
+    assert code == 2 and err == f"error: {file}: {said}\n"
+
+
 def test_ctrl_c_inside_a_command_is_a_failed_run(capsys, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
