@@ -189,7 +189,10 @@ def read_in_quick_start(quick_start: Any) -> None:
 
 
 def load_data_and_model(model_file: str) -> tuple[Any, ...]:
-    """The config, model, dataset and the three data loaders of a saved model."""
+    """The config, model, dataset and the three data loaders of a saved model.
+
+    RecBole itself unpickles a data set or loaders that lie saved where the config says: load those that you have made.
+    """
     quick_start = importlib.import_module("recbole.quick_start.quick_start")
     checkpoint = load_checkpoint(model_file)
     config = checkpoint["config"]
