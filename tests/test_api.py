@@ -550,6 +550,15 @@ def test_a_vocabulary_of_another_run_is_refused(fitted, tmp_path):
         Recommender.load(tmp_path / "kept")
 
 
+def test_the_checkpoint_of_another_seed_is_refused(fitted, dataset, tmp_path):
+    other = Recommender("sasrec", arm="bft", seed=1, **SMALL).fit(dataset, out=tmp_path / "other")
+    fitted["bft"].save(tmp_path / "kept")
+    shutil.rmtree(tmp_path / "kept" / "checkpoint")
+    shutil.copytree(other.run.path / "checkpoint", tmp_path / "kept" / "checkpoint")
+    with pytest.raises(UserError, match=r"checkpoint is of a run with seed 1, and .*kept has seed 0; put its own"):
+        Recommender.load(tmp_path / "kept")
+
+
 def test_the_caller_s_random_state_is_left_alone(dataset, tmp_path):
     torch.manual_seed(3)
     before = torch.get_rng_state()

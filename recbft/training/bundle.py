@@ -68,6 +68,12 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             f"{run.checkpoint / VOCABULARY_FILE} is not the vocabulary that {run.path} was trained with; "
             "restore the file, or train again into a new folder"
         )
+    own = run.protocol.get("seed", state.seed)
+    if state.seed != own:
+        raise UserError(
+            f"{run.checkpoint} is of a run with seed {state.seed}, and {run.path} has seed {own}; put its own "
+            "checkpoint back, or train again into a new folder"
+        )
     weights = checkpoint.load_best(run.checkpoint)
     with set_aside(), OwnDraws(parameters=False):
         model = config.build(counts)
