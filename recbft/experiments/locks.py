@@ -74,8 +74,8 @@ def holder(folder: Path, name: str) -> Owner | None:
 def started(pid: int) -> str | None:
     """When a process began, in words that no other process with this number shares; None if there is none."""
     try:
-        # The command's name may hold spaces and brackets: the fields are counted from the last bracket.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # The command's name may hold spaces, brackets and half a letter: the fields are counted from the last bracket.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
     except FileNotFoundError:

@@ -56,6 +56,20 @@ def test_another_process_with_the_owners_number_holds_nothing(tmp_path, sleeper)
     assert locks.holder(tmp_path, "run") is None and locks.acquire(tmp_path, "run")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is asked after by ps")
+def test_an_owner_may_be_named_for_half_a_letter(tmp_path):
+    python = tmp_path / "fourteen bytesä"  # Linux keeps 15 bytes of a command's name
+    python.symlink_to(sys.executable)
+    process = subprocess.Popen([python, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        lock_as(tmp_path, process.pid, locks.started(process.pid))
+        assert not locks.acquire(tmp_path, "run")
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_an_owner_on_another_host_lives_as_long_as_it_touches_its_lock(tmp_path):
     lock_as(tmp_path, 1, "whenever", host="another-host")
     assert not locks.acquire(tmp_path, "run")
