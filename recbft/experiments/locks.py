@@ -83,8 +83,17 @@ def started(pid: int) -> str | None:
             return None
     except ProcessLookupError:
         return None
+    return _started_by_ps(pid)
+
+
+def _started_by_ps(pid: int) -> str | None:
+    """In the same words whoever asks: ps takes the language and the time zone of the one who does."""
     asked = subprocess.run(
-        ["ps", "-o", "lstart=", "-p", str(pid)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ["ps", "-o", "lstart=", "-p", str(pid)],
+        env={**os.environ, "LC_ALL": "C", "TZ": "UTC0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     return asked.stdout.strip() or None
 

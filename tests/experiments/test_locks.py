@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -68,6 +69,14 @@ def test_an_owner_may_be_named_for_half_a_letter(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="there is no ps")
+def test_where_ps_is_asked_an_owner_lives_on_in_another_time_zone(sleeper, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC0")
+    began = locks._started_by_ps(sleeper.pid)
+    monkeypatch.setenv("TZ", "EST5")  # a laptop that has travelled
+    assert began is not None and locks._started_by_ps(sleeper.pid) == began
 
 
 def test_an_owner_on_another_host_lives_as_long_as_it_touches_its_lock(tmp_path):
