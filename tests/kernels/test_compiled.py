@@ -640,6 +640,7 @@ def test_what_cannot_be_read_in_the_cache_is_no_build(cache, monkeypatch, tmp_pa
         (None, r"CC is '\"' \(No closing quotation\); give a command"),
         ("exit 0", "what .* builds cannot be loaded .*; use gcc, whose OpenMP is PyTorch's"),
         (r"printf '\377\376'; exit 1", "could not build them"),
+        (r"printf 'In file included from a.h:1,\n    from a.c:1:\nmath.h: none\n' >&2; exit 1", "them: math.h: none"),
     ],
 )
 def test_a_compiler_that_is_none_has_a_reason(cache, monkeypatch, tmp_path, script, reason):

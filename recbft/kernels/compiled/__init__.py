@@ -46,6 +46,7 @@ FLAGS = [
 ]
 WIDE = "-mprefer-vector-width=512"  # for what the compiler turns into vectors by itself, on processors that have them
 PATIENCE = 300.0  # seconds a build may take
+_WAY = ("In file included from", " ")  # begin the lines that lead to what a compiler has to say
 _ROOM = 2**24  # bytes on the cache's disk without which a build is not kept
 
 
@@ -171,7 +172,8 @@ def _call(command: list[str]) -> None:
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
-        raise UnavailableError(f"{command[0]} could not build them: {said[0]}") from error
+        reason = next((line for line in said if not line.startswith(_WAY)), said[0])
+        raise UnavailableError(f"{command[0]} could not build them: {reason}") from error
     except subprocess.TimeoutExpired as error:
         raise UnavailableError(f"{command[0]} took more than {PATIENCE:.0f} s") from error
 
