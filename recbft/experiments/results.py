@@ -96,10 +96,11 @@ def write_comparison(
     result = {"format": FORMAT, "made": dict(made), **result, "environments": _environments(comparison)}
     # Read before one is written: the copy of an earlier comparison may be given as another arm of this one.
     ranks = {name: (file.suffix.lower(), file.read_bytes()) for name, file in (external or {}).items()}
+    kept: set[str] = set()
     for name, arm in comparison.arms.items():
         runs = {str(seed): os.path.relpath(run.resolve(), folder.resolve())
                 for seed, run in zip(arm.seeds, arm.runs, strict=True) if run is not None}  # fmt: skip
-        copied = _keep(folder / "external", name, *ranks[name]) if name in ranks else None
+        copied = _keep(folder / "external", name, *ranks[name], kept) if name in ranks else None
         result["arms"][name] |= {"runs": runs, "external": copied}
     write_json(folder / COMPARISON_FILE, result)
     return result
@@ -218,9 +219,15 @@ def _environments(comparison: Comparison) -> list[dict[str, Any]]:
     return list(seen.values())
 
 
-def _keep(folder: Path, name: str, ending: str, ranks: bytes) -> str:
-    """Keep what a file of ranks holds beside the comparison, so that the two stay together; its path from there."""
+def _keep(folder: Path, name: str, ending: str, ranks: bytes, taken: set[str]) -> str:
+    """Keep what a file of ranks holds beside the comparison, so that the two stay together; its path from there.
+
+    Args:
+        taken: what other arms' files are called, as a file system that knows no capitals reads it; this one joins them.
+    """
     folder.mkdir(exist_ok=True)
-    kept = folder / f"{name}{ending}"
-    write_atomic(kept, ranks)
-    return os.path.relpath(kept, folder.parent)
+    numbers = ("", *(f"-{n}" for n in range(2, len(taken) + 2)))
+    file = next(file for n in numbers if (file := f"{name}{n}{ending}").casefold() not in taken)
+    taken.add(file.casefold())
+    write_atomic(folder / file, ranks)
+    return os.path.relpath(folder / file, folder.parent)

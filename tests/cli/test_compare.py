@@ -142,6 +142,21 @@ def test_copies_of_ranks_change_their_names_in_the_same_folder(capsys, made, tmp
     assert list(load_comparison(out).arms) == ["bft", "matched", "b", "a"]
 
 
+def test_ranks_of_names_that_differ_in_capitals_alone_are_two_files_anywhere(capsys, made, tmp_path):
+    runs, out, given = sorted(made.glob("runs/*")), tmp_path / "out", []
+    for name, seed in (("gru", 0), ("GRU", 1)):
+        per_user = pd.read_parquet(made / f"runs/matched-seed{seed}/per_user.parquet")
+        per_user[["user", "rank_unfiltered"]].to_csv(tmp_path / f"{seed}.csv", index=False)
+        given += ["--external", f"{name}={tmp_path / f'{seed}.csv'}"]
+    assert run(capsys, "compare", *runs, "--out", out, *given)[0] == 0
+    kept = sorted(file.name for file in (out / "external").iterdir())
+    assert len({name.casefold() for name in kept}) == 2, kept
+    arms = load_comparison(out).arms
+    assert [arms[name].ranks["unfiltered"].tolist() for name in ("gru", "GRU")] == [
+        [pd.read_csv(tmp_path / f"{seed}.csv")["rank_unfiltered"].tolist()] * 2 for seed in (0, 1)
+    ]
+
+
 def test_a_recorded_command_has_no_run_folders_however_they_are_written(capsys, made, tmp_path, monkeypatch):
     monkeypatch.chdir(shutil.copytree(made / "runs", tmp_path / "here"))
     Path("bft_lam_max=10-seed0").rename("bft")
