@@ -18,6 +18,7 @@ from recbft.errors import UserError
 
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}([T ]\d{2}(:?\d{2}(:?\d{2}(\.\d{1,9})?)?)?(Z|[+-]\d{2}(:?\d{2})?)?)?$")
+_FIRST_DAY, _LAST_DAY = "1677-09-22", "2262-04-11"  # of what 64 bits of nanoseconds reach
 _UTC = " ?(UTC|GMT)$"
 _OFFSET = re.compile(r".{10}.*(Z|[+-][0-9]{2}(:?[0-9]{2})?)$")
 
@@ -38,7 +39,7 @@ def timestamps(text: Any, name: str, source: str) -> Any:
     written = pc.replace_substring_regex(text, _UTC, "Z") if re.search(_UTC, first) else text
     kind = pa.timestamp("ns", tz="UTC" if _OFFSET.match(written[0].as_py()) else None)
     try:
-        return written.cast(kind)
+        return _cast(written, kind)
     except pa.ArrowInvalid:
         row = _first_unreadable(written, kind)
     value = written[row].as_py()
@@ -54,13 +55,22 @@ def timestamps(text: Any, name: str, source: str) -> Any:
     )
 
 
+def _cast(text: Any, kind: Any) -> Any:
+    """Arrow's cast, which up to version 21 at least lets what nanoseconds do not reach run over without a word."""
+    stamps = text.cast(kind)
+    days = pc.min_max(pc.utf8_slice_codeunits(text, 0, len(_LAST_DAY))).as_py()
+    if days["min"] < _FIRST_DAY or days["max"] > _LAST_DAY:
+        raise pa.ArrowInvalid("beyond nanoseconds")
+    return stamps
+
+
 def _first_unreadable(text: Any, kind: Any) -> int:
     """The first row that arrow cannot cast, where there is one."""
     low, high = 0, len(text)
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            text[low:middle].cast(kind)
+            _cast(text[low:middle], kind)
             low = middle
         except pa.ArrowInvalid:
             high = middle

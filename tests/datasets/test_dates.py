@@ -67,6 +67,8 @@ def test_text_and_dates_agree(stamps, offset, between):
     [
         (["2024-01-31", "2024-02-30"], 2, "which is no date of a calendar between 1677 and 2262; write all dates"),
         (["2024-01-31T00:00Z", "9999-12-31T00:00Z"], 2, "which is no date of a calendar between 1677 and 2262"),
+        (["2024-01-31", "2600-01-01"], 2, "which is no date of a calendar between 1677 and 2262"),
+        (["1500-01-01"], 1, "which is no date of a calendar between 1677 and 2262"),
         (["2024-01-31", "31.01.2024"], 2, "which is no date as the column's first, '2024-01-31'; write all dates"),
         (["2024-01-31", "2024-01-31T00:00Z"], 2, "which is no date as the column's first"),
         (["2024-01-31T00:00Z", "2024-01-31"], 2, "which is no date as the column's first"),
