@@ -7,7 +7,6 @@ again: it leaves nothing behind, stays with a folder that is renamed, and the sy
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from recbft.errors import UserError
+
+try:
+    import fcntl
+except ModuleNotFoundError:
+    raise UserError("recbft trains, and opens runs, on Linux and macOS alone; on Windows run it inside WSL") from None
 
 
 @contextlib.contextmanager
