@@ -88,5 +88,5 @@ def cores() -> int:
 
 
 def _output(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return done.stdout.strip()
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return os.fsdecode(done.stdout).strip()  # names of folders are not UTF-8 everywhere
