@@ -176,11 +176,13 @@ def test_the_interval_of_a_share_of_users_is_the_binomial_s():
     assert found == pytest.approx(tuple(expected), abs=2 / num_users)  # five standard errors of a sampled quantile
 
 
-def test_the_interval_over_users_is_of_as_many_resamples_as_asked_for_and_of_a_seed():
+@pytest.mark.parametrize(("field", "drawn"), [("interval", bootstrap_interval), ("p_sign_flip", sign_flip_p)])
+def test_what_is_drawn_over_users_is_of_as_many_samples_as_asked_for_and_of_a_seed(field, drawn):
     values = np.random.default_rng(0).normal(size=50)
-    found = compare_users(np.zeros(50), values, samples=200, seed=3).interval
-    assert found == bootstrap_interval(values, samples=200, seed=3)
-    assert found != bootstrap_interval(values, samples=200, seed=4) != bootstrap_interval(values, samples=201, seed=4)
+    found = getattr(compare_users(np.zeros(50), values, samples=200, seed=3), field)
+    assert found == drawn(values, samples=200, seed=3)
+    assert found != drawn(values, samples=200, seed=4) != drawn(values, samples=201, seed=4)
+    assert found != drawn(values, samples=200)
 
 
 @pytest.mark.parametrize("values", ["all differ", "a tenth differ"])
