@@ -71,7 +71,8 @@ def test_targets_never_seen_in_training_form_their_own_stratum():
     found = first_time_items([0, 3, 0])
     assert found.names == ("target never in training", "target in training") and found.bounds == ("0", "1-3")
     assert found.member.tolist() == [0, 1, 0]
-    assert first_time_items([1, 0, 1]).member.tolist() == [1, 0, 1], "one training event is no first time"
+    once = first_time_items([1, 0, 1])
+    assert once.member.tolist() == [1, 0, 1] and once.bounds == ("0", "1"), "one training event is no first time"
     assert first_time_items([2, 3]).names == ("target in training",)
 
 
@@ -83,6 +84,7 @@ def test_recency_says_its_bounds_in_a_unit_one_can_read():
     milliseconds = [1000 * gap for gap in gaps]
     assert recency(milliseconds, ticks_per_second=1000, quantiles=3).bounds == found.bounds
     assert recency([0, 20, 1500], ticks_per_second=1000, quantiles=3).bounds == ("0", "20 ms", "1.5 s")
+    assert recency([2, 20, 1500], ticks_per_second=10**9, quantiles=3).bounds == ("2 ns", "20 ns", "1.5 us")
     assert recency([0, 0, 1, 7], ticks_per_second=None, quantiles=2).bounds == ("0", "1-7")
 
 
@@ -93,6 +95,17 @@ def test_a_grid_holds_the_pairs_that_occur():
     )  # fmt: skip
     assert found.bounds == ("0 x 4", "0 x 5-9", "1-3 x 4")
     assert found.member.tolist() == [0, 2, 1]
+
+
+def test_a_partition_says_what_it_is_by_and_what_its_bounds_count():
+    items, users = item_frequency([1, 2], [1, 2]), user_activity([1, 2])
+    assert (items.axis, items.unit) == ("item frequency", "training events of the target")
+    assert (users.axis, users.unit) == ("user activity", "training events of the user")
+    first, gaps = first_time_items([0, 1]), recency([1, 2], ticks_per_second=1)
+    assert (first.axis, first.unit) == ("first-time items", "training events of the target")
+    assert (gaps.axis, gaps.unit) == ("recency of the target", "time since the event before")
+    pairs = grid(items, users)
+    assert (pairs.axis, pairs.unit) == (f"{items.axis} x {users.axis}", f"{items.unit} x {users.unit}")
 
 
 def test_too_few_quantiles_and_no_users_are_refused():
