@@ -243,8 +243,13 @@ def test_quantiles_follow_scipy_ranks(values):
     torch.testing.assert_close(count_quantiles(counts[None].expand(2, -1)), expected[None].expand(2, -1))
 
 
-def test_initial_scale_meets_the_largest_reml_precision_with_the_asked_gain():
+@pytest.mark.parametrize(("prior_dof", "prior_variance"), [(1.0, None), (3.0, None), (1.0, 0.5), (0.5, 2.0)])
+def test_initial_scale_meets_the_largest_reml_precision_with_the_asked_gain(prior_dof, prior_variance):
     K, gain = 32, 0.9
-    lam = initial_scale(gain, head_width=K)
-    assert lam == pytest.approx(2 * K * (1 - gain) / gain)
-    assert 2 * K / (lam + 2 * K) == pytest.approx(gain)
+    lam = initial_scale(gain, head_width=K, prior_dof=prior_dof, prior_variance=prior_variance)
+    one_key = torch.zeros(1, 1).double(), torch.ones(1).double()
+    scale = 1 / K if prior_variance is None else prior_variance
+    largest = reml_precision(*one_key, prior_scale=scale, prior_dof=prior_dof, cap=math.inf).item()
+    assert largest / (lam + largest) == pytest.approx(gain)
+    if (prior_dof, prior_variance) == (1.0, None):
+        assert lam == pytest.approx(2 * K * (1 - gain) / gain)
