@@ -198,6 +198,19 @@ def test_a_layer_adds_little_noise_at_the_start_and_keeps_precision_above_a_thou
     assert (layer.predict(precision, torch.zeros(()).double())[:3] == 1e-3).all()
 
 
+@pytest.mark.parametrize("lam_max", [20.0, 400.0])
+@pytest.mark.parametrize("propagation", ["jacobian", "discount", "decay"])
+def test_no_layer_works_with_or_predicts_more_than_the_largest_precision_asked_for(propagation, lam_max):
+    core = CoreConfig(propagation=propagation, lam_max=lam_max, prior_scale="per_layer")
+    layer = LayerPrecision(core, hidden_size=4, head_width=2).double().eval()
+    more = torch.full((1, 1, 4), 2 * lam_max).double()
+    assert (layer.predict(more, torch.zeros(()).double()) == lam_max).all()
+    with torch.no_grad():
+        layer.log_kappa.fill_(10.0)
+    context = SequenceContext(torch.zeros(1, 1).long(), torch.zeros(1, 1).long())
+    assert (layer.prior(more, context) == lam_max).all()
+
+
 @pytest.mark.parametrize(
     ("is_last", "jacobian", "in_evaluation", "training", "evaluating"),
     [
