@@ -171,6 +171,9 @@ def test_resamples_draw_as_many_users_as_there_are_and_depend_on_the_seed_alone(
     one = np.concatenate(list(resamples(7, 10, seed=3)))
     assert one.shape == (10, 7) and (one.sum(axis=1) == 7).all()
     assert not np.array_equal(one, np.concatenate(list(resamples(7, 10, seed=4))))
+    for cells in (1, 30, 70):  # fewer than one resample has, four of them, all ten
+        monkeypatch.setattr("recbft.evaluation.confidence.CELLS", cells)
+        assert np.array_equal(one, np.concatenate(list(resamples(7, 10, seed=3))))
     means = bootstrap(lambda weights: weights @ np.arange(7) / 7, 7, samples=500, seed=0)
     assert means.mean() == pytest.approx(3, abs=0.15) and interval(means, 7)[0] < 3 < interval(means, 7)[1]
 
