@@ -209,11 +209,15 @@ def test_the_initial_precision_is_over_items_seen_in_training(lab):
     assert initial["levels"] is None and report["user_reliability"] is None
 
 
-@pytest.mark.parametrize(("start", "ends"), [(-1e6, (1.0, 0.0)), (1e6, (0.0, 1.0))])
+# ln(1 + exp(-6.5)) is a half more than the floor.
+@pytest.mark.parametrize(
+    ("start", "ends"), [(-1e6, (1.0, 0.0)), (-6.5, (0.0, 0.0)), (99.9, (0.0, 0.0)), (1e6, (0.0, 1.0))]
+)
 def test_items_at_either_end_of_the_range_are_counted(lab, start, ends):
     model = lab.make_model(lab.dataset, core={"initial": "hybrid"})
     with torch.no_grad():
         model.item_precision.range.fill_(0.0)
+        model.item_precision.read[2].weight.zero_()
         model.item_precision.read[2].bias.fill_(start)
     initial = mechanism(model, lab.dataset)["initial_precision"]
     assert (initial["at_floor"], initial["at_cap"]) == ends and initial["rho"] is None
