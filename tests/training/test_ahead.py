@@ -25,7 +25,7 @@ def test_the_next_one_is_made_while_one_is_worked_on():
 
     given = made_ahead(items())
     assert next(given) == 0
-    assert made[1].wait(5), "nothing is made ahead"
+    assert made[1].wait(30), "nothing is made ahead"
     assert not made[2].is_set()
     assert list(given) == [1, 2]
 
