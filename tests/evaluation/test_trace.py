@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.func import jacrev
@@ -11,6 +13,7 @@ from recbft.datasets.split import leave_one_out
 from recbft.evaluation.trace import at_cap, trace
 from recbft.mixers import PointwiseAttention
 from recbft.models.popularity import Popularity
+from recbft.run_config import load_run_config
 
 UPDATES = [{}, {"update": "residual"}, {"update": "fixed", "fixed_gain": 0.6}, {"update": "gate"},
            {"prior_scale": "per_layer"}, {"propagation": "discount"}, {"jacobian_in_evaluation": "exact"},
@@ -48,6 +51,17 @@ def test_tracing_changes_no_score_and_leaves_no_hook_behind(lab, arm, dtype):
         torch.testing.assert_close(traced_state, one)  # another shape of products, another last digit
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_recency_decay_of_several_rounds_is_that_of_the_last(lab):
+    run = load_run_config(model="sasrec", mixer="boosted", backbone={"hidden_size": 8, "max_length": 8})
+    model = run.build(torch.from_numpy(lab.dataset.training_counts)).eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mixer.rounds[-1].decay_logit.fill_(1.0)
+        _, layers = trace(model, packed(lab.dataset, model))
+        found = [layer.recency_decay for layer in layers]
+    assert found == [pytest.approx(1 / (1 + math.exp(-1)))] * len(model.blocks)
 
 
 def test_hooks_are_gone_when_the_pass_fails(lab):
