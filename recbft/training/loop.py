@@ -103,7 +103,7 @@ def close_epoch(
     if is_over(config, state) and state.epoch < config.epochs:
         progress.note(
             f"stopped after epoch {state.epoch}: {config.valid_metric} has not risen for {state.bad_epochs} "
-            f"validations, the best was epoch {state.best_epoch}"
+            f"validation{'s' * (state.bad_epochs != 1)}, the best was epoch {state.best_epoch}"
         )
 
 

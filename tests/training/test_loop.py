@@ -53,6 +53,9 @@ class Recorder(Silent):
         self.calls.append(("epoch", row["epoch"]))
         self.rows.append(row)
 
+    def note(self, message):
+        self.calls.append(("note", message))
+
     def stop(self):
         self.calls.append(("stop",))
 
@@ -121,6 +124,20 @@ def test_training_ends_after_the_last_epoch_and_the_best_epochs_are_kept_as_such
 def test_training_stops_when_validation_has_not_improved_for_as_long_as_the_patience():
     state, kept = train(build(), [0.1, 0.5, 0.4, 0.5, 0.3, 0.9], epochs=50, patience=3)
     assert len(kept) == 5 and state.best_epoch == 2 and state.bad_epochs == 3
+
+
+@pytest.mark.parametrize(("patience", "times"), [(1, "1 validation"), (2, "2 validations")])
+def test_why_a_run_stopped_early_is_told(patience, times):
+    progress = Recorder()
+    train(build(), [0.1, 0.5, 0.4, 0.3], epochs=50, patience=patience, eval_every=2, progress=progress)
+    why = f"stopped after epoch {2 * (2 + patience)}: ndcg@10 has not risen for {times}, the best was epoch 4"
+    assert progress.calls[-2:] == [("note", why), ("stop",)]
+
+
+def test_nothing_is_told_of_a_run_whose_patience_ends_with_its_last_epoch():
+    progress = Recorder()
+    train(build(), [0.5, 0.4], epochs=2, patience=1, progress=progress)
+    assert progress.calls == [("start", 2, 1), ("epoch", 1), ("epoch", 2), ("stop",)]
 
 
 def test_a_first_validation_of_zero_is_an_improvement_on_none():
