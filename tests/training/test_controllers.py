@@ -398,6 +398,21 @@ def steady(guardian, action):
         guardian.policy.log_deviation.fill_(-50)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_guardian_draws_its_actions_from_its_policy(seed, monkeypatch):
+    model, mean, deviation = RegimeAttention(8, 2), torch.tensor([0.5, -1.0, 2.0]), torch.tensor([0.5, 1.0, 2.0])
+    guardian, drawn = Guardian(GuardianConfig(), model, seed=seed), []
+    steady(guardian, mean.tolist())
+    guardian.policy.log_deviation.data = deviation.log()
+    monkeypatch.setattr(guardian, "_learn", lambda reward: None)
+    for epoch in range(1, 101):
+        guardian.on_epoch_end(moment(model, epoch=epoch), {VALIDATION_LOSS: 5.0})
+        drawn.append(guardian.taken[1])
+    score = (torch.stack(drawn) - mean) / deviation
+    torch.testing.assert_close(score.mean(dim=0), torch.zeros(3), rtol=0, atol=0.4)  # four standard errors
+    torch.testing.assert_close(score.std(dim=0), torch.ones(3), rtol=0, atol=0.3)
+
+
 def test_the_guardian_s_actions_are_cut_and_grow_weaker_from_one_to_the_next(monkeypatch):
     model = RegimeAttention(8, 2)
     guardian = Guardian(GuardianConfig(decay=0.5), model)
