@@ -102,16 +102,19 @@ def test_twicing_is_twice_the_smoother_less_its_square(estimator, causal, krigin
     settings = {"estimator": estimator, "recency_decay": 0.8, "kriging": kriging}
     mixer = TwicingAttention(D, H, output_projection=True, **settings).double().eval()
     (x, precision), where = drawn(1), context((4, 3), causal)
-    expected = torch.zeros(T, D, dtype=torch.float64)
+    expected, written = torch.zeros(T, D, dtype=torch.float64), []
     for d in range(D):
         known = precision[..., d : d + 1] if kriging == "per_dimension" else precision
         weights, v = dense_round(mixer.smoother, x, x, known, 0.7, where)
         a = weights[d // K]
-        expected[:, d] = (2 * a - a @ a) @ v[d // K, :, d % K]
+        written.append(2 * a - a @ a)
+        expected[:, d] = written[d] @ v[d // K, :, d % K]
     found, lam = mixer(x, precision, where, ramp=0.7)
     torch.testing.assert_close(found[0], mixer.out(expected), rtol=1e-10, atol=1e-12)
-    total = mixer.attention(x, precision, where, ramp=0.7).sum(-1)
-    torch.testing.assert_close(total, torch.ones_like(total))
+    weights = mixer.attention(x, precision, where, ramp=0.7)[0]  # of coordinates or heads
+    each = weights.repeat_interleave(D // len(weights), dim=0)
+    torch.testing.assert_close(each, torch.stack(written), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]).double())
     if estimator is not None:
         plain = SoftmaxAttention(D, H, output_projection=True, **settings).double()
         plain.load_state_dict({name.removeprefix("smoother."): value for name, value in mixer.state_dict().items()})
