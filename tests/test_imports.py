@@ -42,8 +42,8 @@ MAY_IMPORT = {
     "recommendation": "config datasets errors evaluation models",
     "explaining": "datasets errors evaluation models recommendation",
     "vectors": "datasets evaluation models recommendation",
-    "experiments": "allocator config config_file datasets errors evaluation files machine models run_config torchrun"
-    " training version",
+    "experiments": "allocator config config_file datasets errors evaluation files machine mixers models run_config"
+    " torchrun training version",
     "reporting": "config datasets errors evaluation experiments files run_config version",
     "recbole": "config datasets errors evaluation machine models recbole_yaml run_config training",
     "fitted_folder": "errors",

@@ -22,6 +22,7 @@ from recbft.errors import UserError
 from recbft.evaluation.config import EvaluationConfig
 from recbft.experiments.lists import split_list
 from recbft.mixers import MIXERS
+from recbft.models import MODELS
 from recbft.run_config import RunConfig, load_run_config
 
 # What other options of a command decide for all of its runs.
@@ -133,6 +134,12 @@ def settings_of(config: RunConfig) -> list[str]:
     named = ("model", "arm", "seed", "data.dataset")
     ours = {key: value for key, value in by_setting(to_dict(config)).items() if key not in named}
     return [_setting(key, value) for key, value in ours.items() if value != default.get(key)]
+
+
+def summary_of(config: Mapping[str, Any]) -> str:
+    """What the arm of a run's configuration is, as ``recbft models`` says it; nothing of one that has no words."""
+    model = MODELS.get(config["model"])
+    return "" if model is None else model.arm_summaries.get(config["arm"], "")
 
 
 def has_decay(config: Mapping[str, Any]) -> bool:

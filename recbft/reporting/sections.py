@@ -16,10 +16,9 @@ from recbft.config import verbatim
 from recbft.errors import UserError
 from recbft.evaluation.protocol import SETTINGS, config_hash
 from recbft.evaluation.strata import QUANTILES
-from recbft.experiments.arms import has_decay, leaves, settings_of
+from recbft.experiments.arms import has_decay, leaves, settings_of, summary_of
 from recbft.experiments.comparison import Arm, Comparison
 from recbft.experiments.lists import listed, seeds_text
-from recbft.models import MODELS
 from recbft.reporting import plots
 from recbft.reporting.findings import Finding, findings, headline_findings, level_table, seed_table, user_table
 from recbft.reporting.stratum_tables import Stratified, available, stratified
@@ -170,9 +169,8 @@ def notes_section(notes: Sequence[str]) -> Section:
 def _legend(comparison: Comparison) -> list[str]:
     """What the trained arms are, as ``recbft models`` says it."""
     configs = {name: arm.config for name, arm in comparison.arms.items() if arm.config}
-    kinds = dict.fromkeys((config["model"], config["arm"]) for config in configs.values())
-    said = {(model, arm): MODELS[model].arm_summaries.get(arm) for model, arm in kinds if model in MODELS}
-    lines = [f"{arm} of {model}: {summary}." for (model, arm), summary in said.items() if summary]
+    said = {(config["arm"], config["model"]): summary_of(config) for config in configs.values()}
+    lines = [f"{arm} of {model}: {summary}." for (arm, model), summary in said.items() if summary]
     decay = [name for name, config in configs.items() if has_decay(config)]
     if decay:
         lines.append(f"With a learned decay of attention with the distance (recency decay): {listed(decay)}.")
