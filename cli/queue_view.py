@@ -59,9 +59,9 @@ class Lines:
         pass
 
     def _standing(self, running: Sequence[Running], waiting: int) -> str:
-        """How far the whole is; a run that another command trains is in training and does not wait."""
-        waiting -= sum(run.elsewhere for run in running)
-        return f"{self._done} of {self._total} runs finished, {len(running)} in training, {waiting} waiting"
+        """How far the whole is."""
+        left = _left_for_us(running, waiting)
+        return f"{self._done} of {self._total} runs finished, {len(running)} in training, {left} waiting"
 
 
 class LiveTable(Lines):
@@ -121,9 +121,13 @@ class LiveTable(Lines):
         """About how long the rest takes, from the runs that this command has finished."""
         if not self._seconds or not running:
             return ""
-        waiting -= sum(run.elsewhere for run in running)
         mean = sum(self._seconds) / len(self._seconds)
-        return f"; about {duration(mean * (waiting / len(running) + 0.5))} left"
+        return f"; about {duration(mean * (_left_for_us(running, waiting) / len(running) + 0.5))} left"
+
+
+def _left_for_us(running: Sequence[Running], waiting: int) -> int:
+    """Runs that wait; those that another command trains are in training."""
+    return waiting - sum(run.elsewhere for run in running)
 
 
 def _result(job: Job) -> str:
