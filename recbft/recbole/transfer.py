@@ -1,12 +1,11 @@
 """A run of ``recbft train`` as a RecBole model, and back.
 
-Both sides number the items, each in its own way; the raw ids say which number is which. A tensor has a row per item
-where one more item adds a row to it: those tensors are put in the other side's order, the rest is copied.
+Both sides number the items, each in its own way; the raw ids say which number is which. What has a row per item
+(``TrainableModel.per_item``) is put in the other side's order, the rest is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from recbft.recbole.adapter import Adapter
 from recbft.recbole.models import adapter_for
 from recbft.recbole.registry import ADAPTED
 from recbft.recbole.settings import MODEL_SECTIONS
-from recbft.run_config import RunConfig
 from recbft.training import checkpoint
 from recbft.training.bundle import load_trained, own_config, write_vocabulary
 from recbft.training.run_folder import RunFolder
@@ -71,7 +69,7 @@ def from_run(run: str | Path, config: Any, dataset: Any) -> Adapter:
     adapter: Adapter = adapter_for(run_config.model)(config, dataset, run_config)
     numbers = vocabulary.encode(adapter.item_tokens[1:].tolist())
     _check_same_items(numbers, adapter.item_tokens[1:], model, str(run))
-    adapter.recommender.load_state_dict(_reordered(model.state_dict(), numbers, run_config))
+    adapter.recommender.load_state_dict(_reordered(model, numbers))
     adapter.warmup_steps = 0  # as ``training.warm_start``: the precision channel is not to be switched off again
     adapter.to(config["device"]).eval()
     return adapter
@@ -102,8 +100,7 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     _check_same_items(numbers, data.item_ids, model.recommender, "the RecBole model")
     with torch.random.fork_rng(devices=[]):
         ours: Any = build_model(config, data)
-    weights = {name: tensor.cpu() for name, tensor in model.recommender.state_dict().items()}
-    ours.load_state_dict(_reordered(weights, numbers, config))
+    ours.load_state_dict(_reordered(model.recommender, numbers))
     run = RunFolder.create(
         out, config=config.to_yaml(), protocol=run_protocol(config, data, ours), environment=environment()
     )
@@ -147,26 +144,11 @@ def _check_same_items(numbers: NDArray[np.int64], ids: NDArray[Any], model: Any,
         )
 
 
-def _reordered(weights: Mapping[str, Tensor], numbers: NDArray[np.int64], config: RunConfig) -> dict[str, Tensor]:
+def _reordered(model: Any, numbers: NDArray[np.int64]) -> dict[str, Tensor]:
     """The weights with row i + 1 of every item table taken from row ``numbers[i]``; padding and rows beyond stay."""
-    tables = _item_tables(config)
     order = torch.from_numpy(np.concatenate([[0], numbers]))
-    moved = {}
-    for name, tensor in weights.items():
-        if name in tables:
-            beyond = torch.arange(len(order), len(tensor))
-            tensor = tensor[torch.cat([order, beyond])]
-        moved[name] = tensor
+    moved = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    for name in moved.keys() & set(model.per_item):
+        beyond = torch.arange(len(order), len(moved[name]))
+        moved[name] = moved[name][torch.cat([order, beyond])]
     return moved
-
-
-def _item_tables(config: RunConfig) -> set[str]:
-    """The tensors with a row per item."""
-    shapes = []
-    with torch.random.fork_rng(devices=[]):
-        for num_items in (2, 3):
-            counts = torch.arange(num_items + 1)
-            model = config.build(counts)
-            shapes.append({name: tensor.shape for name, tensor in model.state_dict().items()})
-    fewer, more = shapes
-    return {name for name in fewer if fewer[name] != more[name]}
