@@ -25,7 +25,7 @@ from recbft.machine import environment
 from recbft.recbole.adapter import Adapter
 from recbft.recbole.models import adapter_for
 from recbft.recbole.registry import ADAPTED
-from recbft.recbole.settings import MODEL_SECTIONS
+from recbft.recbole.settings import MODEL_SECTIONS, OWN_TRAINING
 from recbft.training import checkpoint
 from recbft.training.bundle import load_trained, own_config, write_vocabulary
 from recbft.training.run_folder import RunFolder
@@ -45,8 +45,7 @@ def recbole_settings(run: str | Path) -> dict[str, Any]:
         "seed": config.seed,
         "MAX_ITEM_LIST_LENGTH": config.backbone.max_length,
         **{key: written[key] for key in ("mixer", *MODEL_SECTIONS) if written[key] is not None},
-        **{key: written["training"][key] for key in ("learning_rate", "weight_decay", "warmup_steps")},
-        "precision_lr_multiplier": config.training.precision_lr_multiplier,
+        **{key: written["training"][key] for key in ("learning_rate", "weight_decay", *OWN_TRAINING)},
     }
 
 
