@@ -54,15 +54,10 @@ def fit(
     Raises:
         RunError: the loss is not finite, or a weight is not after an epoch, which is not saved then.
     """
-
     if is_over(config, state):  # it was stopped after its last epoch
         return
-
-    def before_step() -> None:
-        controllers.before_step(moment_of(model, optimizer, batches, config, state))
-
     shared = SharedLoss(model, team) if team.several else None
-    plain = _PlainSteps(model, optimizer, config, before_step, shared)
+    plain = _PlainSteps(model, optimizer, config, shared)
     progress.start(config.epochs, state.epoch + 1)
     try:
         while not is_over(config, state):
@@ -144,6 +139,7 @@ def _train_epoch(
             value = loss.item()  # a device is waited for once per step, when all its work is under way
             if not math.isfinite(value):
                 raise not_finite(value, config, state)
+            controllers.before_step(now())
             steps.end()
             state.step, done = state.step + 1, done + 1
             controllers.after_step(now(), value)
@@ -178,7 +174,6 @@ class _PlainSteps:
     model: TrainableModel
     optimizer: torch.optim.Optimizer
     config: TrainingConfig
-    before_step: Callable[[], None]
     shared: SharedLoss | None  # where several processes take them together
 
     def begin(self, batch: Batch) -> torch.Tensor:
@@ -193,7 +188,6 @@ class _PlainSteps:
     def end(self) -> None:
         """Change the weights."""
         clip_gradients(self.model, self.optimizer, self.config.clip_norm)
-        self.before_step()
         self.optimizer.step()
 
 
