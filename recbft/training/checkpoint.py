@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -135,14 +134,14 @@ def exists(folder: str | Path) -> bool:
     return (Path(folder) / STATE_FILE).is_file()
 
 
-def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Loaded:
+def load(folder: str | Path) -> Loaded:
     """The state saved last, checked against its sizes and hashes.
 
     Raises:
         UserError: there is none, or a file is missing, truncated or changed.
     """
     content = _read_state(Path(folder))
-    tensors = _read_tensors(Path(folder), content["tensors"], device)
+    tensors = _read_tensors(Path(folder), content["tensors"])
     return Loaded(
         state=TrainState(**content["state"]),
         model_state={name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")},
@@ -161,7 +160,7 @@ def load_state(folder: str | Path) -> TrainState:
     return TrainState(**_read_state(Path(folder))["state"])
 
 
-def load_best(folder: str | Path, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def load_best(folder: str | Path) -> dict[str, Tensor]:
     """Parameters and buffers of the best epoch.
 
     Raises:
@@ -171,7 +170,7 @@ def load_best(folder: str | Path, *, device: torch.device | str = "cpu") -> dict
     best = _read_state(folder)["best"]
     while best is not None:
         try:
-            return _read_tensors(folder, best, device)
+            return _read_tensors(folder, best)
         except UserError:
             before, best = best, _read_state(folder)["best"]
             if best == before:
@@ -296,7 +295,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _read_tensors(folder: Path, record: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
     path = folder / record["file"]
     try:
         data = path.read_bytes()
@@ -306,7 +305,8 @@ def _read_tensors(folder: Path, record: Mapping[str, Any], device: torch.device 
         raise UserError(f"{path} has {len(data)} bytes where {record['bytes']} were written; {_START_AFRESH}")
     if hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise UserError(f"{path} was changed after it was written (its SHA-256 differs); {_START_AFRESH}")
-    return {name: tensor.to(device) for name, tensor in safetensors.torch.load(data).items()}
+    tensors: dict[str, Tensor] = safetensors.torch.load(data)
+    return tensors
 
 
 def _recorded_best(folder: Path) -> dict[str, Any] | None:

@@ -144,8 +144,8 @@ def cut(batch: Batch, length: int) -> Batch:
     if bool((kept == (batch.segment >= 0)).all()):
         return batch
 
-    def keep(values: Tensor | None, empty: int = 0) -> Tensor | None:
-        return None if values is None else torch.where(kept, values, empty)
+    def keep(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.where(kept, values, 0)
 
     return batch._replace(
         items=torch.where(kept, batch.items, 0),
