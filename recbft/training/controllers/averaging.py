@@ -62,7 +62,6 @@ class Ema:
         self.config, self.steps = config, 0
         self.mean: dict[str, Tensor] = {}
 
-    @torch.no_grad()
     def after_step(self, moment: Moment, loss: float) -> None:
         """Take the weights of this step in."""
         decay = min(self.config.decay, (1 + self.steps) / (10 + self.steps))
@@ -91,7 +90,6 @@ class SelectiveSwa:
         self.previous: float | None = None
         self.mean: dict[str, Tensor] = {}
 
-    @torch.no_grad()
     def on_epoch_end(self, moment: Moment, row: Mapping[str, Any]) -> None:
         """Take the epoch's weights in if it gained enough."""
         value = value_of(row, self.config.value, "swa.value")

@@ -17,8 +17,8 @@ and buffers. A model that is evaluated, saved or asked for recommendations knows
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,10 @@ class Controllers:
         for act in self._having("on_epoch_end"):
             act(moment, row)
 
-    @contextmanager
-    def evaluation_weights(self, model: nn.Module) -> Iterator[None]:
+    def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
         """The first that offers weights gives them; without one the model's own."""
-        offers = self._having("evaluation_weights")
-        with offers[0](model) if offers else nullcontext():
-            yield
+        offers = (act(model) for act in self._having("evaluation_weights"))
+        return next(offers, nullcontext())
 
     def final_weights(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """Weights to validate once more after the last epoch, or None."""
