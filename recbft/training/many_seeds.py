@@ -39,11 +39,12 @@ from recbft.surroundings import set_aside
 from recbft.torchrun import refuse_several
 from recbft.training import tensorboard
 from recbft.training.ahead import made_ahead
-from recbft.training.bundle import OwnDraws, own_config
+from recbft.training.bundle import own_config
 from recbft.training.in_progress import Session
 from recbft.training.loop import Row, close_epoch, epoch_row, is_over, not_finite
 from recbft.training.optimiser import make_optimizer, warmup_ramp
 from recbft.training.out_of_memory import memory_explained
+from recbft.training.own_draws import OwnDraws
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
 from recbft.training.run_parts import build_model
