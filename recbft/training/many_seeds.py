@@ -47,7 +47,7 @@ from recbft.training.out_of_memory import memory_explained
 from recbft.training.own_draws import OwnDraws
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
-from recbft.training.run_parts import build_model
+from recbft.training.run_parts import build_model, loaded
 from recbft.training.run_settings import run_settings, work_for_run
 from recbft.training.same_run import refuse_other_data, refuse_other_settings
 from recbft.training.session import begin, go_on
@@ -89,9 +89,7 @@ def train_seeds(
     first = configs[0]
     if first.training.tensorboard:
         tensorboard.check_available()
-    data = first.data if dataset is not None else first.data.resolved()
-    dataset = data.load() if dataset is None else dataset
-    data = data if data.dataset is not None else replace(data, dataset=dataset.name)
+    data, dataset = loaded(first.data, dataset)
     configs = [replace(config, data=data) for config in configs]
     runs = [_existing(config, path, dataset) for config, path in zip(configs, paths, strict=True)]
     with ExitStack() as held, memory_explained(first, dataset), run_settings(first.training) as device:

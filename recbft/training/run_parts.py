@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from recbft.config import to_dict
 from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.batches import EpochBatches
+from recbft.datasets.config import DataConfig
 from recbft.datasets.events import TICKS_PER_SECOND, guessed_unit
 from recbft.errors import UserError
 from recbft.evaluation.protocol import config_hash, protocol
@@ -40,6 +42,14 @@ class Parts(NamedTuple):
     controllers: Controllers
     graphs: GraphedSteps | None  # where ``training.cuda_graphs`` asks for them
     begun_from: dict[str, Any] | None  # the older run whose weights the model has, as ``warm_start`` returns it
+
+
+def loaded(data: DataConfig, dataset: Dataset | None) -> tuple[DataConfig, Dataset]:
+    """What a run says of its data, with their name, and the data: those given, else those that it names."""
+    if dataset is None:
+        data = data.resolved()
+        dataset = data.load()
+    return (replace(data, dataset=dataset.name) if data.dataset is None else data), dataset
 
 
 def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, begins: bool = True) -> Parts:

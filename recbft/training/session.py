@@ -30,7 +30,7 @@ from recbft.training.optimiser import idle_settings
 from recbft.training.out_of_memory import memory_explained
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
-from recbft.training.run_parts import make_parts, new_state, run_protocol
+from recbft.training.run_parts import loaded, make_parts, new_state, run_protocol
 from recbft.training.run_settings import run_settings
 from recbft.training.same_run import refuse_changed_config, refuse_other_data
 
@@ -72,11 +72,8 @@ def train(
         raise UserError(f"{out} is the run whose weights this one begins from; give it a folder of its own")
     if config.training.tensorboard:
         tensorboard.check_available()
-    if dataset is None:
-        config = replace(config, data=config.data.resolved())
-        dataset = config.data.load()
-    elif config.data.dataset is None:
-        config = replace(config, data=replace(config.data, dataset=dataset.name))
+    data, dataset = loaded(config.data, dataset)
+    config = replace(config, data=data)
     with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
         listener = _listener(progress, together)
         return begin(config, out, dataset, device, listener, overwrite=overwrite, together=together).finish()
