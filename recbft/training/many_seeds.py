@@ -47,7 +47,7 @@ from recbft.training.out_of_memory import memory_explained
 from recbft.training.own_draws import OwnDraws
 from recbft.training.progress import Progress, Silent
 from recbft.training.run_folder import RunFolder
-from recbft.training.run_parts import build_model, loaded
+from recbft.training.run_parts import loaded
 from recbft.training.run_settings import run_settings, work_for_run
 from recbft.training.same_run import refuse_other_data, refuse_other_settings
 from recbft.training.session import begin, go_on
@@ -55,7 +55,7 @@ from recbft.training.session import begin, go_on
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
 CLOSING_ON_GPU = 4  # runs at once, so that what their validations hold at a time stays within gigabytes
 GPU_STACK_TOKENS = 400_000  # so that what a step keeps for its backward pass takes gigabytes in single figures
-ALONE = {  # settings of training that have no effect on such runs, and why
+_WITHOUT_EFFECT = {  # settings of training that have no effect on such runs, and why
     "autocast": "whose products are float32",
     "cuda_graphs": "whose kernels are large enough to be launched one by one",
 }
@@ -93,7 +93,7 @@ def train_seeds(
     configs = [replace(config, data=data) for config in configs]
     runs = [_existing(config, path, dataset) for config, path in zip(configs, paths, strict=True)]
     with ExitStack() as held, memory_explained(first, dataset), run_settings(first.training) as device:
-        Stacked([_backbone(build_model(first, dataset))], [torch.Generator()])  # whatever it refuses, it refuses now
+        check_stackable(first)  # before a folder is made
         together = {"trained_together": [config.seed for config in configs]}
         sessions: dict[int, Session] = {}
         # Runs that stand there go first: what is refused of them is refused before a folder is made.
@@ -129,7 +129,7 @@ def check_together(configs: Sequence[RunConfig]) -> None:
             f"controllers.{configs[0].controllers.named[0]} steers one run, and these are trained together; leave it "
             "out, or train the seeds one by one"
         )
-    for key, why in ALONE.items():
+    for key, why in _WITHOUT_EFFECT.items():
         if getattr(configs[0].training, key):
             raise UserError(
                 f"training.{key} has no effect on seeds that are trained together, {why}; leave it out, or train the "
@@ -303,7 +303,8 @@ class _Stack:
         self.model.refresh()
         own = [session.batches for session in self.sessions if session.batches is not None]
         epochs = [batches.epoch(state.epoch) for batches, state in zip(own, states, strict=True)]
-        coming: Iterator[tuple[tuple[Batch, ...], SideBySide]] = map(_side_by_side, zip(*epochs, strict=True))
+        coming: Iterator[tuple[tuple[Batch, ...], SideBySide]]
+        coming = ((batches, lay_side_by_side(batches)) for batches in zip(*epochs, strict=True))
         if self.sessions[0].device.type != "cpu":  # else the threads have stacks of their own
             coming = made_ahead(coming)
         following, done = next(coming, None), 0
@@ -360,10 +361,6 @@ class _Stack:
         self.optimizer.state[parameter] = {"step": step, **moments}
         for n, (memory, own) in enumerate(zip(memories, each, strict=True)):
             memory[own] = {"step": step, **{name: moment[n] for name, moment in moments.items()}}
-
-
-def _side_by_side(batches: tuple[Batch, ...]) -> tuple[tuple[Batch, ...], SideBySide]:
-    return batches, lay_side_by_side(batches)
 
 
 def _optimizer(session: Session) -> torch.optim.Adam:
