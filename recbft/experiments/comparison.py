@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def load_comparison(path: str | Path) -> Comparison:
             raise UserError(
                 f"{file} was made of other ranks of {name} than its runs have now ({metric}, {setting}); {again}"
             )
-    return Comparison(**{**vars(made), "path": path, "arms": {name: made.arms[name] for name in order}, "notes": notes})
+    return replace(made, path=path, arms={name: made.arms[name] for name in order}, notes=notes)
 
 
 def _read(run_dirs: Sequence[str | Path], skip_broken: bool) -> tuple[list[Run], list[str]]:
