@@ -46,30 +46,23 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over
         metrics: names that ``values_from_ranks`` knows; with the arms and settings they are the family of tests.
         over_users: compare over users too, which takes seconds per arm on large data.
     """
-    baselines = [comparison.baseline]
-    of_model, _, baseline = comparison.baseline.rpartition("/")
-    second = f"{of_model}/{SECOND_BASELINE}" if of_model else SECOND_BASELINE
-    if baseline != SECOND_BASELINE and second in comparison.arms and comparison.arms[second].has_spread:
-        baselines.append(second)
+    comparisons, others = {}, list(comparison.arms)
+    for baseline in _baselines(comparison):
+        others = [name for name in others if name != baseline]  # a pair of baselines is compared once
+        if others:
+            comparisons[baseline] = _against(comparison, baseline, others, metrics, over_users)
     notes = [*comparison.notes, *notes_on_machines(comparison), *_decay_alone(comparison)]
     notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds))]
     notes += _few_users(len(comparison.users)) if over_users else []
     return {
-        "format": FORMAT,
         "baseline": comparison.baseline,
         "seeds": list(comparison.seeds),
         "metrics": list(metrics),
         "protocol": comparison.protocol,
         "notes": list(dict.fromkeys(notes)),
         "arms": {name: _arm(comparison, name, metrics) for name in comparison.arms},
-        "comparisons": {
-            # A pair of baselines is compared once.
-            baseline: _against(comparison, baseline, [a for a in comparison.arms if a not in baselines[: n + 1]],
-                               metrics, over_users)
-            for n, baseline in enumerate(baselines)
-            if any(a not in baselines[: n + 1] for a in comparison.arms)
-        },
-    }  # fmt: skip
+        "comparisons": comparisons,
+    }
 
 
 def user_samples(num_users: int) -> int:
@@ -92,8 +85,12 @@ def write_comparison(
         external: the files behind external arms; copied to ``folder/external``.
     """
     make_folder(folder)
-    result = results_of(comparison, metrics=metrics)
-    result = {"format": FORMAT, "made": dict(made), **result, "environments": _environments(comparison)}
+    result = {
+        "format": FORMAT,
+        "made": dict(made),
+        **results_of(comparison, metrics=metrics),
+        "environments": _environments(comparison),
+    }
     # Read before one is written: the copy of an earlier comparison may be given as another arm of this one.
     ranks = {name: (file.suffix.lower(), file.read_bytes()) for name, file in (external or {}).items()}
     kept: set[str] = set()
@@ -104,6 +101,14 @@ def write_comparison(
         result["arms"][name] |= {"runs": runs, "external": copied}
     write_json(folder / COMPARISON_FILE, result)
     return result
+
+
+def _baselines(comparison: Comparison) -> list[str]:
+    """The comparison's own and, where it is another arm that takes part, the plain layer with the decay."""
+    of_model, _, baseline = comparison.baseline.rpartition("/")
+    second = f"{of_model}/{SECOND_BASELINE}" if of_model else SECOND_BASELINE
+    has_second = baseline != SECOND_BASELINE and second in comparison.arms and comparison.arms[second].has_spread
+    return [comparison.baseline, second] if has_second else [comparison.baseline]
 
 
 def _arm(comparison: Comparison, name: str, metrics: Sequence[str]) -> dict[str, Any]:
