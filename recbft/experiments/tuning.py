@@ -20,7 +20,7 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -88,12 +88,7 @@ def search(
     if not {dimension.key.rpartition(".")[2] for dimension in space} & {"training", "epochs", "eval_every"}:
         check_reach(objective, base.training)
     dataset = base.data.load()
-
-    def evaluate(trial: Any, settings: tuple[str, ...]) -> float | None:
-        spec = ArmSpec(f"trial-{hashlib.sha256(repr(settings).encode()).hexdigest()[:10]}", arm, settings)
-        how: dict[str, Any] = {"workers": workers, "prune": prune, "watch": watch}
-        return _evaluate(trial, spec, seeds, out, configure, objective, dataset, **how)
-
+    asked = _Asked(arm, seeds, out, configure, dataset, objective, workers, prune, watch)
     make_folder(out / "queue")
     with _alone(out), _ends_explained(out / "study.db", optuna):
         study = _open_study(out / "study.db", optuna, prune)
@@ -115,27 +110,66 @@ def search(
                 continue
             settings = tuple(f"{key}={value}" for key, value in values.items())
             watch.note(f"trial {number + 1} of {trials}: {' '.join(settings)}")
-            try:
-                check_begins(configure(ArmSpec(arm, arm, settings), seeds[0]), dataset)
-            except UserError as error:  # values that no run can have together, such as 2 heads at a width of 9
-                watch.note(f"this trial cannot be run: {error}")
-                trial.set_user_attr(_IMPOSSIBLE, str(error))
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-                continue
-            try:
-                value = evaluate(trial, settings)
-            except RunInterruptedError:
-                raise RunInterruptedError("interrupted; the same command goes on with this trial") from None
-            except RunError as error:
-                if _is_full(out, error):  # the next trial would fail as well; this one is left open
-                    raise
-                watch.note(f"this trial failed: {error}")
-                trial.set_user_attr(_FAILED, str(error))
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-                continue
-            state = optuna.trial.TrialState.COMPLETE if value is not None else optuna.trial.TrialState.PRUNED
-            study.tell(trial, value, state=state)
+            state, value = _outcome(trial, settings, asked)
+            study.tell(trial, value, state=optuna.trial.TrialState[state])
         return _results(study, out)
+
+
+class _Asked(NamedTuple):
+    """What all trials of a search have in common, as in ``search``."""
+
+    arm: str
+    seeds: Sequence[int]
+    out: Path
+    configure: Callable[[ArmSpec, int], RunConfig]
+    dataset: Dataset
+    objective: str
+    workers: int
+    prune: bool
+    watch: Watcher
+
+
+def _outcome(trial: Any, settings: tuple[str, ...], asked: _Asked) -> tuple[str, float | None]:
+    """Train a trial: the state of Optuna's in which it ends, and its value where it is complete."""
+    try:
+        check_begins(asked.configure(ArmSpec(asked.arm, asked.arm, settings), asked.seeds[0]), asked.dataset)
+    except UserError as error:  # values that no run can have together, such as 2 heads at a width of 9
+        asked.watch.note(f"this trial cannot be run: {error}")
+        trial.set_user_attr(_IMPOSSIBLE, str(error))
+        return "FAIL", None
+    spec = ArmSpec(f"trial-{hashlib.sha256(repr(settings).encode()).hexdigest()[:10]}", asked.arm, settings)
+    try:
+        value = _evaluate(trial, spec, asked)
+    except RunInterruptedError:
+        raise RunInterruptedError("interrupted; the same command goes on with this trial") from None
+    except RunError as error:
+        if _is_full(asked.out, error):  # the next trial would fail as well; this one is left open
+            raise
+        asked.watch.note(f"this trial failed: {error}")
+        trial.set_user_attr(_FAILED, str(error))
+        return "FAIL", None
+    return ("PRUNED" if value is None else "COMPLETE"), value
+
+
+def _evaluate(trial: Any, spec: ArmSpec, asked: _Asked) -> float | None:
+    """The mean of the objective over seeds; None if the trial is pruned after some of them."""
+    seeds = asked.seeds
+    values: list[float] = []
+    validations: list[float] = []
+    # A trial can be given up between two batches: there are two at least, however many workers are free.
+    at_once = min(asked.workers, (len(seeds) + 1) // 2) if asked.prune else len(seeds)
+    for first in range(0, len(seeds), at_once):
+        some = seeds[first : first + at_once]
+        jobs, _ = prepare([spec], some, asked.out, asked.configure, dataset=asked.dataset)
+        train_or_say(jobs, asked.dataset, asked.out, workers=asked.workers, watch=asked.watch)
+        values += [OBJECTIVES[asked.objective](job) for job in jobs]
+        validations += [best_validation(job) for job in jobs]
+        if asked.prune:
+            trial.report(statistics.mean(values), step=len(values))
+            if len(values) < len(seeds) and trial.should_prune():
+                return None
+    trial.set_user_attr(_VALIDATION, statistics.mean(validations))
+    return statistics.mean(values)
 
 
 def load_optuna() -> Any:
@@ -318,34 +352,3 @@ def _counted(study: Any) -> list[Any]:
     """The trials without those that were asked for again."""
     again = study.user_attrs.get(_AGAIN, ())
     return [trial for trial in study.trials if trial.number not in again]
-
-
-def _evaluate(
-    trial: Any,
-    spec: ArmSpec,
-    seeds: Sequence[int],
-    out: Path,
-    configure: Callable[[ArmSpec, int], RunConfig],
-    objective: str,
-    dataset: Dataset,
-    *,
-    workers: int,
-    prune: bool,
-    watch: Watcher,
-) -> float | None:
-    """The mean of the objective over seeds; None if the trial is pruned after some of them."""
-    values: list[float] = []
-    validations: list[float] = []
-    # A trial can be given up between two batches: there are two at least, however many workers are free.
-    at_once = min(workers, (len(seeds) + 1) // 2) if prune else len(seeds)
-    for first in range(0, len(seeds), at_once):
-        jobs, _ = prepare([spec], seeds[first : first + at_once], out, configure, dataset=dataset)
-        train_or_say(jobs, dataset, out, workers=workers, watch=watch)
-        values += [OBJECTIVES[objective](job) for job in jobs]
-        validations += [best_validation(job) for job in jobs]
-        if prune:
-            trial.report(statistics.mean(values), step=len(values))
-            if len(values) < len(seeds) and trial.should_prune():
-                return None
-    trial.set_user_attr(_VALIDATION, statistics.mean(validations))
-    return statistics.mean(values)

@@ -486,8 +486,8 @@ def test_a_trial_is_worth_the_mean_of_its_objective_over_the_seeds(
     monkeypatch.setattr(tuning, "train_or_say", lambda *_, **__: None)
     monkeypatch.setattr(tuning, "best_validation", lambda job: values[job.seed])
     monkeypatch.setitem(tuning.OBJECTIVES, "tail", lambda job: 3 * values[job.seed] + 1)
-    how = {"workers": workers, "prune": prune, "watch": None}
-    found = tuning._evaluate(trial, None, range(5), tmp_path, None, "tail", None, **how)
+    asked = tuning._Asked("bft", range(5), tmp_path, None, None, "tail", workers, prune, None)
+    found = tuning._evaluate(trial, None, asked)
     assert trained == batches and trial.prunes == []
     done = [sum(map(len, batches[: n + 1])) for n in range(len(batches))]
     assert trial.reports == ([(3 * mean(values[:n]) + 1, n) for n in done] if prune else [])
