@@ -18,7 +18,8 @@ from benchmarks.command import finish
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.paired import SeedComparison, compare_seeds
 from recbft.experiments.document import p_text
-from recbft.experiments.runs import Run, by_seed, check_same, label_runs, read_run
+from recbft.experiments.labels import label_runs
+from recbft.experiments.runs import Run, by_seed, check_same, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.training.run_folder import RunFolder
 

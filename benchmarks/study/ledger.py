@@ -23,7 +23,8 @@ from benchmarks.command import finish
 from benchmarks.study.choose import difference, finished_runs, mean_and_spread, percent
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.document import p_text
-from recbft.experiments.runs import Run, arm_name, read_run, settings_of
+from recbft.experiments.labels import arm_name, settings_of
+from recbft.experiments.runs import Run, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_atomic
 from recbft.training.run_folder import RunFolder

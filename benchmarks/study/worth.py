@@ -34,7 +34,8 @@ from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import seed_interval
 from recbft.evaluation.probability import AS_TRAINED
 from recbft.evaluation.views import Part, evaluation_mode, states_of_view, view_of
-from recbft.experiments.runs import by_seed, check_same, label_runs, read_run
+from recbft.experiments.labels import label_runs
+from recbft.experiments.runs import by_seed, check_same, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_json
 from recbft.models.contract import SequenceModel

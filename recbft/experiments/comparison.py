@@ -21,8 +21,9 @@ from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.arms import leaves
 from recbft.experiments.external import ExternalRanks, read_external
+from recbft.experiments.labels import OF_MACHINE, config_of, label_runs
 from recbft.experiments.lists import counted, seeds_text
-from recbft.experiments.runs import COLUMNS, OF_MACHINE, Run, by_seed, check_same, config_of, label_runs, read_run
+from recbft.experiments.runs import COLUMNS, Run, by_seed, check_same, read_run
 from recbft.training.run_folder import RunFolder
 
 COMPARISON_FILE = "comparison.json"
@@ -41,7 +42,7 @@ class Arm:
     runs: tuple[Path | None, ...]  # None for external ranks
     ranks: dict[str, IntArray]  # "unfiltered"/"filtered" -> (S, U) ranks of the test target; absent where not known
     histories: tuple[list[dict[str, Any]], ...]  # rows of history.csv; none for external ranks
-    config: dict[str, Any]  # of its first run, see ``runs.config_of``; empty for external ranks
+    config: dict[str, Any]  # of its first run, see ``labels.config_of``; empty for external ranks
     trained: bool = False  # every seed; neither a file is, nor popularity, which has nothing to learn
     # "unfiltered"/"filtered" -> metric -> (S,) on validation, of the weights tested; where each run says it
     validation: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
@@ -111,7 +112,7 @@ def comparison_of(
     Args:
         baseline: an arm's name; "matched" (of several models the first "MODEL/matched"), else the first arm.
         external: arm name -> file of ranks, see ``external``.
-        names: run folder -> arm name; found from the configurations where left out, see ``runs``.
+        names: run folder -> arm name; found from the configurations where left out, see ``labels``.
         skip_broken: leave out folders that cannot be read, and say so in the notes.
 
     Raises:

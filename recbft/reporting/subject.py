@@ -24,7 +24,8 @@ from recbft.datasets.events import TICKS_PER_SECOND
 from recbft.errors import UserError
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments.comparison import DATA_FILE, Comparison
-from recbft.experiments.runs import COLUMNS, Run, check_same, label_runs, read_run
+from recbft.experiments.labels import label_runs
+from recbft.experiments.runs import COLUMNS, Run, check_same, read_run
 
 IntArray = NDArray[np.int64]
 # The middle of the times of a data set, counted since 1970, lies between the years 1980 and 2100.

@@ -5,8 +5,8 @@ import pytest
 from recbft.config import by_setting, to_dict
 from recbft.errors import UserError
 from recbft.experiments.arms import ArmSpec, check_distinct, check_judges, check_varies, parse_arms, settings_of
+from recbft.experiments.labels import arm_name
 from recbft.experiments.lists import parse_seeds
-from recbft.experiments.runs import arm_name
 from recbft.run_config import load_run_config
 
 

@@ -22,9 +22,10 @@ from recbft.experiments.comparison import comparison_of, load_comparison
 from recbft.experiments.document import mean_sd
 from recbft.experiments.experiment import conclude
 from recbft.experiments.external import read_external
+from recbft.experiments.labels import label_runs
 from recbft.experiments.machines import notes_on_machines
 from recbft.experiments.results import results_of, write_comparison
-from recbft.experiments.runs import label_runs, read_run
+from recbft.experiments.runs import read_run
 from recbft.files import write_json
 from recbft.mixers import MIXERS
 from recbft.run_config import load_run_config
