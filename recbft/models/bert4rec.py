@@ -32,6 +32,8 @@ from recbft.models.fuzzy_moe import FuzzyMoEConfig
 from recbft.models.layers import ATTENTION, Mixing, make_blocks, mixer_maker
 from recbft.models.precision_config import CoreConfig
 
+OF_RUN = 2**32  # above all seeds that are given: what a run's own seed draws is its order
+
 
 @dataclass(frozen=True, kw_only=True)
 class BERT4RecConfig(BackboneConfig):
@@ -46,7 +48,7 @@ class BERT4RecConfig(BackboneConfig):
     positions: Literal["oldest", "latest"] = "latest"  # where positions are counted from
     mask_probability: float = 0.2  # of an item in training
     last_item_probability: float = 0.5  # of cutting a history at random and masking its last item only
-    mask_seed: int = 0  # of what is masked, apart from the run's seed
+    mask_seed: int | None = 0  # of what is masked; None means that it follows the run's seed
 
     @property
     def attention_dropout_rate(self) -> float:
@@ -135,6 +137,7 @@ def cloze_batches(
     **order: Any,
 ) -> ClozeBatches:
     """The batches that BERT4Rec is trained on; ``order`` is their batch_size, seed, times and cut."""
+    mask_seed = OF_RUN + order["seed"] if config.mask_seed is None else config.mask_seed
     return ClozeBatches(
         items,
         start,
@@ -143,6 +146,6 @@ def cloze_batches(
         mask=num_items + 1,
         mask_probability=config.mask_probability,
         last_item_probability=config.last_item_probability,
-        mask_seed=config.mask_seed,
+        mask_seed=mask_seed,
         **order,
     )

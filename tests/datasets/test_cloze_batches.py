@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recbft.datasets.batches import ClozeBatches, history_batches, pack_histories
+from recbft.models.bert4rec import BERT4RecConfig, cloze_batches
 
 MASK = 100
 
@@ -75,6 +76,17 @@ def test_masks_follow_the_mask_seed_and_the_epoch_and_not_the_order():
     assert sorted(one) != sorted(read(cloze()[-1], 1))
     assert sorted(one) != sorted(read(cloze(mask_seed=1)[-1], 0))
     assert sorted(one) == sorted(read(cloze(batch_size=7)[-1], 0))
+
+
+def test_masks_follow_the_seed_of_the_run_where_they_have_none_of_their_own():
+    def masks(mask_seed, seed):
+        config = BERT4RecConfig(max_length=8, mask_seed=mask_seed)
+        items, start, stop, _ = cloze()
+        return sorted(read(cloze_batches(config, items, start, stop, num_items=MASK - 1, batch_size=64, seed=seed), 0))
+
+    assert masks(None, 1) == masks(None, 1) != masks(None, 2)
+    assert masks(None, 1) != masks(1, 1)  # the same numbers draw the order of the histories
+    assert masks(0, 1) == masks(0, 2)
 
 
 def test_an_appended_item_ends_every_history_at_the_time_of_its_last_event():
