@@ -77,9 +77,10 @@ class Preparation:
         for part in re.split(r"\s+and\s+|&&?", self.where):
             match = _CONDITION.match(part)
             try:
-                assert match is not None
+                if match is None:
+                    raise ValueError("no comparison with a number")
                 parsed.append((match["column"], match["sign"], _number(match["number"])))
-            except (AssertionError, ValueError):
+            except ValueError:
                 advice = "write COLUMN>=NUMBER (also > < <= == !=), joined by 'and'"
                 raise UserError(f"row filter {self.where!r} cannot be read; {advice}") from None
         return parsed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -228,6 +230,12 @@ def test_no_user_left_is_an_error_with_counts():
 def test_a_preparation_checks_its_values(settings, complaint):
     with pytest.raises(UserError, match=complaint):
         Preparation(**settings)
+
+
+def test_a_row_filter_that_cannot_be_read_is_refused_where_assertions_are_off_too():
+    code = "from recbft.datasets import Preparation; Preparation(where='rating is good')"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
+    assert "UserError: row filter 'rating is good' cannot be read" in done.stderr
 
 
 def test_a_preparation_goes_through_a_plain_dict_and_refuses_unknown_keys():
