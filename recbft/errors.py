@@ -32,18 +32,28 @@ class RunInterruptedError(RunError):
     """A run that its user stopped; its last whole epoch is saved, and the message says how to go on."""
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
+def closest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that an unknown ``name`` was likely meant to be, if there is one."""
+    known = sorted(choices)
+    near = [choice for choice in known if choice.casefold() == name.casefold()]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
+def did_you_mean(name: str, choices: Iterable[str], *, listed_as: str | None = None) -> str:
     """Close a message about an unknown ``name``: the nearest choice if there is one, else the whole list.
+
+    Args:
+        listed_as: what the choices are, such as "columns", to list them behind the nearest one too.
 
     >>> did_you_mean("User_ID", ["item_id", "user_id"]), did_you_mean("rating", ["item_id", "user_id"])
     ("did you mean 'user_id'?", 'choose one of item_id, user_id')
     """
-    known = sorted(choices)
-    if not known:
+    choices = list(choices)
+    if not choices:
         return "there is none here; leave it out"
-    near = [choice for choice in known if choice.casefold() == name.casefold()]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]!r}?"
+    if (near := closest(name, choices)) is not None:
+        return f"did you mean {near!r}?" + (f" ({listed_as}: {', '.join(choices)})" if listed_as else "")
+    known = sorted(choices)
     more = f" and {len(known) - MOST_CHOICES:,} more" if len(known) > MOST_CHOICES else ""
     return f"choose one of {', '.join(known[:MOST_CHOICES])}{more}"

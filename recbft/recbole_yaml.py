@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recbft.config import is_whole
-from recbft.errors import UserError, did_you_mean
+from recbft.errors import UserError, closest, did_you_mean
 from recbft.recbole_models import MODELS, NAMES, ours_for
 
 # RecBole's name -> ours, the value being the same.
@@ -168,10 +168,7 @@ def is_done(key: str, value: Any) -> bool:
 
 def nearest(key: str, known: Collection[str]) -> str | None:
     """The key that was meant, as far as can be told."""
-    if OTHER_WORDS.get(key) in known:
-        return OTHER_WORDS[key]
-    found = did_you_mean(key, known)
-    return found.split("'")[1] if found.startswith("did") else None
+    return OTHER_WORDS[key] if OTHER_WORDS.get(key) in known else closest(key, known)
 
 
 def _refuse_unknown(tree: Mapping[str, Any], known: Collection[str]) -> None:

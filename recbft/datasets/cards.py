@@ -90,9 +90,7 @@ def card(name: str) -> Card:
 def unknown_dataset(name: str) -> str:
     """The message for a name that is neither a card nor a file."""
     names = dataset_names()
-    hint = did_you_mean(name, names)
-    hint = hint if hint.startswith("choose") else f"{hint} (data sets: {', '.join(names)})"
-    return f"unknown data set {name!r}; {hint}, or give a file"
+    return f"unknown data set {name!r}; {did_you_mean(name, names, listed_as='data sets')}, or give a file"
 
 
 def root_folder(data_root: str | Path | None) -> Path | None:

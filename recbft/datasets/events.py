@@ -188,9 +188,8 @@ def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> N
                     f"{source}: no column {column!r}; there is one column, {names[0]!r}: if {mark!r} stands between "
                     f"its fields, {advice}"
                 )
-            hint = did_you_mean(column, names)
-            listed = "" if hint.startswith("choose") else f" (columns: {', '.join(names)})"
-            raise UserError(f"{source}: no column {column!r}; {hint}{listed}")
+            hint = did_you_mean(column, names, listed_as="columns")
+            raise UserError(f"{source}: no column {column!r}; {hint}")
         if list(names).count(column) > 1:
             raise UserError(f"{source}: column {column!r} occurs {list(names).count(column)} times; rename all but one")
 
