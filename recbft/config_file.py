@@ -18,12 +18,11 @@ import yaml
 
 from recbft.config import NULL_WORDS, Verbatim, field_types
 from recbft.errors import UserError, did_you_mean
-from recbft.recbole_yaml import HANDLED, IGNORED, OTHER_WORDS, RENAMED, TRANSLATED
+from recbft.recbole_yaml import HANDLED, IGNORED, OTHER_WORDS, OUR_NAMES
 
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
 RECBOLE_NAMES = {
-    **RENAMED,
-    **TRANSLATED,
+    **OUR_NAMES,
     "field_separator": "separator",
     "data_path": "data_root",
     "reproducibility": "deterministic",

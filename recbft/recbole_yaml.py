@@ -50,6 +50,7 @@ TRANSLATED = {
     "item_inter_num_interval": "min_item_events",
     "val_interval": "where",
 }
+OUR_NAMES = {**RENAMED, **TRANSLATED}
 
 # Keys of other models and of RecBole before 1.0, and the key of today that says the same of ours.
 OTHER_WORDS = {
@@ -104,7 +105,7 @@ def is_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> bool:
 
 
 def from_recbole(
-    tree: Mapping[str, Any], ours: Collection[str], above: Mapping[str, Any] | None = None
+    tree: Mapping[str, Any], ours: Collection[str], above: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """The keys of recbft that a RecBole config stands for, and the keys that have no meaning here.
 
@@ -117,7 +118,6 @@ def from_recbole(
     Raises:
         UserError: a key is unknown, or asks for what recbft does not do.
     """
-    above = above or {}
     if above.get("model") is not None and tree.get("model") not in MODELS:
         tree = {key: value for key, value in tree.items() if key != "model"}
     model = ours_for(tree.get("model"))
@@ -156,8 +156,7 @@ def lacking(tree: Mapping[str, Any], fields: Collection[str]) -> tuple[set[str],
 
 def written(tree: Mapping[str, Any]) -> dict[str, str]:
     """Our bare names of what a config sets, and what it calls each: messages about a value name what was written."""
-    others = {"train_batch_size": "batch_targets", "stopping_step": "patience", "clip_grad_norm": "clip_norm"}
-    names = {key: {**RENAMED, **others}.get(key, str(key)).rpartition(".")[2] for key in tree if tree[key] is not None}
+    names = {key: OUR_NAMES.get(key, str(key)).rpartition(".")[2] for key in tree if tree[key] is not None}
     return {name: "clip_grad_norm.max_norm" if name == "clip_norm" else key for key, name in names.items()}
 
 
@@ -193,7 +192,7 @@ def _switch(key: str, value: Any) -> Any:
 
 def _refuse_two_names(tree: Mapping[str, Any]) -> None:
     """Refuse a setting that is given by RecBole's name and by ours."""
-    for key, own in {**RENAMED, **TRANSLATED}.items():
+    for key, own in OUR_NAMES.items():
         if key != own and tree.get(key) is not None and tree.get(own) is not None and tree[key] != tree[own]:
             raise UserError(
                 f"{key} is {tree[key]!r} and {own} is {tree[own]!r}, but recbft calls the one by the other's name; "

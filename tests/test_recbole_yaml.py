@@ -276,6 +276,7 @@ def test_ml_100k_is_the_bundled_one_wherever_data_path_points(read, tmp_path):
         (f"{EVALUATION.replace('full', '{valid: [a]}')}", "mode is {'valid': ['a']}; recbft ranks among all items"),
         ("hidden_dropout_prob: 1.5", "run.yaml: hidden_dropout_prob is 1.5; give a number >= 0 and < 1"),
         ("train_batch_size: many", "run.yaml: train_batch_size is 'many'; give a whole number or null"),
+        ("user_inter_num_interval: '[1e30,inf)'", "run.yaml: user_inter_num_interval is about 2^99; give a whole"),
         ("clip_grad_norm: {max_norm: -1}", "run.yaml: clip_grad_norm.max_norm is -1.0; give a number > 0"),
         ("rm_dup_inter: both", "run.yaml: rm_dup_inter is 'both'; give one of first, last or null"),
         ("eval_step: 1\nlearning_rate: 0", "run.yaml: learning_rate is 0.0; give a number > 0"),
