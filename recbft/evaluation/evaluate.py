@@ -172,7 +172,8 @@ def _rank(
             seen = events_of(dataset.items, part.start, part.stop)
             ids = dataset.user_ids[chunk]
             ranks.append(full_ranks(states, table, part.target, *seen, memory_mb=memory_mb, user_ids=ids))
-            precisions += precision
+            if precision is not None:
+                precisions.append(precision)
             who = listed[slice(*np.searchsorted(listed, [chunk.start, chunk.stop]))] - chunk.start
             own = events_of(dataset.items, part.start[who], part.stop[who])
             for one, (barred, by_user) in zip(counts, ((None, None), own), strict=True) if who.size else ():

@@ -50,8 +50,8 @@ from recbft.evaluation.association import spearman
 from recbft.evaluation.layer_sums import LayerSums, mean, plain, ratio
 from recbft.evaluation.strata import QUANTILES, Strata, item_frequency
 from recbft.evaluation.trace import attention_in, trace
-from recbft.evaluation.views import Part, evaluation_mode, view_of
-from recbft.models.contract import SequenceModel, read_histories
+from recbft.evaluation.views import Part, batches_of_view, evaluation_mode, view_of
+from recbft.models.contract import SequenceModel
 from recbft.models.precision_channel import LAM_MIN
 
 FloatArray = NDArray[np.float64]
@@ -86,15 +86,7 @@ def mechanism(
     posterior: list[Tensor] = []
     with torch.inference_mode(), evaluation_mode(model):
         device = model.item_table().weight.device
-        for batch in read_histories(
-            model,
-            dataset.items,
-            view.start,
-            view.stop,
-            times=dataset.times,
-            source=f"data set {dataset.name!r}",
-            histories_per_batch=_histories_per_batch(model, memory_mb),
-        ):
+        for batch in batches_of_view(model, dataset, view, _histories_per_batch(model, memory_mb)):
             states, traces = trace(model, batch.to(device))
             real = batch.segment >= 0
             tokens += np.bincount(batch.items[real].numpy(), minlength=tokens.size)

@@ -41,7 +41,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.calibration import Predicted, calibration, predicted
@@ -51,8 +50,8 @@ from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.strata import MIN_USERS
 from recbft.evaluation.trace import at_cap as saturated
 from recbft.evaluation.trace import trace
-from recbft.evaluation.views import Part, evaluation_mode, states_of_view, view_of
-from recbft.models.contract import SequenceModel, read_histories
+from recbft.evaluation.views import Part, batches_of_view, evaluation_mode, states_of_view, view_of
+from recbft.models.contract import SequenceModel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -138,15 +137,7 @@ def uncertainty(
 def _read(model: SequenceModel, dataset: Dataset, view: View) -> _Read:
     """What the model knows of each user of a view."""
     states, precision, at_cap = [], [], []
-    for batch in read_histories(
-        model,
-        dataset.items,
-        view.start,
-        view.stop,
-        times=dataset.times,
-        source=f"data set {dataset.name!r}",
-        histories_per_batch=HISTORIES_PER_BATCH,
-    ):
+    for batch in batches_of_view(model, dataset, view):
         batch = batch.to(model.item_table().weight.device)
         found, layers = trace(model, batch)
         states.append(found.state)

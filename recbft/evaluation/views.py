@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View, leave_one_out
 from recbft.errors import UserError
@@ -95,32 +95,44 @@ def histories_at_once(model: SequenceModel, device: torch.device, lengths: IntAr
     return HISTORIES_PER_BATCH
 
 
-def states_of_view(
-    model: SequenceModel,
-    dataset: Dataset,
-    view: View,
-    device: torch.device,
-    histories_per_batch: int | None = None,
-) -> tuple[torch.Tensor, list[NDArray[np.floating]]]:
-    """States, (N, D), and precisions (a list of parts, empty where there are none) of the users of a view.
+def batches_of_view(
+    model: SequenceModel, dataset: Dataset, view: View, histories_per_batch: int = HISTORIES_PER_BATCH
+) -> Iterator[Batch]:
+    """What the model reads of the users of a view, in batches.
 
-    The model is in evaluation mode, and no gradient is asked for.
+    Raises:
+        UserError: the model reads times and the data set has none.
     """
-    states, precisions = [], []  # on the device, which nobody waits for until all is under way
-    for batch in read_histories(
+    return read_histories(
         model,
         dataset.items,
         view.start,
         view.stop,
         times=dataset.times,
         source=f"data set {dataset.name!r}",
-        histories_per_batch=histories_per_batch or histories_at_once(model, device, view.stop - view.start),
-    ):
+        histories_per_batch=histories_per_batch,
+    )
+
+
+def states_of_view(
+    model: SequenceModel,
+    dataset: Dataset,
+    view: View,
+    device: torch.device,
+    histories_per_batch: int | None = None,
+) -> tuple[torch.Tensor, NDArray[np.floating] | None]:
+    """States, (N, D), and precisions, (N,) or None where there are none, of the users of a view.
+
+    The model is in evaluation mode, and no gradient is asked for.
+    """
+    states, precisions = [], []  # on the device, which nobody waits for until all is under way
+    at_once = histories_per_batch or histories_at_once(model, device, view.stop - view.start)
+    for batch in batches_of_view(model, dataset, view, at_once):
         state, precision = model.user_states(batch.to(device))
         states.append(state)
         if precision is not None:
             precisions.append(precision.float())
-    return torch.cat(states), [torch.cat(precisions).cpu().numpy()] if precisions else []
+    return torch.cat(states), torch.cat(precisions).cpu().numpy() if precisions else None
 
 
 def events_of(items: IntArray, start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:

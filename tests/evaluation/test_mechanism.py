@@ -19,6 +19,7 @@ from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.strata import item_frequency
 from recbft.evaluation.trace import trace
+from recbft.evaluation.views import batches_of_view
 from recbft.files import json_text
 from recbft.models import MODELS
 from recbft.models.contract import read_histories
@@ -303,11 +304,11 @@ def test_settings_without_a_part_leave_it_out(lab, core):
 def test_no_more_attention_weights_are_written_out_than_memory_allows(lab, monkeypatch, core, weights, histories):
     asked = []
 
-    def watched(*arguments, histories_per_batch, **how):
+    def watched(model, dataset, view, histories_per_batch):
         asked.append(histories_per_batch)
-        return read_histories(*arguments, histories_per_batch=histories_per_batch, **how)
+        return batches_of_view(model, dataset, view, histories_per_batch)
 
-    monkeypatch.setattr(looking, "read_histories", watched)
+    monkeypatch.setattr(looking, "batches_of_view", watched)
     model = lab.make_model(lab.dataset, core=core)
     memory_mb = histories * looking.COPIES * weights * 8 * 8 * 8 / 2**20  # 8 tokens by 8 tokens of 8 bytes each
     mechanism(model, lab.dataset, memory_mb=memory_mb)
