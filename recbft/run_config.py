@@ -23,6 +23,7 @@ from recbft.config_file import parse_setting, place, read_yaml, to_yaml
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.config import EvaluationConfig
+from recbft.evaluation.metrics import cutoff
 from recbft.mixers import MIXERS, NoOptions
 from recbft.models import MODELS
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
@@ -63,8 +64,8 @@ class RunConfig:
         if self.controllers.swa is not None:
             watched["controllers.swa.value"] = self.controllers.swa.value
         for key, metric in watched.items():
-            k = metric.partition("@")[2]
-            if k and int(k) not in self.evaluation.ks:
+            k = cutoff(metric)
+            if k is not None and k not in self.evaluation.ks:
                 raise UserError(
                     f"{key} is {metric!r}, but evaluation.ks is {list(self.evaluation.ks)}; "
                     f"add {k} to ks, or choose another metric"

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from recbft.config import is_whole
 from recbft.errors import UserError
 
 IntArray = NDArray[np.int64]
@@ -40,6 +41,16 @@ def reciprocal_rank(ranks: IntArray, k: int | None = None) -> FloatArray:
     return values if k is None else np.where(ranks <= k, values, 0.0)
 
 
+def cutoff(name: str) -> int | None:
+    """The k of a metric's name, None where it has none.
+
+    >>> cutoff("ndcg@10"), cutoff("mrr")
+    (10, None)
+    """
+    k = name.partition("@")[2]
+    return int(k) if k else None
+
+
 def check_metric(name: str) -> None:
     """UserError unless this is a metric's name."""
     if not re.fullmatch(METRIC, name):
@@ -53,7 +64,7 @@ def values_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, Floa
         UserError: a k is not a positive whole number.
     """
     for k in ks:
-        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+        if not (is_whole(k) and k >= 1):
             raise UserError(f"metrics are cut at k = {k!r}; give whole numbers of at least 1")
     assert ranks.size == 0 or ranks.min() >= 1, "the best rank is 1"
     values = {f"hr@{k}": hit_rate(ranks, k) for k in ks}
@@ -69,8 +80,8 @@ def one_from_ranks(ranks: ArrayLike, metric: str) -> FloatArray:
     [[1.0, 1.0], [0.0, 1.0]]
     """
     check_metric(metric)
-    cutoff = metric.partition("@")[2]
-    return values_from_ranks(np.asarray(ranks, dtype=np.int64), (int(cutoff),) if cutoff else ())[metric]
+    k = cutoff(metric)
+    return values_from_ranks(np.asarray(ranks, dtype=np.int64), () if k is None else (k,))[metric]
 
 
 def metrics_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, float]:

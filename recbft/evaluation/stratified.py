@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from recbft.errors import UserError
-from recbft.evaluation.metrics import hit_rate, one_from_ranks
+from recbft.evaluation.metrics import cutoff, hit_rate, one_from_ranks
 from recbft.evaluation.paired import (
     SeedComparison,
     UserComparison,
@@ -88,7 +88,7 @@ def stratify(
     if baseline is not None:
         _check_seeds(arrays, baseline)
     values = {arm: one_from_ranks(of_arm, metric) for arm, of_arm in arrays.items()}
-    hits = {arm: hit_rate(of_arm, _cutoff(metric) or 10) for arm, of_arm in arrays.items()}
+    hits = {arm: hit_rate(of_arm, cutoff(metric) or 10) for arm, of_arm in arrays.items()}
     alike = {arm: len(of_arm) > 1 and not (of_arm != of_arm[0]).any() for arm, of_arm in arrays.items()}
     targets, frequency = np.asarray(target), np.asarray(target_frequency)
     rows = []
@@ -116,11 +116,6 @@ def stratify(
 def p_of(difference: Difference) -> float:
     """The p that is adjusted and printed: the t-test's over seeds, the sign flips' over users."""
     return difference.p_t if isinstance(difference, SeedComparison) else difference.p_sign_flip
-
-
-def _cutoff(metric: str) -> int | None:
-    cutoff = metric.partition("@")[2]
-    return int(cutoff) if cutoff else None
 
 
 def _level(values: NDArray[np.float64], *, alike: bool) -> Level:
