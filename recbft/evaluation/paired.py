@@ -31,6 +31,7 @@ from recbft.errors import UserError
 
 EXACT_SEEDS = 20  # up to 2^20 sign patterns are enumerated; more seeds are sampled
 PATTERNS_AT_ONCE = 2**14
+LEVEL, POWER = 0.05, 0.8  # of (5)
 FloatArray = NDArray[np.float64]
 
 
@@ -94,13 +95,13 @@ def compare_seeds(baseline: ArrayLike, other: ArrayLike, *, samples: int = 100_0
         mean_other=float(b.mean()),
         sd_other=float(b.std(ddof=1)),
         difference=mean,
-        relative=_ratio(mean, float(a.mean())),
+        relative=share_of(mean, float(a.mean())),
         interval=(mean - half, mean + half),
         # Equal differences leave the t-test without a spread to judge by; how few they are the signs know.
         p_t=_t_test(mean, sd, n) if sd else p_signs,
         p_sign_flip=p_signs,
         wins=int((d > 0).sum()),
-        cohen_d=_ratio(mean, sd),
+        cohen_d=share_of(mean, sd),
         smallest_effect=_smallest_standard_effect(n) * sd,
     )
 
@@ -154,6 +155,13 @@ def bootstrap_interval(values: ArrayLike, *, samples: int = 10_000, seed: int = 
     drawn = [means_of(min(at_once, samples - first)) for first in range(0, samples, at_once)]
     low, high = np.quantile(np.concatenate(drawn), [0.025, 0.975])
     return float(low), float(high)
+
+
+def share_of(part: float, whole: float) -> float | None:
+    """part / whole; 0 where both are 0, None where only the whole is."""
+    if whole:
+        return part / whole
+    return 0.0 if part == 0 else None
 
 
 def sign_flip_p(differences: ArrayLike, *, samples: int = 100_000, seed: int = 0) -> float:
@@ -228,9 +236,9 @@ def _t_test(mean: float, sd: float, n: int) -> float:
 
 
 @lru_cache
-def _smallest_standard_effect(n: int, *, level: float = 0.05, power: float = 0.8) -> float:
+def _smallest_standard_effect(n: int) -> float:
     """Equation (5) for sd = 1; the chance of |t| beyond its critical value, averaged over the estimated deviation."""
-    critical, degrees = float(stats.t.ppf(1 - level / 2, n - 1)), n - 1
+    critical, degrees = float(stats.t.ppf(1 - LEVEL / 2, n - 1)), n - 1
 
     def lacking(effect: float) -> float:
         shift = effect * math.sqrt(n)
@@ -240,12 +248,6 @@ def _smallest_standard_effect(n: int, *, level: float = 0.05, power: float = 0.8
             tails = special.ndtr(shift - edge) + special.ndtr(-shift - edge)
             return float(stats.chi.pdf(chi, degrees) * tails)
 
-        return float(integrate.quad(beyond, 0, math.sqrt(degrees) + 12)[0]) - power
+        return float(integrate.quad(beyond, 0, math.sqrt(degrees) + 12)[0]) - POWER
 
     return float(optimize.brentq(lacking, 0.0, 100.0, xtol=1e-9))
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    if denominator:
-        return numerator / denominator
-    return 0.0 if numerator == 0 else None

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm
+from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm, share_of
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import Comparison
 from recbft.experiments.document import cells_of, on_validation, out_of_reach, without_spread
@@ -42,9 +42,7 @@ class Finding:
 
     def share(self, difference: float) -> float | None:
         """A difference as a share of the baseline's mean; None where that is 0 and the difference is not."""
-        if self.seeds.mean_baseline:
-            return difference / self.seeds.mean_baseline
-        return 0.0 if difference == 0 else None
+        return share_of(difference, self.seeds.mean_baseline)
 
 
 def findings(comparison: Comparison, results: Mapping[str, Any]) -> dict[str, list[Finding]]:

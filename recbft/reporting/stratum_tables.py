@@ -9,7 +9,7 @@ import numpy as np
 
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation import strata as partition
-from recbft.evaluation.paired import SeedComparison, UserComparison
+from recbft.evaluation.paired import SeedComparison, UserComparison, share_of
 from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import MIN_USERS, Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of, stratify
@@ -169,8 +169,8 @@ def _rows(subject: Subject, row: StratumResult) -> list[list[Cell]]:
         level, found = row.levels[arm], row.differences.get(arm)
         test: list[Cell] = [None] * 5
         if found is not None:
-            relative = found.difference / base.mean if base.mean else (0.0 if found.difference == 0 else None)
             inside = None if isinstance(found, SeedComparison) and found.is_constant else found.interval
+            relative = share_of(found.difference, base.mean)
             test = [found.difference, relative, inside, p_of(found), row.holm_p[arm]]
         named: list[Cell] = [] if len(others) == 1 else [arm]
         intervals = [base.interval, level.interval]
