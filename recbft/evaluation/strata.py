@@ -101,7 +101,8 @@ def recency(gap: ArrayLike, *, ticks_per_second: int | None, quantiles: int = QU
 
     made = _quantiles("recency of the target", "time since the event before", gaps, gaps, quantiles)
     # The bounds that occur: between two edges there may be years without a value.
-    bounds = [_range(*(say(end) for end in _ends(gaps[made.users(n)]))) for n in range(len(made.names))]
+    inside = [gaps[made.users(n)] for n in range(len(made.names))]
+    bounds = [_range(say(int(own.min())), say(int(own.max()))) for own in inside]
     return replace(made, bounds=tuple(bounds))
 
 
@@ -162,10 +163,6 @@ def _compact(axis: str, unit: str, names: Sequence[str], bounds: Sequence[str], 
 
 def _integers(values: ArrayLike) -> IntArray:
     return np.asarray(values, dtype=np.int64)
-
-
-def _ends(values: IntArray) -> tuple[int, int]:
-    return int(values.min()), int(values.max())
 
 
 def _range(low: int | str, high: int | str) -> str:

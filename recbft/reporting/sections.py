@@ -75,7 +75,7 @@ def metrics_section(comparison: Comparison, results: Mapping[str, Any], *, draw:
     )
 
 
-def strata_section(comparison: Comparison, *, data_root: str | None, quantiles: int = QUANTILES, draw: bool) -> Section:
+def strata_section(comparison: Comparison, *, data_root: str | None, draw: bool) -> Section:
     """Where the difference comes from."""
     subject = subject_of_comparison(comparison, data_root=data_root)
     names, left_out = available(subject)
@@ -83,7 +83,7 @@ def strata_section(comparison: Comparison, *, data_root: str | None, quantiles: 
     # An external system may know the other setting only; a trained arm, which is always there, knows both.
     there = subject.ranks
     setting = next(s for s in (first, *SETTINGS) if comparison.baseline in there[s] and len(there[s]) > 1)
-    made = stratified(subject, by=names, quantiles=quantiles, setting=setting)
+    made = stratified(subject, by=names, quantiles=QUANTILES, setting=setting)
     absent = [name for name in comparison.arms if name not in there[setting]]
     left_out += [f"{name} has no {setting} ranks and is in none of these tables." for name in absent]
     # The grid has as many rows as all other tables together.

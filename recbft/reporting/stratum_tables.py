@@ -66,13 +66,10 @@ def make_strata(subject: Subject, name: str, quantiles: int) -> Strata:
 
 def available(subject: Subject) -> tuple[list[str], list[str]]:
     """The partitions that a subject's data has, and a line for each that it has not."""
-    if subject.items is None:
-        return [name for name in STRATA if name != "recency"], [f"recency is left out: {subject.missing}"]
-    if subject.items.gap is None:
-        return [name for name in STRATA if name != "recency"], [
-            f"recency is left out: {subject.dataset} has no real times"
-        ]
-    return list(STRATA), []
+    if subject.items is not None and subject.items.gap is not None:
+        return list(STRATA), []
+    why = subject.missing if subject.items is None else f"{subject.dataset} has no real times"
+    return [name for name in STRATA if name != "recency"], [f"recency is left out: {why}"]
 
 
 def _ranks(subject: Subject, setting: str) -> dict[str, np.ndarray]:

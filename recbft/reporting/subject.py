@@ -124,7 +124,7 @@ def load_items(
     """Counts and gaps of the data that a run was made on, or None and the reason in words."""
     try:
         data = from_dict(DataConfig, verbatim(config.get("data", {})), "data")
-        dataset = _with_root(data, data_root).load()
+        dataset = (data if data_root is None else replace(data, data_root=str(data_root))).load()
     except UserError as error:
         return None, " ".join(str(error).split())
     if dataset.content_hash != content_hash:
@@ -143,10 +143,6 @@ def _where_it_lies(data: Mapping[str, Any], folder: Path | None) -> Mapping[str,
         return data
     here = (place / DATA_FILE for place in (folder, folder.absolute().parent))
     return {**data, "dataset": next((str(file) for file in here if file.is_file()), data["dataset"])}
-
-
-def _with_root(data: DataConfig, data_root: str | Path | None) -> DataConfig:
-    return data if data_root is None else replace(data, data_root=str(data_root))
 
 
 def _gap(dataset: Dataset) -> IntArray | None:
