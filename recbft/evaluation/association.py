@@ -31,6 +31,9 @@ class Association(NamedTuple):
     n: int
 
 
+NO_ASSOCIATION = Association(None, None, 0)  # of figures that are not there
+
+
 def spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Association:
     """Equation (1), or (2) with ``given`` held fixed; pairs with a NaN are left out.
 

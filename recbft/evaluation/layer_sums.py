@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recbft.datasets.batches import Batch
-from recbft.evaluation.association import spearman
+from recbft.evaluation.association import NO_ASSOCIATION, spearman
 from recbft.evaluation.strata import Strata
 from recbft.evaluation.trace import LayerTrace, at_cap
 
@@ -109,18 +109,18 @@ class LayerSums:
         rows = []
         for head in range(share.shape[1]):
             own = None if gain is None else gain[asked, head]
-            one = None if own is None else spearman(share[asked, head], own)
-            fixed = None if own is None else spearman(share[asked, head], own, given=keys[asked])
+            one = NO_ASSOCIATION if own is None else spearman(share[asked, head], own)
+            fixed = NO_ASSOCIATION if own is None else spearman(share[asked, head], own, given=keys[asked])
             rows.append(
                 {
                     "head": head + 1,
                     "share": mean(share[asked, head]),
                     "uniform": mean(1 / keys[asked]),
                     "gain": None if own is None else mean(own),
-                    "rho": None if one is None else one.rho,
-                    "p": None if one is None else one.p,
-                    "rho_given_keys": None if fixed is None else fixed.rho,
-                    "p_given_keys": None if fixed is None else fixed.p,
+                    "rho": one.rho,
+                    "p": one.p,
+                    "rho_given_keys": fixed.rho,
+                    "p_given_keys": fixed.p,
                     "num_users": int(asked.sum()),
                 }
             )
@@ -150,15 +150,15 @@ def _by_frequency(
         by_bin = np.append(by_bin, sums[-1] / tokens[-1])
     of_item = ratio(own, of)
     found = spearman(counts, of_item)
-    planted = None if reliability is None else spearman(reliability, of_item)
+    planted = NO_ASSOCIATION if reliability is None else spearman(reliability, of_item)
     return {
         "mean": float(sums.sum() / tokens.sum()),
         "bins": plain(by_bin),
         "rho": found.rho,
         "p": found.p,
         "num_items": found.n,
-        "rho_reliability": None if planted is None else planted.rho,
-        "p_reliability": None if planted is None else planted.p,
+        "rho_reliability": planted.rho,
+        "p_reliability": planted.p,
     }
 
 

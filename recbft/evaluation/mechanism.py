@@ -46,7 +46,7 @@ from torch import Tensor
 from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.synth import PlantedReliability
-from recbft.evaluation.association import spearman
+from recbft.evaluation.association import NO_ASSOCIATION, spearman
 from recbft.evaluation.layer_sums import LayerSums, mean, plain, ratio
 from recbft.evaluation.strata import QUANTILES, Strata, item_frequency
 from recbft.evaluation.trace import attention_in, trace
@@ -140,7 +140,7 @@ def _initial(
     found, seen = spearman(counts, tau), ~np.isnan(tau)
     size = len(bins.names)
     in_bin = np.bincount(bins.member[seen], minlength=size)
-    planted = None if reliability is None else spearman(reliability, tau)
+    planted = NO_ASSOCIATION if reliability is None else spearman(reliability, tau)
     return {
         "mean": mean(tau[seen]),
         "min": float(tau[seen].min()) if seen.any() else None,
@@ -151,8 +151,8 @@ def _initial(
         "bins": plain(ratio(np.bincount(bins.member[seen], weights=tau[seen], minlength=size), in_bin)),
         "rho": found.rho,
         "p": found.p,
-        "rho_reliability": None if planted is None else planted.rho,
-        "p_reliability": None if planted is None else planted.p,
+        "rho_reliability": planted.rho,
+        "p_reliability": planted.p,
         "levels": None if reliability is None else _levels(reliability[seen], tau[seen], "num_items"),
     }
 
