@@ -71,14 +71,13 @@ def uncertainty(
     *,
     users: IntArray | None = None,
     samples: int = 1000,
-    seed: int = 0,
     memory_mb: float = 256.0,
 ) -> dict[str, Any]:
     """The figures above, ready for JSON.
 
     Args:
         users: row numbers of the users to judge by, and to fit the probabilities on; all unless given.
-        samples, seed: of the bootstrap over users.
+        samples: of the bootstrap over users.
         memory_mb: bound on the scores held at a time; users by items are never held at once.
 
     Raises:
@@ -116,7 +115,6 @@ def uncertainty(
             hit,
             reference=None if read.precision is None else "precision",
             samples=samples,
-            seed=seed,
         ),
         "saturation": _saturation(model, read),
         "calibration": {
@@ -124,12 +122,12 @@ def uncertainty(
             "fitted_on": "validation",
             "fitted_users": int(fit_view.target.size),
             "nll": {
-                **_nll("before", before, samples, seed),
-                **_nll("after", after, samples, seed),
+                **_nll("before", before, samples),
+                **_nll("after", after, samples),
                 "uniform": math.log(dataset.num_items),
             },
-            "before": _calibrations(before, rank, samples, seed),
-            "after": _calibrations(after, rank, samples, seed),
+            "before": _calibrations(before, rank, samples),
+            "after": _calibrations(after, rank, samples),
         },
     }
 
@@ -183,11 +181,11 @@ def _few(users: int) -> str:
     return f"; too narrow with {users} users, {MIN_USERS} are the fewest, as in strata" if users < MIN_USERS else ""
 
 
-def _nll(when: str, found: Predicted, samples: int, seed: int) -> dict[str, Any]:
+def _nll(when: str, found: Predicted, samples: int) -> dict[str, Any]:
     values = found.nll
-    means = bootstrap(lambda weights: weights @ values / values.size, values.size, samples=samples, seed=seed)
+    means = bootstrap(lambda weights: weights @ values / values.size, values.size, samples=samples, seed=0)
     return {when: float(values.mean()), f"{when}_interval": interval(means, values.size)}
 
 
-def _calibrations(found: Predicted, rank: IntArray, samples: int, seed: int) -> dict[str, Any]:
-    return {f"hit@{k}": calibration(p, rank <= k, samples=samples, seed=seed) for k, p in found.top.items()}
+def _calibrations(found: Predicted, rank: IntArray, samples: int) -> dict[str, Any]:
+    return {f"hit@{k}": calibration(p, rank <= k, samples=samples) for k, p in found.top.items()}
