@@ -7,7 +7,7 @@ the probe's own, over users (bootstrap).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +105,12 @@ def _frequency_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
     for arm, each in parts.items():
         ones = list(each.values())
         if ones[0]["initial_precision"] is not None:
-            rows.append(
-                [arm, "before 1", "initial precision", *_by_bin(ones, bins, lambda one: one["initial_precision"])]
-            )
+            initial = [one["initial_precision"] for one in ones]
+            rows.append([arm, "before 1", "initial precision", *_by_bin(initial, bins)])
         for number, layer in enumerate(ones[0]["layers"]):
             for quantity in layer["quantities"]:
-
-                def of(one: Any, number: int = number, quantity: str = quantity) -> Any:
-                    return one["layers"][number]["quantities"][quantity]
-
-                rows.append([arm, str(layer["layer"]), quantity.replace("_", " "), *_by_bin(ones, bins, of)])
+                found = [one["layers"][number]["quantities"][quantity] for one in ones]
+                rows.append([arm, str(layer["layer"]), quantity.replace("_", " "), *_by_bin(found, bins)])
     return Table(
         name="mechanism",
         title="By how often the item occurs in training",
@@ -129,8 +125,7 @@ def _frequency_table(parts: Mapping[str, Mapping[int, Any]]) -> Table:
     )  # fmt: skip
 
 
-def _by_bin(ones: Sequence[Any], bins: Sequence[Any], of: Callable[[Any], Any]) -> list[Cell]:
-    found = [of(one) for one in ones]
+def _by_bin(found: Sequence[Any], bins: Sequence[Any]) -> list[Cell]:
     by_bin = [_mean([one["bins"][n] if n < len(one["bins"]) else None for one in found]) for n in range(len(bins))]
     p_values = [one["p"] for one in found if one["p"] is not None]
     shown = f"{sum(p < 0.05 for p in p_values)} of {len(p_values)}" if p_values else None
