@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
-from torch import nn
 
 from recbft.aligning import aligned
 from recbft.config import is_whole
@@ -77,12 +76,12 @@ class Recommender:
         **settings: Any,
     ) -> None:
         self.config: RunConfig = load_run_config(config, model=model, arm=arm, seed=seed, **settings)
-        self.run: RunFolder | None = None
-        self._model: nn.Module | None = None
-        self._weights: str | None = None  # the SHA-256 of their file
-        self._vocabulary: Vocabulary | None = None
-        self._protocol: dict[str, Any] = {}  # of the run: its folder may go before this object does
-        self._calibrations: dict[bool, Calibration | None] = {}  # by filter_seen
+        self._trained: _Trained | None = None
+
+    @property
+    def run(self) -> RunFolder | None:
+        """The folder of the run; None before there is one."""
+        return None if self._trained is None else self._trained.run
 
     def __repr__(self) -> str:
         state = (
@@ -171,11 +170,10 @@ class Recommender:
             "unfiltered" (among all items) and "filtered" (seen items masked), ``per_user`` a row for each user with
             both ranks, ``precision`` the posterior precision behind each, ``exposure`` what lists of the best show.
         """
-        model, _, _ = self._fitted()
         dataset = self.aligned(dataset)
         settings = self.config.evaluation
         return evaluate(
-            model,  # type: ignore[arg-type]
+            self._fitted().model,
             dataset,
             part,
             filter_seen=settings.filter_seen,
@@ -247,9 +245,9 @@ class Recommender:
         where there were none to fit them on, and of a run that is not finished or whose ``metrics.json`` lacks them;
         its lists have no probabilities.
         """
-        self._fitted()
+        trained = self._fitted()
         check_filter_seen(filter_seen)
-        return self._calibrations[bool(filter_seen)]
+        return trained.calibrations[bool(filter_seen)]
 
     def user_vectors(self, histories: Histories) -> UserVectors:
         """What the model knows of each user, as a vector whose product with an item's is the score of ``recommend``.
@@ -263,13 +261,13 @@ class Recommender:
         Raises:
             ColdStartError, UserError: as ``recommend``.
         """
-        model, vocabulary, _ = self._fitted()
-        return user_vectors(model, vocabulary, histories, time_unit=self._time_unit)  # type: ignore[arg-type]
+        trained = self._fitted()
+        return user_vectors(trained.model, trained.vocabulary, histories, time_unit=trained.time_unit)
 
     def item_vectors(self) -> ItemVectors:
         """The items of the model and a vector of each, for an index of nearest neighbours by inner product."""
-        model, vocabulary, _ = self._fitted()
-        return item_vectors(model, vocabulary)  # type: ignore[arg-type]
+        trained = self._fitted()
+        return item_vectors(trained.model, trained.vocabulary)
 
     def explain(self, history: Sequence[Any] | pd.DataFrame, item: Any = None, k: int | None = None) -> pd.DataFrame:
         """Which events of a history speak for an item, or for the best ones.
@@ -308,8 +306,8 @@ class Recommender:
             ``mechanism`` and ``uncertainty``, the figures of ``recbft.evaluation.mechanism`` and ``.uncertainty``, and
             the ``protocol``, with the SHA-256 of the ``weights``; ready for JSON.
         """
-        model, _, _ = self._fitted()
-        dataset = self.aligned(dataset)
+        trained, dataset = self._fitted(), self.aligned(dataset)
+        model = trained.model
         if users is not None and not (is_whole(users) and 1 <= users <= dataset.num_users):
             raise UserError(f"users is {users!r}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
         rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:users])
@@ -317,16 +315,16 @@ class Recommender:
             raise UserError(f"samples is {samples!r}; give a whole number of at least 1")
         memory_mb = self.config.evaluation.memory_mb
         planted, data = None, self.config.data
-        if dataset.content_hash == self._protocol["content_hash"]:  # of other data's users nothing is known
+        if dataset.content_hash == trained.protocol["content_hash"]:  # of other data's users nothing is known
             planted = planted_reliability(dataset, str(data.dataset), data.data_root)
         return {
-            "mechanism": mechanism(model, dataset, part, users=rows, planted=planted, memory_mb=memory_mb),  # type: ignore[arg-type]
-            "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),  # type: ignore[arg-type]
+            "mechanism": mechanism(model, dataset, part, users=rows, planted=planted, memory_mb=memory_mb),
+            "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),
             "protocol": {
-                **run_protocol(self.config, dataset, model, self._protocol.get("begun_from")),
+                **run_protocol(self.config, dataset, model, trained.protocol.get("begun_from")),
                 "part": part,
                 "filter_seen": False,
-                "weights": self._weights,
+                "weights": trained.weights,
             },
         }
 
@@ -342,10 +340,10 @@ class Recommender:
         Raises:
             UserError: it has an item that the model does not know, or times that cannot be told in that unit.
         """
-        model, vocabulary, run = self._fitted()
+        trained = self._fitted()
         _check_dataset(dataset)
         dataset = self.own_dataset() if dataset is None else dataset
-        return aligned(dataset, model, vocabulary, run, self._time_unit)
+        return aligned(dataset, trained.model, trained.vocabulary, trained.run, trained.time_unit)
 
     def own_dataset(self) -> Dataset:
         """The data set that this model was trained on, from where it lies now.
@@ -353,13 +351,13 @@ class Recommender:
         Raises:
             UserError: it cannot be loaded, or holds something else than it did.
         """
-        _, _, run = self._fitted()
-        dataset, trained = self.config.data.load_again(), str(self._protocol["content_hash"])
-        if dataset.content_hash != trained:
+        trained = self._fitted()
+        dataset, content = self.config.data.load_again(), str(trained.protocol["content_hash"])
+        if dataset.content_hash != content:
             raise UserError(
-                f"{run.path} was trained on content {trained[:12]}, but its data set {dataset.name!r} as loaded has "
-                f"{dataset.content_hash[:12]}; restore the data it was trained on, or to use other data on purpose, "
-                "give them with -d, or in Python as dataset"
+                f"{trained.run.path} was trained on content {content[:12]}, but its data set {dataset.name!r} as "
+                f"loaded has {dataset.content_hash[:12]}; restore the data it was trained on, or to use other data on "
+                "purpose, give them with -d, or in Python as dataset"
             )
         return dataset
 
@@ -400,21 +398,20 @@ class Recommender:
         run = RunFolder(RunFolder.open(path).path.resolve())
         # Before they are read: those that a training puts there meanwhile are not taken for them.
         weights = checkpoint.best_digest(run.checkpoint)
-        self.run, config, self._vocabulary, self._model = load_trained(run.path)
-        self._weights = weights
-        self._protocol = run.protocol
-        self._calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
+        run, config, vocabulary, model = load_trained(run.path)
+        calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
+        self._trained = _Trained(run, model, vocabulary, weights, run.protocol, calibrations)
         self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
 
     def _own_run(self) -> RunFolder:
         """The folder of this object's run, which has not been put there by somebody else since."""
-        _, _, run = self._fitted()
-        if checkpoint.best_digest(RunFolder.open(run.path).checkpoint) != self._weights:
+        trained = self._fitted()
+        if checkpoint.best_digest(RunFolder.open(trained.run.path).checkpoint) != trained.weights:
             raise UserError(
-                f"{run.path} holds other weights than those that were loaded from it; load it again to have these, or "
-                "put the run back"
+                f"{trained.run.path} holds other weights than those that were loaded from it; load it again to have "
+                "these, or put the run back"
             )
-        return run
+        return trained.run
 
     def _config_for(self, dataset: Dataset) -> RunConfig:
         """The settings with the name of a data set that is given; UserError if they ask for another preparation."""
@@ -426,21 +423,31 @@ class Recommender:
 
     def _of_model(self, ask: Callable[..., T]) -> Callable[..., T]:
         """A function that asks a model about histories, of this one."""
-        model, vocabulary, _ = self._fitted()
-        return partial(ask, model, vocabulary, memory_mb=self.config.evaluation.memory_mb, time_unit=self._time_unit)
+        trained, memory_mb = self._fitted(), self.config.evaluation.memory_mb
+        return partial(ask, trained.model, trained.vocabulary, memory_mb=memory_mb, time_unit=trained.time_unit)
 
-    @property
-    def _time_unit(self) -> str | None:
-        """The unit of the training data's times; None where it had none, or whole numbers."""
-        self._fitted()
-        unit: str | None = self._protocol.get("preparation", {}).get("time_unit")
-        return unit
-
-    def _fitted(self) -> tuple[nn.Module, Vocabulary, RunFolder]:
-        if self._model is None or self._vocabulary is None or self.run is None:
+    def _fitted(self) -> _Trained:
+        if self._trained is None:
             raise UserError("this recommender is not trained; call fit(dataset), or Recommender.load(folder)")
         one_thread_if_forked()
-        return self._model, self._vocabulary, self.run
+        return self._trained
+
+
+class _Trained(NamedTuple):
+    """The run that a recommender answers by, and what is held of it."""
+
+    run: RunFolder
+    model: Any  # a module that is a ``SequenceModel``
+    vocabulary: Vocabulary
+    weights: str | None  # the SHA-256 of their file
+    protocol: dict[str, Any]  # the folder may go before this object does
+    calibrations: dict[bool, Calibration | None]  # by filter_seen
+
+    @property
+    def time_unit(self) -> str | None:
+        """The unit of the training data's times; None where it had none, or whole numbers."""
+        unit: str | None = self.protocol.get("preparation", {}).get("time_unit")
+        return unit
 
 
 def _check_dataset(dataset: object) -> None:
