@@ -12,6 +12,7 @@ import typer
 from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
 from recbft_cli.given import one_file, refuse_given, refuse_set
+from recbft_cli.options import BatchSeeds, Config, DatasetName, DryRun, Jobs, Settings
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset
@@ -36,25 +37,6 @@ recbft compare runs/sasrec-*-seed* --out comparisons/mine --external other=ranks
 
 recbft compare comparisons/instruments comparisons/beauty --pool --out comparisons/both
 """
-
-Model = Annotated[str | None, typer.Option("-m", "--model", help="One of `recbft models`; sasrec if left out.")]
-DatasetName = Annotated[
-    str | None, typer.Option("-d", "--dataset", help="A name of `recbft data list`, or a file; ml-100k if left out.")
-]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of every run; repeat for more.")
-]
-Config = Annotated[list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings of every run.")]
-Jobs = Annotated[
-    int | None,
-    typer.Option("-j", "--jobs", metavar="N", help="Runs trained at a time; if left out the cores, at most 4."),
-]
-BatchSeeds = Annotated[
-    int, typer.Option("--batch-seeds", metavar="N", help="Train up to N seeds of an arm together in one process.")
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the command of each run that is missing, and do nothing.")
-]
 
 
 def compare(

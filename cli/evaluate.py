@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
+from recbft_cli.options import OtherData, Run
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset
@@ -28,7 +28,7 @@ class Part(str, Enum):
 
 def evaluate(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Run,
     part: Annotated[Part, typer.Option(help="Which held-out item is ranked.")] = Part.test,
     filter_seen: Annotated[
         bool, typer.Option("--filter-seen", help="Leave out of the ranking what the user has seen.")
@@ -36,9 +36,7 @@ def evaluate(
     both: Annotated[
         bool, typer.Option("--both", help="Print both settings: all items ranked, and seen ones left out.")
     ] = False,
-    dataset: Annotated[
-        str | None, typer.Option("-d", "--dataset", help="Other data with the same items; that of the run if left out.")
-    ] = None,
+    dataset: OtherData = None,
     data_root: DataRoot = None,
     user: User = None,
     item: Item = None,

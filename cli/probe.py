@@ -11,6 +11,7 @@ from recbft.errors import UserError
 from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
 from recbft_cli.evaluate import Part, counted_in, say_long, say_unfinished
 from recbft_cli.given import refuse_given
+from recbft_cli.options import OtherData, Run
 from recbft_cli.tables import table
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ recbft probe runs/sasrec-bft-ml-100k-seed0 --explain 196
 
 def probe(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Run,
     part: Annotated[
         Part, typer.Option("--part", "--split", help="Which held-out item is asked for, as in `recbft evaluate`.")
     ] = Part.test,
@@ -50,9 +51,7 @@ def probe(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Write no file.")] = False,
-    dataset: Annotated[
-        str | None, typer.Option("-d", "--dataset", help="Other data with the same items; that of the run if left out.")
-    ] = None,
+    dataset: OtherData = None,
     data_root: DataRoot = None,
     user: User = None,
     item: Item = None,

@@ -15,6 +15,7 @@ import typer
 from recbft.errors import UserError
 from recbft_cli.columns import Columns, Item, Separator, Time, User, from_shell
 from recbft_cli.evaluate import say_unfinished
+from recbft_cli.options import Run
 from recbft_cli.piped import PIPE, as_file
 from recbft_cli.progress import SILENCE
 
@@ -27,7 +28,7 @@ EXAMPLES = "Example: recbft recommend runs/sasrec-bft-ml-100k-seed0 --histories 
 
 
 def recommend(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Run,
     histories: Annotated[
         Path,
         typer.Option(

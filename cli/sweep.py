@@ -9,18 +9,9 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
-from recbft_cli.compare import (
-    BatchSeeds,
-    Config,
-    DatasetName,
-    DryRun,
-    Jobs,
-    Model,
-    Settings,
-    print_commands,
-    recorded_command,
-)
+from recbft_cli.compare import print_commands, recorded_command
 from recbft_cli.given import one_file, refuse_set
+from recbft_cli.options import Arm, BatchSeeds, Config, DatasetName, DryRun, Jobs, Model, Settings
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
@@ -37,7 +28,7 @@ def sweep(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for runs and results.")],
     model: Model = None,
     dataset: DatasetName = None,
-    arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
+    arm: Arm = None,
     seeds: Annotated[str, typer.Option(help="Such as 0-4 or 0,1,5-7.")] = "0-4",
     jobs: Jobs = None,
     batch_seeds: BatchSeeds = 1,

@@ -12,6 +12,7 @@ from recbft.errors import UserError
 from recbft.torchrun import this_process
 from recbft_cli.columns import DataRoot
 from recbft_cli.given import one_file, refuse_given
+from recbft_cli.options import Model
 from recbft_cli.progress import progress_for
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ recbft train --warm-start runs/sasrec-bft-ml-100k-seed0 -d grown.csv --name grow
 
 def train(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option("-m", "--model", help="One of `recbft models`; sasrec if left out.")
-    ] = None,
+    model: Model = None,
     dataset: Annotated[
         str | None,
         typer.Option(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft_cli.columns import DataRoot
-from recbft_cli.compare import Config, DatasetName, Jobs, Model, Settings
 from recbft_cli.given import one_file, refuse_set
+from recbft_cli.options import Arm, Config, DatasetName, Jobs, Model, Settings
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
@@ -35,7 +35,7 @@ def tune(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the study and its runs.")],
     model: Model = None,
     dataset: DatasetName = None,
-    arm: Annotated[str | None, typer.Option(help="published, matched or bft (the default).")] = None,
+    arm: Arm = None,
     seeds: Annotated[str, typer.Option(help="Such as 0-2 or 0,1,5; a trial's value is the mean over them.")] = "0-2",
     trials: Annotated[int, typer.Option(min=1, help="In all, those of earlier commands included.")] = 20,
     objective: Annotated[
