@@ -71,17 +71,17 @@ def load_dataset(
     if preparation != Preparation():
         chosen = replace(chosen, preparation=preparation)
     dataset = _read(found.path, chosen, name=_name(found, stored))
+    untouched = not asked and preparation == Preparation()
     if stored is not None:
         earlier = stored["preparation"]
-        untouched = not asked and preparation == Preparation()
         unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None
         again = {**dataset.preparation, "time_unit": unit, "earlier": earlier}
         dataset = replace(dataset, preparation=earlier if untouched else again)
-    if found.card is not None and not asked and preparation == Preparation():
+    if found.card is not None and untouched:
         _compare(dataset, found.card, found)
     if found.card is None and stored is None:
         dataset = replace(dataset, columns={"user": chosen.user, "item": chosen.item, "time": chosen.time})
-    elif asked or preparation != Preparation():  # the card or the canonical file alone stands for other data
+    elif not untouched:  # the card or the canonical file alone stands for other data
         dataset = replace(dataset, columns={key: asked.get(key) for key in ("user", "item", "time")})
     return dataset
 
