@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,22 +192,21 @@ def compare(
     named = {"model": model, "seeds": seeds, "baseline": baseline, "config": config, "metrics": ",".join(tested)}
     command = _call(arms, dataset, named | settings)
 
-    def plan(name: str | None, its: Path) -> tuple[list[Job], Dataset]:
-        def configure(arm: ArmSpec, seed: int) -> RunConfig:
-            own = None if config is None else Path(config)
-            made = arm.config(texts, file=own, seed=seed, model=name, dataset=where)
-            if given is None:
-                return made
-            made.data.check_prepared(given)
-            return replace(made, data=DataConfig(dataset=where))
-
-        return plan_comparison(arms, seeds, its, configure, baseline=baseline, dataset=given, together=batch_seeds)
+    def configure(arm: ArmSpec, seed: int, *, model: str | None) -> RunConfig:
+        own = None if config is None else Path(config)
+        made = arm.config(texts, file=own, seed=seed, model=model, dataset=where)
+        if given is None:
+            return made
+        made.data.check_prepared(given)
+        return replace(made, data=DataConfig(dataset=where))
 
     with _python_words():
         plans = {}
         for name in models:  # all are planned, and what is wrong with one is said, before the first is trained
             its = folder if len(models) == 1 else folder / str(name)
-            jobs_of, data = plan(name, its)
+            jobs_of, data = plan_comparison(
+                arms, seeds, its, partial(configure, model=name), baseline=baseline, dataset=given, together=batch_seeds
+            )
             plans[jobs_of[0].config.model] = its, jobs_of, data
             check_devices(jobs_of)
         if given is not None:
