@@ -25,7 +25,7 @@ def as_file(path: Path) -> Iterator[Path]:
     if path != PIPE and not path.is_fifo():
         yield path
         return
-    from recbft.datasets.opening import GZIP, open_bytes, reading
+    from recbft.datasets.opening import BYTE_ORDER_MARK, GZIP, open_bytes, reading
 
     with tempfile.TemporaryDirectory(prefix="recbft-") as folder:
         copy = Path(folder) / "stdin"
@@ -41,7 +41,7 @@ def as_file(path: Path) -> Iterator[Path]:
                 packed = ".gz" if kept.read(len(GZIP)) == GZIP else ""
             named = copy.rename(copy.with_suffix(packed))
             with reading(named), open_bytes(named) as kept:
-                start = kept.read(4)
+                start = kept.read(8).removeprefix(BYTE_ORDER_MARK)
             ending = next((name for begin, name in BEGINNINGS.items() if start.startswith(begin)), "csv")
             named = named.rename(copy.with_suffix(f".{ending}{packed}"))
             yield named

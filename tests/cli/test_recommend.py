@@ -159,7 +159,7 @@ def test_recommend_reads_stdin_and_prints_nothing_but_lists(capsys, monkeypatch,
     frame.to_parquet(tmp_path / "histories.parquet")
     lines = frame.to_json(orient="records", lines=True).encode()
     csv, parquet = histories.read_bytes(), (tmp_path / "histories.parquet").read_bytes()
-    for content in (csv, parquet, lines, gzip.compress(csv), gzip.compress(lines)):
+    for content in (csv, parquet, lines, b"\xef\xbb\xbf" + lines, gzip.compress(csv), gzip.compress(lines)):
         piped(monkeypatch, content)
         assert run(capsys, "recommend", finished, "--histories", "-", "-k", "2", "--out", "-") == (0, expected, said)
 
