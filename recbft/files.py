@@ -74,11 +74,11 @@ def json_text(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
 
 
-def write_parquet(path: str | Path, table: pa.Table | pd.DataFrame, *, durable: bool = True) -> None:
+def write_parquet(path: str | Path, table: pa.Table | pd.DataFrame) -> None:
     """Write a table as Parquet, without the data frame's index."""
     if isinstance(table, pd.DataFrame):
         table = pa.Table.from_pandas(table, preserve_index=False)
-    write_atomic(path, lambda file: pq.write_table(table, file), durable=durable)
+    write_atomic(path, lambda file: pq.write_table(table, file))
 
 
 @contextlib.contextmanager
