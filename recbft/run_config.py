@@ -146,20 +146,7 @@ def _described(
         layers = [(source, {**layer, "dataset": found} if "dataset" in layer else layer) for source, layer in layers]
         layers.insert(0, (f"{file}: ", read))
 
-    model, mixer = DEFAULT_MODEL, None
-    for source, layer in layers:
-        with _naming(source):
-            model = convert(layer.get("model", model), str, "model")
-            mixer = convert(layer.get("mixer", mixer), str | None, "mixer")
-    check_choice("model", model, MODELS)
-    mixers = MODELS[model].mixers
-    if mixer is not None and not mixers:
-        raise UserError(f"mixer {mixer!r} has no effect in model {model!r}, which has no layers; leave it out")
-    mixer = mixer or next(iter(mixers), None)
-    if mixer is not None:
-        check_choice("mixer", mixer, MIXERS)
-    if mixer is not None and mixer not in mixers:
-        raise UserError(f"mixer {mixer!r} does not go with model {model!r}; choose one of {', '.join(mixers)}")
+    model, mixer = _model_and_mixer(layers)
     if file is not None and (arms := [layer["arm"] for _, layer in layers[1:] if "arm" in layer]):
         layers[0] = (layers[0][0], _without_its_arm(layers[0][1], model, arms[-1]))
 
@@ -178,6 +165,25 @@ def _described(
         since = {key for _, layer in layers[1:] for key in _bare_names(layer)}
         words = {name: written for name, written in words.items() if name not in since}
         raise UserError(_as_written(str(error), f"{file}: ", words, sections)) from None
+
+
+def _model_and_mixer(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[str, str | None]:
+    """What the last layer to name each says, else the usual model and its first mixer."""
+    model, mixer = DEFAULT_MODEL, None
+    for source, layer in layers:
+        with _naming(source):
+            model = convert(layer.get("model", model), str, "model")
+            mixer = convert(layer.get("mixer", mixer), str | None, "mixer")
+    check_choice("model", model, MODELS)
+    mixers = MODELS[model].mixers
+    if mixer is not None and not mixers:
+        raise UserError(f"mixer {mixer!r} has no effect in model {model!r}, which has no layers; leave it out")
+    if not mixer:
+        return model, next(iter(mixers), None)
+    check_choice("mixer", mixer, MIXERS)
+    if mixer not in mixers:
+        raise UserError(f"mixer {mixer!r} does not go with model {model!r}; choose one of {', '.join(mixers)}")
+    return model, mixer
 
 
 def _bare_names(layer: Mapping[str, Any]) -> Iterator[str]:
