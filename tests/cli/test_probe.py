@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic
-from recbft_cli import probe
+from recbft_cli import probe_text
 from recbft_cli.main import main
 
 SETTINGS = [
@@ -194,7 +194,7 @@ def test_of_a_user_who_has_had_every_item_nothing_can_be_explained_and_nothing_i
 @pytest.mark.parametrize(("p", "said"), [(0.0496, "0.0496"), (0.0504, "0.050"), (0.0004, "< 0.001"), (None, "-")])
 def test_a_p_shows_on_which_side_of_5_percent_it_lies(p, said):
     row = {"head": 0, "share": 0.5, "uniform": 0.2, "gain": 0.1, "rho": 0.3, "p": 0.5, "rho_given_keys": 0.1}
-    lines = probe._first_position([{"layer": 0, "first_position": [row | {"p_given_keys": p}]}])
+    lines = probe_text._first_position([{"layer": 0, "first_position": [row | {"p_given_keys": p}]}])
     assert lines[1].endswith(f" {said}")
 
 
