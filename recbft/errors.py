@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MOST_CHOICES = 100  # that a message lists
 
@@ -52,8 +52,12 @@ def did_you_mean(name: str, choices: Iterable[str], *, listed_as: str | None = N
     choices = list(choices)
     if not choices:
         return "there is none here; leave it out"
-    if (near := closest(name, choices)) is not None:
-        return f"did you mean {near!r}?" + (f" ({listed_as}: {', '.join(choices)})" if listed_as else "")
-    known = sorted(choices)
-    more = f" and {len(known) - MOST_CHOICES:,} more" if len(known) > MOST_CHOICES else ""
-    return f"choose one of {', '.join(known[:MOST_CHOICES])}{more}"
+    if (near := closest(name, choices)) is None:
+        return f"choose one of {_first(sorted(choices))}"
+    return f"did you mean {near!r}?" + (f" ({listed_as}: {_first(choices)})" if listed_as else "")
+
+
+def _first(names: Sequence[str]) -> str:
+    """The names side by side, of very many the first."""
+    more = f" and {len(names) - MOST_CHOICES:,} more" if len(names) > MOST_CHOICES else ""
+    return f"{', '.join(names[:MOST_CHOICES])}{more}"

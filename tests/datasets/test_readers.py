@@ -346,6 +346,8 @@ def test_of_a_long_header_a_message_lists_the_first_columns(tmp_path):
     path = write(tmp_path / "wide.csv", ",".join(f"x{number:04}" for number in range(3000)) + "\n")
     with pytest.raises(UserError, match=r"choose one of x0000, .*, x0099 and 2,900 more$"):
         read_table(path, ["user_id", "item_id"])
+    with pytest.raises(UserError, match=r"did you mean 'x0007'\? \(columns: x0000, .*, x0099 and 2,900 more\)$"):
+        read_table(path, ["X0007", "x0001"])
 
 
 def test_settings_that_do_not_fit_the_format_are_refused(tmp_path):
