@@ -65,8 +65,6 @@ class Dataset:
         counts = f"{self.num_users:,} users, {self.num_items:,} items, {self.num_events:,} events"
         return f"<Dataset {self.name!r}: {counts}, {'no' if self.times is None else 'with'} times>"
 
-    # Making one --------------------------------------------------------------------------------------
-
     @classmethod
     def from_events(cls, events: Events, *, name: str, preparation: Preparation = DEFAULT_PREPARATION) -> Dataset:
         """Prepare events and keep the result."""
@@ -167,8 +165,6 @@ class Dataset:
 
         save_dataset(self, path)
 
-    # Counts ------------------------------------------------------------------------------------------
-
     @property
     def num_users(self) -> int:
         """U."""
@@ -196,8 +192,6 @@ class Dataset:
         everywhere = np.bincount(self.items, minlength=self.num_items + 1)
         return everywhere - np.bincount(self.items[held_out], minlength=self.num_items + 1)
 
-    # Identity ----------------------------------------------------------------------------------------
-
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 of ids, items, offsets and times.
@@ -216,8 +210,6 @@ class Dataset:
         """SHA-256 of each user's raw id and raw test target, in user order: equal hashes mean the same test."""
         targets = self.item_ids[self.items[self.offsets[1:] - 1] - 1]
         return _sha256("recbft targets 1", *_text_parts(self.user_ids), *_text_parts(targets))
-
-    # Vocabulary --------------------------------------------------------------------------------------
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

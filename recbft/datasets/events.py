@@ -235,9 +235,6 @@ def _is_blank(column: Any) -> Any:
     return pc.is_null(whole, nan_is_null=True)
 
 
-# Ids -------------------------------------------------------------------------------------------------
-
-
 def _ids(column: Any, name: str, source: str) -> Any:
     kind = column.type
     blank = "but an id may not be blank; fill it in or drop the row"
@@ -288,8 +285,6 @@ def _whole_numbers_from_floats(column: Any, name: str, source: str, not_whole: s
     _refuse(pa.array(numbers != np.round(numbers)), column, name, source, not_whole)
     return numbers.astype(np.int64)
 
-
-# Times -----------------------------------------------------------------------------------------------
 
 BLANK_TIME = "but a time may not be blank; fill it in, drop the row, or name no time column to use the row order"
 NOT_WHOLE = (

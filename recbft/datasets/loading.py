@@ -185,9 +185,6 @@ def _compare(dataset: Dataset, card: Card, found: _Found) -> None:
         )
 
 
-# The canonical file ----------------------------------------------------------------------------------
-
-
 def save_dataset(dataset: Dataset, path: str | Path) -> None:
     """``Dataset.save``; see there."""
     path = Path(path)

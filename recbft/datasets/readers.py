@@ -135,9 +135,6 @@ def ending(path: Path) -> str:
     return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else "".join(suffixes[-1:])
 
 
-# Parquet ---------------------------------------------------------------------------------------------
-
-
 def _read_parquet(path: Path, wanted: Sequence[str]) -> Any:
     try:
         schema = pq.read_schema(path)
@@ -147,9 +144,6 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> Any:
         raise UserError(f"{path}: is not a whole Parquet file ({one_line(error)}); fetch or write it again") from None
     check_columns(schema.names, wanted, str(path))
     return pq.ParquetFile(path).read(columns=list(dict.fromkeys(wanted)))
-
-
-# JSON lines ------------------------------------------------------------------------------------------
 
 
 def _first_object(path: Path) -> dict[str, Any]:
@@ -231,9 +225,6 @@ def _from_python(values: list[Any], name: str, source: str) -> Any:
 
 def _a(kind: type) -> str:
     return f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} {kind.__name__}"
-
-
-# Plain text histories --------------------------------------------------------------------------------
 
 
 def _read_text(path: Path, wanted: Sequence[str]) -> Any:
