@@ -16,9 +16,8 @@ def print_results(run: RunFolder) -> None:
     from recbft.evaluation.protocol import format_metrics
     from recbft.experiments.runs import COLUMNS, read_per_user
 
-    exposure = run.metrics.get("exposure")
-    targets = read_per_user(run)[COLUMNS["target_count"]] if exposure else None
-    typer.echo(format_metrics(run.metrics["test"], run.protocol))
-    if exposure and targets is not None:
-        typer.echo(format_exposure(exposure, float(targets.mean()), run.protocol))
-    typer.echo(f"run folder: {run.path}")
+    parts = [format_metrics(run.metrics["test"], run.protocol)]
+    if exposure := run.metrics.get("exposure"):
+        targets = read_per_user(run)[COLUMNS["target_count"]]
+        parts.append(format_exposure(exposure, float(targets.mean()), run.protocol))
+    typer.echo("\n".join([*parts, f"run folder: {run.path}"]))
