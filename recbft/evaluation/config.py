@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from recbft.config import check_range
 from recbft.errors import UserError
+from recbft.evaluation.metrics import KS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,7 @@ class EvaluationConfig:
     """Full ranking of the target among all items."""
 
     filter_seen: bool = False  # which setting validation and the headline metrics use; both are always recorded
-    ks: tuple[int, ...] = (5, 10, 20)  # the K of HR@K, NDCG@K and MRR@K
+    ks: tuple[int, ...] = KS  # the K of HR@K, NDCG@K and MRR@K
     memory_mb: int = 256  # bound on the score buffers of a ranking; of seeds together on a GPU four are ranked at once
 
     def __post_init__(self) -> None:
