@@ -175,11 +175,10 @@ def _column(users: list[Any]) -> pd.Series[Any]:
 
 def _times(histories: Histories, unit: str | None) -> NDArray[np.int64] | None:
     """The times of all events in the order of ``_flatten``, in ``unit``; None without a column of them."""
-    frame = _with_times(histories)
-    if frame is None:
+    if not isinstance(histories, pd.DataFrame) or not {"timestamp", "user_id"} <= set(histories.columns):
         return None
-    check_columns([str(name) for name in frame.columns], ["user_id", "timestamp"], "the histories")
-    column = frame["timestamp"]
+    check_columns([str(name) for name in histories.columns], ["user_id", "timestamp"], "the histories")
+    column = histories["timestamp"]
     if (blank := column.isna().to_numpy()).any():
         raise UserError(
             f"row {int(blank.argmax()) + 1} of the histories has a blank timestamp; fill it in or leave it out"
@@ -195,7 +194,7 @@ def _times(histories: Histories, unit: str | None) -> NDArray[np.int64] | None:
         times = _converted(times, own, unit)
     elif unit is not None:
         check_unit(times, unit, "the histories", stacklevel=5)
-    return times[np.argsort(numbered(frame["user_id"])[0], kind="stable")]
+    return times[np.argsort(numbered(histories["user_id"])[0], kind="stable")]
 
 
 def _converted(times: NDArray[np.int64], own: str, unit: str | None) -> NDArray[np.int64]:
@@ -224,12 +223,6 @@ def _warn_if_out_of_order(histories: Histories) -> None:
     if columns:
         users, advice = numbered(histories["user_id"])[0], "sort the frame by it"
         warn_if_out_of_order("the histories", users, columns, order="the frame's", advice=advice, stacklevel=5)
-
-
-def _with_times(histories: Histories) -> pd.DataFrame | None:
-    """The histories, if they are a frame with a column of times."""
-    timed = isinstance(histories, pd.DataFrame) and {"timestamp", "user_id"} <= set(histories.columns)
-    return histories if timed else None  # type: ignore[return-value]
 
 
 def _as_array(column: pd.Series[Any]) -> Any:
