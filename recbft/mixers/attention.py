@@ -29,7 +29,6 @@ from recbft.core import (
     effective_sample_size,
     key_variance,
     per_dimension_weights,
-    projected_precision,
     propagated_variance,
     reml_naive_precision,
     residual_variance,
@@ -47,7 +46,8 @@ from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.softmax_moments import takes_terms
 from recbft.kernels.softmax_moments.reml import softmax_reml
-from recbft.mixers.observation import Observation
+from recbft.mixers.heads import by_head, joined
+from recbft.mixers.observation import Observation, projected
 
 Estimator = Literal["reml", "reml_naive", "sandwich", "delta", "design_effect"]
 
@@ -138,7 +138,8 @@ class SoftmaxAttention(nn.Module):
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a normalised input, (B, T, D) -> (B, H, T, K) each; ``source`` as in ``forward``."""
         source = x if source is None else source
-        return self._heads(self.query(x)), self._heads(self.key(source)), self._heads(self.value(source))
+        q, k, v = (by_head(y, self.n_heads) for y in (self.query(x), self.key(source), self.value(source)))
+        return q, k, v
 
     def observe(
         self,
@@ -165,7 +166,7 @@ class SoftmaxAttention(nn.Module):
             "bias": bias,
         }
         if estimator is None:
-            return Observation(self._join(softmax_mean(q, k, v, context, **known)), None)
+            return self._observation(softmax_mean(q, k, v, context, **known))
         if estimator == "reml":
             s0, nu = self.prior_variance, self.prior_dof
             mean, found = softmax_reml(q, k, v, context, **known, prior_scale=s0, prior_dof=nu, cap=self.cap)
@@ -189,7 +190,7 @@ class SoftmaxAttention(nn.Module):
         bias: Tensor | None = None,
     ) -> Tensor:
         """The weights behind ``forward``, before dropout: (B, H, T, T), or (B, D, T, T) per dimension."""
-        q, k = self._heads(self.query(x)), self._heads(self.key(x if source is None else source))
+        q, k = (by_head(y, self.n_heads) for y in (self.query(x), self.key(x if source is None else source)))
         return self.weigh(q, k, precision, context, ramp=ramp, bias=bias)
 
     def weigh(
@@ -261,7 +262,7 @@ class SoftmaxAttention(nn.Module):
         kept = weights * self._kept_pairs(q, dropout, num_heads=weights.shape[1]) if dropout else weights
         mean = _head_by_head(kept @ v, shape).to(dtype)
         if estimator is None:
-            return Observation(self._join(mean), None)
+            return self._observation(mean)
         found = _head_by_head(self._estimate(weights, v, trust, context).expand_as(v), shape)
         return self._observation(mean, found.to(dtype))
 
@@ -283,19 +284,10 @@ class SoftmaxAttention(nn.Module):
         B, H, T, _ = q.shape
         return drop(q.new_ones(B, H, T, T), dropout).repeat_interleave(num_heads // H, dim=1)
 
-    def _observation(self, mean: Tensor, precision: Tensor) -> Observation:
-        joined = precision.transpose(1, 2).flatten(2)
-        if self.out is not None:
-            joined = projected_precision(joined, self.out.weight, cap=self.cap)
-        return Observation(self._join(mean), joined)
-
-    def _heads(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, H, T, K)
-        B, T, D = x.shape
-        return x.view(B, T, self.n_heads, D // self.n_heads).transpose(1, 2)
-
-    def _join(self, mean: Tensor) -> Tensor:  # (B, H, T, K) -> (B, T, D)
-        joined = mean.transpose(1, 2).flatten(2)
-        return joined if self.out is None else self.out(joined)
+    def _observation(self, mean: Tensor, precision: Tensor | None = None) -> Observation:
+        """What the heads found, (B, H, T, K) each, through the output map."""
+        found = None if precision is None else joined(precision)
+        return projected(Observation(joined(mean), found), self.out, cap=self.cap)
 
 
 def _head_by_head(x: Tensor, shape: torch.Size) -> Tensor:

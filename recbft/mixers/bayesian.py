@@ -30,6 +30,7 @@ from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace,
 from recbft.kernels.memory.positivity import check_positive
 from recbft.kernels.memory.reference import prior, step
 from recbft.kernels.transforms import transformed
+from recbft.mixers.heads import joined
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
     OBSERVATION_FLOOR,
@@ -294,7 +295,7 @@ class BayesianMixer(nn.Module):
 
     def _observation(self, readout: Tensor, variance: Tensor, x: Tensor) -> Observation:
         """(3) and (4) from what the groups read, (B, H G, T, K / G) and (B, H G, T)."""
-        innovation = readout.transpose(1, 2).flatten(2).to(x.dtype)
+        innovation = joined(readout).to(x.dtype)
         found = None
         if self.log_scale is not None:
             scale = self.log_scale.exp().repeat_interleave(self.config.noise_groups)[:, None]

@@ -28,6 +28,7 @@ from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable
 from recbft.mixers.attention import Estimator, SoftmaxAttention
+from recbft.mixers.heads import by_head
 from recbft.mixers.observation import Observation, projected
 
 Gate = Literal["mlp", "scalar", "none"]
@@ -165,7 +166,7 @@ class TwicingAttention(nn.Module):
         """Observe every position; arguments as those of ``SoftmaxAttention.forward``."""
         q, k, v = self.smoother.project(x, source)
         smooth, found = self.smoother.observe(q, k, v, precision, context, ramp=ramp)
-        again = smooth.view(v.transpose(1, 2).shape).transpose(1, 2)  # (B, T, D) -> (B, H, T, K)
+        again = by_head(smooth, self.smoother.n_heads)
         twice = self.smoother.observe(q, k, again, precision, context, ramp=ramp, estimate=False).innovation
         return projected(Observation(2 * smooth - twice, found), self.out, cap=self.cap)
 

@@ -38,6 +38,7 @@ from recbft.errors import UserError
 from recbft.kernels.eager import eagerly
 from recbft.kernels.memory import UNFILTERED, Rule, UnfilteredTrace, choose
 from recbft.kernels.memory.reference import unfiltered_reading, unfiltered_step, write_share
+from recbft.mixers.heads import joined
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
     OBSERVATION_FLOOR,
@@ -266,13 +267,13 @@ class MemoryFamilyMixer(nn.Module):
 
     def _observation(self, readout: Tensor, variance: Tensor | None, x: Tensor) -> Observation:
         """(3) and (4) from what heads read, (B, H, T, K) and (B, H, T), or by column (B, H, T, K)."""
-        innovation = readout.transpose(1, 2).flatten(2).to(x.dtype)
+        innovation = joined(readout).to(x.dtype)
         found = None
         if self.log_scale is not None and variance is not None:
             spread = variance + self._noise(x, None, 1.0)
             spread = spread if self.model.by_column else spread[..., None].expand_as(readout)
             spread = spread * self.log_scale.exp()[:, None, None]
-            found = spread.clamp(min=1 / self.cap).reciprocal().transpose(1, 2).flatten(2).to(x.dtype)
+            found = joined(spread.clamp(min=1 / self.cap).reciprocal()).to(x.dtype)
         return projected(Observation(innovation, found), self.out, cap=self.cap)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.full_precision import in_full_precision
+from recbft.mixers.heads import by_head
 
 Transitions = Literal["identity", "retention", "scalar", "diagonal", "complex_pairs"]
 
@@ -53,14 +54,12 @@ class KeysAndValues(nn.Module):
 
     def forward(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries from ``x``, keys and values from ``source``."""
-        q, k, v = (self._heads(y) for y in (self.query(x), self.key(source), self.value(source)))
+        maps = self.query(x), self.key(source), self.value(source)
+        q, k, v = (by_head(y, self.n_heads).contiguous() for y in maps)
         q, k = _of_length_one(q), _of_length_one(k)
         if self.pairs:
             q, k = (torch.stack((y, torch.zeros_like(y)), dim=-1).flatten(-2) for y in (q, k))
         return q, k, v
-
-    def _heads(self, y: Tensor) -> Tensor:  # (B, T, H K) -> (B, H, T, K)
-        return _by_head(y, self.n_heads).contiguous()
 
 
 class Transition(nn.Module):
@@ -103,11 +102,11 @@ class Transition(nn.Module):
         if self.kind == "retention":
             kept = 1 - 2.0 ** -(5 + torch.arange(self.n_heads, dtype=x.dtype, device=x.device))
             return kept[:, None, None].expand(len(x), -1, x.shape[1], 1)
-        share = torch.sigmoid(_by_head(self.to_share(x) + self.share_start, self.n_heads))
+        share = torch.sigmoid(by_head(self.to_share(x) + self.share_start, self.n_heads))
         share = LEAST_TRANSITION + (1 - LEAST_TRANSITION) * share
         if self.to_angle is None:
             return share
-        angle = _by_head(self.to_angle(x) + self.angle_start, self.n_heads)
+        angle = by_head(self.to_angle(x) + self.angle_start, self.n_heads)
         wide = torch.promote_types(x.dtype, torch.float32)  # half precision has no complex numbers
         return torch.polar(share.to(wide), angle.to(wide))
 
@@ -170,11 +169,6 @@ def fitted_transition(transition: Tensor | None, k: Tensor) -> Tensor | None:
 def beside(v: Tensor, number: float | Tensor) -> Tensor:
     """A number or tensor in the type and on the device of ``v``; a number is written there: a copy is waited for."""
     return number.to(v) if isinstance(number, Tensor) else v.new_full((), number)
-
-
-def _by_head(y: Tensor, n_heads: int) -> Tensor:  # (B, T, H K) -> (B, H, T, K)
-    heads: Tensor = y.unflatten(-1, (n_heads, -1))
-    return heads.transpose(1, 2)
 
 
 @in_full_precision

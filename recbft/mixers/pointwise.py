@@ -39,6 +39,7 @@ from recbft.kernels.full_precision import HALVES
 from recbft.kernels.layer_norm import LayerNorm
 from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.silu_moments.bias import look_up
+from recbft.mixers.heads import by_head, joined
 from recbft.mixers.observation import Observation
 
 BUCKET_WIDTH = 0.301  # as in the authors' code
@@ -131,8 +132,8 @@ class PointwiseAttention(nn.Module):
     ) -> Observation:
         """``forward`` of tokens that read others, ``source``."""
         gate = F.silu(self.gate(x))
-        q = self._heads(F.silu(self.query(x)))
-        k, v = (self._heads(F.silu(part(source))) for part in (self.key, self.value))
+        q = by_head(F.silu(self.query(x)), self.n_heads)
+        k, v = (by_head(F.silu(part(source)), self.n_heads) for part in (self.key, self.value))
         known = self._biases(precision, context, ramp)
         if self.estimator is None:
             mean = silu_mean(q, k, v, context, length=self.length, **known)
@@ -142,14 +143,14 @@ class PointwiseAttention(nn.Module):
             q, k, v = q.float(), k.float(), v.float()
         moments = silu_moments(q, k, v, context, length=self.length, **known)
         innovation = self._innovation(moments.mean.to(x.dtype) if halved else moments.mean, gate)
-        found = _joined(sandwich_precision(moments, cap=self.cap, centre=self.centre)).to(x.dtype)
+        found = joined(sandwich_precision(moments, cap=self.cap, centre=self.centre)).to(x.dtype)
         return Observation(
             innovation, found if self.out is None else projected_precision(found, self.out.weight, cap=self.cap)
         )
 
     def _innovation(self, mean: Tensor, gate: Tensor) -> Tensor:
         """Equation (4)."""
-        gated: Tensor = self.norm(_joined(mean)) * gate
+        gated: Tensor = self.norm(joined(mean)) * gate
         if self.out is None:
             return gated
         projected: Tensor = self.out(drop(gated, self.dropout if self.training else 0.0))
@@ -157,7 +158,7 @@ class PointwiseAttention(nn.Module):
 
     def attention(self, x: Tensor, precision: Tensor | None, context: SequenceContext, *, ramp: float = 1.0) -> Tensor:
         """The weights behind ``forward``, (B, H, T, T); of any sign, and they need not sum to one."""
-        q, k = (self._heads(F.silu(part(x))) for part in (self.query, self.key))
+        q, k = (by_head(F.silu(part(x)), self.n_heads) for part in (self.query, self.key))
         return silu_weights(q, k, context, length=self.length, **self._biases(precision, context, ramp))
 
     def _biases(self, precision: Tensor | None, context: SequenceContext, ramp: float) -> dict[str, Any]:
@@ -175,11 +176,3 @@ class PointwiseAttention(nn.Module):
             return None
         bucket = (context.log_elapsed / BUCKET_WIDTH).long()  # (5)
         return look_up(self.time_table[:, 0], bucket)[:, None]  # the last one of all that lies beyond the table
-
-    def _heads(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, H, T, K)
-        B, T, D = x.shape
-        return x.view(B, T, self.n_heads, D // self.n_heads).transpose(1, 2)
-
-
-def _joined(heads: Tensor) -> Tensor:  # (B, H, T, K) -> (B, T, D)
-    return heads.transpose(1, 2).flatten(2)
