@@ -6,14 +6,17 @@ Source: Precision Tracked Transformer (arXiv 2605.18832), section 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from recbft.kernels.transforms import untransformed
+from recbft.kernels.transforms import outside_transforms, untransformed
+
+Made = TypeVar("Made")
 
 
 class Belief(NamedTuple):
@@ -103,14 +106,22 @@ class SequenceContext:
         earliest = torch.empty_like(order).scatter(1, order, order.gather(1, start))
         return torch.where(self.valid, earliest, own)
 
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """(B, T, T), 0 where allowed and -inf elsewhere."""
+
+        def make() -> Tensor:
+            return torch.zeros_like(self.allowed, dtype=dtype).masked_fill_(~self.allowed, float("-inf"))
+
+        return self.keep(("mask", dtype), make)
+
     @cached_property
-    def _masks(self) -> dict[torch.dtype, Tensor]:
+    def _kept(self) -> dict[Hashable, Any]:
         return {}
 
-    @untransformed
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """(B, T, T), 0 where allowed and -inf elsewhere; made once per dtype and shared by all layers."""
-        if dtype not in self._masks:
-            empty = torch.zeros(self.allowed.shape, dtype=dtype, device=self.segment.device)
-            self._masks[dtype] = empty.masked_fill_(~self.allowed, float("-inf"))
-        return self._masks[dtype]
+    def keep(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What ``make`` makes of this batch, ``outside_transforms``: made once, and kept with it for all layers."""
+        if key not in self._kept:
+            with outside_transforms():
+                self._kept[key] = make()
+        made: Made = self._kept[key]
+        return made

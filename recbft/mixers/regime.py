@@ -30,7 +30,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ from recbft.errors import UserError
 from recbft.kernels.compiled.heads import statistics_of
 from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import transformed, untransformed
+from recbft.kernels.transforms import transformed
 from recbft.mixers.attention import Estimator, SoftmaxAttention
 from recbft.mixers.observation import Observation, projected
 from recbft.mixers.penalty import PenaltySlot
@@ -319,11 +318,6 @@ _BUFFERS = {
 }
 
 
-# What all layers make of one batch: made once, kept as long as the batch's context.
-_PLACES: WeakKeyDictionary[SequenceContext, dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]] = WeakKeyDictionary()
-_TERMS: WeakKeyDictionary[SequenceContext, dict[tuple[int, torch.dtype], Tensor]] = WeakKeyDictionary()
-
-
 def _written_out(bias: BiasTerms, context: SequenceContext) -> tuple[Tensor, Tensor]:
     """What (3) adds to the logits, (B, 1, T, T), and a of (2) without gradients, (B, T, T)."""
     shares = bias.shares.movedim(-1, 0)
@@ -335,17 +329,17 @@ def _written_out(bias: BiasTerms, context: SequenceContext) -> tuple[Tensor, Ten
 
 
 @eagerly
-@untransformed
 def _terms_of_pairs(table: Tensor, reach: Tensor, context: SequenceContext) -> Tensor:
     """phi_j(n_t) of (2) and |t - j| / (n_t - 1) for all pairs, (R + 1, B, T, T)."""
-    made, key = _TERMS.setdefault(context, {}), (len(table), table.dtype)
-    if key not in made:
+
+    def make() -> Tensor:
         index = (reach * table.shape[-1])[:, :, None] + context.position[:, None, :]
         terms = table.flatten(1).index_select(1, index.flatten()).view(len(table), *index.shape)
         if not context.causal:  # the table's distance is from the last position that may be read
             terms[-1] = context.lag.to(table.dtype) / reach.clamp(min=1)[..., None]
-        made[key] = terms
-    return made[key]
+        return terms
+
+    return context.keep(("terms of pairs", len(table), table.dtype), make)
 
 
 def _moments_of(raw: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
@@ -357,16 +351,17 @@ def _moments_of(raw: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
 
 
 @eagerly
-@untransformed
 def _places(context: SequenceContext, regimes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``block_table`` of the longest history, and n - 1 of (2), the last place a token may read: (B, T) int32."""
-    made, key, position = _PLACES.setdefault(context, {}), (regimes, dtype), context.position
-    if key not in made:
+
+    def make() -> tuple[Tensor, Tensor]:
+        position = context.position
         longest = int(position.amax()) + 1 if position.numel() else 1
         reach = position if context.causal else torch.where(context.allowed, position[:, None, :], 0).amax(dim=-1)
         table = block_table(1 << (longest - 1).bit_length(), regimes, dtype, position.device)
-        made[key] = table, reach.to(torch.int32)
-    return made[key]
+        return table, reach.to(torch.int32)
+
+    return context.keep(("places", regimes, dtype), make)
 
 
 def _mean_over_tokens(values: Tensor, context: SequenceContext) -> Tensor:  # (B, T) -> ()

@@ -14,7 +14,6 @@ from torch import Tensor
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
 from recbft.kernels.eager import eagerly
-from recbft.kernels.transforms import untransformed
 
 if TYPE_CHECKING:  # core picks the kernels that need this file
     from recbft.core.belief import SequenceContext
@@ -35,14 +34,9 @@ class Spans(NamedTuple):
     causal: bool
 
 
-@untransformed
 def spans_of(context: SequenceContext) -> Spans:
-    """Found once per batch and kept with it for all layers."""
-    kept = vars(context)  # where functools.cached_property keeps what it found
-    if "_compiled_spans" not in kept:
-        kept["_compiled_spans"] = _find_spans(context)
-    spans: Spans = kept["_compiled_spans"]
-    return spans
+    """Found once per batch."""
+    return context.keep("spans in C", lambda: _find_spans(context))
 
 
 def _find_spans(context: SequenceContext) -> Spans:

@@ -26,7 +26,7 @@ from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_ker
 from recbft.kernels.softmax_moments.triton_columns import columns_kernel
 from recbft.kernels.softmax_moments.triton_forward import forward_kernel
 from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
-from recbft.kernels.transforms import applied, once_differentiable, untransformed
+from recbft.kernels.transforms import applied, once_differentiable
 
 SPANS_TILE, COLUMNS_TILE = 32, 64
 
@@ -125,15 +125,12 @@ def softmax_reml(
 
 
 def spans_of(context: SequenceContext) -> Spans:
-    """Which token reads which; found once per batch and kept with it for all layers."""
-    kept = vars(context)  # where functools.cached_property keeps what it found
-    if "_triton_spans" not in kept:
-        kept["_triton_spans"] = _find_spans(context.segment, context.position, causal=context.causal)
-    spans: Spans = kept["_triton_spans"]
-    return spans
+    """Which token reads which; found once per batch."""
+    return context.keep(
+        "spans in Triton", lambda: _find_spans(context.segment, context.position, causal=context.causal)
+    )
 
 
-@untransformed  # a kernel takes no tensor that is wrapped in a transform
 def _find_spans(segment: Tensor, position: Tensor, *, causal: bool) -> Spans:
     B, T = segment.shape
     home, place = (_output(segment, B, T, dtype=torch.int32) for _ in range(2))
