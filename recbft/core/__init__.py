@@ -29,14 +29,12 @@ from recbft.core.statistics import Moments, SiluMoments
 from recbft.core.update import gain_update, gate, kalman_update
 from recbft.core.weights import (
     MAX_TOKENS,
-    effective_sample_size,
     key_variance,
     per_dimension_weights,
     propagated_variance,
-    residual_variance,
-    softmax_weights,
     weight_sums,
 )
+from recbft.kernels.softmax_moments.reference import effective_sample_size, residual_variance, softmax_weights
 
 __all__ = [
     "ESTIMATORS",

@@ -8,6 +8,8 @@
     U_t = mean_j (v_j - mean_j v_j)^2            unweighted variance over the keys that t may read           (6)
     s1 = sum a   s2 = sum a^2   w1 = sum a^2 u   w2 = sum a^2 u^2            sums of the sandwich variance   (7)
 
+(1), (3) and (4) are functions of the reference (``kernels.softmax_moments``), which works by them.
+
 (2) weighs every coordinate by a precision of its own: it keeps T T D weights, so it serves short rows only. Each
 coordinate is then a head of width 1, and (3) to (7) read as they stand. Values enter as u, centred on the first token
 of their history, which moves none of the variances and saves digits.
@@ -18,37 +20,13 @@ Shapes: B rows, H heads, T tokens, K head width, D = H K; in (3) to (7) H and K 
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
-from recbft.kernels.softmax_moments import reference
+from recbft.kernels.softmax_moments.reference import centre_on_first, logits_of, normalised, residual_variance
 
 MAX_TOKENS = 64  # T of (2): at D = 64 and 64 rows the weights alone are 64 MiB, and autograd keeps several such
-
-
-def softmax_weights(
-    q: Tensor,
-    k: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Equation (1): (B, H, T, T); a token that may read nothing has weights 0.
-
-    Args:
-        q, k: queries and keys, (B, H, T, K).
-        context: which token may read which.
-        log_precision: log of each key's scalar precision, (B, T).
-        log_decay: log of the recency decay, a scalar, <= 0.
-        bias: any other bias, finite, (B or 1, H or 1, T, T).
-    """
-    return reference.softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
 
 
 def per_dimension_weights(
@@ -76,26 +54,9 @@ def per_dimension_weights(
             f"per-dimension weights of {T} tokens would be {T} x {T} for every coordinate; at most {MAX_TOKENS} tokens "
             "are taken: shorten the histories or use scalar weights"
         )
-    logits = q @ k.transpose(-2, -1) / math.sqrt(K)
-    if log_decay is not None:
-        logits = logits + (context.lag * log_decay[..., None])[:, None]
-    if bias is not None:
-        logits = logits + bias
+    logits = logits_of(q, k, context, log_precision=None, log_decay=log_decay, bias=bias)
     # (B, H, T, T) -> (B, D, T, T)
-    return reference.normalised(logits.repeat_interleave(K, dim=1) + log_precision.mT[:, :, None, :], context)
-
-
-def effective_sample_size(weights: Tensor) -> Tensor:
-    """Equation (3): (B, H, T), 0 where nothing is read."""
-    concentration = weights.square().sum(dim=-1)
-    empty = concentration == 0
-    return torch.where(empty, 0.0, 1 / torch.where(empty, 1.0, concentration))
-
-
-def residual_variance(weights: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
-    """Equation (4): (B, H, T, K), >= 0."""
-    centred = reference.centre_on_first(v, context)
-    return (weights @ centred.square() - (weights @ centred).square()).clamp(min=0)
+    return normalised(logits.repeat_interleave(K, dim=1) + log_precision.mT[:, :, None, :], context)
 
 
 def propagated_variance(weights: Tensor, precision: Tensor) -> Tensor:
@@ -117,7 +78,7 @@ def key_variance(v: Tensor, context: SequenceContext) -> Tensor:
 
 def weight_sums(weights: Tensor, v: Tensor, context: SequenceContext) -> SiluMoments:
     """Equation (7), over centred values, with sum a u as the mean: what ``sandwich_precision`` takes."""
-    centred, squares = reference.centre_on_first(v, context), weights.square()
+    centred, squares = centre_on_first(v, context), weights.square()
     return SiluMoments(
         weights @ centred,
         weights.sum(dim=-1),

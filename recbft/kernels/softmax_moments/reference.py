@@ -22,11 +22,33 @@ def softmax_weights(
     k: Tensor,
     context: SequenceContext,
     *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Equations (1) and (2); (B, H, T, T), zero rows where nothing may be read."""
+    """Equations (1) and (2): (B, H, T, T); a token that may read nothing has weights 0.
+
+    Args:
+        q, k: queries and keys, (B, H, T, K).
+        context: which token may read which.
+        log_precision: log of each key's scalar precision, (B, T).
+        log_decay: log of the recency decay, a scalar, <= 0.
+        bias: any other bias, finite, (B or 1, H or 1, T, T).
+    """
+    terms = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
+    return normalised(logits_of(q, k, context, **terms), context)
+
+
+def logits_of(
+    q: Tensor,
+    k: Tensor,
+    context: SequenceContext,
+    *,
+    log_precision: Tensor | None,
+    log_decay: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Equation (1) alone."""
     logits = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if log_precision is not None:
         logits = logits + log_precision[:, None, None, :]
@@ -34,7 +56,7 @@ def softmax_weights(
         logits = logits + (context.lag * log_decay[..., None])[:, None]
     if bias is not None:
         logits = logits + bias
-    return normalised(logits, context)
+    return logits
 
 
 def normalised(logits: Tensor, context: SequenceContext) -> Tensor:
@@ -59,12 +81,8 @@ def softmax_moments(
     terms = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
     weights = softmax_weights(q, k, context, **terms).to(v.dtype)
     mean = F.dropout(weights, dropout) @ v  # (3)
-    concentration = weights.square().sum(dim=-1)
-    empty = concentration == 0
-    size = torch.where(empty, 0.0, 1 / torch.where(empty, 1.0, concentration))  # (4)
-    centred = centre_on_first(v, context)
-    residual = (weights @ centred.square() - (weights @ centred).square()).clamp(min=0)  # (5)
-    return Moments(mean, residual, size)
+    size = effective_sample_size(weights)
+    return Moments(mean, residual_variance(weights, v, context), size)
 
 
 def softmax_mean(
@@ -81,6 +99,19 @@ def softmax_mean(
     """Equation (3)."""
     terms = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
     return F.dropout(softmax_weights(q, k, context, **terms).to(v.dtype), dropout) @ v
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """Equation (4): (B, H, T), 0 where nothing is read."""
+    concentration = weights.square().sum(dim=-1)
+    empty = concentration == 0
+    return torch.where(empty, 0.0, 1 / torch.where(empty, 1.0, concentration))
+
+
+def residual_variance(weights: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+    """Equation (5): (B, H, T, K), >= 0."""
+    centred = centre_on_first(v, context)
+    return (weights @ centred.square() - (weights @ centred).square()).clamp(min=0)
 
 
 def centre_on_first(v: Tensor, context: SequenceContext) -> Tensor:
