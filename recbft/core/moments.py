@@ -22,6 +22,7 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
 from recbft.kernels import softmax_moments as paths
+from recbft.kernels.dispatch import choose
 from recbft.kernels.eager import eagerly
 
 
@@ -57,7 +58,7 @@ def softmax_moments(
         ValueError: unknown ``impl``, or the forced path cannot serve the call (the message says why).
     """
     _check_decay(q, log_decay)
-    path = paths.choose(impl, q, dropout=dropout, read_by_all=context.read_by_all)
+    path = choose(impl, paths.PATHS, q, dropout=dropout, read_by_all=context.read_by_all)
     moments: Moments = path(
         q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias
     )
@@ -79,7 +80,7 @@ def softmax_mean(
 ) -> Tensor:
     """Equation (3) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``."""
     _check_decay(q, log_decay)
-    path = paths.choose_mean(impl, q, dropout=dropout, read_by_all=context.read_by_all)
+    path = choose(impl, paths.MEAN_PATHS, q, dropout=dropout, read_by_all=context.read_by_all)
     mean: Tensor = path(q, k, v, context, log_precision=log_precision, log_decay=log_decay, dropout=dropout, bias=bias)
     return mean
 

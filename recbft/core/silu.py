@@ -18,6 +18,7 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import silu_moments as paths
+from recbft.kernels.dispatch import choose
 from recbft.kernels.eager import eagerly
 from recbft.kernels.silu_moments import reference
 from recbft.kernels.silu_moments.bias import total_bias
@@ -54,7 +55,7 @@ def silu_moments(
         ValueError: unknown ``impl``, or the forced path cannot serve the call; ``length`` is not positive.
     """
     _check_length(length)
-    path = paths.choose(impl, q, read_by_all=context.read_by_all)
+    path = choose(impl, paths.PATHS, q, read_by_all=context.read_by_all)
     biases = {"bias": bias, "lag_bias": lag_bias, "log_precision": log_precision, "log_decay": log_decay}
     sums: SiluMoments = path(q, k, v, context, length=length, **biases)
     return sums
@@ -76,7 +77,7 @@ def silu_mean(
 ) -> Tensor:
     """The first sum of (3) alone, for layers that keep no precision: the same as ``silu_moments(...).mean``."""
     _check_length(length)
-    path = paths.choose_mean(impl, q, read_by_all=context.read_by_all)
+    path = choose(impl, paths.MEAN_PATHS, q, read_by_all=context.read_by_all)
     biases = {"bias": bias, "lag_bias": lag_bias, "log_precision": log_precision, "log_decay": log_decay}
     mean: Tensor = path(q, k, v, context, length=length, **biases)
     return mean

@@ -92,23 +92,25 @@ def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) ->
         ValueError: an unknown name, or the path cannot serve; the message says why.
     """
     reference = list(paths)[-1]
+
+    def hindrance(name: str, path: Path) -> str | None:
+        reason = missing(name) or _wrong_device(name, path, tensor) or _refuses(name, tensor)
+        return reason or (None if name == reference else _closed(path)) or path.decline(tensor, **call)
+
     if impl == "auto":
         for name, path in paths.items():
             if path.device in (None, tensor.device.type):
-                reason = missing(name) or _refuses(name, tensor) or (None if name == reference else _closed(path))
-                reason = reason or path.decline(tensor, **call)
+                reason = hindrance(name, path)
                 if reason is None:
                     return path.taken(tensor)
                 _log_once(f"{name} path declined: {reason}")
         raise AssertionError("the last path serves everything")
     if impl not in paths:
         raise ValueError(f"unknown impl {impl!r}; choose one of auto, {', '.join(sorted(paths))}")
-    path = paths[impl]
-    reason = missing(impl) or _wrong_device(impl, path, tensor) or _refuses(impl, tensor)
-    reason = reason or (None if impl == reference else _closed(path)) or path.decline(tensor, **call)
+    reason = hindrance(impl, paths[impl])
     if reason is not None:
         raise ValueError(f"{impl} path declined: {reason}")
-    return path.taken(tensor)
+    return paths[impl].taken(tensor)
 
 
 def _closed(path: Path) -> str | None:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from recbft.config import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
+from recbft.kernels.dispatch import choose
 from recbft.kernels.eager import eagerly
-from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace, choose
+from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace
 from recbft.kernels.memory.positivity import check_positive
 from recbft.kernels.memory.reference import prior, step
 from recbft.kernels.transforms import transformed

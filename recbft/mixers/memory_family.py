@@ -35,8 +35,9 @@ from torch import Tensor, nn
 from recbft.config import check_choice, check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
+from recbft.kernels.dispatch import choose
 from recbft.kernels.eager import eagerly
-from recbft.kernels.memory import UNFILTERED, Rule, UnfilteredTrace, choose
+from recbft.kernels.memory import UNFILTERED, Rule, UnfilteredTrace
 from recbft.kernels.memory.reference import unfiltered_reading, unfiltered_step, write_share
 from recbft.mixers.heads import joined
 from recbft.mixers.memory_maps import (

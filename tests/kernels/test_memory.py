@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recbft.kernels import dispatch, memory
+from recbft.kernels import dispatch
 from recbft.kernels.memory import (
     FILTER,
     UNFILTERED,
@@ -362,7 +362,7 @@ def test_chunks_without_a_covariance_equal_the_loop(T, rule, kind, by_column, pa
 
 
 def choose(paths, impl, transition, *, dtype=torch.float32):
-    return memory.choose(impl, paths, torch.zeros(1, 1, 3, 2, dtype=dtype), key_width=2, transition=transition)
+    return dispatch.choose(impl, paths, torch.zeros(1, 1, 3, 2, dtype=dtype), key_width=2, transition=transition)
 
 
 def test_auto_takes_chunks_and_the_loop_where_a_transition_clears_the_memory_at_once(caplog):

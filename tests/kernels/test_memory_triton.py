@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from recbft.kernels import memory
+from recbft.kernels import dispatch
 from recbft.kernels.memory import FILTER, reference
 from recbft.mixers.bayesian import filter_memory
 
@@ -171,7 +171,7 @@ def test_a_pivot_that_is_not_positive_is_raised_and_reported():
 def test_the_kernels_decline_what_they_cannot_serve():
     def choose(impl, *, width=8, dtype=torch.float32, transition=None):
         v = torch.zeros(1, 1, 3, 8, dtype=dtype, device=DEVICE)
-        found = memory.choose(impl, FILTER, v, key_width=width, transition=transition)
+        found = dispatch.choose(impl, FILTER, v, key_width=width, transition=transition)
         return getattr(found, "__wrapped__", found)  # on a GPU it is launched beside its tensors
 
     assert choose("triton", transition=torch.full((1, 1, 3, 1), 0.01)) is fast.filter_memory

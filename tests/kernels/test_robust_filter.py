@@ -11,6 +11,7 @@ import torch
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels import robust_filter
+from recbft.kernels.dispatch import choose
 from recbft.kernels.robust_filter import Dynamics, Variant, cpu, read_clock
 
 PATHS = {name: robust_filter.PATHS[name].load() for name in ("cpu", "isotropic", "reference")}  # those of float64
@@ -378,11 +379,11 @@ def test_padding_gets_zeros_and_gives_nothing():
 
 def test_an_unknown_path_is_refused_and_auto_takes_the_written_out_one():
     q = torch.zeros(1, 1, 1, 2, dtype=torch.complex64)
-    assert robust_filter.choose("auto", q.to(torch.complex128)) is cpu.robust_filter
+    assert choose("auto", robust_filter.PATHS, q.to(torch.complex128)) is cpu.robust_filter
     with pytest.raises(
         ValueError, match="unknown impl 'gpu'; choose one of auto, compiled, cpu, isotropic, reference, triton"
     ):
-        robust_filter.choose("gpu", q)
+        choose("gpu", robust_filter.PATHS, q)
     with pytest.raises(ValueError, match="cpu path declined: needs CPU tensors, got meta"):
-        robust_filter.choose("cpu", q.to("meta"))
-    assert robust_filter.choose("auto", q.to("meta")) is PATHS["isotropic"]
+        choose("cpu", robust_filter.PATHS, q.to("meta"))
+    assert choose("auto", robust_filter.PATHS, q.to("meta")) is PATHS["isotropic"]

@@ -7,7 +7,8 @@ import torch
 
 from recbft.core import SequenceContext
 from recbft.kernels import compiled
-from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, choose, read_clock
+from recbft.kernels.dispatch import choose
+from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, read_clock
 
 REASON = compiled.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -173,15 +174,15 @@ def test_what_is_not_a_number_stays_visible():
 
 def test_what_it_cannot_serve_goes_to_another_path():
     q = torch.zeros(1, 1, 2, 2, dtype=torch.complex64)
-    assert choose("auto", q) is PATHS["compiled"].load()
+    assert choose("auto", PATHS, q) is PATHS["compiled"].load()
     for tensor, call, reason in (
         (q.to(torch.complex128), {}, "serves complex64, got complex128"),
         (q, {"dropout": 0.1}, "attention dropout is left to another path"),
         (q, {"by_position": False}, "real elapsed times are left to another path"),
     ):
-        assert choose("auto", tensor, **call) is PATHS["cpu"].load()
+        assert choose("auto", PATHS, tensor, **call) is PATHS["cpu"].load()
         with pytest.raises(ValueError, match=f"compiled path declined: {reason}"):
-            choose("compiled", tensor, **call)
+            choose("compiled", PATHS, tensor, **call)
     context = packed([[2]], 2, causal=True)
     with pytest.raises(ValueError, match=r"values torch.complex128; this path takes complex64"):
         run("compiled", drawn(1, 1, 2, 3), context, Variant(), torch.float64)

@@ -290,14 +290,14 @@ def test_dropped_weights_are_scaled_and_their_gradient_is_that_of_the_same_drop(
 
 def test_the_kernels_decline_what_they_cannot_serve():
     q = torch.zeros(1, 1, 1, 2, dtype=torch.complex64, device=DEVICE)
-    assert robust_filter.choose("triton", q) is fast.robust_filter
+    assert dispatch.choose("triton", robust_filter.PATHS, q) is fast.robust_filter
     with pytest.raises(ValueError, match=r"triton path declined: needs complex64, got torch\.complex128"):
-        robust_filter.choose("triton", q.to(torch.complex128))
+        dispatch.choose("triton", robust_filter.PATHS, q.to(torch.complex128))
     with pytest.raises(ValueError, match="triton path declined: serves up to 64 complex coordinates per head, got 65"):
-        robust_filter.choose("triton", q[..., :1].expand(1, 1, 1, 65))
+        dispatch.choose("triton", robust_filter.PATHS, q[..., :1].expand(1, 1, 1, 65))
 
 
 def test_without_a_gpu_or_the_interpreter_the_kernels_say_so(monkeypatch):
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     with pytest.raises(ValueError, match="triton path declined: needs tensors on a CUDA GPU, got cpu"):
-        robust_filter.choose("triton", torch.zeros(1, 1, 1, 2, dtype=torch.complex64))
+        dispatch.choose("triton", robust_filter.PATHS, torch.zeros(1, 1, 1, 2, dtype=torch.complex64))

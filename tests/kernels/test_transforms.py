@@ -48,12 +48,12 @@ def mixed(found):
 
 
 def softmax(impl, q, k, v, log_precision, log_decay, bias):
-    path = softmax_moments.choose(impl, q, dropout=0.0)
+    path = dispatch.choose(impl, softmax_moments.PATHS, q, dropout=0.0)
     return tuple(path(q, k, v, CONTEXT, log_precision=log_precision, log_decay=log_decay, dropout=0.0, bias=bias))
 
 
 def softmax_mean(impl, q, k, v, log_precision, log_decay, bias):
-    path = softmax_moments.choose_mean(impl, q, dropout=0.0)
+    path = dispatch.choose(impl, softmax_moments.MEAN_PATHS, q, dropout=0.0)
     return path(q, k, v, CONTEXT, log_precision=log_precision, log_decay=log_decay, dropout=0.0, bias=bias)
 
 
@@ -67,7 +67,7 @@ def robust(impl, q, k, v, frequency, scalars, key_bias):
     q, k, v = (torch.view_as_complex(x.unflatten(-1, (K, 2))) for x in (q, k, v))
     dynamics = Dynamics(frequency, *(0.3 * scalars).exp())
     clock = read_clock(CONTEXT, dtype=q.real.dtype)
-    path = robust_filter.choose(impl, q)
+    path = dispatch.choose(impl, robust_filter.PATHS, q)
     mean, evidence = path(q, k, v, CONTEXT, dynamics, clock, Variant(), key_bias=key_bias)
     return torch.view_as_real(mean), evidence
 
@@ -92,11 +92,11 @@ def unfiltered(impl, q, k, v, transition, observed):
 
 
 def silu(impl, q, k, v, bias):
-    return tuple(silu_moments.choose(impl, q)(q, k, v, CONTEXT, length=T, bias=bias))
+    return tuple(dispatch.choose(impl, silu_moments.PATHS, q)(q, k, v, CONTEXT, length=T, bias=bias))
 
 
 def silu_mean(impl, q, k, v, bias):
-    return silu_moments.choose_mean(impl, q)(q, k, v, CONTEXT, length=T, bias=bias)
+    return dispatch.choose(impl, silu_moments.MEAN_PATHS, q)(q, k, v, CONTEXT, length=T, bias=bias)
 
 
 def loss(impl, states, weight):

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from torch import Tensor
-
-from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path, late, late_decline
 from recbft.kernels.memory import chunked, reference, unfiltered
 from recbft.kernels.memory.reference import Rule
@@ -33,12 +27,4 @@ __all__ = [
     "MemoryTrace",
     "Rule",
     "UnfilteredTrace",
-    "choose",
 ]
-
-
-def choose(
-    impl: str, paths: Mapping[str, Path], v: Tensor, *, key_width: int, transition: Tensor | None
-) -> Callable[..., Any]:
-    """The path for a call."""
-    return dispatch.choose(impl, paths, v, key_width=key_width, transition=transition)

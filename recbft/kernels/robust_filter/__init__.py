@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from recbft.core.belief import SequenceContext
-from recbft.kernels import dispatch
-from recbft.kernels.dispatch import Path, late, late_decline
+from recbft.kernels.dispatch import Path, choose, late, late_decline
 from recbft.kernels.eager import eagerly
 from recbft.kernels.robust_filter import compiled, cpu, isotropic, reference
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, read_clock, turns
@@ -23,22 +21,7 @@ PATHS = {
     "reference": Path(lambda: reference.robust_filter),
 }
 
-__all__ = [
-    "PATHS",
-    "Clock",
-    "Dynamics",
-    "Variant",
-    "choose",
-    "decayed_weights",
-    "filtered",
-    "read_clock",
-    "turns",
-]
-
-
-def choose(impl: str, q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> Callable[..., Any]:
-    """The path for a call; ``by_position`` as the clock says it."""
-    return dispatch.choose(impl, PATHS, q, dropout=dropout, by_position=by_position)
+__all__ = ["PATHS", "Clock", "Dynamics", "Variant", "decayed_weights", "filtered", "read_clock", "turns"]
 
 
 @eagerly
@@ -56,6 +39,6 @@ def filtered(
     **call: Any,
 ) -> tuple[Tensor, Tensor]:
     """The state and its evidence by the path for the call; arguments as those of ``reference.robust_filter``."""
-    path = choose(impl, q, dropout=dropout, by_position=clock.by_position)
+    path = choose(impl, PATHS, q, dropout=dropout, by_position=clock.by_position)
     value, evidence = path(q, k, v, context, dynamics, clock, variant, dropout=dropout, **call)
     return value, evidence

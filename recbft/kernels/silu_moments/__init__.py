@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from recbft.core.belief import SequenceContext
-from recbft.kernels import dispatch
 from recbft.kernels.dispatch import SOME_READ, Path, late
 from recbft.kernels.silu_moments import compiled, cpu, reference
 from recbft.kernels.silu_moments.bias import total_bias
@@ -60,19 +59,3 @@ def _paths(name: str) -> dict[str, Path]:
 
 PATHS = _paths("silu_moments")
 MEAN_PATHS = _paths("silu_mean")
-
-
-def choose(impl: str, q: Tensor, **call: bool) -> Callable[..., Any]:
-    """The path for the moments.
-
-    Args:
-        impl: as in ``dispatch.choose``.
-        q: the queries.
-        call: ``read_by_all``, as the context says it.
-    """
-    return dispatch.choose(impl, PATHS, q, **call)
-
-
-def choose_mean(impl: str, q: Tensor, **call: bool) -> Callable[..., Any]:
-    """The path for the mean alone; arguments as in ``choose``."""
-    return dispatch.choose(impl, MEAN_PATHS, q, **call)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -53,19 +50,3 @@ def takes_terms(x: Tensor, *, dropout: float) -> bool:
     """Whether what attends to a normalised input by ``auto`` takes ``core.regimes.BiasTerms`` for a bias of pairs."""
     closed = transformed() or torch.is_autocast_enabled(x.device.type)
     return x.device.type == "cpu" and not closed and compiled.decline(x, dropout=dropout) is None
-
-
-def choose(impl: str, q: Tensor, **call: Any) -> Callable[..., Any]:
-    """The path for the moments.
-
-    Args:
-        impl: as in ``dispatch.choose``.
-        q: the queries.
-        call: ``dropout``; ``read_by_all``, as the context says it.
-    """
-    return dispatch.choose(impl, PATHS, q, **call)
-
-
-def choose_mean(impl: str, q: Tensor, **call: Any) -> Callable[..., Any]:
-    """The path for the mean alone; arguments as in ``choose``."""
-    return dispatch.choose(impl, MEAN_PATHS, q, **call)
