@@ -14,6 +14,7 @@ from torch import Tensor
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
 from recbft.kernels.eager import eagerly
+from recbft.kernels.layout import readable
 
 if TYPE_CHECKING:  # core picks the kernels that need this file
     from recbft.core.belief import SequenceContext
@@ -172,14 +173,3 @@ def run(function: Any, call: ctypes.Structure, q: Tensor) -> None:
     """Call one of the functions of heads."""
     if function(ctypes.byref(call)):
         raise MemoryError(f"no memory to work on a head of {q.shape[2]} tokens; lower max_length")
-
-
-def readable(x: Tensor) -> Tensor:
-    """The same with elements of a token side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def by_tokens(like: Tensor) -> Tensor:
-    """Room for (B, H, T, K), laid out as the layers around have it: (B, T, H, K)."""
-    B, H, T, K = like.shape
-    return like.new_empty(B, T, H, K).transpose(1, 2)

@@ -17,8 +17,9 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
-from recbft.kernels.compiled.heads import Batch, Spans, View, by_tokens, check, readable, run, spans_of
+from recbft.kernels.compiled.heads import Batch, Spans, View, check, run, spans_of
 from recbft.kernels.complex_pairs import as_complex, real
+from recbft.kernels.layout import by_tokens, readable
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns
 from recbft.kernels.robust_filter.isotropic import Tables, tables_of
 from recbft.kernels.transforms import applied, once_differentiable, transformed

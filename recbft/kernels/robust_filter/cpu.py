@@ -28,6 +28,7 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.dropout import scaled_mask
+from recbft.kernels.layout import by_tokens
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, in_columns, turns
 from recbft.kernels.robust_filter.isotropic import lag_tables
 from recbft.kernels.transforms import applied, decline_dropout, once_differentiable, transformed
@@ -128,7 +129,7 @@ class _RobustFilter(torch.autograd.Function):
         tiles = _tiles(T, options.in_columns)
         weights, misfit = ([kappa.new_empty(B, H, *_size(tile)) for tile in tiles] for _ in range(2))
         evidence = kappa.new_empty(B, H, T)
-        mean = _heads_last(q)
+        mean = by_tokens(q)
         drop = scaled_mask(kappa.new_empty(B, H, T, T), options.dropout) if options.dropout > 0 else None
         keep = allowed.to(kappa.dtype) if options.with_evidence else None
         for rows in _blocks(B, H * T * T):
@@ -166,7 +167,7 @@ class _RobustFilter(torch.autograd.Function):
         turned, tiles = ctx.turned, ctx.tiles
         B, H, T, _ = grad_mean.shape
         sums = _Sums(*tables, needs_decay=ctx.needs_input_grad[3])
-        d_query, d_key, d_value = (_heads_last(grad_mean) for _ in range(3))
+        d_query, d_key, d_value = (by_tokens(grad_mean) for _ in range(3))
         d_bias = grad_mean.real.new_zeros(B, T) if ctx.needs_input_grad[8] else None
         for rows in _blocks(B, H * T * T):
             q, k, v = _turn(all_q, turned.query, rows), _turn(all_k, turned.key, rows), _turn(all_v, turned.value, rows)
@@ -300,12 +301,6 @@ def _turn_back(x: Tensor, turn: Tensor | None, rows: slice, *, out: Tensor) -> N
         out.copy_(found)
     else:
         torch.mul(found, _rows_of(turn, rows).conj(), out=out)
-
-
-def _heads_last(like: Tensor) -> Tensor:
-    """An empty (B, H, T, K) whose heads lie next to each other, so that they join without a copy."""
-    B, H, T, K = like.shape
-    return torch.empty(B, T, H, K, dtype=like.dtype).transpose(1, 2)
 
 
 def _gather(x: Tensor, into: Tensor, at: _At) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from recbft.core.belief import SequenceContext
 from recbft.kernels.dispatch import interpreted
+from recbft.kernels.layout import by_tokens
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
 from recbft.kernels.transforms import applied, decline_dropout, once_differentiable, transformed
@@ -147,7 +148,7 @@ class _RobustFilter(torch.autograd.Function):
         places = _Places(segment, position, asked, read, asks, reads)
         q, k, v = _alike(q, k, v)
         scalars, bias = scalars.contiguous(), None if key_bias is None else key_bias.contiguous()
-        mean = _heads_last(q)
+        mean = by_tokens(q)
         evidence, log_sum = (scalars.new_empty(q.shape[:3]) for _ in range(2))
         if mean.numel():
             forward[_grid(q)](
@@ -163,7 +164,7 @@ class _RobustFilter(torch.autograd.Function):
         q, k, v, mean, log_sum, scalars, bias, *places = ctx.saved_tensors
         (g,), grad_evidence = _alike(grad_mean), grad_evidence.contiguous()
         B, H, T, _ = q.shape
-        dq, dk, dv = (_heads_last(q) for _ in range(3))
+        dq, dk, dv = (by_tokens(q) for _ in range(3))
         parts = scalars.new_empty(B, _tiles(T), H, NUM_SCALARS)
         spent, d_bias = (scalars.new_empty(B, H, T) for _ in range(2))
         if mean.numel():
@@ -232,9 +233,3 @@ def _alike(*tensors: Tensor) -> list[Tensor]:
 
 def _pairs(*tensors: Tensor) -> list[Tensor]:
     return [torch.view_as_real(x) for x in tensors]
-
-
-def _heads_last(like: Tensor) -> Tensor:
-    """An empty (B, H, T, K) whose heads lie next to each other, so that they join without a copy."""
-    B, H, T, K = like.shape
-    return like.new_empty(B, T, H, K).transpose(1, 2)

@@ -24,6 +24,7 @@ from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import dispatch
 from recbft.kernels.full_precision import exact_products
+from recbft.kernels.layout import readable
 from recbft.kernels.silu_moments import product_dtype
 from recbft.kernels.silu_moments.triton_passes import forward_pass, keys_pass, readers_pass
 from recbft.kernels.transforms import applied, once_differentiable
@@ -36,7 +37,9 @@ def silu_moments(
 ) -> SiluMoments:
     """The same as the reference; e in the type of v, the other moments in float32."""
     history = (context.segment.contiguous(), context.position.contiguous())
-    return SiluMoments(*applied(_SiluMoments, _dense(q), _dense(k), _dense(v), bias, *history, context.causal, length))
+    return SiluMoments(
+        *applied(_SiluMoments, readable(q), readable(k), readable(v), bias, *history, context.causal, length)
+    )
 
 
 def silu_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None) -> Tensor:
@@ -174,16 +177,11 @@ class _Launch(NamedTuple):
         }
 
 
-def _dense(x: Tensor) -> Tensor:
-    """With neighbouring coordinates side by side in memory; other strides may be any."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _gradient(grad: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     """A gradient that kernels can read: of vectors with any strides between tokens, of scalars without gaps."""
     if grad is None:
         return torch.zeros(shape, dtype=torch.float32, device=like.device)
-    return _dense(grad) if len(shape) == 4 else grad.contiguous()
+    return readable(grad) if len(shape) == 4 else grad.contiguous()
 
 
 def _strides(*tensors: Tensor | None) -> tuple[int, ...]:

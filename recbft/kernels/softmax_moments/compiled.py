@@ -28,13 +28,12 @@ from recbft.kernels.compiled.heads import (
     Spans,
     Terms,
     View,
-    by_tokens,
     check,
     pairs_readable,
-    readable,
     run,
     spans_of,
 )
+from recbft.kernels.layout import by_tokens, readable
 from recbft.kernels.transforms import applied, once_differentiable
 
 MEAN, MOMENTS, REML = range(3)

@@ -22,6 +22,7 @@ from recbft.core.belief import SequenceContext
 from recbft.core.observation import epsilon_of
 from recbft.core.statistics import Moments
 from recbft.kernels import dispatch
+from recbft.kernels.layout import by_tokens
 from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_kernel
 from recbft.kernels.softmax_moments.triton_columns import columns_kernel
 from recbft.kernels.softmax_moments.triton_forward import forward_kernel
@@ -164,11 +165,11 @@ class _SoftmaxMoments(torch.autograd.Function):
         spans: Spans,
         moments: bool | _Reml,
     ) -> tuple[Tensor, ...]:
-        mean, lse = _heads(v, v.dtype), _output(v, *v.shape[:3])
-        offset = _heads(v, torch.float32 if v.dtype == torch.float32 else torch.float16)
+        mean, lse = by_tokens(v), _output(v, *v.shape[:3])
+        offset = by_tokens(v, torch.float32 if v.dtype == torch.float32 else torch.float16)
         size = _output(v, *v.shape[:3]) if moments else None
-        residual = _heads(v) if moments is True else None
-        precision = _heads(v) if isinstance(moments, _Reml) else None
+        residual = by_tokens(v, torch.float32) if moments is True else None
+        precision = by_tokens(v, torch.float32) if isinstance(moments, _Reml) else None
         statistics = (offset, lse, size, residual, precision)
         ctx.reml = moments._asdict() if isinstance(moments, _Reml) else _Reml()._asdict()
         in_products = offset.dtype  # bfloat16 has too few digits for the difference in S
@@ -195,8 +196,8 @@ class _SoftmaxMoments(torch.autograd.Function):
         B, H, T, _ = q.shape
         spreads = g_residual is not None or g_precision is not None
         call = _Call.of(q, k, v, log_precision, log_decay, bias, spans, v.dtype, squares=spreads)
-        d_q, d_k, d_v, pulled = (_heads(v, v.dtype) for _ in range(4))
-        spread = _heads(v, v.dtype) if spreads else None
+        d_q, d_k, d_v, pulled = (by_tokens(v) for _ in range(4))
+        spread = by_tokens(v) if spreads else None
         delta = _in_products(v, B, H, T)
         delta = _output(v, B, H, T) if delta is None else delta
         push = None if g_size is None and g_precision is None else _output(v, B, H, T)
@@ -277,7 +278,7 @@ def _columns(
     """Centred values, their squares where asked for, and what columns add to logits, if anything, for a product too."""
     B, H, T, K = v.shape
     in_terms = log_decay if spans.causal else None
-    centred, squared = _heads(v, dtype), _heads(v, dtype) if squares else None
+    centred, squared = by_tokens(v, dtype), by_tokens(v, dtype) if squares else None
     terms = None if log_precision is None and in_terms is None else _output(v, B, T)
     wide = None if terms is None else _in_products(v, B, T)
     tensors = (v, log_precision, in_terms, spans.home, spans.place, centred, squared, terms, wide)
@@ -324,12 +325,6 @@ def _tiles(T: int, W: int, like: Tensor, *, with_bias: bool = False, forward: bo
     short = max(16, triton.next_power_of_2(T))
     tile = {"OWN": min(own, short), "OTHER": min(other, short), "num_warps": warps, "num_stages": stages}
     return tile if registers is None else tile | {"maxnreg": registers}
-
-
-def _heads(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory for (B, H, T, K) laid out token by token, which is how a model joins its heads."""
-    B, H, T, K = like.shape
-    return _output(like, B, T, H, K, dtype=dtype).transpose(1, 2)
 
 
 def _in_products(like: Tensor, *shape: int) -> Tensor | None:
