@@ -36,8 +36,6 @@ ESTIMATORS: dict[str, tuple[str, ...]] = {
     "silu": ("sandwich",),  # not normalised, may be negative
 }
 
-_EPSILON = {torch.float64: 1e-12}
-
 
 def check_estimator(estimator: str, weights: str) -> None:
     """Refuse an estimator where it is not defined.
@@ -170,7 +168,7 @@ def projected_precision(precision: Tensor, weight: Tensor, *, cap: float = 100.0
 
 def epsilon_of(like: Tensor) -> float:
     """What keeps a denominator of this type above 0."""
-    return _EPSILON.get(like.dtype, 1e-8)
+    return 1e-12 if like.dtype == torch.float64 else 1e-8
 
 
 def _either(names: tuple[str, ...]) -> str:

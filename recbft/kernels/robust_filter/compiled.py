@@ -20,7 +20,7 @@ from recbft.kernels.compiled import pointer
 from recbft.kernels.compiled.heads import Batch, Spans, View, check, run, spans_of
 from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.layout import by_tokens, readable
-from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns
+from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
 from recbft.kernels.robust_filter.isotropic import Tables, tables_of
 from recbft.kernels.transforms import applied, once_differentiable, transformed
 
@@ -54,7 +54,7 @@ def robust_filter(
     if not (q.dtype == k.dtype == v.dtype == torch.complex64):
         raise ValueError(f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}; this path takes complex64")
     d = Dynamics(*(x.float() for x in dynamics))
-    turned, back = _Turns.of(d.frequency, clock), None
+    turned, back = _Turns(*turns_of(d.frequency, clock)), None
     outside = turned.query.requires_grad or transformed()  # frequencies that torch.func may ask about
     if outside:
         q, k = q * turned.query, k * turned.key
@@ -94,11 +94,6 @@ class _Turns(NamedTuple):
 
     query: Tensor
     key: Tensor
-
-    @classmethod
-    def of(cls, frequency: Tensor, clock: Clock) -> _Turns:
-        query = turns(frequency, clock.query)
-        return cls(query, query if clock.key is clock.query else turns(frequency, clock.key))
 
 
 class _How(NamedTuple):

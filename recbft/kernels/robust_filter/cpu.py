@@ -29,7 +29,7 @@ from recbft.core.belief import SequenceContext
 from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.layout import by_tokens
-from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, in_columns, turns
+from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, in_columns, turns_of
 from recbft.kernels.robust_filter.isotropic import lag_tables
 from recbft.kernels.transforms import applied, decline_dropout, once_differentiable, transformed
 
@@ -54,11 +54,9 @@ def robust_filter(
 ) -> tuple[Tensor, Tensor | None]:
     """The same as the reference with scalars (H,)."""
     tables = lag_tables(clock, dynamics, variant)
-    turn = turns(dynamics.frequency, clock.query)
-    turned = _Turns(turn, turn if clock.key is clock.query else turns(dynamics.frequency, clock.key))
-    if variant.rotate_values:
-        turned = turned._replace(value=turned.key, back=turn)
-    outside, by_autograd = turned, turn.requires_grad or transformed()
+    query, key = turns_of(dynamics.frequency, clock)
+    turned = _Turns(query, key, key, query) if variant.rotate_values else _Turns(query, key)
+    outside, by_autograd = turned, query.requires_grad or transformed()
     if by_autograd:  # a learned unit of time, or frequencies that torch.func may ask about
         q, k, v = (x if by is None else x * by for x, by in ((q, turned.query), (k, turned.key), (v, turned.value)))
         turned = _Turns()

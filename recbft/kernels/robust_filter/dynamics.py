@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from recbft.core.belief import SequenceContext
+from recbft.core.observation import epsilon_of
 from recbft.errors import UserError
 
 Kernel = Literal["student", "gaussian"]
@@ -116,7 +117,13 @@ def residual_variance(elapsed: Tensor, dynamics: Dynamics) -> Tensor:
     # expm1: with a small decay 1 - E^2 would be rounding, times a large s2.
     diffused = torch.where(dynamics.decay > 0, -torch.expm1(-span), elapsed)
     variance = dynamics.process * diffused + dynamics.key_noise * torch.exp(-span) + dynamics.query_noise
-    return variance.clamp(min=1e-12 if variance.dtype == torch.float64 else 1e-8)
+    return variance.clamp(min=epsilon_of(variance))
+
+
+def turns_of(frequency: Tensor, clock: Clock) -> tuple[Tensor, Tensor]:
+    """``turns`` of queries and of keys, one for both where these have the same times."""
+    query = turns(frequency, clock.query)
+    return query, query if clock.key is clock.query else turns(frequency, clock.key)
 
 
 def turns(frequency: Tensor, time: Tensor) -> Tensor:

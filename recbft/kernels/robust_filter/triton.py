@@ -18,7 +18,7 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.layout import by_tokens
-from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns
+from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
 from recbft.kernels.transforms import applied, decline_dropout, once_differentiable, transformed
 
@@ -53,8 +53,7 @@ def robust_filter(
 ) -> tuple[Tensor, Tensor | None]:
     """The same as the reference with scalars (H,)."""
     K = q.shape[-1]
-    asks = turns(dynamics.frequency, clock.query)
-    reads = asks if clock.key is clock.query else turns(dynamics.frequency, clock.key)
+    asks, reads = turns_of(dynamics.frequency, clock)
     # Learned frequencies or unit of time, or what torch.func may ask about: the rotations are left to autograd.
     outside = asks.requires_grad or transformed()
     if outside:
