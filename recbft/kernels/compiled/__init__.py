@@ -82,8 +82,13 @@ def library() -> ctypes.CDLL:
 
 
 def pointer(x: Tensor | None) -> int | None:
-    """Where the elements of a tensor begin."""
+    """Where the elements of a tensor begin, for a field of a structure."""
     return None if x is None else x.data_ptr()
+
+
+def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
+    """The same as arguments of a call."""
+    return [ctypes.c_void_p(pointer(x)) for x in tensors]
 
 
 @lru_cache

@@ -47,7 +47,7 @@ def _find_spans(context: SequenceContext) -> Spans:
     start, stop, gaps = (torch.empty_like(history) for _ in range(3))
     found = (history, place, key_history, key_place, start, stop, gaps)
     sizes = [ctypes.c_int64(n) for n in (*history.shape, key_history.shape[1], context.causal)]
-    compiled.library().spans_of_tokens(*sizes, *(ctypes.c_void_p(pointer(x)) for x in found))
+    compiled.library().spans_of_tokens(*sizes, *compiled.pointers(*found))
     first = context.first.to(torch.int32).contiguous()
     return Spans(start, stop, gaps, first, history, place, key_history, key_place, context.causal)
 
@@ -73,10 +73,10 @@ class Batch(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, spans: Spans) -> Batch:
-        """Of queries and keys; the spans stay with the caller."""
-        B, H, T, K = q.shape
-        return cls(B, H, T, k.shape[2], K, *map(pointer, spans[:8]), spans.causal)
+    def of(cls, spans: Spans, H: int, K: int) -> Batch:
+        """Of heads; the spans stay with the caller."""
+        B, T = spans.token_history.shape
+        return cls(B, H, T, spans.key_history.shape[1], K, *map(pointer, spans[:8]), spans.causal)
 
 
 class Terms(ctypes.Structure):
@@ -104,16 +104,9 @@ class Terms(ctypes.Structure):
 def statistics_of(terms: BiasTerms, context: SequenceContext, *, every: int) -> tuple[Tensor, Tensor]:
     """Mean and variance of a bias before it is standardised, over the pairs of every few rows."""
     spans = spans_of(context)
-    B, T = spans.token_history.shape
-    sums = torch.zeros(B, 3, dtype=torch.float64)
-    batch = Batch(B, 1, T, spans.key_history.shape[1], 1, *map(pointer, spans[:8]), spans.causal)
-    asked = (
-        ctypes.byref(batch),
-        ctypes.byref(Terms.of(terms, spans.causal)),
-        ctypes.c_int64(every),
-        ctypes.c_void_p(pointer(sums)),
-    )
-    compiled.library().statistics_of_terms(*asked)
+    sums = torch.zeros(len(spans.start), 3, dtype=torch.float64)
+    asked = ctypes.byref(Batch.of(spans, 1, 1)), ctypes.byref(Terms.of(terms, spans.causal)), ctypes.c_int64(every)
+    compiled.library().statistics_of_terms(*asked, *compiled.pointers(sums))
     pairs, total, squares = sums.sum(dim=0)
     off = total / pairs.clamp(min=1)
     variance = squares / pairs.clamp(min=1) - off.square()

@@ -5,12 +5,11 @@ Shapes: N positions, V items.
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
+from ctypes import c_int64
 
 from torch import Tensor
 
 from recbft.kernels import compiled
-from recbft.kernels.compiled import pointer
 
 
 def exponentials(logits: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -23,5 +22,5 @@ def exponentials(logits: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor, Tens
     total = logits.new_empty(N, 1)
     shift = logits.new_empty(N, 1) if shifted else None
     sizes = (c_int64(n) for n in (N, V, logits.stride(0)))
-    compiled.library().exponential_sums(*sizes, *(c_void_p(pointer(x)) for x in (logits, shift, total)))
+    compiled.library().exponential_sums(*sizes, *compiled.pointers(logits, shift, total))
     return logits, total, shift

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.kernels import compiled
-from recbft.kernels.compiled import pointer
 from recbft.kernels.eager import eagerly
 from recbft.kernels.transforms import once_differentiable, transformed
 
@@ -68,8 +67,7 @@ def _by_bits(x: Tensor, bits: Tensor, p: float) -> Tensor:
     least, scale = _kept(p)
     x = x.contiguous()
     y = torch.empty_like(x)
-    sizes = c_int64(x.numel()), c_int32(least), c_float(scale)
-    compiled.library().dropout(*sizes, *(c_void_p(pointer(part)) for part in (bits, x, y)))
+    compiled.library().dropout(c_int64(x.numel()), c_int32(least), c_float(scale), *compiled.pointers(bits, x, y))
     return y
 
 

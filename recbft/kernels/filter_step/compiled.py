@@ -5,30 +5,30 @@ Shapes: N tokens, D model width; the tokens' axes come first.
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64
 
 import torch
 from torch import Tensor
 
 from recbft.kernels import compiled
-from recbft.kernels.compiled import pointer
+from recbft.kernels.compiled import pointers
 from recbft.kernels.filter_step.analytic import FLOOR
 
 
 def update(h: Tensor, lam: Tensor, e: Tensor, r: Tensor, updated: Tensor, after: Tensor, ramp: float) -> None:
     """As ``fused.Passes`` says."""
-    compiled.library().update_forward(c_int64(h.numel()), c_float(ramp), *_of(h, lam, e, r, updated, after))
+    compiled.library().update_forward(c_int64(h.numel()), c_float(ramp), *pointers(h, lam, e, r, updated, after))
 
 
 def update_gradients(given: tuple[Tensor | None, ...], found: tuple[Tensor, ...], ramp: float) -> None:
     """As ``fused.Passes`` says."""
     read = [torch.zeros_like(found[0]) if x is None else x for x in given]
-    compiled.library().update_backward(c_int64(found[0].numel()), c_float(ramp), *_of(*read, *found))
+    compiled.library().update_backward(c_int64(found[0].numel()), c_float(ramp), *pointers(*read, *found))
 
 
 def predict(lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float) -> None:
     """As ``fused.Passes`` says."""
-    compiled.library().predict_forward(*_sizes(lam, J), *_bounds(low, cap), *_of(lam, J, Q, predicted))
+    compiled.library().predict_forward(*_sizes(lam, J), *_bounds(low, cap), *pointers(lam, J, Q, predicted))
 
 
 def predict_gradients(given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float) -> Tensor:
@@ -36,7 +36,7 @@ def predict_gradients(given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | No
     lam, J, Q = given[:3]
     num_tokens, *sizes = _sizes(lam, J)
     sums = Q.new_empty(compiled.library().predict_sums(num_tokens), len(Q))
-    compiled.library().predict_backward(num_tokens, *sizes, *_bounds(low, cap), *_of(*given, d_lam, d_J, sums))
+    compiled.library().predict_backward(num_tokens, *sizes, *_bounds(low, cap), *pointers(*given, d_lam, d_J, sums))
     return sums.sum(dim=0)
 
 
@@ -48,7 +48,3 @@ def _sizes(lam: Tensor, J: Tensor) -> list[c_int64]:
 
 def _bounds(low: float, cap: float) -> list[c_float]:
     return [c_float(FLOOR), c_float(low), c_float(cap)]
-
-
-def _of(*tensors: Tensor | None) -> list[c_void_p]:
-    return [c_void_p(pointer(x)) for x in tensors]

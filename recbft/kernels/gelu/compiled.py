@@ -5,14 +5,14 @@ Shapes: N tokens, F feed-forward width, r columns, S seeds.
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
+from collections.abc import Iterator
+from ctypes import c_int64
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from recbft.kernels import compiled
-from recbft.kernels.compiled import pointer
 
 
 def serves(a: Tensor, factor: Tensor) -> bool:
@@ -23,7 +23,7 @@ def serves(a: Tensor, factor: Tensor) -> bool:
 def forward(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """``(gelu(a), gelu'(a) @ factor)``; a (N, F), factor (F, r) or (S, F, r)."""
     y, z = torch.empty_like(a, memory_format=torch.contiguous_format), a.new_empty(len(a), factor.shape[-1])
-    for right, *parts in zip(_each(factor), *_shared(factor, a.contiguous(), y, z), strict=True):
+    for right, *parts in _by_seed(factor, a.contiguous(), y, z):
         _run("gelu_forward", right, _padded(right), *parts)
     return y, z
 
@@ -31,7 +31,7 @@ def forward(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
 def slope_product(a: Tensor, factor: Tensor) -> Tensor:
     """``gelu'(a) @ factor`` alone."""
     z = a.new_empty(len(a), factor.shape[-1])
-    for right, points, out in zip(_each(factor), *_shared(factor, a.contiguous(), z), strict=True):
+    for right, points, out in _by_seed(factor, a.contiguous(), z):
         _run("gelu_forward", right, _padded(right), points, None, out)
     return z
 
@@ -40,19 +40,15 @@ def backward(a: Tensor, factor: Tensor, g_y: Tensor, g_z: Tensor) -> Tensor:
     """The gradient of a."""
     a, g_y, g_z = a.contiguous(), g_y.contiguous(), g_z.contiguous()
     d_a = torch.empty_like(a)
-    for right, *parts in zip(_each(factor), *_shared(factor, a, g_y, g_z, d_a), strict=True):
+    for right, *parts in _by_seed(factor, a, g_y, g_z, d_a):
         _run("gelu_backward", right, _padded(right.T), *parts)
     return d_a
 
 
-def _each(factor: Tensor) -> list[Tensor]:
-    return [factor] if factor.dim() == 2 else list(factor)
-
-
-def _shared(factor: Tensor, *tokens: Tensor) -> list[tuple[Tensor, ...]]:
-    """Each tensor in as many equal parts as there are factors."""
-    num = 1 if factor.dim() == 2 else len(factor)
-    return [tuple(x.view(num, -1, x.shape[-1])) for x in tokens]
+def _by_seed(factor: Tensor, *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The factor of each seed, and its share of each tensor."""
+    factors = factor[None] if factor.dim() == 2 else factor
+    return zip(factors, *(x.view(len(factors), -1, x.shape[-1]) for x in tokens), strict=True)
 
 
 def _padded(matrix: Tensor) -> Tensor:
@@ -63,5 +59,5 @@ def _padded(matrix: Tensor) -> Tensor:
 
 def _run(name: str, factor: Tensor, padded: Tensor, a: Tensor, *tensors: Tensor | None) -> None:
     sizes = (c_int64(n) for n in (len(a), *factor.shape))
-    if getattr(compiled.library(), name)(*sizes, *(c_void_p(pointer(x)) for x in (a, padded, *tensors))):
+    if getattr(compiled.library(), name)(*sizes, *compiled.pointers(a, padded, *tensors)):
         raise MemoryError(f"no memory for {factor.shape[0]} features of a few tokens; lower inner_size")

@@ -184,7 +184,7 @@ def _call(
     log_total: Tensor,
 ) -> _Call:
     """What both directions know; the tensors stay with the caller."""
-    call = _Call(Batch.of(q, k, spans), how.student, how.turns_values, scalars[0].shape[1])
+    call = _Call(Batch.of(spans, q.shape[1], q.shape[3]), how.student, how.turns_values, scalars[0].shape[1])
     call.q, call.k, call.v = map(View.of, (q, k, v))
     for name, x in zip((*Tables._fields, "kappa", "temperature", "key_bias"), (*scalars, key_bias), strict=True):
         setattr(call, name, pointer(x))

@@ -157,7 +157,7 @@ def _call(
     q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor | None], spans: Spans, length: int, mean_alone: bool
 ) -> _Call:
     """What both directions know; the tensors stay with the caller."""
-    call = _Call(Batch.of(q, k, spans), mean_alone, 0 if biases[1] is None else len(biases[1]))
+    call = _Call(Batch.of(spans, q.shape[1], q.shape[3]), mean_alone, 0 if biases[1] is None else len(biases[1]))
     call.scale, call.share = 1 / math.sqrt(q.shape[-1]), 1 / length
     call.q, call.k, call.v = map(View.of, (q, k, v))
     call.key_bias, call.lag_bias, call.log_decay = map(pointer, biases)

@@ -214,7 +214,7 @@ def _call(
     log_total: Tensor,
 ) -> _Call:
     """What both directions know; the tensors stay with the caller."""
-    call = _Call(Batch.of(q, k, spans), estimate.kind, 1 / math.sqrt(q.shape[-1]))
+    call = _Call(Batch.of(spans, q.shape[1], q.shape[3]), estimate.kind, 1 / math.sqrt(q.shape[-1]))
     call.nu, call.constant, call.cap = estimate.prior_dof, estimate.constant, estimate.cap
     call.q, call.k, call.v, call.mean, call.second = map(View.of, (q, k, v, mean, second))
     call.key_bias, call.log_decay = pointer(key_bias), pointer(log_decay)
