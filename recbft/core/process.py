@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FLOOR = 0.01  # of (4), so that cancellation does not raise precision without bound
+
 
 def gelu_slope(a: Tensor) -> Tensor:
     """phi'(a) = Phi(a) + a N(a; 0, 1), the derivative of the exact GELU."""
@@ -85,7 +87,6 @@ def predict_precision(
     jacobian: Tensor | float,
     process_noise: Tensor | float,
     *,
-    floor: float = 0.01,
     cap: float = 100.0,
 ) -> Tensor:
     """Equation (4): precision after the feed-forward network.
@@ -94,13 +95,12 @@ def predict_precision(
         precision: lam', (..., D), > 0.
         jacobian: J, broadcastable to it; 0 where the network's slope is ignored.
         process_noise: Q, variance added, broadcastable, >= 0.
-        floor: the least (1 + J)^2, so that cancellation does not raise precision without bound.
         cap: the largest precision returned.
 
     Returns:
         lam'', (..., D), in (0, cap].
     """
-    slope = torch.as_tensor(1 + jacobian, dtype=precision.dtype, device=precision.device).square().clamp(min=floor)
+    slope = torch.as_tensor(1 + jacobian, dtype=precision.dtype, device=precision.device).square().clamp(min=FLOOR)
     return (precision / (slope + process_noise * precision)).clamp(max=cap)
 
 

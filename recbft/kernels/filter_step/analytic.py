@@ -20,9 +20,8 @@ from torch import Tensor
 
 from recbft.core.belief import Belief
 from recbft.core.observation import epsilon_of
+from recbft.core.process import FLOOR
 from recbft.kernels.transforms import applied, once_differentiable
-
-FLOOR = 0.01  # the least (1 + J)^2, as in core.predict_precision
 
 
 def reml_precision(

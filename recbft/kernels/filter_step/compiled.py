@@ -10,9 +10,9 @@ from ctypes import c_float, c_int64
 import torch
 from torch import Tensor
 
+from recbft.core.process import FLOOR
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointers
-from recbft.kernels.filter_step.analytic import FLOOR
 
 
 def update(h: Tensor, lam: Tensor, e: Tensor, r: Tensor, updated: Tensor, after: Tensor, ramp: float) -> None:

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recbft.core.process import FLOOR
 from recbft.kernels.dispatch import launched_beside
-from recbft.kernels.filter_step.analytic import FLOOR
 from recbft.kernels.triton_parts import added, cut, own_columns
 
 ELEMENTS = 1024  # of a program
