@@ -64,10 +64,11 @@ class SequenceContext:
     @untransformed
     def allowed(self) -> Tensor:
         """(B, T, T) bool, True where token t (second axis) may read token j (third axis)."""
-        same = self.segment[:, :, None] == self.segment[:, None, :]
+        segment, position = self.readers
+        same = segment[:, :, None] == self.segment[:, None, :]
         allowed = same & self.valid[:, None, :]
         if self.causal:
-            allowed = allowed & (self.position[:, None, :] <= self.position[:, :, None])
+            allowed = allowed & (self.position[:, None, :] <= position[:, :, None])
         return allowed
 
     @cached_property
@@ -81,7 +82,8 @@ class SequenceContext:
     @untransformed
     def lag(self) -> Tensor:
         """(B, T, T) integers, the distance in positions between token t and token j."""
-        return (self.position[:, :, None] - self.position[:, None, :]).abs()
+        _, position = self.readers
+        return (position[:, :, None] - self.position[:, None, :]).abs()
 
     @cached_property
     @untransformed

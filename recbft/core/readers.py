@@ -69,26 +69,13 @@ class _ReadBySome(SequenceContext):
 
     @cached_property
     @untransformed
-    def allowed(self) -> Tensor:
-        return self._rows(self.whole.allowed)
-
-    @cached_property
-    @untransformed
-    def lag(self) -> Tensor:
-        return (self.position.gather(1, self.column)[:, :, None] - self.position[:, None, :]).abs()
-
-    @cached_property
-    @untransformed
     def log_elapsed(self) -> Tensor:
-        return self._rows(self.whole.log_elapsed)
+        return self.whole.log_elapsed.take_along_dim(self.column[..., None], dim=1)
 
     @cached_property
     @untransformed
     def first(self) -> Tensor:
         return self.whole.first  # of the keys, none of which is left out
-
-    def _rows(self, pairs: Tensor) -> Tensor:
-        return pairs.take_along_dim(self.column[..., None], dim=1)
 
 
 @overload
