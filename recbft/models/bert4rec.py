@@ -50,13 +50,6 @@ class BERT4RecConfig(BackboneConfig):
     last_item_probability: float = 0.5  # of cutting a history at random and masking its last item only
     mask_seed: int | None = 0  # of what is masked; None means that it follows the run's seed
 
-    @property
-    def attention_dropout_rate(self) -> float:
-        """Probability of dropping an attention weight."""
-        if self.attention_dropout is None:
-            return self.dropout if self.layer == "post_norm" else 0.0
-        return self.attention_dropout
-
     def __post_init__(self) -> None:
         check_backbone(self)
         check_range("max_length", self.max_length, at_least=2)  # an item and the mask
@@ -110,7 +103,7 @@ def bert4rec(
                 core,
                 mixing,
                 attention_dropout=config.attention_dropout,
-                default_dropout=config.attention_dropout_rate,
+                default_dropout=config.dropout if post_norm else 0.0,
             ),
             inner_size=config.inner_size or 4 * D,
             layer=config.layer,

@@ -39,13 +39,6 @@ class SASRecConfig(BackboneConfig):
     layer: Literal["pre_norm", "original"] = "pre_norm"
 
     @property
-    def attention_dropout_rate(self) -> float:
-        """Probability of dropping an attention weight."""
-        if self.attention_dropout is None:
-            return self.dropout if self.layer == "original" else 0.0
-        return self.attention_dropout
-
-    @property
     def ffn_size(self) -> int:
         """Width of the feed-forward network."""
         return self.inner_size or self.hidden_size * (1 if self.layer == "original" else 4)
@@ -88,7 +81,7 @@ def sasrec(
             core,
             mixing,
             attention_dropout=config.attention_dropout,
-            default_dropout=config.attention_dropout_rate,
+            default_dropout=config.dropout if config.layer == "original" else 0.0,
         ),
         inner_size=config.ffn_size,
         activation=config.activation,
