@@ -4,6 +4,7 @@ from recbft.core.belief import Belief, SequenceContext
 from recbft.core.moments import scalar_log_precision, softmax_mean, softmax_moments
 from recbft.core.observation import (
     ESTIMATORS,
+    Estimator,
     check_estimator,
     delta_precision,
     design_effect_precision,
@@ -40,6 +41,7 @@ __all__ = [
     "ESTIMATORS",
     "MAX_TOKENS",
     "Belief",
+    "Estimator",
     "Moments",
     "Readers",
     "SequenceContext",

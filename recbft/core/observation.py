@@ -23,6 +23,8 @@ Shapes: B rows, H heads, T tokens, K head width, D = H K.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
@@ -30,9 +32,10 @@ from recbft.core.statistics import SiluMoments
 from recbft.errors import UserError
 from recbft.kernels.full_precision import in_full_precision
 
+Estimator = Literal["reml", "reml_naive", "sandwich", "delta", "design_effect"]
 # Kind of attention weights -> the estimators defined for it.
 ESTIMATORS: dict[str, tuple[str, ...]] = {
-    "softmax": ("reml", "reml_naive", "sandwich", "delta", "design_effect"),  # positive, rows sum to one
+    "softmax": get_args(Estimator),  # positive, rows sum to one
     "silu": ("sandwich",),  # not normalised, may be negative
 }
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.core import (
+    Estimator,
     Readers,
     SequenceContext,
     check_estimator,
@@ -48,8 +49,6 @@ from recbft.kernels.softmax_moments import takes_terms
 from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.heads import by_head, joined
 from recbft.mixers.observation import Observation, projected
-
-Estimator = Literal["reml", "reml_naive", "sandwich", "delta", "design_effect"]
 
 
 class SoftmaxAttention(nn.Module):

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from recbft.config import check_range
-from recbft.core import SequenceContext
+from recbft.core import Estimator, SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.eager import eagerly
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable
-from recbft.mixers.attention import Estimator, SoftmaxAttention
+from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.heads import by_head
 from recbft.mixers.observation import Observation, projected
 

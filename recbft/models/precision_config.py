@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from recbft.config import check_range
-from recbft.core import ESTIMATORS, MAX_TOKENS, check_estimator
+from recbft.core import ESTIMATORS, MAX_TOKENS, Estimator, check_estimator
 from recbft.errors import UserError
 
 JacobianMode = Literal["exact", "low_rank", "running_mean", "off"]
@@ -39,7 +39,7 @@ class CoreConfig:
         q_max: scale of the process noise.
     """
 
-    estimator: Literal["reml", "reml_naive", "sandwich", "delta", "design_effect"] = "reml"
+    estimator: Estimator = "reml"
     prior_dof: float = 1.0
     prior_variance: float | None = None
     sandwich_centre: Literal["root", "innovation"] = "root"
