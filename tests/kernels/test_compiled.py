@@ -33,8 +33,7 @@ from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.kernels.dropout import dropout, scaled_mask
 from recbft.kernels.filter_step import analytic, sandwich
 from recbft.kernels.filter_step import compiled as passes
-from recbft.kernels.filter_step.fused import Fused
-from recbft.kernels.filter_step.operands import prediction_is_plain, update_is_plain
+from recbft.kernels.filter_step.fused import Fused, prediction_is_plain, update_is_plain
 from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
 from recbft.kernels.softmax_moments.reml import softmax_reml
 

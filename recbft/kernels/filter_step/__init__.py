@@ -17,8 +17,7 @@ from recbft.kernels import compiled as in_c
 from recbft.kernels import dispatch
 from recbft.kernels.eager import eagerly
 from recbft.kernels.filter_step import analytic, compiled, sandwich
-from recbft.kernels.filter_step.fused import Fused
-from recbft.kernels.filter_step.operands import prediction_is_plain, update_is_plain
+from recbft.kernels.filter_step.fused import Fused, prediction_is_plain, update_is_plain
 from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.transforms import beyond_first_gradients
 

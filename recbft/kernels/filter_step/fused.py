@@ -1,6 +1,6 @@
 """Update and prediction by one pass over memory in each direction: in C on a CPU, by Triton on a GPU.
 
-They serve what ``operands`` calls plain; the equations are those of ``analytic``.
+They serve the common case, in single precision; the equations are those of ``analytic``.
 
 Shapes: N tokens, D model width; the tokens' axes come first.
 """
@@ -54,6 +54,25 @@ class Fused:
         """Equation (3); precision (..., D), J like it or a constant (D,) or scalar, Q (D,) or scalar."""
         predicted: Tensor = applied(_Predict, self.passes, precision, jacobian, process_noise, low, cap)
         return predicted
+
+
+def update_is_plain(belief: Belief, innovation: Tensor, observation_precision: Tensor) -> bool:
+    """Whether passes serve an update: nothing broadcasts."""
+    return _alike(belief.mean, belief.precision, innovation, observation_precision)
+
+
+def prediction_is_plain(precision: Tensor, jacobian: Tensor, process_noise: Tensor) -> bool:
+    """Whether they serve a prediction: the Jacobian is that of each token, or a constant that all share."""
+    D = precision.shape[-1]
+    shared = jacobian.shape in ((), (D,)) and jacobian.dtype == torch.float32 and not jacobian.requires_grad
+    noise = process_noise.shape in ((), (D,)) and process_noise.dtype == torch.float32
+    return noise and (_alike(precision) if shared else _alike(precision, jacobian))
+
+
+def _alike(first: Tensor, *others: Tensor) -> bool:
+    return first.dtype == torch.float32 and all(
+        x.shape == first.shape and x.dtype == first.dtype and x.device == first.device for x in others
+    )
 
 
 class _Update(torch.autograd.Function):
