@@ -40,6 +40,7 @@ from recbft.mixers.memory_maps import (
     Noise,
     Transition,
     beside,
+    fitted_tokens,
     fitted_transition,
     history_starts,
 )
@@ -86,16 +87,9 @@ def filter_memory(
     Raises:
         ValueError: shapes that do not fit, values out of range, an unknown ``impl`` or one that cannot serve the call.
     """
-    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k, v = fitted_tokens(q, k, v)
     B, H, T, _ = k.shape
-    if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"q, k and v must agree but in width, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if T == 0:
-        raise ValueError("a history needs at least one token, got 0")
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    process_noise, observation_noise = (x.to(dtype).expand(B, H, T) for x in (process_noise, observation_noise))
+    process_noise, observation_noise = (x.to(v.dtype).expand(B, H, T) for x in (process_noise, observation_noise))
     _check_variance("process_noise", process_noise, or_zero=True)
     _check_variance("observation_noise", observation_noise)
     _check_variance("prior_variance", prior_variance)
@@ -248,9 +242,7 @@ class BayesianMixer(nn.Module):
         weight = self.maps.value.weight
         H, G = self.n_heads, self.config.noise_groups
         K = weight.shape[0] // H
-        empty = torch.zeros(num_histories, H * G, K, dtype=torch.promote_types(weight.dtype, torch.float32)).to(
-            weight.device
-        )
+        empty = weight.new_zeros(num_histories, H * G, K, dtype=torch.promote_types(weight.dtype, torch.float32))
         return prior(empty, empty[..., : K // G], empty.new_ones(()))
 
     def step(

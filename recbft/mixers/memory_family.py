@@ -48,6 +48,7 @@ from recbft.mixers.memory_maps import (
     Transition,
     Transitions,
     beside,
+    fitted_tokens,
     fitted_transition,
     history_starts,
 )
@@ -109,19 +110,12 @@ def unfiltered_memory(
     """
     if rule not in ("reset", "additive"):
         raise ValueError(f"rule is {rule!r}; choose reset or additive")
-    if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"q, k and v must agree but in width, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if k.shape[2] == 0:
-        raise ValueError("a history needs at least one token, got 0")
+    q, k, v = fitted_tokens(q, k, v)
     if transition is not None and transition.is_complex():
         raise ValueError("a memory without a covariance takes real transitions, got complex ones; use filter_memory")
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     B, H, T, _ = k.shape
-    by_column = observation_noise.dim() == 4
-    noise = observation_noise.to(dtype) if by_column else observation_noise.to(dtype).expand(B, H, T)[..., None]
+    noise, by_column = observation_noise.to(v.dtype), observation_noise.dim() == 4
+    noise = noise if by_column else noise.expand(B, H, T)[..., None]
     lam = beside(v, variance).expand(B, H)[..., None, None]
     share = write_share(k, noise, lam, rule)
     transition = fitted_transition(transition, k)

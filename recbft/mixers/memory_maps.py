@@ -145,6 +145,22 @@ def history_starts(context: SequenceContext, mixer: str) -> Tensor | None:
     return begins if bool(begins[:, 1:].any()) else None
 
 
+def fitted_tokens(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, (B, H, T, .), in float32 at least.
+
+    Raises:
+        ValueError: they do not fit, or there is no token.
+    """
+    if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"q, k and v must agree but in width, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if k.shape[2] == 0:
+        raise ValueError("a history needs at least one token, got 0")
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 def fitted_transition(transition: Tensor | None, k: Tensor) -> Tensor | None:
     """A transition for keys (B, H, T, K), expanded but for an axis of 1 that stands for all K, in their precision.
 
