@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -78,14 +77,6 @@ class _ReadBySome(SequenceContext):
         return self.whole.first  # of the keys, none of which is left out
 
 
-@overload
-def pick(x: Tensor, only: Tensor | None) -> Tensor: ...
-
-
-@overload
-def pick(x: None, only: Tensor | None) -> None: ...
-
-
-def pick(x: Tensor | None, only: Tensor | None) -> Tensor | None:
+def pick(x: Tensor, only: Tensor | None) -> Tensor:
     """The tokens ``only`` of (B, T, ..), counted through the rows, (N, ..); all as they are where it is None."""
-    return x if x is None or only is None else x.flatten(0, 1)[only]
+    return x if only is None else x.flatten(0, 1)[only]

@@ -285,8 +285,7 @@ class SoftmaxAttention(nn.Module):
 
     def _observation(self, mean: Tensor, precision: Tensor | None = None) -> Observation:
         """What the heads found, (B, H, T, K) each, through the output map."""
-        found = None if precision is None else joined(precision)
-        return projected(Observation(joined(mean), found), self.out, cap=self.cap)
+        return projected(Observation(mean, precision).each(joined), self.out, cap=self.cap)
 
 
 def _head_by_head(x: Tensor, shape: torch.Size) -> Tensor:

@@ -233,9 +233,8 @@ class BayesianMixer(nn.Module):
             first=first,
             chunk=self.config.chunk_size,
         )
-        innovation, found = self._observation(trace.readout, trace.readout_variance, x)
         real = context.valid[..., None]
-        return Observation(innovation * real, None if found is None else found * real)
+        return self._observation(trace.readout, trace.readout_variance, x).each(lambda part: part * real)
 
     def initial_state(self, num_histories: int) -> MemoryState:
         """The memories of histories without a token yet, for ``step``."""
@@ -267,10 +266,8 @@ class BayesianMixer(nn.Module):
         event = MemoryEvent(q, k, v, None if a is None else a[:, :, 0], ell2, r2)
         state, reading = step(state, event)
         check_positive(reading.readout_variance, reading.gain, event.observation_noise)
-        innovation, found = self._observation(
-            reading.readout[:, :, None], reading.readout_variance[:, :, None], tokens[0]
-        )
-        return state, Observation(innovation[:, 0], None if found is None else found[:, 0])
+        seen = self._observation(reading.readout[:, :, None], reading.readout_variance[:, :, None], tokens[0])
+        return state, seen.each(lambda part: part[:, 0])
 
     def _events(self, x: Tensor, precision: Tensor | None, ramp: float, source: Tensor | None) -> MemoryEvent:
         """What every token writes and reads, each group of noise a head of its own: (B, H G, T, ...)."""

@@ -217,9 +217,8 @@ class MemoryFamilyMixer(nn.Module):
             rule=self.model.rule,
             first=first,
         )
-        innovation, found = self._observation(trace.readout, trace.readout_variance, x)
         real = context.valid[..., None]
-        return Observation(innovation * real, None if found is None else found * real)
+        return self._observation(trace.readout, trace.readout_variance, x).each(lambda part: part * real)
 
     def initial_state(self, num_histories: int) -> Tensor:
         """The memories (B, H, K, K) of histories without a token yet, for ``step``."""
@@ -252,8 +251,7 @@ class MemoryFamilyMixer(nn.Module):
         spread, _ = unfiltered_reading(q, k, share, lam, rule)
         if spread is not None:
             spread = spread[:, :, None] if self.model.by_column else spread
-        innovation, found = self._observation(readout[:, :, None], spread, x)
-        return state, Observation(innovation[:, 0], None if found is None else found[:, 0])
+        return state, self._observation(readout[:, :, None], spread, x).each(lambda part: part[:, 0])
 
     def _noise(self, source: Tensor, precision: Tensor | None, ramp: float) -> Tensor:
         """r2 of writes or, without precision, of readouts: (B, H, T), or by column (B, H, T, K)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -15,9 +16,13 @@ class Observation(NamedTuple):
     innovation: Tensor  # (B, T, D)
     precision: Tensor | None  # (B, T, D), >= 0; None where the mixer has no estimate
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Observation:
+        """Both parts changed alike, precision where there is one."""
+        return Observation(change(self.innovation), None if self.precision is None else change(self.precision))
+
     def at(self, only: Tensor | None) -> Observation:
         """The evidence about some tokens alone, counted through the rows, (N, D); all of it where ``only`` is None."""
-        return Observation(pick(self.innovation, only), pick(self.precision, only))
+        return self.each(lambda part: pick(part, only))
 
 
 def projected(observation: Observation, out: nn.Linear | None, *, cap: float) -> Observation:
