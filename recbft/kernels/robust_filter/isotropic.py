@@ -22,6 +22,7 @@ from torch import Tensor
 from recbft.core.belief import SequenceContext
 from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, residual_variance, turns
+from recbft.kernels.softmax_moments.reference import normalised
 
 
 class Tables(NamedTuple):
@@ -101,7 +102,4 @@ def decayed_weights(
     scores = dynamics.temperature[:, None, None] * logits
     if key_bias is not None:
         scores = scores + key_bias[:, None, None, :]
-    allowed = context.allowed[:, None]
-    empty = ~allowed.any(dim=-1, keepdim=True)
-    scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(empty, 0.0)
-    return torch.softmax(scores, dim=-1).masked_fill(empty, 0.0) * decay, logits
+    return normalised(scores, context) * decay, logits
