@@ -67,40 +67,15 @@ class Spans(NamedTuple):
     causal: bool
 
 
-def softmax_moments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
-    dropout: float,
-    bias: Tensor | None = None,
-) -> Moments:
+def softmax_moments(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, **call: Any) -> Moments:
     """The same as the reference."""
-    assert dropout == 0
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    mean, size, residual = applied(_SoftmaxMoments, q, k, v, log_precision, log_decay, bias, spans_of(context), True)
+    mean, size, residual = _attend(q, k, v, context, True, **call)
     return Moments(mean, residual, size)
 
 
-def softmax_mean(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
-    dropout: float,
-    bias: Tensor | None = None,
-) -> Tensor:
+def softmax_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, **call: Any) -> Tensor:
     """The mean alone, by the same arithmetic."""
-    assert dropout == 0
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    mean: Tensor = applied(_SoftmaxMoments, q, k, v, log_precision, log_decay, bias, spans_of(context), False)[0]
-    return mean
+    return _attend(q, k, v, context, False, **call)[0]
 
 
 def softmax_reml(
@@ -109,20 +84,36 @@ def softmax_reml(
     v: Tensor,
     context: SequenceContext,
     *,
+    prior_scale: float,
+    prior_dof: float,
+    cap: float,
+    **call: Any,
+) -> tuple[Tensor, Tensor]:
+    """The mean and its REML precision, float32, from one kernel; S and n are not written."""
+    reml = _Reml(float(prior_dof), prior_dof * prior_scale + epsilon_of(v), float(cap))
+    mean, precision = _attend(q, k, v, context, reml, **call)
+    return mean, precision
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    moments: bool | _Reml,
+    *,
     log_precision: Tensor | None,
     log_decay: Tensor | None,
     dropout: float,
     bias: Tensor | None = None,
-    prior_scale: float,
-    prior_dof: float,
-    cap: float,
-) -> tuple[Tensor, Tensor]:
-    """The mean and its REML precision, float32, from one kernel; S and n are not written."""
+) -> tuple[Tensor, ...]:
+    """What ``_SoftmaxMoments`` gives."""
     assert dropout == 0
     q, k = q.to(v.dtype), k.to(v.dtype)
-    reml = _Reml(float(prior_dof), prior_dof * prior_scale + epsilon_of(v), float(cap))
-    mean, precision = applied(_SoftmaxMoments, q, k, v, log_precision, log_decay, bias, spans_of(context), reml)
-    return mean, precision
+    found: tuple[Tensor, ...] = applied(
+        _SoftmaxMoments, q, k, v, log_precision, log_decay, bias, spans_of(context), moments
+    )
+    return found
 
 
 def spans_of(context: SequenceContext) -> Spans:
