@@ -31,20 +31,16 @@ def product_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(states.dtype, weight.dtype)
 
 
-PATHS = {
-    "triton": Path(
-        late("cross_entropy", "full_cross_entropy"), "cuda", _triton_declines, opened=True, takes_halves=True
-    ),
-    "cpu": Path(lambda: cpu.full_cross_entropy, "cpu", opened=True),
-    "reference": Path(lambda: reference.full_cross_entropy),
-}
-SEVERAL = {
-    "triton": Path(
-        late("cross_entropy", "full_cross_entropies"), "cuda", _triton_declines, opened=True, takes_halves=True
-    ),
-    "cpu": Path(lambda: cpu.full_cross_entropies, "cpu", opened=True),
-    "reference": Path(lambda: reference.full_cross_entropies),
-}
+def _paths(name: str) -> dict[str, Path]:
+    return {
+        "triton": Path(late("cross_entropy", name), "cuda", _triton_declines, opened=True, takes_halves=True),
+        "cpu": Path(lambda: getattr(cpu, name), "cpu", opened=True),
+        "reference": Path(lambda: getattr(reference, name)),
+    }
+
+
+PATHS = _paths("full_cross_entropy")
+SEVERAL = _paths("full_cross_entropies")
 
 
 @eagerly
