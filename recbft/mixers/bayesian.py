@@ -221,7 +221,7 @@ class BayesianMixer(nn.Module):
             UserError: the context is not causal.
         """
         first = history_starts(context, "bayesian")
-        event = self._events(x, precision, ramp, source)
+        event = self._events(x, precision, ramp, x if source is None else source)
         trace = filter_memory(
             event.query,
             event.key,
@@ -254,9 +254,8 @@ class BayesianMixer(nn.Module):
         source: Tensor | None = None,
     ) -> tuple[MemoryState, Observation]:
         """Observe one more token of each history, (B, D), from the belief that the tokens before it left: O(K^2)."""
-        tokens = [None if y is None else y[:, None] for y in (x, precision, source)]
-        assert tokens[0] is not None
-        event = self._events(tokens[0], tokens[1], ramp, tokens[2])
+        x, source = x[:, None], x[:, None] if source is None else source[:, None]
+        event = self._events(x, None if precision is None else precision[:, None], ramp, source)
         dtype = state.mean.dtype
         q, k, v, ell2, r2 = (
             part[:, :, 0].to(dtype)
@@ -266,12 +265,11 @@ class BayesianMixer(nn.Module):
         event = MemoryEvent(q, k, v, None if a is None else a[:, :, 0], ell2, r2)
         state, reading = step(state, event)
         check_positive(reading.readout_variance, reading.gain, event.observation_noise)
-        seen = self._observation(reading.readout[:, :, None], reading.readout_variance[:, :, None], tokens[0])
+        seen = self._observation(reading.readout[:, :, None], reading.readout_variance[:, :, None], x)
         return state, seen.each(lambda part: part[:, 0])
 
-    def _events(self, x: Tensor, precision: Tensor | None, ramp: float, source: Tensor | None) -> MemoryEvent:
+    def _events(self, x: Tensor, precision: Tensor | None, ramp: float, source: Tensor) -> MemoryEvent:
         """What every token writes and reads, each group of noise a head of its own: (B, H G, T, ...)."""
-        source = x if source is None else source
         q, k, v = self.maps(x, source)
         trust = precision if self.config.key_precision == "on" else None
         r2 = self.observation(source, trust, ramp)
