@@ -91,24 +91,25 @@ def bert4rec(
         read_out = nn.Sequential(nn.Linear(D, D), nn.GELU(), LayerNorm(D, eps=config.norm_eps))
     elif post_norm:
         read_out = nn.Identity()  # the last layer ends in a norm
+    blocks = make_blocks(
+        config,
+        core,
+        mixer_maker(
+            config,
+            core,
+            mixing,
+            attention_dropout=config.attention_dropout,
+            default_dropout=config.dropout if post_norm else 0.0,
+        ),
+        inner_size=config.inner_size or 4 * D,
+        layer=config.layer,
+        moe=moe,
+    )
     return Backbone(
         config,
         core,
         training_counts,
-        make_blocks(
-            config,
-            core,
-            mixer_maker(
-                config,
-                core,
-                mixing,
-                attention_dropout=config.attention_dropout,
-                default_dropout=config.dropout if post_norm else 0.0,
-            ),
-            inner_size=config.inner_size or 4 * D,
-            layer=config.layer,
-            moe=moe,
-        ),
+        blocks,
         embedding_scale=1.0 if post_norm and config.embedding_scale is None else root_of_width(config),
         seed=seed,
         read_out=read_out,

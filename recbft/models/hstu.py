@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -79,6 +79,7 @@ def hstu(
         seed: equal seeds give equal weights to the parameters that two arms share.
         moe: experts in the place of the feed-forward network, or None.
     """
+    estimation: dict[str, Any] = {}
     if core is not None:
         for key, needed in (("feed_forward", True), ("activation", "gelu")):
             if (found := getattr(config, key)) != needed:
@@ -87,6 +88,7 @@ def hstu(
                     "precision through the feed-forward network; leave it out, or take arm matched or published"
                 )
         check_core(core, PointwiseAttention.weights, config.max_length)
+        estimation = {"estimator": core.estimator, "cap": core.lam_max, "centre": core.sandwich_centre}
 
     def mixer() -> PointwiseAttention:
         return PointwiseAttention(
@@ -98,9 +100,7 @@ def hstu(
             norm_eps=config.norm_eps,
             time_bias=config.time_bias,
             recency_decay=RECENCY_START if config.recency_decay else None,
-            estimator=None if core is None else core.estimator,
-            cap=100.0 if core is None else core.lam_max,
-            centre="root" if core is None else core.sandwich_centre,
+            **estimation,
         )
 
     blocks = make_blocks(
