@@ -11,10 +11,13 @@ Shapes: H heads, n frequencies per head.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from recbft.errors import UserError
+from recbft.kernels.full_precision import HALVES
 from recbft.mixers.positive import SMALLEST, positive, raw_of
 
 DAMPING = 0.05  # b unless given
@@ -45,6 +48,19 @@ def spread_decays(n_heads: int, base: float, damping: float, undamped: int | Non
     decay = damping * frequency_range(n_heads, 1, base, in_bands=True)[:, 0]
     decay[n_heads - undamped :] = 0.0
     return decay
+
+
+class Constants(nn.Module):
+    """A module whose buffers are no weights: half precision would round them, and turns of long lags with them."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Constants:
+        before = dict(self._buffers)
+        moved: Constants = super()._apply(fn, recurse)
+        for name, wide in before.items():
+            now = self._buffers[name]
+            if wide is not None and now is not None and now.dtype in HALVES:
+                self._buffers[name] = wide.to(now.device)
+        return moved
 
 
 class HeadDecay(nn.Module):

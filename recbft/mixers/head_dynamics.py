@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from recbft.config import check_range
 from recbft.errors import UserError
 from recbft.kernels.robust_filter import Dynamics, Variant
-from recbft.mixers.frequencies import DAMPING, HeadDecay, frequency_range, spread_decays
+from recbft.mixers.frequencies import DAMPING, Constants, HeadDecay, frequency_range, spread_decays
 from recbft.mixers.positive import positive, raw_of
 
 OnOff = Literal["on", "off"]
@@ -95,7 +95,7 @@ class RobustFilterConfig:
         return Variant(self.kernel, self.multiplicative == "on", self.rotate_values == "on", self.horizon)
 
 
-class HeadDynamics(nn.Module):
+class HeadDynamics(Constants):
     """The dynamics that each head learns: an optimiser group of its own (half the rate, beta1 0, clipped to 1e-4)."""
 
     frequency: Tensor

@@ -28,7 +28,7 @@ from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.eager import eagerly
 from recbft.kernels.robust_filter import Clock, read_clock, turns
 from recbft.mixers.attention import SoftmaxAttention
-from recbft.mixers.frequencies import DAMPING, HeadDecay, frequency_range, spread_decays
+from recbft.mixers.frequencies import DAMPING, Constants, HeadDecay, frequency_range, spread_decays
 from recbft.mixers.observation import Observation
 
 Scheme = Literal["rope", "alibi", "decayed_rope", "sc_rope"]
@@ -127,7 +127,7 @@ class PositionalAttention(nn.Module):
         return q.to(dtype), k.to(dtype), bias
 
 
-class HeadPlaces(nn.Module):
+class HeadPlaces(Constants):
     """What a scheme does to queries, keys and logits."""
 
     frequency: Tensor | None

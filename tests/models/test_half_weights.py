@@ -79,6 +79,14 @@ def test_so_are_those_of_other_estimators_and_jacobians(core, dtype):
     check_halved(made("sasrec", "bft", "attention", {}, **core), dtype)
 
 
+@pytest.mark.parametrize("mixer", ["rope", "sc_rope", "rfa", "sc_rfa"])
+def test_frequencies_are_not_rounded_with_the_weights(mixer):
+    plain = made("sasrec", "matched", mixer, {})
+    for dtype in HALVES:
+        for block, halved in zip(plain.blocks, copy.deepcopy(plain).to(dtype).blocks, strict=True):
+            assert torch.equal(halved.mixer.sde.frequency, block.mixer.sde.frequency)
+
+
 @pytest.mark.parametrize("mixer", ["attention", "rope", *OPTIONS])
 def test_a_plain_step_in_bfloat16_gives_every_parameter_a_finite_gradient(mixer):
     for options in OPTIONS.get(mixer, ({},)):
