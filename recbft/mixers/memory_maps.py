@@ -99,15 +99,15 @@ class Transition(nn.Module):
         """None, or (B, H, T, 1), (B, H, T, K), or complex (B, H, T, K / 2)."""
         if self.kind == "identity":
             return None
+        wide = torch.promote_types(x.dtype, torch.float32)  # half precision rounds to 1, and has no complex numbers
         if self.kind == "retention":
-            kept = 1 - 2.0 ** -(5 + torch.arange(self.n_heads, dtype=x.dtype, device=x.device))
+            kept = 1 - 2.0 ** -(5 + torch.arange(self.n_heads, dtype=wide, device=x.device))
             return kept[:, None, None].expand(len(x), -1, x.shape[1], 1)
         share = torch.sigmoid(by_head(self.to_share(x) + self.share_start, self.n_heads))
         share = LEAST_TRANSITION + (1 - LEAST_TRANSITION) * share
         if self.to_angle is None:
             return share
         angle = by_head(self.to_angle(x) + self.angle_start, self.n_heads)
-        wide = torch.promote_types(x.dtype, torch.float32)  # half precision has no complex numbers
         return torch.polar(share.to(wide), angle.to(wide))
 
 

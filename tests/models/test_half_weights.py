@@ -10,6 +10,7 @@ import torch
 
 from recbft.errors import UserError
 from recbft.mixers import MIXERS
+from recbft.mixers.memory_maps import Transition
 from recbft.models import MODELS
 from recbft.models.contract import read_histories
 from recbft.run_config import load_run_config
@@ -85,6 +86,12 @@ def test_frequencies_are_not_rounded_with_the_weights(mixer):
     for dtype in HALVES:
         for block, halved in zip(plain.blocks, copy.deepcopy(plain).to(dtype).blocks, strict=True):
             assert torch.equal(halved.mixer.sde.frequency, block.mixer.sde.frequency)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_no_head_of_retnet_keeps_everything_because_its_share_is_rounded(dtype):
+    retention = Transition(16, 8, "retention", start=0.5)
+    assert torch.equal(retention(torch.zeros(1, 2, 16, dtype=dtype)), retention(torch.zeros(1, 2, 16)))
 
 
 @pytest.mark.parametrize("mixer", ["attention", "rope", *OPTIONS])
