@@ -19,9 +19,14 @@ from recbft.kernels.dispatch import dotted, interpreted, missing, release
 LEAST_COMPILER = (3, 4)  # a Triton that compiles for a GPU which is not there, and says where its tools are
 
 
-def parser(name: str, description: str, *, dataset: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the options that say what is trained; without a default ``dataset`` one must be named."""
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser of ``python -m benchmarks.NAME``."""
+    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+
+
+def training_parser(name: str, description: str, *, dataset: str | None = None) -> argparse.ArgumentParser:
+    """One with the options that say what is trained; without a default ``dataset`` one must be named."""
+    made = parser(name, description)
     made.add_argument("--dataset", default=dataset, required=dataset is None, help="a data set's name, or a file")
     made.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
     made.add_argument("--model", default="sasrec")
@@ -29,6 +34,17 @@ def parser(name: str, description: str, *, dataset: str | None = None) -> argpar
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="a setting of every run"
     )
     return made
+
+
+def parse(options: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options given, ``--json`` among them: a file that could be written once the work is done."""
+    options.add_argument("--json", metavar="FILE", help="write the results here")
+    given = options.parse_args(arguments)
+    if given.json is not None and not Path(given.json).parent.is_dir():
+        raise UserError(
+            f"--json {given.json}: folder {Path(given.json).parent} does not exist; create it or name another"
+        )
+    return given
 
 
 def recorded(name: str, arguments: Sequence[str]) -> str:
@@ -48,12 +64,6 @@ def finish(main: Callable[[Sequence[str]], int]) -> None:
         print("error: interrupted", file=sys.stderr)
         code = 1
     sys.exit(code)
-
-
-def check_folder_of(file: str | Path | None) -> None:
-    """Refuse a file that could not be written, before the work whose results it shall hold."""
-    if file is not None and not Path(file).parent.is_dir():
-        raise UserError(f"--json {file}: folder {Path(file).parent} does not exist; create it or name another")
 
 
 def check_compiles() -> None:

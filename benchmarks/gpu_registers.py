@@ -7,7 +7,6 @@ GPU is at hand, where ``benchmarks.gpu_suite`` says what they cost.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import tempfile
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import gpu_cases
-from benchmarks.command import check_compiles, check_names, count, finish
+from benchmarks.command import check_compiles, check_names, count, finish, parser
 
 if TYPE_CHECKING:  # of an earlier Triton, or without one, ``main`` says so
     from triton.backends.compiler import GPUTarget
@@ -107,9 +106,7 @@ def usages(case: gpu_cases.Case, dtype: torch.dtype, target: GPUTarget) -> list[
 
 def main(arguments: Sequence[str]) -> int:
     """Compile and print the table."""
-    options = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_registers", description=(__doc__ or "").split("\n")[0]
-    )
+    options = parser("gpu_registers", (__doc__ or "").split("\n")[0])
     options.add_argument(
         "--capability", type=int, default=90, choices=LIMITS, help="of the GPU compiled for; 90 is Hopper"
     )

@@ -12,7 +12,6 @@ chosen by where no clock is at hand.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -21,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks import gpu_cases, gpu_suite, machine
-from benchmarks.command import check_compiles, check_names, count, finish, recorded
+from benchmarks.command import check_compiles, check_names, count, finish, parser, recorded
 from benchmarks.ptx.memory import UndefinedError
 from benchmarks.ptx.threads import UnknownInstructionError
 from benchmarks.sheltered import Row
@@ -91,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         RunError: some are wrong.
     """
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").split("\n")[0])
+    options = parser(NAME, (__doc__ or "").split("\n")[0])
     options.add_argument(
         "--capability", type=int, default=90, choices=CAPABILITIES, help="of the GPU compiled for; 90 is Hopper"
     )

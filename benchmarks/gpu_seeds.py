@@ -8,7 +8,6 @@ does: while a GPU waits for one of them it serves the other.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.command import finish
+from benchmarks.command import finish, parser
 from benchmarks.gpu_steps import histories
 from benchmarks.sheltered import Row
 from recbft.experiments.arms import parse_arms
@@ -96,7 +95,7 @@ def measure(arm: str, device: str, *, small: bool) -> Row:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").split("\n")[0])
+    options = parser(NAME, (__doc__ or "").split("\n")[0])
     options.add_argument("arm", help="such as bft")
     options.add_argument("--device", default="cuda")
     options.add_argument("--small", action="store_true", help="two seeds of a small model on few histories")

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_cases, gpu_seeds, machine
-from benchmarks.command import finish, recorded
+from benchmarks.command import finish, parser, recorded
 from benchmarks.gpu_cases import Case
 from benchmarks.gpu_clock import Clock
 from benchmarks.gpu_steps import kernels, steps
@@ -333,7 +333,7 @@ def cell(value: Any) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Kernels on a GPU.")
+    options = parser(NAME, "Kernels on a GPU.")
     options.add_argument("--out", required=True, metavar="DIR", help="folder for the results")
     options.add_argument("--minutes", type=float, default=5.9, help="nothing begins later than this")
     options.add_argument("--parts", default="", metavar="NAMES", help="such as correctness,steps; all unless given")

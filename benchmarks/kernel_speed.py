@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_cases, machine
-from benchmarks.command import check_folder_of, count, finish, recorded
+from benchmarks.command import count, finish, parse, parser, recorded
 from benchmarks.mixer_speed import Shape, shape_of
 from recbft.allocator import keep_freed_memory
 from recbft.errors import UserError, did_you_mean
@@ -122,7 +122,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     parts = {
         "attention": lambda: attention([shape_of(text) for text in split_list(options.shapes)]),
         "vocabulary": vocabulary,
@@ -150,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Time of the CPU paths.")
+    options = parser(NAME, "Time of the CPU paths.")
     options.add_argument(
         "--parts", default="attention,vocabulary,memory", help="attention, vocabulary, memory; all unless given"
     )
@@ -159,8 +158,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options.add_argument("--rounds", type=count, default=9)
     options.add_argument("--threads", type=count, help="threads of PyTorch; its own choice unless given")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

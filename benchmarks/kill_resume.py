@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, parser, recorded
+from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.errors import RunError
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
@@ -165,7 +165,6 @@ def kill_and_compare(
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     settings = [*DEFAULTS, *options.settings]
     config = load_run_config(
         None, settings, model=options.model, arm=options.arm, dataset=options.dataset, data_root=options.data_root
@@ -286,14 +285,13 @@ def _table(kills: Sequence[Kill]) -> str:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    options = parser(
+    options = training_parser(
         NAME, "Kill training at random moments, resume, compare with a run left in peace.", dataset="synthetic"
     )
     options.add_argument("--arm", default="bft")
     options.add_argument("--kills", type=count, default=20, metavar="N")
     options.add_argument("--seed", type=int, default=0, help="decides the moments")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ alone. (`recbft data synth` has tastes to learn, which takes users by items and 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from benchmarks.command import count, finish
+from benchmarks.command import count, finish, parser
 from recbft.files import make_folder, write_atomic, write_parquet
 
 NAME = "large_log"
@@ -51,15 +50,15 @@ def _texts(numbers: np.ndarray, name: str, size: int, digits: int) -> Any:
 
 def main(arguments: Sequence[str]) -> int:
     """Write log.parquet, and log.csv if asked for."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--users", type=count, default=1_000_000)
-    parser.add_argument("--events", type=count, default=22_000_000, help="about so many")
-    parser.add_argument("--items", type=count, default=200_000)
-    parser.add_argument("--texts", action="store_true", help="ids that are texts")
-    parser.add_argument("--csv", action="store_true", help="a CSV file too")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args(arguments)
+    options = parser(NAME, __doc__.split("\n")[0])
+    options.add_argument("--out", type=Path, required=True, metavar="DIR")
+    options.add_argument("--users", type=count, default=1_000_000)
+    options.add_argument("--events", type=count, default=22_000_000, help="about so many")
+    options.add_argument("--items", type=count, default=200_000)
+    options.add_argument("--texts", action="store_true", help="ids that are texts")
+    options.add_argument("--csv", action="store_true", help="a CSV file too")
+    options.add_argument("--seed", type=int, default=0)
+    asked = options.parse_args(arguments)
     table = generate(asked.users, asked.events, asked.items, texts=asked.texts, seed=asked.seed)
     make_folder(asked.out)
     write_parquet(asked.out / "log.parquet", table)

@@ -5,12 +5,11 @@ python -m benchmarks.machine
 
 from __future__ import annotations
 
-import argparse
 import resource
 import sys
 from collections.abc import Sequence
 
-from benchmarks.command import finish
+from benchmarks.command import finish, parser
 from recbft.experiments.provenance import close, device_of, header, lines
 from recbft.files import json_text
 
@@ -24,9 +23,7 @@ def peak_rss_mb() -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    argparse.ArgumentParser(
-        prog="python -m benchmarks.machine", description="The header that stands above every result, alone."
-    ).parse_args(arguments)
+    parser("machine", "The header that stands above every result, alone.").parse_args(arguments)
     made = close(header("python -m benchmarks.machine"))
     print("\n".join(lines(made)))
     print(json_text(made), end="")

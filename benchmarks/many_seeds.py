@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, parser, recorded
+from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.config import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError
@@ -147,7 +147,6 @@ def _differences(run: RunFolder, other: RunFolder) -> dict[str, float]:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     torch.set_num_threads(options.threads)
     arms = parse_arms(options.arms)
     configs = [
@@ -187,14 +186,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    options = parser(NAME, "Time many seeds trained together against one.", dataset="amazon-instruments")
+    options = training_parser(NAME, "Time many seeds trained together against one.", dataset="amazon-instruments")
     options.add_argument("--arms", default="matched,bft", help="NAME, NAME+recency, NAME[key=value,...]")
     options.add_argument("--seeds", type=count, default=20, metavar="N", help="seeds trained together")
     options.add_argument("--epochs", type=count, default=5, metavar="N", help="epochs of every run")
     options.add_argument("--repeats", type=count, default=3, metavar="N", help="rounds that are timed")
     options.add_argument("--threads", type=count, default=2, metavar="N")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

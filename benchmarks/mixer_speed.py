@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, recorded
+from benchmarks.command import count, finish, parse, parser, recorded
 from recbft.config import from_dict
 from recbft.config_file import parse_setting
 from recbft.core import SequenceContext
@@ -156,7 +156,6 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.memory_of is not None:
         return print_memory(options.memory_of)
-    check_folder_of(options.json)
     shapes = [shape_of(text) for text in split_list(options.shapes)]
     cases = cases_of(_mixers(options.mixers))
     made = machine.header(recorded(NAME, arguments))
@@ -221,13 +220,12 @@ def _mixers(text: str) -> list[str]:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Time and memory of the mixers.")
+    options = parser(NAME, "Time and memory of the mixers.")
     options.add_argument("--mixers", default="all", help="names, or NAME[key=value,..], divided by commas")
     options.add_argument("--shapes", default="256x2x50x32", help="BxHxTxK, divided by commas")
     options.add_argument("--rounds", type=count, default=7)
-    options.add_argument("--json", metavar="FILE", help="write the results here")
     options.add_argument("--memory-of", help=argparse.SUPPRESS)
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

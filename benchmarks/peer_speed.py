@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, parser, recorded
+from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.metrics import hit_rate, ndcg
@@ -217,15 +217,13 @@ def result_of(timed: Timed) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parser(NAME, __doc__.split("\n", 1)[0])
+    options = training_parser(NAME, __doc__.split("\n", 1)[0])
     options.add_argument("--library", required=True, choices=sorted(LIBRARIES))
     options.add_argument("--epochs", type=count, default=4, metavar="N", help="the first is not timed")
     options.add_argument("--evaluations", type=count, default=3, metavar="N", help="times the evaluation is timed")
     options.add_argument("--threads", type=count, default=2, metavar="N")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    given = options.parse_args(arguments)
-    check_folder_of(given.json)
+    given = parse(options, arguments)
     if given.model != "sasrec" or given.settings:
         raise UserError("--model and --set are not for this command: it times SASRec with the settings of peers.md")
     distribution, run = LIBRARIES[given.library]

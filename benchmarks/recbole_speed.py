@@ -32,7 +32,7 @@ import torch
 
 import recbft.recbole  # noqa: F401  RecBole on this Python
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, parser, recorded
+from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.datasets import Dataset
 from recbft.datasets.atomic import save_atomic
 from recbft.errors import RunError, UserError
@@ -201,7 +201,7 @@ def compare(shipped: Course, quiet: Course, ours: Sequence[Course]) -> tuple[lis
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parser(NAME, __doc__.split("\n", 1)[0], dataset="ml-100k")
+    options = training_parser(NAME, __doc__.split("\n", 1)[0], dataset="ml-100k")
     options.add_argument("--arms", default="published,matched,bft", help="of recbft's SASRec")
     options.add_argument("--epochs", type=count, default=300, help="most epochs of each")
     options.add_argument("--recbole-epochs", type=count, help="most epochs of RecBole, where it shall have fewer")
@@ -210,9 +210,7 @@ def main(arguments: Sequence[str]) -> int:
         "--patience", type=count, default=10, help="validations without improvement that end a training"
     )
     options.add_argument("--steps", type=count, help="time so many steps of RecBole's, and nothing else")
-    options.add_argument("--json", metavar="FILE")
-    given = options.parse_args(arguments)
-    check_folder_of(given.json)
+    given = parse(options, arguments)
     compat.require_recbole()
     if given.model != "sasrec":
         raise UserError(f"--model is {given.model!r}; RecBole's SASRec is compared with sasrec")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, recorded
+from benchmarks.command import count, finish, parse, parser, recorded
 from recbft import Recommender
 from recbft.experiments.tables import text_table
 from recbft.files import write_json
@@ -68,7 +68,6 @@ def measure(served: Sequence[Served], users: int, calls: int) -> list[list[float
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     torch.set_num_threads(options.threads)
     made = machine.header(recorded(NAME, arguments))
     print("\n".join(machine.lines(made)), flush=True)
@@ -94,14 +93,13 @@ def _row(result: dict[str, Any], sizes: Sequence[int]) -> list[str]:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").split("\n")[0])
+    options = parser(NAME, (__doc__ or "").split("\n")[0])
     options.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs")
     options.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
     options.add_argument("--users", type=count, nargs="+", default=[1, 10, 1000], metavar="N", help="asked for at once")
     options.add_argument("--calls", type=count, default=50, help="of each size and run")
     options.add_argument("--threads", type=count, default=1)
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, parser, recorded
+from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.datasets import Dataset
 from recbft.errors import RunError
 from recbft.experiments.arms import check_distinct, parse_arms
@@ -91,7 +91,6 @@ def _check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     torch.set_num_threads(options.threads)
     arms = parse_arms(options.arms)
     named = {"model": options.model, "dataset": options.dataset, "data_root": options.data_root}
@@ -124,13 +123,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    options = parser(NAME, "Time gradients of seeds stacked by vmap against one after another.", dataset="ml-100k")
+    options = training_parser(
+        NAME, "Time gradients of seeds stacked by vmap against one after another.", dataset="ml-100k"
+    )
     options.add_argument("--arms", default="matched,bft", help="NAME, NAME+recency, NAME[key=value,...]")
     options.add_argument("--seeds", type=count, default=4, metavar="N", help="seeds that are stacked")
     options.add_argument("--rounds", type=count, default=5, metavar="N", help="rounds that are timed")
     options.add_argument("--threads", type=count, default=1, metavar="N")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, parser, recorded
+from benchmarks.command import count, finish, parse, recorded, training_parser
 from benchmarks.parity import check_parity
 from recbft.allocator import keep_freed_memory
 from recbft.config import to_dict
@@ -261,7 +261,6 @@ def profile(arm: ArmSpec, config: RunConfig, dataset: Dataset, *, steps: int, ro
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     torch.set_num_threads(options.threads)
     keep_freed_memory()  # as the command line does
     arms = parse_arms(options.profile or options.arms)
@@ -328,17 +327,16 @@ def _config(arm: ArmSpec, options: Any) -> RunConfig:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    options = parser(NAME, "Time the arms of a model in interleaved chunks of training steps.")
+    options = training_parser(NAME, "Time the arms of a model in interleaved chunks of training steps.")
     options.add_argument("--arms", default="published,matched,bft", help="NAME, NAME+recency, NAME[key=value,...]")
     options.add_argument("--repeats", type=count, default=3, metavar="N", help="epochs each arm is trained and timed")
     options.add_argument("--chunk-steps", type=count, default=8, metavar="N", help="steps of one arm before the next")
     options.add_argument("--evaluations", type=count, default=3, metavar="N", help="times the evaluation is timed")
     options.add_argument("--threads", type=count, default=2, metavar="N")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--json", metavar="FILE", help="write the results here")
     options.add_argument("--profile", metavar="ARM", help="print this arm's costliest operators instead")
     options.add_argument("--profile-steps", type=count, default=20, metavar="N")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, parser, recorded
+from benchmarks.command import finish, parse, recorded, training_parser
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
@@ -108,7 +108,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     settings = {"model": options.model, "dataset": options.dataset, "data_root": options.data_root, "arm": options.arm}
     config = load_run_config(options.config, options.settings, **settings)
     dataset = config.data.load()
@@ -134,14 +133,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = parser(NAME, (__doc__ or "").split("\n")[0])
+    options = training_parser(NAME, (__doc__ or "").split("\n")[0])
     options.add_argument("--arm", default="bft")
     options.add_argument("--config", metavar="FILE", help="YAML with settings of every run")
     options.add_argument("--share", type=float, default=0.9, help="of the events that are the older data")
     options.add_argument("--keeps", default="1,0.4", help="shares of the older weights to begin from")
     options.add_argument("--seeds", default="0-9", help="such as 0-9 or 0,3")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    made = options.parse_args(arguments)
+    made = parse(options, arguments)
     if not 0 < made.share < 1:
         raise UserError(f"--share is {made.share:g}; give a share between 0 and 1, such as 0.9")
     try:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, recorded
+from benchmarks.command import count, finish, parse, parser, recorded
 from benchmarks.mechanisms.published import Figure, figure_table
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
 from recbft.experiments.lists import parse_seeds
@@ -138,7 +138,6 @@ def learned(seeds: Sequence[int], training: Training) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     made = machine.header(recorded(NAME, arguments))
     print("\n".join(machine.lines(made)), end="\n\n")
     result: dict[str, Any] = {}
@@ -179,14 +178,13 @@ def _learned_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Controlled collision recall.")
+    options = parser(NAME, "Controlled collision recall.")
     options.add_argument("--learned", action="store_true", help="train the five memories of the paper")
     options.add_argument("--seeds", default="0", help="of --learned; the paper has three")
     options.add_argument("--steps", type=count, default=200, help="of --learned; the paper's are 2,500")
     options.add_argument("--batch-size", type=count, default=32, help="of --learned; the paper's is 256")
     options.add_argument("--learning-rate", type=float, default=2e-3, help="of --learned; the paper's is 3e-4")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ Shapes: N queries, K patterns, d their width.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, recorded
+from benchmarks.command import count, finish, parse, parser, recorded
 from recbft.core import SequenceContext
 from recbft.experiments.lists import parse_seeds
 from recbft.experiments.tables import text_table
@@ -191,7 +190,6 @@ def _spread(values: Sequence[float]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     seeds = parse_seeds(options.seeds or ("0-9" if options.full else "0-2"))
     torch.set_num_threads(options.threads)
     cases = [case for case in CASES if case.brief or options.full]
@@ -208,12 +206,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Pattern denoising by rounds.")
+    made = parser(NAME, "Pattern denoising by rounds.")
     made.add_argument("--full", action="store_true", help="all rounds and gates, ten seeds")
     made.add_argument("--seeds", help="such as 0-9 or 0,1,5-7")
     made.add_argument("--threads", type=count, default=1, metavar="N")
-    made.add_argument("--json", metavar="FILE", help="write the results here")
-    return made.parse_args(arguments)
+    return parse(made, arguments)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, recorded
+from benchmarks.command import count, finish, parse, parser, recorded
 from recbft.datasets import Dataset, SyntheticConfig, View, synthetic_dataset
 from recbft.errors import UserError
 from recbft.evaluation.calibration import predicted
@@ -57,7 +57,6 @@ MEMORY_MB = 256.0
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     lengths = sorted(int(part) for part in split_list(options.lengths))
     if not lengths or lengths[0] < 1:
         raise UserError(f"--lengths {options.lengths}; give whole numbers of at least 1, such as 50,100,200")
@@ -162,9 +161,7 @@ def _dataset(options: argparse.Namespace) -> Dataset:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{NAME}", description="Perplexity beyond the length that was trained."
-    )
+    options = parser(NAME, "Perplexity beyond the length that was trained.")
     options.add_argument("--dataset", default="synthetic", help="a data set's name, or a file")
     options.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
     options.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
@@ -172,8 +169,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--trained", type=count, default=50, metavar="N", help="events that are read in training")
     options.add_argument("--lengths", default="50,100,200", help="events that are read afterwards")
     options.add_argument("--seeds", default="0")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, recorded
+from benchmarks.command import count, finish, parse, parser, recorded
 from recbft.core import SequenceContext
 from recbft.errors import RunError, UserError, did_you_mean
 from recbft.experiments.lists import parse_seeds, split_list
@@ -207,7 +207,6 @@ def _warmed(step: int, warmup: int, steps: int) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     tasks, names, seeds = split_list(options.tasks), split_list(options.mixers), parse_seeds(options.seeds)
     for task in tasks:
         if task not in TASKS:
@@ -270,7 +269,7 @@ def _table(rows: Sequence[dict[str, Any]], tasks: Sequence[str], names: Sequence
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Multi-query recall.")
+    options = parser(NAME, "Multi-query recall.")
     options.add_argument("--size", choices=sorted(SIZES), default="small")
     options.add_argument("--tasks", default=",".join(TASKS))
     options.add_argument("--mixers", default="attention,bayesian,gated_deltanet,mamba2")
@@ -281,8 +280,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--learning-rates", metavar="RATE,...", help="likewise; the best of them counts, as in Zoology"
     )
     options.add_argument("--device", default="auto")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

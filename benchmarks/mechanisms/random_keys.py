@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, recorded
+from benchmarks.command import count, finish, parse, parser, recorded
 from benchmarks.mechanisms.recall import MEMORIES, Recaller, Sequences, Training, fit
 from recbft.experiments.lists import parse_seeds
 from recbft.experiments.tables import text_table
@@ -86,7 +86,6 @@ def _measure(model: Recaller, test: RandomKeys, generator: torch.Generator) -> t
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     training = Training(options.steps, options.batch_size, options.learning_rate)
     seeds = parse_seeds(options.seeds)
     made = machine.header(recorded(NAME, arguments))
@@ -117,13 +116,12 @@ def _table(rows: Sequence[dict[str, Any]], measure: str, title: str) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Recall among random addresses.")
+    options = parser(NAME, "Recall among random addresses.")
     options.add_argument("--seeds", default="0", help="the paper has three")
     options.add_argument("--steps", type=count, default=400, help="the paper's are 2,500")
     options.add_argument("--batch-size", type=count, default=64, help="the paper's is 256")
     options.add_argument("--learning-rate", type=float, default=3e-3, help="the paper's is 3e-4")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.command import finish
-from benchmarks.study.worth import over_seeds
+from benchmarks.command import finish, parse
+from benchmarks.study.worth import over_seeds, runs_parser
 from recbft.datasets import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.calibration import calibration
@@ -144,13 +144,9 @@ def _spread(ones: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="Do probabilities come true?")
-    options.add_argument("out", nargs="+", metavar="OUT", help="folders that `recbft compare` wrote")
-    options.add_argument("--arm", default="bft")
+    options = runs_parser(NAME, "Do probabilities come true?")
     options.add_argument("--part", choices=("test", "validation"), default="test", help="whose targets judge")
-    options.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.command import finish
+from benchmarks.command import finish, parser
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.paired import SeedComparison, compare_seeds
 from recbft.experiments.document import p_text
@@ -98,7 +98,7 @@ def mean_and_spread(values: Collection[float]) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog="python -m benchmarks.study.choose", description="Arms by validation.")
+    options = parser("study.choose", "Arms by validation.")
     options.add_argument("out", nargs="+", metavar="OUT", help="folders that recbft compare wrote")
     options.add_argument("--baseline", metavar="ARM", help="unless given, the first arm")
     options.add_argument("--metric", default="ndcg@10")

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, parse_shares, parser, recorded
+from benchmarks.command import finish, parse, parse_shares, recorded, training_parser
 from recbft.datasets import Dataset
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import compare_seeds
@@ -66,7 +66,6 @@ def measure(config: RunConfig, trained: Dataset, read: Mapping[Any, Dataset]) ->
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     arms, seeds = parse_arms(options.arms), parse_seeds(options.seeds)
     shares = parse_shares(options.shares)
     named = {"model": options.model, "dataset": options.dataset, "data_root": options.data_root}
@@ -133,13 +132,12 @@ def table(rows: Sequence[dict[str, Any]], arms: Sequence[str], metric: str = "nd
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = parser(NAME, "Arms on histories of which a part is noise.")
+    options = training_parser(NAME, "Arms on histories of which a part is noise.")
     options.add_argument("--arms", default="matched,matched+recency,bft")
     options.add_argument("--seeds", default="0-4")
     options.add_argument("--shares", default="0.1,0.2,0.4", help="of events that are replaced")
     options.add_argument("--noise-seed", type=int, default=0, metavar="N")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

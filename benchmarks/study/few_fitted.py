@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.command import count, finish
+from benchmarks.command import count, finish, parse
 from benchmarks.study.calibrated import LISTS, Asked, asked, nll
-from benchmarks.study.worth import over_seeds
+from benchmarks.study.worth import over_seeds, runs_parser
 from recbft.datasets import Dataset
 from recbft.evaluation.paired import compare_seeds
 from recbft.evaluation.probability import AS_TRAINED, IntArray, fit
@@ -89,14 +89,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="What is the prior worth?")
-    options.add_argument("out", nargs="+", metavar="OUT", help="folders that `recbft compare` wrote")
-    options.add_argument("--arm", default="bft")
+    options = runs_parser(NAME, "What is the prior worth?")
     options.add_argument("--users", default="3,10,30,100,300", metavar="N,N", help="how many users to fit on")
     options.add_argument("--draws", type=count, default=20, metavar="N", help="samples of users per number")
-    options.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.command import finish
+from benchmarks.command import finish, parser
 from benchmarks.study.choose import difference, finished_runs, mean_and_spread, percent
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.document import p_text
@@ -202,7 +202,7 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog="python -m benchmarks.study.ledger", description="Runs in one small file.")
+    options = parser("study.ledger", "Runs in one small file.")
     actions = options.add_subparsers(dest="action", required=True)
     adding = actions.add_parser("add", help="write finished runs into the file")
     adding.add_argument("runs", nargs="+", metavar="OUT|RUN", help="folders of recbft compare, or of single runs")

@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from benchmarks.command import finish
+from benchmarks.command import finish, parser
 from benchmarks.study.choose import difference, percent
 from benchmarks.study.ledger import METRICS, arms_of, check_alike, read
 from recbft.errors import UserError
@@ -161,7 +161,7 @@ def _other_items(metric: str) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog="python -m benchmarks.study.overview", description="A ledger at a glance.")
+    options = parser("study.overview", "A ledger at a glance.")
     options.add_argument("--file", required=True, metavar="CSV", help="what `benchmarks.study.ledger add` wrote")
     options.add_argument("--metric", default="ndcg@10 all items", choices=list(METRICS))
     options.add_argument("--all", action="store_true", help="every arm's metrics, beside what others published")

@@ -28,7 +28,7 @@ from scipy import stats
 from torch import Tensor
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, count, finish, parse_shares, recorded
+from benchmarks.command import count, finish, parse, parse_shares, parser, recorded
 from recbft.datasets import Dataset, SyntheticConfig
 from recbft.datasets.synth import generate
 from recbft.evaluation.evaluate import evaluate
@@ -124,7 +124,6 @@ def fix(model: Backbone, truth: Tensor) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    check_folder_of(options.json)
     # What items are worth says nothing of users, so there is no oracle for them.
     arms = [*parse_arms(options.arms), *([ORACLE] if options.of == "items" else [])]
     seeds = parse_seeds(options.seeds)
@@ -173,9 +172,7 @@ def table(rows: Sequence[dict[str, Any]], baseline: str, *, of: str) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{NAME}", description="Planted unreliable items or users."
-    )
+    options = parser(NAME, "Planted unreliable items or users.")
     options.add_argument("--of", choices=list(METRICS), default="items", help="what is unreliable")
     options.add_argument("--arms", default="matched,matched+recency,bft,bft[core.initial=credibility]")
     options.add_argument("--baseline", default="matched+recency", metavar="ARM")
@@ -183,8 +180,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--seeds", default="0-4")
     options.add_argument("--users", type=count, default=2000)
     options.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
+    return parse(options, arguments)
 
 
 if __name__ == "__main__":

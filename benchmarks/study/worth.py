@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scipy import optimize, special
 
 from benchmarks import machine
-from benchmarks.command import check_folder_of, finish, recorded
+from benchmarks.command import finish, parse, parser, recorded
 from benchmarks.study.choose import finished_runs
 from recbft.datasets import Dataset
 from recbft.errors import UserError, did_you_mean
@@ -56,7 +56,16 @@ FloatArray = NDArray[np.float64]
 
 
 def main(arguments: Sequence[str]) -> int:
-    return over_seeds(NAME, arguments, _options(arguments), worth, table)
+    return over_seeds(NAME, arguments, parse(runs_parser(NAME, "What precision adds."), arguments), worth, table)
+
+
+def runs_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options that say whose trained models are measured."""
+    made = parser(name, description)
+    made.add_argument("out", nargs="+", metavar="OUT", help="folders that `recbft compare` wrote")
+    made.add_argument("--arm", default="bft")
+    made.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
+    return made
 
 
 def over_seeds(
@@ -70,9 +79,8 @@ def over_seeds(
 
     Args:
         name: of the command, whose last part is the key of the rows in its JSON file.
-        options: ``out``, ``arm``, ``data_root`` and ``json`` as parsed from the arguments.
+        options: the arguments as parsed, of ``runs_parser``.
     """
-    check_folder_of(options.json)
     rows, dataset = [], None
     for seed, model, dataset in models_of_arm(options.out, options.arm, options.data_root):
         rows.append({"seed": seed} | measure(model, dataset))
@@ -179,15 +187,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _interval(values: FloatArray) -> tuple[str, str]:
     inside = seed_interval(values)
     return f"{values.mean():.4f}", "" if inside is None else f"{inside[0]:.4f} to {inside[1]:.4f}"
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description="What precision adds.")
-    options.add_argument("out", nargs="+", metavar="OUT", help="folders that `recbft compare` wrote")
-    options.add_argument("--arm", default="bft")
-    options.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
-    options.add_argument("--json", metavar="FILE", help="write the results here")
-    return options.parse_args(arguments)
 
 
 if __name__ == "__main__":
