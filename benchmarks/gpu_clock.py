@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 CLOCKS_AHEAD = 50_000_000  # that the GPU waits before a series, some 28 ms: all of it is asked for by then
 SERIES = 10  # runs of one
+AT_LEAST = 0.2  # seconds that a median is of, in 5 to 200 runs
 
 
 class Kernels(NamedTuple):
@@ -27,14 +28,14 @@ class Clock:
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def seconds(self, work: Callable[[], Any], *, at_least: float = 0.2) -> float:
+    def seconds(self, work: Callable[[], Any]) -> float:
         """Median seconds of some work, after two warm-up rounds."""
         found: list[float] = []
         for _ in range(2):
             work()
         self._wait()
         began = time.perf_counter()
-        while len(found) < 5 or (time.perf_counter() - began < at_least and len(found) < 200):
+        while len(found) < 5 or (time.perf_counter() - began < AT_LEAST and len(found) < 200):
             start = time.perf_counter()
             work()
             self._wait()

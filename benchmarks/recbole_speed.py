@@ -45,6 +45,7 @@ from recbft.training.session import train
 
 NAME = "recbole_speed"
 EXPORTED = "exported"
+ROUNDS = 3  # of single steps, with and without anomaly mode
 SHARED = {"hidden_size": 64, "n_layers": 2, "n_heads": 2, "inner_size": 256, "learning_rate": 1e-3, "seed": 2020}
 
 
@@ -67,7 +68,7 @@ class Course:
         return next((epoch for epoch, value in enumerate(self.ndcg, start=1) if value >= target), None)
 
 
-def recbole_training(folder: Path, *, epochs: int, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
+def recbole_training(folder: Path, *, epochs: int) -> tuple[Any, Any, Any]:
     """The trainer of RecBole's SASRec, and the data that it trains and validates on."""
     from recbole.config import Config
     from recbole.data import create_dataset, data_preparation
@@ -76,7 +77,7 @@ def recbole_training(folder: Path, *, epochs: int, settings: dict[str, Any]) -> 
     given = {
         **SHARED, "data_path": str(folder), "load_col": {"inter": ["user_id", "item_id", "timestamp"]},
         "train_neg_sample_args": None, "train_batch_size": 2048, "valid_metric": "NDCG@10", "metrics": ["NDCG"],
-        "metric_decimal_place": 8, "show_progress": False, "epochs": epochs, "gpu_id": "", **settings,
+        "metric_decimal_place": 8, "show_progress": False, "epochs": epochs, "gpu_id": "",
     }  # fmt: skip
     config = Config(model="SASRec", dataset=EXPORTED, config_dict=given)
     init_seed(config["seed"], config["reproducibility"])
@@ -86,9 +87,9 @@ def recbole_training(folder: Path, *, epochs: int, settings: dict[str, Any]) -> 
     return get_trainer(config["MODEL_TYPE"], "SASRec")(config, model), train_data, valid_data
 
 
-def train_recbole(folder: Path, *, anomaly: bool, epochs: int, patience: int, settings: dict[str, Any]) -> Course:
+def train_recbole(folder: Path, *, anomaly: bool, epochs: int, patience: int) -> Course:
     """Train RecBole's SASRec until validation stops improving."""
-    trainer, train_data, valid_data = recbole_training(folder, epochs=epochs, settings=settings)
+    trainer, train_data, valid_data = recbole_training(folder, epochs=epochs)
     course = Course(name=f"RecBole SASRec, {'as shipped' if anomaly else 'anomaly mode off'}")
     with torch.autograd.set_detect_anomaly(anomaly):
         while len(course.seconds) < epochs and _improved_lately(course.ndcg, patience):
@@ -118,15 +119,15 @@ class _Some:
         return getattr(self._loader, name)
 
 
-def time_steps(folder: Path, steps: int, rounds: int = 3) -> tuple[list[list[str]], list[dict[str, Any]]]:
+def time_steps(folder: Path, steps: int) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Seconds of RecBole's steps as shipped and with anomaly mode off, in turns, after a few of each."""
-    trainer, train_data, _ = recbole_training(folder, epochs=1, settings={})
-    each = -(-steps // rounds)
+    trainer, train_data, _ = recbole_training(folder, epochs=1)
+    each = -(-steps // ROUNDS)
     some, found = _Some(train_data, each), {name: list[float]() for name in ("as shipped", "anomaly mode off")}
-    if len(train_data) < 2 * rounds * each + 2:
+    if len(train_data) < 2 * ROUNDS * each + 2:
         raise UserError(f"--steps is {steps}, but an epoch has {len(train_data)} steps; leave it out")
     trainer._train_epoch(_Some(train_data, 2), 0)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, seconds in found.items():
             with torch.autograd.set_detect_anomaly(name == "as shipped"):
                 began = time.perf_counter()
@@ -237,9 +238,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _trained(dataset: Dataset, folder: Path, given: argparse.Namespace) -> tuple[Course, Course, list[Course]]:
     """RecBole as shipped, RecBole with anomaly mode off, and each arm of ours."""
-    shipped = train_recbole(folder, anomaly=True, epochs=given.shipped_epochs, patience=given.patience, settings={})
+    shipped = train_recbole(folder, anomaly=True, epochs=given.shipped_epochs, patience=given.patience)
     most = given.epochs if given.recbole_epochs is None else given.recbole_epochs
-    quiet = train_recbole(folder, anomaly=False, epochs=most, patience=given.patience, settings={})
+    quiet = train_recbole(folder, anomaly=False, epochs=most, patience=given.patience)
     _check_same_course(shipped, quiet)
     ours = [
         train_ours(dataset, folder / arm, arm, epochs=given.epochs, patience=given.patience, settings=given.settings)

@@ -243,7 +243,7 @@ def _ratio_in_words(ratio: dict[str, Any], *, own: bool) -> tuple[str, str]:
     return f"{ratio['median']:.3f}", "" if own else f"({ratio['min']:.2f} to {ratio['max']:.2f})"
 
 
-def profile(arm: ArmSpec, config: RunConfig, dataset: Dataset, *, steps: int, rows: int = 25) -> str:
+def profile(arm: ArmSpec, config: RunConfig, dataset: Dataset, *, steps: int) -> str:
     """The operators that took most of some training steps, by their own time."""
     contestant = make_contestant(arm, config, dataset)
     batches = contestant.batches.epoch(0)
@@ -256,7 +256,7 @@ def profile(arm: ArmSpec, config: RunConfig, dataset: Dataset, *, steps: int, ro
         order = "self_cuda_time_total"
     with torch.profiler.profile(activities=kinds) as seen:
         train_steps(contestant, batches, steps)
-    return f"{arm.label}: {steps} training steps\n{seen.key_averages().table(sort_by=order, row_limit=rows)}"
+    return f"{arm.label}: {steps} training steps\n{seen.key_averages().table(sort_by=order, row_limit=25)}"
 
 
 def main(arguments: Sequence[str]) -> int:

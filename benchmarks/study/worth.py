@@ -161,15 +161,18 @@ def signals(model: SequenceModel, dataset: Dataset, part: Part) -> tuple[dict[st
     }, ranked.per_user["rank_unfiltered"].to_numpy() <= K
 
 
-def logistic(x: FloatArray, hit: NDArray[np.bool_], penalty: float = 1.0) -> FloatArray:
-    """Weights (P,) of the logistic regression of hits on standardised signals (U, P), without its constant."""
+def logistic(x: FloatArray, hit: NDArray[np.bool_]) -> FloatArray:
+    """Weights (P,) of the logistic regression of hits on standardised signals (U, P), without its constant.
+
+    The penalty is half of the squared weights, the constant's left out.
+    """
     ones = np.column_stack([np.ones(len(x)), x])
-    keep = np.r_[0.0, np.full(x.shape[1], penalty)]
+    penalised = np.r_[0.0, np.ones(x.shape[1])]
 
     def loss(w: FloatArray) -> tuple[float, FloatArray]:
         z = ones @ w
-        value = np.logaddexp(0, z).sum() - z[hit].sum() + 0.5 * keep @ w**2
-        return float(value), ones.T @ (special.expit(z) - hit) + keep * w
+        value = np.logaddexp(0, z).sum() - z[hit].sum() + 0.5 * penalised @ w**2
+        return float(value), ones.T @ (special.expit(z) - hit) + penalised * w
 
     weights: FloatArray = optimize.minimize(loss, np.zeros(ones.shape[1]), jac=True, method="L-BFGS-B").x[1:]
     return weights
