@@ -23,6 +23,7 @@ import pandas as pd
 
 from benchmarks import machine
 from benchmarks.command import finish, parse, recorded, training_parser
+from benchmarks.study.choose import relative_and_p
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
@@ -100,7 +101,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             cell = f"{statistics.mean(values[setting]):.4f}"
             if start != AFRESH and len(rows) > 1:
                 found = compare_seeds([row[AFRESH][setting] for row in rows], values[setting])
-                cell += f" ({100 * found.relative:+.1f} %, p {found.p_t:.3f}, {found.wins} of {len(rows)})"
+                cell += f" ({relative_and_p(found)}, {found.wins} of {found.num_seeds})"
             cells.append(cell)
         lines.append(cells)
     return markdown_table(head, lines)

@@ -87,8 +87,13 @@ def difference(own: Mapping[int, float], baseline: Mapping[int, float]) -> SeedC
 
 
 def percent(found: SeedComparison) -> str:
-    """A difference relative to the baseline."""
+    """A difference relative to the baseline; nothing where the baseline alone is 0."""
     return "" if found.relative is None else f"{100 * found.relative:+.1f} %"
+
+
+def relative_and_p(found: SeedComparison) -> str:
+    """A difference relative to the baseline, where there is such a number, and the p of the paired t-test."""
+    return ", ".join(part for part in (percent(found), f"p {found.p_t:.3f}") if part)
 
 
 def mean_and_spread(values: Collection[float]) -> str:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks import machine
 from benchmarks.command import finish, parse, parse_shares, recorded, training_parser
+from benchmarks.study.choose import relative_and_p
 from recbft.datasets import Dataset
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import compare_seeds
@@ -124,8 +125,7 @@ def table(rows: Sequence[dict[str, Any]], arms: Sequence[str], metric: str = "nd
             own = values(rows, arm, cell, metric)
             text = f"{np.mean(own):.4f}"
             if len(own) > 1:
-                d = compare_seeds(base, own)
-                text += f" ({100 * (d.relative or 0):+.1f} %, p {d.p_t:.3f})"
+                text += f" ({relative_and_p(compare_seeds(base, own))})"
             cells.append(text)
         lines.append(cells)
     return markdown_table(["noise in", "share", *arms], lines)

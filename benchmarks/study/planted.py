@@ -29,6 +29,7 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, parse_shares, parser, recorded
+from benchmarks.study.choose import relative_and_p
 from recbft.datasets import Dataset, SyntheticConfig
 from recbft.datasets.synth import generate
 from recbft.evaluation.evaluate import evaluate
@@ -161,7 +162,7 @@ def table(rows: Sequence[dict[str, Any]], baseline: str, *, of: str) -> str:
             against = ""
             if arm != baseline and len(own) > 1:
                 d = compare_seeds(base, own)
-                against = f" ({100 * (d.relative or 0):+.1f} %, p {d.p_t:.3f}, {d.wins} of {len(own)})"
+                against = f" ({relative_and_p(d)}, {d.wins} of {d.num_seeds})"
             cells.append(f"{statistics.mean(own):.4f}{against}")
         found = [
             row["found"] for row in rows if (row["share"], row["arm"]) == (share, arm) and row["found"] is not None

@@ -60,6 +60,18 @@ def test_the_command_measures_every_place_and_repeats_itself(small, tmp_path, ca
     assert "| both | 0.5 |" in capsys.readouterr().out
 
 
+def test_of_a_baseline_without_a_hit_nothing_is_said_relative_to_it():
+    values = [(arm, seed, value * seed) for arm, value in (("matched", 0.0), ("bft", 0.2)) for seed in (1, 2)]
+    rows = [
+        {"arm": arm, "seed": seed, "where": "both", "ndcg@10 unfiltered": value, "share": 0.5, "found": None}
+        | dict.fromkeys(planted.METRICS["items"], value)
+        for arm, seed, value in values
+    ]
+    assert corrupted.table(rows, ["matched", "bft"]).endswith("| 0.3000 (p 0.205) |")
+    said = planted.table(rows, "matched", of="items").splitlines()[-1]
+    assert said.count("| 0.3000 (p 0.205, 2 of 2) ") == len(planted.METRICS["items"])
+
+
 @pytest.mark.parametrize("shares", ["0", "1", "half"])
 def test_a_share_that_is_none_is_refused(small, shares):
     with pytest.raises(UserError, match="give shares between 0 and 1"):

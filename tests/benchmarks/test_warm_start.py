@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.warm_start import earlier, main
+from benchmarks.warm_start import METRICS, earlier, main, table
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 
@@ -30,6 +30,15 @@ def test_all_ways_to_begin_are_measured(small, tmp_path, capsys):
         for keep in ("1 kept", "0.4 kept"):
             assert 1 <= row[keep]["epochs"] <= 2 and 0 <= row[keep]["filtered"] <= 1
     assert "| 0.4 kept |" in capsys.readouterr().out
+
+
+def test_of_a_beginning_without_a_hit_nothing_is_said_relative_to_it():
+    rows = [
+        {start: dict.fromkeys(("epochs", "seconds", *METRICS), value * seed) for start, value in starts.items()}
+        for seed in (1, 2)
+        for starts in [{"afresh": 0.0, "1 kept": 0.2}]
+    ]
+    assert table(rows).splitlines()[-1].count("| 0.3000 (p 0.205, 2 of 2) ") == len(METRICS)
 
 
 def test_a_share_of_everything_is_refused(small):
