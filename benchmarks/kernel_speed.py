@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from benchmarks import gpu_cases, machine
 from benchmarks.command import count, finish, parse, parser, recorded
-from benchmarks.mixer_speed import Shape, shape_of
+from benchmarks.mixer_speed import Shape, shape_of, time_in_turn
 from recbft.allocator import keep_freed_memory
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import split_list
@@ -81,33 +80,19 @@ def memory(lengths: Sequence[int] = tuple(MEMORY)) -> dict[str, dict[str, Way]]:
     return found
 
 
-def time_in_turn(ways: Mapping[str, Way], rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of each way, and their ratio to the first's in the same round; whoever begins changes."""
-    names = list(ways)
-    passes: dict[tuple[str, str], Callable[[], None]] = {}
-    for name, way in ways.items():
-        passes["forward", name] = gpu_cases.forward_pass(way.run)
-        passes["both", name] = gpu_cases.both_passes(way.run, way.leaves)
-    for run in passes.values():
-        run()
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in passes}
-    for turn in range(rounds):
-        for part in ("forward", "both"):
-            for number in range(len(names)):
-                key = part, names[(number + turn) % len(names)]
-                began = time.perf_counter()
-                passes[key]()
-                seconds[key].append(time.perf_counter() - began)
-    rows = []
-    for name in names:
-        row: dict[str, Any] = {"way": name}
-        for part in ("forward", "both"):
-            own, first = seconds[part, name], seconds[part, names[0]]
+def measure(ways: Mapping[str, Way], rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of each way, and their ratio to the first's in the same round."""
+    forward = {name: gpu_cases.forward_pass(way.run) for name, way in ways.items()}
+    both = {name: gpu_cases.both_passes(way.run, way.leaves) for name, way in ways.items()}
+    rows: dict[str, dict[str, Any]] = {name: {"way": name} for name in ways}
+    for part, passes in (("forward", forward), ("both", both)):
+        seconds = time_in_turn(passes, rounds)
+        first = next(iter(seconds.values()))
+        for name, own in seconds.items():
             ratios = [a / b for a, b in zip(own, first, strict=True)]
-            row |= {f"{part}_ms": 1e3 * statistics.median(own), f"{part}_x": statistics.median(ratios)}
-            row[f"{part}_range"] = [min(ratios), max(ratios)]
-        rows.append(row)
-    return rows
+            rows[name] |= {f"{part}_ms": 1e3 * statistics.median(own), f"{part}_x": statistics.median(ratios)}
+            rows[name][f"{part}_range"] = [min(ratios), max(ratios)]
+    return list(rows.values())
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -140,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
     for name in asked:
         for shape, ways in parts[name]().items():
-            found = time_in_turn(ways, options.rounds)
+            found = measure(ways, options.rounds)
             print(f"\n{name}, {shape}, {options.rounds} rounds\n\n" + table(found), flush=True)
             rows += [{"part": name, "shape": shape} | row for row in found]
     if options.json is not None:

@@ -19,8 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -37,6 +37,7 @@ from recbft.mixers import MIXERS, Place
 
 NAME = "mixer_speed"
 PLAIN = "attention"
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Shape(NamedTuple):
@@ -119,18 +120,17 @@ def make_pass(case: Case, shape: Shape) -> Callable[[], None]:
     return run
 
 
-def time_in_turn(cases: Sequence[Case], shape: Shape, rounds: int) -> dict[Case, list[float]]:
-    """Seconds of each case in each round; whoever begins changes from round to round."""
-    passes = {case: make_pass(case, shape) for case in cases}
+def time_in_turn(passes: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
+    """Seconds of each pass in each round, after one that warms up; whoever begins changes from round to round."""
     for run in passes.values():
         run()
-    seconds: dict[Case, list[float]] = {case: [] for case in cases}
+    keys, seconds = list(passes), {key: list[float]() for key in passes}
     for turn in range(rounds):
-        for number in range(len(cases)):
-            case = cases[(number + turn) % len(cases)]
+        for number in range(len(keys)):
+            key = keys[(number + turn) % len(keys)]
             began = time.perf_counter()
-            passes[case]()
-            seconds[case].append(time.perf_counter() - began)
+            passes[key]()
+            seconds[key].append(time.perf_counter() - began)
     return seconds
 
 
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
         fitting = [case for case in cases if memory[case] is not None]
         if Case(PLAIN, False) not in fitting:
             raise UserError(f"softmax attention does not fit at {shape}; take a smaller shape")
-        seconds = time_in_turn(fitting, shape, options.rounds)
+        seconds = time_in_turn({case: make_pass(case, shape) for case in fitting}, options.rounds)
         found = [_row(case, shape, seconds, memory[case]) for case in cases]
         print(f"\nB x H x T x K = {shape}, {options.rounds} rounds\n\n" + table(found), flush=True)
         rows += found
