@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -36,17 +38,25 @@ def small(events):
     return ["--dataset", str(events), *(word for setting in SMALL for word in ("--set", setting))]
 
 
+@pytest.fixture(scope="session")
+def trained_runs(tmp_path_factory):
+    """The folder of the runs that tests have asked for so far."""
+    return tmp_path_factory.mktemp("benchmark-runs")
+
+
 @pytest.fixture
-def train_arms(events, tmp_path):
-    """Trains arms, two seeds each, into the folder it returns."""
+def train_arms(events, trained_runs, tmp_path):
+    """Gives arms, trained on two seeds each, in a folder that the test may change."""
     settings = ["data.time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "epochs=2"]
 
     def configure(arm, seed):
         return arm.config(settings, dataset=str(events), seed=seed)
 
     def train_all(arms):
-        for job in plan(parse_arms(arms), [0, 1], tmp_path / "out" / "runs", configure):
-            train(job.config, job.path)
+        for job in plan(parse_arms(arms), [0, 1], trained_runs, configure):
+            if not job.path.exists():
+                train(job.config, job.path)
+            shutil.copytree(job.path, tmp_path / "out" / "runs" / job.path.name)
         return tmp_path / "out"
 
     return train_all

@@ -45,16 +45,16 @@ def test_about_the_share_is_replaced_and_no_target(dataset, share):
 
 def test_the_command_measures_every_place_and_repeats_itself(small, tmp_path, capsys):
     found = []
-    for name in ("one.json", "two.json"):
-        options = ["--arms", "matched,bft", "--seeds", "0-1", "--shares", "0.5", "--json", str(tmp_path / name)]
+    for seeds in ("0-1", "1"):
+        file = tmp_path / f"{seeds}.json"
+        options = ["--arms", "matched,bft", "--seeds", seeds, "--shares", "0.5", "--json", str(file)]
         assert corrupted.main([*small, *options]) == 0
-        found.append(json.loads((tmp_path / name).read_text()))
-    assert found[0]["corrupted"] == found[1]["corrupted"]
-    cells = {(row["where"], row["share"]) for row in found[0]["corrupted"]}
+        found.append(json.loads(file.read_text())["corrupted"])
+    assert [row for row in found[0] if row["seed"] == 1] == found[1]
+    cells = {(row["where"], row["share"]) for row in found[0]}
     assert cells == {("nowhere", 0.0), ("test", 0.5), ("training", 0.5), ("both", 0.5)}
     whole, read = (
-        [row for row in found[0]["corrupted"] if row["where"] == where and row["arm"] == "matched"]
-        for where in ("nowhere", "test")
+        [row for row in found[0] if row["where"] == where and row["arm"] == "matched"] for where in ("nowhere", "test")
     )
     assert [row["ndcg@10 unfiltered"] for row in whole] != [row["ndcg@10 unfiltered"] for row in read]
     assert "| both | 0.5 |" in capsys.readouterr().out
@@ -93,11 +93,11 @@ def test_the_oracle_knows_the_planted_truth_and_keeps_it():
 
 def test_the_planted_command_measures_every_arm_and_repeats_itself(tmp_path, capsys):
     found = []
-    for name in ("one.json", "two.json"):
-        options = ["--shares", "0,0.5", "--seeds", "0-1", *SHORT]
-        assert planted.main([*options, "--arms", "matched,bft", "--json", str(tmp_path / name)]) == 0
-        found.append(json.loads((tmp_path / name).read_text())["planted"])
-    assert found[0] == found[1]
+    for shares, seeds in (("0,0.5", "0-1"), ("0.5", "1")):
+        file, options = tmp_path / f"{seeds}.json", ["--shares", shares, "--seeds", seeds, *SHORT]
+        assert planted.main([*options, "--arms", "matched,bft", "--json", str(file)]) == 0
+        found.append(json.loads(file.read_text())["planted"])
+    assert [row for row in found[0] if row["share"] and row["seed"] == 1] == found[1]
     assert {(row["share"], row["arm"]) for row in found[0]} == {
         (share, arm) for share in (0.0, 0.5) for arm in ("matched", "bft", "oracle")
     }
