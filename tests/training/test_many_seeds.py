@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -36,7 +37,7 @@ def dataset():
     return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -44,11 +45,19 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@contextmanager
+def float64():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture
 def in_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with float64():
+        yield
 
 
 def config(model="sasrec", arm="bft", **settings):
@@ -63,6 +72,13 @@ def together(base, folder, dataset, seeds=SEEDS, **options):
 
 def alone(base, folder, dataset, seeds=SEEDS):
     return [session.train(replace(base, seed=seed), folder / f"seed{seed}", dataset=dataset) for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def apart(dataset, tmp_path_factory):
+    """The runs of ``config()`` in float64, trained alone; nobody changes them."""
+    with float64():
+        return alone(config(), tmp_path_factory.mktemp("apart"), dataset)
 
 
 def assert_close_runs(found, expected):
@@ -149,10 +165,9 @@ def test_in_single_precision_losses_and_weights_agree_to_1e_5_and_all_ranks(arm,
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 100_000])
-def test_how_seeds_are_spread_over_stacks_changes_nothing(tokens, dataset, tmp_path, monkeypatch, in_float64):
+def test_how_seeds_are_spread_over_stacks_changes_nothing(tokens, apart, dataset, tmp_path, monkeypatch, in_float64):
     monkeypatch.setattr(many_seeds, "STACK_TOKENS", tokens)
-    found, expected = together(config(), tmp_path / "all", dataset), alone(config(), tmp_path / "alone", dataset)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(together(config(), tmp_path, dataset), apart, strict=True):
         assert_close_runs(one, other)
 
 
@@ -308,22 +323,22 @@ def test_finished_runs_are_kept_and_only_the_rest_is_trained(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("epoch", [1, 3])
-def test_runs_that_were_stopped_go_on_together_as_if_they_had_not_been(epoch, dataset, tmp_path, in_float64):
+def test_runs_that_were_stopped_go_on_together_as_if_they_had_not_been(epoch, apart, dataset, tmp_path, in_float64):
     listeners = [Silent(), StopAt(epoch), Silent()]
     with pytest.raises(Stopped):
         together(config(), tmp_path / "together", dataset, progresses=listeners)
     saved = [checkpoint.load_state(tmp_path / f"together/seed{seed}/checkpoint").epoch for seed in SEEDS]
     assert set(saved) <= {epoch - 1, epoch} and epoch in saved
     found = together(config(), tmp_path / "together", dataset)
-    for one, other in zip(found, alone(config(), tmp_path / "alone", dataset), strict=True):
+    for one, other in zip(found, apart, strict=True):
         assert_close_runs(one, other)
 
 
-def test_a_run_that_was_stopped_together_with_others_can_go_on_alone(dataset, tmp_path, in_float64):
+def test_a_run_that_was_stopped_together_with_others_can_go_on_alone(apart, dataset, tmp_path, in_float64):
     with pytest.raises(Stopped):
         together(config(), tmp_path / "together", dataset, progresses=[StopAt(2), Silent(), Silent()])
     found = session.resume(tmp_path / "together" / "seed0", dataset=dataset)
-    assert_close_runs(found, *alone(config(), tmp_path / "alone", dataset, [0]))
+    assert_close_runs(found, apart[0])
 
 
 def test_an_interrupted_group_says_how_to_go_on(dataset, tmp_path):
@@ -333,7 +348,7 @@ def test_an_interrupted_group_says_how_to_go_on(dataset, tmp_path):
         together(config(), tmp_path, dataset, progresses=[StopAt(1, KeyboardInterrupt), Silent(), Silent()])
 
 
-def test_a_run_whose_loss_is_not_finite_fails_alone(dataset, tmp_path, monkeypatch, in_float64):
+def test_a_run_whose_loss_is_not_finite_fails_alone(apart, dataset, tmp_path, monkeypatch, in_float64):
     def begin(config, *arguments, **options):
         made = session.begin(config, *arguments, **options)
         if config.seed == 1:
@@ -345,7 +360,7 @@ def test_a_run_whose_loss_is_not_finite_fails_alone(dataset, tmp_path, monkeypat
     message = r"the run of seed 1 failed: the loss is nan at step 1 \(epoch 1\), which is not saved"
     with pytest.raises(RunError, match=message):
         together(config(), tmp_path / "together", dataset)
-    for seed, expected in zip((0, 5), alone(config(), tmp_path / "alone", dataset, [0, 5]), strict=True):
+    for seed, expected in ((0, apart[0]), (5, apart[2])):
         assert_close_runs(RunFolder.open(tmp_path / f"together/seed{seed}"), expected)
     failed = RunFolder.open(tmp_path / "together/seed1")
     assert not failed.is_finished and checkpoint.load_state(failed.checkpoint).epoch == 0

@@ -42,6 +42,12 @@ def config(arm="bft", **settings):
     return load_run_config(model="sasrec", arm=arm, **{**small, **settings})
 
 
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory):
+    """A run that nothing has stopped; nobody changes it."""
+    return session.train(config(), tmp_path_factory.mktemp("whole") / "run", dataset=dataset)
+
+
 def results(run):
     """All that two equal runs share: weights, optimiser, random state, ranks, metrics, history."""
     loaded = checkpoint.load(run.checkpoint)
@@ -195,8 +201,7 @@ def test_two_epochs_and_two_more_equal_four_bit_for_bit(dataset, tmp_path, arm, 
         assert_equal_runs(whole, resumed)
 
 
-def test_a_run_stopped_after_every_epoch_equals_one_that_was_not(dataset, tmp_path):
-    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
+def test_a_run_stopped_after_every_epoch_equals_one_that_was_not(whole, dataset, tmp_path):
     with pytest.raises(Stopped):
         session.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(1))
     for _ in range(3):
@@ -209,8 +214,7 @@ def test_a_run_stopped_after_every_epoch_equals_one_that_was_not(dataset, tmp_pa
     assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}, "a finished run is left as it is"
 
 
-def test_a_history_line_without_its_checkpoint_is_dropped(dataset, tmp_path):
-    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
+def test_a_history_line_without_its_checkpoint_is_dropped(whole, dataset, tmp_path):
     with pytest.raises(Stopped):
         session.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(2))
     run = RunFolder.open(tmp_path / "cut")
@@ -219,8 +223,7 @@ def test_a_history_line_without_its_checkpoint_is_dropped(dataset, tmp_path):
     assert_equal_runs(whole, session.resume(run.path, dataset=dataset))
 
 
-def test_a_run_stopped_before_its_first_checkpoint_starts_from_the_beginning(dataset, tmp_path):
-    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
+def test_a_run_stopped_before_its_first_checkpoint_starts_from_the_beginning(whole, dataset, tmp_path):
     with pytest.raises(Stopped):
         session.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(0, steps=1))
     shutil.rmtree(tmp_path / "cut" / "checkpoint")
@@ -269,7 +272,7 @@ def test_a_run_stopped_after_its_last_epoch_is_evaluated_and_no_epoch_is_announc
 
 
 @pytest.mark.parametrize("stop", [StopAt(2), StopAt(2, steps=2)])
-def test_an_interrupt_says_how_to_go_on_and_leaves_a_run_that_does(dataset, tmp_path, stop):
+def test_an_interrupt_says_how_to_go_on_and_leaves_a_run_that_does(whole, dataset, tmp_path, stop):
     stop = StopAt(2, stop.steps, KeyboardInterrupt)
     hint = rf"interrupted; the state after epoch 2 is saved, go on with: recbft train --resume {tmp_path / 'cut'}$"
     with pytest.raises(RunError, match=hint):
@@ -278,7 +281,6 @@ def test_an_interrupt_says_how_to_go_on_and_leaves_a_run_that_does(dataset, tmp_
     assert not run.is_finished and len(run.read_history()) == 2
     with pytest.raises(UserError, match=r"holds a run that stopped after epoch 2; go on with `recbft train --resume"):
         session.train(config(), tmp_path / "cut", dataset=dataset)
-    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
     assert_equal_runs(whole, session.resume(tmp_path / "cut", dataset=dataset))
 
 
@@ -378,8 +380,7 @@ def as_an_older_commit_wrote_it(run, version=None):
     write_json(state, {"sha256": checkpoint._digest(saved), **saved})
 
 
-def test_a_run_of_an_older_commit_goes_on_with_the_defaults_of_later_keys(stopped, dataset, tmp_path):
-    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
+def test_a_run_of_an_older_commit_goes_on_with_the_defaults_of_later_keys(whole, stopped, dataset, tmp_path):
     as_an_older_commit_wrote_it(stopped)
     said = r"run was begun at a commit .* with the defaults of these: data.drop_last_events \(0\), backbone.abs"
     with pytest.warns(UserWarning, match=said):
