@@ -13,6 +13,7 @@ import pytest
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.experiments.comparison import load_comparison
 from recbft_cli.main import main
+from tests.cli.conftest import run
 
 SMALL = ["time=timestamp", "epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu"]
 SETTINGS = [word for setting in SMALL for word in ("--set", setting)]
@@ -23,12 +24,6 @@ def events(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "tiny.parquet"
     generate(SyntheticConfig(num_users=60, num_items=60, mean_length=7.0, seed=3)).events.to_parquet(path)
     return path
-
-
-def run(capsys, *arguments):
-    code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def options(events, out, *more):

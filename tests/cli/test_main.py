@@ -11,7 +11,7 @@ import pytest
 from recbft.datasets.dataset import Dataset
 from recbft.errors import OneProcessError, RunError, UserError
 from recbft_cli import main as main_module
-from recbft_cli.main import main
+from tests.cli.conftest import run
 
 COMMANDS = [
     "train",
@@ -34,12 +34,6 @@ def events(tmp_path):
     path = tmp_path / "events.csv"
     path.write_text("user,item,when\n" + "\n".join(rows) + "\n")
     return path
-
-
-def run(capsys, *arguments):
-    code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "", "data prepare"])

@@ -27,7 +27,7 @@ from recbft.experiments.search_space import parse_space
 from recbft.experiments.sweep import plan_sweep, sweep_document, sweep_results
 from recbft.files import write_json
 from recbft.training.run_folder import RunFolder
-from recbft_cli.main import main
+from tests.cli.conftest import run
 from tests.experiments.conftest import RECBFT
 from tests.experiments.test_queue import ENVIRONMENT, wait_for
 from tests.experiments.test_results import MADE
@@ -41,12 +41,6 @@ def events(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "tiny.parquet"
     generate(SyntheticConfig(num_users=60, num_items=60, mean_length=7.0, seed=3)).events.to_parquet(path)
     return path
-
-
-def run(capsys, *arguments):
-    code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def test_a_sweep_compares_each_value_with_the_default_and_chooses_by_validation(capsys, events, tmp_path):

@@ -7,40 +7,15 @@ import math
 import pytest
 import torch
 
-from recbft.core import SequenceContext
-from recbft.kernels import robust_filter
 from recbft.kernels.robust_filter import Dynamics, Variant, decayed_weights, read_clock
 from recbft.kernels.robust_filter.dynamics import residual_variance
-
-PATHS = {name: robust_filter.PATHS[name].load() for name in ("cpu", "isotropic", "reference")}  # those of float64
-
-
-def one_history(T):
-    return SequenceContext(torch.zeros(1, T, dtype=torch.int64), torch.arange(T)[None])
-
-
-def head(**scalars):
-    """One head; what is not given is harmless."""
-    start = {
-        "decay": 0.1,
-        "process": 0.3,
-        "key_noise": 0.5,
-        "query_noise": 0.2,
-        "dof": 8.0,
-        "temperature": 1.0,
-    } | scalars
-    frequency = start.pop("frequency", [0.9, -0.9])
-    return Dynamics(torch.tensor([frequency]).double(), *(torch.tensor([x]).double() for x in start.values()))
+from tests.kernels.test_robust_filter import PATHS, head, one_history, randoms
 
 
 def weights_and_logits(q, k, dynamics, kernel="student"):
     context = one_history(q.shape[2])
     clock = read_clock(context, dtype=torch.float64)
     return decayed_weights(q, k, context, dynamics, clock, Variant(kernel=kernel), None)
-
-
-def randoms(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.complex128)
 
 
 @pytest.mark.parametrize("process", [0.0, 0.7])

@@ -116,13 +116,6 @@ def assert_same(one, two):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-def packed_for_training(histories):
-    items = np.array([item for history in histories for item in history], dtype=np.int64)
-    stop = np.cumsum([len(history) for history in histories])
-    start = stop - [len(history) for history in histories]
-    return pack_histories(items, start, stop - 1, with_targets=True)
-
-
 def watched(model, batch, *, layer=0):
     """Incoming precision, observation precision and gain of a layer's update at every token."""
     seen = []
@@ -141,8 +134,7 @@ def lab():
     """The functions above, for the tests of this folder."""
     return SimpleNamespace(
         V=V, D=D, T=T, VARIANTS=VARIANTS, build=build, shaken=shaken, packed=packed, beliefs=beliefs, watched=watched,
-        packed_for_training=packed_for_training, draw_histories=draw_histories, counts_of=counts_of,
-        assert_same=assert_same,
+        draw_histories=draw_histories, counts_of=counts_of, assert_same=assert_same,
     )  # fmt: skip
 
 

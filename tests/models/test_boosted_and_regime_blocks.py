@@ -67,7 +67,7 @@ def test_in_both_directions_a_user_is_scored_from_that_user_s_history_alone(lab,
 @over_updates
 def test_training_lowers_the_loss_and_beliefs_stay_in_bounds(lab, name, update):
     model = build(lab, name, update)
-    batch = lab.packed_for_training(lab.draw_histories(0, 8, shortest=2))
+    batch = lab.packed(lab.draw_histories(0, 8, shortest=2), with_targets=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for step in range(25):
@@ -101,7 +101,7 @@ def test_without_an_estimator_the_kalman_update_is_refused(lab, name):
 def test_a_model_that_was_evaluated_first_can_be_trained(lab):
     block_table.cache_clear()
     model = build(lab, "regime", "kalman")
-    batch = lab.packed_for_training(lab.draw_histories(0, 4, shortest=2))
+    batch = lab.packed(lab.draw_histories(0, 4, shortest=2), with_targets=True)
     with torch.inference_mode():
         model.eval().encode(batch)
     model.train().loss(batch).backward()

@@ -67,7 +67,7 @@ def models_of(lab, case, *, every=True, **how):
 
 @over_the_class
 def test_gradients_are_finite_and_beliefs_have_their_shape_and_bounds(lab, name, observe, update, rest):
-    batch = lab.packed_for_training(lab.draw_histories(0, 6, shortest=2))
+    batch = lab.packed(lab.draw_histories(0, 6, shortest=2), with_targets=True)
     for ramp, model in itertools.product((0.0, 1.0), models_of(lab, (name, observe, update, rest))):
         model.set_ramp(ramp)
         loss = model.train().loss(batch)
@@ -83,7 +83,7 @@ def test_gradients_are_finite_and_beliefs_have_their_shape_and_bounds(lab, name,
 
 @over_the_class
 def test_what_is_learned_moves_the_loss_once_warmed_up(lab, name, observe, update, rest):
-    batch = lab.packed_for_training(lab.draw_histories(1, 6, shortest=3))
+    batch = lab.packed(lab.draw_histories(1, 6, shortest=3), with_targets=True)
     for model in models_of(lab, (name, observe, update, rest), every=False):
         model = lab.shaken(model).train()
         model.loss(batch).backward()

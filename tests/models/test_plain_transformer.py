@@ -138,7 +138,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_item_over_all_items(lab)
     for history in histories:
         scores = pre_norm_transformer(model.state_dict(), history[:-1])
         losses += [-torch.log_softmax(row, -1)[target - 1] for row, target in zip(scores, history[1:], strict=True)]
-    found = model.train().loss(lab.packed_for_training(histories))
+    found = model.train().loss(lab.packed(histories, with_targets=True))
     torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-10, atol=0)
 
 

@@ -86,7 +86,7 @@ def test_the_gradient_of_one_user_s_loss_reaches_no_event_of_another(lab, varian
 def test_every_parameter_that_can_learn_gets_a_finite_gradient(lab, variant, ramp, dtype):
     model = lab.build(variant).to(dtype).train()
     model.set_ramp(ramp)
-    model.loss(lab.packed_for_training(lab.draw_histories(0, 12, shortest=2))).backward()
+    model.loss(lab.packed(lab.draw_histories(0, 12, shortest=2), with_targets=True)).backward()
     # What the last layer predicts of precision goes into no score, only beside the recommendations.
     last = f"blocks.{len(model.blocks) - 1}.precision"
     idle = {f"{last}.{name}" for name in ("noise_logits", "discount_logit", "decay_rate")}
@@ -100,7 +100,7 @@ def test_every_parameter_that_can_learn_gets_a_finite_gradient(lab, variant, ram
 @pytest.mark.parametrize("variant", ["bft", "bft table", "bft per layer", "bft with output", "bft exact"])
 def test_every_precision_parameter_moves_the_loss_once_warmed_up(lab, variant):
     model = lab.shaken(lab.build(variant)).train()
-    model.loss(lab.packed_for_training(lab.draw_histories(1, 12, shortest=2))).backward()
+    model.loss(lab.packed(lab.draw_histories(1, 12, shortest=2), with_targets=True)).backward()
     for name, parameter in model.named_parameters():
         if model.is_precision_parameter(name) and name != "blocks.1.precision.noise_logits":
             assert parameter.grad.any(), name
@@ -160,7 +160,7 @@ def test_one_event_one_item_one_coordinate_and_a_full_window_work(lab, variant):
         assert state.shape == (len(histories), model.config.hidden_size) and torch.isfinite(state).all()
         assert precision is None or (torch.isfinite(precision).all() and (precision > 0).all())
         if len(histories[-1]) > 1:
-            loss = model.train().loss(lab.packed_for_training([histories[-1]]))
+            loss = model.train().loss(lab.packed([histories[-1]], with_targets=True))
             loss.backward()
             assert torch.isfinite(loss) and (num_items > 1 or loss.item() == pytest.approx(0, abs=1e-6))
             for name, parameter in model.named_parameters():
