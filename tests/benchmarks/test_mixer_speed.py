@@ -20,7 +20,12 @@ def test_every_mixer_takes_part_with_and_without_the_precision_it_has():
         mixer_speed.make_pass(case, mixer_speed.Shape(2, 2, 5, 4))()
 
 
-def test_the_command_prints_ratios_to_softmax_and_memory(tmp_path, capsys):
+def test_memory_is_what_a_fresh_process_takes():
+    assert mixer_speed.memory_of(mixer_speed.Case("boosted[rounds=3]", True), mixer_speed.Shape(3, 2, 6, 4)) >= 0
+
+
+def test_the_command_prints_ratios_to_softmax_and_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mixer_speed, "memory_of", lambda case, shape: 2.5)
     file = tmp_path / "speed.json"
     named = ["--mixers", "alibi,boosted[rounds=3]", "--shapes", "3x2x6x4", "--rounds", "2", "--json", str(file)]
     assert mixer_speed.main(named) == 0
@@ -29,7 +34,7 @@ def test_the_command_prints_ratios_to_softmax_and_memory(tmp_path, capsys):
         ("attention", False),
         *((name, precision) for name in ("alibi", "boosted[rounds=3]") for precision in (False, True)),
     ]
-    assert rows[0]["ratio"] == 1.0 and all(len(row["seconds"]) == 2 and row["memory_mb"] >= 0 for row in rows)
+    assert rows[0]["ratio"] == 1.0 and all(len(row["seconds"]) == 2 and row["memory_mb"] == 2.5 for row in rows)
     assert "boosted[rounds=3] with precision" in capsys.readouterr().out
 
 
