@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -520,6 +523,25 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "recbft"
 
 
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """A build, which takes seconds."""
+    folder = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(folder))
+        patched.delenv(compiled.SWITCH, raising=False)
+        compiled._loaded()
+    [built] = (folder / "recbft").iterdir()
+    return built
+
+
+@pytest.fixture
+def kept(build, cache):
+    """The build, as the cache of a test has it."""
+    cache.mkdir(parents=True)
+    return Path(shutil.copy(build, cache))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
@@ -583,23 +605,29 @@ def test_builds_are_kept_and_made_at_the_same_time_without_harm(cache):
 @needs_build
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:5000], lambda content: content[::-1]])
-def test_a_build_that_was_cut_is_made_again(cache, damage):
-    compiled._loaded()
-    [built] = cache.iterdir()
-    whole = built.read_bytes()
-    built.unlink()  # the process still has it
-    built.write_bytes(damage(whole))
-    assert compiled._loaded() is not None
-    assert [file.read_bytes() for file in cache.iterdir()] == [whole]
+def test_a_build_that_was_cut_is_not_loaded(kept, monkeypatch, damage):
+    kept.write_bytes(damage(kept.read_bytes()))
+    monkeypatch.setattr(compiled, "_build", lambda *_: "made again")
+    assert compiled._loaded() == "made again"
 
 
 @needs_build
 @pytest.mark.slow
-def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_process(tmp_path, monkeypatch):
+def test_a_build_that_was_cut_is_replaced_by_what_it_was(kept):
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:5000])
+    assert compiled._loaded() is not None
+    assert [file.read_bytes() for file in kept.parent.iterdir()] == [whole]
+
+
+@needs_build
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_process(build, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(compiled, "_build", lambda *words: ctypes.CDLL(shutil.copy(build, words[2])))
     assert compiled._loaded() is not None
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
@@ -611,8 +639,7 @@ def unwritable(path, mode, access=os.access):
 
 @needs_build
 @pytest.mark.slow
-def test_a_build_in_a_cache_that_can_only_be_read_is_loaded(cache, monkeypatch):
-    compiled._loaded()
+def test_a_build_in_a_cache_that_can_only_be_read_is_loaded(kept, monkeypatch):
     monkeypatch.setattr(os, "access", unwritable)
     monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("built again"))
     assert compiled._loaded() is not None
