@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import command
 from benchmarks.ptx import arithmetic, movement, products  # noqa: F401  the instructions
 from benchmarks.ptx.memory import GlobalMemory, UndefinedError
 from benchmarks.ptx.program import Instruction, Program, grouped
 from benchmarks.ptx.threads import Threads, UnknownInstructionError
+from recbft.errors import UserError
 
 KERNELS, FAR_LOGITS = (Path(__file__).with_name(name) for name in ("ptx_kernels.py", "ptx_far_logits.py"))
 HEAD = """
@@ -185,9 +187,9 @@ def test_an_unknown_instruction_is_named():
         of("popc.b32 %r20, %r10;")
 
 
-def python(*command, interpret="0", cache):
-    settings = {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": "."}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env={**os.environ, **settings})
+def python(*words, cache):
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": "."}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env={**os.environ, **settings})
 
 
 @pytest.mark.slow
@@ -232,11 +234,15 @@ def test_a_rehearsal_has_the_widths_of_models_where_kernels_are_compiled_for_one
         assert [width for width, case in cases() if case.name == mechanism] == [16, 32, 64]
 
 
-def test_a_rehearsal_of_nothing_says_what_there_is(tmp_path):
+def test_a_rehearsal_of_nothing_says_what_there_is(monkeypatch):
     pytest.importorskip("triton", minversion="3.4")
-    done = python("-m", "benchmarks.gpu_rehearsal", "--only", "magic", cache=tmp_path)
-    assert done.returncode == 2 and "--only magic: no mechanism's name holds this; there are kriging" in done.stderr
-    done = python("-m", "benchmarks.gpu_rehearsal", "--instructions", "16", "--only", "GELU", cache=tmp_path)
-    assert done.returncode == 2 and done.stderr.endswith("kriging with REML and a bias, SiLU moments\n")
-    done = python("-m", "benchmarks.gpu_rehearsal", interpret="1", cache=tmp_path)
-    assert done.stderr == "error: TRITON_INTERPRET is set; unset it: the interpreter compiles nothing\n"
+    from benchmarks.gpu_rehearsal import main
+
+    monkeypatch.setattr(command, "interpreted", lambda: False)
+    with pytest.raises(UserError, match="--only magic: no mechanism's name holds this; there are kriging"):
+        main(["--only", "magic"])
+    with pytest.raises(UserError, match=r"kriging with REML and a bias, SiLU moments$"):
+        main(["--instructions", "16", "--only", "GELU"])
+    monkeypatch.setattr(command, "interpreted", lambda: True)
+    with pytest.raises(UserError, match=r"^TRITON_INTERPRET is set; unset it: the interpreter compiles nothing$"):
+        main([])
