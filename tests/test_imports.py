@@ -72,7 +72,7 @@ OTHERS = {
     "recbole": "recbole",
     "triton": "kernels",
 }
-LIGHT = ("core", "mixers", "models", "datasets", "training", "evaluation", "kernels", "experiments")
+LIGHT = ("core", "mixers", "models", "datasets", "training", "evaluation", "kernels", "experiments", "reporting")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
