@@ -33,8 +33,10 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} holds no {COMPARISON_FILE}; --pool takes folders written by recbft compare")
     try:
         read: dict[str, Any] = json.loads(file.read_bytes())
-        _ = read["comparisons"], read["protocol"]["content_hash"], read["baseline"], read["made"]["date"]
-    except (ValueError, KeyError, TypeError):
+        _ = read["protocol"]["content_hash"], read["protocol"]["dataset"], head(read, markdown=False)
+        for arm, setting, metric, figures in cells_of(read["comparisons"].get(read["baseline"], {})):
+            _pooled((arm, setting, metric), [figures["over_seeds"]])
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{file} is damaged; make it again with recbft compare") from None
     return read
 

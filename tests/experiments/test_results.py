@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from copy import deepcopy
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -415,14 +416,18 @@ def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_th
     assert pool([read_results(tmp_path), results_with(2, "games")]) == pool([written, results_with(2, "games")])
     without = [
         json.dumps({key: value for key, value in written.items() if key != one})
-        for one in ("baseline", "protocol", "made")
+        for one in ("baseline", "protocol", "made", "seeds", "notes", "comparisons")
     ]
+    cut = deepcopy(written)
+    del cut["comparisons"]["matched"]["bft"]["unfiltered"]["ndcg@10"]["over_seeds"]["p_t"]
     for damaged in (
         "{",
         "[]",
         *without,
         json.dumps({**written, "protocol": {}}),
         json.dumps({**written, "protocol": 3}),
+        json.dumps({**written, "comparisons": {"matched": [3]}}),
+        json.dumps(cut),
     ):
         (tmp_path / "comparison.json").write_text(damaged)
         with pytest.raises(UserError, match=r"comparison\.json is damaged; make it again with recbft compare"):
