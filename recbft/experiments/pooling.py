@@ -33,6 +33,7 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} holds no {COMPARISON_FILE}; --pool takes folders written by recbft compare")
     try:
         read: dict[str, Any] = json.loads(file.read_bytes())
+        # What pooling takes of it, tried before anything is pooled.
         _ = read["protocol"]["content_hash"], read["protocol"]["dataset"], head(read, markdown=False)
         for arm, setting, metric, figures in cells_of(read["comparisons"].get(read["baseline"], {})):
             _pooled((arm, setting, metric), [figures["over_seeds"]])
