@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -24,7 +24,6 @@ from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.datasets.given_histories import Histories
 from recbft.datasets.synth import planted_reliability
-from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
@@ -38,8 +37,8 @@ from recbft.kernels import compiled
 from recbft.python_errors import free_folder, python_errors
 from recbft.recommendation import check_filter_seen, recommend, recommend_in_blocks
 from recbft.run_config import RunConfig, load_run_config
-from recbft.training import checkpoint, session
-from recbft.training.bundle import load_trained
+from recbft.trained_run import TrainedRun
+from recbft.training import session
 from recbft.training.data_parallel import team
 from recbft.training.progress import Progress
 from recbft.training.run_folder import RunFolder
@@ -76,7 +75,7 @@ class Recommender:
         **settings: Any,
     ) -> None:
         self.config: RunConfig = load_run_config(config, model=model, arm=arm, seed=seed, **settings)
-        self._trained: _Trained | None = None
+        self._trained: TrainedRun | None = None
 
     @property
     def run(self) -> RunFolder | None:
@@ -394,23 +393,14 @@ class Recommender:
 
     def _open(self, path: Path, data_root: str | None) -> None:
         one_thread_if_forked()
-        # One folder, wherever the program goes, and a link to the next run.
-        run = RunFolder(RunFolder.open(path).path.resolve())
-        # Before they are read: those that a training puts there meanwhile are not taken for them.
-        weights = checkpoint.best_digest(run.checkpoint)
-        run, config, vocabulary, model = load_trained(run.path)
-        calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
-        self._trained = _Trained(run, model, vocabulary, weights, run.protocol, calibrations)
+        self._trained = TrainedRun.read(path)
+        config = self._trained.config
         self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
 
     def _own_run(self) -> RunFolder:
         """The folder of this object's run, which has not been put there by somebody else since."""
         trained = self._fitted()
-        if checkpoint.best_digest(RunFolder.open(trained.run.path).checkpoint) != trained.weights:
-            raise UserError(
-                f"{trained.run.path} holds other weights than those that were loaded from it; load it again to have "
-                "these, or put the run back"
-            )
+        trained.check_in_place()
         return trained.run
 
     def _config_for(self, dataset: Dataset) -> RunConfig:
@@ -426,28 +416,11 @@ class Recommender:
         trained, memory_mb = self._fitted(), self.config.evaluation.memory_mb
         return partial(ask, trained.model, trained.vocabulary, memory_mb=memory_mb, time_unit=trained.time_unit)
 
-    def _fitted(self) -> _Trained:
+    def _fitted(self) -> TrainedRun:
         if self._trained is None:
             raise UserError("this recommender is not trained; call fit(dataset), or Recommender.load(folder)")
         one_thread_if_forked()
         return self._trained
-
-
-class _Trained(NamedTuple):
-    """The run that a recommender answers by, and what is held of it."""
-
-    run: RunFolder
-    model: Any  # a module that is a ``SequenceModel``
-    vocabulary: Vocabulary
-    weights: str | None  # the SHA-256 of their file
-    protocol: dict[str, Any]  # the folder may go before this object does
-    calibrations: dict[bool, Calibration | None]  # by filter_seen
-
-    @property
-    def time_unit(self) -> str | None:
-        """The unit of the training data's times; None where it had none, or whole numbers."""
-        unit: str | None = self.protocol.get("preparation", {}).get("time_unit")
-        return unit
 
 
 def _check_dataset(dataset: object) -> None:

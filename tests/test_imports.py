@@ -49,8 +49,9 @@ MAY_IMPORT = {
     "fitted_folder": "errors",
     "aligning": "datasets errors training",
     "python_errors": "datasets errors training",
+    "trained_run": "datasets errors evaluation run_config training",
     "api": "aligning config datasets errors evaluation explaining files fitted_folder forked kernels python_errors"
-    " recommendation run_config training vectors",
+    " recommendation run_config trained_run training vectors",
     "arm_comparison": "config datasets errors evaluation experiments files run_config",
     "recbft": "version",  # and, by name on first use, what it exports
     "cli": "allocator api config config_file datasets errors evaluation experiments files mixers models"
