@@ -23,7 +23,7 @@ from benchmarks.command import finish, parser
 from benchmarks.study.choose import difference, finished_runs, mean_and_spread, percent
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.document import p_text
-from recbft.experiments.labels import arm_name, settings_of
+from recbft.experiments.labels import arm_name, own_settings
 from recbft.experiments.runs import Run, read_run
 from recbft.experiments.tables import markdown_table
 from recbft.files import write_atomic
@@ -104,7 +104,7 @@ def line(run: Run) -> dict[str, Any]:
         "content": run.protocol["content_hash"][:12],
         "model": run.config["model"],
         "arm": run.config["arm"],
-        "settings": json.dumps(settings_of(run), sort_keys=True),
+        "settings": json.dumps(own_settings(run), sort_keys=True),
         "seed": run.seed,
         "recbft": environment["recbft"],
         "commit": environment.get("commit") or "",  # none of an installed package

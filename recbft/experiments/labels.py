@@ -51,9 +51,9 @@ def config_of(runs: Sequence[Run]) -> dict[str, Any]:
     return _under_any_seed(runs[0].config) if _began_apart(runs) else runs[0].config
 
 
-def settings_of(run: Run) -> dict[str, Any]:
+def own_settings(run: Run) -> dict[str, Any]:
     """The settings of a run that are not its arm's defaults, by their full names."""
-    return _settings_of([run])
+    return _own_settings([run])
 
 
 def arm_name(name: str, settings: Mapping[str, Any]) -> str:
@@ -86,7 +86,7 @@ def _name(group: Sequence[Run], groups: Sequence[Sequence[Run]], with_model: boo
     # The decay is always said: a plain layer with it is another baseline than one without.
     own = {
         key: value
-        for key, value in _settings_of(group).items()
+        for key, value in _own_settings(group).items()
         if key == "backbone.recency_decay"
         or (any(other.get(key) != value for other in alike) and (key, value) not in said_by_mixer)
     }
@@ -102,7 +102,7 @@ def _mixer_defaults(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return list(by_setting({"mixing": to_dict(usual.mixing)}).items())
 
 
-def _settings_of(runs: Sequence[Run]) -> dict[str, Any]:
+def _own_settings(runs: Sequence[Run]) -> dict[str, Any]:
     config = runs[0].config
     default = by_setting(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
     return {key: value for key, value in by_setting(_of_arm(runs)).items() if default.get(key) != value}
