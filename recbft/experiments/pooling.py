@@ -37,6 +37,7 @@ def read_results(path: Path) -> dict[str, Any]:
         _ = read["protocol"]["content_hash"], read["protocol"]["dataset"], head(read, markdown=False)
         for arm, setting, metric, figures in cells_of(read["comparisons"].get(read["baseline"], {})):
             _pooled((arm, setting, metric), [figures["over_seeds"]])
+        _check_different_events([read["protocol"]])
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{file} is damaged; make it again with recbft compare") from None
     return read
@@ -46,7 +47,8 @@ def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Pool comparisons made on different data sets.
 
     Raises:
-        UserError: fewer than two, two on the same data, different baselines, or no comparison in common.
+        UserError: fewer than two, two on the same data or on one file's events, different baselines or models, or no
+            comparison in common.
     """
     if len(results) < 2:
         raise UserError("pooling needs at least 2 comparisons; give more folders")
@@ -57,6 +59,7 @@ def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ]
     if any(len(set(found)) < len(found) for found in hashes):
         raise UserError("two comparisons are on the same data; pooled p-values must come from different data sets")
+    _check_different_events([result["protocol"] for result in results])
     baselines = {result["baseline"] for result in results}
     if len(baselines) > 1:
         raise UserError(f"the comparisons have baselines {', '.join(sorted(baselines))}; give --baseline to each alike")
@@ -104,6 +107,25 @@ def pooled_document(pooled: dict[str, Any], *, markdown: bool) -> str:
     )
     text += "".join(f"\n{head(each, markdown=markdown)}\n" for each in pooled["made_of"])
     return markdown_words(text) if markdown else text
+
+
+def _check_different_events(protocols: Sequence[dict[str, Any]]) -> None:
+    """UserError where one file's events were prepared in two ways: their p-values are not independent.
+
+    Rows chosen by another ``where`` are other data. Of equal filters other content is another file of that size.
+    """
+    seen: dict[str, dict[str, Any]] = {}
+    for protocol in protocols:
+        preparation = protocol.get("preparation", {})
+        filters = dict(preparation.get("filters", {}))
+        events = repr((protocol["dataset"], preparation.get("before"), filters.pop("where", None)))
+        other = seen.setdefault(events, filters)
+        differ = sorted(key for key in filters.keys() | other.keys() if filters.get(key) != other.get(key))
+        if differ:
+            raise UserError(
+                f"two comparisons are on the events of {protocol['dataset']}, prepared with other {', '.join(differ)}; "
+                "pooled p-values must come from different data sets"
+            )
 
 
 def _left_out(there: set[Cell], shared: set[Cell]) -> list[str]:

@@ -426,12 +426,32 @@ def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_th
         *without,
         json.dumps({**written, "protocol": {}}),
         json.dumps({**written, "protocol": 3}),
+        json.dumps({**written, "protocol": {**written["protocol"], "preparation": 3}}),
         json.dumps({**written, "comparisons": {"matched": [3]}}),
         json.dumps(cut),
     ):
         (tmp_path / "comparison.json").write_text(damaged)
         with pytest.raises(UserError, match=r"comparison\.json is damaged; make it again with recbft compare"):
             read_results(tmp_path)
+
+
+def test_one_file_prepared_in_two_ways_is_not_pooled():
+    def prepared(content, before=(1429, 900, 10261), **filters):
+        result = results_with(1, content)
+        told = {"before": dict(zip(("users", "items", "events"), before, strict=True)), "filters": filters}
+        result["protocol"] |= {"dataset": "instruments", "preparation": told}
+        return result
+
+    whole = prepared("a", where=None, drop_last_events=0, k_core=0)
+    cut = prepared("b", where=None, drop_last_events=1, k_core=5)
+    with pytest.raises(UserError, match="on the events of instruments, prepared with other drop_last_events, k_core;"):
+        pool([whole, results_with(2, "games"), cut])
+    for other in (
+        prepared("b", where="year>2000", drop_last_events=1, k_core=0),
+        prepared("b", where=None, drop_last_events=0, k_core=0),
+        prepared("b", (1429, 900, 10262), where=None, drop_last_events=1, k_core=0),
+    ):
+        assert len(pool([whole, other])["data"]) == 2
 
 
 def test_what_cannot_be_pooled_is_refused():
