@@ -76,7 +76,10 @@ def recommend(
         recommender = Recommender.load(run)
         say_unfinished(RunFolder.open(run), "asked, and its lists have no probabilities")
         with as_file(histories) as file:
-            events = read_histories(file, **(_as_trained(file, recommender.config.data, how) | how))
+            how = _as_trained(file, recommender.config.data, how) | how
+            filters = _filters(file, RunFolder.open(run).protocol, how)
+            events = read_histories(file, **how, **filters)
+        _say_left_out(events.attrs, **filters)
         barred, only = _ids(exclude), _ids(candidates)
         blocks = recommender.recommend_in_blocks(events, k, filter_seen=not keep_seen, exclude=barred, candidates=only)
         del events  # the blocks know what they need of them
@@ -106,6 +109,27 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
         if not all(trained[name] in there for name in usual):
             return {}
     return form | {name: column for name, column in trained.items() if column in there}
+
+
+def _filters(file: Path, protocol: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
+    """Which events of ``file`` the run's own data would have kept: its row filter, where the columns are there."""
+    from recbft.datasets.prepare import Preparation
+    from recbft.datasets.readers import column_names
+
+    own = protocol.get("preparation", {}).get("filters", {})
+    asked = {name: own[name] for name in ("where", "deduplicate") if own.get(name) is not None}
+    if "where" in asked:
+        there = how.get("columns") or column_names(file, how.get("separator"))
+        if not set(Preparation(where=asked["where"]).columns()) <= set(there):
+            del asked["where"]
+    return asked
+
+
+def _say_left_out(attrs: dict[Any, Any], where: str | None = None, deduplicate: str | None = None) -> None:
+    if filtered := attrs["filtered_out"]:
+        typer.echo(f"left out, as in training, events without {where}: {filtered:,}", err=True)
+    if repeated := attrs["repeated"]:
+        typer.echo(f"left out, as in training, repeated events (all but the {deduplicate}): {repeated:,}", err=True)
 
 
 def _report(attrs: dict[Any, Any], k: int) -> None:

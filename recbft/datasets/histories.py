@@ -1,4 +1,4 @@
-"""Read the histories to recommend for from a file: raw ids, any length, nothing dropped."""
+"""Read the histories to recommend for from a file: raw ids, any length, nothing dropped unless asked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from recbft.datasets.loading import read_events
+from recbft.datasets.prepare import Preparation, satisfying
 
 
 def read_histories(
@@ -19,6 +20,8 @@ def read_histories(
     time: str | None = None,
     separator: str | None = None,
     columns: Sequence[str] | None = None,
+    where: str | None = None,
+    deduplicate: str | None = None,
 ) -> pd.DataFrame:
     """The events of each user, oldest first, as ``Recommender.recommend`` takes them.
 
@@ -27,20 +30,33 @@ def read_histories(
         user, item: the columns with raw ids; default ``user_id`` and ``item_id``.
         time: the column that orders a user's events (a stable sort); without it the row order is the order.
         separator, columns: for delimited files, see ``readers.read_table``.
+        where, deduplicate: as in ``Preparation``.
 
     Returns:
         Columns user_id, item_id and, where ``time`` is given, timestamp (int64, or dates where the file holds dates);
-        ids as the file has them.
+        ids as the file has them. ``attrs`` counts the events left out: ``filtered_out`` by ``where``, ``repeated`` by
+        ``deduplicate``.
 
     Raises:
         UserError: the file is missing or damaged, or a column is missing or holds what it may not.
     """
     user, item = user or "user_id", item or "item_id"
-    events = read_events(Path(path), user=user, item=item, time=time, separator=separator, columns=columns)
+    chosen = Preparation(where=where, deduplicate=deduplicate)
+    events = read_events(
+        Path(path), user=user, item=item, time=time, separator=separator, columns=columns, extra=chosen.columns()
+    )
     frame: pd.DataFrame = pd.DataFrame({"user_id": events.user.to_pandas(), "item_id": events.item.to_pandas()})
+    kept = satisfying(events, chosen)
     if events.time is not None:
-        # stable: ties keep the row order
-        order = np.argsort(events.time, kind="stable")
         times = events.time if events.time_unit is None else events.time.astype(f"datetime64[{events.time_unit}]")
-        frame = frame.assign(timestamp=times).iloc[order].reset_index(drop=True)
+        frame = frame.assign(timestamp=times)
+        order = np.argsort(events.time, kind="stable")  # ties keep the row order
+        frame, kept = frame.iloc[order], kept[order]
+    if where is not None:
+        frame = frame[kept]
+    num_chosen = len(frame)
+    if deduplicate is not None:
+        frame = frame.drop_duplicates(["user_id", "item_id"], keep="first" if deduplicate == "first" else "last")
+    frame = frame.reset_index(drop=True)
+    frame.attrs = {"filtered_out": len(events) - num_chosen, "repeated": num_chosen - len(frame)}
     return frame

@@ -120,7 +120,7 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
     Raises:
         UserError: a filter column is missing or not numeric, or no user is left with 3 events.
     """
-    kept = np.flatnonzero(_satisfies(events, preparation))
+    kept = np.flatnonzero(satisfying(events, preparation))
     users, user_names = _codes(events.user, kept)
     items, item_names = _codes(events.item, kept)
     times = None if events.time is None else events.time[kept]
@@ -169,7 +169,12 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
     )
 
 
-def _satisfies(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
+def satisfying(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
+    """Which events the row filter keeps; all where there is none.
+
+    Raises:
+        UserError: a filter column is missing or not numeric.
+    """
     keep = np.ones(len(events), dtype=bool)
     for name, sign, number in preparation.conditions():
         column = events.extra[name]

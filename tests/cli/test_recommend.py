@@ -294,3 +294,31 @@ def test_histories_of_the_ending_of_the_run_s_data_may_be_written_as_those_were(
     own = "sasrec-bft-own-seed0"
     assert lists(own, "own.csv") == lists(own, "comma.csv") == lists(own, "own.csv", "--separator", ";")
     assert lists("sasrec-bft-bare-seed0", "bare.dat") == lists(own, "own.csv")
+
+
+def test_histories_are_filtered_as_the_run_s_own_data_were(capsys, events, tmp_path):
+    """By the row filter where the file has its columns, and without repeats; how many were left out is said."""
+    frame = pd.read_parquet(events)
+    again = frame.groupby("user_id").head(2).assign(timestamp=frame["timestamp"].max() + 1)
+    frame = pd.concat([frame, again], ignore_index=True)
+    frame["rating"] = np.random.default_rng(2).integers(1, 6, len(frame))
+    frame.to_csv(tmp_path / "rated.csv", index=False)
+    settings = ["--set", "time=timestamp", "--set", "where=rating>=2", "--set", "deduplicate=last"]
+    assert train(capsys, tmp_path / "rated.csv", tmp_path, "-q", *settings)[0] == 0
+    liked = frame[frame["rating"] >= 2].sort_values("timestamp", kind="stable")
+    once = liked.drop_duplicates(["user_id", "item_id"], keep="last")
+    once.drop(columns="rating").to_csv(tmp_path / "once.csv", index=False)
+    liked.drop(columns="rating").to_csv(tmp_path / "liked.csv", index=False)
+
+    def lists(file):
+        asked = ["--histories", tmp_path / file, "--time", "timestamp", "-k", "2"]
+        code, out, err = run(capsys, "recommend", tmp_path / "sasrec-bft-rated-seed0", *asked)
+        assert code == 0
+        return out, err
+
+    repeated = f"left out, as in training, repeated events (all but the last): {len(liked) - len(once):,}\n"
+    filtered = f"left out, as in training, events without rating>=2: {len(frame) - len(liked):,}\n"
+    plain, nothing = lists("once.csv")
+    assert len(liked) > len(once) and nothing == ""
+    assert lists("liked.csv") == (plain, repeated)
+    assert lists("rated.csv") == (plain, filtered + repeated)

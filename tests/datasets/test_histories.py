@@ -43,3 +43,32 @@ def test_rows_that_go_back_in_time_are_taken_as_they_are_with_a_warning(tmp_path
     ):
         assert read_histories(path)["item_id"].tolist() == ["1", "2", "3"]
     assert read_histories(path, time="timestamp")["item_id"].tolist() == ["3", "2", "1"]
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_rows_are_chosen_as_training_chose_them(tmp_path, timed):
+    """By the row filter and without repeats, in the order of the histories, whichever order the rows have."""
+    frame = pd.DataFrame({"user_id": list("aabaaab"), "item_id": list("xyxzxyx")})
+    frame = frame.assign(rating=[5, 1, 4, 4, 3, 5, 5], t=range(7))
+    read = {}
+    for name, rows in (("whole", frame.sample(frac=1, random_state=3) if timed else frame),
+                       ("chosen", frame[frame["rating"] >= 4])):  # fmt: skip
+        rows.to_csv(tmp_path / f"{name}.csv", index=False)
+        where = "rating>=4" if name == "whole" else None
+        for keep in (None, "first", "last"):
+            read[name, keep] = read_histories(
+                tmp_path / f"{name}.csv", time="t" if timed else None, where=where, deduplicate=keep
+            )
+    for keep in (None, "first", "last"):
+        pd.testing.assert_frame_equal(read["whole", keep], read["chosen", keep])
+    assert read["whole", None].attrs == {"filtered_out": 2, "repeated": 0}
+    assert read["whole", "last"].attrs == {"filtered_out": 2, "repeated": 1}
+    assert read["whole", None]["item_id"].tolist() == list("xxzyx")
+    assert read["whole", "first"]["item_id"].tolist() == list("xxzy")
+    assert read["whole", "last"]["item_id"].tolist() == list("xzyx")
+
+
+def test_a_filter_on_a_column_that_is_not_there_is_refused_by_name(tmp_path):
+    (tmp_path / "h.csv").write_text("user_id,item_id\nbob,tea\n")
+    with pytest.raises(UserError, match=r"h\.csv: no column 'rating'"):
+        read_histories(tmp_path / "h.csv", where="rating>=4")
