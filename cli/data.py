@@ -150,13 +150,12 @@ def synth(
 def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
     """Write the atomic file, unless it is the source, and, beside its folder, the config that names it."""
     from recbft.datasets.atomic import save_atomic
-    from recbft.files import make_folder, refuse_input, write_atomic
+    from recbft.files import refuse_input, write_atomic
     from recbft_cli.recbole_file import ready_to_run, recbole_name
 
     name = recbole_name(dataset.name)
     if source is not None:
         refuse_input(folder / name / f"{name}.inter", source)
-    make_folder(folder / name)
     save_atomic(dataset, folder, name)
     config = folder.resolve() / f"{name}.yaml"
     title = f"{dataset.name}: {dataset.num_users:,} users, {dataset.num_items:,} items, {dataset.num_events:,} events"

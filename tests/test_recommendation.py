@@ -404,6 +404,7 @@ def test_a_text_in_place_of_a_history_is_refused():
         (7, "the histories are 7; give lists"),
         ("ab", "the histories are 'ab'; give lists"),
         (pd.Series(["a", "b"]), "the history of user 0 is 'a'; give a list"),
+        ({"u": None}, r"the history of user 'u' is None; give a list of item ids, such as \[\]"),
         (pd.Series([["a"], ["b"]], index=["u", "u"]), "user 'u' occurs twice in the histories"),
         (pd.DataFrame([["u", "a", "b"]], columns=["user_id", "item_id", "item_id"]), "column 'item_id' occurs 2 times"),
         (pa.table({"user": ["u"], "item_id": ["a"]}), "the histories: no column 'user_id'"),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.missing import PANDAS_WORDS
 from recbft.errors import UserError
-from recbft.files import write_atomic
+from recbft.files import make_folder, write_atomic
 
 HEADER = "user_id:token\titem_id:token\ttimestamp:float\n"
 
@@ -37,7 +37,7 @@ def save_atomic(dataset: Dataset, folder: str | Path, name: str) -> Path:
         times = np.arange(dataset.num_events) - np.repeat(dataset.offsets[:-1], dataset.lengths)
     frame = pd.DataFrame({"user": users, "item": items, "time": times})
     path = Path(folder) / name / f"{name}.inter"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
 
     def write(file: BinaryIO) -> None:
         file.write(HEADER.encode())

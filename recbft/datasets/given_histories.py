@@ -156,7 +156,8 @@ def _flatten(histories: Histories) -> tuple[list[Any], Sequence[int] | NDArray[n
                 f"the history of user {user!r} is a table ({type(items).__name__}); give its column of item ids"
             )
         if not is_listed(items):
-            raise UserError(f"the history of user {user!r} is {items!r}; give a list of item ids, such as [{items!r}]")
+            such = "[]" if items is None else f"[{items!r}]"
+            raise UserError(f"the history of user {user!r} is {items!r}; give a list of item ids, such as {such}")
         if isinstance(items, (set, frozenset, Mapping)):
             raise UserError(f"the history of user {user!r} is a {type(items).__name__}; give a list, oldest item first")
     lists = [list(items) for items in sequences]

@@ -82,3 +82,12 @@ def test_an_out_that_is_a_file_is_refused(events, tmp_path, capsys):
     assert main(["data", "prepare", str(events), "--time", "timestamp", "--to", "recbole", "--out", str(out)]) == 2
     err = capsys.readouterr().err
     assert err == f"error: cannot write {out}/tiny-shop: not a directory; name another place\n"
+
+
+def test_an_id_that_the_file_cannot_hold_leaves_nothing_behind(tmp_path, capsys):
+    rows = "".join(f'{user},"a ""{item}"""\n' for user in "uvw" for item in range(4))
+    (tmp_path / "quoted.csv").write_text("user_id,item_id\n" + rows)
+    out = tmp_path / "out" / "deep"
+    assert main(["data", "prepare", str(tmp_path / "quoted.csv"), "--to", "recbole", "--out", str(out)]) == 2
+    assert "holds a tab, a line break or a quote" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
