@@ -196,7 +196,7 @@ class Recommender:
             histories: raw item ids, oldest first, by user (a mapping, or a pandas series of lists), without users (a
                 sequence of sequences, numbered from 0), or a data frame (pandas, polars, pyarrow) with columns
                 ``user_id`` and ``item_id`` in time order, and ``timestamp`` for a model that reads times. Users need
-                not have been seen in training.
+                not have been seen in training. Events are taken as they are: filter them as the training data were.
             filter_seen: leave out the items of the history itself.
             exclude: raw ids of items that no list may hold, such as what is sold out.
             candidates: raw ids of the only items that lists may hold. Unknown ids in ``exclude`` and ``candidates``
