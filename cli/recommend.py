@@ -74,10 +74,11 @@ def recommend(
     how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
     with terminable():  # whatever ends it, no unfinished file is left
         recommender = Recommender.load(run)
-        say_unfinished(RunFolder.open(run), "asked, and its lists have no probabilities")
+        folder = RunFolder.open(run)
+        say_unfinished(folder, "asked, and its lists have no probabilities")
         with as_file(histories) as file:
             how = _as_trained(file, recommender.config.data, how) | how
-            filters = _filters(file, RunFolder.open(run).protocol, how)
+            filters = _filters(file, folder.protocol, how)
             events = read_histories(file, **how, **filters)
         _say_left_out(events.attrs, **filters)
         barred, only = _ids(exclude), _ids(candidates)

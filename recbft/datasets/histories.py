@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -21,7 +22,7 @@ def read_histories(
     separator: str | None = None,
     columns: Sequence[str] | None = None,
     where: str | None = None,
-    deduplicate: str | None = None,
+    deduplicate: Literal["first", "last"] | None = None,
 ) -> pd.DataFrame:
     """The events of each user, oldest first, as ``Recommender.recommend`` takes them.
 
@@ -46,17 +47,14 @@ def read_histories(
         Path(path), user=user, item=item, time=time, separator=separator, columns=columns, extra=chosen.columns()
     )
     frame: pd.DataFrame = pd.DataFrame({"user_id": events.user.to_pandas(), "item_id": events.item.to_pandas()})
-    kept = satisfying(events, chosen)
+    rows = np.flatnonzero(satisfying(events, chosen))
     if events.time is not None:
         times = events.time if events.time_unit is None else events.time.astype(f"datetime64[{events.time_unit}]")
         frame = frame.assign(timestamp=times)
-        order = np.argsort(events.time, kind="stable")  # ties keep the row order
-        frame, kept = frame.iloc[order], kept[order]
-    if where is not None:
-        frame = frame[kept]
-    num_chosen = len(frame)
+        rows = rows[np.argsort(events.time[rows], kind="stable")]  # ties keep the row order
+    if events.time is not None or where is not None:
+        frame = frame.iloc[rows].reset_index(drop=True)
     if deduplicate is not None:
-        frame = frame.drop_duplicates(["user_id", "item_id"], keep="first" if deduplicate == "first" else "last")
-    frame = frame.reset_index(drop=True)
-    frame.attrs = {"filtered_out": len(events) - num_chosen, "repeated": num_chosen - len(frame)}
+        frame = frame.drop_duplicates(["user_id", "item_id"], keep=deduplicate, ignore_index=True)
+    frame.attrs = {"filtered_out": len(events) - len(rows), "repeated": len(rows) - len(frame)}
     return frame
