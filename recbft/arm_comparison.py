@@ -38,7 +38,7 @@ from recbft.experiments.lists import parse_metrics, split_list
 from recbft.experiments.plan import Job
 from recbft.experiments.queue import WORDLESS, Failure, Running, Watcher
 from recbft.experiments.results import METRICS
-from recbft.files import make_folder, plain
+from recbft.files import make_folder, plain, read_json
 from recbft.run_config import RunConfig
 
 # What messages call as the command line does.
@@ -225,7 +225,7 @@ def compare(
                 metrics=tested,
             )
             comparisons[name] = concluded.comparison
-            results[name] = json.loads((its / COMPARISON_FILE).read_bytes())
+            results[name] = read_json(its / COMPARISON_FILE)
     return Compared(folder.absolute(), comparisons, results)
 
 

@@ -31,6 +31,10 @@ RECBOLE_NAMES = {
 RECBOLE_NAMES |= {key: RECBOLE_NAMES.get(meant, meant) for key, meant in OTHER_WORDS.items()}
 
 
+MOST_BYTES = 2**18  # of a file of settings
+MOST_REPEATED = 1000  # values that stand in a file once and are named again by its aliases
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the YAML 1.2 core scalars and unique keys."""
 
@@ -88,7 +92,11 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)  # of a device there is no end
+        if len(content) > MOST_BYTES:
+            raise UserError(f"{path}: has more than {MOST_BYTES:,} bytes; give the path of a YAML file with settings")
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the path of a YAML file") from None
     except IsADirectoryError:
@@ -97,7 +105,7 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
         raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; give the path of a YAML file that can be read") from None
-    tree = _parse(text, str(path))
+    tree = parse_yaml(text, str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -124,7 +132,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         raise UserError(f"setting {text!r} is not key=value; write for example epochs=50")
     if _SIGNS.fullmatch(value):
         return key.strip(), value
-    return key.strip(), _parse(value, f"setting {text!r}")
+    return key.strip(), parse_yaml(value, f"setting {text!r}")
 
 
 def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sections: Mapping[str, type]) -> None:
@@ -184,9 +192,23 @@ def _nearest(name: str, names: Collection[str], beyond: Collection[str] = ()) ->
     return did_you_mean(name, names)
 
 
-def _parse(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str) -> Any:
+    """What YAML text holds.
+
+    Args:
+        source: where it stands, for messages.
+
+    Raises:
+        UserError: it is not YAML, or its aliases repeat too much.
+    """
+    loader = None
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        refuse_repetition(node, source)
+        return None if node is None else loader.construct_document(node)
+    except UserError:
+        raise
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{source}{line}: {error.problem or 'is not YAML'}; mend the YAML") from None
@@ -197,3 +219,37 @@ def _parse(text: str, source: str) -> Any:
     except (ValueError, KeyError, AttributeError, TypeError):
         # A tag that its value does not fit, such as `!!int abc`, or a number of 5,000 digits.
         raise UserError(f"{source}: holds a value that is not what its tag or its form says; mend the YAML") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def refuse_repetition(tree: Any, source: str) -> None:
+    """Refuse what becomes huge where it is written out: aliases of lists of aliases, in a few lines of YAML.
+
+    Args:
+        tree: a YAML node, or lists and mappings read from one.
+        source: where it stands, for the message.
+
+    Raises:
+        UserError: values that stand once and are named again are more than ``MOST_REPEATED``, or one holds itself.
+    """
+    sizes: dict[int, float] = {}
+
+    def size(part: Any) -> float:
+        inner = part.value if isinstance(part, yaml.Node) else part
+        if isinstance(inner, Mapping):
+            inner = [*inner.keys(), *inner.values()]
+        if not isinstance(inner, (list, tuple)):
+            return 1
+        if id(part) not in sizes:
+            sizes[id(part)] = math.inf  # while its parts are counted: it may be one of them
+            sizes[id(part)] = 1 + sum(map(size, inner))
+            once.append(1 + sum(not isinstance(each, (list, tuple, Mapping, yaml.CollectionNode)) for each in inner))
+        return sizes[id(part)]
+
+    once: list[int] = []
+    if size(tree) - sum(once) > MOST_REPEATED:
+        raise UserError(
+            f"{source}: its aliases (*name) repeat more than {MOST_REPEATED:,} values; write the values out"
+        )

@@ -10,10 +10,15 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 MOST_CHOICES = 100  # that a message lists
+LONGEST = 4000  # characters of a message; a value that a file holds may have any length
 
 
 class UserError(ValueError):
-    """Wrong usage or wrong data; the message says what to change."""
+    """Wrong usage or wrong data; the message says what to change. The middle of a very long one is left out."""
+
+    def __init__(self, message: str = "") -> None:
+        cut = len(message) > LONGEST
+        super().__init__(f"{message[: LONGEST // 2]} [...] {message[-LONGEST // 4 :]}" if cut else message)
 
 
 class ColdStartError(UserError):

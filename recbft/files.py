@@ -1,4 +1,4 @@
-"""Write files so that a reader finds the old content or the new, never a part of either.
+"""Write files so that a reader finds the old content or the new, never a part of either; read what others wrote.
 
 Content goes to a hidden temporary file in the same folder, is flushed, and takes its name by one rename. Whatever stops
 the writing (a full disk, Ctrl-C, an error of the caller's) removes the temporary file and leaves what was there before.
@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,6 +73,27 @@ def json_text(value: object) -> str:
         ValueError: a number is NaN or infinite, which JSON cannot hold.
     """
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
+
+
+MOST_JSON = 2**26  # bytes of a file of JSON; the longest that recbft writes are far shorter
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON holds. A folder may come from a stranger: a device, a pipe or a huge file is not read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a file, too large, nested too deeply, or not JSON.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("not a file")
+    if found.st_size > MOST_JSON:
+        raise ValueError(f"{found.st_size:,} bytes, more than {MOST_JSON:,}")
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def write_parquet(path: str | Path, table: pa.Table | pd.DataFrame) -> None:

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recbft.config_file import parse_setting, place, read_yaml, to_yaml
+from recbft.config_file import MOST_BYTES, parse_setting, place, read_yaml, refuse_repetition, to_yaml
 from recbft.errors import UserError
 from recbft.run_config import load_run_config
 
@@ -184,3 +184,48 @@ def test_a_value_that_is_not_what_its_tag_says_is_refused_in_one_line(text):
 def test_a_whole_number_beyond_all_floats_is_refused():
     with pytest.raises(UserError, match="give a number"):
         load_run_config(settings=["learning_rate=" + "9" * 400])
+
+
+def bomb(key):
+    """A few lines that stand for 9 ** 9 values."""
+    lines = ["l0: &l0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 9)]
+    return "\n".join([*lines, f"{key}: *l8"])
+
+
+REPEATED = r"its aliases \(\*name\) repeat more than 1,000 values; write the values out"
+
+
+@pytest.mark.parametrize("key", ["ks", "metrics", "dataset"])
+def test_aliases_that_stand_for_millions_of_values_are_refused_at_once(tmp_path, key):
+    (tmp_path / "config.yaml").write_text(bomb(key))
+    with pytest.raises(UserError, match=rf"config.yaml: {REPEATED}"):
+        read_yaml(tmp_path / "config.yaml")
+    with pytest.raises(UserError, match=rf"setting '.*: {REPEATED}"):
+        parse_setting(f"{key}={{{bomb(key)}}}".replace("\n", ", "))
+    with pytest.raises(UserError, match=rf"the config: {REPEATED}"):
+        refuse_repetition(yaml.safe_load(bomb(key)), "the config")
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: *a}", "!!merge <<: &a [{b: 1}, *a]"])
+def test_a_value_that_holds_itself_is_refused(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=REPEATED):
+        read_yaml(tmp_path / "config.yaml")
+
+
+def test_aliases_and_long_lists_are_read(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("a: &a [1, 2]\nb: *a\nc: [*a, *a]\nd: [" + "7, " * 5000 + "8]")
+    tree = read_yaml(file)
+    assert (tree["a"], tree["b"], tree["c"], len(tree["d"])) == ([1, 2], [1, 2], [[1, 2], [1, 2]], 5001)
+
+
+def test_a_file_without_end_is_not_read_to_its_end():
+    with pytest.raises(UserError, match=rf"/dev/zero: has more than {MOST_BYTES:,} bytes"):
+        read_yaml("/dev/zero")
+
+
+def test_the_middle_of_a_message_about_a_huge_value_is_left_out():
+    message = str(UserError("ks is " + "7, " * 5000 + "give whole numbers"))
+    assert len(message) < 4000 and message.startswith("ks is 7") and message.endswith("give whole numbers")

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "experiments": "allocator config config_file datasets errors evaluation files machine mixers models run_config"
     " torchrun training version",
     "reporting": "config datasets errors evaluation experiments files run_config version",
-    "recbole": "config datasets errors evaluation machine models recbole_yaml run_config training",
+    "recbole": "config config_file datasets errors evaluation machine models recbole_yaml run_config training",
     "fitted_folder": "errors",
     "aligning": "datasets errors training",
     "python_errors": "datasets errors training",

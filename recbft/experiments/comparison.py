@@ -7,7 +7,6 @@ Shapes: S seeds, U users.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from recbft.experiments.external import ExternalRanks, read_external
 from recbft.experiments.labels import OF_MACHINE, config_of, label_runs
 from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.runs import COLUMNS, Run, by_seed, check_same, read_run
+from recbft.files import read_json
 from recbft.training.run_folder import RunFolder
 
 COMPARISON_FILE = "comparison.json"
@@ -171,7 +171,7 @@ def load_comparison(path: str | Path) -> Comparison:
         raise UserError(f"{path} holds no {COMPARISON_FILE}; make it with: recbft compare RUN_DIR... --out {path}")
     again = f"make it again with: recbft compare RUN_DIR... --out {path}"
     try:
-        saved = json.loads(file.read_bytes())
+        saved = read_json(file)
         names = {path / run: name for name, arm in saved["arms"].items() for run in arm["runs"].values()}
         external = {name: path / arm["external"] for name, arm in saved["arms"].items() if arm["external"]}
         baseline, order, notes = saved["baseline"], list(saved["arms"]), tuple(saved["notes"])

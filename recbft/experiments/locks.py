@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from recbft.files import explained, write_json
+from recbft.files import explained, read_json, write_json
 
 TOUCH_SECONDS = 20.0
 SILENT_SECONDS = 300.0
@@ -119,7 +118,7 @@ def _file(folder: Path, name: str) -> Path:
 
 def _read(path: Path) -> Owner | None:
     try:
-        return Owner(**json.loads(path.read_bytes()))
+        return Owner(**read_json(path))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -10,7 +10,6 @@ Source: Fisher, Statistical Methods for Research Workers (1925), section 21.1.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.comparison import COMPARISON_FILE
 from recbft.experiments.document import cells_of, head, is_constant, p_text, percent
 from recbft.experiments.tables import markdown_table, markdown_words, text_table
+from recbft.files import read_json
 
 Cell = tuple[str, str, str]  # arm, setting, metric
 
@@ -32,7 +32,7 @@ def read_results(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{path} holds no {COMPARISON_FILE}; --pool takes folders written by recbft compare")
     try:
-        read: dict[str, Any] = json.loads(file.read_bytes())
+        read: dict[str, Any] = read_json(file)
         # What pooling takes of it, tried before anything is pooled.
         _ = read["protocol"]["content_hash"], read["protocol"]["dataset"], head(read, markdown=False)
         for arm, setting, metric, figures in cells_of(read["comparisons"].get(read["baseline"], {})):

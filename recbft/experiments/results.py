@@ -28,7 +28,7 @@ from recbft.experiments.arms import has_decay
 from recbft.experiments.comparison import COMPARISON_FILE, Comparison
 from recbft.experiments.lists import counted
 from recbft.experiments.machines import notes_on_machines
-from recbft.files import make_folder, write_atomic, write_json
+from recbft.files import make_folder, read_json, write_atomic, write_json
 from recbft.training.run_folder import RunFolder
 
 FORMAT = 1
@@ -218,7 +218,7 @@ def _environments(comparison: Comparison) -> list[dict[str, Any]]:
         for run in arm.runs:
             file = None if run is None else RunFolder(run).environment_file
             if file is not None and file.is_file():
-                one = json.loads(file.read_bytes())
+                one = read_json(file)
                 one.pop("trained_together", None)  # says which runs shared a process, and not where
                 seen.setdefault(json.dumps({**one, "date": None}, sort_keys=True), one)
     return list(seen.values())

@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from recbft.config import by_setting, to_dict
+from recbft.config_file import parse_yaml
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments import locks
@@ -264,7 +263,7 @@ def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: 
         )
     study.set_user_attr("objective", objective)
     config = there.setdefault("config", base.to_yaml())
-    before, now = (yaml.safe_load(text) for text in (config, base.to_yaml()))
+    before, now = (parse_yaml(text, "the study's config") for text in (config, base.to_yaml()))
     refuse_other_settings(
         before, now, "the study in --out was begun with", "give another --out, or the options it was begun with"
     )

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from recbft.config import check_choice, field_types, to_dict
+from recbft.config_file import refuse_repetition
 from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.recbole.registry import ADAPTED
@@ -77,6 +78,7 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
     Raises:
         UserError: a value is wrong, or has no effect in this arm.
     """
+    refuse_repetition(dict(values.items()), "the config")
     refuse_other_losses(values.get("loss_type"))
     refuse_clipping_by_number(values.get("clip_grad_norm"))
     adapted = ADAPTED[name]

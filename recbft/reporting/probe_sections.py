@@ -6,7 +6,6 @@ the probe's own, over users (bootstrap).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from recbft.experiments.comparison import Comparison
 from recbft.experiments.document import percent
 from recbft.experiments.lists import seeds_text
 from recbft.experiments.runs import weights_of
+from recbft.files import read_json
 from recbft.reporting import plots
 from recbft.reporting.sections import Plot, Section
 from recbft.reporting.tables import Cell, Column, Table
@@ -34,7 +34,7 @@ def load_probes(comparison: Comparison) -> tuple[Probes, list[str]]:
             if run is None or not (run / PROBE_FILE).is_file():
                 continue
             try:
-                probe = json.loads((run / PROBE_FILE).read_bytes())
+                probe = read_json(run / PROBE_FILE)
                 wrong = _misfit(probe, comparison, run)
             except (ValueError, KeyError, TypeError):
                 wrong = "damaged or of another version"

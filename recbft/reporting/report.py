@@ -9,7 +9,6 @@ svg     svg/PLOT.svg       every plot as a file of its own
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from recbft.experiments.lists import listed
 from recbft.experiments.machines import notes_on_machines
 from recbft.experiments.results import results_of
 from recbft.experiments.tables import markdown_words
-from recbft.files import make_folder, write_atomic
+from recbft.files import make_folder, read_json, write_atomic
 from recbft.reporting import plots, sections
 from recbft.reporting.answer import SENTENCES, answers
 from recbft.reporting.exposure_section import exposure_section
@@ -130,7 +129,7 @@ def _results(comparison: Comparison) -> dict[str, Any]:
     """What ``recbft compare`` wrote, if the comparison was read from its folder; else computed now."""
     if comparison.path is None:
         return results_of(comparison)
-    saved: dict[str, Any] = json.loads((comparison.path / COMPARISON_FILE).read_bytes())
+    saved: dict[str, Any] = read_json(comparison.path / COMPARISON_FILE)
     return saved
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.errors import UserError
-from recbft.files import plain, write_atomic
+from recbft.files import plain, read_json, write_atomic
 from recbft.training.on_host import on_host
 from recbft.training.tensor_file import file_parts
 from recbft.training.tensor_tree import flatten, restore
@@ -31,6 +32,7 @@ from recbft.version import recbft_version
 
 STATE_FILE = "state.json"
 FORMAT = 2  # 1 had a note on the order of the data in its state, which nothing read
+_FILE_NAME = re.compile(r"(epoch|best)-\d{5,}-[0-9a-f]{8}\.safetensors")  # as ``_write_tensors`` makes it
 _START_AFRESH = "the checkpoint is damaged: restore the file from a copy, or train again into a new folder"
 
 
@@ -142,12 +144,16 @@ def load(folder: str | Path) -> Loaded:
     """
     content = _read_state(Path(folder))
     tensors = _read_tensors(Path(folder), content["tensors"])
+    try:
+        trees = {name: restore(content["trees"][name], tensors) for name in ("optimizer", "rng", "controllers")}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _not_a_state(Path(folder) / STATE_FILE) from None
     return Loaded(
         state=TrainState(**content["state"]),
         model_state={name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")},
-        optimizer_state=restore(content["trees"]["optimizer"], tensors),
-        rng_state=restore(content["trees"]["rng"], tensors),
-        controllers_state=restore(content["trees"]["controllers"], tensors),
+        optimizer_state=trees["optimizer"],
+        rng_state=trees["rng"],
+        controllers_state=trees["controllers"],
     )
 
 
@@ -268,15 +274,19 @@ def _write_tensors(folder: Path, prefix: str, tensors: Mapping[str, Tensor]) -> 
     return {"file": name, "bytes": sum(len(part) for part in parts), "sha256": digest}
 
 
+def _not_a_state(path: Path) -> UserError:
+    return UserError(f"{path} is truncated or is not a checkpoint's state; {_START_AFRESH}")
+
+
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         digest = content.pop("sha256")
     except FileNotFoundError:
         raise UserError(f"{folder} holds no checkpoint: {STATE_FILE} is missing; train into a new folder") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path} is truncated or is not a checkpoint's state; {_START_AFRESH}") from None
+        raise _not_a_state(path) from None
     if content.get("format") not in (1, FORMAT):
         raise UserError(
             f"{path} has format {content.get('format')!r}, and this recbft reads those up to {FORMAT}; use the recbft "
@@ -288,7 +298,11 @@ def _read_state(folder: Path) -> dict[str, Any]:
         if is_own and content["format"] == 1:
             content["state"].pop("sampler", None)
         is_own = is_own and set(content["state"]) == known
-    except ValueError:  # it holds what was never written, such as NaN
+        files = [content["tensors"], *([content["best"]] if content["best"] is not None else [])]
+        is_own = is_own and all(
+            _FILE_NAME.fullmatch(each["file"]) and each["bytes"] and each["sha256"] for each in files
+        )
+    except (ValueError, KeyError, TypeError, RecursionError):  # it holds what was never written, such as NaN
         is_own = False
     if not is_own:
         raise UserError(f"{path} was changed after it was written; {_START_AFRESH}")
@@ -297,12 +311,12 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _read_tensors(folder: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
     path = folder / record["file"]
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; {_START_AFRESH}") from None
-    if len(data) != record["bytes"]:
-        raise UserError(f"{path} has {len(data)} bytes where {record['bytes']} were written; {_START_AFRESH}")
+    if not path.is_file():
+        raise UserError(f"{path} is missing; {_START_AFRESH}")
+    size = path.stat().st_size
+    if size != record["bytes"]:
+        raise UserError(f"{path} has {size} bytes where {record['bytes']} were written; {_START_AFRESH}")
+    data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise UserError(f"{path} was changed after it was written (its SHA-256 differs); {_START_AFRESH}")
     tensors: dict[str, Tensor] = safetensors.torch.load(data)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import math
 import os
 import re
@@ -37,7 +36,7 @@ from recbft.config_file import read_yaml
 from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.protocol import headline_setting
-from recbft.files import json_text, new_folder, write_atomic, write_json, write_parquet
+from recbft.files import json_text, new_folder, read_json, write_atomic, write_json, write_parquet
 from recbft.torchrun import Process
 from recbft.training import checkpoint
 from recbft.training.run_lock import locked
@@ -306,7 +305,7 @@ def _runs_in(folder: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing; the run folder is incomplete: train again into a new one") from None
     except (ValueError, RecursionError) as error:

@@ -244,7 +244,7 @@ def test_a_missing_tensor_file_is_refused_by_name(saved):
         checkpoint.load(saved)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"{}", b"3"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"{}", b"3", b"[" * 200_000])
 def test_a_truncated_state_is_refused_by_name(saved, content):
     (saved / "state.json").write_bytes(content)
     with pytest.raises(UserError, match=r"state.json is truncated or is not a checkpoint's state; "):
@@ -268,6 +268,31 @@ def test_a_state_of_the_first_format_is_read(saved):
     del content["sha256"]
     file.write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
     assert checkpoint.load_state(saved) == checkpoint.load(saved).state == state
+
+
+@pytest.mark.parametrize("file", ["/dev/zero", "../other.safetensors", "epoch-00001-0123abcd.safetensors/x", 3, None])
+def test_a_state_that_names_a_file_elsewhere_is_refused(saved, file):
+    content = json.loads((saved / "state.json").read_bytes())
+    del content["sha256"]
+    content["tensors"]["file"] = file
+    rewrite(saved, content)
+    with pytest.raises(UserError, match=r"state.json was changed after it was written; the checkpoint is damaged"):
+        checkpoint.load(saved)
+
+
+def test_a_tree_that_is_none_is_refused(saved):
+    content = json.loads((saved / "state.json").read_bytes())
+    del content["sha256"]
+    for tree in ({"tensor": "gone"}, {"map": 3}, {}):
+        content["trees"]["rng"] = tree
+        rewrite(saved, content)
+        with pytest.raises(UserError, match=r"state.json is truncated or is not a checkpoint's state"):
+            checkpoint.load(saved)
+
+
+def rewrite(folder, content):
+    """As someone would who knows how the state's hash is made."""
+    (folder / "state.json").write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
 
 
 def test_a_state_of_another_format_is_refused(saved):
