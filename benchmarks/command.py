@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from recbft.comparing import provenance
 from recbft.errors import RunError, UserError
-from recbft.experiments import provenance
 from recbft.experiments.lists import split_list
 from recbft.kernels.dispatch import dotted, interpreted, missing, release
 

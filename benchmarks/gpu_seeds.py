@@ -22,7 +22,7 @@ from benchmarks.command import finish, parser
 from benchmarks.gpu_steps import histories
 from benchmarks.sheltered import Row
 from recbft.experiments.arms import parse_arms
-from recbft.training import session
+from recbft.training import one_run
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
 
@@ -75,7 +75,7 @@ def measure(arm: str, device: str, *, small: bool) -> Row:
         runs = train_seeds(configs, [Path(folder) / str(n) for n in range(number)], dataset=dataset, progresses=watches)
         whole = time.perf_counter() - began
         rows = [run.read_history() for run in runs]
-        alone = session.train(configs[0], Path(folder) / "alone", dataset=dataset).read_history()
+        alone = one_run.train(configs[0], Path(folder) / "alone", dataset=dataset).read_history()
     ends = [max(watch.ends[epoch] for watch in watches) for epoch in range(epochs)]
     epoch_s = (ends[-1] - ends[0]) / (epochs - 1)  # the first compiles what it is the first to call
     training_s, alone_s = (

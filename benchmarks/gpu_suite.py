@@ -47,9 +47,9 @@ from benchmarks.gpu_steps import kernels, steps
 from benchmarks.sheltered import Inline, Row, Sheltered, Unit, failure
 from recbft.errors import RunError, UserError
 from recbft.experiments.lists import split_list
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
 from recbft.kernels.dispatch import dotted, missing, release
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
 
 NAME = "gpu_suite"
 GRACE = 90.0  # seconds that what has begun may go on after the last beginning

@@ -28,12 +28,12 @@ import torch
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.errors import RunError
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
-from recbft.run_config import RunConfig, load_run_config
-from recbft.training import checkpoint
-from recbft.training.run_folder import RunFolder
-from recbft.training.session import run_name
+from recbft.reporting.text_tables import text_table
+from recbft.runs import checkpoint
+from recbft.runs.folder import RunFolder
+from recbft.system.files import write_json
+from recbft.training.one_run import run_name
+from recbft.training.run_config import RunConfig, load_run_config
 
 NAME = "kill_resume"
 DEFAULTS = ("epochs=12", "hidden_size=32", "threads=1")

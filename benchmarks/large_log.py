@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from benchmarks.command import count, finish, parser
-from recbft.files import make_folder, write_atomic, write_parquet
+from recbft.system.files import make_folder, write_atomic, write_parquet
 
 NAME = "large_log"
 FIRST_SECOND = 1_577_836_800  # 2020-01-01

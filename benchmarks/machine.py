@@ -1,4 +1,4 @@
-"""The header of every result, ``recbft.experiments.provenance``, as a command; and this process's memory.
+"""The header of every result, ``recbft.comparing.provenance``, as a command; and this process's memory.
 
 python -m benchmarks.machine
 """
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.command import finish, parser
-from recbft.experiments.provenance import close, device_of, header, lines
-from recbft.files import json_text
+from recbft.comparing.provenance import close, device_of, header, lines
+from recbft.system.files import json_text
 
 __all__ = ["close", "device_of", "header", "lines", "peak_rss_mb"]
 

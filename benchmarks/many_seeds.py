@@ -22,17 +22,17 @@ import torch
 
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, recorded, training_parser
-from recbft.config import to_dict
+from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError
 from recbft.experiments.arms import check_distinct, parse_arms
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
-from recbft.run_config import RunConfig
-from recbft.training import checkpoint
+from recbft.reporting.text_tables import text_table
+from recbft.runs import checkpoint
+from recbft.runs.folder import RunFolder
+from recbft.system.files import write_json
 from recbft.training.many_seeds import train_seeds
-from recbft.training.run_folder import RunFolder
-from recbft.training.session import train
+from recbft.training.one_run import train
+from recbft.training.run_config import RunConfig
 
 NAME = "many_seeds"
 # Losses relative, weights absolute, after two epochs. Left out are weights whose step says nothing about a gradient:

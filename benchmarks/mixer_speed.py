@@ -26,14 +26,14 @@ import torch
 
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
-from recbft.config import from_dict
-from recbft.config_file import parse_setting
+from recbft.config.fields import from_dict
+from recbft.config.yaml_text import parse_setting
 from recbft.core import SequenceContext
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import split_list
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
 from recbft.mixers import MIXERS, Place
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
 
 NAME = "mixer_speed"
 PLAIN = "attention"

@@ -11,8 +11,8 @@ from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.batches import Batch, pack_histories
 from recbft.errors import RunError
 from recbft.models.contract import TrainableModel
-from recbft.run_config import RunConfig
-from recbft.training.run_parts import build_model
+from recbft.training.build import build_model
+from recbft.training.run_config import RunConfig
 
 HISTORIES = 64
 # float32, relative to the largest entry: two paths that add up the same terms in another order differ by about 1e-6.

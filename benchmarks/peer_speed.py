@@ -31,9 +31,9 @@ from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.metrics import hit_rate, ndcg
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
-from recbft.run_config import load_run_config
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
+from recbft.training.run_config import load_run_config
 
 NAME = "peer_speed"
 WIDTH, LAYERS, HEADS, NETWORK, WINDOW, DROPOUT, RATE, HISTORIES = 64, 2, 2, 256, 50, 0.5, 1e-3, 256

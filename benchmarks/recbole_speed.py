@@ -37,11 +37,11 @@ from recbft.datasets import Dataset
 from recbft.datasets.atomic import save_atomic
 from recbft.errors import RunError, UserError
 from recbft.experiments.lists import split_list
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
 from recbft.recbole import compat
-from recbft.run_config import load_run_config
-from recbft.training.session import train
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
+from recbft.training.one_run import train
+from recbft.training.run_config import load_run_config
 
 NAME = "recbole_speed"
 EXPORTED = "exported"

@@ -20,8 +20,8 @@ import torch
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
 from recbft import Recommender
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
 
 NAME = "serve_speed"
 K = 20

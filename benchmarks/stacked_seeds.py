@@ -22,10 +22,10 @@ from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.datasets import Dataset
 from recbft.errors import RunError
 from recbft.experiments.arms import check_distinct, parse_arms
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
-from recbft.run_config import RunConfig
-from recbft.training import run_parts
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
+from recbft.training import build
+from recbft.training.run_config import RunConfig
 
 NAME = "stacked_seeds"
 TOLERANCE = 1e-5  # of a gradient, over the largest of its parameter
@@ -36,7 +36,7 @@ class Loss(nn.Module):
 
     def __init__(self, config: RunConfig, dataset: Dataset) -> None:
         super().__init__()
-        self.model: Any = run_parts.build_model(config, dataset).train()
+        self.model: Any = build.build_model(config, dataset).train()
         self.model.set_ramp(1.0)
         self.model.refresh()
 
@@ -47,7 +47,7 @@ class Loss(nn.Module):
 
 def measure(config: RunConfig, dataset: Dataset, *, seeds: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way, in turn."""
-    batch = next(iter(run_parts.training_batches(config, dataset).epoch(0)))
+    batch = next(iter(build.training_batches(config, dataset).epoch(0)))
     losses = [Loss(replace(config, seed=seed), dataset) for seed in range(seeds)]
     parameters, _ = stack_module_state(losses)
 

@@ -23,24 +23,24 @@ import torch
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, recorded, training_parser
 from benchmarks.parity import check_parity
-from recbft.allocator import keep_freed_memory
-from recbft.config import to_dict
+from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.batches import Batch, EpochBatches
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
 from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
-from recbft.run_config import RunConfig
-from recbft.training.checkpoint import TrainState
-from recbft.training.graphed_steps import GraphedSteps
+from recbft.reporting.text_tables import text_table
+from recbft.runs.checkpoint import TrainState
+from recbft.system.allocator import keep_freed_memory
+from recbft.system.files import write_json
+from recbft.training.build import build_model, training_batches
+from recbft.training.graphs import GraphedSteps
 from recbft.training.loop import fit
 from recbft.training.optimiser import make_optimizer
 from recbft.training.progress import Silent
-from recbft.training.run_parts import build_model, training_batches
+from recbft.training.run_config import RunConfig
 
 NAME = "train_speed"
 WARM_UP_STEPS = 3

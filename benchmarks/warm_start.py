@@ -30,12 +30,12 @@ from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import compare_seeds
 from recbft.evaluation.views import Part
 from recbft.experiments.lists import parse_seeds, split_list
-from recbft.experiments.tables import markdown_table
-from recbft.files import write_json
-from recbft.run_config import RunConfig, load_run_config
-from recbft.training.run_parts import make_parts
-from recbft.training.run_settings import run_settings
-from recbft.training.session import train
+from recbft.reporting.text_tables import markdown_table
+from recbft.system.files import write_json
+from recbft.training.build import make_parts
+from recbft.training.one_run import train
+from recbft.training.process_settings import run_settings
+from recbft.training.run_config import RunConfig, load_run_config
 
 NAME = "warm_start"
 AS_IT_WAS, AFRESH = "as it was", "afresh"

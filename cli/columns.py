@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from recbft_cli.given import refuse_given
+from recbft_cli.refused_options import refuse_given
 
 DataRoot = Annotated[
     str | None, typer.Option("--data-root", metavar="DIR", help="Folder with data sets.", envvar="RECBFT_DATA_ROOT")
@@ -45,7 +45,7 @@ def of_other_data(context: typer.Context, dataset: str | None, **options: Any) -
 
 def from_shell(**options: Any) -> dict[str, Any]:
     """The options that were given, those a shell can only pass as text taken apart."""
-    from recbft.config import Verbatim
+    from recbft.config.fields import Verbatim
 
     given = {name: value for name, value in options.items() if value is not None}
     given |= {name: Verbatim(given[name]) for name in ("user", "item", "time") if name in given}  # called "none" or so

@@ -11,14 +11,14 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
-from recbft_cli.given import one_file, refuse_given, refuse_set
 from recbft_cli.options import BatchSeeds, Config, DatasetName, DryRun, Jobs, Settings
+from recbft_cli.refused_options import one_file, refuse_given, refuse_set
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset
     from recbft.experiments.arms import ArmSpec
     from recbft.experiments.plan import Job
-    from recbft.run_config import RunConfig
+    from recbft.training.run_config import RunConfig
 
 ARMS, SEEDS, METRICS = "matched,matched+recency,bft", "0-9", "hr@10,ndcg@10,mrr"
 _LONGEST_NAME = 200  # bytes; file systems take 255, with an ending
@@ -145,7 +145,7 @@ def _one_by_one(models: str | None, asked: _Asked) -> list[tuple[str | None, _As
 
 def recorded_command(context: typer.Context, places: Sequence[Path] = ()) -> str:
     """The command line as it is kept beside results, without the folders it had on this machine."""
-    from recbft.experiments.provenance import recorded
+    from recbft.comparing.provenance import recorded
 
     given = [str(argument) for argument in context.obj or ()][1:]
     takes_value = {name for one in context.command.params if not getattr(one, "is_flag", True) for name in one.opts}
@@ -163,7 +163,7 @@ def recorded_command(context: typer.Context, places: Sequence[Path] = ()) -> str
 
 def print_commands(jobs: Sequence[Any]) -> None:
     """The commands of the runs that are not finished."""
-    from recbft.training.run_folder import RunFolder
+    from recbft.runs.folder import RunFolder
 
     for job in jobs:
         if not RunFolder(job.path).is_finished:
@@ -180,7 +180,7 @@ def _plan(
     together: int,
 ) -> tuple[list[Job], Dataset]:
     """The runs of all arms and seeds, checked, and their data."""
-    from recbft.experiments.experiment import plan_comparison
+    from recbft.api.train_and_compare import plan_comparison
 
     def configure(arm: ArmSpec, seed: int) -> RunConfig:
         return arm.config(settings, file=config, seed=seed, **named)
@@ -191,7 +191,8 @@ def _plan(
 
 
 def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int | None, together: int) -> None:
-    from recbft.experiments.experiment import train_and_compare, usual_workers
+    from recbft.api.train_and_compare import train_and_compare
+    from recbft.experiments.missing_runs import usual_workers
     from recbft_cli.queue_view import view_for
 
     concluded = train_and_compare(
@@ -211,9 +212,9 @@ def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, job
 
 
 def _compare_runs(runs: Sequence[Path], asked: _Asked) -> None:
-    from recbft.experiments import provenance
-    from recbft.experiments.comparison import COMPARISON_FILE, comparison_of
-    from recbft.experiments.experiment import conclude
+    from recbft.api.train_and_compare import conclude
+    from recbft.comparing import provenance
+    from recbft.comparing.comparison import COMPARISON_FILE, comparison_of
 
     for path in runs:
         if (path / COMPARISON_FILE).is_file():
@@ -230,8 +231,9 @@ def _data(protocol: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pool(folders: Sequence[Path], out: Path | None) -> None:
-    from recbft.experiments.pooling import pool, pooled_document, read_results
-    from recbft.files import make_folder, write_atomic, write_json
+    from recbft.comparing.pooling import pool, read_results
+    from recbft.reporting.pooled_table import pooled_document
+    from recbft.system.files import make_folder, write_atomic, write_json
 
     pooled = pool([read_results(folder) for folder in folders])
     typer.echo(pooled_document(pooled, markdown=False), nl=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from recbft.reporting.text_tables import table
 from recbft_cli.columns import (
     Columns,
     DataRoot,
@@ -23,7 +24,6 @@ from recbft_cli.columns import (
     Where,
     from_shell,
 )
-from recbft_cli.tables import table
 
 if TYPE_CHECKING:
     from recbft.datasets.dataset import Dataset
@@ -108,7 +108,7 @@ def prepare(
 ) -> None:
     """Filter and order events once, and write them as one canonical Parquet file, or for RecBole."""
     from recbft.datasets.loading import source_file_of
-    from recbft.files import refuse_input
+    from recbft.system.files import refuse_input
 
     source_file = source_file_of(source, data_root)
     if source_file is not None:
@@ -133,10 +133,10 @@ def synth(
     ] = None,
 ) -> None:
     """Generate a data set in which some items and users are unreliable, and write down which."""
-    from recbft.config import from_dict
-    from recbft.config_file import parse_setting
+    from recbft.config.fields import from_dict
+    from recbft.config.yaml_text import parse_setting
     from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic
-    from recbft.files import make_folder
+    from recbft.system.files import make_folder
 
     config = from_dict(
         SyntheticConfig, dict(map(parse_setting, settings or ())) | ({} if seed is None else {"seed": seed})
@@ -150,7 +150,7 @@ def synth(
 def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
     """Write the atomic file, unless it is the source, and, beside its folder, the config that names it."""
     from recbft.datasets.atomic import save_atomic
-    from recbft.files import refuse_input, write_atomic
+    from recbft.system.files import refuse_input, write_atomic
     from recbft_cli.recbole_file import ready_to_run, recbole_name
 
     name = recbole_name(dataset.name)
@@ -165,7 +165,7 @@ def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
 
 def _load(options: dict[str, Any]) -> Dataset:
     """The data set that a command's options name."""
-    from recbft.config import Verbatim, field_types, from_dict
+    from recbft.config.fields import Verbatim, field_types, from_dict
     from recbft.datasets.config import DataConfig
 
     given = from_shell(**{name: options.get(name) for name in field_types(DataConfig)})

@@ -13,7 +13,7 @@ from recbft_cli.options import OtherData, Run
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset
-    from recbft.training.run_folder import RunFolder
+    from recbft.runs.folder import RunFolder
 
 MANY_SCORES = 10**9  # users by items: some ten seconds
 EXAMPLES = "Example: recbft evaluate runs/sasrec-bft-ml-100k-seed0 --both"
@@ -50,10 +50,10 @@ def evaluate(
     how = of_other_data(context, dataset, user=user, item=item, time=time, separator=separator, columns=columns)
 
     from recbft.api import Recommender
-    from recbft.config import to_dict
+    from recbft.config.fields import to_dict
     from recbft.evaluation.exposure import format_exposure
     from recbft.evaluation.protocol import format_metrics, headline_setting, protocol
-    from recbft.training.run_folder import RunFolder
+    from recbft.runs.folder import RunFolder
 
     recommender = Recommender.load(run, data_root=data_root)
     config = recommender.config

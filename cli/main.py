@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from recbft.allocator import keep_freed_memory
 from recbft.errors import OneProcessError, RunError, UserError
-from recbft.torchrun import this_process
+from recbft.system.allocator import keep_freed_memory
+from recbft.system.torchrun import this_process
 from recbft_cli import compare, data, evaluate, models, probe, recommend, report, stratify, sweep, train, tune
 
 _ORDER = "train evaluate recommend compare report stratify probe sweep tune data models"
@@ -58,7 +58,7 @@ app.command("models", epilog=models.EXAMPLES)(models.models)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from recbft.version import recbft_version
+        from recbft.system.version import recbft_version
 
         typer.echo(f"recbft {recbft_version()}")
         raise typer.Exit()

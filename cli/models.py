@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from recbft_cli.tables import table
+from recbft.reporting.text_tables import table
 
 EXAMPLES = """Example: recbft models sasrec --arm bft --mixer rfa"""
 
@@ -22,7 +22,7 @@ def models(
     from recbft.errors import UserError
     from recbft.mixers import MIXERS
     from recbft.models import MODELS
-    from recbft.run_config import load_run_config
+    from recbft.training.run_config import load_run_config
 
     if name is not None:
         config = load_run_config(model=name, arm=arm, mixer=mixer)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft.errors import UserError
+from recbft.reporting.probe_text import mechanism_lines, short, signed, uncertainty_lines
+from recbft.reporting.text_tables import table
 from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
 from recbft_cli.evaluate import Part, counted_in, say_long, say_unfinished
-from recbft_cli.given import refuse_given
 from recbft_cli.options import OtherData, Run
-from recbft_cli.probe_text import mechanism_lines, short, signed, uncertainty_lines
-from recbft_cli.tables import table
+from recbft_cli.refused_options import refuse_given
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,8 +68,8 @@ def probe(
     how = of_other_data(context, dataset, user=user, item=item, time=time, separator=separator, columns=columns)
 
     from recbft.api import Recommender
-    from recbft.files import json_text
-    from recbft.training.run_folder import RunFolder
+    from recbft.runs.folder import RunFolder
+    from recbft.system.files import json_text
 
     folder = RunFolder.open(run)
     finished = folder.is_finished  # before its weights are read
@@ -95,8 +95,8 @@ def probe(
 
 
 def _write(found: dict[str, Any], run: Path, out: Path | None, other: str | None) -> None:
-    from recbft.files import write_json
     from recbft.reporting.probe_sections import PROBE_FILE
+    from recbft.system.files import write_json
 
     if out is None and other is not None:
         why = f"it is of all users of the run's own test, and this is {other}; give --out FILE to keep it"
@@ -131,7 +131,7 @@ def _other_than_the_run_s(users: int | None, part: Part, *, own: bool, finished:
 
 def _explain(recommender: Recommender, dataset: Dataset, user: str, part: str, as_json: bool) -> None:
     """Print which of a user's events speak for the best items."""
-    from recbft.files import json_text
+    from recbft.system.files import json_text
 
     history = _history(dataset, user, part)
     if recommender.recommend(history, k=1).empty:

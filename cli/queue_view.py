@@ -133,7 +133,7 @@ def _left_for_us(running: Sequence[Running], waiting: int) -> int:
 def _result(job: Job) -> str:
     from recbft.evaluation.protocol import headline_setting
     from recbft.experiments.lists import counted
-    from recbft.training.run_folder import RunFolder
+    from recbft.runs.folder import RunFolder
 
     metrics, training = RunFolder(job.path).metrics, job.config.training
     setting = headline_setting(metrics["filter_seen"])

@@ -60,12 +60,12 @@ def recommend(
         raise UserError(f"{out}: the ending {out.suffix!r} is not known; let the name end in .parquet or .csv")
 
     from recbft.api import Recommender
-    from recbft.datasets.histories import read_histories
-    from recbft.datasets.readers import atomic_file
+    from recbft.datasets.reading.formats import atomic_file
     from recbft.experiments.processes import terminable
-    from recbft.files import refuse_input
-    from recbft.recommendation import summed
-    from recbft.training.run_folder import RunFolder
+    from recbft.runs.folder import RunFolder
+    from recbft.serving.histories_file import read_histories
+    from recbft.serving.lists import summed
+    from recbft.system.files import refuse_input
 
     if out is not None:
         for source in (atomic_file(histories), exclude, candidates):
@@ -92,7 +92,7 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
 
     A file of the same ending may be written as those data were: with their separator, or without a header.
     """
-    from recbft.datasets.readers import column_names, ending
+    from recbft.datasets.reading.formats import column_names, ending
 
     if how.keys() & {"user", "item", "columns"}:
         return {}
@@ -114,8 +114,8 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
 
 def _filters(file: Path, protocol: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
     """Which events of ``file`` the run's own data would have kept: its row filter, where the columns are there."""
-    from recbft.datasets.prepare import Preparation
-    from recbft.datasets.readers import column_names
+    from recbft.datasets.preparing.prepare import Preparation
+    from recbft.datasets.reading.formats import column_names
 
     own = protocol.get("preparation", {}).get("filters", {})
     asked = {name: own[name] for name in ("where", "deduplicate") if own.get(name) is not None}
@@ -159,7 +159,7 @@ def _ids(file: Path | None) -> list[str] | None:
 
 def _write(blocks: Iterable[pd.DataFrame], out: Path | None) -> list[dict[Any, Any]]:
     """Write each block as it comes, a file's under its name only when all are there; the blocks' ``attrs``."""
-    from recbft.files import write_atomic
+    from recbft.system.files import write_atomic
 
     attrs: list[dict[Any, Any]] = []
     num_rows, spoke = 0, monotonic()

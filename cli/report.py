@@ -29,7 +29,7 @@ def report(
     data_root: DataRoot = None,
 ) -> None:
     """Print what a comparison found, and write tables, plots and one self-contained HTML page."""
-    from recbft.experiments.comparison import load_comparison
+    from recbft.comparing.comparison import load_comparison
     from recbft.experiments.lists import each_once
     from recbft.reporting import plots
     from recbft.reporting.report import WITH_PLOTS, check_formats, make_report, write_report

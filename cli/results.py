@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from recbft.training.run_folder import RunFolder
+    from recbft.runs.folder import RunFolder
 
 
 def print_results(run: RunFolder) -> None:
     """Print the test metrics of a finished run in both settings, with the protocol and the folder."""
+    from recbft.comparing.finished_runs import COLUMNS, read_per_user
     from recbft.evaluation.exposure import format_exposure
     from recbft.evaluation.protocol import format_metrics
-    from recbft.experiments.runs import COLUMNS, read_per_user
 
     parts = [format_metrics(run.metrics["test"], run.protocol)]
     if exposure := run.metrics.get("exposure"):

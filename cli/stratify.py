@@ -12,7 +12,7 @@ from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
 
 if TYPE_CHECKING:
-    from recbft.reporting.subject import Subject
+    from recbft.reporting.stratified_arms import Subject
 
 EXAMPLES = """Examples:
 
@@ -79,7 +79,7 @@ def stratify(
 
 def _subject(source: Path, baseline: Path | None, data_root: str | None) -> Subject:
     """What lies in the folder: a run has a config, everything else must be a comparison."""
-    from recbft.reporting.subject import subject_of_comparison, subject_of_runs
+    from recbft.reporting.stratified_arms import subject_of_comparison, subject_of_runs
 
     if not source.is_dir():
         raise UserError(f"there is no folder {source}; give a run's folder or a comparison's")
@@ -87,7 +87,7 @@ def _subject(source: Path, baseline: Path | None, data_root: str | None) -> Subj
         return subject_of_runs(source, baseline=baseline, data_root=data_root)
     if baseline is not None:
         raise UserError("--baseline has no effect on a comparison, which has its own; leave it out")
-    from recbft.experiments.comparison import load_comparison
+    from recbft.comparing.comparison import load_comparison
 
     return subject_of_comparison(load_comparison(source), data_root=data_root)
 

@@ -10,12 +10,12 @@ import typer
 from recbft.errors import UserError
 from recbft_cli.columns import DataRoot
 from recbft_cli.compare import print_commands, recorded_command
-from recbft_cli.given import one_file, refuse_set
 from recbft_cli.options import Arm, BatchSeeds, Config, DatasetName, DryRun, Jobs, Model, Settings
+from recbft_cli.refused_options import one_file, refuse_set
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
-    from recbft.run_config import RunConfig
+    from recbft.training.run_config import RunConfig
 
 EXAMPLES = (
     "Example: recbft sweep -m sasrec -d amazon-instruments --vary core.lam_max=10,20,50,100 --seeds 0-4 --out DIR"
@@ -43,11 +43,13 @@ def sweep(
     refuse_set(settings or (), ["--seeds"])
     file = one_file(config)
 
-    from recbft.experiments.experiment import prepare, train_and_compare, usual_workers
+    from recbft.api.train_and_compare import train_and_compare
     from recbft.experiments.lists import parse_seeds
-    from recbft.experiments.sweep import plan_sweep, sweep_document, sweep_results
-    from recbft.files import write_atomic, write_json
-    from recbft.run_config import load_run_config
+    from recbft.experiments.missing_runs import prepare, usual_workers
+    from recbft.experiments.sweep import plan_sweep, sweep_results
+    from recbft.reporting.sweep_table import sweep_document
+    from recbft.system.files import write_atomic, write_json
+    from recbft.training.run_config import load_run_config
     from recbft_cli.queue_view import view_for
 
     wanted = parse_seeds(seeds)

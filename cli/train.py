@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from recbft.errors import UserError
-from recbft.torchrun import this_process
+from recbft.system.torchrun import this_process
 from recbft_cli.columns import DataRoot
-from recbft_cli.given import one_file, refuse_given
 from recbft_cli.options import Model
 from recbft_cli.progress import progress_for
+from recbft_cli.refused_options import one_file, refuse_given
 
 if TYPE_CHECKING:
-    from recbft.run_config import RunConfig
-    from recbft.training.run_folder import RunFolder
+    from recbft.runs.folder import RunFolder
+    from recbft.training.run_config import RunConfig
 
 # Parameters of a run that begins.
 NEW_RUN = (
@@ -100,9 +100,9 @@ def train(
 
     run = _resume(resume, dataset, data_root, quiet) if resume is not None else None
     if run is None:
-        from recbft.run_config import load_run_config
+        from recbft.runs.folder import RunFolder
         from recbft.training.bundle import own_config
-        from recbft.training.run_folder import RunFolder
+        from recbft.training.run_config import load_run_config
 
         file = one_file(config)
         if warm_start is not None and file is None:
@@ -131,7 +131,7 @@ def train(
 
 def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quiet: bool) -> RunFolder:
     """Train into the folder that ``out`` holds for this run."""
-    from recbft.training.session import run_name, train
+    from recbft.training.one_run import run_name, train
 
     if name is not None and (name in ("", "..") or Path(name).name != name):
         raise UserError(f"--name is {name!r}; give the name of one folder, and with --out the folder that it lies in")
@@ -143,9 +143,9 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
 
 
 def _resume(path: Path, dataset: str | None, data_root: str | None, quiet: bool) -> RunFolder:
+    from recbft.runs.folder import RunFolder
     from recbft.training.bundle import own_config
-    from recbft.training.run_folder import RunFolder
-    from recbft.training.session import resume
+    from recbft.training.one_run import resume
 
     metric = own_config(RunFolder.open(path)).training.valid_metric
     return resume(path, data_root=data_root, dataset=dataset, progress=progress_for(metric, quiet=quiet))

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft_cli.columns import DataRoot
-from recbft_cli.given import one_file, refuse_set
 from recbft_cli.options import Arm, Config, DatasetName, Jobs, Model, Settings
+from recbft_cli.refused_options import one_file, refuse_set
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
-    from recbft.run_config import RunConfig
+    from recbft.training.run_config import RunConfig
 
 EXAMPLES = """Example: recbft tune -d ml-100k --space training.learning_rate=log:1e-4..1e-2 --trials 20 --out DIR"""
 
@@ -52,12 +52,12 @@ def tune(
     refuse_set(settings or (), ["--seeds"])
     file = one_file(config)
 
-    from recbft.experiments.experiment import usual_workers
     from recbft.experiments.lists import parse_seeds
+    from recbft.experiments.missing_runs import usual_workers
     from recbft.experiments.search_space import parse_space
     from recbft.experiments.tuning import load_optuna, search
-    from recbft.files import write_json
-    from recbft.run_config import load_run_config
+    from recbft.system.files import write_json
+    from recbft.training.run_config import load_run_config
     from recbft_cli.queue_view import view_for
 
     load_optuna()
@@ -87,7 +87,7 @@ def tune(
 
 def _text(result: dict[str, Any]) -> str:
     from recbft.experiments.lists import counted
-    from recbft_cli.tables import table
+    from recbft.reporting.text_tables import table
 
     best, tail = result["trials"][0]["settings"], result["objective"] == "tail"
     rows = [

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recbft.api import Dataset, Recommender
-    from recbft.arm_comparison import compare
+    from recbft.api.compare import compare
 
 __all__ = ["Dataset", "Recommender", "__version__", "compare"]
-_PLACES = {"Dataset": "recbft.api", "Recommender": "recbft.api", "compare": "recbft.arm_comparison"}
+_PLACES = {"Dataset": "recbft.api", "Recommender": "recbft.api", "compare": "recbft.api.compare"}
 
 
 def __dir__() -> list[str]:
@@ -27,7 +27,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import on first use, so that ``import recbft`` stays light."""
     if name == "__version__":
-        from recbft.version import recbft_version
+        from recbft.system.version import recbft_version
 
         return recbft_version()
     if name in _PLACES:

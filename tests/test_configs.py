@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recbft.run_config import load_run_config
+from recbft.training.run_config import load_run_config
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 

@@ -18,52 +18,28 @@ FILES = sorted(path for folder in ("recbft", "cli") for path in (ROOT / folder).
 # leads to a row above.
 MAY_IMPORT = {
     "errors": "",
-    "version": "",
-    "allocator": "",
-    "forked": "",
-    "surroundings": "",
-    "torchrun": "errors",
-    "files": "errors",
+    "autograd": "",
+    "system": "errors",
     "config": "errors",
-    "recbole_models": "errors",
-    "recbole_yaml": "config errors recbole_models",
-    "config_file": "config errors recbole_yaml",
-    "core": "errors",
-    "kernels": "core errors",  # one floor with core, whose types they take and give
-    "machine": "kernels version",
-    "datasets": "config errors files",
-    "mixers": "config core errors kernels",
-    "models": "config core datasets errors kernels mixers",
-    "evaluation": "config core datasets errors files kernels mixers models surroundings version",
-    "run_config": "config config_file datasets errors evaluation mixers models recbole_yaml",
-    # One floor with evaluation, which it reads: an epoch is judged by a validation metric.
-    "training": "config config_file datasets errors evaluation files forked kernels machine mixers models run_config"
-    " surroundings torchrun version",
-    "recommendation": "config datasets errors evaluation models",
-    "explaining": "datasets errors evaluation models recommendation",
-    "vectors": "datasets evaluation models recommendation",
-    "experiments": "allocator config config_file datasets errors evaluation files machine mixers models run_config"
-    " torchrun training version",
-    "reporting": "config datasets errors evaluation experiments files run_config version",
-    "recbole": "config config_file datasets errors evaluation machine models recbole_yaml run_config training",
-    "fitted_folder": "errors",
-    "aligning": "datasets errors training",
-    "python_errors": "datasets errors training",
-    "trained_run": "datasets errors evaluation run_config training",
-    "api": "aligning config datasets errors evaluation explaining files fitted_folder forked kernels python_errors"
-    " recommendation run_config trained_run training vectors",
-    "arm_comparison": "config datasets errors evaluation experiments files run_config",
-    "recbft": "version",  # and, by name on first use, what it exports
-    "cli": "allocator api config config_file datasets errors evaluation experiments files mixers models"
-    " recommendation reporting run_config torchrun training version",
+    "core": "errors autograd",
+    "kernels": "errors autograd core",
+    "datasets": "errors system config",
+    "mixers": "errors autograd config core kernels",
+    "models": "errors autograd config core kernels datasets mixers",
+    "evaluation": "errors system config core kernels datasets mixers models",
+    "runs": "errors autograd system config kernels evaluation",
+    "training": "errors system config kernels datasets mixers models evaluation runs",
+    "serving": "errors config datasets models evaluation",
+    "experiments": "errors system config datasets mixers models evaluation runs training",
+    "comparing": "errors system config datasets evaluation runs training experiments",
+    "reporting": "errors system config datasets evaluation training experiments comparing",
+    "recbole": "errors config datasets models evaluation runs training",
+    "api": "errors system config kernels datasets evaluation runs training serving experiments comparing reporting",
+    "recbft": "system",  # and, by name on first use, what it exports
+    "cli": "errors system config datasets mixers models evaluation runs training serving"
+    " experiments comparing reporting api",
 }
-AGAINST_THE_ORDER = {
-    ("core", "kernels"): "core's public functions pick their faster implementations",
-    (
-        "run_config",
-        "training",
-    ): "a run's config has training's own sections, training/config.py and its controllers, as parts",
-}
+AGAINST_THE_ORDER = {("core", "kernels"): "core's public functions pick their faster implementations"}
 # Packages of others that a plain `import recbft` must not need, and the rooms whose files may import them.
 OTHERS = {
     "typer": "cli",
@@ -73,7 +49,19 @@ OTHERS = {
     "recbole": "recbole",
     "triton": "kernels",
 }
-LIGHT = ("core", "mixers", "models", "datasets", "training", "evaluation", "kernels", "experiments", "reporting")
+LIGHT = (
+    "core",
+    "mixers",
+    "models",
+    "datasets",
+    "training",
+    "evaluation",
+    "kernels",
+    "serving",
+    "experiments",
+    "comparing",
+    "reporting",
+)
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -27,10 +27,10 @@ from benchmarks.command import count, finish, parse, parser, recorded
 from benchmarks.mechanisms.published import Figure, figure_table
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
 from recbft.experiments.lists import parse_seeds
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
 from recbft.mixers.bayesian import MemoryTrace, filter_memory
 from recbft.mixers.memory_family import unfiltered_memory
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
 
 NAME = "mechanisms.collision"
 WIDTH, IDENTITIES, SEED_PASSES, BOOST, FLOOD = 16, 6, 2, 40, 60

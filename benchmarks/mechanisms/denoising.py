@@ -34,9 +34,9 @@ from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
 from recbft.core import SequenceContext
 from recbft.experiments.lists import parse_seeds
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
 from recbft.mixers.boosted import BoostedAttention, BoostedConfig, Gate, TwicingAttention
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
 
 NAME = "mechanisms.denoising"
 WIDTH, PATTERNS, NOISE = 64, 16, 0.5

@@ -41,12 +41,12 @@ from recbft.evaluation.probability import AS_TRAINED
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.views import evaluation_mode, states_of_view, view_of
 from recbft.experiments.lists import parse_seeds, split_list
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
 from recbft.models.backbone import Backbone
-from recbft.run_config import RunConfig, load_run_config
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
 from recbft.training.bundle import load_trained
-from recbft.training.session import train
+from recbft.training.one_run import train
+from recbft.training.run_config import RunConfig, load_run_config
 
 NAME = "mechanisms.extrapolation"
 MIXERS = ("attention", "rope", "alibi", "decayed_rope", "sc_rope", "rfa", "sc_rfa")

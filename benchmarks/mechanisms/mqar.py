@@ -33,13 +33,13 @@ from benchmarks.command import count, finish, parse, parser, recorded
 from recbft.core import SequenceContext
 from recbft.errors import RunError, UserError, did_you_mean
 from recbft.experiments.lists import parse_seeds, split_list
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.bayesian import BayesianMixer
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyMixer
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
 from recbft.training.config import TrainingConfig
-from recbft.training.run_settings import chosen_device
+from recbft.training.process_settings import chosen_device
 
 NAME = "mechanisms.mqar"
 TASKS = ("base", "update", "block")

@@ -24,8 +24,8 @@ from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
 from benchmarks.mechanisms.recall import MEMORIES, Recaller, Sequences, Training, fit
 from recbft.experiments.lists import parse_seeds
-from recbft.experiments.tables import text_table
-from recbft.files import write_json
+from recbft.reporting.text_tables import text_table
+from recbft.system.files import write_json
 
 NAME = "mechanisms.random_keys"
 RAW, LABELS, QUERIES, WIDTH = 64, 64, 8, 16

@@ -15,13 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.command import finish, parser
+from recbft.comparing.finished_runs import Run, by_seed, check_same, read_run
+from recbft.comparing.labels import label_runs
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.paired import SeedComparison, compare_seeds
-from recbft.experiments.document import p_text
-from recbft.experiments.labels import label_runs
-from recbft.experiments.runs import Run, by_seed, check_same, read_run
-from recbft.experiments.tables import markdown_table
-from recbft.training.run_folder import RunFolder
+from recbft.reporting.document import p_text
+from recbft.reporting.text_tables import markdown_table
+from recbft.runs.folder import RunFolder
 
 HEAD = ["arm", "seeds", "validation", "difference", "relative", "p", "wins", "epochs (best)", "s/run"]
 

@@ -35,11 +35,11 @@ from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.lists import parse_seeds
-from recbft.experiments.tables import markdown_table
-from recbft.files import write_json
-from recbft.run_config import RunConfig
+from recbft.reporting.text_tables import markdown_table
+from recbft.system.files import write_json
 from recbft.training.bundle import load_trained
-from recbft.training.session import train
+from recbft.training.one_run import train
+from recbft.training.run_config import RunConfig
 
 NAME = "study.corrupted"
 METRICS = ("ndcg@10", "hr@10")

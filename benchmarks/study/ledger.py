@@ -21,13 +21,13 @@ import pandas as pd
 
 from benchmarks.command import finish, parser
 from benchmarks.study.choose import difference, finished_runs, mean_and_spread, percent
+from recbft.comparing.finished_runs import Run, read_run
+from recbft.comparing.labels import arm_name, own_settings
 from recbft.errors import UserError, did_you_mean
-from recbft.experiments.document import p_text
-from recbft.experiments.labels import arm_name, own_settings
-from recbft.experiments.runs import Run, read_run
-from recbft.experiments.tables import markdown_table
-from recbft.files import write_atomic
-from recbft.training.run_folder import RunFolder
+from recbft.reporting.document import p_text
+from recbft.reporting.text_tables import markdown_table
+from recbft.runs.folder import RunFolder
+from recbft.system.files import write_atomic
 
 METRICS = {
     f"{metric} {items}": (setting, metric)

@@ -28,10 +28,10 @@ from benchmarks.study.ledger import METRICS, arms_of, check_alike, read
 from recbft.errors import UserError
 from recbft.evaluation.paired import SeedComparison
 from recbft.experiments.lists import seeds_text
-from recbft.experiments.tables import markdown_table
-from recbft.files import write_atomic
 from recbft.models import MODELS
 from recbft.reporting import plots
+from recbft.reporting.text_tables import markdown_table
+from recbft.system.files import write_atomic
 
 ARMS = ["published", "matched", "matched+recency", "bft"]
 BASELINES = ["matched", "matched+recency"]

@@ -37,13 +37,13 @@ from recbft.evaluation.metrics import ndcg
 from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.arms import ArmSpec, parse_arms
 from recbft.experiments.lists import parse_seeds
-from recbft.experiments.tables import markdown_table
-from recbft.files import write_json
 from recbft.models.backbone import Backbone
-from recbft.run_config import RunConfig
+from recbft.reporting.text_tables import markdown_table
+from recbft.system.files import write_json
+from recbft.training.one_run import begin
+from recbft.training.process_settings import run_settings
 from recbft.training.progress import Silent
-from recbft.training.run_settings import run_settings
-from recbft.training.session import begin
+from recbft.training.run_config import RunConfig
 
 NAME = "study.planted"
 UNRELIABLE = 0.2

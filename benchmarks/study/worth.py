@@ -26,6 +26,8 @@ from scipy import optimize, special
 from benchmarks import machine
 from benchmarks.command import finish, parse, parser, recorded
 from benchmarks.study.choose import finished_runs
+from recbft.comparing.finished_runs import by_seed, check_same, read_run
+from recbft.comparing.labels import label_runs
 from recbft.datasets import Dataset
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.calibration import predicted
@@ -34,13 +36,11 @@ from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import seed_interval
 from recbft.evaluation.probability import AS_TRAINED
 from recbft.evaluation.views import Part, evaluation_mode, states_of_view, view_of
-from recbft.experiments.labels import label_runs
-from recbft.experiments.runs import by_seed, check_same, read_run
-from recbft.experiments.tables import markdown_table
-from recbft.files import write_json
 from recbft.models.contract import SequenceModel
-from recbft.run_config import load_run_config
+from recbft.reporting.text_tables import markdown_table
+from recbft.system.files import write_json
 from recbft.training.bundle import load_trained
+from recbft.training.run_config import load_run_config
 
 NAME = "study.worth"
 K = 10

@@ -1,8 +1,9 @@
 """Belief in, belief out, as pure functions: observe, update, predict. Equations: docs/method.md."""
 
 from recbft.core.belief import Belief, SequenceContext
+from recbft.core.gain import gain_update, gate, kalman_update
 from recbft.core.moments import scalar_log_precision, softmax_mean, softmax_moments
-from recbft.core.observation import (
+from recbft.core.observation_precision import (
     ESTIMATORS,
     Estimator,
     check_estimator,
@@ -27,7 +28,6 @@ from recbft.core.process import (
 from recbft.core.readers import Readers, pick
 from recbft.core.silu import silu_mean, silu_moments, silu_weights
 from recbft.core.statistics import Moments, SiluMoments
-from recbft.core.update import gain_update, gate, kalman_update
 from recbft.core.weights import (
     MAX_TOKENS,
     key_variance,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from recbft.kernels.transforms import outside_transforms, untransformed
+from recbft.autograd.transforms import outside_transforms, untransformed
 
 Made = TypeVar("Made")
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recbft.autograd.eager import eagerly
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
 from recbft.kernels import softmax_moments as paths
 from recbft.kernels.dispatch import choose
-from recbft.kernels.eager import eagerly
 
 
 @eagerly

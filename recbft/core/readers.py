@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import untransformed
 from recbft.core.belief import SequenceContext
-from recbft.kernels.transforms import untransformed
 
 
 @dataclass(frozen=True, eq=False)

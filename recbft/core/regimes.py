@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recbft.kernels.eager import eagerly
-from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable, untransformed
+from recbft.autograd.eager import eagerly
+from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable, untransformed
 
 HALF_WIDTH = 1.5  # of a block of (3), in T / R
 

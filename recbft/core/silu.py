@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from recbft.autograd.eager import eagerly
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import silu_moments as paths
 from recbft.kernels.dispatch import choose
-from recbft.kernels.eager import eagerly
 from recbft.kernels.silu_moments import reference
 from recbft.kernels.silu_moments.bias import total_bias
 

@@ -16,9 +16,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.missing import PANDAS_WORDS
+from recbft.datasets.reading.missing import PANDAS_WORDS
 from recbft.errors import UserError
-from recbft.files import make_folder, write_atomic
+from recbft.system.files import make_folder, write_atomic
 
 HEADER = "user_id:token\titem_id:token\ttimestamp:float\n"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from recbft.datasets.prepare import Preparation
+from recbft.datasets.preparing.prepare import Preparation
 from recbft.errors import UserError, did_you_mean
 
 DATA_ROOT_VARIABLE = "RECBFT_DATA_ROOT"

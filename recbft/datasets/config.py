@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from recbft.datasets.cards import default_dataset
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.prepare import Preparation
-from recbft.datasets.readers import ending
+from recbft.datasets.preparing.prepare import Preparation
+from recbft.datasets.reading.formats import ending
 from recbft.errors import UserError
 
 

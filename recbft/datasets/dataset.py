@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,13 +26,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.events import Events, check_columns, flat, from_pandas
-from recbft.datasets.missing import warn_of_lost_ids
-from recbft.datasets.opening import one_line
-from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
-from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
+from recbft.datasets.cards import Counts
+from recbft.datasets.events import USUAL_TIME, Events, check_columns, flat, from_pandas
+from recbft.datasets.loading import METADATA_KEY, find_events
+from recbft.datasets.preparing.prepare import MIN_HISTORY, Preparation, prepare
+from recbft.datasets.preparing.row_order import time_columns, warn_if_rows_go_back
+from recbft.datasets.reading.missing import warn_of_lost_ids
+from recbft.datasets.reading.opening import one_line
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
+from recbft.system.files import write_parquet
 
 DEFAULT_PREPARATION = Preparation()
 
@@ -136,19 +140,17 @@ class Dataset:
 
         Args:
             name_or_path: a name of ``recbft data list``, a file (its ending names the format, see
-                ``recbft.datasets.readers``), a folder holding one ``.inter`` file, either of these in ``data_root`` by
-                its name (a file's without its ending), or ``"synthetic"`` for the seeded generator.
+                ``recbft.datasets.reading.formats``), a folder holding one ``.inter`` file, either of these in
+                ``data_root`` by its name (a file's without its ending), or ``"synthetic"`` for the seeded generator.
             data_root: the folder to look in for a name; default the environment variable ``RECBFT_DATA_ROOT``.
             user, item, time: columns of the file; default those of the card, or ``user_id``, ``item_id`` and no time.
-            separator, columns: for delimited files without a header, see ``recbft.datasets.readers.read_table``.
+            separator, columns: for delimited files without a header; see ``datasets.reading.formats.read_table``.
             preparation: filters and minimum counts; a card's own apply where none is asked for.
 
         Raises:
             UserError: unknown name, missing or damaged file, bad data.
         """
-        from recbft.datasets.loading import load_dataset  # loading builds data sets, so it imports this file
-
-        return load_dataset(
+        found = find_events(
             name_or_path,
             data_root=data_root,
             user=user,
@@ -158,12 +160,27 @@ class Dataset:
             columns=columns,
             preparation=preparation,
         )
+        made = cls.from_events(found.events, name=found.name, preparation=found.preparation)
+        counts = Counts(users=made.num_users, items=made.num_items, events=made.num_events)
+        found.check(counts, lambda: made.content_hash)
+        return replace(made, preparation=found.record(made.preparation), columns=found.columns)
 
     def save(self, path: str | Path) -> None:
         """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads."""
-        from recbft.datasets.loading import save_dataset
-
-        save_dataset(self, path)
+        path = Path(path)
+        if path.suffix.lower() not in (".parquet", ".pq"):
+            raise UserError(f"{path}: the canonical file is Parquet; let its name end in .parquet")
+        users = self.user_ids[np.repeat(np.arange(self.num_users), self.lengths)]
+        table = {"user_id": pa.array(users), "item_id": pa.array(self.item_ids[self.items - 1])}
+        if self.times is not None:
+            table[USUAL_TIME] = pa.array(self.times)
+        record = {
+            "name": self.name,
+            "preparation": self.preparation,
+            "has_times": self.times is not None,
+            "events": self.num_events,
+        }
+        write_parquet(path, pa.table(table).replace_schema_metadata({METADATA_KEY: json.dumps(record)}))
 
     @property
     def num_users(self) -> int:

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recbft.datasets import dates
-from recbft.datasets.missing import SPREADSHEET_NUMBER, stands_for_nothing
-from recbft.datasets.missing import WORDS as MISSING_WORDS
+from recbft.datasets.reading import dates
+from recbft.datasets.reading.missing import SPREADSHEET_NUMBER, stands_for_nothing
+from recbft.datasets.reading.missing import WORDS as MISSING_WORDS
 from recbft.errors import UserError, did_you_mean
 
 FLOAT_DIGITS = {16: 11, 32: 24, 64: 53}  # bits of a float -> binary digits that it holds

@@ -1,4 +1,4 @@
-"""Load a data set by name or file, check it against its card, and write and read the canonical Parquet file.
+"""Find a data set by name or file, read its events, and say what its card expects of it.
 
 The canonical file holds one row per event in the data set's order: user_id, item_id, and timestamp where the data has
 real times; its name and preparation travel in the Parquet metadata, so that a loaded file equals the data set saved.
@@ -10,26 +10,23 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recbft.datasets import cards
 from recbft.datasets.cards import Card, CardFile, Counts
-from recbft.datasets.dataset import Dataset
 from recbft.datasets.events import USUAL_TIME, Events, flat
-from recbft.datasets.prepare import Preparation
-from recbft.datasets.readers import FORMATS, atomic_file, column_names, read_table
-from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.datasets.preparing.prepare import Preparation
+from recbft.datasets.preparing.row_order import time_columns, warn_if_rows_go_back
+from recbft.datasets.reading.formats import FORMATS, atomic_file, column_names, read_table
+from recbft.datasets.synth import SyntheticConfig, synthetic_events
 from recbft.errors import UserError
-from recbft.files import write_parquet
 
 METADATA_KEY = b"recbft"
 
@@ -43,7 +40,33 @@ class _Found:
     card: Card | None = None
 
 
-def load_dataset(
+class FoundEvents(NamedTuple):
+    """Events as they were found, and what a data set of them is."""
+
+    events: Events
+    name: str
+    preparation: Preparation  # what is still to be done to them
+    columns: dict[str, str | None]  # as in ``Dataset``
+    source: dict[str, Any]  # what the record of the preparation says of the file
+    earlier: dict[str, Any] | None = None  # the record of a canonical file, which was prepared when it was written
+    expected: _Found | None = None  # whose card says what a data set of these events is like
+
+    def record(self, prepared: dict[str, Any]) -> dict[str, Any]:
+        """How the data set came to be, from the record of the preparation that was left to do."""
+        made = {**prepared, **self.source}
+        if self.earlier is None:
+            return made
+        if self.columns:
+            return {**made, "earlier": self.earlier}
+        return self.earlier
+
+    def check(self, counts: Counts, content_hash: Callable[[], str]) -> None:
+        """Warn where a data set with a card is not what the card says."""
+        if self.expected is not None:
+            _compare(self.expected, counts, content_hash)
+
+
+def find_events(
     name_or_path: str | Path,
     *,
     data_root: str | Path | None,
@@ -53,14 +76,14 @@ def load_dataset(
     separator: str | None,
     columns: Sequence[str] | None,
     preparation: Preparation,
-) -> Dataset:
-    """``Dataset.load``; see there."""
+) -> FoundEvents:
+    """The events that ``Dataset.load`` makes a data set of; the arguments are explained there."""
     asked: dict[str, Any] = {"user": user, "item": item, "time": time, "separator": separator, "columns": columns}
     asked = {key: value for key, value in asked.items() if value is not None}
     if str(name_or_path) == cards.SYNTHETIC:
         if asked or preparation != Preparation():
             raise UserError("the synthetic data set has no file: columns and filters do not apply; leave them out")
-        return synthetic_dataset(SyntheticConfig())
+        return FoundEvents(synthetic_events(SyntheticConfig()), cards.SYNTHETIC, Preparation(), {}, {})
     found = _locate(name_or_path, data_root)
     chosen = replace(found.file, **asked)
     stored = _stored_record(found.path)
@@ -70,20 +93,34 @@ def load_dataset(
         preparation = Preparation()  # what the file was prepared with: its columns may be gone
     if preparation != Preparation():
         chosen = replace(chosen, preparation=preparation)
-    dataset = _read(found.path, chosen, name=_name(found, stored))
+    events = read_events(
+        found.path,
+        user=chosen.user,
+        item=chosen.item,
+        time=chosen.time,
+        separator=chosen.separator,
+        columns=chosen.columns,
+        extra=chosen.preparation.columns(),
+    )
     untouched = not asked and preparation == Preparation()
-    if stored is not None:
-        earlier = stored["preparation"]
-        unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None
-        again = {**dataset.preparation, "time_unit": unit, "earlier": earlier}
-        dataset = replace(dataset, preparation=earlier if untouched else again)
-    if found.card is not None and untouched:
-        _compare(dataset, found.card, found)
+    source: dict[str, Any] = {"source": found.path.name, "time": chosen.time}
+    named: dict[str, str | None] = {}
     if found.card is None and stored is None:
-        dataset = replace(dataset, columns={"user": chosen.user, "item": chosen.item, "time": chosen.time})
+        named = {"user": chosen.user, "item": chosen.item, "time": chosen.time}
     elif not untouched:  # the card or the canonical file alone stands for other data
-        dataset = replace(dataset, columns={key: asked.get(key) for key in ("user", "item", "time")})
-    return dataset
+        named = {key: asked.get(key) for key in ("user", "item", "time")}
+    earlier = None if stored is None else stored["preparation"]
+    if earlier is not None:
+        source["time_unit"] = earlier.get("time_unit") if chosen.time == USUAL_TIME else None
+    return FoundEvents(
+        events,
+        _name(found, stored),
+        chosen.preparation,
+        named,
+        source,
+        earlier,
+        found if found.card is not None and untouched else None,
+    )
 
 
 def _filters_of(stored: dict[str, Any]) -> Preparation | None:
@@ -128,20 +165,6 @@ def _name(found: _Found, stored: dict[str, Any] | None) -> str:
     return str(stored["name"]) if stored is not None else found.path.name.partition(".")[0]
 
 
-def _read(path: Path, file: CardFile, *, name: str) -> Dataset:
-    events = read_events(
-        path,
-        user=file.user,
-        item=file.item,
-        time=file.time,
-        separator=file.separator,
-        columns=file.columns,
-        extra=file.preparation.columns(),
-    )
-    dataset = Dataset.from_events(events, name=name, preparation=file.preparation)
-    return replace(dataset, preparation={**dataset.preparation, "source": path.name, "time": file.time})
-
-
 def read_events(
     path: Path,
     *,
@@ -169,38 +192,21 @@ def read_events(
     return events
 
 
-def _compare(dataset: Dataset, card: Card, found: _Found) -> None:
-    counts = Counts(users=dataset.num_users, items=dataset.num_items, events=dataset.num_events)
+def _compare(found: _Found, counts: Counts, content_hash: Callable[[], str]) -> None:
+    card = found.card
+    assert card is not None
     if counts != card.expected:
         warnings.warn(
             f"{found.path}: the card of {card.name} expects {card.expected}, but the file gives {counts}; "
             "results will not be comparable with published ones",
-            stacklevel=2,
+            stacklevel=4,
         )
-    elif found.file.content_hash is not None and dataset.content_hash != found.file.content_hash:
+    elif found.file.content_hash is not None and content_hash() != found.file.content_hash:
         warnings.warn(
             f"{found.path}: counts agree with the card of {card.name}, but the content hash begins "
-            f"{dataset.content_hash[:12]}, not {found.file.content_hash[:12]}: events, order or times differ",
-            stacklevel=2,
+            f"{content_hash()[:12]}, not {found.file.content_hash[:12]}: events, order or times differ",
+            stacklevel=4,
         )
-
-
-def save_dataset(dataset: Dataset, path: str | Path) -> None:
-    """``Dataset.save``; see there."""
-    path = Path(path)
-    if path.suffix.lower() not in (".parquet", ".pq"):
-        raise UserError(f"{path}: the canonical file is Parquet; let its name end in .parquet")
-    users = dataset.user_ids[np.repeat(np.arange(dataset.num_users), dataset.lengths)]
-    table = {"user_id": pa.array(users), "item_id": pa.array(dataset.item_ids[dataset.items - 1])}
-    if dataset.times is not None:
-        table[USUAL_TIME] = pa.array(dataset.times)
-    record = {
-        "name": dataset.name,
-        "preparation": dataset.preparation,
-        "has_times": dataset.times is not None,
-        "events": dataset.num_events,
-    }
-    write_parquet(path, pa.table(table).replace_schema_metadata({METADATA_KEY: json.dumps(record)}))
 
 
 def _stored_record(path: Path) -> dict[str, Any] | None:

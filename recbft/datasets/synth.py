@@ -16,20 +16,18 @@ Shapes: U users of one block, V items, K taste factors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recbft.datasets.dataset import Dataset
-from recbft.datasets.opening import one_line
-from recbft.datasets.vocabulary import Vocabulary
+from recbft.datasets.events import Events
 from recbft.errors import UserError
-from recbft.files import write_parquet
+from recbft.system.files import write_parquet
 
 SHORTEST = 5
 SESSION_SECONDS = 300.0
@@ -95,13 +93,6 @@ class Synthetic(NamedTuple):
     users: pd.DataFrame  # user_id, reliability, num_events, taste_share
 
 
-class PlantedReliability(NamedTuple):
-    """The truth behind generated data, for the items and users of a data set; NaN where it is not known."""
-
-    items: NDArray[np.float64]  # (V,)
-    users: NDArray[np.float64]  # (U,)
-
-
 def generate(config: SyntheticConfig) -> Synthetic:
     """Generate events and truth; the same config gives the same tables."""
     rng = np.random.default_rng(config.seed)
@@ -131,10 +122,10 @@ def generate(config: SyntheticConfig) -> Synthetic:
     )
 
 
-def synthetic_dataset(config: SyntheticConfig) -> Dataset:
-    """The generated log as a data set called ``synthetic``, with its times."""
-    made = Dataset.from_frame(generate(config).events, name="synthetic", time="timestamp")
-    return replace(made, columns={})  # no file has them: its name alone stands for it
+def synthetic_events(config: SyntheticConfig) -> Events:
+    """The generated log alone."""
+    table = pa.Table.from_pandas(generate(config).events, preserve_index=False)
+    return Events.from_table(table, source="synthetic", user="user_id", item="item_id", time="timestamp")
 
 
 def save_synthetic(synthetic: Synthetic, path: str | Path) -> list[Path]:
@@ -146,58 +137,6 @@ def save_synthetic(synthetic: Synthetic, path: str | Path) -> list[Path]:
     for place, table in zip(reversed(paths), (synthetic.users, synthetic.items, synthetic.events), strict=True):
         write_parquet(place, table)  # the events last: where they are, the truth is too
     return paths
-
-
-def planted_reliability(
-    dataset: Dataset, source: str | Path, data_root: str | Path | None = None
-) -> PlantedReliability | None:
-    """The truth behind a data set, or None where there is none or it is not at hand.
-
-    Args:
-        dataset: the data.
-        source: what it was loaded from: ``synthetic``, whose truth is generated anew and taken if the events are the
-            same, or a file of ``save_synthetic``, which has its truth beside it.
-        data_root: as in ``Dataset.load``.
-
-    Raises:
-        UserError: the truth is there and cannot be read.
-    """
-    if str(source) == "synthetic":
-        config = SyntheticConfig()
-        if config.num_users != dataset.num_users:  # nobody is dropped; saves generating what cannot be the same
-            return None
-        made = generate(config)
-        if Dataset.from_frame(made.events, time="timestamp").content_hash != dataset.content_hash:
-            return None
-        items, users = made.items, made.users
-    else:
-        from recbft.datasets.loading import source_file_of  # loading makes synthetic data sets, so it imports this file
-
-        try:
-            place = source_file_of(source, data_root)
-        except UserError:
-            return None
-        assert place is not None, "only the generator has no file"
-        files = [place.with_name(f"{place.stem}.truth-{side}.parquet") for side in ("items", "users")]
-        if not all(file.is_file() for file in files):
-            return None
-        items, users = (_read_truth(file, f"{side}_id") for file, side in zip(files, ("item", "user"), strict=True))
-    return PlantedReliability(
-        items=_reliability(items, "item_id", dataset.item_ids), users=_reliability(users, "user_id", dataset.user_ids)
-    )
-
-
-def _read_truth(file: Path, column: str) -> pd.DataFrame:
-    try:
-        return pd.read_parquet(file, columns=[column, "reliability"])
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({one_line(error)}); generate the data again, or remove it") from None
-
-
-def _reliability(truth: pd.DataFrame, column: str, ids: NDArray[Any]) -> NDArray[np.float64]:
-    """The reliability of each id, which may be text where the truth has numbers."""
-    known = np.append(np.nan, truth["reliability"].to_numpy(np.float64))
-    return known[Vocabulary(truth[column].to_numpy()).encode(ids)]
 
 
 class _World(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.evaluation.metrics import KS
 

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.synth import PlantedReliability
+from recbft.datasets.planted import PlantedReliability
 from recbft.evaluation.association import NO_ASSOCIATION, spearman
 from recbft.evaluation.layer_sums import LayerSums, mean, plain, ratio
 from recbft.evaluation.strata import QUANTILES, Strata, item_frequency

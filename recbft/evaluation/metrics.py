@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.config import is_whole
+from recbft.config.fields import is_whole
 from recbft.errors import UserError
 
 IntArray = NDArray[np.int64]

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recbft.config import NULL_WORDS, by_setting, field_types, to_dict
-from recbft.config_file import parse_setting
+from recbft.config.fields import NULL_WORDS, by_setting, field_types, to_dict
+from recbft.config.yaml_text import parse_setting
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.config import EvaluationConfig
 from recbft.experiments.lists import split_list
 from recbft.mixers import MIXERS
 from recbft.models import MODELS
-from recbft.run_config import RunConfig, load_run_config
+from recbft.training.run_config import RunConfig, load_run_config
 
 # What other options of a command decide for all of its runs.
 _GIVEN_ELSEWHERE = {

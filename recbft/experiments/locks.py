@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from recbft.files import explained, read_json, write_json
+from recbft.system.files import explained, read_json, write_json
 
 TOUCH_SECONDS = 20.0
 SILENT_SECONDS = 300.0

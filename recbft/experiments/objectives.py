@@ -8,8 +8,8 @@ from recbft.errors import UserError
 from recbft.evaluation.protocol import headline_setting
 from recbft.experiments.plan import Job
 from recbft.experiments.tail_objective import WINDOW, tail_value
+from recbft.runs.folder import RunFolder
 from recbft.training.config import TrainingConfig
-from recbft.training.run_folder import RunFolder
 
 
 def best_validation(job: Job) -> float:

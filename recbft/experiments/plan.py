@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from recbft.config import to_dict
+from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.experiments.arms import ArmSpec, settings_of
-from recbft.files import write_atomic
-from recbft.run_config import RunConfig
-from recbft.training.run_folder import RunFolder
+from recbft.runs.folder import RunFolder
+from recbft.system.files import write_atomic
+from recbft.system.version import recbft_version
+from recbft.training.run_config import RunConfig
 from recbft.training.same_run import refuse_other_data, refuse_other_settings
-from recbft.version import recbft_version
 
 Status = Literal["missing", "unfinished", "finished"]
 

@@ -30,7 +30,7 @@ from recbft.experiments import locks
 from recbft.experiments.plan import Job, status
 from recbft.experiments.processes import LOST, Processes, ended_by_system, last_word, single_threaded, terminable
 from recbft.experiments.worker import ELSEWHERE, log_of, work
-from recbft.training.run_folder import Row, RunFolder
+from recbft.runs.folder import Row, RunFolder
 
 WORDLESS = "ended without a word"  # the reason of a worker that gave none
 _TICK = 0.5  # seconds between two looks at what is going on

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recbft.config import by_setting, is_whole
-from recbft.config_file import parse_setting, place
+from recbft.config.fields import by_setting, is_whole
+from recbft.config.yaml_text import parse_setting, place
 from recbft.errors import UserError
 from recbft.experiments.arms import check_judges, check_varies
 from recbft.experiments.lists import split_list
-from recbft.run_config import RunConfig, sections_of
+from recbft.training.run_config import RunConfig, sections_of
 
 _RANGE = re.compile(r"(log:)?([^.,][^,]*?)\.\.([^,]+)")
 _MOST_POINTS = 1_000  # of a space whose points are counted: in a larger one hardly any is drawn twice

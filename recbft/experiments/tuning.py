@@ -22,20 +22,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recbft.config import by_setting, to_dict
-from recbft.config_file import parse_yaml
+from recbft.config.fields import by_setting, to_dict
+from recbft.config.yaml_text import parse_yaml
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec
-from recbft.experiments.experiment import SIDE_BY_SIDE, check_positive, prepare, train_or_say
+from recbft.experiments.missing_runs import SIDE_BY_SIDE, check_positive, prepare, train_or_say
 from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach
 from recbft.experiments.queue import Watcher
 from recbft.experiments.search_space import Dimension, all_points, check_each_once, of_kind
-from recbft.files import explained, make_folder
-from recbft.run_config import RunConfig
-from recbft.torchrun import refuse_several
-from recbft.training.run_parts import check_begins
+from recbft.system.files import explained, make_folder
+from recbft.system.torchrun import refuse_several
+from recbft.training.build import check_begins
+from recbft.training.run_config import RunConfig
 from recbft.training.same_run import refuse_other_data, refuse_other_settings
 
 _STUDY = "recbft"

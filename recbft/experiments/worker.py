@@ -16,15 +16,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from recbft.allocator import keep_freed_memory
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks
 from recbft.experiments.plan import Job, status
 from recbft.experiments.processes import Word
-from recbft.files import explained
+from recbft.system.allocator import keep_freed_memory
+from recbft.system.files import explained
 from recbft.training.many_seeds import train_seeds
+from recbft.training.one_run import resume, train
 from recbft.training.same_run import refuse_other_data
-from recbft.training.session import resume, train
 
 _CHANGED = "the file has changed since: put it back as it was, or give another --out"
 _MOST, _LONGEST = 20, 1_000  # warnings that are passed on, and letters of each: nobody reads them before the end

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recbft.kernels.full_precision import autocast_device, in_full_precision
-from recbft.kernels.transforms import beyond_first_gradients, transformed
+from recbft.autograd.full_precision import autocast_device, in_full_precision
+from recbft.autograd.transforms import beyond_first_gradients, transformed
 
 LEAST_TRITON = (3, 3)  # the compiler of 3.2 ends the process at some kernels, and its interpreter at others
 LEAST_CAPABILITY = (8, 0)  # of a GPU that Triton supports: earlier ones lack bfloat16 and TF32

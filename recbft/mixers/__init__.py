@@ -1,7 +1,7 @@
 """Mixers move information along T: one file per mechanism, all returning an ``Observation``."""
 
 from recbft.mixers.attention import SoftmaxAttention
-from recbft.mixers.observation import Observation
+from recbft.mixers.interface import Observation
 from recbft.mixers.pointwise import PointwiseAttention
 from recbft.mixers.registry import MIXERS, MixerSpec, NoOptions, Place
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recbft.autograd.full_precision import in_full_precision
 from recbft.core import (
     Estimator,
     Readers,
@@ -43,12 +44,11 @@ from recbft.core.moments import ramped
 from recbft.core.regimes import BiasTerms
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import reml_precision
-from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.softmax_moments import takes_terms
 from recbft.kernels.softmax_moments.reml import softmax_reml
 from recbft.mixers.heads import by_head, joined
-from recbft.mixers.observation import Observation, projected
+from recbft.mixers.interface import Observation, projected
 
 
 class SoftmaxAttention(nn.Module):

@@ -22,16 +22,17 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.autograd.eager import eagerly
+from recbft.autograd.transforms import transformed
+from recbft.config.fields import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.dispatch import choose
-from recbft.kernels.eager import eagerly
 from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace
 from recbft.kernels.memory.positivity import check_positive
 from recbft.kernels.memory.reference import prior, step
-from recbft.kernels.transforms import transformed
 from recbft.mixers.heads import joined
+from recbft.mixers.interface import Observation, projected
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
     OBSERVATION_FLOOR,
@@ -44,7 +45,6 @@ from recbft.mixers.memory_maps import (
     fitted_transition,
     history_starts,
 )
-from recbft.mixers.observation import Observation, projected
 
 __all__ = ["BayesianConfig", "BayesianMixer", "MemoryEvent", "MemoryState", "MemoryTrace", "filter_memory", "step"]
 

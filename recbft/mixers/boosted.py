@@ -21,15 +21,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.autograd.eager import eagerly
+from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable
+from recbft.config.fields import check_range
 from recbft.core import Estimator, SequenceContext
 from recbft.errors import UserError
-from recbft.kernels.eager import eagerly
-from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.heads import by_head
-from recbft.mixers.observation import Observation, projected
+from recbft.mixers.interface import Observation, projected
 
 Gate = Literal["mlp", "scalar", "none"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recbft.autograd.full_precision import HALVES
 from recbft.errors import UserError
-from recbft.kernels.full_precision import HALVES
 from recbft.mixers.positive import SMALLEST, positive, raw_of
 
 DAMPING = 0.05  # b unless given

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.kernels.robust_filter import Dynamics, Variant
 from recbft.mixers.frequencies import DAMPING, Constants, HeadDecay, frequency_range, spread_decays

@@ -32,14 +32,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_choice, check_range
+from recbft.autograd.eager import eagerly
+from recbft.config.fields import check_choice, check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.dispatch import choose
-from recbft.kernels.eager import eagerly
 from recbft.kernels.memory import UNFILTERED, Rule, UnfilteredTrace
 from recbft.kernels.memory.reference import unfiltered_reading, unfiltered_step, write_share
 from recbft.mixers.heads import joined
+from recbft.mixers.interface import Observation, projected
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
     OBSERVATION_FLOOR,
@@ -52,7 +53,6 @@ from recbft.mixers.memory_maps import (
     fitted_transition,
     history_starts,
 )
-from recbft.mixers.observation import Observation, projected
 
 
 class DesignModel(NamedTuple):

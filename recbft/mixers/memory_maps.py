@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recbft.autograd.full_precision import in_full_precision
 from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.kernels.full_precision import in_full_precision
 from recbft.mixers.heads import by_head
 
 Transitions = Literal["identity", "retention", "scalar", "diagonal", "complex_pairs"]

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recbft.autograd.full_precision import HALVES
 from recbft.core import (
     Readers,
     SequenceContext,
@@ -35,12 +36,11 @@ from recbft.core import (
 from recbft.core.moments import ramped
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import sandwich_precision
-from recbft.kernels.full_precision import HALVES
 from recbft.kernels.layer_norm import LayerNorm
 from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.silu_moments.bias import look_up
 from recbft.mixers.heads import by_head, joined
-from recbft.mixers.observation import Observation
+from recbft.mixers.interface import Observation
 
 BUCKET_WIDTH = 0.301  # as in the authors' code
 NUM_BUCKETS = 128

@@ -21,15 +21,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_choice, check_range
+from recbft.autograd.complex_pairs import as_complex, real
+from recbft.autograd.eager import eagerly
+from recbft.config.fields import check_choice, check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.kernels.complex_pairs import as_complex, real
-from recbft.kernels.eager import eagerly
 from recbft.kernels.robust_filter import Clock, read_clock, turns
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.frequencies import DAMPING, Constants, HeadDecay, frequency_range, spread_decays
-from recbft.mixers.observation import Observation
+from recbft.mixers.interface import Observation
 
 Scheme = Literal["rope", "alibi", "decayed_rope", "sc_rope"]
 

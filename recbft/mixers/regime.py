@@ -34,16 +34,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.autograd.eager import eagerly
+from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.transforms import transformed
+from recbft.config.fields import check_range
 from recbft.core import Estimator, SequenceContext
 from recbft.core.regimes import BiasTerms, block_table, memberships, sinkhorn, standardised_bias
 from recbft.errors import UserError
 from recbft.kernels.compiled.heads import statistics_of
-from recbft.kernels.eager import eagerly
-from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import transformed
 from recbft.mixers.attention import SoftmaxAttention
-from recbft.mixers.observation import Observation, projected
+from recbft.mixers.interface import Observation, projected
 from recbft.mixers.penalty import PenaltySlot
 
 TEMPERATURES = (0.6, 1.6)

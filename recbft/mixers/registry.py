@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from recbft.config import check_choice
+from recbft.config.fields import check_choice
 from recbft.errors import UserError
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer

@@ -28,10 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recbft.autograd.complex_pairs import as_complex, real
+from recbft.autograd.eager import eagerly
 from recbft.core import SequenceContext, projected_precision
 from recbft.core.moments import ramped
-from recbft.kernels.complex_pairs import as_complex, real
-from recbft.kernels.eager import eagerly
 from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.robust_filter import Clock, Dynamics, Variant, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (
@@ -42,7 +42,7 @@ from recbft.mixers.head_dynamics import (
     HeadDynamics,
     RobustFilterConfig,
 )
-from recbft.mixers.observation import Observation
+from recbft.mixers.interface import Observation
 
 __all__ = ["RfaOutput", "RobustFilterAttention", "RobustFilterConfig", "robust_filter_attention", "sample_state"]
 

@@ -20,15 +20,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.autograd.eager import eagerly
+from recbft.autograd.full_precision import HALVES
+from recbft.autograd.transforms import behind_transforms, untransformed
+from recbft.config.fields import check_range
 from recbft.core import Belief, SequenceContext, pick
 from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
-from recbft.kernels.eager import eagerly
-from recbft.kernels.full_precision import HALVES
 from recbft.kernels.layer_norm import LayerNorm
-from recbft.kernels.transforms import behind_transforms, untransformed
 from recbft.mixers.penalty import take_penalties
 from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.datasets.batches import ClozeBatches
 from recbft.errors import UserError
 from recbft.kernels.layer_norm import LayerNorm

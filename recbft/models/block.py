@@ -28,7 +28,7 @@ from recbft.kernels.layer_norm import LayerNorm
 from recbft.mixers import Observation
 from recbft.models.fuzzy_moe import FuzzyMoE
 from recbft.models.precision_channel import LayerPrecision
-from recbft.models.update import KalmanUpdate, check_update
+from recbft.models.update_rules import KalmanUpdate, check_update
 
 Layer = Literal["pre_norm", "post_norm", "original"]
 

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.transforms import transformed
+from recbft.config.fields import check_range
 from recbft.core import ffn_jacobian
 from recbft.errors import UserError
-from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import transformed
 from recbft.mixers.penalty import PenaltySlot
 from recbft.mixers.regime import GaussianMemberships
 

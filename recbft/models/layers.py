@@ -14,7 +14,7 @@ from recbft.models.block import Block, Layer
 from recbft.models.fuzzy_moe import FuzzyMoE, FuzzyMoEConfig
 from recbft.models.precision_channel import LayerPrecision
 from recbft.models.precision_config import CoreConfig, check_core
-from recbft.models.update import make_update, without_precision
+from recbft.models.update_rules import make_update, without_precision
 
 RECENCY_START = 0.99
 

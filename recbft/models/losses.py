@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recbft.config import check_range
+from recbft.autograd.eager import eagerly
+from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable
+from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
-from recbft.kernels.eager import eagerly
-from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable
 from recbft.models.label_smoothing import smoothing_term
 
 LossName = Literal["ce", "sampled_softmax", "bce", "gbce"]

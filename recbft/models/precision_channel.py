@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.transforms import transformed
 from recbft.core import (
     SequenceContext,
     count_quantiles,
@@ -36,10 +38,8 @@ from recbft.core import (
 from recbft.errors import RunError
 from recbft.kernels.count_precision import count_precision
 from recbft.kernels.filter_step import predict_by_logits, predict_precision
-from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
 from recbft.kernels.running_mean import mean_over_tokens, remember, remember_tokens
-from recbft.kernels.transforms import transformed
 from recbft.models.precision_config import CoreConfig, JacobianMode
 
 LAM_MIN = 1e-3

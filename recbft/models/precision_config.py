@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.core import ESTIMATORS, MAX_TOKENS, Estimator, check_estimator
 from recbft.errors import UserError
 

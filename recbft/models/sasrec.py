@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
 from recbft.models.fuzzy_moe import FuzzyMoEConfig

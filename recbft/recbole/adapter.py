@@ -23,9 +23,9 @@ from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.models.contract import ItemTable, read_histories
 from recbft.recbole.settings import refuse_short_window, run_config, warn_about_unknown
-from recbft.run_config import RunConfig
+from recbft.training.build import check_clock
 from recbft.training.optimiser import idle_settings, parameter_groups
-from recbft.training.run_parts import check_clock
+from recbft.training.run_config import RunConfig
 
 IntArray = NDArray[np.int64]
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Adapter(SequentialRecommender):  # type: ignore[misc]
-    """The model called ``name`` in ``registry.ADAPTED``.
+    """The model called ``name`` in ``names.ADAPTED``.
 
     Args:
         config: RecBole's Config.

@@ -8,7 +8,7 @@ import recbole.data.dataset
 import recbole.trainer
 
 from recbft.recbole.adapter import Adapter
-from recbft.recbole.registry import ADAPTED
+from recbft.recbole.names import ADAPTED
 from recbft.recbole.trainer import PrecisionTrainer, TimedDataset
 
 for _name in ADAPTED:

@@ -16,27 +16,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from recbft.recbole import hooks
+from recbft.recbole.names import ADAPTED
 
 DEFAULTS = Path(__file__).parent / "defaults"
 _PACKAGE = "recbole.model.sequential_recommender."
-
-
-class Adapted(NamedTuple):
-    """A model of ours under a name of RecBole's."""
-
-    model: str  # in recbft.models.MODELS
-    arm: str  # unless the config's ``arm`` says otherwise
-
-
-ADAPTED: dict[str, Adapted] = {
-    "SASRecBFT": Adapted("sasrec", "bft"),
-    "BERT4RecBFT": Adapted("bert4rec", "bft"),
-    "HSTUBFT": Adapted("hstu", "bft"),
-    "HSTU": Adapted("hstu", "published"),
-}
 
 
 def install() -> None:

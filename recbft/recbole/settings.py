@@ -11,14 +11,14 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from recbft.config import check_choice, field_types, to_dict
-from recbft.config_file import refuse_repetition
+from recbft.config.fields import check_choice, field_types, to_dict
+from recbft.config.recbole_yaml import MODEL_KEYS, is_done, nearest, refuse_other_losses
+from recbft.config.yaml_text import refuse_repetition
 from recbft.errors import UserError
 from recbft.models import MODELS
-from recbft.recbole.registry import ADAPTED
-from recbft.recbole_yaml import MODEL_KEYS, is_done, nearest, refuse_other_losses
-from recbft.run_config import RunConfig, load_run_config, sections_of
+from recbft.recbole.names import ADAPTED
 from recbft.training.config import TrainingConfig
+from recbft.training.run_config import RunConfig, load_run_config, sections_of
 
 MODEL_SECTIONS = ("backbone", "mixing", "moe", "core")
 OWN_TRAINING = ("precision_lr_multiplier", "warmup_steps")  # what RecBole has no key for

@@ -19,9 +19,9 @@ from recbole.data.dataset import SequentialDataset
 from recbole.trainer import Trainer, trainer
 from torch import Tensor
 
-from recbft.config import to_dict
+from recbft.config.fields import to_dict
 from recbft.errors import UserError
-from recbft.recbole.registry import ADAPTED
+from recbft.recbole.names import ADAPTED
 from recbft.recbole.settings import MODEL_SECTIONS, run_config
 from recbft.training.optimiser import clip_gradients, parameter_groups, warmup_ramp
 

@@ -15,21 +15,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.config import to_dict
+from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.probability import calibrations
-from recbft.machine import environment
 from recbft.recbole.adapter import Adapter
 from recbft.recbole.models import adapter_for
-from recbft.recbole.registry import ADAPTED
+from recbft.recbole.names import ADAPTED
 from recbft.recbole.settings import MODEL_SECTIONS, OWN_TRAINING
-from recbft.training import checkpoint
+from recbft.runs import checkpoint
+from recbft.runs.environment import environment
+from recbft.runs.folder import RunFolder
+from recbft.training.build import build_model, new_state, run_protocol
 from recbft.training.bundle import load_trained, own_config, write_vocabulary
-from recbft.training.run_folder import RunFolder
-from recbft.training.run_parts import build_model, new_state, run_protocol
 
 
 def recbole_settings(run: str | Path) -> dict[str, Any]:

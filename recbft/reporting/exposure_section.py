@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from recbft.comparing.comparison import Comparison
 from recbft.evaluation.exposure import MEASURES, lists_of, usual_cutoff
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS
-from recbft.experiments.comparison import Comparison
-from recbft.experiments.document import without_spread
 from recbft.experiments.lists import listed, seeds_text
+from recbft.reporting.document import without_spread
 from recbft.reporting.sections import Section
 from recbft.reporting.tables import Cell, Column, Table
 

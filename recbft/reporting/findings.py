@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from recbft.comparing.comparison import Comparison
+from recbft.comparing.results import cells_of, user_samples
 from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm, share_of
 from recbft.evaluation.protocol import SETTINGS
-from recbft.experiments.comparison import Comparison
-from recbft.experiments.document import cells_of, on_validation, out_of_reach, without_spread
 from recbft.experiments.lists import seeds_text
-from recbft.experiments.results import user_samples
-from recbft.reporting.subject import headline
+from recbft.reporting.document import on_validation, out_of_reach, without_spread
+from recbft.reporting.stratified_arms import headline
 from recbft.reporting.tables import Cell, Column, Table, slug
 
 HEADLINE_METRIC = "ndcg@10"

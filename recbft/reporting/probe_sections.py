@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recbft.comparing.comparison import Comparison
+from recbft.comparing.finished_runs import weights_of
 from recbft.evaluation.paired import seed_interval
-from recbft.experiments.comparison import Comparison
-from recbft.experiments.document import percent
 from recbft.experiments.lists import seeds_text
-from recbft.experiments.runs import weights_of
-from recbft.files import read_json
 from recbft.reporting import plots
+from recbft.reporting.document import percent
 from recbft.reporting.sections import Plot, Section
 from recbft.reporting.tables import Cell, Column, Table
+from recbft.system.files import read_json
 
 PROBE_FILE = "probe.json"
 Probes = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> content of probe.json

@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recbft.comparing.comparison import COMPARISON_FILE, Comparison
+from recbft.comparing.machines import notes_on_machines
+from recbft.comparing.results import results_of
 from recbft.errors import UserError, did_you_mean
-from recbft.experiments.comparison import COMPARISON_FILE, Comparison
 from recbft.experiments.lists import listed
-from recbft.experiments.machines import notes_on_machines
-from recbft.experiments.results import results_of
-from recbft.experiments.tables import markdown_words
-from recbft.files import make_folder, read_json, write_atomic
 from recbft.reporting import plots, sections
-from recbft.reporting.answer import SENTENCES, answers
 from recbft.reporting.exposure_section import exposure_section
 from recbft.reporting.findings import findings, headline_findings
 from recbft.reporting.page import page
 from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
 from recbft.reporting.sections import Section
 from recbft.reporting.tables import Table, markdown, write_tables
-from recbft.version import recbft_version
+from recbft.reporting.text_tables import markdown_words
+from recbft.reporting.verdict import SENTENCES, answers
+from recbft.system.files import make_folder, read_json, write_atomic
+from recbft.system.version import recbft_version
 
 FORMATS = ("html", "md", "latex", "csv", "svg")
 WITH_PLOTS = ("html", "svg")

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from recbft.config import verbatim
+from recbft.comparing.comparison import Arm, Comparison
+from recbft.config.fields import verbatim
 from recbft.errors import UserError
 from recbft.evaluation.protocol import SETTINGS, config_hash
 from recbft.evaluation.strata import QUANTILES
 from recbft.experiments.arms import has_decay, leaves, settings_of, summary_of
-from recbft.experiments.comparison import Arm, Comparison
 from recbft.experiments.lists import listed, seeds_text
 from recbft.reporting import plots
 from recbft.reporting.findings import Finding, findings, headline_findings, level_table, seed_table, user_table
+from recbft.reporting.stratified_arms import headline, subject_of_comparison
 from recbft.reporting.stratum_tables import Stratified, available, stratified
-from recbft.reporting.subject import headline, subject_of_comparison
 from recbft.reporting.tables import Cell, Column, Table, distinct
-from recbft.run_config import load_run_config
+from recbft.training.run_config import load_run_config
 
 MAX_ARMS_IN_BARS = 4
 

@@ -13,9 +13,9 @@ from recbft.evaluation.paired import SeedComparison, UserComparison, share_of
 from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import MIN_USERS, Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of, stratify
-from recbft.experiments.document import out_of_reach, p_equals, without_spread
 from recbft.experiments.lists import listed
-from recbft.reporting.subject import Subject
+from recbft.reporting.document import out_of_reach, p_equals, without_spread
+from recbft.reporting.stratified_arms import Subject
 from recbft.reporting.tables import Cell, Column, Table, slug
 
 METRICS = ("ndcg@10", "hr@10")

@@ -17,10 +17,10 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from recbft.experiments.document import interval_text, p_text, percent, spread_text, unsigned_zero
 from recbft.experiments.lists import counted
-from recbft.experiments.tables import markdown_words, text_table
-from recbft.files import make_folder, write_atomic
+from recbft.reporting.document import interval_text, p_text, percent, spread_text, unsigned_zero
+from recbft.reporting.text_tables import markdown_words, text_table
+from recbft.system.files import make_folder, write_atomic
 
 Cell = str | int | float | tuple[float, float | None] | None
 Kind = Literal[

@@ -17,19 +17,19 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from recbft.config import by_setting, to_dict
-from recbft.config_file import read_yaml
+from recbft.config.fields import by_setting, to_dict
+from recbft.config.yaml_text import read_yaml
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
-from recbft.files import write_parquet
 from recbft.mixers import MIXERS
-from recbft.run_config import RunConfig, run_config_of
-from recbft.surroundings import set_aside
-from recbft.training import checkpoint
-from recbft.training.checkpoint import vocabulary_hash
-from recbft.training.own_draws import OwnDraws
-from recbft.training.run_folder import RunFolder
+from recbft.runs import checkpoint
+from recbft.runs.checkpoint import vocabulary_hash
+from recbft.runs.folder import RunFolder
+from recbft.system.files import write_parquet
+from recbft.system.torch_modes import set_aside
+from recbft.training.random_state import OwnDraws
+from recbft.training.run_config import RunConfig, run_config_of
 
 VOCABULARY_FILE = "vocabulary.parquet"
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration

@@ -14,13 +14,13 @@ import torch
 from recbft.datasets.batches import Batch, EpochBatches
 from recbft.errors import RunError
 from recbft.models.contract import TrainableModel
+from recbft.runs.checkpoint import TrainState
 from recbft.training.autocast import autocast
-from recbft.training.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import Controllers, Moment
-from recbft.training.data_parallel import ALONE, SharedLoss, Team
-from recbft.training.graphed_steps import GraphedSteps
+from recbft.training.graphs import GraphedSteps
 from recbft.training.optimiser import clip_gradients, warmup_ramp
+from recbft.training.process_team import ALONE, SharedLoss, Team
 from recbft.training.progress import Progress
 
 Row = dict[str, Any]

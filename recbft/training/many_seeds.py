@@ -27,30 +27,30 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from recbft.config import to_dict
+from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.batches import Batch
 from recbft.datasets.side_by_side import SideBySide, lay_side_by_side
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.models.backbone import Backbone
 from recbft.models.stacked import Stacked
-from recbft.run_config import RunConfig
-from recbft.surroundings import set_aside
-from recbft.torchrun import refuse_several
+from recbft.runs.folder import RunFolder
+from recbft.system.torch_modes import set_aside
+from recbft.system.torchrun import refuse_several
 from recbft.training import tensorboard
 from recbft.training.ahead import made_ahead
+from recbft.training.build import loaded
 from recbft.training.bundle import own_config
-from recbft.training.in_progress import Session
 from recbft.training.loop import Row, close_epoch, epoch_row, is_over, not_finite
+from recbft.training.one_run import begin, go_on
 from recbft.training.optimiser import make_optimizer, warmup_ramp
 from recbft.training.out_of_memory import memory_explained
-from recbft.training.own_draws import OwnDraws
+from recbft.training.process_settings import run_settings, work_for_run
 from recbft.training.progress import Progress, Silent
-from recbft.training.run_folder import RunFolder
-from recbft.training.run_parts import loaded
-from recbft.training.run_settings import run_settings, work_for_run
+from recbft.training.random_state import OwnDraws
+from recbft.training.run_config import RunConfig
 from recbft.training.same_run import refuse_other_data, refuse_other_settings
-from recbft.training.session import begin, go_on
+from recbft.training.session import Session
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
 CLOSING_ON_GPU = 4  # runs at once, so that what their validations hold at a time stays within gigabytes

@@ -11,7 +11,7 @@ import torch
 
 from recbft.datasets import Dataset
 from recbft.errors import OneProcessError
-from recbft.run_config import RunConfig
+from recbft.training.run_config import RunConfig
 
 _SIZE = re.compile(r"allocate ([\d.]+) (bytes|[KMGTPE]iB)")  # in the words of PyTorch, for CPU and CUDA, and of numpy
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")

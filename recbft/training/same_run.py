@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recbft.config import by_setting, to_dict, verbatim
+from recbft.config.fields import by_setting, to_dict, verbatim
 from recbft.datasets.dataset import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.protocol import config_hash
-from recbft.run_config import load_run_config
-from recbft.training.run_folder import RunFolder
-from recbft.version import recbft_version
+from recbft.runs.folder import RunFolder
+from recbft.system.version import recbft_version
+from recbft.training.run_config import load_run_config
 
 
 def refuse_other_settings(there: Mapping[str, Any], now: Mapping[str, Any], what: str, remedy: str) -> None:

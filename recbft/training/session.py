@@ -1,201 +1,267 @@
-"""One run from its config to its finished folder: load and build, begin, and go on again after a stop.
-
-A run's results depend on its config and data alone (and, in the last digits, on the number of threads): data order,
-initial weights and dropout come from its seed, and the caller's random state is left as it was.
-"""
+"""A run in progress: take up its state, train, validate, keep what is best, and report it when it ends."""
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from recbft.config import to_dict
 from recbft.datasets import Dataset
-from recbft.errors import UserError
-from recbft.machine import environment
-from recbft.models import MODELS
+from recbft.errors import RunInterruptedError, UserError
+from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.evaluation.probability import calibrations
+from recbft.evaluation.protocol import begun_from
+from recbft.evaluation.views import Part
 from recbft.models.contract import TrainableModel
-from recbft.run_config import RunConfig
-from recbft.training import checkpoint, tensorboard
-from recbft.training.bundle import own_config
-from recbft.training.data_parallel import ALONE, Team, departure_explained, team
-from recbft.training.in_progress import Session
-from recbft.training.optimiser import idle_settings
-from recbft.training.out_of_memory import memory_explained
-from recbft.training.progress import Progress, Silent
-from recbft.training.run_folder import RunFolder
-from recbft.training.run_parts import loaded, make_parts, new_state, run_protocol
-from recbft.training.run_settings import run_settings
-from recbft.training.same_run import refuse_changed_config, refuse_other_data
+from recbft.runs import checkpoint
+from recbft.runs.checkpoint import Loaded, TrainState
+from recbft.runs.folder import RunFolder
+from recbft.system.torchrun import Process
+from recbft.training import tensorboard
+from recbft.training.behind import Behind
+from recbft.training.build import Parts
+from recbft.training.bundle import write_vocabulary
+from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
+from recbft.training.loop import Row, fit, moment_of
+from recbft.training.process_settings import rng_state, set_rng_state
+from recbft.training.process_team import Team, departure_explained
+from recbft.training.progress import Progress
+from recbft.training.run_config import RunConfig
 
 
-def run_name(config: RunConfig, dataset_name: str) -> str:
-    """The folder a run gets inside ``--out``; a file may call its data by what would lead out of there."""
-    usual = next(iter(MODELS[config.model].mixers), None)
-    mixer = "" if config.mixer == usual else f"-{config.mixer}"
-    data = re.sub(r"[/\x00-\x1f\x7f-\x9f]", "_", dataset_name)
-    return f"{config.model}-{config.arm}{mixer}-{data}-seed{config.seed}"
+class Session:
+    """A run in progress; its random state is that of ``generator``."""
 
+    def __init__(
+        self,
+        run: RunFolder,
+        config: RunConfig,
+        dataset: Dataset,
+        device: torch.device,
+        parts: Parts,
+        state: TrainState,
+        progress: Progress,
+        generator: torch.Generator,
+        together: Team,
+    ) -> None:
+        self.run, self.config, self.dataset, self.device = run, config, dataset, device
+        self.model, self.batches, self.optimizer, self.controllers, self.graphs, _ = parts
+        self.state, self.progress, self.generator, self.together = state, progress, generator, together
+        if config.training.tensorboard and together.leads:
+            self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
+        self.rows: list[Row] = []
+        self.is_saved = False  # whether there is a state to go on from
+        self.behind = Behind(in_thread=writes_behind(device) and not together.several)
+        together.draw_apart(config.seed, device)
 
-def train(
-    config: RunConfig,
-    out: str | Path,
-    *,
-    dataset: Dataset | None = None,
-    progress: Progress | None = None,
-    overwrite: bool = False,
-) -> RunFolder:
-    """Train a new run and leave its folder; several processes that torchrun has begun train one together.
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The run in this process's hands alone, in the state saved last if there is one.
 
-    Args:
-        config: everything that decides the run.
-        out: the run's own folder; must not hold anything.
-        dataset: data that is loaded already; otherwise ``config.data`` says which.
-        overwrite: ``out`` may hold a run, which is removed when the new one is sure to begin.
+        Raises:
+            UserError: another process trains it, or what was saved is damaged.
+        """
+        with ExitStack() as held:
 
-    Returns:
-        The finished run.
+            def take() -> Loaded | None:
+                held.enter_context(self.run.locked())
+                self.run.remove_leftovers()
+                write_vocabulary(self.run.checkpoint, self.dataset)
+                if not self.run.has_checkpoint:
+                    return None
+                loaded = checkpoint.load(self.run.checkpoint)
+                checkpoint.tidy(self.run.checkpoint)
+                return loaded
 
-    Raises:
-        UserError: the folder is taken, data and config do not fit, or another process trains this run.
-        RunError: training failed, was interrupted or ran out of memory; the message says how to go on.
-    """
-    together = team(config.training)
-    together.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
-    if (older := config.training.warm_start) is not None and Path(older).resolve() == Path(out).resolve():
-        raise UserError(f"{out} is the run whose weights this one begins from; give it a folder of its own")
-    if config.training.tensorboard:
-        tensorboard.check_available()
-    data, dataset = loaded(config.data, dataset)
-    config = replace(config, data=data)
-    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
-        listener = _listener(progress, together)
-        return begin(config, out, dataset, device, listener, overwrite=overwrite, together=together).finish()
+            loaded = self.together.first_does(take)
+            if loaded is not None:
+                self._restore(loaded)
+            try:
+                yield
+            finally:
+                self.behind.wait()
 
+    def _restore(self, loaded: Loaded) -> None:
+        checkpoint.take_up(self.model, loaded.model_state, folder=self.run.checkpoint)
+        self.state, self.is_saved = loaded.state, True
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(loaded.optimizer_state)
+        self.controllers.load_state_dict(loaded.controllers_state)
+        set_rng_state(self.generator, self._own_rng(loaded.rng_state), self.device)
+        self.rows = self.run.read_history(up_to_epoch=self.state.epoch)
 
-def resume(
-    path: str | Path,
-    *,
-    data_root: str | Path | None = None,
-    dataset: Dataset | str | None = None,
-    progress: Progress | None = None,
-) -> RunFolder:
-    """Go on with a run that was stopped, exactly as if it had not been; a finished run is returned as it is.
+    def _own_rng(self, saved: Any) -> Any:
+        """This process's random state, of as many as trained the run so far."""
+        states, here = saved.get("processes", [saved]), self.together.process
+        if len(states) != here.size:
+            raise UserError(
+                f"{self.run.path} was trained by {_processes(len(states))}, and {_processes(here.size)} would draw "
+                f"other numbers; go on with {self.run.command_to_resume(Process.of(len(states)))}"
+            )
+        return states[here.rank]
 
-    Args:
-        path: the run's folder.
-        data_root: where its data set lies now.
-        dataset: its data, loaded or by name or file; otherwise ``config.yaml`` says which.
-        progress: as in ``train``.
+    def finish(self) -> RunFolder:
+        """Train to the end, evaluate the best weights, write the results."""
+        try:
+            with departure_explained(self.together, self._way_on), self.locked():
+                self._train()
+                self.report()
+        except KeyboardInterrupt:
+            raise RunInterruptedError(f"interrupted; {self._way_on()}") from None
+        return self.run
 
-    Raises:
-        UserError: there is no run, or the data are not those it was begun with.
-        RunError: as in ``train``.
-    """
-    run = RunFolder.open(path)
-    if run.is_finished and dataset is None:
-        return run
-    config = own_config(run)
-    if not isinstance(dataset, Dataset):
-        dataset = config.data.load_again(dataset, None if data_root is None else str(data_root))
-    if run.is_finished:
-        trained = run.protocol["content_hash"]
-        refuse_other_data(trained, dataset, f"{run.path} is finished, and was trained", "give those, or no data")
-        return run
-    if config.training.tensorboard:
-        tensorboard.check_available()
-    together = team(config.training)
-    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
-        return go_on(run, config, dataset, device, _listener(progress, together), together=together).finish()
+    def _way_on(self) -> str:
+        saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
+        command = self.run.command_to_resume(self.together.process)
+        return f"the state after epoch {saved} is saved, go on with: {command}"
 
-
-def begin(
-    config: RunConfig,
-    out: str | Path,
-    dataset: Dataset,
-    device: torch.device,
-    progress: Progress,
-    *,
-    generator: torch.Generator = torch.default_generator,
-    remarks: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    together: Team = ALONE,
-) -> Session:
-    """A new run whose folder is made, within ``run_settings``.
-
-    Args:
-        generator: where dropout is drawn from; the model is built with its seed set.
-        remarks: what ``environment.json`` says besides.
-        overwrite: as in ``train``.
-        together: the processes that train it.
-    """
-    parts = make_parts(config, dataset, device)
-    if together.leads and isinstance(parts.model, TrainableModel):
-        for key, why in idle_settings(parts.model, config.training).items():
-            warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
-    processes = {"processes": together.process.size} if together.several else {}
-    run = together.first_does(
-        lambda: RunFolder.create(
-            out,
-            config=config.to_yaml(),
-            protocol=run_protocol(config, dataset, parts.model, parts.begun_from),
-            environment=environment(device) | processes | dict(remarks or {}),
-            overwrite=overwrite,
+    def _train(self) -> None:
+        if self.batches is None:
+            self._save(best=self.model.state_dict())
+            return
+        self.make_resumable()
+        if self._would_gain_from_graphs():
+            self.progress.note("the GPU waits for every launch; --set cuda_graphs=true gives it whole steps")
+        assert self.optimizer is not None and isinstance(self.model, TrainableModel)
+        fit(
+            self.model,
+            self.optimizer,
+            self.batches,
+            self.config.training,
+            self.state,
+            validate=self.validate,
+            keep=self.keep,
+            progress=self.progress,
+            controllers=self.controllers,
+            graphs=self.graphs,
+            team=self.together,
         )
-    )
-    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator, together)
+        self._offer_final_weights()
+
+    def _would_gain_from_graphs(self) -> bool:
+        if self.config.training.cuda_graphs is not None or self.together.several:
+            return False
+        begins = self.state.epoch == 0  # later on the settings of a run are what they are
+        return self.device.type == "cuda" and begins and self.config.graph_hindrance is None
+
+    def make_resumable(self) -> None:
+        """Save the state before the first epoch, unless one is saved: from here on a killed run can be resumed."""
+        if self.is_saved:
+            return
+        if self.config.training.warm_start is not None:
+            self.progress.note(f"begins from {begun_from(self.run.protocol)}")
+        self._save(best=None)
+        self.behind.wait()
+
+    def validate(self) -> dict[str, float]:
+        """The validation metrics of the weights that controllers want judged, the model's own without them."""
+        with self.controllers.evaluation_weights(self.model):
+            metrics = self._evaluate("validation").headline
+            if self.controllers.needs_validation_loss:
+                loss = validation_cross_entropy(self.model, self.dataset)  # type: ignore[arg-type]
+                metrics = {**metrics, CROSS_ENTROPY: loss}
+        return metrics
+
+    def _offer_final_weights(self) -> None:
+        """Validate the weights that controllers have put together in the course of training, and keep better ones."""
+        offered = self.controllers.final_weights(self.model)
+        if offered is None:
+            if self.config.controllers.swa is not None:
+                self.progress.note("controllers.swa has averaged nothing: fewer than two epochs gained enough")
+            return
+        metric = self.config.training.valid_metric
+        with offered:
+            value = self._evaluate("validation").headline[metric]
+            said = f"the averaged weights have valid {metric} {value:.4f}"
+            if self.state.best_metric is not None and value <= self.state.best_metric:
+                self.progress.note(f"{said}, and those of epoch {self.state.best_epoch} are kept")
+                return
+            self.state.best_metric, self.state.best_epoch = value, self.state.epoch
+            best = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self._save(best=best)
+        self.progress.note(f"{said}, and are kept")
+
+    def _evaluate(self, part: Part, *, lists: bool = False) -> Evaluation:
+        if isinstance(self.model, TrainableModel):
+            self.model.refresh()
+        settings = self.config.evaluation
+        return evaluate(
+            self.model,  # type: ignore[arg-type]
+            self.dataset,
+            part,
+            filter_seen=settings.filter_seen,
+            ks=settings.ks,
+            memory_mb=settings.memory_mb,
+            sharing=self.together,
+            lists=lists,
+        )
+
+    def _calibrations(self) -> dict[str, dict[str, float] | None]:
+        return calibrations(self.model, self.dataset, memory_mb=self.config.evaluation.memory_mb)  # type: ignore[arg-type]
+
+    def keep(self, row: Row, best: bool) -> None:
+        """Save the state after an epoch, and the weights that were judged as the best ones if they are."""
+        judged = None
+        if best:  # before controllers move them
+            with self.controllers.evaluation_weights(self.model):
+                judged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        if self.optimizer is not None and self.batches is not None:
+            assert isinstance(self.model, TrainableModel)
+            moment = moment_of(self.model, self.optimizer, self.batches, self.config.training, self.state)
+            self.controllers.on_epoch_end(moment, row)
+        self.rows.append(row)
+        self.together.first_does(lambda: self.run.write_history(self.rows))
+        self._save(best=judged)
+
+    def _save(self, *, best: Mapping[str, torch.Tensor] | None) -> None:
+        """Save the state as it is; on a GPU, whose state is copied anyway, it is written while training goes on."""
+        random_states = self.together.gathered(rng_state(self.generator, self.device))
+
+        def save() -> None:
+            self.behind.wait()  # so that one state at a time is held for it
+            taken = checkpoint.snapshot(
+                model_state=self.model.state_dict(),
+                optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
+                rng_state={"processes": random_states} if self.together.several else random_states[0],
+                controllers_state=self.controllers.state_dict(),
+                state=self.state,
+                best_model_state=best,
+                apart=self.behind.in_thread,
+            )
+            self.behind.do(lambda: checkpoint.write(self.run.checkpoint, taken))
+
+        self.together.first_does(save)
+        self.is_saved = True
+
+    def report(self) -> None:
+        """Evaluate the best weights on validation and test, and close the run."""
+        self.behind.wait()
+        self.progress.note("ranking each user's validation and test item")  # minutes where users and items are many
+        self.model.load_state_dict(self.together.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
+        validation, test = self._evaluate("validation"), self._evaluate("test", lists=True)
+        metrics = {
+            "filter_seen": self.config.evaluation.filter_seen,
+            "test": test.metrics,
+            "validation": validation.metrics,
+            "exposure": test.exposure,
+            "probability": self.together.first_does(self._calibrations),
+            "best_epoch": self.state.best_epoch,
+            "epochs": self.state.epoch,
+            "steps": self.state.step,
+            "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
+        }
+        self.together.first_does(lambda: self.run.finish(metrics, test.per_user))
 
 
-def go_on(
-    run: RunFolder,
-    config: RunConfig,
-    dataset: Dataset,
-    device: torch.device,
-    progress: Progress,
-    *,
-    generator: torch.Generator = torch.default_generator,
-    together: Team = ALONE,
-) -> Session:
-    """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last.
+def writes_behind(device: torch.device) -> bool:
+    """Whether a state is written while training goes on: where it is copied anyway, and the CPU has time left over.
 
-    Raises:
-        UserError: data or config are not those it was begun with.
+    Of several processes, each of which tells what is saved, the others wait for the first to write it.
     """
-    # An epoch's line comes after a state, if only that before the first epoch.
-    if not run.checkpoint.is_dir() or (run.history_file.is_file() and not run.has_checkpoint):
-        lost = run.checkpoint / checkpoint.STATE_FILE if run.checkpoint.is_dir() else run.checkpoint
-        raise UserError(f"{lost} is gone, and what was trained with it; restore it, or train with --overwrite")
-    state = new_state(config, dataset)
-    saved = checkpoint.load_state(run.checkpoint) if run.has_checkpoint else None
-    if saved is not None:
-        checkpoint.check_dataset(
-            saved,
-            dataset=state.dataset,
-            content_hash=state.content_hash,
-            vocabulary_hash=state.vocabulary_hash,
-            folder=run.checkpoint,
-        )
-    else:
-        remedy = "load the data it was begun with, or train a new run"
-        refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} was begun", remedy)
-    added = refuse_changed_config(run, to_dict(config), None if saved is None else saved.config_hash)
-    if added and together.leads:
-        warnings.warn(added, stacklevel=2)
-    parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
-    if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
-        raise UserError(
-            f"{run.path} was to begin from other weights than {parts.begun_from['run']} has now; train it anew with "
-            "--overwrite"
-        )
-    return Session(run, config, dataset, device, parts, state, progress, generator, together)
+    return device.type != "cpu"
 
 
-def _listener(progress: Progress | None, together: Team) -> Progress:
-    """Who is told how it goes: of several processes, by the first."""
-    return Silent() if progress is None or not together.leads else progress
+def _processes(number: int) -> str:
+    return "one process" if number == 1 else f"{number} processes"

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recbft.config import to_dict
+from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.models.contract import TrainableModel
-from recbft.run_config import RunConfig
+from recbft.runs.checkpoint import best_digest
+from recbft.runs.folder import RunFolder
 from recbft.training.bundle import differences, load_trained
-from recbft.training.checkpoint import best_digest
-from recbft.training.run_folder import RunFolder
+from recbft.training.run_config import RunConfig
 
 KEEP = 0.4
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.mechanisms import extrapolation
 from recbft.datasets import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
-from recbft.run_config import load_run_config
+from recbft.training.run_config import load_run_config
 
 FAST = ["--set", "hidden_size=8", "--set", "epochs=1", "--trained", "6", "--lengths", "6,12", "--mixers", "rope,rfa"]
 

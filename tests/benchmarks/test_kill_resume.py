@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks.kill_resume import differences, main
-from recbft.run_config import load_run_config
-from recbft.training.session import train
+from recbft.training.one_run import train
+from recbft.training.run_config import load_run_config
 
 
 def test_equal_runs_do_not_differ_and_another_seed_is_noticed_everywhere(events, small, tmp_path):

@@ -16,7 +16,7 @@ from benchmarks.study import choose, corrupted, ledger, overview, planted
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.errors import UserError
 from recbft.models import MODELS
-from recbft.training.run_parts import build_model
+from recbft.training.build import build_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 ARMS = "matched,matched[backbone.n_heads=1]"

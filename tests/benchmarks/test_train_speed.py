@@ -10,9 +10,9 @@ from benchmarks.train_speed import main, make_contestant, train_in_turn
 from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
 from recbft.experiments.arms import parse_arms
-from recbft.run_config import load_run_config
-from recbft.training.checkpoint import load
-from recbft.training.session import train
+from recbft.runs.checkpoint import load
+from recbft.training.one_run import train
+from recbft.training.run_config import load_run_config
 
 
 def test_the_table_and_the_json_hold_every_arm(small, tmp_path, capsys):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from recbft.comparing.comparison import load_comparison
 from recbft.datasets.synth import SyntheticConfig, generate
-from recbft.experiments.comparison import load_comparison
 from recbft_cli.main import main
 from tests.cli.conftest import run
 
@@ -78,7 +78,7 @@ def test_a_run_of_another_command_is_not_compared(capsys, made, events, tmp_path
     def meanwhile(*_):
         shutil.copytree(made / "runs", tmp_path / "runs", dirs_exist_ok=True)
 
-    monkeypatch.setattr("recbft.experiments.experiment.train_all", meanwhile)
+    monkeypatch.setattr("recbft.experiments.missing_runs.train_all", meanwhile)
     code, out, err = run(capsys, "compare", *options(events, tmp_path, "--set", "epochs=3"))
     assert code == 2 and out == "" and "matched-seed0 holds a run with training.epochs 2, and 3 is asked for" in err
     assert not (tmp_path / "comparison.json").exists()

@@ -287,7 +287,7 @@ def test_models_lists_models_and_arms(capsys):
 
 
 def test_models_prints_settings_that_train_accepts_as_a_file(capsys, tmp_path):
-    from recbft.run_config import load_run_config
+    from recbft.training.run_config import load_run_config
 
     _, out, _ = run(capsys, "models", "sasrec", "--arm", "matched")
     (tmp_path / "run.yaml").write_text(out)
@@ -298,7 +298,7 @@ def test_models_prints_settings_with_which_every_mixer_can_be_built(capsys, tmp_
     import torch
 
     from recbft.models import MODELS
-    from recbft.run_config import load_run_config
+    from recbft.training.run_config import load_run_config
 
     for mixer in MODELS["sasrec"].mixers:
         _, out, _ = run(capsys, "models", "sasrec", "--mixer", mixer)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic
-from recbft_cli import probe_text
+from recbft.reporting import probe_text
 from recbft_cli.main import main
 
 SETTINGS = [

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from recbft import Dataset
-from recbft.config_file import read_yaml
+from recbft.config.yaml_text import read_yaml
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft_cli.main import main
 

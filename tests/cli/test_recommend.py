@@ -89,7 +89,7 @@ def test_recommend_writes_block_by_block_what_it_writes_at_once(
     whole, parts = tmp_path / f"whole.{ending}", tmp_path / f"parts.{ending}"
     words = ("recommend", finished, "--histories", histories, "-k", "500")
     _, _, err = run(capsys, *words, "--out", whole)
-    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", 1)
+    monkeypatch.setattr("recbft.serving.lists.HISTORIES_AT_ONCE", 1)
     assert run(capsys, *words, "--out", parts)[2] == err
     assert "users with fewer than 500 items left: 2, the fewest 7" in err
     read = pd.read_csv if ending == "csv" else pd.read_parquet
@@ -102,7 +102,7 @@ def test_recommend_writes_block_by_block_what_it_writes_at_once(
 
 
 def test_recommend_says_now_and_then_how_far_it_is(capsys, monkeypatch, finished, histories, tmp_path):
-    monkeypatch.setattr("recbft.recommendation.HISTORIES_AT_ONCE", 1)
+    monkeypatch.setattr("recbft.serving.lists.HISTORIES_AT_ONCE", 1)
     words = ("recommend", finished, "--histories", histories, "-k", "3")
     _, lists, err = run(capsys, *words)
     assert "so far" not in err  # nobody has waited

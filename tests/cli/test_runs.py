@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from recbft import Dataset, Recommender
-from recbft.config_file import read_yaml
+from recbft.config.yaml_text import read_yaml
 from recbft_cli.main import main
 from recbft_cli.progress import Lines
 from tests.cli.conftest import SETTINGS, run, train

@@ -16,21 +16,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from recbft.comparing.comparison import load_comparison
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.experiments import locks, tuning
-from recbft.experiments.comparison import load_comparison
-from recbft.experiments.document import difference_cells, p_text
 from recbft.experiments.plan import Job
 from recbft.experiments.search_space import parse_space
-from recbft.experiments.sweep import plan_sweep, sweep_document, sweep_results
-from recbft.files import write_json
-from recbft.training.run_folder import RunFolder
+from recbft.experiments.sweep import plan_sweep, sweep_results
+from recbft.reporting.document import difference_cells, p_text
+from recbft.reporting.sweep_table import sweep_document
+from recbft.runs.folder import RunFolder
+from recbft.system.files import write_json
 from tests.cli.conftest import run
+from tests.comparing.test_results import MADE
 from tests.experiments.conftest import RECBFT
 from tests.experiments.test_queue import ENVIRONMENT, wait_for
-from tests.experiments.test_results import MADE
 
 SMALL = ["time=timestamp", "epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu"]
 SETTINGS = [word for setting in SMALL for word in ("--set", setting)]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recbft import Dataset, Recommender
-from recbft.datasets import dates
 from recbft.datasets.events import read_times
+from recbft.datasets.reading import dates
 from recbft.errors import UserError
 
 SECOND = 1_706_704_200  # 2024-01-31 12:30:00 UTC

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from recbft import Dataset
-from recbft.datasets.missing import stands_for_nothing
+from recbft.datasets.reading.missing import stands_for_nothing
 
 FRAME = pd.DataFrame({"user_id": ["ann"] * 3 + ["bob"] * 3, "item_id": list("abcabd")})
 

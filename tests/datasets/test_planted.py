@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from recbft.datasets import Dataset, SyntheticConfig, generate, save_synthetic, synthetic_dataset
-from recbft.datasets.prepare import Preparation
-from recbft.datasets.synth import planted_reliability
+from recbft.datasets.planted import planted_reliability
+from recbft.datasets.preparing.prepare import Preparation
 from recbft.errors import UserError
 
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from recbft import Dataset
-from recbft.datasets.histories import read_histories
-from recbft.datasets.row_order import steps_back, time_columns
+from recbft.datasets.preparing.row_order import steps_back, time_columns
+from recbft.serving.histories_file import read_histories
 
 ROWS = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "time": [3, 2, 1, 1, 2, 3]})
 

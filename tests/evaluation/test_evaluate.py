@@ -14,7 +14,7 @@ from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.views import evaluation_mode, histories_at_once, view_of
 from recbft.models.contract import ItemTable, UserStates
 from recbft.models.popularity import Popularity
-from recbft.run_config import load_run_config
+from recbft.training.run_config import load_run_config
 
 
 def make_dataset(histories):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recbft.datasets.batches import pack_histories
-from recbft.evaluation.explain import explain
+from recbft.evaluation.event_weights import explain
 from recbft.evaluation.trace import trace
 from recbft.models.popularity import Popularity
 

@@ -11,8 +11,8 @@ import torch
 from scipy import stats
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets.planted import PlantedReliability
 from recbft.datasets.split import leave_one_out
-from recbft.datasets.synth import PlantedReliability
 from recbft.errors import UserError
 from recbft.evaluation import mechanism as looking
 from recbft.evaluation.evaluate import evaluate
@@ -20,11 +20,11 @@ from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.strata import item_frequency
 from recbft.evaluation.trace import trace
 from recbft.evaluation.views import batches_of_view
-from recbft.files import json_text
 from recbft.models import MODELS
 from recbft.models.contract import read_histories
 from recbft.models.popularity import Popularity
-from recbft.run_config import load_run_config
+from recbft.system.files import json_text
+from recbft.training.run_config import load_run_config
 
 BINS = 3
 

@@ -16,9 +16,9 @@ from recbft.errors import RunError
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.probability import calibrations
 from recbft.evaluation.uncertainty import uncertainty
-from recbft.files import json_text
 from recbft.models.contract import read_histories
 from recbft.models.popularity import Popularity
+from recbft.system.files import json_text
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.plan import plan
-from recbft.training.session import train
+from recbft.training.one_run import train
 
 SMALL = ("data.time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "epochs=2")
 ROOT = Path(__file__).resolve().parents[2]

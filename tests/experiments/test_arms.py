@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from recbft.config import by_setting, to_dict
+from recbft.comparing.labels import arm_name
+from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
 from recbft.experiments.arms import ArmSpec, check_distinct, check_judges, check_varies, parse_arms, settings_of
-from recbft.experiments.labels import arm_name
 from recbft.experiments.lists import parse_seeds
-from recbft.run_config import load_run_config
+from recbft.training.run_config import load_run_config
 
 
 def test_an_arm_is_a_name_with_recency_and_settings_of_its_own():

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from recbft.experiments import locks
-from recbft.files import write_json
+from recbft.system.files import write_json
 
 
 @pytest.fixture

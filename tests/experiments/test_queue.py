@@ -20,12 +20,12 @@ import torch
 from recbft.errors import RunError, UserError
 from recbft.experiments import experiment, locks, processes, queue, worker
 from recbft.experiments.arms import ArmSpec, parse_arms, settings_of
-from recbft.experiments.experiment import prepare, train_missing
+from recbft.experiments.missing_runs import prepare, train_missing
 from recbft.experiments.plan import plan, status, write_commands
 from recbft.experiments.queue import train_all
-from recbft.run_config import load_run_config
-from recbft.training.run_folder import RunFolder
-from recbft.training.session import train
+from recbft.runs.folder import RunFolder
+from recbft.training.one_run import train
+from recbft.training.run_config import load_run_config
 from recbft_cli.main import main
 from tests.experiments.conftest import RECBFT, ROOT, SMALL, Watch, jobs_of, runs_in
 

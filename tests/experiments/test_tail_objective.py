@@ -11,10 +11,10 @@ from recbft.experiments.arms import ArmSpec
 from recbft.experiments.objectives import OBJECTIVES, check_reach
 from recbft.experiments.plan import Job
 from recbft.experiments.tail_objective import tail_value
-from recbft.files import write_json
-from recbft.run_config import load_run_config
+from recbft.runs.folder import RunFolder
+from recbft.system.files import write_json
 from recbft.training.config import TrainingConfig
-from recbft.training.run_folder import RunFolder
+from recbft.training.run_config import load_run_config
 from tests.experiments.conftest import jobs_of
 
 

@@ -13,11 +13,11 @@ from recbft.experiments.arms import parse_arms
 from recbft.kernels import dispatch
 from recbft.mixers import MIXERS
 from recbft.mixers.memory_family import DESIGN_MODELS
-from recbft.training import checkpoint
-from recbft.training.graphed_steps import cut, pad, padded_loss
+from recbft.runs import checkpoint
+from recbft.training.build import build_model, new_state, training_batches
+from recbft.training.graphs import cut, pad, padded_loss
 from recbft.training.loop import check_weights
 from recbft.training.optimiser import clip_gradients, make_optimizer
-from recbft.training.run_parts import build_model, new_state, training_batches
 
 GPU = torch.device("cuda", 0)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize, softplus
 
-from recbft.config import from_dict
+from recbft.config.fields import from_dict
 from recbft.core import SequenceContext
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError

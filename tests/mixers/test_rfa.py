@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from recbft.config import from_dict, to_dict
+from recbft.config.fields import from_dict, to_dict
 from recbft.core import SequenceContext
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError

@@ -17,9 +17,9 @@ from recbft.mixers.penalty import take_penalties
 from recbft.mixers.rfa import RobustFilterConfig
 from recbft.models import MODELS, CoreConfig
 from recbft.models.fuzzy_moe import FuzzyMoEConfig
-from recbft.run_config import load_run_config
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import make_optimizer
+from recbft.training.run_config import load_run_config
 
 V, D, T = 12, 8, 10
 

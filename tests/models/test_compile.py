@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from recbft.autograd.eager import eagerly
 from recbft.datasets.batches import pack_histories
 from recbft.kernels.cross_entropy import full_cross_entropy
-from recbft.kernels.eager import eagerly
 from recbft.models import MODELS, CoreConfig
-from recbft.run_config import load_run_config
+from recbft.training.run_config import load_run_config
 
 V, D, T = 20, 8, 6
 HISTORIES = (14, 20, 11, 30, 25)  # of each batch, so that none has the shape of another

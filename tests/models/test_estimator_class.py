@@ -16,8 +16,8 @@ from recbft.mixers import Observation, SoftmaxAttention
 from recbft.models import MODELS, CoreConfig
 from recbft.models.block import Block
 from recbft.models.precision_channel import LayerPrecision
-from recbft.models.update import FixedUpdate, GateUpdate, KalmanUpdate, make_update
-from recbft.run_config import load_run_config
+from recbft.models.update_rules import FixedUpdate, GateUpdate, KalmanUpdate, make_update
+from recbft.training.run_config import load_run_config
 
 OBSERVING = [{"estimator": name} for name in ESTIMATORS["softmax"]]
 OBSERVING += [{"estimator": name, "kriging": "per_dimension"} for name in ("reml", "delta")]

@@ -13,7 +13,7 @@ from recbft.mixers import MIXERS
 from recbft.mixers.memory_maps import Transition
 from recbft.models import MODELS
 from recbft.models.contract import read_histories
-from recbft.run_config import load_run_config
+from recbft.training.run_config import load_run_config
 
 HALVES = (torch.bfloat16, torch.float16)
 SMALL = {"hidden_size": 16, "n_heads": 2, "max_length": 10}

@@ -9,9 +9,9 @@ from scipy import stats
 
 from recbft.datasets import Dataset, SyntheticConfig
 from recbft.datasets.synth import generate
-from recbft.run_config import load_run_config
 from recbft.training.bundle import load_trained
-from recbft.training.session import train
+from recbft.training.one_run import train
+from recbft.training.run_config import load_run_config
 
 SETTINGS = ["hidden_size=32", "batch_size=32", "dropout=0.3", "epochs=12", "training.threads=1"]
 

@@ -10,9 +10,9 @@ import torch
 
 from recbft.datasets.batches import TrainingBatches
 from recbft.errors import UserError
-from recbft.run_config import load_run_config
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import make_optimizer
+from recbft.training.run_config import load_run_config
 
 # Whose past decides ---------------------------------------------------------------------------------
 

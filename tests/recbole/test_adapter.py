@@ -186,7 +186,7 @@ def test_a_training_key_that_recboles_trainer_would_not_read_is_refused(key, use
 
 
 def test_every_key_of_training_is_read_here_or_has_its_reason():
-    from recbft.config import field_types
+    from recbft.config.fields import field_types
     from recbft.recbole.settings import OWN_TRAINING, RECBOLE_TRAINING
     from recbft.training.config import TrainingConfig
 

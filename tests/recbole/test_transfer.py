@@ -16,9 +16,9 @@ from recbft.datasets import Dataset, cards, leave_one_out
 from recbft.datasets.atomic import save_atomic
 from recbft.errors import UserError
 from recbft.models.contract import read_histories
-from recbft.run_config import load_run_config
 from recbft.training.bundle import load_trained
-from recbft.training.session import train
+from recbft.training.one_run import train
+from recbft.training.run_config import load_run_config
 
 MODEL_ARMS = [
     ("sasrec", "bft"),

@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 
 from recbft.api import Recommender
+from recbft.comparing.comparison import comparison_of
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.experiments.arms import parse_arms
-from recbft.experiments.comparison import comparison_of
 from recbft.experiments.plan import plan
-from recbft.files import json_text
-from recbft.training.session import train
+from recbft.system.files import json_text
+from recbft.training.one_run import train
 
 SMALL = ("data.time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "epochs=2")
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from recbft.comparing.results import results_of
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
-from recbft.experiments.document import p_equals, percent
-from recbft.experiments.results import results_of
+from recbft.reporting.document import p_equals, percent
 from recbft.reporting.findings import findings, headline_findings, level_table, seed_table, user_table
 from recbft.reporting.tables import comma_separated
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from recbft.comparing.comparison import comparison_of, load_comparison
+from recbft.comparing.results import results_of, write_comparison
 from recbft.errors import UserError
 from recbft.experiments.arms import leaves
-from recbft.experiments.comparison import comparison_of, load_comparison
-from recbft.experiments.results import results_of, write_comparison
 from recbft.reporting import plots
 from recbft.reporting.exposure_section import exposure_section
 from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
@@ -552,14 +552,14 @@ def test_a_saved_comparison_gives_its_own_figures_and_command(trained, compariso
 
 
 def test_training_commands_make_the_same_configuration(report, comparison):
-    from recbft.run_config import load_run_config
+    from recbft.training.run_config import load_run_config
 
     (command,) = [one for one in report.sections[7].commands if "--arm bft" in one]
     settings = re.findall(r"--set (\S+)", command)
     made = load_run_config(
         None, settings, model="sasrec", arm="bft", dataset=comparison.arms["bft"].config["data"]["dataset"]
     )
-    from recbft.config import to_dict
+    from recbft.config.fields import to_dict
 
     ours = {**to_dict(made), "seed": 0}
     assert ours == {**comparison.arms["bft"].config, "seed": 0} and "SEED 0-2" in command

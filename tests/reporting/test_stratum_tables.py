@@ -15,8 +15,8 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
 from recbft.evaluation.metrics import one_from_ranks
+from recbft.reporting.stratified_arms import Items, Subject, load_items, subject_of_comparison, subject_of_runs
 from recbft.reporting.stratum_tables import STRATA, available, confound_line, make_strata, stratified
-from recbft.reporting.subject import Items, Subject, load_items, subject_of_comparison, subject_of_runs
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,18 @@ import pandas as pd
 import pytest
 import torch
 
+from recbft.autograd.full_precision import autocast_device, in_full_precision
 from recbft.core import SequenceContext, projected_precision
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
-from recbft.kernels.full_precision import autocast_device, in_full_precision
 from recbft.mixers import MIXERS
 from recbft.mixers.registry import Place
 from recbft.models import MODELS
-from recbft.run_config import load_run_config
-from recbft.training import run_parts, session
+from recbft.training import build, one_run
 from recbft.training.autocast import autocast
 from recbft.training.many_seeds import train_seeds
+from recbft.training.run_config import load_run_config
 
 MADE = [
     (model, arm, mixer)
@@ -59,8 +60,8 @@ def settings_for(arm, mixer):
 @pytest.mark.parametrize(("model", "arm", "mixer"), MADE, ids=lambda value: str(value))
 def test_a_step_in_half_precision_is_nearly_the_step(model, arm, mixer, dataset):
     config = load_run_config(model=model, arm=arm, **SMALL, **settings_for(arm, mixer))
-    made = run_parts.build_model(config, dataset)
-    batch = next(iter(run_parts.training_batches(config, dataset).epoch(0)))
+    made = build.build_model(config, dataset)
+    batch = next(iter(build.training_batches(config, dataset).epoch(0)))
     (loss, gradient), (half, near) = learned(made, batch, None), learned(made, batch, "bf16")
     assert half.dtype == torch.float32 and near.dtype == torch.float32
     assert float(half) == pytest.approx(float(loss), rel=1e-3)
@@ -94,7 +95,7 @@ def test_precision_is_carried_through_an_output_map_in_full():
 
 def test_a_run_trains_in_it_and_is_nearly_the_run(dataset, tmp_path):
     half, whole = (
-        pd.read_csv(session.train(config, tmp_path / str(config.training.autocast), dataset=dataset).history_file)[
+        pd.read_csv(one_run.train(config, tmp_path / str(config.training.autocast), dataset=dataset).history_file)[
             "loss"
         ]
         for config in (

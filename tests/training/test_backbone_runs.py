@@ -12,15 +12,17 @@ import torch
 
 from recbft import Recommender
 from recbft.datasets.events import TICKS_PER_SECOND
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
-from recbft.run_config import load_run_config
-from recbft.training import checkpoint, session
+from recbft.runs import checkpoint
+from recbft.runs.tensor_tree import flatten
+from recbft.training import one_run
+from recbft.training.build import training_batches
 from recbft.training.bundle import load_trained
 from recbft.training.progress import Silent
-from recbft.training.run_parts import training_batches
-from recbft.training.tensor_tree import flatten
+from recbft.training.run_config import load_run_config
 
 SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 4, "warmup_steps": 6, "device": "cpu"}
 RUNS = [
@@ -68,11 +70,11 @@ def results(run):
 @over_runs
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, arm, settings, timed, tmp_path):
     config = load_run_config(model=model, arm=arm, **{**SMALL, **settings})
-    whole = session.train(config, tmp_path / "whole", dataset=timed)
+    whole = one_run.train(config, tmp_path / "whole", dataset=timed)
     with pytest.raises(KeyError):
-        session.train(config, tmp_path / "part", dataset=timed, progress=Stop())
+        one_run.train(config, tmp_path / "part", dataset=timed, progress=Stop())
     torch.rand(3)
-    part = session.resume(tmp_path / "part", dataset=timed)
+    part = one_run.resume(tmp_path / "part", dataset=timed)
     (one, metrics, users), (two, metrics_2, users_2) = results(whole), results(part)
     assert set(one) == set(two) and metrics == metrics_2
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -82,7 +84,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, arm, settings
 @over_runs
 def test_a_loaded_run_gives_the_metrics_it_reported(model, arm, settings, timed, tmp_path):
     config = load_run_config(model=model, arm=arm, **{**SMALL, **settings})
-    run = session.train(config, tmp_path / "run", dataset=timed)
+    run = one_run.train(config, tmp_path / "run", dataset=timed)
     trained = load_trained(run.path)[-1]
     trained.refresh()
     assert evaluate(trained, timed, "test").metrics == run.metrics["test"]
@@ -99,7 +101,7 @@ def test_bert4rec_recommends_from_what_it_reads_before_the_mask(dataset):
 def test_a_time_bias_without_real_times_is_refused(dataset, tmp_path):
     config = load_run_config(model="hstu", arm="bft", time_bias=True, **SMALL)
     with pytest.raises(UserError, match=r"backbone.time_bias is true, .*'synthetic' has no real times; .*data.time"):
-        session.train(config, tmp_path / "run", dataset=replace(dataset, times=None))
+        one_run.train(config, tmp_path / "run", dataset=replace(dataset, times=None))
 
 
 @pytest.mark.parametrize(("unit", "day"), [("ms", "8.64e+07"), ("us", "8.64e+10"), ("ns", "8.64e+13")])
@@ -123,7 +125,7 @@ def test_the_protocol_says_whether_the_target_s_time_is_shown(timed, tmp_path):
         ({"time_bias": True, "show_target_time": True}, "shown"),
     ):
         config = load_run_config(model="hstu", arm="matched", **{**SMALL, "epochs": 1}, **settings)
-        run = session.train(config, tmp_path / told, dataset=timed)
+        run = one_run.train(config, tmp_path / told, dataset=timed)
         assert run.protocol["target_time"] == told
 
 

@@ -9,14 +9,16 @@ import threading
 import pytest
 import torch
 
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import RunError
-from recbft.files import explained
-from recbft.training import checkpoint, in_progress, session
+from recbft.runs import checkpoint
+from recbft.runs.folder import RunFolder
+from recbft.system.files import explained
+from recbft.training import one_run, session
 from recbft.training.behind import Behind
-from recbft.training.run_folder import RunFolder
 from tests.training.test_many_seeds import together
-from tests.training.test_session import StopAt, assert_equal_runs, config
+from tests.training.test_one_run import StopAt, assert_equal_runs, config
 
 # What may take long where something is wrong.
 PATIENCE = 30
@@ -30,7 +32,7 @@ def dataset():
 @pytest.fixture
 def behind(monkeypatch):
     """Runs on a CPU write their states as those on a GPU do."""
-    monkeypatch.setattr(in_progress, "writes_behind", lambda device: True)
+    monkeypatch.setattr(session, "writes_behind", lambda device: True)
 
 
 def test_pieces_are_done_in_order_by_one_other_thread():
@@ -105,12 +107,12 @@ def test_a_snapshot_stays_what_it_was():
 
 
 def test_a_run_is_the_same_however_its_states_are_written(dataset, tmp_path, monkeypatch):
-    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
-    monkeypatch.setattr(in_progress, "writes_behind", lambda device: True)
-    assert_equal_runs(whole, session.train(config(), tmp_path / "behind", dataset=dataset))
+    whole = one_run.train(config(), tmp_path / "whole", dataset=dataset)
+    monkeypatch.setattr(session, "writes_behind", lambda device: True)
+    assert_equal_runs(whole, one_run.train(config(), tmp_path / "behind", dataset=dataset))
     with pytest.raises(RunError, match="the state after epoch 2 is saved"):
-        session.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(2, 1, KeyboardInterrupt))
-    assert_equal_runs(whole, session.resume(tmp_path / "cut", dataset=dataset))
+        one_run.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(2, 1, KeyboardInterrupt))
+    assert_equal_runs(whole, one_run.resume(tmp_path / "cut", dataset=dataset))
 
 
 def test_training_goes_on_while_a_state_is_written(behind, dataset, tmp_path, monkeypatch):
@@ -127,13 +129,13 @@ def test_training_goes_on_while_a_state_is_written(behind, dataset, tmp_path, mo
         write(folder, taken)
 
     monkeypatch.setattr(checkpoint, "write", late)
-    run = session.train(config(epochs=2), tmp_path / "run", dataset=dataset, progress=TellsWhen(1, steps=10**9))
+    run = one_run.train(config(epochs=2), tmp_path / "run", dataset=dataset, progress=TellsWhen(1, steps=10**9))
     assert run.is_finished and training.is_set()
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 4])
 def test_a_full_disk_is_told_and_leaves_the_state_before(epoch, behind, dataset, tmp_path, monkeypatch):
-    whole = session.train(config(), tmp_path / "whole", dataset=dataset)
+    whole = one_run.train(config(), tmp_path / "whole", dataset=dataset)
     write = checkpoint.write
 
     def full(folder, taken):
@@ -144,18 +146,18 @@ def test_a_full_disk_is_told_and_leaves_the_state_before(epoch, behind, dataset,
 
     with monkeypatch.context() as patched, pytest.raises(RunError, match="no space left while writing"):
         patched.setattr(checkpoint, "write", full)
-        session.train(config(), tmp_path / "run", dataset=dataset)
+        one_run.train(config(), tmp_path / "run", dataset=dataset)
     run = RunFolder.open(tmp_path / "run")
     assert not run.is_finished
     if epoch:
         assert checkpoint.load_state(run.checkpoint).epoch == epoch - 1
-        assert_equal_runs(whole, session.resume(run.path, dataset=dataset))
+        assert_equal_runs(whole, one_run.resume(run.path, dataset=dataset))
 
 
 @pytest.mark.parametrize("stopped", [None, 2])
 def test_seeds_together_are_the_same_however_their_states_are_written(stopped, dataset, tmp_path, monkeypatch):
     expected = together(config(threads=1), tmp_path / "expected", dataset)
-    monkeypatch.setattr(in_progress, "writes_behind", lambda device: True)
+    monkeypatch.setattr(session, "writes_behind", lambda device: True)
     if stopped is not None:
         with pytest.raises(RunError, match="every run's last full epoch is saved"):
             listeners = [StopAt(stopped, 1, KeyboardInterrupt) for _ in expected]

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from recbft.datasets.batches import ClozeBatches, pack_histories
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
 from recbft.mixers.regime import Diagnosis, RegimeConfig
-from recbft.run_config import load_run_config
 from recbft.training.controllers import Moment
 from recbft.training.controllers.context_game import ContextGame, ContextGameConfig, cut
-from recbft.training.session import train
+from recbft.training.one_run import train
+from recbft.training.run_config import load_run_config
 
 
 def moment():

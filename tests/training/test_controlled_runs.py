@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 from recbft.datasets import Dataset
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, UserError
-from recbft.run_config import load_run_config
-from recbft.training import checkpoint, in_progress
+from recbft.runs import checkpoint
+from recbft.training import session
 from recbft.training.many_seeds import train_seeds
+from recbft.training.one_run import resume, train
 from recbft.training.progress import Silent
-from recbft.training.session import resume, train
+from recbft.training.run_config import load_run_config
 
 EVERY = {
     "ema": {}, "swa": {"gain": 0.0}, "chaos": {}, "lr_floor": {}, "label_smoothing": {}, "dropout_glide": {},
@@ -89,13 +90,13 @@ def test_seeds_trained_together_refuse_controllers(dataset, tmp_path):
 
 
 def test_the_weights_kept_as_best_are_those_that_were_validated(dataset, tmp_path, monkeypatch):
-    evaluated, judged = in_progress.evaluate, []
+    evaluated, judged = session.evaluate, []
 
     def watch(model, *arguments, **named):
         judged.append(model.blocks[0].mixer.temperature_logit.item())
         return evaluated(model, *arguments, **named)
 
-    monkeypatch.setattr(in_progress, "evaluate", watch)
+    monkeypatch.setattr(session, "evaluate", watch)
     run = train(config(controllers={"guardian": {}}), tmp_path / "run", dataset=dataset)
     assert len(set(judged)) > 2, "the guardian has moved it"
     assert weights(run)["blocks.0.mixer.temperature_logit"].item() == judged[run.metrics["best_epoch"] - 1]

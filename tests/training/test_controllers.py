@@ -22,8 +22,7 @@ from recbft.models.backbone import Backbone
 from recbft.models.contract import read_histories
 from recbft.models.layers import make_blocks
 from recbft.models.sasrec import SASRecConfig
-from recbft.run_config import load_run_config
-from recbft.training.checkpoint import TrainState, load, snapshot, write
+from recbft.runs.checkpoint import TrainState, load, snapshot, write
 from recbft.training.controllers import (
     VALIDATION_LOSS,
     Controllers,
@@ -45,6 +44,7 @@ from recbft.training.controllers.schedules import (
     LrFloor,
     LrFloorConfig,
 )
+from recbft.training.run_config import load_run_config
 
 LENGTH, EPOCHS = 10, 4
 

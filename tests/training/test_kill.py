@@ -10,11 +10,13 @@ import pandas as pd
 import pytest
 import torch
 
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
-from recbft.run_config import load_run_config
-from recbft.training import checkpoint, session
-from recbft.training.run_folder import RunFolder
-from recbft.training.tensor_tree import flatten
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
+from recbft.runs import checkpoint
+from recbft.runs.folder import RunFolder
+from recbft.runs.tensor_tree import flatten
+from recbft.training import one_run
+from recbft.training.run_config import load_run_config
 
 KILLS = 20
 
@@ -38,7 +40,7 @@ def everything(run):
 def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
     processes = multiprocessing.get_context("forkserver")
     # A new process then starts at once; PyTorch imports the second for the first optimiser it makes.
-    processes.set_forkserver_preload(["recbft.training.session", "torch._dynamo"])
+    processes.set_forkserver_preload(["recbft.training.one_run", "torch._dynamo"])
     dataset = synthetic_dataset(SyntheticConfig(num_users=60, num_items=60, mean_length=7, seed=1))
     config = load_run_config(
         model="sasrec",
@@ -55,7 +57,7 @@ def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
     def begin(path):
         """A process that trains the run, or goes on with it."""
         begun = path.exists()
-        target, first = (session.resume, path) if begun else (session.train, config)
+        target, first = (one_run.resume, path) if begun else (one_run.train, config)
         arguments = (first,) if begun else (first, path)
         process = processes.Process(target=target, args=arguments, kwargs={"dataset": dataset}, daemon=True)
         process.start()

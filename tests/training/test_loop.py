@@ -13,7 +13,7 @@ from recbft.datasets.batches import TrainingBatches
 from recbft.errors import RunError
 from recbft.models import CoreConfig
 from recbft.models.sasrec import SASRecConfig, sasrec
-from recbft.training.checkpoint import TrainState
+from recbft.runs.checkpoint import TrainState
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import Controllers
 from recbft.training.loop import fit

@@ -15,13 +15,15 @@ import pandas as pd
 import pytest
 import torch
 
-from recbft.datasets.synth import SyntheticConfig, generate, synthetic_dataset
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, RunInterruptedError, UserError
-from recbft.run_config import load_run_config
-from recbft.training import checkpoint, many_seeds, run_settings, session
+from recbft.runs import checkpoint
+from recbft.runs.folder import RunFolder
+from recbft.training import many_seeds, one_run, process_settings
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
-from recbft.training.run_folder import RunFolder
+from recbft.training.run_config import load_run_config
 
 SEEDS = (0, 1, 5)
 # Softmax does not see what is added to all keys, so the gradient of their bias is rounding alone, which Adam scales to
@@ -71,7 +73,7 @@ def together(base, folder, dataset, seeds=SEEDS, **options):
 
 
 def alone(base, folder, dataset, seeds=SEEDS):
-    return [session.train(replace(base, seed=seed), folder / f"seed{seed}", dataset=dataset) for seed in seeds]
+    return [one_run.train(replace(base, seed=seed), folder / f"seed{seed}", dataset=dataset) for seed in seeds]
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +205,7 @@ def test_runs_are_validated_at_once_but_for_the_first_of_all(dataset, tmp_path, 
     others, was_alone = threading.Event(), []
 
     def begin(config, *arguments, **options):
-        made = session.begin(config, *arguments, **options)
+        made = one_run.begin(config, *arguments, **options)
 
         def validate(own=made.validate):
             if (made.state.epoch, config.seed) == (1, 0):
@@ -240,7 +242,7 @@ def test_closed_at_once_a_failed_run_leaves_the_others_and_anything_else_ends_th
     failure = [RunError("no room")]
 
     def begin(config, *arguments, **options):
-        made = session.begin(config, *arguments, **options)
+        made = one_run.begin(config, *arguments, **options)
         if config.seed == seed:
             made.keep = failing
         return made
@@ -275,7 +277,7 @@ def test_threads_work_on_the_gpu_that_is_the_run_s(monkeypatch):
     monkeypatch.setattr(group, "has_closed", True)
 
     def note(*run_and_row):
-        assert run_settings._thread.works  # for the run whose turn it is
+        assert process_settings._thread.works  # for the run whose turn it is
         seen.append(torch.cuda.current_device())
 
     def rounds(pool):
@@ -337,7 +339,7 @@ def test_runs_that_were_stopped_go_on_together_as_if_they_had_not_been(epoch, ap
 def test_a_run_that_was_stopped_together_with_others_can_go_on_alone(apart, dataset, tmp_path, in_float64):
     with pytest.raises(Stopped):
         together(config(), tmp_path / "together", dataset, progresses=[StopAt(2), Silent(), Silent()])
-    found = session.resume(tmp_path / "together" / "seed0", dataset=dataset)
+    found = one_run.resume(tmp_path / "together" / "seed0", dataset=dataset)
     assert_close_runs(found, apart[0])
 
 
@@ -350,7 +352,7 @@ def test_an_interrupted_group_says_how_to_go_on(dataset, tmp_path):
 
 def test_a_run_whose_loss_is_not_finite_fails_alone(apart, dataset, tmp_path, monkeypatch, in_float64):
     def begin(config, *arguments, **options):
-        made = session.begin(config, *arguments, **options)
+        made = one_run.begin(config, *arguments, **options)
         if config.seed == 1:
             with torch.no_grad():
                 made.model.item_embedding.weight[3:9] = float("nan")
@@ -371,7 +373,7 @@ def test_a_run_whose_loss_is_not_finite_fails_alone(apart, dataset, tmp_path, mo
 )
 def test_a_group_says_how_many_of_its_runs_failed(broken, said, dataset, tmp_path, monkeypatch):
     def begin(config, *arguments, **options):
-        made = session.begin(config, *arguments, **options)
+        made = one_run.begin(config, *arguments, **options)
         if config.seed in broken:
             with torch.no_grad():
                 made.model.item_embedding.weight.fill_(float("nan"))
@@ -386,7 +388,7 @@ def test_a_run_whose_weights_are_not_finite_fails_alone_and_does_not_save_them(
     dataset, tmp_path, monkeypatch, in_float64
 ):
     def begin(config, *arguments, **options):
-        made = session.begin(config, *arguments, **options)
+        made = one_run.begin(config, *arguments, **options)
         if config.seed == 1:
             with torch.no_grad():  # of a position that no history reaches: the loss does not tell
                 made.model.position_embedding.weight[-1] = float("nan")

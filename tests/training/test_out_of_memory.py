@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import RunError
 from recbft.evaluation import ranks
 from recbft.models.backbone import Backbone
-from recbft.run_config import load_run_config
-from recbft.torchrun import Process
-from recbft.training import session
-from recbft.training.data_parallel import Team, departure_explained
+from recbft.system.torchrun import Process
+from recbft.training import one_run
 from recbft.training.out_of_memory import memory_explained
+from recbft.training.process_team import Team, departure_explained
+from recbft.training.run_config import load_run_config
 
 TOO_MUCH = 1 << 50
 
@@ -34,7 +35,7 @@ def config(**settings):
 
 def refused(tmp_path, config, dataset, message):
     with pytest.raises(RunError, match=f"^{re.escape(message)}$"):
-        session.train(config, tmp_path / "run", dataset=dataset)
+        one_run.train(config, tmp_path / "run", dataset=dataset)
 
 
 def test_a_model_that_does_not_fit_names_its_width(tmp_path, dataset):
@@ -59,12 +60,12 @@ def test_a_model_that_does_not_fit_names_its_width(tmp_path, dataset):
 def test_of_what_a_model_is_shaped_by_the_largest_is_named(tmp_path, dataset, model, settings, named):
     value = max(number for number in settings.values() if isinstance(number, int))
     with pytest.raises(RunError, match=rf"while the model was built: .* lower {named} \({value}\)$"):
-        session.train(config(model=model, **settings), tmp_path / "run", dataset=dataset)
+        one_run.train(config(model=model, **settings), tmp_path / "run", dataset=dataset)
 
 
 def test_negatives_that_do_not_fit_are_named(tmp_path, dataset):
     with pytest.raises(RunError, match=r"in a training step: .* lower backbone\.num_negatives \(1099511627776\), "):
-        session.train(config(loss="bce", num_negatives=1 << 40), tmp_path / "run", dataset=dataset)
+        one_run.train(config(loss="bce", num_negatives=1 << 40), tmp_path / "run", dataset=dataset)
 
 
 def test_a_training_step_that_does_not_fit_names_batch_and_length(tmp_path, dataset, monkeypatch):
@@ -73,7 +74,7 @@ def test_a_training_step_that_does_not_fit_names_batch_and_length(tmp_path, data
     refused(tmp_path, config(), dataset, f"{where}; lower training.batch_size (16) or backbone.max_length (8)")
     by_targets = config(batch_targets=64)
     with pytest.raises(RunError, match=r"lower training.batch_targets \(64\) or"):
-        session.train(by_targets, tmp_path / "other", dataset=dataset)
+        one_run.train(by_targets, tmp_path / "other", dataset=dataset)
 
 
 def test_a_ranking_that_does_not_fit_names_its_bound(tmp_path, dataset, monkeypatch):
@@ -95,7 +96,7 @@ def test_histories_that_do_not_fit_name_their_length(tmp_path, dataset, monkeypa
 
     monkeypatch.setattr(Backbone, "encode", too_large)
     with pytest.raises(RunError, match=r"while histories were read for ranking: .* lower backbone.max_length \(8\)$"):
-        session.train(config(), tmp_path / "run", dataset=dataset)
+        one_run.train(config(), tmp_path / "run", dataset=dataset)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
-from recbft.run_config import load_run_config
-from recbft.training import session, tensorboard
+from recbft.runs.folder import RunFolder
+from recbft.training import one_run, tensorboard
+from recbft.training.build import training_batches
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
-from recbft.training.run_folder import RunFolder
-from recbft.training.run_parts import training_batches
+from recbft.training.run_config import load_run_config
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def config(**settings):
 
 def begun(made, path, dataset):
     """The folder of a run that was stopped before its first step."""
-    return session.begin(made, path, dataset, torch.device("cpu"), Silent()).run
+    return one_run.begin(made, path, dataset, torch.device("cpu"), Silent()).run
 
 
 @pytest.mark.parametrize(
@@ -56,11 +57,11 @@ def begun(made, path, dataset):
     ],
 )
 def test_a_controller_that_does_not_fit_takes_no_folder_and_no_finished_run(settings, message, dataset, tmp_path):
-    finished = session.train(config(), tmp_path / "a", dataset=dataset)
+    finished = one_run.train(config(), tmp_path / "a", dataset=dataset)
     before = finished.metrics
     for path in (tmp_path / "a", tmp_path / "new"):
         with pytest.raises(UserError, match=message):
-            session.train(config(**settings), path, dataset=dataset, overwrite=True)
+            one_run.train(config(**settings), path, dataset=dataset, overwrite=True)
     assert os.listdir(tmp_path) == ["a"] and finished.metrics == before
 
 
@@ -78,8 +79,8 @@ def test_a_missing_tensorboard_is_named_whichever_way_a_run_is_trained(dataset, 
     asked = config(tensorboard=True)
     begun(asked, tmp_path / "begun", dataset)
     for go in (
-        lambda: session.train(asked, tmp_path / "new", dataset=dataset),
-        lambda: session.resume(tmp_path / "begun", dataset=dataset),
+        lambda: one_run.train(asked, tmp_path / "new", dataset=dataset),
+        lambda: one_run.resume(tmp_path / "begun", dataset=dataset),
         lambda: train_seeds([asked], [tmp_path / "new"], dataset=dataset),
     ):
         with pytest.raises(UserError, match=r"tensorboard: true needs a package: pip install 'recbft\[tensorboard\]'"):
@@ -90,7 +91,7 @@ def test_a_missing_tensorboard_is_named_whichever_way_a_run_is_trained(dataset, 
 @pytest.mark.parametrize("world_size", ["1", ""])
 def test_torchrun_with_one_process_trains_as_usual(world_size, dataset, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", world_size)
-    assert session.train(config(), tmp_path / "new", dataset=dataset).is_finished
+    assert one_run.train(config(), tmp_path / "new", dataset=dataset).is_finished
 
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec"])

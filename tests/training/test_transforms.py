@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from recbft.datasets.synth import SyntheticConfig, synthetic_dataset
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
 from recbft.mixers import MIXERS
 from recbft.models import MODELS
-from recbft.run_config import load_run_config
-from recbft.training import run_parts
+from recbft.training import build
+from recbft.training.run_config import load_run_config
 
 MADE = [
     (model, arm, mixer)
@@ -60,8 +61,8 @@ def models_of(dataset, model, arm, mixer, *, moe=None, **core):
         without = mixer is not None and MIXERS[mixer].precision == "none"
         own["core"] = {"jacobian": "exact"} | ({"update": "residual"} if without else {}) | core
     config = load_run_config(model=model, arm=arm, **SMALL, **own)
-    batch = next(iter(run_parts.training_batches(config, dataset).epoch(0)))
-    return [Loss(run_parts.build_model(replace(config, seed=seed), dataset)) for seed in (0, 1)], batch
+    batch = next(iter(build.training_batches(config, dataset).epoch(0)))
+    return [Loss(build.build_model(replace(config, seed=seed), dataset)) for seed in (0, 1)], batch
 
 
 def stacked_gradients(losses, batch):

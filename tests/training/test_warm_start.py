@@ -15,12 +15,13 @@ from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import UserError
 from recbft.evaluation.protocol import protocol_lines
 from recbft.models.backbone import Backbone
-from recbft.run_config import load_run_config
-from recbft.training import checkpoint, session, warm_start
+from recbft.runs import checkpoint
+from recbft.training import one_run, warm_start
+from recbft.training.build import make_parts
 from recbft.training.bundle import load_trained
 from recbft.training.many_seeds import train_seeds
-from recbft.training.run_parts import make_parts
-from tests.training.test_session import StopAt, Stopped, assert_equal_runs
+from recbft.training.run_config import load_run_config
+from tests.training.test_one_run import StopAt, Stopped, assert_equal_runs
 
 CPU = torch.device("cpu")
 
@@ -55,7 +56,7 @@ def older(older_data, tmp_path_factory):
     def of(model="sasrec", arm="bft", **settings):
         key = (model, arm, *sorted(settings.items()))
         if key not in made:
-            run = session.train(config(model, arm, **settings), place / str(len(made)), dataset=older_data)
+            run = one_run.train(config(model, arm, **settings), place / str(len(made)), dataset=older_data)
             made[key] = str(run.path)
         return made[key]
 
@@ -127,11 +128,11 @@ def test_a_share_to_keep_belongs_to_a_warm_start():
 def test_precision_and_recency_are_not_ramped_in_again(older, grown, tmp_path, monkeypatch):
     path, seen, set_ramp = older(), [], Backbone.set_ramp
     monkeypatch.setattr(Backbone, "set_ramp", lambda model, ramp: (seen.append(ramp), set_ramp(model, ramp)))
-    session.train(config(epochs=1), tmp_path / "afresh", dataset=grown)
+    one_run.train(config(epochs=1), tmp_path / "afresh", dataset=grown)
     assert seen[:3] == [0, 1 / 6, 2 / 6]
     seen.clear()
     with pytest.warns(UserWarning, match="training.warmup_steps has no effect: precision and recency begin from what"):
-        session.train(config(warm_start=path, epochs=1), tmp_path / "run", dataset=grown)
+        one_run.train(config(warm_start=path, epochs=1), tmp_path / "run", dataset=grown)
     assert seen and set(seen) == {1.0}
 
 
@@ -139,47 +140,47 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_and_needs_the_older_one_no_
     lent = tmp_path / "lent"
     shutil.copytree(older(), lent)
     asked = config(warm_start=str(lent))
-    whole = session.train(asked, tmp_path / "whole", dataset=grown)
+    whole = one_run.train(asked, tmp_path / "whole", dataset=grown)
     with pytest.raises(Stopped):
-        session.train(asked, tmp_path / "part", dataset=grown, progress=StopAt(1, steps=1))
+        one_run.train(asked, tmp_path / "part", dataset=grown, progress=StopAt(1, steps=1))
     shutil.rmtree(lent)
-    assert_equal_runs(whole, session.resume(tmp_path / "part", dataset=grown))
+    assert_equal_runs(whole, one_run.resume(tmp_path / "part", dataset=grown))
 
 
 def test_a_run_stopped_before_its_first_state_was_saved_begins_from_the_older_weights_again(
     older, grown, tmp_path, monkeypatch
 ):
     asked = config(warm_start=older())
-    whole = session.train(asked, tmp_path / "whole", dataset=grown)
+    whole = one_run.train(asked, tmp_path / "whole", dataset=grown)
 
     def killed(*_):
         raise Stopped
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(session.Session, "make_resumable", killed)
-        session.train(asked, tmp_path / "part", dataset=grown)
-    assert_equal_runs(whole, session.resume(tmp_path / "part", dataset=grown))
+        patch.setattr(one_run.Session, "make_resumable", killed)
+        one_run.train(asked, tmp_path / "part", dataset=grown)
+    assert_equal_runs(whole, one_run.resume(tmp_path / "part", dataset=grown))
 
 
 def test_a_run_whose_older_one_has_changed_before_it_began_is_refused(older_data, grown, tmp_path, monkeypatch):
-    session.train(config(epochs=1), tmp_path / "lent", dataset=older_data)
+    one_run.train(config(epochs=1), tmp_path / "lent", dataset=older_data)
     asked = config(warm_start=str(tmp_path / "lent"))
 
     def killed(*_):
         raise Stopped
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(session.Session, "make_resumable", killed)
-        session.train(asked, tmp_path / "part", dataset=grown)
-    session.train(config(epochs=1, seed=1), tmp_path / "lent", dataset=older_data, overwrite=True)
+        patch.setattr(one_run.Session, "make_resumable", killed)
+        one_run.train(asked, tmp_path / "part", dataset=grown)
+    one_run.train(config(epochs=1, seed=1), tmp_path / "lent", dataset=older_data, overwrite=True)
     with pytest.raises(UserError, match=r"part was to begin from other weights than .*lent has now; train it anew"):
-        session.resume(tmp_path / "part", dataset=grown)
+        one_run.resume(tmp_path / "part", dataset=grown)
 
 
 def test_seeds_trained_together_begin_from_the_same_weights(older, grown, tmp_path):
     asked = config(warm_start=older(), epochs=1)
     runs = train_seeds([replace(asked, seed=seed) for seed in (0, 1)], [tmp_path / "0", tmp_path / "1"], dataset=grown)
-    alone = session.train(asked, tmp_path / "alone", dataset=grown)
+    alone = one_run.train(asked, tmp_path / "alone", dataset=grown)
     for run in runs:
         assert run.protocol["begun_from"] == alone.protocol["begun_from"]
     together, one = (float(run.read_history()[0]["loss"]) for run in (runs[0], alone))
@@ -187,9 +188,9 @@ def test_seeds_trained_together_begin_from_the_same_weights(older, grown, tmp_pa
 
 
 def test_the_protocol_says_what_weights_a_number_began_from(older, older_data, grown, tmp_path):
-    run = session.train(config(warm_start=older(), epochs=1), tmp_path / "run", dataset=grown)
+    run = one_run.train(config(warm_start=older(), epochs=1), tmp_path / "run", dataset=grown)
     known = len(set(older_data.item_ids.tolist()) & set(grown.item_ids.tolist()))
-    weights = checkpoint.best_digest(session.RunFolder.open(older()).checkpoint)
+    weights = checkpoint.best_digest(one_run.RunFolder.open(older()).checkpoint)
     assert run.protocol["begun_from"] == {
         "run": older(),
         "weights": weights,
@@ -198,7 +199,7 @@ def test_the_protocol_says_what_weights_a_number_began_from(older, older_data, g
         "known_items": known,
     }
     assert f"which knew {known} of the {grown.num_items} items" in protocol_lines(run.protocol)[-1]
-    assert "begun_from" not in session.RunFolder.open(older()).protocol
+    assert "begun_from" not in one_run.RunFolder.open(older()).protocol
 
 
 def test_the_digest_kept_is_of_the_weights_taken_while_the_older_run_goes_on_training(
@@ -206,7 +207,7 @@ def test_the_digest_kept_is_of_the_weights_taken_while_the_older_run_goes_on_tra
 ):
     path = tmp_path / "older"
     shutil.copytree(older(), path)
-    better = session.train(config(seed=5), tmp_path / "better", dataset=older_data)
+    better = one_run.train(config(seed=5), tmp_path / "better", dataset=older_data)
 
     def replaced_while_read(asked):
         found = load_trained(asked)
@@ -234,7 +235,7 @@ def test_the_digest_kept_is_of_the_weights_taken_while_the_older_run_goes_on_tra
 )
 def test_weights_of_another_model_are_refused_by_what_differs(older, grown, tmp_path, settings, message):
     with pytest.raises(UserError) as refused:
-        session.train(config(warm_start=older(), **settings), tmp_path / "run", dataset=grown)
+        one_run.train(config(warm_start=older(), **settings), tmp_path / "run", dataset=grown)
     assert message in str(refused.value) and not (tmp_path / "run").exists()
 
 
@@ -275,14 +276,14 @@ def test_ids_that_became_text_are_found(older, older_data, events, grown):
 def test_what_is_no_run_is_refused(path, grown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"run folder|is empty"):
-        session.train(config(warm_start=path), tmp_path / "run", dataset=grown)
+        one_run.train(config(warm_start=path), tmp_path / "run", dataset=grown)
 
 
 def test_a_run_does_not_replace_the_one_that_it_begins_from(older, grown, tmp_path):
     shutil.copytree(older(), tmp_path / "lent")
     with pytest.raises(UserError, match="the run whose weights this one begins from"):
-        session.train(config(warm_start=str(tmp_path / "lent")), tmp_path / "lent", dataset=grown, overwrite=True)
-    assert session.RunFolder.open(tmp_path / "lent").is_finished
+        one_run.train(config(warm_start=str(tmp_path / "lent")), tmp_path / "lent", dataset=grown, overwrite=True)
+    assert one_run.RunFolder.open(tmp_path / "lent").is_finished
 
 
 def test_a_model_that_is_not_trained_begins_from_none():

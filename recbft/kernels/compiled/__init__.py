@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from recbft.kernels.full_precision import HALVES, autocast_device
+from recbft.autograd.full_precision import HALVES, autocast_device
 
 SWITCH = "RECBFT_COMPILED"
 FLAGS = [

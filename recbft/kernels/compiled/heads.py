@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recbft.autograd.eager import eagerly
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
-from recbft.kernels.eager import eagerly
 from recbft.kernels.layout import readable
 
 if TYPE_CHECKING:  # core picks the kernels that need this file

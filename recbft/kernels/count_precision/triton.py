@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recbft.autograd.transforms import once_differentiable
 from recbft.kernels.dispatch import launched_beside
-from recbft.kernels.transforms import once_differentiable
 
 ELEMENTS = 1024  # of a program
 

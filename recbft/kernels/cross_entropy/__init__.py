@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from recbft.autograd.eager import eagerly
 from recbft.kernels.cross_entropy import cpu, reference
 from recbft.kernels.dispatch import Path, choose, late
-from recbft.kernels.eager import eagerly
 
 TRITON_ROW_BYTES = 1024  # of a state in the type that is multiplied; a program holds several
 

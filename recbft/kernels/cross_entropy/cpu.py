@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.kernels.cross_entropy import tiles
 from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.kernels.product import add_product, common_size, fastest_layout, product
-from recbft.kernels.transforms import applied, once_differentiable
 
 BLOCK_ELEMENTS = 1_600_000  # about 6 MB in float32: the block of logits stays in a shared cache
 LONGEST_ROW = 50_000  # of logits; from here on tiles are faster: 1.1 times at 50,000 items, 3.4 times at 1,000,000

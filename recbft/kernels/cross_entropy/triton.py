@@ -34,10 +34,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recbft.autograd.full_precision import exact_products
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.kernels import dispatch
 from recbft.kernels.cross_entropy import product_dtype
-from recbft.kernels.full_precision import exact_products
-from recbft.kernels.transforms import applied, once_differentiable
 
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Two at once on each multiprocessor of an H100, four times over, so that the last ones leave few of them idle. One

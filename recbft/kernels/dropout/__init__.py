@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recbft.autograd.eager import eagerly
+from recbft.autograd.transforms import once_differentiable, transformed
 from recbft.kernels import compiled
-from recbft.kernels.eager import eagerly
-from recbft.kernels.transforms import once_differentiable, transformed
 
 LEVELS = 2**16
 

@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from recbft import core
+from recbft.autograd.eager import eagerly
+from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.transforms import beyond_first_gradients
 from recbft.core import Belief, SiluMoments
 from recbft.kernels import compiled as in_c
 from recbft.kernels import dispatch
-from recbft.kernels.eager import eagerly
 from recbft.kernels.filter_step import analytic, compiled, sandwich
 from recbft.kernels.filter_step.fused import Fused, prediction_is_plain, update_is_plain
-from recbft.kernels.full_precision import in_full_precision
-from recbft.kernels.transforms import beyond_first_gradients
 
 
 @eagerly

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import Belief
-from recbft.core.observation import epsilon_of
+from recbft.core.observation_precision import epsilon_of
 from recbft.core.process import FLOOR
-from recbft.kernels.transforms import applied, once_differentiable
 
 
 def reml_precision(

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import Belief
-from recbft.kernels.transforms import applied, once_differentiable
 
 
 class Passes(Protocol):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
 from recbft.kernels.compiled.heads import View
 from recbft.kernels.layout import by_tokens, readable
-from recbft.kernels.transforms import applied, once_differentiable
 
 PER_COORDINATE = ("mean", "square_mean", "square_second")
 

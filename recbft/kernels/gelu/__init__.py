@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recbft.autograd.eager import eagerly
+from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable, transformed
 from recbft.core.process import gelu_slope
 from recbft.kernels import dispatch
-from recbft.kernels.eager import eagerly
-from recbft.kernels.full_precision import in_full_precision
 from recbft.kernels.gelu import compiled
-from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable, transformed
 
 BLOCK_ELEMENTS = 524_288
 

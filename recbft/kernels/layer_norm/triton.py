@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recbft.autograd.transforms import once_differentiable
 from recbft.kernels.dispatch import launched_beside
-from recbft.kernels.transforms import once_differentiable
 from recbft.kernels.triton_parts import added, cut, own_columns
 
 ELEMENTS = 4096  # of a tile of a program

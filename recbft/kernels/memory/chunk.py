@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import once_differentiable
 from recbft.kernels.memory.positivity import report_loss
-from recbft.kernels.transforms import once_differentiable
 
 
 class ChunkMasks(NamedTuple):

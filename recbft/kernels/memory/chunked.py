@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, behind_transforms, transformed, untransformed
 from recbft.kernels.memory.chunk import ChunkMasks, FilterChunk
 from recbft.kernels.memory.trace import MemoryTrace
 from recbft.kernels.memory.transport import transport, turn_back
-from recbft.kernels.transforms import applied, behind_transforms, transformed, untransformed
 
 CHUNK = 32
 LEAST_CHUNK = 4

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from recbft.kernels.transforms import transformed
+from recbft.autograd.transforms import transformed
 
 TOLERATED = 1e-3  # of the observation noise: below this a negative variance moves no gain by more
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recbft.kernels.complex_pairs import as_complex, real
-from recbft.kernels.transforms import applied, once_differentiable
+from recbft.autograd.complex_pairs import as_complex, real
+from recbft.autograd.transforms import applied, once_differentiable
 
 
 class Transported(NamedTuple):

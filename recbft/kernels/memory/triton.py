@@ -14,12 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable, transformed
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.memory.chunked import chunk_length, decay_refusal
 from recbft.kernels.memory.positivity import report_loss
 from recbft.kernels.memory.trace import MemoryTrace
 from recbft.kernels.memory.triton_sweeps import backwards, forwards
-from recbft.kernels.transforms import applied, once_differentiable, transformed
 
 CHUNK = 16  # the factor takes as many steps whatever the length, and shorter chunks leave registers to the belief
 MAX_WIDTH = 64  # what a belief and its gradient may take of the chip

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.kernels.memory.chunked import CHUNK, MAX_LOG_DECAY, chunk_length, cut, cut_scalar, history_masks, join
 from recbft.kernels.memory.reference import Rule
 from recbft.kernels.memory.transport import restarted_sum
-from recbft.kernels.transforms import applied, once_differentiable
 
 
 def unfiltered_memory(

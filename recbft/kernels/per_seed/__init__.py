@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from recbft.autograd.eager import eagerly
 from recbft.kernels.dispatch import Path, choose
-from recbft.kernels.eager import eagerly
 from recbft.kernels.layer_norm import fused
 from recbft.kernels.per_seed import cpu, reference
 

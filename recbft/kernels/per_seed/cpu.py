@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import once_differentiable
 from recbft.kernels.product import product
-from recbft.kernels.transforms import once_differentiable
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from recbft.autograd.eager import eagerly
 from recbft.core.belief import SequenceContext
 from recbft.kernels.dispatch import Path, choose, late, late_decline
-from recbft.kernels.eager import eagerly
 from recbft.kernels.robust_filter import compiled, cpu, isotropic, reference
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, read_clock, turns
 from recbft.kernels.robust_filter.isotropic import decayed_weights

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recbft.autograd.complex_pairs import as_complex, real
+from recbft.autograd.transforms import applied, once_differentiable, transformed
 from recbft.core.belief import SequenceContext
 from recbft.kernels import compiled
 from recbft.kernels.compiled import pointer
 from recbft.kernels.compiled.heads import Batch, Spans, View, check, run, spans_of
-from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.layout import by_tokens, readable
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
 from recbft.kernels.robust_filter.isotropic import Tables, tables_of
-from recbft.kernels.transforms import applied, once_differentiable, transformed
 
 
 def decline(q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> str | None:

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recbft.autograd.complex_pairs import as_complex, real
+from recbft.autograd.transforms import applied, decline_dropout, once_differentiable, transformed
 from recbft.core.belief import SequenceContext
-from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.layout import by_tokens
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, in_columns, turns_of
 from recbft.kernels.robust_filter.isotropic import lag_tables
-from recbft.kernels.transforms import applied, decline_dropout, once_differentiable, transformed
 
 _At = tuple[slice, slice, slice]  # rows, readers, keys
 

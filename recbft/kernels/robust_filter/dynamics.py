@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from recbft.core.belief import SequenceContext
-from recbft.core.observation import epsilon_of
+from recbft.core.observation_precision import epsilon_of
 from recbft.errors import UserError
 
 Kernel = Literal["student", "gaussian"]

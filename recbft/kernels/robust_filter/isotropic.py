@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recbft.autograd.complex_pairs import as_complex, real
 from recbft.core.belief import SequenceContext
-from recbft.kernels.complex_pairs import as_complex, real
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, residual_variance, turns
 from recbft.kernels.softmax_moments.reference import normalised
 

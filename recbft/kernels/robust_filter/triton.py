@@ -15,12 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, decline_dropout, once_differentiable, transformed
 from recbft.core.belief import SequenceContext
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.layout import by_tokens
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
-from recbft.kernels.transforms import applied, decline_dropout, once_differentiable, transformed
 
 OWN, STEP = 16, 16  # tokens of a program, and those it goes over at once: larger tiles spill (benchmarks.gpu_registers)
 MAX_WIDTH = 64  # complex coordinates that the registers hold

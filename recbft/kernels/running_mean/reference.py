@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recbft.kernels.full_precision import in_full_precision
+from recbft.autograd.full_precision import in_full_precision
 
 MOMENTUM = 0.99
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recbft.autograd.eager import eagerly
+from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable
 from recbft.core.belief import SequenceContext
-from recbft.kernels.eager import eagerly
-from recbft.kernels.transforms import applied, beyond_first_gradients, once_differentiable
 
 
 def total_bias(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import compiled
@@ -27,7 +28,6 @@ from recbft.kernels.compiled.heads import (
     spans_of,
 )
 from recbft.kernels.layout import by_tokens, readable
-from recbft.kernels.transforms import applied, once_differentiable
 
 
 def decline(q: Tensor, *, read_by_all: bool = True) -> str | None:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
-from recbft.kernels.transforms import applied, once_differentiable
 
 
 def silu_moments(

@@ -20,14 +20,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from recbft.autograd.full_precision import exact_products
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import SiluMoments
 from recbft.kernels import dispatch
-from recbft.kernels.full_precision import exact_products
 from recbft.kernels.layout import readable
 from recbft.kernels.silu_moments import product_dtype
 from recbft.kernels.silu_moments.triton_passes import forward_pass, keys_pass, readers_pass
-from recbft.kernels.transforms import applied, once_differentiable
 
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 

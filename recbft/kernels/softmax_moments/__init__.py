@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recbft.autograd.eager import eagerly
+from recbft.autograd.transforms import transformed
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import SOME_READ, Path, late
-from recbft.kernels.eager import eagerly
 from recbft.kernels.softmax_moments import compiled, cpu, reference
-from recbft.kernels.transforms import transformed
 
 # Of the Triton path, by what shared memory holds.
 WIDEST_HEAD = {torch.float32: 128, torch.float16: 256, torch.bfloat16: 256}

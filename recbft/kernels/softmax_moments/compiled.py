@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext
-from recbft.core.observation import epsilon_of
+from recbft.core.observation_precision import epsilon_of
 from recbft.core.regimes import BiasTerms
 from recbft.core.statistics import Moments
 from recbft.kernels import compiled
@@ -34,7 +35,6 @@ from recbft.kernels.compiled.heads import (
     spans_of,
 )
 from recbft.kernels.layout import by_tokens, readable
-from recbft.kernels.transforms import applied, once_differentiable
 
 MEAN, MOMENTS, REML = range(3)
 

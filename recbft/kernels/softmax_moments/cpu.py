@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, decline_dropout, once_differentiable
 from recbft.core.belief import SequenceContext
 from recbft.core.statistics import Moments
 from recbft.kernels.dispatch import SOME_READ
 from recbft.kernels.dropout import scaled_mask
 from recbft.kernels.softmax_moments.cpu_blocks import WHOLE, Block, Joined, blocks_of
-from recbft.kernels.transforms import applied, decline_dropout, once_differentiable
 
 
 def decline(q: Tensor, *, dropout: float, read_by_all: bool = True) -> str | None:

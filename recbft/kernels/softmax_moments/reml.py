@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from recbft import core
+from recbft.autograd.eager import eagerly
 from recbft.core import SequenceContext
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import Path, late
-from recbft.kernels.eager import eagerly
 from recbft.kernels.filter_step import reml_precision
 from recbft.kernels.softmax_moments import compiled, decline_triton
 

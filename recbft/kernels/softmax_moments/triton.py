@@ -18,8 +18,9 @@ import torch
 import triton
 from torch import Tensor
 
+from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext
-from recbft.core.observation import epsilon_of
+from recbft.core.observation_precision import epsilon_of
 from recbft.core.statistics import Moments
 from recbft.kernels import dispatch
 from recbft.kernels.layout import by_tokens
@@ -27,7 +28,6 @@ from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_ker
 from recbft.kernels.softmax_moments.triton_columns import columns_kernel
 from recbft.kernels.softmax_moments.triton_forward import forward_kernel
 from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
-from recbft.kernels.transforms import applied, once_differentiable
 
 SPANS_TILE, COLUMNS_TILE = 32, 64
 

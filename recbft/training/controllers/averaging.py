@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.evaluation.metrics import METRIC
 from recbft.training.controllers.hooks import Moment, value_of

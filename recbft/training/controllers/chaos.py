@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.training.controllers.hooks import Moment
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.training.controllers.guardian import regime_mixers

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.mixers.regime import RegimeAttention
 from recbft.training.controllers.hooks import VALIDATION_LOSS, Moment, value_of

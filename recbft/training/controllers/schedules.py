@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from recbft.config import check_range
+from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.training.controllers.hooks import Moment

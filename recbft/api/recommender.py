@@ -1,0 +1,430 @@
+"""What a notebook user imports from ``recbft``: a data set, and a recommender that is fitted, evaluated and asked.
+
+>>> from recbft import Dataset, Recommender                              # doctest: +SKIP
+>>> dataset = Dataset.from_frame(frame, user="user", item="item", time="when")  # doctest: +SKIP
+>>> recommender = Recommender("sasrec", arm="bft", epochs=50).fit(dataset)  # doctest: +SKIP
+>>> recommender.recommend({"ann": ["tea", "milk"]}, k=10)                # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from recbft.api.aligning import aligned
+from recbft.api.fitted_folder import fitted_folder
+from recbft.api.python_errors import free_folder, python_errors
+from recbft.api.trained_run import TrainedRun
+from recbft.config.fields import is_whole
+from recbft.datasets import Dataset
+from recbft.datasets.config import DataConfig
+from recbft.datasets.planted import planted_reliability
+from recbft.errors import UserError
+from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.evaluation.mechanism import mechanism
+from recbft.evaluation.probability import Calibration
+from recbft.evaluation.uncertainty import uncertainty
+from recbft.kernels import compiled
+from recbft.runs.folder import RunFolder
+from recbft.serving.explanations import explain
+from recbft.serving.given_histories import Histories
+from recbft.serving.lists import check_filter_seen, recommend, recommend_in_blocks
+from recbft.serving.vectors import ItemVectors, UserVectors, item_vectors, user_vectors
+from recbft.system.after_fork import one_thread_if_forked
+from recbft.system.files import new_folder
+from recbft.training import one_run
+from recbft.training.build import run_protocol
+from recbft.training.process_team import team
+from recbft.training.progress import Progress
+from recbft.training.run_config import RunConfig, load_run_config
+
+__all__ = ["Dataset", "Recommender"]
+
+T = TypeVar("T")
+
+
+class Recommender:
+    """A model by name, from its settings to its recommendations.
+
+    Args:
+        model: a name of ``recbft models``.
+        arm: one of the model's arms; its precision-tracking one where it has one.
+        seed: decides initial weights, data order and dropout.
+        config: a YAML file to start from.
+        settings: any configuration key by its name, such as ``epochs=50``, or a section, such as
+            ``core={"lam_max": 10}``. None means not given; where a key may be null, ``"none"`` says so.
+
+    Raises:
+        UserError: an unknown name, or a value of the wrong type or range.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        arm: str | None = None,
+        seed: int | None = None,
+        config: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config: RunConfig = load_run_config(config, model=model, arm=arm, seed=seed, **settings)
+        self._trained: TrainedRun | None = None
+
+    @property
+    def run(self) -> RunFolder | None:
+        """The folder of the run; None before there is one."""
+        return None if self._trained is None else self._trained.run
+
+    def __repr__(self) -> str:
+        state = (
+            "not trained"
+            if self.run is None
+            else f"trained on {self.config.data.dataset!r}, run folder {self.run.path}"
+        )
+        return f"<Recommender {self.config.model} {self.config.arm}, seed {self.config.seed}: {state}>"
+
+    def fit(
+        self,
+        dataset: Dataset | None = None,
+        *,
+        out: str | Path | None = None,
+        progress: Progress | None = None,
+        warm_start: bool = False,
+    ) -> Recommender:
+        """Train on a data set (the configured one unless given) and keep the best weights.
+
+        Args:
+            out: the run's folder; a temporary one, gone with this object, unless given.
+            progress: an object that is told how it goes, as ``recbft.training.progress.Progress``; none unless given.
+            warm_start: begin from the weights of the run that this recommender holds, of which
+                ``training.warm_start_keep`` says how much is kept; without it one that holds a run trains from scratch.
+
+        Raises:
+            UserError: the folder is taken; data and settings do not fit; a data set is given, and settings of this
+                object would have prepared another; a run to begin from is gone, or another stands in its place.
+            RunError: training failed; after an interruption the folder stays, and ``resume`` goes on with it.
+        """
+        _check_dataset(dataset)
+        config = self.config if dataset is None else self._config_for(dataset)
+        if warm_start:
+            older = str(self._own_run().path)
+            config = replace(config, training=replace(config.training, warm_start=older))
+        elif self.run is not None:  # what that run began from is not asked for here
+            config = replace(config, training=replace(config.training, warm_start=None, warm_start_keep=None))
+        together = team(config.training)
+        with fitted_folder(out) as place:
+            path = together.first_does(lambda: free_folder(place.path, dataset))
+            with python_errors(path, dataset):
+                run = one_run.train(config, path, dataset=dataset, progress=progress)
+                if out is None and not together.leads:  # the first process's folder goes with that process's object
+                    shutil.copytree(run.path, place.path)
+                    run = RunFolder.open(place.path)
+                together.wait()
+                self._open(run.path, config.data.data_root)
+            place.go_with(self.run)
+        return self
+
+    @classmethod
+    def resume(
+        cls,
+        path: str | Path,
+        dataset: Dataset | None = None,
+        *,
+        data_root: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> Recommender:
+        """Go on with a fit that was stopped, exactly as if it had not been; a finished one is loaded.
+
+        Args:
+            path: the run's folder, as the interruption's message or ``fit``'s ``out`` names it.
+            dataset: what it was fitted on; looked for by the name of the run's own unless given.
+            data_root: the folder of data sets to look in.
+            progress: as in ``fit``.
+
+        Raises:
+            UserError: there is no run, or the data are not those it was begun with.
+            RunError: as in ``fit``.
+        """
+        _check_dataset(dataset)
+        with python_errors(Path(path), dataset):
+            one_run.resume(path, data_root=data_root, dataset=dataset, progress=progress)
+        return cls.load(path, data_root=data_root)
+
+    def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
+        """Full-ranking metrics and ranks on a part of a data set with the vocabulary this model was trained with.
+
+        Args:
+            dataset: as ``aligned`` takes it.
+            part: which held-out item is ranked.
+
+        Returns:
+            ``headline``, the metrics by name, ranked as ``evaluation.filter_seen`` says; ``metrics`` has them
+            "unfiltered" (among all items) and "filtered" (seen items masked), ``per_user`` a row for each user with
+            both ranks, ``precision`` the posterior precision behind each, ``exposure`` what lists of the best show.
+        """
+        dataset = self.aligned(dataset)
+        settings = self.config.evaluation
+        return evaluate(
+            self._fitted().model,
+            dataset,
+            part,
+            filter_seen=settings.filter_seen,
+            ks=settings.ks,
+            memory_mb=settings.memory_mb,
+            lists=True,
+        )
+
+    def recommend(
+        self,
+        histories: Histories,
+        k: int = 10,
+        *,
+        filter_seen: bool = True,
+        exclude: Iterable[Any] | None = None,
+        candidates: Iterable[Any] | None = None,
+    ) -> pd.DataFrame:
+        """The k best items for each history, with their probabilities and the posterior precision behind each list.
+
+        Args:
+            histories: raw item ids, oldest first, by user (a mapping, or a pandas series of lists), without users (a
+                sequence of sequences, numbered from 0), or a data frame (pandas, polars, pyarrow) with columns
+                ``user_id`` and ``item_id`` in time order, and ``timestamp`` for a model that reads times. Users need
+                not have been seen in training. Events are taken as they are: filter them as the training data were.
+            filter_seen: leave out the items of the history itself.
+            exclude: raw ids of items that no list may hold, such as what is sold out.
+            candidates: raw ids of the only items that lists may hold. Unknown ids in ``exclude`` and ``candidates``
+                have no effect, unless all are: then the first is warned about and the second refused.
+
+        Returns:
+            Columns user, item, score, rank (from 1), precision (NaN where the model keeps none), probability. A user of
+            whom fewer than k items are left gets those: fewer rows, or none. ``probability`` is how likely the user's
+            next event is of this item, if it is of one that the list may hold: one of the ``candidates``, not seen
+            (``filter_seen``), not excluded. Its sum over a list is how likely the next item is on it. What
+            makes it of the scores is ``calibration``; NaN where that is None.
+
+            ``attrs`` counts what was skipped, ``unknown_events`` of items the model does not know and ``skipped_users``
+            with no known item; and ``short_lists``, of fewer than k items, with the length of the ``shortest_list``.
+
+        Raises:
+            ColdStartError: no user has a known item.
+            UserError: as ``recbft.serving.lists.recommend``.
+        """
+        ask = partial(self._of_model(recommend), calibration=self.calibration(filter_seen=filter_seen))
+        return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
+
+    def recommend_in_blocks(
+        self,
+        histories: Histories,
+        k: int = 10,
+        *,
+        filter_seen: bool = True,
+        exclude: Iterable[Any] | None = None,
+        candidates: Iterable[Any] | None = None,
+    ) -> Iterator[pd.DataFrame]:
+        """As ``recommend``, some thousand users after the other, so that memory does not grow with the lists.
+
+        Returns:
+            Tables whose rows, one after the other, are those of ``recommend``, each made when it is asked for; what is
+            wrong with the request is said before the first. ``attrs`` count what no table before has counted.
+        """
+        ask = partial(self._of_model(recommend_in_blocks), calibration=self.calibration(filter_seen=filter_seen))
+        return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
+
+    def calibration(self, *, filter_seen: bool = True) -> Calibration | None:
+        """``temperature`` T and ``lapse`` u of the probabilities (1 - u) softmax(scores / T) + u / n of ``recommend``.
+
+        The n items are those that the list may hold. T and u were fitted on validation targets when the run ended. None
+        where there were none to fit them on, and of a run that is not finished or whose ``metrics.json`` lacks them;
+        its lists have no probabilities.
+        """
+        trained = self._fitted()
+        check_filter_seen(filter_seen)
+        return trained.calibrations[bool(filter_seen)]
+
+    def user_vectors(self, histories: Histories) -> UserVectors:
+        """What the model knows of each user, as a vector whose product with an item's is the score of ``recommend``.
+
+        Args:
+            histories: as ``recommend`` takes them.
+
+        Returns:
+            ``users``, ``vectors`` (a row each), ``precision``, and what was skipped.
+
+        Raises:
+            ColdStartError, UserError: as ``recommend``.
+        """
+        trained = self._fitted()
+        return user_vectors(trained.model, trained.vocabulary, histories, time_unit=trained.time_unit)
+
+    def item_vectors(self) -> ItemVectors:
+        """The items of the model and a vector of each, for an index of nearest neighbours by inner product."""
+        trained = self._fitted()
+        return item_vectors(trained.model, trained.vocabulary)
+
+    def explain(self, history: Sequence[Any] | pd.DataFrame, item: Any = None, k: int | None = None) -> pd.DataFrame:
+        """Which events of a history speak for an item, or for the best ones.
+
+        Args:
+            history: raw item ids, oldest first, or a data frame with columns ``user_id`` and ``item_id`` of one user.
+            item: the raw id of the item to explain; the k best items that are not in the history unless given.
+            k: how many of those, 3 unless given.
+
+        Returns:
+            A row per item and event that the model reads, by falling weight: item, score, position (place in the
+            history, from 1), event (its item), weight (share of the last layer's attention at the last token, the same
+            for every item; NaN for a model without attention), change (score with the event less score without it;
+            NaN for the only event of a history). ``attrs``: ``precision`` behind the scores (None without one),
+            ``own_weight`` of a token that is no event, such as a mask, and ``unknown_events``, which were skipped.
+        """
+        return self._of_model(explain)(history, item, k)
+
+    def probe(
+        self,
+        dataset: Dataset | None = None,
+        part: Literal["validation", "test"] = "test",
+        *,
+        users: int | None = None,
+        samples: int = 1000,
+    ) -> dict[str, Any]:
+        """What the precision channel does, and whether it tells when the model is right; what ``recbft probe`` prints.
+
+        Args:
+            dataset: as ``aligned`` takes it.
+            part: which held-out item is asked for.
+            users: so many users, drawn from a fixed seed, instead of all.
+            samples: bootstrap resamples behind each interval.
+
+        Returns:
+            ``mechanism`` and ``uncertainty``, the figures of ``recbft.evaluation.mechanism`` and ``.uncertainty``, and
+            the ``protocol``, with the SHA-256 of the ``weights``; ready for JSON.
+        """
+        trained, dataset = self._fitted(), self.aligned(dataset)
+        model = trained.model
+        if users is not None and not (is_whole(users) and 1 <= users <= dataset.num_users):
+            raise UserError(f"users is {users!r}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
+        rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:users])
+        if not (is_whole(samples) and samples >= 1):
+            raise UserError(f"samples is {samples!r}; give a whole number of at least 1")
+        memory_mb = self.config.evaluation.memory_mb
+        planted, data = None, self.config.data
+        if dataset.content_hash == trained.protocol["content_hash"]:  # of other data's users nothing is known
+            planted = planted_reliability(dataset, str(data.dataset), data.data_root)
+        return {
+            "mechanism": mechanism(model, dataset, part, users=rows, planted=planted, memory_mb=memory_mb),
+            "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),
+            "protocol": {
+                **run_protocol(self.config, dataset, model, trained.protocol.get("begun_from")),
+                "part": part,
+                "filter_seen": False,
+                "weights": trained.weights,
+            },
+        }
+
+    def aligned(self, dataset: Dataset | None = None) -> Dataset:
+        """A data set as ``evaluate`` and ``probe`` read it: its items have the indices that they have in the model.
+
+        Args:
+            dataset: ``own_dataset`` unless given; any whose items the model knows.
+
+        Returns:
+            The data set so numbered; for a model that reads times, with dates in the unit of the training data.
+
+        Raises:
+            UserError: it has an item that the model does not know, or times that cannot be told in that unit.
+        """
+        trained = self._fitted()
+        _check_dataset(dataset)
+        dataset = self.own_dataset() if dataset is None else dataset
+        return aligned(dataset, trained.model, trained.vocabulary, trained.run, trained.time_unit)
+
+    def own_dataset(self) -> Dataset:
+        """The data set that this model was trained on, from where it lies now.
+
+        Raises:
+            UserError: it cannot be loaded, or holds something else than it did.
+        """
+        trained = self._fitted()
+        dataset, content = self.config.data.load_again(), str(trained.protocol["content_hash"])
+        if dataset.content_hash != content:
+            raise UserError(
+                f"{trained.run.path} was trained on content {content[:12]}, but its data set {dataset.name!r} as "
+                f"loaded has {dataset.content_hash[:12]}; restore the data it was trained on, or to use other data on "
+                "purpose, give them with -d, or in Python as dataset"
+            )
+        return dataset
+
+    def save(self, path: str | Path) -> None:
+        """Copy the run's folder; ``Recommender.load`` and the command line read it back.
+
+        Raises:
+            UserError: something stands there, it lies in the run's own folder, or that is gone, holds another run or is
+                being trained.
+        """
+        run = self._own_run()
+        if Path(path).is_dir() and any(Path(path).iterdir()):
+            raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
+        RunFolder.refuse_taken(path)
+        if run.path.resolve() in Path(path).resolve().parents:
+            raise UserError(f"{path} lies in the folder that is to be copied, {run.path}; name one outside it")
+        with run.locked(alone=False), new_folder(path) as made:
+            shutil.copytree(run.path, made, dirs_exist_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path, *, data_root: str | Path | None = None) -> Recommender:
+        """The recommender of a run folder, with its best weights.
+
+        Args:
+            data_root: the folder of data sets in which ``evaluate`` and ``probe`` look for the run's own.
+
+        Raises:
+            UserError: there is no run, it has no weights yet, or a file is damaged.
+        """
+        compiled.missing()  # builds them now if ever, not while the first request waits
+        recommender = cls.__new__(cls)
+        recommender._open(Path(path), None if data_root is None else str(data_root))
+        return recommender
+
+    def _open(self, path: Path, data_root: str | None) -> None:
+        one_thread_if_forked()
+        self._trained = TrainedRun.read(path)
+        config = self._trained.config
+        self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
+
+    def _own_run(self) -> RunFolder:
+        """The folder of this object's run, which has not been put there by somebody else since."""
+        trained = self._fitted()
+        trained.check_in_place()
+        return trained.run
+
+    def _config_for(self, dataset: Dataset) -> RunConfig:
+        """The settings with the name of a data set that is given; UserError if they ask for another preparation."""
+        own, asked = self.config.data, {}
+        if self.run is None:  # else they are a run's, not asked for here
+            own.check_prepared(dataset)
+            asked = own.preparation().to_dict()
+        return replace(self.config, data=DataConfig.behind(dataset, data_root=own.data_root, **asked))
+
+    def _of_model(self, ask: Callable[..., T]) -> Callable[..., T]:
+        """A function that asks a model about histories, of this one."""
+        trained, memory_mb = self._fitted(), self.config.evaluation.memory_mb
+        return partial(ask, trained.model, trained.vocabulary, memory_mb=memory_mb, time_unit=trained.time_unit)
+
+    def _fitted(self) -> TrainedRun:
+        if self._trained is None:
+            raise UserError("this recommender is not trained; call fit(dataset), or Recommender.load(folder)")
+        one_thread_if_forked()
+        return self._trained
+
+
+def _check_dataset(dataset: object) -> None:
+    """UserError, with what makes one, where something else than a data set is given."""
+    if dataset is not None and not isinstance(dataset, Dataset):
+        how = "Dataset.load(path)" if isinstance(dataset, (str, Path)) else "Dataset.from_frame(frame)"
+        raise UserError(f"dataset is a {type(dataset).__name__}; make a data set of it with {how}")

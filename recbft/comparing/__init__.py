@@ -1,0 +1,1 @@
+"""Finished runs compared: which arm each belongs to, other systems' ranks, tests, pooling."""

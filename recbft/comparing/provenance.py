@@ -1,0 +1,124 @@
+"""The header of every result: when, on what, with which versions and on which data. No host names, users or paths."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recbft.datasets import Dataset
+from recbft.runs.environment import environment
+from recbft.runs.folder import RunFolder
+from recbft.training.process_settings import chosen_device
+from recbft.training.run_config import RunConfig
+
+# Options whose values are places on one machine, and the word that a recorded command has instead.
+_PLACES = {"--data-root": "DIR", "--out": "OUT", "--json": "FILE", "--config": "FILE"}
+_FILES = ("-d", "--dataset")  # a name, or a file of which the name is kept
+_NAMED = ("--external", "--set")  # NAME=FILE or KEY=VALUE
+
+
+def recorded(program: str, arguments: Sequence[str]) -> str:
+    """A command as it is written beside results: without the places it had on this machine.
+
+    >>> recorded("recbft compare", ["-d", "ml-1m", "--out=/home/ann/x", "--data-root", "/data"])
+    'recbft compare -d ml-1m --out OUT --data-root DIR'
+    """
+    words: list[str] = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if words and words[-1] in (*_PLACES, *_FILES, *_NAMED):
+            words.append(_without_place(words[-1], argument))
+        elif equals and option in (*_PLACES, *_FILES, *_NAMED):
+            words += [option, _without_place(option, value)]
+        elif argument.startswith("-d") and len(argument) > 2:
+            words += ["-d", _without_place("-d", argument[2:])]
+        else:
+            words.append(Path(argument).name if os.path.isabs(argument) else argument)
+    return f"{program} {shlex.join(words)}".rstrip()
+
+
+def _without_place(option: str, value: str) -> str:
+    """The value of an option as another machine would be given it."""
+    if option in _PLACES:
+        return _PLACES[option]
+    if option in _FILES:
+        return Path(value).name
+    key, equals, file = value.partition("=")
+    return f"{key}{equals}{Path(file).name}" if os.path.isabs(file) else value
+
+
+def header(command: str, dataset: Dataset | None = None, *, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Command, date, machine, versions, load and data; call ``close`` on it when the work is done."""
+    made: dict[str, Any] = {
+        "command": command,
+        **environment(device),
+        "load_average_before": os.getloadavg()[0],
+    }
+    if dataset is not None:
+        made["data"] = {
+            "name": dataset.name,
+            "users": dataset.num_users,
+            "items": dataset.num_items,
+            "events": dataset.num_events,
+            "content_hash": dataset.content_hash,
+            "target_hash": dataset.target_hash,
+        }
+    return made
+
+
+def of_runs(runs: Sequence[Path]) -> dict[str, Any]:
+    """The entries of a header that say where and with what runs were made, which may be another machine than this.
+
+    An entry in which runs differ names all values; what a run of an earlier version does not say is "unknown".
+    """
+    made = [RunFolder.open(run).environment for run in runs]
+    values = {name: [each.get(name, "unknown") for each in made] for name in environment()}
+    return {
+        name: found[0] if len(set(map(str, found))) == 1 else " or ".join(sorted(set(map(str, found))))
+        for name, found in values.items()
+    }
+
+
+def close(header: dict[str, Any], runs: Sequence[Path] = ()) -> dict[str, Any]:
+    """Add the load after the work, and where these runs were made: a study may go on on another machine."""
+    return header | {"load_average_after": os.getloadavg()[0]} | (of_runs(runs) if runs else {})
+
+
+def lines(header: Mapping[str, Any]) -> list[str]:
+    """The header as text."""
+    h = header
+    device = h["cpu"] if h["device"] == "cpu" else f"{h['device']}, {h['cpu']}"
+    where = (
+        f"{h['date']}, {device} ({h['machine']}, {h['system']}), {h['cores']} cores, {h['memory_gib']} GiB, "
+        f"{h['threads']} thread{'' if h['threads'] == 1 else 's'} per process"
+    )
+    if "load_average_before" in h:
+        where += f", load average {h['load_average_before']:.1f} before"
+    if "load_average_after" in h:
+        where += f", {h['load_average_after']:.1f} after"
+    text = [
+        f"`{h['command']}`",
+        where,
+        f"recbft {h['recbft']} (commit {h['commit']}), Python {h['python']}, torch {h['torch']}, numpy {h['numpy']}",
+    ]
+    if "data" in h:
+        data = h["data"]
+        text.append(
+            f"{data['name']}: {data['users']:,} users, {data['items']:,} items, {data['events']:,} events, "
+            f"content {data['content_hash'][:12]}, targets {data['target_hash'][:12]}"
+        )
+    return text
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """Where a run with this config takes place.
+
+    Raises:
+        UserError: the device is not there.
+    """
+    return chosen_device(config.training.device)

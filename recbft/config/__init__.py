@@ -1,0 +1,1 @@
+"""Configurations: frozen dataclasses, YAML text, and RecBole's words for the same."""

@@ -1,0 +1,255 @@
+"""Configuration as text: YAML files and ``key=value`` settings, put in their sections.
+
+YAML is read with the scalar rules of version 1.2, so that ``1e-3`` is a number and ``off`` and ``no`` are words; a key
+given twice is refused. A setting is written with its section (``core.lam_max=10``) or, since names differ between
+sections, bare (``epochs=50``); a file may be nested or flat in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from recbft.config.fields import NULL_WORDS, Verbatim, field_types
+from recbft.config.recbole_yaml import HANDLED, IGNORED, OTHER_WORDS, OUR_NAMES
+from recbft.errors import UserError, did_you_mean
+
+# What RecBole calls some of our keys: the message about an unknown key then names ours.
+RECBOLE_NAMES = {
+    **OUR_NAMES,
+    "field_separator": "separator",
+    "data_path": "data_root",
+    "reproducibility": "deterministic",
+    "loss_type": "loss",
+}
+RECBOLE_NAMES |= {key: RECBOLE_NAMES.get(meant, meant) for key, meant in OTHER_WORDS.items()}
+
+
+MOST_BYTES = 2**18  # of a file of settings
+MOST_REPEATED = 1000  # values that stand in a file once and are named again by its aliases
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the YAML 1.2 core scalars and unique keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key_node, yaml.ScalarNode) and key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} appears twice", key_node.start_mark)
+            if isinstance(key_node, yaml.ScalarNode):
+                keys.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+        return int(self.construct_scalar(node))
+
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        """A text; a quoted ``none`` or the like is the word and not the value."""
+        text = self.construct_scalar(node)
+        return Verbatim(text) if node.style is not None and text.lower() in NULL_WORDS else str(text)
+
+
+_FLOAT = r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_SCALARS = {
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "tag:yaml.org,2002:int": (r"[-+]?\d+", list("-+0123456789")),
+    "tag:yaml.org,2002:float": (_FLOAT, list("-+0123456789.")),
+}
+_Loader.yaml_implicit_resolvers = {}
+for _tag, (_pattern, _first) in _SCALARS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole_number)
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper with lists on one line, and quotes around text that would be read as a number or as not set."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if re.fullmatch(_FLOAT, text) or text.lower() in NULL_WORDS else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+for _text in (str, Verbatim):
+    _Dumper.add_representer(_text, _represent_text)
+for _kind in (list, tuple):
+    _Dumper.add_representer(
+        _kind, lambda dumper, parts: dumper.represent_sequence("tag:yaml.org,2002:seq", parts, flow_style=True)
+    )
+
+
+def read_yaml(path: Path | str) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping."""
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)  # of a device there is no end
+        if len(content) > MOST_BYTES:
+            raise UserError(f"{path}: has more than {MOST_BYTES:,} bytes; give the path of a YAML file with settings")
+        text = content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give the path of a YAML file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; give the path of a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; give the path of a YAML file that can be read") from None
+    tree = parse_yaml(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: holds {type(tree).__name__}, not keys and values; write lines such as 'epochs: 50'")
+    return tree
+
+
+def to_yaml(tree: Mapping[str, Any]) -> str:
+    """YAML text of ``tree``, keys in their order; ``read_yaml`` and any YAML 1.1 reader give the same values back."""
+    return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+_SIGNS = re.compile(r"""[^\w\[\]{}"'~]+""")  # without those that are values in YAML
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Key and value of ``key=value``; the value is a YAML scalar or list, or signs alone, such as a separator.
+
+    >>> parse_setting("learning_rate=1e-3"), parse_setting("ks=[5, 10]"), parse_setting("jacobian=off")
+    (('learning_rate', 0.001), ('ks', [5, 10]), ('jacobian', 'off'))
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"setting {text!r} is not key=value; write for example epochs=50")
+    if _SIGNS.fullmatch(value):
+        return key.strip(), value
+    return key.strip(), parse_yaml(value, f"setting {text!r}")
+
+
+def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sections: Mapping[str, type]) -> None:
+    """Put ``value`` into the nested ``tree`` where ``key`` belongs: a top name, a section, section.name or a bare name.
+
+    Args:
+        tree: changed in place; section -> {name: value}.
+        top: keys that belong to no section.
+        sections: section name -> config class, whose fields are its names.
+
+    Raises:
+        UserError: the key is unknown, belongs to more than one section, or stands in the tree already.
+    """
+    section, dot, name = key.partition(".")
+    if dot:
+        if section not in sections:
+            raise UserError(f"unknown section {section!r} in key {key!r}; {did_you_mean(section, sections)}")
+        fields = field_types(sections[section])
+        if name not in fields:
+            outer, _, inner = name.partition(".")
+            if inner and any(map(is_dataclass, get_args(fields.get(outer)))):
+                inside = yaml.dump({inner: value}, Dumper=_Dumper, default_flow_style=True, width=math.inf).strip()
+                raise UserError(f"unknown key {key!r}; write {section}.{outer}={inside}")
+            raise UserError(f"unknown key {key!r}; {_nearest(name, fields, top)}")
+        _put(tree, section, name, value)
+    elif key in top:
+        tree[key] = value
+    elif key in sections:
+        if value is not None and not isinstance(value, Mapping):
+            raise UserError(f"{key} is {value!r}; it is a section: give keys and values")
+        for inner, inner_value in (value or {}).items():
+            place(tree, f"{key}.{inner}", inner_value, top, sections)
+    else:
+        owners = [owner for owner, cls in sections.items() if key in field_types(cls)]
+        if not owners:
+            everywhere = {*top, *(field for cls in sections.values() for field in field_types(cls))}
+            raise UserError(f"unknown key {key!r}; {_nearest(key, everywhere)}")
+        if len(owners) > 1:
+            raise UserError(f"key {key!r} is in {' and '.join(owners)}; write {owners[0]}.{key} or {owners[1]}.{key}")
+        _put(tree, owners[0], key, value)
+
+
+def _put(tree: dict[str, Any], section: str, name: str, value: Any) -> None:
+    values = tree.setdefault(section, {})
+    if name in values:
+        raise UserError(f"{section}.{name} is given twice, as {values[name]!r} and as {value!r}; leave one of them out")
+    values[name] = value
+
+
+def _nearest(name: str, names: Collection[str], beyond: Collection[str] = ()) -> str:
+    """Which of ``names`` was meant, or what recbft calls it, there or in ``beyond``."""
+    own = RECBOLE_NAMES.get(name, "").rpartition(".")[2]
+    if own in {*names, *beyond}:
+        return f"recbft calls it {own!r}" + (", which is one more" if name == "stopping_step" else "")
+    if name in IGNORED | HANDLED | OTHER_WORDS.keys():
+        return "RecBole's keys are read in a config file alone"
+    return did_you_mean(name, names)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """What YAML text holds.
+
+    Args:
+        source: where it stands, for messages.
+
+    Raises:
+        UserError: it is not YAML, or its aliases repeat too much.
+    """
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        refuse_repetition(node, source)
+        return None if node is None else loader.construct_document(node)
+    except UserError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{source}{line}: {error.problem or 'is not YAML'}; mend the YAML") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: {' '.join(str(error).split())}; mend the YAML") from None
+    except RecursionError:
+        raise UserError(f"{source}: nested too deeply; mend the YAML") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        # A tag that its value does not fit, such as `!!int abc`, or a number of 5,000 digits.
+        raise UserError(f"{source}: holds a value that is not what its tag or its form says; mend the YAML") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def refuse_repetition(tree: Any, source: str) -> None:
+    """Refuse what becomes huge where it is written out: aliases of lists of aliases, in a few lines of YAML.
+
+    Args:
+        tree: a YAML node, or lists and mappings read from one.
+        source: where it stands, for the message.
+
+    Raises:
+        UserError: values that stand once and are named again are more than ``MOST_REPEATED``, or one holds itself.
+    """
+    sizes: dict[int, float] = {}
+
+    def size(part: Any) -> float:
+        inner = part.value if isinstance(part, yaml.Node) else part
+        if isinstance(inner, Mapping):
+            inner = [*inner.keys(), *inner.values()]
+        if not isinstance(inner, (list, tuple)):
+            return 1
+        if id(part) not in sizes:
+            sizes[id(part)] = math.inf  # while its parts are counted: it may be one of them
+            sizes[id(part)] = 1 + sum(map(size, inner))
+            once.append(1 + sum(not isinstance(each, (list, tuple, Mapping, yaml.CollectionNode)) for each in inner))
+        return sizes[id(part)]
+
+    once: list[int] = []
+    if size(tree) - sum(once) > MOST_REPEATED:
+        raise UserError(
+            f"{source}: its aliases (*name) repeat more than {MOST_REPEATED:,} values; write the values out"
+        )

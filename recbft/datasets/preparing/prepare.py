@@ -1,0 +1,298 @@
+"""From events to histories: row filter, order, de-duplication, minimum counts.
+
+The steps, in this order: keep the rows that satisfy ``where``; gather each user's rows in row order (or, where times
+are given, by a stable sort on time: ties keep their row order); drop repeated (user, item) pairs; drop users and items
+with too few events until none is left (the thresholds hold together in what is left); leave out each user's last
+events. Users with fewer than 3 events cannot be split and are always dropped and counted.
+
+Users are numbered by first appearance among the kept rows, items by first appearance in the finished histories.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from recbft.config.fields import is_whole
+from recbft.datasets.events import Events, as_floats, is_text
+from recbft.datasets.preparing.row_order import warn_if_newest_first
+from recbft.datasets.reading.missing import stands_for_nothing
+from recbft.errors import UserError, did_you_mean
+
+MIN_HISTORY = 3  # one event each to train, validate and test
+
+_COMPARISONS = {">=": np.greater_equal, "<=": np.less_equal, "==": np.equal, "!=": np.not_equal}
+_COMPARISONS |= {">": np.greater, "<": np.less, "=": np.equal}
+_NEEDS = "a row filter needs numbers; choose by texts or dates before the data are read"
+_CONDITION = re.compile(
+    r"^\s*(?P<column>.+?)\s*(?P<sign>>=|<=|==|!=|>|<|=)\s*(?P<number>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*$"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What is done to the events before they become histories.
+
+    Args:
+        k_core: every user and every item keeps at least this many events (iterative); 0 is off.
+        min_user_events, min_item_events: as ``k_core``, for one side; the larger of the two counts.
+        deduplicate: of a user's events with one item keep the ``"first"`` or the ``"last"``; None keeps all.
+        where: a row filter on numeric columns, such as ``"rating>=4"`` or ``"rating>=4 and year>2000"``. A row whose
+            value is blank, or a word such as NULL, does not satisfy it.
+        drop_last_events: leave out so many of each user's last events, after everything else: the same users one event
+            earlier, on which to see whether a result holds.
+    """
+
+    k_core: int = 0
+    min_user_events: int = 0
+    min_item_events: int = 0
+    deduplicate: str | None = None
+    where: str | None = None
+    drop_last_events: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("k_core", "min_user_events", "min_item_events", "drop_last_events"):
+            value = getattr(self, name)
+            if not (is_whole(value) and value >= 0):
+                raise UserError(f"{name} is {value!r}; give a whole number >= 0 (0 is off)")
+            object.__setattr__(self, name, int(value))  # numpy's cannot be written down
+        if self.deduplicate not in (None, "first", "last"):
+            raise UserError(f"deduplicate is {self.deduplicate!r}; choose 'first', 'last' or None")
+        self.conditions()
+
+    def conditions(self) -> list[tuple[str, str, int | float]]:
+        """The row filter as (column, comparison, number)."""
+        if self.where is None:
+            return []
+        parsed = []
+        for part in re.split(r"\s+and\s+|&&?", self.where):
+            match = _CONDITION.match(part)
+            try:
+                if match is None:
+                    raise ValueError("no comparison with a number")
+                parsed.append((match["column"], match["sign"], _number(match["number"])))
+            except ValueError:
+                advice = "write COLUMN>=NUMBER (also > < <= == !=), joined by 'and'"
+                raise UserError(f"row filter {self.where!r} cannot be read; {advice}") from None
+        return parsed
+
+    def columns(self) -> list[str]:
+        """The columns the row filter reads."""
+        return list(dict.fromkeys(column for column, _, _ in self.conditions()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for YAML and JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Preparation:
+        """The inverse of ``to_dict``; an unknown key is refused."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise UserError(f"unknown preparation key {key!r}; {did_you_mean(str(key), known)}")
+        return cls(**values)
+
+
+class Prepared(NamedTuple):
+    """Histories, their ids and how they came about; what ``Dataset`` is made of."""
+
+    items: NDArray[np.int64]  # (E,)    item index 1..V, users one after the other
+    offsets: NDArray[np.int64]  # (U+1,)  user u owns items[offsets[u]:offsets[u+1]]
+    times: NDArray[np.int64] | None  # (E,)
+    user_ids: NDArray[Any]  # (U,)    raw ids: int64, or object holding str
+    item_ids: NDArray[Any]  # (V,)
+    record: dict[str, Any]  # what was done and how many were dropped; JSON-able
+
+
+def prepare(events: Events, preparation: Preparation) -> Prepared:
+    """Turn events into histories.
+
+    Raises:
+        UserError: a filter column is missing or not numeric, or no user is left with 3 events.
+    """
+    kept = np.flatnonzero(satisfying(events, preparation))
+    users, user_names = _codes(events.user, kept)
+    items, item_names = _codes(events.item, kept)
+    times = None if events.time is None else events.time[kept]
+    # both sorts are stable: ties keep the row order
+    order = np.argsort(users, kind="stable") if times is None else np.lexsort((times, users))
+    users, items = users[order], items[order]
+    if times is not None:
+        warn_if_newest_first(events.source, users, times[order], order, stacklevel=4)
+    fresh = _not_duplicated(users, items, preparation.deduplicate)
+    alive, short, below = _hold_minimums(users, items, fresh, preparation)
+    if not alive.any():
+        raise UserError(_nothing_left(events, len(kept), int(fresh.sum()), len(user_names)))
+    alive, last, too_short = _drop_last(users, alive, preparation.drop_last_events)
+    if not alive.any():
+        raise UserError(
+            f"{events.source}: no user has {MIN_HISTORY} events left without the last {preparation.drop_last_events}; "
+            "lower drop_last_events"
+        )
+    users, items = users[alive], items[alive]
+    lengths = np.bincount(users, minlength=len(user_names))
+    present = np.flatnonzero(lengths)
+    item_codes, first_items = pd.factorize(items)
+    user_ids, item_ids = _raw(user_names, present), _raw(item_names, np.asarray(first_items))
+    everyone, everything = (_count_distinct(column) for column in (events.user, events.item))
+    record = {
+        "source": events.source,
+        "filters": preparation.to_dict(),
+        "time_unit": events.time_unit,
+        "before": {"users": everyone, "items": everything, "events": len(events)},
+        "after": {"users": len(user_ids), "items": len(item_ids), "events": len(items)},
+        "dropped": {
+            "events_filtered_out": len(events) - len(kept),
+            "events_repeated": int(len(fresh) - fresh.sum()),
+            "users_below_minimum": below,
+            "users_under_3_events": short + too_short,
+            **({"last_events": last} if preparation.drop_last_events else {}),
+        },
+    }
+    return Prepared(
+        items=item_codes.astype(np.int64) + 1,
+        offsets=np.concatenate([[0], np.cumsum(lengths[present])]).astype(np.int64),
+        times=None if times is None else times[order][alive],
+        user_ids=user_ids,
+        item_ids=item_ids,
+        record=record,
+    )
+
+
+def satisfying(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
+    """Which events the row filter keeps; all where there is none.
+
+    Raises:
+        UserError: a filter column is missing or not numeric.
+    """
+    keep = np.ones(len(events), dtype=bool)
+    for name, sign, number in preparation.conditions():
+        column = events.extra[name]
+        values, given = _numbers(column, name, events.source)
+        keep &= _COMPARISONS[sign](values, _as_held(number, column.type)) & given
+    return keep
+
+
+def _number(text: str) -> int | float:
+    """A number of a row filter; a whole one exactly, since floats hold those beyond 2**53 by rounding."""
+    if not math.isfinite(float(text)):
+        raise ValueError("no column holds a number so large")
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _as_held(number: int | float, kind: Any) -> Any:
+    """A number of a row filter as a column holds it: 4.1 in single precision is another number than in double."""
+    if isinstance(number, float) and (pa.types.is_float32(kind) or pa.types.is_float16(kind)):
+        with np.errstate(over="ignore"):  # infinity then, which is larger too
+            return np.dtype(kind.to_pandas_dtype()).type(number)
+    return number
+
+
+def _numbers(column: Any, name: str, source: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """A filter column's numbers, integers where it holds nothing else or else float64, and which rows are not blank."""
+    if is_text(column.type):
+        blank = stands_for_nothing(column)
+        text = pc.if_else(blank, "0", pc.ascii_lower(pc.utf8_trim_whitespace(column)))
+        numbers = np.asarray(pd.to_numeric(text.to_pandas(), errors="coerce"))
+        if (bad := np.isnan(numbers)).any():
+            row = int(bad.argmax())
+            place = f"{source}: row {row + 1}: column {name!r}"
+            raise UserError(f"{place} holds {column[row].as_py()!r}, but {_NEEDS}")
+        return numbers, ~blank.to_numpy(zero_copy_only=False)
+    if pa.types.is_integer(column.type):
+        return column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(zero_copy_only=False)
+    floats = as_floats(column)
+    if floats is None:
+        raise UserError(f"{source}: column {name!r} has type {column.type}, but {_NEEDS}")
+    return floats, ~np.isnan(floats)
+
+
+def _codes(ids: Any, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], Any]:
+    """Number ids by first appearance."""
+    encoded = (ids if len(kept) == len(ids) else ids.take(pa.array(kept))).dictionary_encode()
+    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64), encoded.dictionary
+
+
+def _raw(names: Any, chosen: NDArray[np.int64]) -> NDArray[Any]:
+    values = names.take(pa.array(chosen)).to_numpy(zero_copy_only=False)
+    return np.array(values, dtype=object if is_text(names.type) else np.int64)  # a copy: arrow's memory is read-only
+
+
+def _count_distinct(ids: Any) -> int:
+    return len(ids.unique())
+
+
+def _not_duplicated(users: NDArray[np.int64], items: NDArray[np.int64], keep: str | None) -> NDArray[np.bool_]:
+    if keep is None or len(users) == 0:
+        return np.ones(len(users), dtype=bool)
+    pairs = pd.Series(users * (int(items.max()) + 1) + items)
+    return ~np.asarray(pairs.duplicated(keep="first" if keep == "first" else "last"), dtype=bool)
+
+
+def _hold_minimums(
+    users: NDArray[np.int64], items: NDArray[np.int64], alive: NDArray[np.bool_], preparation: Preparation
+) -> tuple[NDArray[np.bool_], int, int]:
+    """Drop users and items below their minimum until none is left.
+
+    Returns:
+        The events that stay, the number of users dropped for having fewer than 3 events though they met the asked-for
+        minimum, and the number of users dropped for not meeting it.
+    """
+    if len(users) == 0:
+        return alive, 0, 0
+    min_user = max(preparation.k_core, preparation.min_user_events)
+    min_item = max(preparation.k_core, preparation.min_item_events)
+    num_users, num_items = int(users.max()) + 1, int(items.max()) + 1
+    short = 0
+    while True:
+        per_user = np.bincount(users[alive], minlength=num_users)
+        per_item = np.bincount(items[alive], minlength=num_items)
+        short += int(((per_user > 0) & (per_user < MIN_HISTORY) & (per_user >= min_user)).sum())
+        stay = alive & (per_user >= max(min_user, MIN_HISTORY))[users] & (per_item >= min_item)[items]
+        if stay.sum() == alive.sum():
+            gone = num_users - int((per_user > 0).sum())
+            if min_user == 0:  # whose events went all at once have missed no minimum that was asked for
+                short = gone
+            return alive, short, gone - short
+        alive = stay
+
+
+def _drop_last(users: NDArray[np.int64], alive: NDArray[np.bool_], number: int) -> tuple[NDArray[np.bool_], int, int]:
+    """Leave out the last events of each user, and who has fewer than 3 then.
+
+    Args:
+        users: user by user, each in order.
+
+    Returns:
+        The events that stay, how many were the last ones of their user, and how many users are gone.
+    """
+    if number == 0:
+        return alive, 0, 0
+    per_user = np.bincount(users[alive])
+    from_end = np.repeat(np.cumsum(per_user), per_user) - np.arange(alive.sum())  # 1 of a user's last event
+    is_last, stays = from_end <= number, per_user - number >= MIN_HISTORY
+    left = alive.copy()
+    left[alive] = ~is_last & stays[users[alive]]
+    return left, int(is_last.sum()), int(((per_user > 0) & ~stays).sum())
+
+
+def _nothing_left(events: Events, after_filter: int, after_duplicates: int, num_users: int) -> str:
+    read = f"{len(events):,} events of {_count_distinct(events.user):,} users read"
+    steps = f"{after_filter:,} of {num_users:,} users after the row filter, {after_duplicates:,} after de-duplication"
+    return (
+        f"{events.source}: no user has {MIN_HISTORY} events after filtering ({read}; {steps}); "
+        "check the user column, or loosen the filters and minimum counts"
+    )

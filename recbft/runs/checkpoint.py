@@ -1,0 +1,348 @@
+"""The state of a run after an epoch, kept so that a kill at any moment leaves the old state or the new one.
+
+    checkpoint/epoch-00012-1f0c9a3e.safetensors   parameters, buffers, optimiser tensors, random state
+    checkpoint/best-00009-77d0ab12.safetensors    parameters and buffers of the best epoch, by their own names
+    checkpoint/state.json                         everything else, and the size and SHA-256 of the files that belong
+
+``state.json`` is the one point where a state becomes the current one. A tensor file is named for its content, so
+writing never touches the file in use; only after ``state.json`` names the new files are the superseded ones removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from recbft.autograd.on_host import on_host
+from recbft.errors import UserError
+from recbft.runs.tensor_file import file_parts
+from recbft.runs.tensor_tree import flatten, restore
+from recbft.system.files import plain, read_json, write_atomic
+from recbft.system.version import recbft_version
+
+STATE_FILE = "state.json"
+FORMAT = 2  # 1 had a note on the order of the data in its state, which nothing read
+_FILE_NAME = re.compile(r"(epoch|best)-\d{5,}-[0-9a-f]{8}\.safetensors")  # as ``_write_tensors`` makes it
+_START_AFRESH = "the checkpoint is damaged: restore the file from a copy, or train again into a new folder"
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Where a run stands; plain values only."""
+
+    epoch: int  # epochs completed
+    step: int  # optimiser steps taken
+    seed: int
+    dataset: str  # its name, for messages
+    content_hash: str
+    vocabulary_hash: str
+    config_hash: str
+    best_metric: float | None = None  # of the validation metric that stops the run early
+    best_epoch: int | None = None
+    bad_epochs: int = 0  # validations since the best one
+    recbft_version: str = field(default_factory=recbft_version)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What ``load`` gives back: the arguments of ``snapshot``."""
+
+    state: TrainState
+    model_state: dict[str, Tensor]
+    optimizer_state: dict[str, Any]
+    rng_state: Any
+    controllers_state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state that is to be saved, its tensors on the CPU."""
+
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+    trees: dict[str, Any]
+    best: dict[str, Tensor] | None
+
+
+def snapshot(
+    *,
+    model_state: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Any],
+    rng_state: Any,
+    state: TrainState,
+    best_model_state: Mapping[str, Tensor] | None = None,
+    controllers_state: Mapping[str, Any] | None = None,
+    apart: bool = True,
+) -> Snapshot:
+    """A state as it is now, for ``write``.
+
+    Args:
+        model_state, optimizer_state: the ``state_dict()`` of the model and of the optimiser.
+        rng_state: random state as a tensor, or tensors in mappings and sequences.
+        state: the rest.
+        best_model_state: the model's ``state_dict()`` if this epoch is the best so far; None keeps the one saved last.
+        controllers_state: that of the controllers, if there are any.
+        apart: with tensors of its own, so that training may go on before it is written.
+    """
+    tensors: dict[str, Tensor] = {}
+    trees = {
+        "optimizer": flatten(optimizer_state, "optimizer", tensors),
+        "rng": flatten(rng_state, "rng", tensors),
+        "controllers": flatten(controllers_state or {}, "controllers", tensors),
+    }
+    tensors |= {f"model.{name}": tensor for name, tensor in model_state.items()}
+    best = None if best_model_state is None else on_host(best_model_state, apart=apart)
+    return Snapshot(asdict(state), on_host(tensors, apart=apart), trees, best)
+
+
+def write(folder: str | Path, snapshot: Snapshot) -> None:
+    """Make this the state that ``load`` finds.
+
+    Args:
+        folder: made if it is missing; its parent must exist.
+
+    Raises:
+        RunError: the disk is full; the state saved last is untouched.
+    """
+    folder = Path(folder)
+    folder.mkdir(exist_ok=True)
+    epoch, best = snapshot.state["epoch"], _recorded_best(folder)
+    if snapshot.best is not None:
+        best = _write_tensors(folder, f"best-{epoch:05d}", snapshot.best)
+    content = {
+        "format": FORMAT,
+        "state": snapshot.state,
+        "tensors": _write_tensors(folder, f"epoch-{epoch:05d}", snapshot.tensors),
+        "best": best,
+        "trees": snapshot.trees,
+    }
+    text = json.dumps({"sha256": _digest(content), **content}, indent=1, default=plain, allow_nan=False)
+    write_atomic(folder / STATE_FILE, text.encode())
+    _remove_unnamed(folder, content)
+
+
+def exists(folder: str | Path) -> bool:
+    """Whether there is a state to load."""
+    return (Path(folder) / STATE_FILE).is_file()
+
+
+def load(folder: str | Path) -> Loaded:
+    """The state saved last, checked against its sizes and hashes.
+
+    Raises:
+        UserError: there is none, or a file is missing, truncated or changed.
+    """
+    content = _read_state(Path(folder))
+    tensors = _read_tensors(Path(folder), content["tensors"])
+    try:
+        trees = {name: restore(content["trees"][name], tensors) for name in ("optimizer", "rng", "controllers")}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _not_a_state(Path(folder) / STATE_FILE) from None
+    return Loaded(
+        state=TrainState(**content["state"]),
+        model_state={name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")},
+        optimizer_state=trees["optimizer"],
+        rng_state=trees["rng"],
+        controllers_state=trees["controllers"],
+    )
+
+
+def load_state(folder: str | Path) -> TrainState:
+    """The plain part of the state saved last.
+
+    Raises:
+        UserError: there is none, or its file is damaged.
+    """
+    return TrainState(**_read_state(Path(folder))["state"])
+
+
+def load_best(folder: str | Path) -> dict[str, Tensor]:
+    """Parameters and buffers of the best epoch.
+
+    Raises:
+        UserError: there is none, or a file is missing, truncated or changed.
+    """
+    folder = Path(folder)
+    best = _read_state(folder)["best"]
+    while best is not None:
+        try:
+            return _read_tensors(folder, best)
+        except UserError:
+            before, best = best, _read_state(folder)["best"]
+            if best == before:
+                raise
+            # A training that goes on has just put better ones in their place.
+    raise _no_best(folder)
+
+
+def best_digest(folder: str | Path) -> str:
+    """SHA-256 of the file with the best weights.
+
+    Raises:
+        UserError: there is none, or the state is damaged.
+    """
+    best = _read_state(Path(folder))["best"]
+    if best is None:
+        raise _no_best(folder)
+    return str(best["sha256"])
+
+
+def _no_best(folder: str | Path) -> UserError:
+    return UserError(f"{folder} holds no best weights: training stopped before its first validation; resume it")
+
+
+def check_dataset(
+    state: TrainState, *, dataset: str, content_hash: str, vocabulary_hash: str, folder: str | Path
+) -> None:
+    """Refuse to go on training with data other than the checkpoint's.
+
+    Raises:
+        UserError: the vocabulary or the content differs.
+    """
+    check_vocabulary(state, dataset=dataset, vocabulary_hash=vocabulary_hash, folder=folder)
+    if state.content_hash != content_hash:
+        raise UserError(
+            f"{folder} is a checkpoint of data set {state.dataset!r} with content {state.content_hash[:12]}, but "
+            f"{dataset!r} as loaded has {content_hash[:12]}; load the data it was trained on, prepared the same way"
+        )
+
+
+def check_vocabulary(state: TrainState, *, dataset: str, vocabulary_hash: str, folder: str | Path) -> None:
+    """Refuse to use weights with items other than the checkpoint's.
+
+    Raises:
+        UserError: the vocabulary differs.
+    """
+    if state.vocabulary_hash != vocabulary_hash:
+        other = "a changed vocabulary of" if state.dataset == dataset else "another data set,"
+        raise UserError(
+            f"{folder} is a checkpoint of data set {state.dataset!r} (item vocabulary {state.vocabulary_hash[:12]}), "
+            f"and this is {other} {dataset!r} ({vocabulary_hash[:12]}); load the data it was trained on"
+        )
+
+
+def take_up(model: nn.Module, state: Mapping[str, Tensor], *, folder: str | Path) -> None:
+    """Give a model the parameters and buffers that were saved, to train it on.
+
+    Raises:
+        UserError: they are of another model, or of another dtype, to which PyTorch would convert them without a word.
+    """
+    for name, own in model.state_dict().items():
+        if name in state and state[name].dtype != own.dtype:
+            raise UserError(
+                f"{folder} was trained in {state[name].dtype}, and this process works in {own.dtype}; go on after "
+                f"torch.set_default_dtype({state[name].dtype})"
+            )
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        first = " ".join(str(error).partition(":")[2].split())[:200]
+        raise UserError(
+            f"{folder} holds another model than its run's configuration makes today ({first}), as of another commit; "
+            "go on with the recbft that began it"
+        ) from None
+
+
+def vocabulary_hash(item_ids: NDArray[Any]) -> str:
+    """SHA-256 of the raw item ids in order, (V,), by their text."""
+    digest = hashlib.sha256(b"recbft vocabulary 1")
+    for raw in np.asarray(item_ids).tolist():
+        text = str(raw).encode()
+        digest.update(len(text).to_bytes(4, "little") + text)
+    return digest.hexdigest()
+
+
+def _write_tensors(folder: Path, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write a file, named for its content, of contiguous tensors on the CPU; return what ``state.json`` keeps of it."""
+    parts = file_parts(tensors)
+    content = hashlib.sha256()
+    for part in parts:
+        content.update(part)
+    digest = content.hexdigest()
+    name = f"{prefix}-{digest[:8]}.safetensors"
+    write_atomic(folder / name, lambda file: file.writelines(parts))
+    return {"file": name, "bytes": sum(len(part) for part in parts), "sha256": digest}
+
+
+def _not_a_state(path: Path) -> UserError:
+    return UserError(f"{path} is truncated or is not a checkpoint's state; {_START_AFRESH}")
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE_FILE
+    try:
+        content = read_json(path)
+        digest = content.pop("sha256")
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no checkpoint: {STATE_FILE} is missing; train into a new folder") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _not_a_state(path) from None
+    if content.get("format") not in (1, FORMAT):
+        raise UserError(
+            f"{path} has format {content.get('format')!r}, and this recbft reads those up to {FORMAT}; use the recbft "
+            "that wrote it"
+        )
+    known = {one.name for one in fields(TrainState)}
+    try:
+        is_own = digest == _digest(content)
+        if is_own and content["format"] == 1:
+            content["state"].pop("sampler", None)
+        is_own = is_own and set(content["state"]) == known
+        files = [content["tensors"], *([content["best"]] if content["best"] is not None else [])]
+        is_own = is_own and all(
+            _FILE_NAME.fullmatch(each["file"]) and each["bytes"] and each["sha256"] for each in files
+        )
+    except (ValueError, KeyError, TypeError, RecursionError):  # it holds what was never written, such as NaN
+        is_own = False
+    if not is_own:
+        raise UserError(f"{path} was changed after it was written; {_START_AFRESH}")
+    return dict(content)
+
+
+def _read_tensors(folder: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
+    path = folder / record["file"]
+    if not path.is_file():
+        raise UserError(f"{path} is missing; {_START_AFRESH}")
+    size = path.stat().st_size
+    if size != record["bytes"]:
+        raise UserError(f"{path} has {size} bytes where {record['bytes']} were written; {_START_AFRESH}")
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != record["sha256"]:
+        raise UserError(f"{path} was changed after it was written (its SHA-256 differs); {_START_AFRESH}")
+    tensors: dict[str, Tensor] = safetensors.torch.load(data)
+    return tensors
+
+
+def _recorded_best(folder: Path) -> dict[str, Any] | None:
+    if not exists(folder):
+        return None
+    best: dict[str, Any] | None = _read_state(folder)["best"]
+    return best
+
+
+def tidy(folder: str | Path) -> None:
+    """Remove what a process killed right after a save left of the one before; for whoever trains the run."""
+    _remove_unnamed(Path(folder), _read_state(Path(folder)))
+
+
+def _remove_unnamed(folder: Path, content: Mapping[str, Any]) -> None:
+    """Remove superseded tensor files, and what a killed process left half-written."""
+    named = {content["tensors"]["file"], content["best"] and content["best"]["file"]}
+    for path in [*folder.glob("*.safetensors"), *folder.glob(".*.tmp")]:
+        if path.name not in named:
+            path.unlink(missing_ok=True)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=plain, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

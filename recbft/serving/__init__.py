@@ -1,0 +1,1 @@
+"""Answers of a trained model: lists, explanations and vectors, for histories that a caller gives."""

@@ -1,0 +1,93 @@
+"""Why an item: which events of a history speak for it.
+
+Shapes: I items explained, n events that the model reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from recbft.datasets.events import check_columns
+from recbft.datasets.vocabulary import Vocabulary
+from recbft.errors import UserError
+from recbft.evaluation import event_weights as explanations
+from recbft.models.contract import SequenceModel
+from recbft.serving.given_histories import Histories, as_frame, encode, is_listed, numbered
+from recbft.serving.lists import blocks_of_lists, check_asked, reads_times
+
+EXPLAINED = 3
+
+
+def explain(
+    model: SequenceModel,
+    vocabulary: Vocabulary,
+    history: Sequence[Any] | pd.DataFrame,
+    item: Any = None,
+    k: int | None = None,
+    *,
+    memory_mb: float = 256.0,
+    time_unit: str | None = None,
+) -> pd.DataFrame:
+    """``Recommender.explain``; see there.
+
+    Raises:
+        UserError: as ``recommend``; more than one history, an unknown item, or an item and a k.
+    """
+    if item is not None and k is not None:
+        raise UserError(f"k is {k}, which has no effect where an item is named; give one of them")
+    check_asked(model, 1 if k is None else k)
+    histories, raw = _one(as_frame(history))
+    encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
+    places = np.flatnonzero(vocabulary.encode(raw) > 0)  # of the known events
+    items = [item]
+    if item is None:
+        left = len(vocabulary) - len(np.unique(encoded.items))
+        if left < (k or 1):
+            asked = "" if k is None else f"k is {k}, but "
+            raise UserError(
+                f"{asked}only {left} of {len(vocabulary)} items are not in the history; name an item to explain"
+                + (", or lower k" if left else "")
+            )
+        wanted_length = min(EXPLAINED, left) if k is None else k
+        (best,) = blocks_of_lists(model, vocabulary, encoded, wanted_length, memory_mb=memory_mb)
+        items = best["item"].tolist()
+    wanted = vocabulary.encode(items)
+    if (wanted == 0).any():
+        raise UserError(f"item {item!r} is not in the model's vocabulary; name an item of the training data")
+    found = explanations.explain(model, encoded.items, wanted, times=encoded.times)
+    n, weight = len(found.events), found.weight
+    table: pd.DataFrame = pd.DataFrame(
+        {
+            "item": np.repeat(vocabulary.decode(wanted), n),
+            "score": np.repeat(found.score, n),
+            "position": np.tile(places[found.events] + 1, len(items)),
+            "event": np.tile(vocabulary.decode(encoded.items[found.events]), len(items)),
+            "weight": np.tile(np.full(n, np.nan) if weight is None else weight, len(items)),
+            "change": found.change.reshape(-1),
+        }
+    )
+    order = np.lexsort((-table["weight"].to_numpy(), np.repeat(np.arange(len(items)), n)))
+    table = table.iloc[order].reset_index(drop=True)
+    table.attrs = {
+        "precision": found.precision,
+        "own_weight": found.own_weight,
+        "unknown_events": encoded.unknown_events,
+    }
+    return table
+
+
+def _one(history: Iterable[Any] | pd.DataFrame) -> tuple[Histories, list[Any]]:
+    """One history as ``encode`` takes them, and its raw items."""
+    if not isinstance(history, pd.DataFrame):
+        if isinstance(history, (Mapping, set, frozenset)) or not is_listed(history):
+            raise UserError(f"the history is {history!r}; give one list of item ids, oldest first")
+        raw = list(history)
+        return [raw], raw
+    check_columns([str(column) for column in history.columns], ["user_id", "item_id"], "the history")
+    if (num_users := len(numbered(history["user_id"])[1])) > 1:
+        raise UserError(f"the data frame holds {num_users} users; give the events of one")
+    return history, history["item_id"].tolist()

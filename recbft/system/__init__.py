@@ -1,0 +1,1 @@
+"""The machine: files, processes, memory, and the version of what runs."""

@@ -1,0 +1,202 @@
+"""One run from its config to its finished folder: load and build, begin, and go on again after a stop.
+
+A run's results depend on its config and data alone (and, in the last digits, on the number of threads): data order,
+initial weights and dropout come from its seed, and the caller's random state is left as it was.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recbft.config.fields import to_dict
+from recbft.datasets import Dataset
+from recbft.errors import UserError
+from recbft.models import MODELS
+from recbft.models.contract import TrainableModel
+from recbft.runs import checkpoint
+from recbft.runs.environment import environment
+from recbft.runs.folder import RunFolder
+from recbft.training import tensorboard
+from recbft.training.build import loaded, make_parts, new_state, run_protocol
+from recbft.training.bundle import own_config
+from recbft.training.optimiser import idle_settings
+from recbft.training.out_of_memory import memory_explained
+from recbft.training.process_settings import run_settings
+from recbft.training.process_team import ALONE, Team, departure_explained, team
+from recbft.training.progress import Progress, Silent
+from recbft.training.run_config import RunConfig
+from recbft.training.same_run import refuse_changed_config, refuse_other_data
+from recbft.training.session import Session
+
+
+def run_name(config: RunConfig, dataset_name: str) -> str:
+    """The folder a run gets inside ``--out``; a file may call its data by what would lead out of there."""
+    usual = next(iter(MODELS[config.model].mixers), None)
+    mixer = "" if config.mixer == usual else f"-{config.mixer}"
+    data = re.sub(r"[/\x00-\x1f\x7f-\x9f]", "_", dataset_name)
+    return f"{config.model}-{config.arm}{mixer}-{data}-seed{config.seed}"
+
+
+def train(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    dataset: Dataset | None = None,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> RunFolder:
+    """Train a new run and leave its folder; several processes that torchrun has begun train one together.
+
+    Args:
+        config: everything that decides the run.
+        out: the run's own folder; must not hold anything.
+        dataset: data that is loaded already; otherwise ``config.data`` says which.
+        overwrite: ``out`` may hold a run, which is removed when the new one is sure to begin.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        UserError: the folder is taken, data and config do not fit, or another process trains this run.
+        RunError: training failed, was interrupted or ran out of memory; the message says how to go on.
+    """
+    together = team(config.training)
+    together.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
+    if (older := config.training.warm_start) is not None and Path(older).resolve() == Path(out).resolve():
+        raise UserError(f"{out} is the run whose weights this one begins from; give it a folder of its own")
+    if config.training.tensorboard:
+        tensorboard.check_available()
+    data, dataset = loaded(config.data, dataset)
+    config = replace(config, data=data)
+    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
+        listener = _listener(progress, together)
+        return begin(config, out, dataset, device, listener, overwrite=overwrite, together=together).finish()
+
+
+def resume(
+    path: str | Path,
+    *,
+    data_root: str | Path | None = None,
+    dataset: Dataset | str | None = None,
+    progress: Progress | None = None,
+) -> RunFolder:
+    """Go on with a run that was stopped, exactly as if it had not been; a finished run is returned as it is.
+
+    Args:
+        path: the run's folder.
+        data_root: where its data set lies now.
+        dataset: its data, loaded or by name or file; otherwise ``config.yaml`` says which.
+        progress: as in ``train``.
+
+    Raises:
+        UserError: there is no run, or the data are not those it was begun with.
+        RunError: as in ``train``.
+    """
+    run = RunFolder.open(path)
+    if run.is_finished and dataset is None:
+        return run
+    config = own_config(run)
+    if not isinstance(dataset, Dataset):
+        dataset = config.data.load_again(dataset, None if data_root is None else str(data_root))
+    if run.is_finished:
+        trained = run.protocol["content_hash"]
+        refuse_other_data(trained, dataset, f"{run.path} is finished, and was trained", "give those, or no data")
+        return run
+    if config.training.tensorboard:
+        tensorboard.check_available()
+    together = team(config.training)
+    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
+        return go_on(run, config, dataset, device, _listener(progress, together), together=together).finish()
+
+
+def begin(
+    config: RunConfig,
+    out: str | Path,
+    dataset: Dataset,
+    device: torch.device,
+    progress: Progress,
+    *,
+    generator: torch.Generator = torch.default_generator,
+    remarks: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    together: Team = ALONE,
+) -> Session:
+    """A new run whose folder is made, within ``run_settings``.
+
+    Args:
+        generator: where dropout is drawn from; the model is built with its seed set.
+        remarks: what ``environment.json`` says besides.
+        overwrite: as in ``train``.
+        together: the processes that train it.
+    """
+    parts = make_parts(config, dataset, device)
+    if together.leads and isinstance(parts.model, TrainableModel):
+        for key, why in idle_settings(parts.model, config.training).items():
+            warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
+    processes = {"processes": together.process.size} if together.several else {}
+    run = together.first_does(
+        lambda: RunFolder.create(
+            out,
+            config=config.to_yaml(),
+            protocol=run_protocol(config, dataset, parts.model, parts.begun_from),
+            environment=environment(device) | processes | dict(remarks or {}),
+            overwrite=overwrite,
+        )
+    )
+    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator, together)
+
+
+def go_on(
+    run: RunFolder,
+    config: RunConfig,
+    dataset: Dataset,
+    device: torch.device,
+    progress: Progress,
+    *,
+    generator: torch.Generator = torch.default_generator,
+    together: Team = ALONE,
+) -> Session:
+    """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last.
+
+    Raises:
+        UserError: data or config are not those it was begun with.
+    """
+    # An epoch's line comes after a state, if only that before the first epoch.
+    if not run.checkpoint.is_dir() or (run.history_file.is_file() and not run.has_checkpoint):
+        lost = run.checkpoint / checkpoint.STATE_FILE if run.checkpoint.is_dir() else run.checkpoint
+        raise UserError(f"{lost} is gone, and what was trained with it; restore it, or train with --overwrite")
+    state = new_state(config, dataset)
+    saved = checkpoint.load_state(run.checkpoint) if run.has_checkpoint else None
+    if saved is not None:
+        checkpoint.check_dataset(
+            saved,
+            dataset=state.dataset,
+            content_hash=state.content_hash,
+            vocabulary_hash=state.vocabulary_hash,
+            folder=run.checkpoint,
+        )
+    else:
+        remedy = "load the data it was begun with, or train a new run"
+        refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} was begun", remedy)
+    added = refuse_changed_config(run, to_dict(config), None if saved is None else saved.config_hash)
+    if added and together.leads:
+        warnings.warn(added, stacklevel=2)
+    parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
+    if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
+        raise UserError(
+            f"{run.path} was to begin from other weights than {parts.begun_from['run']} has now; train it anew with "
+            "--overwrite"
+        )
+    return Session(run, config, dataset, device, parts, state, progress, generator, together)
+
+
+def _listener(progress: Progress | None, together: Team) -> Progress:
+    """Who is told how it goes: of several processes, by the first."""
+    return Silent() if progress is None or not together.leads else progress

@@ -1,0 +1,880 @@
+"""What a notebook user does: fit, evaluate, recommend, save, load."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+import weakref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import recbft
+from recbft import Dataset, Recommender
+from recbft.datasets import Preparation
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
+from recbft.errors import RunError, UserError
+from recbft.models.backbone import Backbone
+from recbft.training import bundle, one_run
+from recbft.training.progress import Silent
+
+SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 2, "device": "cpu", "warmup_steps": 4}
+ARMS = ["published", "matched", "bft"]
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
+
+
+@pytest.fixture(scope="module")
+def fitted(dataset):
+    """One trained recommender per arm; nobody changes them."""
+    return {arm: Recommender("sasrec", arm=arm, **SMALL).fit(dataset) for arm in ARMS}
+
+
+def histories_of(dataset, back=1):
+    """Raw test histories: all but the last events."""
+    return {
+        user: dataset.decode(dataset.items[start : stop - back]).tolist()
+        for user, start, stop in zip(dataset.user_ids.tolist(), dataset.offsets[:-1], dataset.offsets[1:], strict=True)
+    }
+
+
+def test_the_package_offers_the_two_names_of_its_notebook_interface():
+    assert {"Dataset", "Recommender"} <= set(recbft.__all__) <= set(dir(recbft))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_saved_recommender_gives_identical_lists_and_metrics_when_loaded(fitted, dataset, tmp_path, arm):
+    one = fitted[arm]
+    one.save(tmp_path / "kept")
+    two = Recommender.load(tmp_path / "kept")
+    histories = histories_of(dataset)
+    for filter_seen in (True, False):
+        lists = [recommender.recommend(histories, 5, filter_seen=filter_seen) for recommender in (one, two)]
+        pd.testing.assert_frame_equal(*lists, check_exact=True)
+    for part in ("validation", "test"):
+        pd.testing.assert_frame_equal(one.evaluate(dataset, part).per_user, two.evaluate(dataset, part).per_user)
+    assert one.config == two.config
+    assert os.listdir(tmp_path) == ["kept"]
+    with pytest.raises(UserError, match="kept is a folder with files in it; name another"):
+        one.save(tmp_path / "kept")
+
+
+def test_a_saved_recommender_outlives_the_one_that_saved_it(dataset, tmp_path):
+    recommender = Recommender("sasrec", arm="matched", **SMALL).fit(dataset)
+    place = recommender.run.path
+    recommender.save(tmp_path / "kept")
+    del recommender
+    assert not place.exists(), "a folder nobody asked for is gone with its recommender"
+    assert len(Recommender.load(tmp_path / "kept").recommend([[1, 2, 3]], 3)) == 3
+
+
+def test_a_run_folder_that_was_asked_for_stays(dataset, tmp_path):
+    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=tmp_path / "run")
+    assert recommender.run.path == tmp_path / "run"
+    expected = recommender.recommend(histories_of(dataset), 3)
+    del recommender
+    pd.testing.assert_frame_equal(Recommender.load(tmp_path / "run").recommend(histories_of(dataset), 3), expected)
+
+
+class StopAfter(Silent):
+    """Ctrl-C at the end of an epoch."""
+
+    def __init__(self, epoch):
+        self.at = epoch
+
+    def epoch(self, row):
+        if row["epoch"] == self.at:
+            raise KeyboardInterrupt
+
+
+def place_of(error):
+    """The folder that an interruption's message says to go on with in Python."""
+    return Path(re.search(r"Recommender\.resume\('(.*)', dataset\)", str(error.value)).group(1))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_interrupted_fit_goes_on_as_its_message_says_as_if_nothing_had_been(dataset, tmp_path, named):
+    expected = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+    out = tmp_path / "run" if named else None
+    with pytest.raises(RunError, match="the state after epoch 1 is saved") as error:
+        Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=out, progress=StopAfter(1))
+    place = place_of(error)
+    try:
+        assert out in (None, place)
+        assert os.path.isdir(place), "what is said to be saved is there"
+        resumed = Recommender.resume(place, dataset)
+        assert resumed.run.metrics["epochs"] == 2
+        pd.testing.assert_frame_equal(resumed.evaluate(dataset).per_user, expected.evaluate(dataset).per_user)
+        again = Recommender.resume(place, dataset)  # a finished run is only opened
+        assert again.run.metrics == resumed.run.metrics
+    finally:
+        shutil.rmtree(place.parent if out is None else place)
+
+
+def test_a_fit_into_the_folder_of_a_run_says_how_a_program_goes_on(dataset, tmp_path):
+    def fit(progress=None):
+        return Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=tmp_path / "run", progress=progress)
+
+    with pytest.raises(RunError):
+        fit(StopAfter(1))
+    with pytest.raises(
+        UserError, match=r"stopped after epoch 1; .* \(in Python: Recommender\.resume\('.*run', dataset\)\)"
+    ):
+        fit()
+    Recommender.resume(tmp_path / "run", dataset)
+    with pytest.raises(UserError, match=r"holds a finished run; .* \(in Python: Recommender\.load\('.*run'\)\)$"):
+        fit()
+    (tmp_path / "run" / "protocol.json").unlink()
+    with pytest.raises(UserError, match=r"a folder with other files in it; name another folder for the run$"):
+        fit()
+
+
+def test_what_a_cell_ends_with_is_told_in_a_line(fitted, dataset):
+    one = fitted["bft"]
+    assert repr(Recommender("sasrec", arm="bft", seed=3)) == "<Recommender sasrec bft, seed 3: not trained>"
+    assert repr(one) == f"<Recommender sasrec bft, seed 0: trained on 'synthetic', run folder {one.run.path}>"
+    counts = f"50 users, {dataset.num_items} items, {dataset.num_events} events"
+    assert repr(dataset) == f"<Dataset 'synthetic': {counts}, with times>"
+    assert repr(replace(dataset, times=None)) == f"<Dataset 'synthetic': {counts}, no times>"
+    told, value = repr(one.evaluate(dataset)), one.run.metrics["test"]["unfiltered"]["mrr"]
+    assert re.fullmatch(r"<Evaluation, test targets of 50 users among all items: hr@5 .*, mrr .*>", told)
+    assert f"mrr {value:.4f}" in told
+    assert "among all items but those seen: " in repr(replace(one.evaluate(dataset), filter_seen=True))
+
+
+def test_a_fit_that_is_stopped_leaves_the_one_before_it_as_it_was(dataset):
+    recommender = Recommender("sasrec", arm="matched", **SMALL).fit(dataset)
+    before = recommender.recommend([[1, 2, 3]], 3)
+    with pytest.raises(RunError) as error:
+        recommender.fit(dataset, progress=StopAfter(1))
+    shutil.rmtree(place_of(error).parent)
+    pd.testing.assert_frame_equal(recommender.recommend([[1, 2, 3]], 3), before)
+    first = recommender.run.path
+    recommender.fit(dataset)
+    assert not first.exists() and recommender.run.path.exists(), "one temporary folder is enough"
+
+
+def test_a_fit_that_cannot_begin_leaves_no_folder_behind(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError, match=r"data\.k_core is 3"):
+        Recommender("sasrec", k_core=3, **SMALL).fit(dataset)
+    with pytest.raises(RunError, match=r"not finite|loss is"):
+        Recommender("sasrec", **{**SMALL, "learning_rate": 1e30}).fit(dataset)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("failure", ["diverges", "is interrupted", "runs out of memory"])
+def test_an_error_that_is_kept_keeps_no_model(dataset, tmp_path, monkeypatch, failure):
+    def spy(*arguments):
+        parts = make_parts(*arguments)
+        held.extend(map(weakref.ref, (parts.model, parts.optimizer)))
+        return parts
+
+    def exhausted(model, batch):
+        raise MemoryError
+
+    def of_the_caller():
+        own = 1  # noqa: F841
+        raise ValueError
+
+    held, make_parts = [], one_run.make_parts
+    monkeypatch.setattr(one_run, "make_parts", spy)
+    settings = {**SMALL, "learning_rate": 1e30} if failure == "diverges" else SMALL
+    if failure == "runs out of memory":
+        monkeypatch.setattr(Backbone, "loss", exhausted)
+    progress = StopAfter(1) if failure == "is interrupted" else None
+    with pytest.raises(RunError) as error:
+        try:
+            of_the_caller()
+        except ValueError as handled:
+            frame = handled.__traceback__.tb_next.tb_frame
+            Recommender("sasrec", **settings).fit(dataset, out=tmp_path / "run", progress=progress)
+    assert len(held) == 2 and [ref() for ref in held] == [None, None]
+    assert error.value.__traceback__ is not None and frame.f_locals == {"own": 1}
+
+
+def test_a_run_whose_data_had_no_file_says_how_to_give_them(dataset, tmp_path):
+    Recommender("sasrec", **SMALL).fit(replace(dataset, name="frame"), out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"unknown data set 'frame'.*give it with -d, or in Python as dataset"):
+        Recommender.load(tmp_path / "run").evaluate()
+
+
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_evaluate_gives_what_the_run_recorded(fitted, dataset, part):
+    for recommender in fitted.values():
+        evaluation = recommender.evaluate(dataset, part)
+        assert evaluation.metrics == recommender.run.metrics[part]
+        if part == "test":
+            recorded = pd.read_parquet(recommender.run.per_user_file)
+            assert recorded["rank_filtered"].tolist() == evaluation.per_user["rank_filtered"].tolist()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(("part", "back"), [("validation", 2), ("test", 1)])
+def test_recommending_scores_like_evaluating(fitted, dataset, arm, part, back):
+    table = fitted[arm].recommend(histories_of(dataset, back), dataset.num_items, filter_seen=False)
+    evaluation = fitted[arm].evaluate(dataset, part)
+    for number, row in evaluation.per_user.iterrows():
+        own = table[table["user"] == row["user"]]
+        assert sorted(own["item"]) == sorted(dataset.item_ids)
+        assert (own["score"].diff().dropna() <= 0).all() and own["rank"].tolist() == list(range(1, len(own) + 1))
+        score = own.loc[own["item"] == row["target"], "score"].item()
+        assert (own["score"] >= score).sum() == row["rank_unfiltered"]
+        if evaluation.precision is not None:
+            assert own["precision"].tolist() == pytest.approx([evaluation.precision[number]] * len(own), rel=1e-6)
+
+
+@pytest.mark.parametrize("filter_seen", [False, True])
+def test_lists_of_a_run_have_probabilities_by_what_the_run_was_calibrated_to(fitted, dataset, filter_seen):
+    histories = histories_of(dataset)
+    for arm, recommender in fitted.items():
+        temperature, lapse = recommender.calibration(filter_seen=filter_seen)
+        recorded = recommender.run.metrics["probability"]["filtered" if filter_seen else "unfiltered"]
+        assert recorded == {"temperature": temperature, "lapse": lapse}
+        table = recommender.recommend(histories, dataset.num_items, filter_seen=filter_seen)
+        users = table.groupby("user")["score"]
+        odds = np.exp((table["score"] - users.transform("max")) / temperature)
+        softmax = odds / odds.groupby(table["user"]).transform("sum")
+        expected = (1 - lapse) * softmax + lapse / users.transform("size")
+        assert table["probability"].tolist() == pytest.approx(expected.tolist(), rel=1e-4), arm
+        blocks = recommender.recommend_in_blocks(histories, 3, filter_seen=filter_seen)
+        first = table[table["rank"] <= 3]["probability"]
+        assert pd.concat(blocks)["probability"].tolist() == pytest.approx(first.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("known", [None, {}, {"filtered": None}, {"filtered": {"temperature": 1.5}}, 1.5])
+def test_a_run_that_was_not_calibrated_gives_lists_without_probabilities(fitted, dataset, tmp_path, known):
+    fitted["bft"].save(tmp_path / "old")
+    path = tmp_path / "old/metrics.json"
+    metrics = json.loads(path.read_text()) | {"probability": known}
+    if known is None:
+        del metrics["probability"]
+    path.write_text(json.dumps(metrics))
+    old = Recommender.load(tmp_path / "old")
+    table = old.recommend(histories_of(dataset), 2)
+    assert old.calibration() is None and table["probability"].isna().all() and len(table)
+
+
+def test_only_the_arm_that_tracks_precision_reports_it(fitted, dataset):
+    histories = histories_of(dataset)
+    for arm, recommender in fitted.items():
+        precision = recommender.recommend(histories, 2)["precision"]
+        if arm == "bft":
+            assert np.isfinite(precision).all() and (precision > 0).all() and precision.nunique() > 10
+        else:
+            assert precision.isna().all()
+
+
+def test_users_never_seen_in_training_get_lists(fitted, dataset):
+    items = dataset.item_ids[:6].tolist()
+    table = fitted["bft"].recommend({"someone new": items, "and another": items[::-1], "no one": ["?"]}, k=4)
+    assert table["user"].tolist() == ["someone new"] * 4 + ["and another"] * 4
+    assert not set(table["item"]) & set(items) and np.isfinite(table["score"]).all()
+    one, two = (table[table["user"] == user]["score"].tolist() for user in ("someone new", "and another"))
+    assert one != two, "the order of a history matters"
+    assert table.attrs["unknown_events"] == 1 and table.attrs["skipped_users"] == ["no one"]
+
+
+def test_the_same_history_gets_the_same_list_whoever_has_it_and_whatever_is_beside_it(fitted, dataset):
+    history = dataset.item_ids[3:9].tolist()
+    for recommender in fitted.values():
+        alone = recommender.recommend([history], 5)
+        beside = recommender.recommend({**histories_of(dataset), "new": history}, 5)
+        beside = beside[beside["user"] == "new"]
+        assert beside["item"].tolist() == alone["item"].tolist()
+        np.testing.assert_allclose(beside["score"], alone["score"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", [int, str])
+def test_ids_keep_the_type_of_the_training_data(form):
+    rng = np.random.default_rng(0)
+    rows = [(form(user), form(item)) for user in range(100, 120) for item in rng.permutation(15)[:6]]
+    frame = pd.DataFrame(rows, columns=["who", "what"])
+    data = Dataset.from_frame(frame, user="who", item="what")
+    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(data)
+    table = recommender.recommend({form(1): [form(3), form(4)]}, 3)
+    assert all(type(item) is form for item in table["item"].tolist())
+    assert table["user"].tolist() == [form(1)] * 3
+    other = str if form is int else int
+    same = recommender.recommend({form(1): [other(3), other(4)]}, 3)
+    assert same["item"].tolist() == table["item"].tolist(), "the number 3 and the text 3 are one id"
+
+
+def test_popularity_recommends_the_most_frequent_items(dataset):
+    recommender = Recommender("pop").fit(dataset)
+    table = recommender.recommend([[dataset.item_ids[0]]], 5, filter_seen=False)
+    counts = dataset.training_counts[1:]
+    assert table["score"].tolist() == sorted(counts, reverse=True)[:5]
+    assert counts[dataset.encode(table["item"].to_numpy()) - 1].tolist() == table["score"].tolist()
+
+
+def test_items_that_the_model_does_not_know_are_refused(fitted):
+    other = synthetic_dataset(SyntheticConfig(num_users=50, num_items=70, mean_length=7, seed=2))
+    with pytest.raises(
+        UserError, match=r"is a model of data set 'synthetic': \d+ of the \d+ items of data set 'synthetic' are unknown"
+    ):
+        fitted["bft"].evaluate(other)
+
+
+def test_items_are_found_by_their_raw_ids_whatever_their_order(fitted, dataset):
+    users = np.repeat(dataset.user_ids, np.diff(dataset.offsets))[::-1]
+    frame = pd.DataFrame({"user_id": users, "item_id": dataset.decode(dataset.items)[::-1].astype(str)})
+    frame["place"] = np.arange(len(frame))[::-1]
+    other = Dataset.from_frame(frame, time="place", name="other")
+    assert other.item_ids.astype(str).tolist() != dataset.item_ids.astype(str).tolist()
+    with pytest.warns(
+        UserWarning, match=r"data set 'other' has its items in another order .* among all \d+ of the mode"
+    ):
+        found = fitted["bft"].evaluate(other)
+    expected = fitted["bft"].evaluate(dataset).per_user.set_index("user")
+    pd.testing.assert_frame_equal(found.per_user.set_index("user").loc[expected.index], expected, check_dtype=False)
+    fewer = Dataset.from_frame(frame[frame["user_id"].isin(dataset.user_ids[:5])], time="place")
+    with pytest.warns(UserWarning, match="'frame' has its items in another order"):
+        some = fitted["bft"].evaluate(fewer).per_user.set_index("user")
+    ranks = ["rank_unfiltered", "rank_filtered", "history_length"]
+    pd.testing.assert_frame_equal(some[ranks], expected.loc[some.index, ranks], check_dtype=False)
+
+
+def test_new_events_over_the_same_vocabulary_can_be_evaluated(fitted, dataset):
+    users = np.repeat(dataset.user_ids, np.diff(dataset.offsets))
+    frame = pd.DataFrame({"user_id": users, "item_id": dataset.decode(dataset.items)})
+    longer = Dataset.from_frame(pd.concat([frame, frame.tail(2)], ignore_index=True), name="later")
+    evaluation = fitted["bft"].evaluate(longer)
+    assert len(evaluation.per_user) == dataset.num_users
+
+
+def test_a_recommender_that_is_not_trained_says_so():
+    recommender = Recommender("sasrec")
+    for use in (
+        lambda: recommender.recommend([[1]]),
+        lambda: recommender.evaluate(),
+        lambda: recommender.save("nowhere"),
+    ):
+        with pytest.raises(
+            UserError, match=r"this recommender is not trained; call fit\(dataset\), or Recommender.load"
+        ):
+            use()
+    assert not os.path.exists("nowhere")
+
+
+def test_k_beyond_the_vocabulary_gives_what_is_left(fitted, dataset):
+    table = fitted["bft"].recommend([dataset.item_ids[:2]], 1000)
+    assert len(table) == dataset.num_items - 2 == table.attrs["shortest_list"] and table.attrs["short_lists"] == 1
+
+
+def test_blocks_hold_the_rows_of_recommend(fitted, dataset):
+    histories = histories_of(dataset)
+    options = {"exclude": dataset.item_ids[:3], "filter_seen": False}
+    blocks = fitted["bft"].recommend_in_blocks(histories, 3, **options)
+    expected = fitted["bft"].recommend(histories, 3, **options)
+    pd.testing.assert_frame_equal(pd.concat(list(blocks), ignore_index=True), expected)
+    with pytest.raises(UserError, match="there is no history"):
+        fitted["bft"].recommend_in_blocks({})
+
+
+@pytest.mark.parametrize(
+    ("data", "how"), [("ratings.csv", r"Dataset\.load\(path\)"), (pd.DataFrame(), r"Dataset\.from_frame\(frame\)")]
+)
+def test_what_is_no_data_set_is_refused_with_what_makes_one(fitted, data, how):
+    with pytest.raises(UserError, match=how):
+        Recommender("sasrec").fit(data)
+    with pytest.raises(UserError, match=how):
+        fitted["bft"].evaluate(data)
+
+
+def test_settings_may_be_numbers_of_numpy():
+    config = Recommender("sasrec", epochs=np.int64(3), dropout=np.float32(0.5)).config
+    assert (config.training.epochs, config.backbone.dropout) == (3, 0.5)
+    assert type(config.training.epochs) is int
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sasrce",), r"model is 'sasrce'; did you mean 'sasrec'\?"),
+        (("sasrec", {"arm": "btf"}), r"arm of sasrec is 'btf'; did you mean 'bft'\?"),
+        (("sasrec", {"epoch": 5}), r"epoch.*did you mean.*epochs"),
+        (("sasrec", {"epochs": 0}), r"epochs is 0; give a whole number >= 1"),
+        (("sasrec", {"arm": "matched", "core": {"lam_max": 1.0}}), r"core.lam_max has no effect in arm 'matched'"),
+    ],
+)
+def test_a_wrong_name_or_value_is_refused_before_anything_is_trained(arguments, message):
+    model, settings = arguments[0], arguments[1] if len(arguments) > 1 else {}
+    with pytest.raises(UserError, match=message):
+        Recommender(model, **settings)
+
+
+def test_loading_parses_the_configuration_once(fitted, monkeypatch):
+    read = []
+    monkeypatch.setattr(yaml, "load", lambda *given, real=yaml.load, **more: read.append(given) or real(*given, **more))
+    Recommender.load(fitted["bft"].run.path)
+    assert len(read) == 1
+
+
+def test_loading_what_is_no_finished_run_is_refused(fitted, tmp_path):
+    with pytest.raises(UserError, match=r"there is no run folder .*nowhere; give the folder"):
+        Recommender.load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"is not a run folder: config\.yaml is missing"):
+        Recommender.load(tmp_path)
+    fitted["bft"].save(tmp_path / "kept")
+    (best,) = (tmp_path / "kept" / "checkpoint").glob("best-*")
+    data = best.read_bytes()
+    best.write_bytes(data[:-1])
+    with pytest.raises(UserError, match=r"best-\d+-\w+.safetensors has \d+ bytes where \d+ were written"):
+        Recommender.load(tmp_path / "kept")
+    best.write_bytes(data)
+    (tmp_path / "kept" / "checkpoint" / "vocabulary.parquet").unlink()
+    with pytest.raises(UserError, match=r"vocabulary\.parquet is missing"):
+        Recommender.load(tmp_path / "kept")
+
+
+def test_saving_says_where_the_run_has_gone(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    recommender = Recommender.load(tmp_path / "kept")
+    shutil.rmtree(tmp_path / "kept")
+    with pytest.raises(UserError, match=r"there is no run folder .*kept"):
+        recommender.save(tmp_path / "copy")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_stands_in_the_folder_by_now_is_not_taken_for_the_run_that_was_loaded(fitted, dataset, tmp_path):
+    place = tmp_path / "live"
+    fitted["matched"].save(place)
+    serving = Recommender.load(place)
+    shutil.rmtree(place)
+    Recommender("sasrec", arm="matched", seed=1, **SMALL).fit(dataset, out=place)
+    told = "live holds other weights than those that were loaded from it; load it again"
+    for one in (serving, pickle.loads(pickle.dumps(serving))):
+        with pytest.raises(UserError, match=told):
+            one.save(tmp_path / "copy")
+        with pytest.raises(UserError, match=told):
+            one.fit(dataset, out=tmp_path / "warm", warm_start=True)
+    assert os.listdir(tmp_path) == ["live"]
+    histories = histories_of(dataset)
+    pd.testing.assert_frame_equal(serving.recommend(histories), fitted["matched"].recommend(histories))
+
+
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_a_link_that_moves_on_does_not_move_what_is_loaded_by_it(fitted, dataset, tmp_path, monkeypatch, meanwhile):
+    for arm in ("matched", "bft"):
+        fitted[arm].save(tmp_path / arm)
+    link, own_config = tmp_path / "current", bundle.own_config
+    link.symlink_to("matched")
+
+    def moving(run):
+        config = own_config(run)
+        link.unlink()
+        link.symlink_to("bft")
+        return config
+
+    if meanwhile:
+        monkeypatch.setattr(bundle, "own_config", moving)
+    serving = Recommender.load(link)
+    if not meanwhile:
+        moving(serving.run)
+    monkeypatch.undo()
+    serving.save(tmp_path / "copy")
+    for one in (serving, Recommender.load(tmp_path / "copy")):
+        assert one.config.arm == "matched"
+        pd.testing.assert_frame_equal(
+            one.recommend(histories_of(dataset)), fitted["matched"].recommend(histories_of(dataset))
+        )
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    path = tmp_path / "kept" / "config.yaml"
+    path.write_text(path.read_text().replace("hidden_size: 8", "hidden_size: 16"))
+    with pytest.raises(UserError, match=r"config.yaml describes another model than the weights in .*checkpoint"):
+        Recommender.load(tmp_path / "kept")
+
+
+def test_a_model_changed_in_the_config_is_warned_about_though_the_weights_fit(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    path = tmp_path / "kept" / "config.yaml"
+    whole = path.read_text()
+    path.write_text(whole.replace("n_heads: 2", "n_heads: 1").replace("seed: 0", "seed: 5"))
+    said = r"config.yaml was changed since the run was begun: backbone.n_heads is 1 and was 2, seed is 5 and was 0; its"
+    with pytest.warns(UserWarning, match=rf"{said} weights and metrics .* Put it back \(protocol.json"):
+        Recommender.load(tmp_path / "kept")
+    path.write_text(whole)
+    protocol = tmp_path / "kept" / "protocol.json"
+    begun = json.loads(protocol.read_text())
+    del begun["config"]["backbone"]["activation"]  # of a version that had no such setting
+    protocol.write_text(json.dumps(begun))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Recommender.load(tmp_path / "kept")
+
+
+def test_a_config_that_is_cut_off_is_refused_though_the_weights_fit_the_usual_values(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    path = tmp_path / "kept" / "config.yaml"
+    whole = path.read_text()
+    for kept, lacks in (("", "model"), (whole.partition("  patience:")[0], "training.patience")):
+        path.write_text(kept)
+        for open_again in (Recommender.load, Recommender.resume):
+            if open_again is Recommender.resume:
+                (tmp_path / "kept" / "metrics.json").unlink(missing_ok=True)
+            with pytest.raises(UserError, match=rf"config.yaml lacks {lacks}, with which the run was begun.*restore"):
+                open_again(tmp_path / "kept")
+    path.write_text(whole.replace("patience:", "patience: 3  #"))  # what somebody writes there counts
+    assert Recommender.load(tmp_path / "kept").config.training.patience == 3
+
+
+def test_a_vocabulary_of_another_run_is_refused(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "kept")
+    path = tmp_path / "kept" / "checkpoint" / "vocabulary.parquet"
+    table = pd.read_parquet(path)
+    table.iloc[::-1].to_parquet(path)
+    with pytest.raises(UserError, match=r"vocabulary.parquet is not the vocabulary that .*kept was trained with"):
+        Recommender.load(tmp_path / "kept")
+
+
+def test_the_checkpoint_of_another_seed_is_refused(fitted, dataset, tmp_path):
+    other = Recommender("sasrec", arm="bft", seed=1, **SMALL).fit(dataset, out=tmp_path / "other")
+    fitted["bft"].save(tmp_path / "kept")
+    shutil.rmtree(tmp_path / "kept" / "checkpoint")
+    shutil.copytree(other.run.path / "checkpoint", tmp_path / "kept" / "checkpoint")
+    with pytest.raises(UserError, match=r"checkpoint is of a run with seed 1, and .*kept has seed 0; put its own"):
+        Recommender.load(tmp_path / "kept")
+
+
+def test_the_caller_s_random_state_is_left_alone(dataset, tmp_path):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+    recommender.recommend([[1, 2]], 3)
+    recommender.evaluate(dataset)
+    recommender.save(tmp_path / "kept")
+    Recommender.load(tmp_path / "kept")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        partial(torch.device, "meta"),
+        partial(torch.autocast, "cpu", torch.bfloat16),
+    ],
+    ids=["no_grad", "inference_mode", "device", "autocast"],
+)
+def test_what_a_caller_works_within_changes_no_number(fitted, dataset, around):
+    def modes():
+        return torch.is_grad_enabled(), torch.get_default_device(), torch.is_autocast_enabled("cpu")
+
+    def answers(one):
+        lists, explained = one.recommend(histories_of(dataset), 3), one.explain(dataset.item_ids[3:9].tolist())
+        return lists, explained, one.evaluate(dataset).metrics, one.probe(dataset, samples=5)
+
+    expected = answers(fitted["bft"])
+    with around():
+        before = modes()
+        new = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+        for one in (new, Recommender.load(new.run.path)):
+            found = answers(one)
+            for frames in zip(found[:2], expected[:2], strict=True):
+                pd.testing.assert_frame_equal(*frames, check_exact=True)
+            assert found[2:] == expected[2:]
+        assert modes() == before
+
+
+def test_a_second_fit_starts_afresh(dataset):
+    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+    one = recommender.recommend(histories_of(dataset), 3)
+    pd.testing.assert_frame_equal(recommender.fit(dataset).recommend(histories_of(dataset), 3), one, check_exact=True)
+
+
+def test_settings_that_would_have_prepared_other_data_are_refused(dataset):
+    with pytest.raises(
+        UserError, match=r"data.k_core is 5, but the data set that is given was prepared with 0; leave it"
+    ):
+        Recommender("sasrec", k_core=5, **SMALL).fit(dataset)
+
+
+def test_a_second_fit_on_other_data_records_their_name(dataset, tmp_path):
+    other = replace(dataset, name="other")
+    recommender = Recommender("sasrec", **SMALL).fit(dataset)
+    recommender.fit(other, out=tmp_path / "run")
+    assert recommender.config.data.dataset == recommender.run.protocol["dataset"] == "other"
+
+
+def test_the_data_root_is_known_after_a_fit(dataset, tmp_path):
+    dataset.save(tmp_path / "mine.parquet")
+    recommender = Recommender("sasrec", dataset="mine", data_root=str(tmp_path), **SMALL).fit(out=tmp_path / "run")
+    recommender.evaluate()
+    Recommender.load(tmp_path / "run", data_root=tmp_path).evaluate()
+
+
+def test_a_fit_that_fails_leaves_the_one_before_it(dataset, tmp_path):
+    recommender = Recommender("sasrec", **SMALL).fit(dataset)
+    nothing = Dataset.from_frame(pd.DataFrame({"user_id": [1, 1, 1], "item_id": [1, 2, 3]}))
+    with pytest.raises(UserError, match="has nothing to learn from"):
+        recommender.fit(nothing)
+    recommender.evaluate(dataset)
+    recommender.save(tmp_path / "kept")
+
+
+def test_a_model_that_reads_times_is_not_evaluated_in_another_unit(dataset):
+    dated = replace(dataset, preparation={**dataset.preparation, "time_unit": "s"})
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(dated)
+    recommender.evaluate(dated)
+    with pytest.raises(UserError, match=r"are in ms, but the model reads times and its training data had s; give the"):
+        recommender.evaluate(replace(dated, preparation={**dataset.preparation, "time_unit": "ms"}))
+
+
+@pytest.mark.parametrize("ask", ["recommend", "explain"])
+def test_ids_that_are_lists_and_lengths_that_are_no_whole_numbers_are_refused(fitted, ask):
+    method = getattr(fitted["bft"], ask)
+    nested = [[[1, 2], [3, 4]]] if ask == "recommend" else [[1, 2], [3, 4]]
+    with pytest.raises(UserError, match=r"an item id is \[1, 2\]; give ids that are whole numbers or text"):
+        method(nested)
+    with pytest.raises(UserError, match=r"k is 1.5; give a whole number"):
+        method([["1"]] if ask == "recommend" else ["1"], k=1.5)
+
+
+def test_columns_beside_a_data_set_that_is_given_are_refused(dataset):
+    with pytest.raises(UserError, match=r"data.user is 'nobody', but a data set is given, which has its columns"):
+        Recommender("sasrec", user="nobody", **SMALL).fit(dataset)
+
+
+def test_a_config_that_names_the_columns_of_the_data_set_that_is_given_is_taken(dataset, tmp_path):
+    rows = {"who": np.repeat(dataset.user_ids, dataset.lengths), "what": dataset.decode(dataset.items)}
+    given = Dataset.from_frame(pd.DataFrame(rows), user="who", item="what", name="frame")
+    config = tmp_path / "recbole.yaml"
+    config.write_text("USER_ID_FIELD: who\nITEM_ID_FIELD: what\n")
+    assert Recommender(config=config, **SMALL).fit(given).run is not None
+    with pytest.raises(UserError, match=r"data.time is 'when', but a data set is given, which has its columns"):
+        Recommender(config=config, **SMALL, **{"data": {"time": "when"}}).fit(given)
+
+
+def test_a_run_reads_the_file_behind_its_frame_with_the_frame_s_filters(dataset, tmp_path):
+    frame = pd.DataFrame({"who": np.repeat(dataset.user_ids, dataset.lengths), "what": dataset.decode(dataset.items)})
+    frame["stars"] = np.arange(len(frame)) % 7
+    frame.to_csv(tmp_path / "ratings.csv", index=False)
+    preparation = Preparation(min_user_events=6, deduplicate="first", where="stars>0")
+    given = Dataset.from_frame(frame, user="who", item="what", preparation=preparation)
+    recommender = Recommender("sasrec", **SMALL).fit(given, out=tmp_path / "run")
+    again = Recommender.load(tmp_path / "run").config.data
+    assert again.load_again(str(tmp_path / "ratings.csv")).content_hash == given.content_hash
+    recommender.run.metrics_file.unlink()  # as if it had been stopped before
+    one_run.resume(tmp_path / "run", dataset=str(tmp_path / "ratings.csv"))
+    other = Dataset.from_frame(frame.assign(stars=1), user="who", item="what")
+    assert recommender.fit(other).config.data.preparation() == Preparation(), "each data set has its own"
+
+
+def test_a_recommender_knows_its_folder_wherever_the_program_goes(dataset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recommender = Recommender("sasrec", **SMALL).fit(dataset, out="run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(recommender.recommend(histories_of(dataset), 3)) == 3 * dataset.num_users
+    recommender.save("kept")
+    assert (tmp_path / "elsewhere" / "kept" / "config.yaml").is_file()
+    for path in (".", ""):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        with pytest.raises(UserError, match="folder"):
+            recommender.save(path)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UserError, match="not a folder that can be made; give it a name"):
+        recommender.save(".")
+
+
+@pytest.mark.parametrize("samples", [0, 2.5, True])
+def test_a_probe_takes_a_number_of_samples(fitted, dataset, samples):
+    with pytest.raises(UserError, match=f"samples is {samples!r}; give a whole number of at least 1"):
+        fitted["bft"].probe(dataset, samples=samples)
+
+
+def test_a_frame_may_have_the_users_as_its_index_too(fitted, dataset):
+    frame = pd.DataFrame([(user, item) for user, items in histories_of(dataset).items() for item in items])
+    frame.columns = ["user_id", "item_id"]
+    lists = [fitted["bft"].recommend(one, 3) for one in (frame, frame.set_index("user_id", drop=False))]
+    pd.testing.assert_frame_equal(*lists)
+
+
+def dated_frame(dataset, last):
+    """The events of a data set, a second apart but for the last user's, who has the times that are given."""
+    frame = pd.DataFrame({"user_id": np.repeat(dataset.user_ids, dataset.lengths)})
+    times = np.arange(len(frame)) * 1000 + 10**12
+    times[frame["user_id"] == dataset.user_ids[-1]] += last
+    return frame.assign(item_id=dataset.decode(dataset.items), when=pd.to_datetime(times, unit="ms"))
+
+
+@pytest.mark.filterwarnings("ignore:data set .* has its items in another order")
+def test_a_model_that_reads_times_is_evaluated_on_dates_told_in_its_unit(dataset):
+    frame = dated_frame(dataset, 1)
+    fewer = frame[frame["user_id"] != dataset.user_ids[-1]]
+    fine, sub = (Dataset.from_frame(part, time="when") for part in (frame, fewer))
+    assert [data.preparation["time_unit"] for data in (fine, sub)] == ["ms", "s"]
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(fine)
+    expected = recommender.evaluate(fine).per_user.set_index("user")
+    found = recommender.evaluate(sub).per_user.set_index("user")
+    ranks = ["rank_unfiltered", "rank_filtered", "history_length"]
+    pd.testing.assert_frame_equal(found[ranks], expected.loc[found.index, ranks])
+    aligned = recommender.aligned(sub)
+    assert aligned.times.tolist() == fine.times[: len(sub.times)].tolist()
+    assert aligned.preparation["time_unit"] == "ms" and recommender.aligned(aligned) is aligned
+    assert recommender.probe(sub, samples=10)["mechanism"]["num_users"] == dataset.num_users - 1
+
+
+def test_seconds_for_a_model_of_milliseconds_are_warned_about_once(dataset):
+    dated = dated_frame(dataset, 1)
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(Dataset.from_frame(dated, time="when"))
+    plain = dated.assign(when=1_700_000_000 + np.arange(len(dated)))
+    with pytest.warns(UserWarning, match="look like dates in s, but the model reads them in ms") as told:
+        recommender.evaluate(recommender.aligned(Dataset.from_frame(plain, time="when")))
+    assert len(told) == 1
+
+
+def test_dates_in_a_finer_unit_are_evaluated_where_they_are_whole_in_the_model_s(dataset):
+    seconds, fine = (Dataset.from_frame(dated_frame(dataset, last), time="when") for last in (0, 1))
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(seconds)
+    told = replace(seconds, times=seconds.times * 1000, preparation={**seconds.preparation, "time_unit": "ms"})
+    assert recommender.evaluate(told).metrics == recommender.evaluate(seconds).metrics
+    with pytest.raises(UserError, match="are in ms, but the model reads times and its training data had s; give the"):
+        recommender.evaluate(fine)
+
+
+def test_data_that_were_changed_since_training_are_not_taken_for_the_run_s_own(tmp_path):
+    frame = pd.DataFrame([(u, i) for u in range(20) for i in range(6)], columns=["user_id", "item_id"])
+    file = tmp_path / "own.csv"
+    frame.to_csv(file, index=False)
+    recommender = Recommender("sasrec", dataset=str(file), **SMALL).fit(out=tmp_path / "run")
+    before = recommender.run.protocol["content_hash"]
+    recommender.evaluate(), recommender.probe(samples=10)
+    frame.groupby("user_id").head(5).to_csv(file, index=False)  # its test targets were trained on
+    changed = Dataset.load(file)
+    told = (
+        f"run was trained on content {before[:12]}, but its data set 'own' as loaded has {changed.content_hash[:12]}; "
+        "restore the data it was trained on, or .* give them with -d, or in Python as dataset"
+    )
+    for one in (recommender, Recommender.load(tmp_path / "run")):
+        for ask in (one.evaluate, one.probe, one.aligned, one.own_dataset):
+            with pytest.raises(UserError, match=told):
+                ask()
+    with pytest.warns(UserWarning, match="in another order"):
+        assert recommender.evaluate(changed).per_user["history_length"].tolist() == [4] * 20
+
+
+def test_a_run_of_the_synthetic_data_set_finds_it_again(dataset, tmp_path):
+    recommender = Recommender("pop").fit(Dataset.load("synthetic"), out=tmp_path / "run")
+    for one in (recommender, Recommender.load(tmp_path / "run")):
+        assert one.evaluate().metrics == recommender.run.metrics["test"]
+    other = Recommender("pop").fit(dataset)  # generated with other settings, which no name stands for
+    with pytest.raises(UserError, match=r"was trained on content .*, but its data set 'synthetic' as loaded has"):
+        other.evaluate()
+
+
+def test_a_copy_is_not_saved_into_what_is_copied(dataset, tmp_path):
+    recommender = Recommender("pop").fit(dataset, out=tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    before = sorted((tmp_path / "run").rglob("*"))
+    for inner in ("run/inner", "run/one/two", "link/inner", "run/checkpoint/../inner"):
+        with pytest.raises(
+            UserError, match=r"(inner|two) lies in the folder that is to be copied, .*run; name one outside"
+        ):
+            recommender.save(tmp_path / inner)
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    recommender.save(tmp_path / "run-2")
+
+
+def test_a_run_is_copied_by_many_at_once_and_not_while_it_is_trained(fitted, tmp_path):
+    fitted["bft"].save(tmp_path / "run")
+    recommender = Recommender.load(tmp_path / "run")
+    with recommender.run.locked(), pytest.raises(UserError, match="run is being trained by another process; wait"):
+        recommender.save(tmp_path / "copy")
+    assert os.listdir(tmp_path) == ["run"]
+    with recommender.run.locked(alone=False):  # as another copy does
+        recommender.save(tmp_path / "copy")
+        with pytest.raises(UserError, match="run is being trained by another process; wait"), recommender.run.locked():
+            pass
+
+
+def test_copies_outlive_the_recommender_that_was_fitted_without_a_folder(dataset):
+    fitted = Recommender("sasrec", epochs=1, hidden_size=8, n_layers=1, max_length=6).fit(dataset)
+    history = {"a": dataset.decode(dataset.items[:3]).tolist()}
+    expected = fitted.recommend(history, k=2)
+    copied, pickled, folder = copy.deepcopy(fitted), pickle.dumps(fitted), fitted.run.path
+    del fitted
+    gc.collect()
+    assert folder.is_dir()
+    pd.testing.assert_frame_equal(copied.recommend(history, k=2), expected)
+    assert copied.evaluate(dataset).metrics
+    del copied
+    gc.collect()
+    assert not folder.exists()
+    pd.testing.assert_frame_equal(pickle.loads(pickled).recommend(history, k=2), expected)
+
+
+def test_loading_neither_draws_from_nor_turns_back_the_callers_random_numbers(fitted, monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("the state of a generator was put back")
+
+    state = torch.get_rng_state()
+    monkeypatch.setattr(torch.random, "fork_rng", refuse)
+    Recommender.load(next(iter(fitted.values())).run.path)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("arm", ["published", "matched", "bft"])
+def test_weights_that_a_file_holds_are_not_drawn_first(fitted, monkeypatch, arm):
+    run, made = fitted[arm].run.path, []
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda model, weights: made.append((model, weights)))
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        Recommender.load(run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    ((model, weights),) = made
+    drawn = {name for name, x in model.named_parameters() if not x.isnan().any()}
+    assert "item_embedding.weight" not in drawn and drawn <= set(weights)
+
+
+def test_a_recommender_needs_no_scipy():
+    code = "import sys; from recbft import Recommender; assert 'scipy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_recommender_is_fitted_again_from_its_own_weights_or_from_scratch(fitted, dataset, tmp_path):
+    fitted["bft"].save(tmp_path / "older")
+    older = Recommender.load(tmp_path / "older")
+    warm = Recommender.load(tmp_path / "older").fit(dataset, out=tmp_path / "warm", warm_start=True)
+    assert warm.run.protocol["begun_from"]["run"] == str(tmp_path / "older")
+    histories = histories_of(dataset)
+    afresh = Recommender.load(tmp_path / "warm").fit(dataset, out=tmp_path / "afresh")
+    assert "begun_from" not in afresh.run.protocol
+    pd.testing.assert_frame_equal(afresh.recommend(histories), older.recommend(histories))
+    named = Recommender("sasrec", arm="bft", **SMALL, warm_start=str(tmp_path / "older"))
+    named.fit(dataset, out=tmp_path / "named")
+    pd.testing.assert_frame_equal(named.recommend(histories), warm.recommend(histories))
+    assert warm.probe(dataset)["protocol"]["begun_from"] == warm.run.protocol["begun_from"]
+
+
+def test_only_a_fitted_recommender_has_weights_to_begin_from(dataset):
+    with pytest.raises(UserError, match="not trained"):
+        Recommender("sasrec", **SMALL).fit(dataset, warm_start=True)

@@ -1,0 +1,169 @@
+"""``Recommender.explain`` and ``Recommender.probe``: raw ids in and out."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recbft import Dataset, Recommender
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
+from recbft.errors import UserError
+
+SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 2, "device": "cpu", "warmup_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
+
+
+@pytest.fixture(scope="module")
+def fitted(dataset):
+    return Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+
+
+@pytest.fixture(scope="module")
+def history(dataset):
+    return dataset.item_ids[[4, 9, 2, 30, 11]].tolist()
+
+
+def test_the_best_items_are_explained_as_they_are_recommended(fitted, history):
+    table, lists = fitted.explain(history), fitted.recommend([history], 3)
+    assert table["item"].unique().tolist() == lists["item"].tolist() and len(table) == 15
+    assert table.groupby("item", sort=False)["score"].first().tolist() == pytest.approx(
+        lists["score"].tolist(), rel=1e-5
+    )
+    assert table.attrs["precision"] == pytest.approx(lists["precision"].iloc[0], rel=1e-5)
+    for _, rows in table.groupby("item"):
+        assert (rows["weight"].diff().dropna() <= 0).all() and rows["weight"].sum() == pytest.approx(1, rel=1e-5)
+        assert sorted(rows["position"]) == [1, 2, 3, 4, 5]
+        assert [history[place - 1] for place in rows["position"]] == rows["event"].tolist()
+    assert fitted.explain(history, k=1)["item"].nunique() == 1
+
+
+def test_the_change_is_what_recommending_without_the_event_shows(fitted, dataset, history):
+    item = lists_all(fitted, dataset, history)["item"].iloc[7]
+    table = fitted.explain(history, item)
+    whole = lists_all(fitted, dataset, history).set_index("item")["score"][item]
+    for row in table.itertuples():
+        rest = [event for place, event in enumerate(history, start=1) if place != row.position]
+        without = lists_all(fitted, dataset, rest).set_index("item")["score"][item]
+        assert row.change == pytest.approx(whole - without, abs=1e-4)
+
+
+def lists_all(fitted, dataset, history):
+    return fitted.recommend([history], dataset.num_items, filter_seen=False)
+
+
+def test_threads_that_explain_and_recommend_at_once_see_nothing_of_each_other(fitted, dataset):
+    histories = [dataset.item_ids[first : first + 4].tolist() for first in range(12)]
+    recommended, explained = ([ask(one) for one in histories] for ask in (recommend_one(fitted), fitted.explain))
+    with ThreadPoolExecutor(4) as threads:
+        pending = [
+            (threads.submit(fitted.explain, one), threads.submit(recommend_one(fitted), one))
+            for _ in range(2)
+            for one in histories
+        ]
+        for number, (why, lists) in enumerate(pending):
+            pd.testing.assert_frame_equal(why.result(), explained[number % len(histories)])
+            pd.testing.assert_frame_equal(lists.result(), recommended[number % len(histories)])
+
+
+def recommend_one(fitted):
+    return lambda history: fitted.recommend([history])
+
+
+def test_unknown_events_are_skipped_and_places_stay_those_of_the_history(fitted, history):
+    table = fitted.explain(["?", history[0], "no such", *history[1:]], history[3])
+    assert table.attrs["unknown_events"] == 2 and sorted(table["position"]) == [2, 4, 5, 6, 7]
+    plain = fitted.explain(history, history[3])
+    assert table["change"].tolist() == plain["change"].tolist() and table["event"].tolist() == plain["event"].tolist()
+
+
+def test_a_data_frame_of_one_user_is_a_history(fitted, history):
+    frame = pd.DataFrame({"user_id": "ann", "item_id": history})
+    pd.testing.assert_frame_equal(fitted.explain(frame), fitted.explain(history))
+    with pytest.raises(UserError, match="holds 5 users; give the events of one"):
+        fitted.explain(frame.assign(user_id=range(5)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"item": "tea"}, "item 'tea' is not in the model's vocabulary"),
+        ({"item": 1, "k": 2}, "k is 2, which has no effect where an item is named"),
+        ({"k": 0}, "k is 0"),
+        ({"k": 56}, "k is 56, but only 54 of 59 items are not in the history; name an item to explain, or lower k"),
+        ({"history": "tea"}, "the history is 'tea'; give one list of item ids"),
+        ({"history": {"ann": [1]}}, "give one list of item ids"),
+        ({"history": []}, "the histories hold no item; give at least one"),
+        ({"history": ["?"]}, "none of the 1 items"),
+        ({"history": np.array(1)}, r"the history is array\(1\); give one list of item ids"),
+        (
+            {"history": pd.DataFrame({"user_id": [[1]], "item_id": [1]})},
+            r"column 'user_id' of the histories holds \[1\]",
+        ),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(fitted, history, arguments, message):
+    with pytest.raises(UserError, match=message):
+        fitted.explain(**{"history": history, **arguments})
+
+
+def test_a_history_of_almost_every_item_has_what_is_left_explained(fitted, dataset):
+    known = dataset.item_ids.tolist()
+    assert fitted.explain(known[2:])["item"].nunique() == 2
+    with pytest.raises(UserError, match=r"^only 0 of 59 items are not in the history; name an item to explain$"):
+        fitted.explain(known)
+
+
+def test_dates_are_read_in_the_unit_of_the_training_data(dataset, history):
+    when = pd.to_datetime(dataset.times.astype("int64") * 1500 + 1, unit="ms")  # of no whole seconds
+    owner = np.repeat(np.arange(dataset.num_users), dataset.lengths)
+    events = pd.DataFrame({"u": owner, "i": dataset.decode(dataset.items), "t": when})
+    dated = Dataset.from_frame(events, user="u", item="i", time="t")
+    timed = Recommender("hstu", arm="bft", time_bias=True, **SMALL).fit(dated)
+    times = pd.to_datetime(np.arange(5) * 1000, unit="s")
+    asked = pd.DataFrame({"user_id": 1, "item_id": history, "timestamp": times})
+    same = timed.recommend(asked, 5)
+    for form in (
+        times.tz_localize("UTC").tz_convert("Asia/Tokyo"),
+        times.astype("datetime64[s]"),
+        np.arange(5) * 10**6,
+    ):
+        pd.testing.assert_frame_equal(timed.recommend(asked.assign(timestamp=form), 5), same)
+    assert not timed.recommend(asked.assign(timestamp=np.arange(5)), 5)["score"].equals(same["score"])
+
+
+def test_a_model_with_times_is_explained_from_a_frame_with_times(dataset, history):
+    timed = Recommender("hstu", arm="bft", time_bias=True, **SMALL).fit(dataset)
+    frame = pd.DataFrame({"user_id": 1, "item_id": history, "timestamp": np.arange(5) * 1000})
+    assert timed.explain(frame)["change"].notna().all()
+    with pytest.raises(UserError, match="the model reads event times"):
+        timed.explain(history)
+    with pytest.raises(UserError, match="whole numbers of a unit that it does not say"):
+        timed.explain(frame.assign(timestamp=pd.to_datetime(frame["timestamp"], unit="s")))
+    shown = Recommender("hstu", arm="bft", time_bias=True, show_target_time=True, **SMALL).fit(dataset)
+    with pytest.raises(UserError, match="the time of the next event is not known"):
+        shown.explain(frame)
+
+
+def test_probing_in_a_notebook_gives_both_parts_and_the_protocol(fitted, dataset):
+    found = fitted.probe(dataset, samples=10)
+    assert set(found) == {"mechanism", "uncertainty", "protocol"}
+    assert found["uncertainty"]["hit_rate"] == fitted.evaluate(dataset).metrics["unfiltered"]["hr@10"]
+    assert found["mechanism"]["user_reliability"] is None, "the truth of other synthetic data is not this data's"
+    some = fitted.probe(dataset, "validation", users=20, samples=10)
+    assert some["mechanism"]["num_users"] == some["uncertainty"]["num_users"] == 20
+    assert some["protocol"]["part"] == "validation"
+    assert some == fitted.probe(dataset, "validation", users=20, samples=10)
+
+
+@pytest.mark.parametrize("users", [0, -3, 51])
+def test_a_number_of_users_that_there_are_not_is_refused(fitted, dataset, users):
+    with pytest.raises(UserError, match=f"users is {users}; give 1 to 50, or leave it out"):
+        fitted.probe(dataset, users=users)

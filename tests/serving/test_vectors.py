@@ -1,0 +1,76 @@
+"""Vectors of users and items: their products are the scores of the lists, for every model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recbft import Recommender
+from recbft.datasets.planted import synthetic_dataset
+from recbft.datasets.synth import SyntheticConfig
+from recbft.errors import ColdStartError, UserError
+
+SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 1, "device": "cpu"}
+MODELS = [("sasrec", "bft"), ("sasrec", "matched"), ("bert4rec", "published"), ("hstu", "bft"), ("pop", None)]
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
+
+
+@pytest.fixture(scope="module")
+def fitted(dataset):
+    return {
+        (model, arm): Recommender(model, arm=arm, **(SMALL if model != "pop" else {})).fit(dataset)
+        for model, arm in MODELS
+    }
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_products_of_user_and_item_vectors_are_the_scores_of_the_lists(fitted, dataset, which):
+    recommender = fitted[which]
+    histories = {f"u{n}": dataset.item_ids[n : n + 3 + n % 9].tolist() for n in range(20)}
+    lists = recommender.recommend(histories, k=dataset.num_items, filter_seen=False)
+    users, items = recommender.user_vectors(histories), recommender.item_vectors()
+    assert users.users.tolist() == list(histories) and items.items.tolist() == dataset.item_ids.tolist()
+    scores = pd.DataFrame(users.vectors @ items.vectors.T, index=users.users, columns=items.items)
+    listed = lists.pivot(index="user", columns="item", values="score").loc[scores.index, scores.columns]
+    np.testing.assert_allclose(scores, listed, rtol=1e-5, atol=1e-6)
+    precision = lists.groupby("user")["precision"].first().loc[users.users]
+    np.testing.assert_allclose(users.precision, precision, rtol=1e-6)
+    assert np.isnan(users.precision).all() == (which[1] != "bft")
+
+
+def test_a_user_alone_has_the_vector_that_it_has_among_others_however_many_are_read_at_once(
+    fitted, dataset, monkeypatch
+):
+    recommender = fitted["sasrec", "bft"]
+    histories = [dataset.item_ids[n : n + 4].tolist() for n in range(7)]
+    together = recommender.user_vectors(histories)
+    alone = np.concatenate([recommender.user_vectors([history]).vectors for history in histories])
+    np.testing.assert_allclose(alone, together.vectors, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr("recbft.serving.vectors.HISTORIES_AT_ONCE", 3)
+    np.testing.assert_allclose(recommender.user_vectors(histories).vectors, together.vectors, rtol=1e-5, atol=1e-6)
+
+
+def test_what_has_no_vector_is_named(fitted, dataset):
+    recommender = fitted["sasrec", "matched"]
+    known = dataset.item_ids[:2].tolist()
+    found = recommender.user_vectors({"ann": known, "bob": ["unheard of"], "cy": [known[0], "unheard of"]})
+    assert found.users.tolist() == ["ann", "cy"] and len(found.vectors) == 2
+    assert found.skipped_users == ["bob"] and found.unknown_events == 2
+    with pytest.raises(ColdStartError, match="none of the 1 items"):
+        recommender.user_vectors([["unheard of"]])
+    with pytest.raises(UserError, match="not trained"):
+        Recommender("sasrec").item_vectors()
+
+
+def test_what_is_done_to_the_vectors_does_nothing_to_the_model(fitted, dataset):
+    recommender = fitted["bert4rec", "published"]
+    history = [dataset.item_ids[:3].tolist()]
+    before = recommender.recommend(history)
+    recommender.item_vectors().vectors[:] = 0
+    recommender.item_vectors().items[:] = 0
+    pd.testing.assert_frame_equal(recommender.recommend(history), before)
