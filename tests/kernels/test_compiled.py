@@ -525,12 +525,16 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """A build, which takes seconds."""
+    """A build, which takes seconds, of a user whose group may write what the user makes."""
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(folder))
         patched.delenv(compiled.SWITCH, raising=False)
-        compiled._loaded()
+        before = os.umask(0o002)
+        try:
+            compiled._loaded()
+        finally:
+            os.umask(before)
     [built] = (folder / "recbft").iterdir()
     return built
 
@@ -538,7 +542,7 @@ def build(tmp_path_factory):
 @pytest.fixture
 def kept(build, cache):
     """The build, as the cache of a test has it."""
-    cache.mkdir(parents=True)
+    cache.mkdir(parents=True, mode=0o700)
     return Path(shutil.copy(build, cache))
 
 
@@ -645,6 +649,12 @@ def test_a_build_in_a_cache_that_can_only_be_read_is_loaded(kept, monkeypatch):
     assert compiled._loaded() is not None
 
 
+def place_of_a_build(compiler, sources, folder, stem):
+    """In place of ``_build``: where it would keep what it builds."""
+    return folder.resolve()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the cache is opened as Linux does it")
 @pytest.mark.parametrize(("writable", "said"), [(True, "once; they stay in"), (False, "for this process alone")])
 def test_what_cannot_be_read_in_the_cache_is_no_build(cache, monkeypatch, tmp_path, caplog, writable, said):
     monkeypatch.setattr("sys.platform", "linux")
@@ -652,12 +662,101 @@ def test_what_cannot_be_read_in_the_cache_is_no_build(cache, monkeypatch, tmp_pa
     monkeypatch.setattr(compiled, "_key", lambda *_: "key")
     if not writable:
         monkeypatch.setattr(os, "access", unwritable)
-    monkeypatch.setattr(compiled, "_build", lambda compiler, sources, folder, stem: folder)
-    (cache / "kernels-key-0123.so").mkdir(parents=True)  # read_bytes raises, as it does without permission
+    monkeypatch.setattr(compiled, "_build", place_of_a_build)
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / "kernels-key-0123.so").mkdir()  # open raises, as it does without permission
     with caplog.at_level(logging.INFO, logger="recbft"):
         folder = compiled._loaded()
-    assert (folder == cache) is writable
+    assert (folder == cache.resolve()) is writable
     assert [said in message for message in caplog.messages] == [True]
+
+
+@needs_build
+@pytest.mark.slow
+def test_a_build_can_be_written_by_nobody_else_whatever_the_umask(build):
+    assert stat.S_IMODE(build.stat().st_mode) == 0o755 and stat.S_IMODE(build.parent.stat().st_mode) == 0o700
+
+
+def to_another(path):
+    """Give a file or folder to another user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    os.chown(path, 12345, -1)
+
+
+@needs_build
+@pytest.mark.slow
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("expose", [to_another, *(lambda path, m=m: path.chmod(m) for m in (0o770, 0o777))])
+def test_a_cache_that_another_user_may_write_is_not_used(kept, cache, monkeypatch, tmp_path, caplog, expose, linked):
+    if linked:
+        cache.symlink_to(cache.rename(tmp_path / "elsewhere"))
+    expose(cache)
+    monkeypatch.setattr(compiled, "_build", place_of_a_build)
+    with caplog.at_level(logging.INFO, logger="recbft"):
+        folder = compiled._loaded()
+    assert folder.name.startswith("recbft-kernels-") and list(cache.iterdir()) == [cache / kept.name]
+    assert f"not kept in {cache}: another user owns or may write it; make it your own" in caplog.messages[0]
+    assert "for this process alone" in caplog.messages[1]
+
+
+def by_a_link(path):
+    """A link to the file in its place."""
+    path.symlink_to(path.rename(path.parent.parent / "elsewhere"))
+
+
+@needs_build
+@pytest.mark.slow
+@pytest.mark.parametrize("expose", [to_another, by_a_link, *(lambda path, m=m: path.chmod(m) for m in (0o775, 0o757))])
+def test_a_file_of_the_cache_that_another_user_may_write_is_built_again(kept, cache, monkeypatch, expose):
+    expose(kept)
+    monkeypatch.setattr(compiled, "_build", place_of_a_build)
+    assert compiled._loaded() == cache.resolve()
+
+
+@needs_build
+@pytest.mark.slow
+@pytest.mark.parametrize("user", [None, 12345])
+def test_a_build_of_this_user_or_root_is_loaded_through_a_link_too(kept, cache, monkeypatch, tmp_path, user):
+    cache.symlink_to(cache.rename(tmp_path / "elsewhere"))
+    if user is not None:
+        if os.geteuid() != 0:
+            pytest.skip("only root has builds of root")
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("built again"))
+    assert compiled._loaded() is not None
+
+
+@needs_build
+@pytest.mark.slow
+def test_a_folder_put_in_the_place_of_the_cache_once_that_is_checked_is_not_read(kept, cache, monkeypatch, tmp_path):
+    def checked(descriptor, check=compiled._is_ours):
+        if cache.joinpath(kept.name).exists():
+            cache.rename(tmp_path / "before")
+            cache.mkdir()
+        return check(descriptor)
+
+    monkeypatch.setattr(compiled, "_is_ours", checked)
+    monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("built again"))
+    assert compiled._loaded() is not None
+    assert list(cache.iterdir()) == []
+
+
+@needs_build
+@pytest.mark.parametrize("library", [False, True], ids=["no library", "a library of others"])
+def test_a_file_without_our_functions_is_built_again(cache, monkeypatch, tmp_path, library):
+    file = tmp_path / "other.c"
+    file.write_text("int other;")
+    if library:
+        made = tmp_path / "other.so"
+        subprocess.run([*compiled._compiler(), "-shared", "-fPIC", str(file), "-o", str(made)], check=True)
+        file = made
+    monkeypatch.setattr(compiled, "_key", lambda *_: "key")
+    monkeypatch.setattr(compiled, "_build", place_of_a_build)
+    cache.mkdir(parents=True, mode=0o700)
+    planted = file.rename(cache / compiled._name("kernels-key", file.read_bytes()))
+    planted.chmod(0o755)
+    assert compiled._loaded() == cache.resolve()
 
 
 @pytest.mark.parametrize(

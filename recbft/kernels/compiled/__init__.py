@@ -2,8 +2,9 @@
 
 The first process that wants them builds the sources beside this file into the user's cache, in a few seconds; later
 ones load what stands there. A build is known by its sources, its compiler and its processor, so that machines may share
-a home, and by its own content, so that none is loaded that a crash has cut. Without a compiler, or elsewhere than on
-Linux, the other paths serve, and ``missing`` says why; ``RECBFT_COMPILED=0`` in the environment asks for that.
+a home, and by its own content, so that none is loaded that a crash has cut. What another user owns or may write is
+never loaded, be it the cache or a file in it: the process then builds for itself. Without a compiler, or elsewhere than
+on Linux, the other paths serve, and ``missing`` says why; ``RECBFT_COMPILED=0`` in the environment asks for that.
 
 The threads are PyTorch's own: what OpenMP needs is left open in the build, and found in the library that PyTorch has
 loaded (``_share_openmp``). All take single precision on a CPU.
@@ -17,11 +18,13 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from logging import getLogger
 from pathlib import Path
@@ -48,6 +51,8 @@ WIDE = "-mprefer-vector-width=512"  # for what the compiler turns into vectors b
 PATIENCE = 300.0  # seconds a build may take
 _WAY = ("In file included from", " ")  # begin the lines that lead to what a compiler has to say
 _ROOM = 2**24  # bytes on the cache's disk without which a build is not kept
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # that others may write
+_FUNCTION = "softmax_forward"  # which every build has
 
 
 class UnavailableError(Exception):
@@ -109,15 +114,16 @@ def _loaded() -> ctypes.CDLL:
     compiler = _compiler()
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     stem = f"kernels-{_key(compiler, sources)}"
-    folder = _cache()
-    for built in [] if folder is None else folder.glob(f"{stem}-*.so"):
-        with suppress(OSError):  # another user's, which cannot be read, is none
-            if built.name == f"{stem}-{_sum(built)}.so":
-                return ctypes.CDLL(str(built))
     log = getLogger("recbft")
-    if folder is not None and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _ROOM:
-        log.info("building kernels for this processor with %s, once; they stay in %s", compiler[0], folder)
-        return _build(compiler, sources, folder, stem)
+    with _cache() as folder:
+        for built in [] if folder is None else folder.glob(f"{stem}-*.so"):
+            kept = _kept(built, stem)
+            if kept is not None:
+                return kept
+        if folder is not None and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _ROOM:
+            place = os.path.realpath(folder)
+            log.info("building kernels for this processor with %s, once; they stay in %s", compiler[0], place)
+            return _build(compiler, sources, folder, stem)
     log.info("building kernels with %s, for this process alone: no cache with room that can be written", compiler[0])
     with tempfile.TemporaryDirectory(prefix="recbft-kernels-") as own:  # what is loaded stays when its file goes
         return _build(compiler, sources, Path(own), stem)
@@ -146,7 +152,10 @@ def _compiler() -> list[str]:
 
 def _build(compiler: list[str], sources: list[Path], folder: Path, stem: str) -> ctypes.CDLL:
     """Compile, link and load; the file appears whole, under its content's name, or not at all."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="recbft-build-") as made,  # since /proc/self is another for the compiler
+        tempfile.TemporaryDirectory(dir=folder, prefix="build-") as kept,
+    ):
         compiled = [source for source in sources if source.suffix == ".c"]
         objects = [str(Path(made) / f"{source.stem}.o") for source in compiled]
         pairs = zip(compiled, objects, strict=True)
@@ -154,22 +163,44 @@ def _build(compiler: list[str], sources: list[Path], folder: Path, stem: str) ->
         with ThreadPoolExecutor(os.cpu_count()) as at_once:
             list(at_once.map(_call, commands))
         # Without -fopenmp: linked to its own OpenMP, the build would bring a second set of threads.
-        shared = Path(made) / f"{stem}.so"
-        _call([*compiler, "-shared", "-o", str(shared), *objects, "-lm"])
+        linked = Path(made) / f"{stem}.so"
+        _call([*compiler, "-shared", "-o", str(linked), *objects, "-lm"])
+        shared = Path(kept) / linked.name
         try:
+            shutil.copyfile(linked, shared)
             library = ctypes.CDLL(str(shared))
         except OSError as error:
             raise UnavailableError(
                 f"what {compiler[0]} builds cannot be loaded ({error}); use gcc, whose OpenMP is PyTorch's"
             ) from error
         with open(shared, "rb") as file:
+            os.chmod(file.fileno(), 0o755)  # whatever the umask, others may not write what is to be loaded again
             os.fsync(file.fileno())
-        shared.replace(folder / f"{stem}-{_sum(shared)}.so")
+            name = _name(stem, file.read())
+        shared.replace(folder / name)
     return library
 
 
-def _sum(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+def _kept(built: Path, stem: str) -> ctypes.CDLL | None:
+    """A build of the cache, loaded; None for a file that is none, or that others may have written.
+
+    Nobody else may write the cache, so that the file which is checked is the one which is loaded, unless it is a link.
+    """
+    with suppress(OSError), open(built, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
+        if _is_ours(file.fileno()) and built.name == _name(stem, file.read()):
+            library = ctypes.CDLL(str(built))
+            return library if hasattr(library, _FUNCTION) else None
+    return None
+
+
+def _is_ours(descriptor: int) -> bool:
+    """Whether an open file or folder belongs to this user or root, and nobody else may write it."""
+    found = os.fstat(descriptor)
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS
+
+
+def _name(stem: str, content: bytes) -> str:
+    return f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
 def _call(command: list[str]) -> None:
@@ -206,14 +237,31 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *(said[name] for name in kept if name in said)])
 
 
-def _cache() -> Path | None:
-    """The user's folder of builds, which may be read-only; None where there is no such folder."""
+@contextmanager
+def _cache() -> Iterator[Path | None]:
+    """The user's folder of builds, which may be read-only; None where there is no such folder that is the user's alone.
+
+    It is held open and named by that, so that who may write a folder above it cannot put another in its place.
+    """
     named = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(named if os.path.isabs(named) else os.path.expanduser("~/.cache")) / "recbft"
-    if not folder.is_absolute():  # a user without a home
-        return None
+    held = None
+    if folder.is_absolute():  # it is not for a user without a home
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    if held is None:
+        yield None
+        return
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        return None
-    return folder
+        if _is_ours(held):
+            yield Path(f"/proc/self/fd/{held}")
+        else:
+            getLogger("recbft").warning(
+                "kernels are not kept in %s: another user owns or may write it; "
+                "make it your own (chown, chmod go-w), or set XDG_CACHE_HOME to a folder of your own",
+                folder,
+            )
+            yield None
+    finally:
+        os.close(held)
