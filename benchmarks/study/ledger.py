@@ -1,11 +1,10 @@
-"""A study that outlives a machine: the figures of finished runs in one small file, and arms compared from it.
+"""A study that outlives a machine: the figures of finished runs in one small file.
 
     python -m benchmarks.study.ledger add OUT|RUN ... --file docs/reports/runs.csv
-    python -m benchmarks.study.ledger show --file docs/reports/runs.csv --dataset amazon-beauty [--baseline ARM]
 
 A line is a run: what it was trained on and with, its seed, the commit, the processor, the day, and its metrics of the
-test. Lines are added and never changed. ``show`` pairs arms by the seeds that both have; ranks of single users are not
-kept here, so what needs them (strata, tests over users) stays with ``recbft compare`` and the folders of the runs.
+test. Lines are added and never changed. ``benchmarks.study.tables`` and ``overview`` compare the arms. Ranks of single
+users are not kept here: what needs them (strata, tests over users) is made from the folders of the runs.
 """
 
 from __future__ import annotations
@@ -20,21 +19,18 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.command import finish, parser
-from benchmarks.study.choose import difference, finished_runs, mean_and_spread, percent
-from recbft.comparing.finished_runs import Run, read_run
+from benchmarks.study.choose import finished_runs
+from recbft.errors import UserError
 from recbft.comparing.labels import arm_name, own_settings
-from recbft.errors import UserError, did_you_mean
-from recbft.reporting.document import p_text
-from recbft.reporting.text_tables import markdown_table
-from recbft.runs.folder import RunFolder
+from recbft.comparing.finished_runs import Run, read_run
 from recbft.system.files import write_atomic
+from recbft.runs.folder import RunFolder
 
 METRICS = {
     f"{metric} {items}": (setting, metric)
     for setting, items in (("unfiltered", "all items"), ("filtered", "seen masked"))
     for metric in ("hr@10", "ndcg@10", "mrr")
 }
-SHOWN = ["hr@10 all items", "ndcg@10 all items", "hr@10 seen masked", "ndcg@10 seen masked"]
 ORDER = ["published", "matched", "bft"]
 KEY = ["dataset", "targets", "content", "model", "arm", "settings", "seed"]
 SAME = {
@@ -58,9 +54,7 @@ COLUMNS = [
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    if options.action == "add":
-        return add(options.runs, Path(options.file))
-    return show(options)
+    return add(options.runs, Path(options.file))
 
 
 def add(places: Sequence[str], file: Path) -> int:
@@ -134,35 +128,6 @@ def read(file: Path) -> pd.DataFrame:
     return table
 
 
-def show(options: argparse.Namespace) -> int:
-    """Print the arms of a data set and model, and their differences from each baseline."""
-    table = read(Path(options.file))
-    own = table[(table["dataset"] == options.dataset) & (table["model"] == options.model)]
-    if own.empty:
-        had = ", ".join(sorted({f"{d} ({m})" for d, m in zip(table["dataset"], table["model"], strict=True)}))
-        raise UserError(f"{options.file} has no run of {options.model} on {options.dataset}; it has {had or 'none'}")
-    check_alike(own, f"{options.dataset} ({options.model})")
-    common, arms = arms_of(own)
-    baselines = options.baseline or list(arms)
-    for name in baselines:
-        if name not in arms:
-            raise UserError(f"unknown arm {name!r}; {did_you_mean(name, arms)}")
-    what = ", ".join(
-        filter(
-            None, [options.dataset, f"targets {own['targets'].iloc[0]}", options.model, common and f"all with {common}"]
-        )
-    )
-    print(f"{what}; mean ± sd over seeds, {options.metric} from another arm over the seeds of both\n")
-    head = ["arm", "seeds", *SHOWN, *(f"from `{name}`" for name in baselines)]
-    rows = [
-        [f"`{name}`", str(len(arm)), *(mean_and_spread(arm[column].tolist()) for column in SHOWN)]
-        + [_against(arm, arms[other], options.metric) for other in baselines]
-        for name, arm in arms.items()
-    ]
-    print(markdown_table(head, rows))
-    return 0
-
-
 def check_alike(lines: pd.DataFrame, what: str) -> None:
     """Refuse lines that ``recbft compare`` would not compare either."""
     for column, said in SAME.items():
@@ -188,11 +153,6 @@ def _place(group: tuple[Any, pd.DataFrame]) -> tuple[int, int]:
     return [*ORDER, arm].index(arm), len(settings)
 
 
-def _against(arm: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> str:
-    d = difference(arm[metric].to_dict(), baseline[metric].to_dict())
-    return "" if arm is baseline or d is None else f"{percent(d)} (p {p_text(d.p_t)}, {d.wins} of {d.num_seeds})"
-
-
 def _runs_of(place: Path) -> list[Path]:
     return finished_runs(place) if (place / "runs").is_dir() else [place]
 
@@ -206,13 +166,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     actions = options.add_subparsers(dest="action", required=True)
     adding = actions.add_parser("add", help="write finished runs into the file")
     adding.add_argument("runs", nargs="+", metavar="OUT|RUN", help="folders of recbft compare, or of single runs")
-    showing = actions.add_parser("show", help="compare the arms of a data set")
-    showing.add_argument("--dataset", "-d", required=True)
-    showing.add_argument("--model", "-m", default="sasrec")
-    showing.add_argument("--baseline", action="append", metavar="ARM", help="repeat for more; unless given, every arm")
-    showing.add_argument("--metric", default="ndcg@10 all items", choices=list(METRICS))
-    for action in (adding, showing):
-        action.add_argument("--file", required=True, metavar="CSV")
+    adding.add_argument("--file", required=True, metavar="CSV")
     return options.parse_args(arguments)
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.study import choose, corrupted, ledger, overview, planted
+from benchmarks.study import choose, corrupted, ledger, overview, planted, tables
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.errors import UserError
+from recbft.evaluation.paired import compare_seeds
 from recbft.models import MODELS
 from recbft.training.build import build_model
 
@@ -148,7 +149,7 @@ def test_a_choice_refuses_what_is_not_there(trained, tmp_path):
         choose.main([str(trained), "--metric", "ndcg@7"])
 
 
-def test_a_ledger_keeps_runs_once_and_pairs_arms_by_seed(train_arms, tmp_path, capsys):
+def test_a_ledger_keeps_runs_once(train_arms, tmp_path, capsys):
     out, file = train_arms("matched,matched+recency,bft"), tmp_path / "runs.csv"
     assert ledger.main(["add", str(out / "runs" / "bft-seed0"), str(out), "--file", str(file)]) == 0
     written = file.read_bytes()
@@ -161,12 +162,6 @@ def test_a_ledger_keeps_runs_once_and_pairs_arms_by_seed(train_arms, tmp_path, c
     made = json.loads((out / "runs" / "bft-seed1" / "environment.json").read_text())
     assert (line["commit"], line["processor"], line["date"]) == (made.get("commit") or "", made["cpu"], made["date"])
     assert line["ndcg@10 seen masked"] == pytest.approx(said, abs=1e-11)
-    assert ledger.main(["show", "--file", str(file), "-d", line["dataset"], "--baseline", "matched+recency"]) == 0
-    shown = capsys.readouterr().out
-    assert "backbone.hidden_size=8" in shown.split("\n")[0] and "from `matched+recency`" in shown
-    rows = {row.split("|")[1].strip(): row for row in shown.splitlines()[4:]}
-    assert list(rows) == ["`matched`", "`matched+recency`", "`bft`"]
-    assert "of 2)" in rows["`bft`"] and "of 2)" not in rows["`matched+recency`"]
 
 
 def test_a_ledger_refuses_another_figure_of_the_same_seed_and_what_it_does_not_know(train_arms, tmp_path):
@@ -179,21 +174,15 @@ def test_a_ledger_refuses_another_figure_of_the_same_seed_and_what_it_does_not_k
     with pytest.raises(UserError, match=r"seed 0 of matched on tiny with other figures .* a seed counts once"):
         ledger.main(["add", str(out), "--file", str(file)])
     assert file.read_bytes() == before
-    for options, said in (
-        (["-d", "nowhere"], "no run of sasrec on nowhere; it has tiny"),
-        (["-d", "tiny", "--baseline", "bft"], "unknown arm 'bft'"),
-    ):
-        with pytest.raises(UserError, match=said):
-            ledger.main(["show", "--file", str(file), *options])
     environment = out / "runs" / "matched-seed0" / "environment.json"
     environment.write_text(json.dumps({"recbft": "0"}))
     with pytest.raises(UserError, match=r"environment\.json lacks cpu and date"):
         ledger.main(["add", str(out), "--file", str(tmp_path / "new.csv")])
     file.write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match="has other columns"):
-        ledger.main(["show", "--file", str(file), "-d", "tiny"])
+        ledger.read(file)
     with pytest.raises(UserError, match="does not exist"):
-        ledger.main(["show", "--file", str(tmp_path / "none.csv"), "-d", "tiny"])
+        ledger.read(tmp_path / "none.csv")
 
 
 @pytest.mark.parametrize(
@@ -205,12 +194,8 @@ def test_lines_that_compare_would_refuse_are_not_paired(train_arms, tmp_path, co
     table = ledger.read(file)
     table.loc[table["arm"] == "bft", column] = "another"
     table.to_csv(file, index=False)
-    for command in (
-        lambda: ledger.main(["show", "--file", str(file), "-d", "tiny"]),
-        lambda: overview.main(["--file", str(file)]),
-    ):
-        with pytest.raises(UserError, match=rf"the ledger has tiny \(sasrec\) with .*{said} \(another, "):
-            command()
+    with pytest.raises(UserError, match=rf"the ledger has tiny \(sasrec\) with .*{said} \(another, "):
+        overview.main(["--file", str(file)])
 
 
 def test_an_overview_has_a_line_and_intervals_per_data_set_and_model(train_arms, tmp_path, capsys):
@@ -283,6 +268,55 @@ def test_the_pages_show_what_the_ledger_has(capsys, tmp_path):
     assert len(lines) > 30 and [line for line in lines if line not in page] == []
     assert overview.main(["--file", str(ledger_file), "--svg", str(tmp_path / "new.svg")]) == 0
     assert (tmp_path / "new.svg").read_text() == (DOCS / "reports" / "overview.svg").read_text()
+
+
+def test_the_study_has_the_tables_that_the_command_makes():
+    page = (DOCS / "study.md").read_text(encoding="utf-8")
+    assert tables.filled(page) == page
+    assert {place[1] for place in tables.PLACE.findall(page)} == {*tables.COMPUTED, *tables.SUMMARIES}
+    assert page.count("<!-- table:") == page.count("<!-- end -->") == len(tables.PLACE.findall(page))
+    with pytest.raises(UserError, match="unknown table 'gain'; did you mean 'gains'"):
+        tables.filled("<!-- table: gain -->\n<!-- end -->")
+
+
+def test_a_table_has_the_library_s_paired_test_of_the_ledger_s_runs():
+    lines = pd.read_csv(DOCS / "reports" / "runs.csv")
+    lines = lines[(lines["dataset"] == "amazon-instruments") & (lines["model"] == "sasrec")].sort_values("seed")
+    decay = lines["settings"].str.contains("recency_decay")
+    arms = [lines[(lines["arm"] == arm) & (decay == own)] for arm, own in (("matched", True), ("bft", False))]
+    d = compare_seeds(*(arm["ndcg@10 all items"].to_numpy() for arm in arms))
+    row = next(row for row in tables.gains(tables.REPORTS).splitlines() if row.startswith("| SASRec | Instruments |"))
+    assert f"| {d.num_seeds} | {d.mean_baseline:.4f} ± {d.sd_baseline:.4f} |" in row
+    assert f"| {100 * d.relative:+.1f} % (" in row and f"| {d.p_t:.3f} |" in row
+
+
+def test_thirds_are_pooled_each_relative_to_its_own_baseline(tmp_path):
+    again = ledger.read(DOCS / "reports" / "again.csv")
+    one = tables.Pairs("sasrec", "", tables.THIRDS)
+    found, baseline, _ = tables._pooled(DOCS / "reports", one, tables.NDCG)
+    again.loc[again["dataset"] == tables.THIRDS[0], tables.NDCG] *= 2
+    again.to_csv(tmp_path / "again.csv", index=False)
+    scaled, larger, _ = tables._pooled(tmp_path, one, tables.NDCG)
+    assert (scaled.num_seeds, scaled.relative, scaled.p_t) == pytest.approx((30, found.relative, found.p_t))
+    assert larger > 1.2 * baseline
+
+
+def test_every_summary_has_its_source():
+    summaries, sources = (
+        pd.read_csv(DOCS / "reports" / f"{name}.csv", dtype=str, keep_default_na=False)
+        for name in ("summaries", "sources")
+    )
+    assert sources["source"].is_unique and set(summaries["source"]) == set(sources["source"])
+    assert not summaries.duplicated(["table", "row", "column", "from"]).any()
+    assert set(tables.SUMMARIES) < set(summaries["table"])
+
+
+def test_links_of_the_study_lead_somewhere():
+    page = (DOCS / "study.md").read_text(encoding="utf-8")
+    heads = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in re.findall(r"^#+ (.+)$", page, re.M)}
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        file, _, anchor = link.partition("#")
+        assert (DOCS / file).exists() and (file or anchor in heads), link
 
 
 def test_an_overview_names_the_seeds_where_they_are_not_those_of_the_line(train_arms, tmp_path, capsys):

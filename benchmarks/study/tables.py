@@ -1,0 +1,321 @@
+"""The tables of docs/study.md, computed from the files in docs/reports and written into the page.
+
+    python -m benchmarks.study.tables [--page docs/study.md]
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; the command replaces what is between the two.
+``runs.csv`` and ``again.csv`` have one line per training run (``benchmarks.study.ledger``): arms are paired by seed and
+tested as ``recbft compare`` tests them (``recbft.evaluation.paired``). ``summaries.csv`` has figures whose runs are not
+kept; their commands, data, machines and dates are in ``sources.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import yaml
+
+from benchmarks.command import finish, parser
+from benchmarks.study.choose import difference, mean_and_spread, percent
+from benchmarks.study.ledger import arms_of, check_alike, read
+from benchmarks.study.overview import ITEMS, PUBLISHED, VALIDATION, Arms, comparisons
+from recbft.errors import UserError, did_you_mean
+from recbft.evaluation.paired import SeedComparison, holm
+from recbft.reporting.document import p_text
+from recbft.reporting.text_tables import markdown_table
+from recbft.system.files import write_atomic
+
+REPORTS = Path(__file__).parents[2] / "docs" / "reports"
+PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NAMES = {
+    "sasrec": "SASRec",
+    "bert4rec": "BERT4Rec",
+    "hstu": "HSTU",
+    "amazon-instruments": "Instruments",
+    "amazon-beauty": "Beauty",
+    "ml-1m": "ML-1M",
+}
+NDCG = "ndcg@10 all items"
+DECAY = "matched+recency"
+INSTRUMENTS = ("amazon-instruments",)
+LONG = "training.epochs=1000,training.patience=100"
+THIRDS = ("beauty-third-1", "beauty-third-2", "beauty-third-3")
+
+
+class Pairs(NamedTuple):
+    """Runs of an arm and of `matched+recency` that one line of a table compares."""
+
+    model: str
+    text: str
+    data: Sequence[str]
+    settings: str = ""  # of both arms, as in `bft[...]`
+    arm: str = "bft"
+    seeds: range = range(1000)
+    file: str = "again.csv"
+
+
+CHECKS = [
+    Pairs("sasrec", "Instruments", INSTRUMENTS, file="runs.csv"),
+    Pairs("sasrec", "only seeds 0-19", INSTRUMENTS, seeds=range(20), file="runs.csv"),
+    Pairs("sasrec", "only seeds 30-49", INSTRUMENTS, seeds=range(30, 50), file="runs.csv"),
+    Pairs("sasrec", "last event left out", ["instruments-cut1"]),
+    Pairs("sasrec", "last two events left out", ["instruments-cut2"]),
+    Pairs("sasrec", "binary cross-entropy", INSTRUMENTS, "backbone.loss=bce"),
+    Pairs("sasrec", "sampled softmax", INSTRUMENTS, "backbone.loss=sampled_softmax"),
+    Pairs("sasrec", "thirds of Beauty", THIRDS),
+    Pairs("bert4rec", "Instruments", INSTRUMENTS, file="runs.csv"),
+    Pairs("bert4rec", "last event left out", ["instruments-cut1"]),
+    Pairs("bert4rec", "last two events left out", ["instruments-cut2"]),
+    Pairs("bert4rec", "patience 100", INSTRUMENTS),
+    Pairs("bert4rec", "patience 100, other masks for each seed", INSTRUMENTS, "backbone.mask_seed=null"),
+    Pairs("bert4rec", "patience 100, 60 % masked", INSTRUMENTS, "backbone.mask_probability=0.6"),
+    Pairs("bert4rec", "patience 100, 80 % masked", INSTRUMENTS, "backbone.mask_probability=0.8"),
+    Pairs("bert4rec", "thirds of Beauty", THIRDS),
+    Pairs("bert4rec", "two thirds, patience 100", THIRDS[:2], LONG),
+    Pairs("bert4rec", "two thirds, patience 100, 40 % masked", THIRDS[:2], f"backbone.mask_probability=0.4,{LONG}"),
+    Pairs("bert4rec", "two thirds, patience 100, 80 % masked", THIRDS[:2], f"backbone.mask_probability=0.8,{LONG}"),
+]
+PARTS = [
+    Pairs("bert4rec", "nothing: `bft`", THIRDS[1:]),
+    Pairs("bert4rec", "all tokens start with the same precision", THIRDS[1:], arm="bft[core.initial=uniform]"),
+    Pairs("bert4rec", "gain 1, a plain residual connection", THIRDS[1:], arm="bft[core.update=residual]"),
+    Pairs("bert4rec", "constant gain", THIRDS[1:], arm="bft[core.update=fixed]"),
+    Pairs("bert4rec", "precision and recency decay off: `matched`", THIRDS[1:], arm="matched"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A table of ``summaries.csv`` as the page shows it."""
+
+    first: str  # head of the first column
+    columns: Sequence[str] = ()  # unless given, all
+    rows: Sequence[str] = ()  # unless given, all
+    beside: str = ""  # another table, whose values follow in brackets
+
+
+SUMMARIES = {
+    "initial": Summary(first="arm"),
+    "switches": Summary(first="`bft` with"),
+    "planted": Summary(first="unreliable, share, arm"),
+    "corrupted": Summary(
+        first="noise in, share",
+        columns=["`matched`", f"`{DECAY}`", "`bft`"],
+        rows=["nowhere, 0", "test, 0.3", "training, 0.3", "both, 0.3"],
+    ),
+    "strata": Summary(first="model, data, arms"),
+    "mask-trust": Summary(first="BERT4Rec, Instruments"),
+    "uncertainty": Summary(first="AUROC of a hit in the first ten"),
+    "probabilities": Summary(first="data, lists of ten from", beside="calibration-error"),
+    "few-users": Summary(first="users fitted on"),
+    "lists": Summary(first="data, arm"),
+    "mechanism": Summary(first="data"),
+    "tried": Summary(first="idea"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    page = Path(options.page)
+    write_atomic(page, filled(page.read_text(encoding="utf-8")).encode())
+    return 0
+
+
+def filled(page: str, reports: Path = REPORTS) -> str:
+    """The page with every table made anew."""
+
+    def made(place: re.Match[str]) -> str:
+        name = place[2]
+        if name in SUMMARIES:
+            return f"{place[1]}{summary(reports, name)}\n{place[3]}"
+        if name not in COMPUTED:
+            raise UserError(f"unknown table {name!r}; {did_you_mean(name, [*COMPUTED, *SUMMARIES])}")
+        return f"{place[1]}{COMPUTED[name](reports)}\n{place[3]}"
+
+    return PLACE.sub(made, page)
+
+
+def gains(reports: Path) -> str:
+    """`bft` over `matched+recency`, model by model and data set by data set."""
+    found = comparisons(read(reports / "runs.csv"))
+    leads = [_lead(arms, "bft", DECAY, NDCG) for arms in found.values()]
+    adjusted = holm([lead.p_t for lead in leads])
+    rows = [
+        [
+            *_named(key),
+            str(lead.num_seeds),
+            *_means(lead),
+            f"{percent(lead)} ({_interval(lead)})",
+            p_text(lead.p_t),
+            p_text(p),
+            _said(_lead(arms, "bft", DECAY, VALIDATION)),
+        ]
+        for (key, arms), lead, p in zip(found.items(), leads, adjusted, strict=True)
+    ]
+    head = ["model", "data", "seeds", f"`{DECAY}`", "`bft`", "difference (95 % interval)", "p", "Holm p"]
+    return markdown_table([*head, "on validation"], rows)
+
+
+def steps(reports: Path) -> str:
+    """What each of the three steps from `published` to `bft` brings."""
+    pairs = [("matched", "published"), (DECAY, "matched"), ("bft", DECAY)]
+    rows = []
+    for key, arms in comparisons(read(reports / "runs.csv")).items():
+        cells = [_said(_lead(arms, arm, base, f"ndcg@10 {items}")) for arm, base in pairs for items in ITEMS]
+        rows.append([*_named(key), *cells])
+    head = [f"{what}, {items}" for what in ("layer", "recency decay", "precision") for items in ITEMS]
+    return markdown_table(["model", "data", *head], rows)
+
+
+def paper(reports: Path) -> str:
+    """The gain that the paper reports beside ours, over the layer without and with the recency decay."""
+    published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["figures"]
+    rows = []
+    for (model, data), arms in comparisons(read(reports / "runs.csv")).items():
+        own = [one for one in published if (one["model"], one["dataset"], one["source"]) == (model, data, "long")]
+        theirs = {one["name"]: one["values"] for one in own}
+        after = theirs.pop("paper's BFT")
+        before = list(theirs.values())[-1]  # of HSTU the layer with a feed-forward network, as `matched` has one
+        gain = " / ".join(f"{100 * (a / b - 1):+.1f} %" for a, b in zip(after[:2], before[:2], strict=True))
+        ours = [
+            " / ".join(percent(_lead(arms, "bft", base, f"{metric} all items")) for metric in ("hr@10", "ndcg@10"))
+            for base in ("matched", DECAY)
+        ]
+        rows.append([*_named((model, data)), gain, *ours])
+    return markdown_table(["model", "data", "paper", "ours, from `matched`", f"ours, from `{DECAY}`"], rows)
+
+
+def public(reports: Path) -> str:
+    """Our arms without precision beside figures that others published with seen items masked."""
+    found = comparisons(read(reports / "runs.csv"))
+    rows = []
+    for other in yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["figures"]:
+        if other["items"] != "seen masked":
+            continue
+        arms = found[other["model"], other["dataset"]]
+        for name, lines in arms.items():
+            if name == other["beside"] or name.startswith(f"{other['beside']}["):
+                ours, theirs = lines["ndcg@10 seen masked"].mean(), other["values"][1]
+                apart = f"{100 * (ours / theirs - 1):+.1f} %"
+                told = [other["name"], f"{theirs:.4f}", f"`{name}`", f"{ours:.4f}", apart]
+                rows.append([*_named((other["model"], other["dataset"])), *told])
+    return markdown_table(["model", "data", "published by", "NDCG@10", "our arm", "NDCG@10", "difference"], rows)
+
+
+def length(reports: Path) -> str:
+    """SASRec on ML-1M with 200 events of a history instead of 50."""
+    arms = comparisons(read(reports / "runs.csv"))["sasrec", "ml-1m"]
+    names = [f"{name}[backbone.max_length=200]" for name in ("published", "matched", DECAY, "bft")]
+    rows = []
+    for name in names:
+        cells = [mean_and_spread(arms[name][f"ndcg@10 {items}"].tolist()) for items in ITEMS]
+        leads = ["" if name == base else _said(_lead(arms, name, base, NDCG)) for base in names[1:3]]
+        rows.append([f"`{name.split('[')[0]}`", str(len(arms[name])), *cells, *leads])
+    head = ["arm", "seeds", *(f"NDCG@10, {items}" for items in ITEMS), "from `matched`", f"from `{DECAY}`"]
+    return markdown_table(head, rows)
+
+
+def pairs(lines: Sequence[Pairs], what: str) -> Callable[[Path], str]:
+    """A table with one line for each of these comparisons."""
+
+    def made(reports: Path) -> str:
+        rows = []
+        for one in lines:
+            test, validation = (_pooled(reports, one, metric) for metric in (NDCG, VALIDATION))
+            means = [f"{mean:.4f}" for mean in test[1:]]
+            shown = [f"{percent(test[0])} ({_interval(test[0])})", p_text(test[0].p_t), _said(validation[0])]
+            rows.append([NAMES[one.model], one.text, str(test[0].num_seeds), *means, *shown])
+        head = ["model", what, "pairs", f"`{DECAY}`", "arm", "difference (95 % interval)", "p", "on validation"]
+        return markdown_table(head, rows)
+
+    return made
+
+
+def summary(reports: Path, name: str) -> str:
+    """A table of ``summaries.csv``: its rows and columns in the order of the file."""
+    lines, shape = pd.read_csv(reports / "summaries.csv", dtype=str, keep_default_na=False), SUMMARIES[name]
+    own = {(line["row"], line["column"]): _cell(line) for line in lines[lines["table"] == name].to_dict("records")}
+    beside = lines[lines["table"] == shape.beside].to_dict("records")
+    for line in beside:
+        own[line["row"], line["column"]] += f" ({line['value']})"
+    rows = shape.rows or list(dict.fromkeys(row for row, _ in own))
+    columns = shape.columns or list(dict.fromkeys(column for _, column in own))
+    cells = [[row, *(own.get((row, column), "") for column in columns)] for row in rows]
+    return markdown_table([shape.first, *columns], cells)
+
+
+COMPUTED: Mapping[str, Callable[[Path], str]] = {
+    "gains": gains,
+    "steps": steps,
+    "paper": paper,
+    "public": public,
+    "length": length,
+    "checks": pairs(CHECKS, "what changes"),
+    "parts": pairs(PARTS, "what changes in `bft`"),
+}
+
+
+def _pooled(reports: Path, one: Pairs, metric: str) -> tuple[SeedComparison, float, float]:
+    """The comparison over all data sets of a line, each relative to its baseline's mean, and both arms' means."""
+    table, scaled, plain = read(reports / one.file), ({}, {}), ([], [])
+    for data in one.data:
+        lines = table[(table["dataset"] == data) & (table["model"] == one.model)]
+        check_alike(lines, f"{data} ({one.model})")
+        arms = arms_of(lines)[1]
+        names = [f"{name}[{one.settings}]" if one.settings else name for name in (DECAY, one.arm)]
+        own = [arms[name][metric] for name in names]
+        seeds = sorted(set(own[0].index) & set(own[1].index) & set(one.seeds))
+        mean = own[0][seeds].mean()
+        for values, into, kept in zip(own, scaled, plain, strict=True):
+            into.update({(data, seed): values[seed] / mean for seed in seeds})
+            kept.extend(values[seeds])
+    found = difference(scaled[1], scaled[0])
+    return found, *(sum(values) / len(values) for values in plain)
+
+
+def _lead(arms: Arms, arm: str, baseline: str, metric: str) -> SeedComparison:
+    return difference(arms[arm][metric].to_dict(), arms[baseline][metric].to_dict())
+
+
+def _named(key: tuple[str, str]) -> list[str]:
+    return [NAMES[part] for part in key]
+
+
+def _means(lead: SeedComparison) -> list[str]:
+    return [f"{lead.mean_baseline:.4f} ± {lead.sd_baseline:.4f}", f"{lead.mean_other:.4f} ± {lead.sd_other:.4f}"]
+
+
+def _interval(lead: SeedComparison) -> str:
+    low, high = (f"{100 * end / lead.mean_baseline:+.1f}" for end in lead.interval)
+    return f"{low} to {high}"
+
+
+def _said(lead: SeedComparison) -> str:
+    return f"{percent(lead)} (p {p_text(lead.p_t)})"
+
+
+def _cell(line: Mapping[str, str]) -> str:
+    """Value and spread, then the difference and its p where there is one."""
+    value = " ± ".join(part for part in (line["value"], line["spread"]) if part)
+    if not line["relative %"]:
+        return value
+    told = ", ".join(f"{what} {line[name]}" for what, name in (("p", "p"), ("Holm", "holm")) if line[name])
+    lead = f"{line['relative %']} %" + (f", {told}" if told else "")
+    if line["remark"]:
+        return line["remark"]
+    return f"{value} ({lead})" if value else lead
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    options = parser("study.tables", "The tables of the study, written into its page.")
+    options.add_argument("--page", default=str(REPORTS.parent / "study.md"), metavar="FILE")
+    return options.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    finish(main)
