@@ -3,7 +3,7 @@
     python -m benchmarks.peer_speed --library rectools --dataset amazon-beauty --data-root DIR --json FILE
     python -m benchmarks.peer_speed --library replay --dataset ml-1m --data-root DIR --json FILE
 
-Run it in an environment of its own that holds the library and recbft (``peers.md``). The library gets the histories of
+Run it in an environment of its own that holds the library and recbft (``README.md``). The library gets the histories of
 ``recbft`` with ties in the same order, the last event of each for the test, the one before for validation, which is
 left out; it trains on the others through its own public way. Width, depth, window, dropout, batch and rate are those of
 our defaults.
@@ -225,12 +225,12 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument("--seed", type=int, default=0)
     given = parse(options, arguments)
     if given.model != "sasrec" or given.settings:
-        raise UserError("--model and --set are not for this command: it times SASRec with the settings of peers.md")
+        raise UserError("--model and --set are not for this command: it times SASRec with the settings of README.md")
     distribution, run = LIBRARIES[given.library]
     if importlib.util.find_spec(given.library) is None:
         raise UserError(
             f"{given.library} is not installed here; in an environment of its own: "
-            f'pip install "{distribution}[torch]" (benchmarks/peers.md)'
+            f'pip install "{distribution}[torch]" (benchmarks/README.md)'
         )
     torch.set_num_threads(given.threads)
     _hush()
