@@ -20,11 +20,11 @@ import pandas as pd
 
 from benchmarks.command import finish, parser
 from benchmarks.study.choose import finished_runs
-from recbft.errors import UserError
-from recbft.comparing.labels import arm_name, own_settings
 from recbft.comparing.finished_runs import Run, read_run
-from recbft.system.files import write_atomic
+from recbft.comparing.labels import arm_name, own_settings
+from recbft.errors import UserError
 from recbft.runs.folder import RunFolder
+from recbft.system.files import write_atomic
 
 METRICS = {
     f"{metric} {items}": (setting, metric)
