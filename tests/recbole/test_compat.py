@@ -109,22 +109,22 @@ CONFIG = b"crecbole.config.configurator\nConfig\n"
 @pytest.mark.parametrize(
     ("pickled", "message"),
     [
-        (CONFIG + b"(NNN}U\x01aU\x0210stR.", "calls <class 'recbole.config"),
-        (b"(" + CONFIG[1:].join([b"i", b"."]), "calls <class 'recbole.config"),
-        (b"(" + CONFIG + b"o.", "calls <class 'recbole.config"),
-        (CONFIG + b"N}\x86b.", "changes <class 'recbole.config"),
+        (CONFIG + b"(NNN}U\x01aU\x0210stR.", "calls recbole.config.configurator.Config"),
+        (b"(" + CONFIG[1:].join([b"i", b"."]), "uses pickle's INST"),
+        (b"(" + CONFIG + b"o.", "uses pickle's OBJ"),
+        (CONFIG + b"N}\x86b.", "changes recbole.config.configurator.Config"),
     ],
     ids=["REDUCE", "INST", "OBJ", "BUILD"],
 )
 def test_recboles_config_which_evaluates_text_is_neither_called_nor_changed(pickled, message):
     with pytest.raises(pickle.UnpicklingError, match=f"the checkpoint {message}"):
-        checkpoints._CheckpointUnpickler(io.BytesIO(pickled)).load()
+        checkpoints.CheckpointUnpickler(io.BytesIO(pickled)).load()
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_paths_are_read_as_whichever_python_wrote_them(module):
     pickled = b"c" + module.encode() + b"\nPosixPath\n(U\x01/U\x01atR."
-    assert checkpoints._CheckpointUnpickler(io.BytesIO(pickled)).load() == Path("/a")
+    assert checkpoints.CheckpointUnpickler(io.BytesIO(pickled)).load() == Path("/a")
 
 
 @pytest.mark.parametrize("name", ["GRU4Rec", "ItemKNN", "SLIMElastic", "RaCT"])
@@ -138,6 +138,61 @@ def test_a_checkpoint_of_recboles_own_models_is_read(name, settings):
     file = glob.glob(f"{settings['checkpoint_dir']}/*.pth")[0]
     config, model, *_ = load_data_and_model(file)
     assert config["model"] == name and type(model).__name__ == name and result["test_result"]
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    """A data_path with ratings, features and a knowledge graph, for the models that keep something of them."""
+    folder = tmp_path_factory.mktemp("features")
+    rows = {
+        "inter": ["user_id:token\titem_id:token\trating:float\ttimestamp:float"]
+        + [f"u{u}\ti{(7 * u + k) % 30}\t{1 + k % 5}\t{100 * u + k}" for u in range(30) for k in range(12)],
+        "item": [
+            "item_id:token\tkind:token_seq\tprice:float",
+            *(f"i{i}\tk{i % 3} k{i % 4}\t{i / 3}" for i in range(30)),
+        ],
+        "kg": ["head_id:token\trelation_id:token\ttail_id:token"]
+        + [f"e{e}\tr{k}\te{(7 * e + k) % 40}" for e in range(40) for k in range(3)],
+        "link": ["item_id:token\tentity_id:token", *(f"i{i}\te{i}" for i in range(30))],
+    }
+    (folder / "rich").mkdir()
+    for kind, lines in rows.items():
+        (folder / "rich" / f"rich.{kind}").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+GRAPH = {"kg": ["head_id", "relation_id", "tail_id"], "link": ["item_id", "entity_id"]}
+LABELLED = {
+    "train_neg_sample_args": None,
+    "threshold": {"rating": 3}, "metrics": ["AUC"], "valid_metric": "AUC",
+    "eval_args": {"mode": "labeled", "split": {"LS": "valid_and_test"}, "order": "TO", "group_by": None},
+}  # fmt: skip
+SEQUENTIAL = {"train_neg_sample_args": None, "loss_type": "CE", "selected_features": ["kind"]}
+KEEPING = {  # every model of RecBole 1.2.1 that keeps more than weights and can be built with what is installed here
+    **dict.fromkeys(["AsymKNN", "DGCF", "DMF", "EASE", "ItemKNN", "Pop", "SGL", "SLIMElastic"]),
+    **dict.fromkeys(["KGCN", "KGNNLS", "RippleNet"], GRAPH),
+    **dict.fromkeys(["FDSA", "GRU4RecF", "SASRecF"], SEQUENTIAL),
+    **dict.fromkeys(["DIEN", "DIN"], LABELLED),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_a_model_keeps_beside_its_weights_is_read(name, features, prepared):
+    from recbole.quick_start import load_data_and_model
+    from recbole.utils import get_model, get_trainer
+
+    changes = dict(KEEPING[name] or {})
+    columns = {"inter": ["user_id", "item_id", "rating", "timestamp"], "item": ["item_id", "kind", "price"]}
+    columns |= {kind: changes.pop(kind) for kind in GRAPH if kind in changes}
+    config, parts = prepared(name, "rich", data_path=str(features), load_col=columns, embedding_size=8, **changes)
+    model = get_model(name)(config, parts[0]._dataset)
+    trainer = get_trainer(config["MODEL_TYPE"], name)(config, model)
+    trainer._save_checkpoint(0, verbose=False)
+    trainer.tensorboard.close()
+    read = load_data_and_model(trainer.saved_model_file)[1]
+    assert model.other_parameter_name and read.state_dict().keys() == model.state_dict().keys()
+    for key, kept in model.other_parameter().items():
+        assert type(getattr(read, key)) is type(kept) and repr(getattr(read, key)) == repr(kept)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
