@@ -48,44 +48,31 @@ THIRDS = ("beauty-third-1", "beauty-third-2", "beauty-third-3")
 
 
 class Pairs(NamedTuple):
-    """Runs of an arm and of `matched+recency` that one line of a table compares."""
+    """Runs of `bft` and of `matched+recency` that one line of a table compares."""
 
     model: str
     text: str
     data: Sequence[str]
     settings: str = ""  # of both arms, as in `bft[...]`
-    arm: str = "bft"
     seeds: range = range(1000)
     file: str = "again.csv"
 
 
 CHECKS = [
     Pairs("sasrec", "Instruments", INSTRUMENTS, file="runs.csv"),
-    Pairs("sasrec", "only seeds 0-19", INSTRUMENTS, seeds=range(20), file="runs.csv"),
     Pairs("sasrec", "only seeds 30-49", INSTRUMENTS, seeds=range(30, 50), file="runs.csv"),
-    Pairs("sasrec", "last event left out", ["instruments-cut1"]),
     Pairs("sasrec", "last two events left out", ["instruments-cut2"]),
     Pairs("sasrec", "binary cross-entropy", INSTRUMENTS, "backbone.loss=bce"),
     Pairs("sasrec", "sampled softmax", INSTRUMENTS, "backbone.loss=sampled_softmax"),
     Pairs("sasrec", "thirds of Beauty", THIRDS),
     Pairs("bert4rec", "Instruments", INSTRUMENTS, file="runs.csv"),
-    Pairs("bert4rec", "last event left out", ["instruments-cut1"]),
     Pairs("bert4rec", "last two events left out", ["instruments-cut2"]),
     Pairs("bert4rec", "patience 100", INSTRUMENTS),
-    Pairs("bert4rec", "patience 100, other masks for each seed", INSTRUMENTS, "backbone.mask_seed=null"),
     Pairs("bert4rec", "patience 100, 60 % masked", INSTRUMENTS, "backbone.mask_probability=0.6"),
     Pairs("bert4rec", "patience 100, 80 % masked", INSTRUMENTS, "backbone.mask_probability=0.8"),
     Pairs("bert4rec", "thirds of Beauty", THIRDS),
     Pairs("bert4rec", "two thirds, patience 100", THIRDS[:2], LONG),
-    Pairs("bert4rec", "two thirds, patience 100, 40 % masked", THIRDS[:2], f"backbone.mask_probability=0.4,{LONG}"),
     Pairs("bert4rec", "two thirds, patience 100, 80 % masked", THIRDS[:2], f"backbone.mask_probability=0.8,{LONG}"),
-]
-PARTS = [
-    Pairs("bert4rec", "nothing: `bft`", THIRDS[1:]),
-    Pairs("bert4rec", "all tokens start with the same precision", THIRDS[1:], arm="bft[core.initial=uniform]"),
-    Pairs("bert4rec", "gain 1, a plain residual connection", THIRDS[1:], arm="bft[core.update=residual]"),
-    Pairs("bert4rec", "constant gain", THIRDS[1:], arm="bft[core.update=fixed]"),
-    Pairs("bert4rec", "precision and recency decay off: `matched`", THIRDS[1:], arm="matched"),
 ]
 
 
@@ -95,25 +82,24 @@ class Summary:
 
     first: str  # head of the first column
     columns: Sequence[str] = ()  # unless given, all
-    rows: Sequence[str] = ()  # unless given, all
+    rows: Sequence[str] = ()  # unless given, the first ``num_rows``
+    num_rows: int | None = None  # unless given, all
+    with_spread: bool = True
     beside: str = ""  # another table, whose values follow in brackets
 
 
 SUMMARIES = {
-    "initial": Summary(first="arm"),
-    "switches": Summary(first="`bft` with"),
-    "planted": Summary(first="unreliable, share, arm"),
+    "initial": Summary(first="arm", num_rows=4),
+    "planted": Summary(first="unreliable, share, arm", num_rows=5),
     "corrupted": Summary(
         first="noise in, share",
         columns=["`matched`", f"`{DECAY}`", "`bft`"],
         rows=["nowhere, 0", "test, 0.3", "training, 0.3", "both, 0.3"],
     ),
-    "strata": Summary(first="model, data, arms"),
+    "strata": Summary(first="model, data, arms", num_rows=3),
     "mask-trust": Summary(first="BERT4Rec, Instruments"),
-    "uncertainty": Summary(first="AUROC of a hit in the first ten"),
-    "probabilities": Summary(first="data, lists of ten from", beside="calibration-error"),
-    "few-users": Summary(first="users fitted on"),
-    "lists": Summary(first="data, arm"),
+    "uncertainty": Summary(first="AUROC of a hit in the first ten", with_spread=False),
+    "probabilities": Summary(first="data, lists of ten from", num_rows=3, beside="calibration-error"),
     "mechanism": Summary(first="data"),
     "tried": Summary(first="idea"),
 }
@@ -190,23 +176,6 @@ def paper(reports: Path) -> str:
     return markdown_table(["model", "data", "paper", "ours, from `matched`", f"ours, from `{DECAY}`"], rows)
 
 
-def public(reports: Path) -> str:
-    """Our arms without precision beside figures that others published with seen items masked."""
-    found = comparisons(read(reports / "runs.csv"))
-    rows = []
-    for other in yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["figures"]:
-        if other["items"] != "seen masked":
-            continue
-        arms = found[other["model"], other["dataset"]]
-        for name, lines in arms.items():
-            if name == other["beside"] or name.startswith(f"{other['beside']}["):
-                ours, theirs = lines["ndcg@10 seen masked"].mean(), other["values"][1]
-                apart = f"{100 * (ours / theirs - 1):+.1f} %"
-                told = [other["name"], f"{theirs:.4f}", f"`{name}`", f"{ours:.4f}", apart]
-                rows.append([*_named((other["model"], other["dataset"])), *told])
-    return markdown_table(["model", "data", "published by", "NDCG@10", "our arm", "NDCG@10", "difference"], rows)
-
-
 def length(reports: Path) -> str:
     """SASRec on ML-1M with 200 events of a history instead of 50."""
     arms = comparisons(read(reports / "runs.csv"))["sasrec", "ml-1m"]
@@ -220,30 +189,28 @@ def length(reports: Path) -> str:
     return markdown_table(head, rows)
 
 
-def pairs(lines: Sequence[Pairs], what: str) -> Callable[[Path], str]:
-    """A table with one line for each of these comparisons."""
-
-    def made(reports: Path) -> str:
-        rows = []
-        for one in lines:
-            test, validation = (_pooled(reports, one, metric) for metric in (NDCG, VALIDATION))
-            means = [f"{mean:.4f}" for mean in test[1:]]
-            shown = [f"{percent(test[0])} ({_interval(test[0])})", p_text(test[0].p_t), _said(validation[0])]
-            rows.append([NAMES[one.model], one.text, str(test[0].num_seeds), *means, *shown])
-        head = ["model", what, "pairs", f"`{DECAY}`", "arm", "difference (95 % interval)", "p", "on validation"]
-        return markdown_table(head, rows)
-
-    return made
+def checks(reports: Path) -> str:
+    """The two gains looked at again: other seeds, events, losses, data."""
+    rows = []
+    for one in CHECKS:
+        test, validation = (_pooled(reports, one, metric) for metric in (NDCG, VALIDATION))
+        shown = [f"{percent(test)} ({_interval(test)})", p_text(test.p_t), _said(validation)]
+        rows.append([NAMES[one.model], one.text, str(test.num_seeds), *shown])
+    return markdown_table(["model", "what changes", "pairs", "difference (95 % interval)", "p", "on validation"], rows)
 
 
 def summary(reports: Path, name: str) -> str:
     """A table of ``summaries.csv``: its rows and columns in the order of the file."""
     lines, shape = pd.read_csv(reports / "summaries.csv", dtype=str, keep_default_na=False), SUMMARIES[name]
-    own = {(line["row"], line["column"]): _cell(line) for line in lines[lines["table"] == name].to_dict("records")}
+    kept = {} if shape.with_spread else {"spread": ""}
+    own = {
+        (line["row"], line["column"]): _cell({**line, **kept})
+        for line in lines[lines["table"] == name].to_dict("records")
+    }
     beside = lines[lines["table"] == shape.beside].to_dict("records")
     for line in beside:
         own[line["row"], line["column"]] += f" ({line['value']})"
-    rows = shape.rows or list(dict.fromkeys(row for row, _ in own))
+    rows = shape.rows or list(dict.fromkeys(row for row, _ in own))[: shape.num_rows]
     columns = shape.columns or list(dict.fromkeys(column for _, column in own))
     cells = [[row, *(own.get((row, column), "") for column in columns)] for row in rows]
     return markdown_table([shape.first, *columns], cells)
@@ -253,29 +220,25 @@ COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "gains": gains,
     "steps": steps,
     "paper": paper,
-    "public": public,
     "length": length,
-    "checks": pairs(CHECKS, "what changes"),
-    "parts": pairs(PARTS, "what changes in `bft`"),
+    "checks": checks,
 }
 
 
-def _pooled(reports: Path, one: Pairs, metric: str) -> tuple[SeedComparison, float, float]:
-    """The comparison over all data sets of a line, each relative to its baseline's mean, and both arms' means."""
-    table, scaled, plain = read(reports / one.file), ({}, {}), ([], [])
+def _pooled(reports: Path, one: Pairs, metric: str) -> SeedComparison:
+    """The comparison over all data sets of a line, each relative to its baseline's mean."""
+    table, scaled = read(reports / one.file), ({}, {})
     for data in one.data:
         lines = table[(table["dataset"] == data) & (table["model"] == one.model)]
         check_alike(lines, f"{data} ({one.model})")
         arms = arms_of(lines)[1]
-        names = [f"{name}[{one.settings}]" if one.settings else name for name in (DECAY, one.arm)]
+        names = [f"{name}[{one.settings}]" if one.settings else name for name in (DECAY, "bft")]
         own = [arms[name][metric] for name in names]
         seeds = sorted(set(own[0].index) & set(own[1].index) & set(one.seeds))
         mean = own[0][seeds].mean()
-        for values, into, kept in zip(own, scaled, plain, strict=True):
+        for values, into in zip(own, scaled, strict=True):
             into.update({(data, seed): values[seed] / mean for seed in seeds})
-            kept.extend(values[seeds])
-    found = difference(scaled[1], scaled[0])
-    return found, *(sum(values) / len(values) for values in plain)
+    return difference(scaled[1], scaled[0])
 
 
 def _lead(arms: Arms, arm: str, baseline: str, metric: str) -> SeedComparison:

@@ -293,12 +293,11 @@ def test_a_table_has_the_library_s_paired_test_of_the_ledger_s_runs():
 def test_thirds_are_pooled_each_relative_to_its_own_baseline(tmp_path):
     again = ledger.read(DOCS / "reports" / "again.csv")
     one = tables.Pairs("sasrec", "", tables.THIRDS)
-    found, baseline, _ = tables._pooled(DOCS / "reports", one, tables.NDCG)
+    found = tables._pooled(DOCS / "reports", one, tables.NDCG)
     again.loc[again["dataset"] == tables.THIRDS[0], tables.NDCG] *= 2
     again.to_csv(tmp_path / "again.csv", index=False)
-    scaled, larger, _ = tables._pooled(tmp_path, one, tables.NDCG)
+    scaled = tables._pooled(tmp_path, one, tables.NDCG)
     assert (scaled.num_seeds, scaled.relative, scaled.p_t) == pytest.approx((30, found.relative, found.p_t))
-    assert larger > 1.2 * baseline
 
 
 def test_every_summary_has_its_source():
