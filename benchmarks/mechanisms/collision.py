@@ -149,6 +149,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"learned recall, {training.steps} steps of {training.batch_size} sequences, seeds {options.seeds}")
         print(_learned_table(rows), end="\n\n")
         print(PUBLISHED)
+        print(verdict(rows))
         differing = 0
     else:
         figures = deterministic()
@@ -165,16 +166,28 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if differing else 0
 
 
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Whether the Bayesian layer has the largest margin in every test, as published."""
+    margins = _margins(rows)
+    lost = [test for test, own in margins.items() if max(own, key=own.__getitem__) != "bayesian"]
+    if lost:
+        return f"verdict: NOT as published, another memory holds more at {', '.join(lost)}"
+    return "verdict: as published, the Bayesian layer holds most in every test"
+
+
+def _margins(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Means over seeds, by test and memory."""
+    found: dict[str, dict[str, float]] = {}
+    for test, memory in dict.fromkeys((row["test"], row["memory"]) for row in rows):
+        margins = [row["margin"] for row in rows if (row["test"], row["memory"]) == (test, memory)]
+        found.setdefault(test, {})[memory] = sum(margins) / len(margins)
+    return found
+
+
 def _learned_table(rows: Sequence[dict[str, Any]]) -> str:
-    tests = list(dict.fromkeys(row["test"] for row in rows))
-    table = []
-    for memory, name in MEMORIES.items():
-        cells = []
-        for test in tests:
-            margins = [row["margin"] for row in rows if row["memory"] == memory and row["test"] == test]
-            cells.append(f"{sum(margins) / len(margins):+.3f}")
-        table.append([name, *cells])
-    return text_table(["margin p_B - p_A", *tests], table)
+    margins = _margins(rows)
+    lines = [[name, *(f"{own[memory]:+.3f}" for own in margins.values())] for memory, name in MEMORIES.items()]
+    return text_table(["margin p_B - p_A", *margins], lines)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from recbft.config.recbole_yaml import ADAPTED
 from recbft.recbole import hooks
-from recbft.recbole.names import ADAPTED
 
 DEFAULTS = Path(__file__).parent / "defaults"
 _PACKAGE = "recbole.model.sequential_recommender."

@@ -12,11 +12,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from recbft.config.fields import check_choice, field_types, to_dict
-from recbft.config.recbole_yaml import MODEL_KEYS, is_done, nearest, refuse_other_losses
+from recbft.config.recbole_yaml import ADAPTED, MODEL_KEYS, is_done, nearest, refuse_other_losses
 from recbft.config.yaml_text import refuse_repetition
 from recbft.errors import UserError
 from recbft.models import MODELS
-from recbft.recbole.names import ADAPTED
 from recbft.training.config import TrainingConfig
 from recbft.training.run_config import RunConfig, load_run_config, sections_of
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import recbft.recbole  # noqa: F401  the models by name, and what an old RecBole needs
+from recbft.config.recbole_yaml import ADAPTED
 from recbft.datasets import Dataset
 from recbft.datasets.atomic import save_atomic
 from recbft.datasets.synth import SyntheticConfig, generate
-from recbft.recbole.names import ADAPTED
 
 SMALL = {"hidden_size": 8, "n_heads": 2, "n_layers": 2, "MAX_ITEM_LIST_LENGTH": 12}
 NAMES = tuple(ADAPTED)
