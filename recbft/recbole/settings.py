@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from recbft.config.fields import check_choice, field_types, to_dict
+from recbft.config.fields import check_choice, convert, field_types, to_dict
 from recbft.config.recbole_yaml import ADAPTED, MODEL_KEYS, is_done, nearest, refuse_other_losses
 from recbft.config.yaml_text import refuse_repetition
 from recbft.errors import UserError
@@ -99,63 +99,43 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
         raise UserError(_in_recboles_words(str(error), values)) from None
 
 
-def refuse_overruled(name: str, *places: Mapping[str, Any]) -> None:
-    """Refuse a setting whose value loses to one from a place that RecBole puts lower, since it is written otherwise.
+def refuse_lost(run: RunConfig, *places: Mapping[str, Any]) -> None:
+    """Refuse a setting that a user wrote last and that the run does not have.
 
-    RecBole's precedence goes by key, while a section stands above a bare key, and ours above RecBole's name for it. The
-    window is left out: it may be longer than the history that the model reads.
+    RecBole's precedence goes by key: a section in a higher place replaces the whole section of a lower one, and a
+    section of a lower place stands above a bare key of a higher one. ``max_length`` is left out: RecBole's window may
+    be longer than the history that the model reads.
 
     Args:
-        name: of the model, in ``ADAPTED``.
-        places: what the user wrote, from low to high: each file, dictionary, command line; ``run_config`` has checked
-            it.
+        run: what RecBole's precedence makes of all places.
+        places: what the user wrote, from low to high: each file, dictionary, command line.
 
     Raises:
-        UserError: there is such a value.
+        UserError: there is such a setting.
     """
-    given = {key: (rank, value) for rank, place in enumerate(places) for key, value in place.items()}
-    sections = sections_of(ADAPTED[name].model, given.get("mixer", (0, None))[1])
+    sections, values = sections_of(run.model, run.mixer), to_dict(run)
     for section in (*MODEL_SECTIONS, "training"):
-        keys = OWN_TRAINING if section == "training" else field_types(sections[section])
-        for written in (_written(section, key, given) for key in keys if key != "max_length"):
-            for way, above, value in written[1:]:
-                kept, below, stands = written[0]
-                if above > below and value != stands:
-                    raise UserError(f"{way} is {value!r}, but {kept} is {stands!r} and stands above it; write {kept}")
-
-
-def refuse_replaced(run: RunConfig, *places: Mapping[str, Any]) -> None:
-    """Refuse a setting of a section that a higher place gives too, and without it: RecBole takes that one whole.
-
-    Args:
-        run: what comes of it all.
-        places: as for ``refuse_overruled``.
-
-    Raises:
-        UserError: there is such a setting, and it has another value in the run.
-    """
-    values = to_dict(run)
-    for rank, place in enumerate(places):
-        above = {key: (0, value) for higher in places[rank + 1 :] for key, value in higher.items()}
-        for section in (*MODEL_SECTIONS, "training"):
-            replaced, taken = place.get(section), above.get(section, (0, None))[1]
-            if not (isinstance(replaced, Mapping) and taken):
+        kinds = field_types(sections[section])
+        for key in OWN_TRAINING if section == "training" else kinds.keys() - {"max_length"}:
+            written = [way for place in places for way in _ways(section, key, place)]
+            if not written or values[section] is None:
                 continue
-            for key, value in replaced.items():
-                kept = (values[section] or {}).get(key, value)
-                if kept != value and not _written(section, key, above):
-                    raise UserError(
-                        f"{section}.{key} is {value!r}, but RecBole takes {section} from a higher place, which leaves "
-                        f"it out, and {key} would be {kept!r}; write {key} there too"
-                    )
+            way, value = written[-1]
+            kept = values[section][key]
+            alone = len(written) == 1 and sum(bool(place.get(section)) for place in places) < 2
+            if not alone and convert(_whole(value, kinds[key]), kinds[key], way) != kept:
+                raise UserError(
+                    f"{way} is {value!r}, but another place of the config makes {key} {kept!r}; "
+                    f"write the keys of {section} in one place only"
+                )
 
 
-def _written(section: str, key: str, given: Mapping[str, tuple[int, Any]]) -> list[tuple[str, int, Any]]:
-    """The ways in which a setting is written, each with its place and value, that which is taken first."""
-    rank, inside = given.get(section, (0, None))
-    names = [key, *(theirs for theirs, ours in MODEL_KEYS.items() if (section, ours) == ("backbone", key))]
-    written = [(f"{section}.{key}", rank, inside[key])] if key in (inside or {}) else []
-    return written + [(other, *given[other]) for other in names if given.get(other, (0, None))[1] is not None]
+def _ways(section: str, key: str, place: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The ways in which a place sets a key, with their values, that which counts last."""
+    names = [theirs for theirs, ours in MODEL_KEYS.items() if (section, ours) == ("backbone", key)]
+    written = [(name, place[name]) for name in (*names, key) if place.get(name) is not None]
+    inside = place.get(section)
+    return written + ([(f"{section}.{key}", inside[key])] if isinstance(inside, Mapping) and key in inside else [])
 
 
 def refuse_unmeasured(values: Mapping[str, Any], of_lists: Collection[str]) -> None:

@@ -110,3 +110,19 @@ def built(prepared):
         return config, parts, get_model(name)(config, parts[0]._dataset)
 
     return build
+
+
+def rows_of(loader):
+    return next(iter(loader))[0]
+
+
+def trainer_of(config, model):
+    from recbole.utils import get_trainer
+
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer.tensorboard.close()
+    return trainer
+
+
+def warned(caplog, module):
+    return [record.getMessage() for record in caplog.records if record.name == f"recbft.recbole.{module}"]
