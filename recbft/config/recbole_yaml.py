@@ -226,8 +226,7 @@ def _refuse_two_names(tree: Mapping[str, Any]) -> None:
     for key, own in OUR_NAMES.items():
         if key != own and tree.get(key) is not None and tree.get(own) is not None and tree[key] != tree[own]:
             raise UserError(
-                f"{key} is {tree[key]!r} and {own} is {tree[own]!r}, but recbft calls the one by the other's name; "
-                "leave one of them out"
+                f"{key} is {tree[key]!r} and {own} is {tree[own]!r}, but they are one setting; leave one of them out"
             )
 
 
