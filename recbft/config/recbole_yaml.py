@@ -72,6 +72,14 @@ TRANSLATED = {
     "val_interval": "where",
 }
 OUR_NAMES = {**RENAMED, **TRANSLATED}
+# With those that a config gives no value, or one of another kind: what RecBole calls our keys.
+NAMED = {
+    **OUR_NAMES,
+    "field_separator": "separator",
+    "data_path": "data_root",
+    "reproducibility": "deterministic",
+    "loss_type": "loss",
+}
 
 # Keys of other models and of RecBole before 1.0, and the key of today that says the same of ours.
 OTHER_WORDS = {

@@ -17,20 +17,11 @@ from typing import Any, get_args
 import yaml
 
 from recbft.config.fields import NULL_WORDS, Verbatim, field_types
-from recbft.config.recbole_yaml import HANDLED, IGNORED, OTHER_WORDS, OUR_NAMES
+from recbft.config.recbole_yaml import HANDLED, IGNORED, NAMED, OTHER_WORDS
 from recbft.errors import UserError, did_you_mean
 
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
-RECBOLE_NAMES = {
-    **OUR_NAMES,
-    "field_separator": "separator",
-    "data_path": "data_root",
-    "reproducibility": "deterministic",
-    "loss_type": "loss",
-}
-RECBOLE_NAMES |= {key: RECBOLE_NAMES.get(meant, meant) for key, meant in OTHER_WORDS.items()}
-
-
+RECBOLE_NAMES = NAMED | {key: NAMED.get(meant, meant) for key, meant in OTHER_WORDS.items()}
 MOST_BYTES = 2**18  # of a file of settings
 MOST_REPEATED = 1000  # values that stand in a file once and are named again by its aliases
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from recbft.config.fields import check_choice, convert, field_types, to_dict
-from recbft.config.recbole_yaml import ADAPTED, MODEL_KEYS, is_done, nearest, refuse_other_losses
+from recbft.config.recbole_yaml import ADAPTED, MODEL_KEYS, NAMED, is_done, nearest, refuse_other_losses
 from recbft.config.yaml_text import refuse_repetition
 from recbft.errors import UserError
 from recbft.models import MODELS
@@ -23,37 +23,15 @@ MODEL_SECTIONS = ("backbone", "mixing", "moe", "core")
 OWN_TRAINING = ("precision_lr_multiplier", "warmup_steps")  # what RecBole has no key for
 TRAINING = ("epochs", "learning_rate", "weight_decay", *OWN_TRAINING)
 
-# The rest of training by RecBole's keys, which its trainer reads.
-RECBOLE_TRAINING = {
-    "epochs": "epochs",
+# Ours -> RecBole's key for the same, which its trainer or its data set reads.
+RECBOLE_KEYS = {
+    **{key: key for key in ("epochs", "learning_rate", "weight_decay", "valid_metric")},
+    **{ours.rpartition(".")[2]: key for key, ours in NAMED.items() if key not in MODEL_KEYS},
     "batch_size": "train_batch_size",
-    "batch_targets": "train_batch_size",
-    "learning_rate": "learning_rate",
-    "weight_decay": "weight_decay",
-    "clip_norm": "clip_grad_norm",
-    "patience": "stopping_step",
-    "valid_metric": "valid_metric",
-    "eval_every": "eval_step",
-    "deterministic": "reproducibility",
     "autocast": "enable_amp",
     "device": "gpu_id",
 }
-
-# What else of a run RecBole has a key for.
-RECBOLE_DATA = {
-    "data_root": "data_path",
-    "separator": "field_separator",
-    "user": "USER_ID_FIELD",
-    "item": "ITEM_ID_FIELD",
-    "time": "TIME_FIELD",
-    "min_user_events": "user_inter_num_interval",
-    "min_item_events": "item_inter_num_interval",
-    "where": "val_interval",
-    "deduplicate": "rm_dup_inter",
-    "ks": "topk",
-}
-
-READ_BY_RECBOLE = (*RECBOLE_TRAINING, "max_length")  # as well, or in our place
+READ_BY_RECBOLE = (*RECBOLE_KEYS, "max_length")  # as well, or in our place
 
 # What RecBole reads without naming it among its arguments, what its own ``run`` adds for several processes, and the
 # options of its scripts run_recbole.py and run_hyper.py: a Config reads their command line too.
@@ -177,7 +155,7 @@ def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbol
             continue
         if key in MODEL_KEYS:
             log.warning("key %r has no effect: model %r has no %r", key, run.model, MODEL_KEYS[key])
-        elif theirs := {**RECBOLE_TRAINING, **RECBOLE_DATA}.get(key):
+        elif theirs := RECBOLE_KEYS.get(key):
             log.warning("unknown key %r has no effect; RecBole calls it %r", key, theirs)
         else:
             meant = nearest(str(key), known)
@@ -235,6 +213,6 @@ def _refuse_recboles_training(section: Mapping[str, Any]) -> None:
     """Refuse keys of ``training`` that RecBole's trainer would not read."""
     for key in section:
         if key in field_types(TrainingConfig) and key not in OWN_TRAINING:
-            theirs = RECBOLE_TRAINING.get(key)
+            theirs = RECBOLE_KEYS.get(key)
             use = f"write {theirs} at the top of the config" if theirs else "leave it out"
             raise UserError(f"training.{key} has no effect, since RecBole's own trainer runs; {use}")

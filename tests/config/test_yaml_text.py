@@ -165,10 +165,9 @@ def test_written_yaml_reads_back_equal_here_and_in_yaml_1_1(tmp_path_factory, tr
         ("epochs=!!int abc", "has a value that cannot be read; correct the YAML"),
         ("epochs=!!bool maybe", "has a value that cannot be read; correct the YAML"),
         ("epochs=" + "9" * 5000, "has a value that cannot be read; correct the YAML"),
-        ("epochs=" + "[" * 5000, "has a value that cannot be read; correct the YAML"),
         ("learning_rate=" + "9" * 400, "give a number"),
     ],
-    ids=range(5),
+    ids=range(4),
 )
 def test_a_value_that_cannot_be_read_is_refused_in_one_line(text, message):
     with pytest.raises(UserError, match=message):

@@ -50,11 +50,11 @@ def test_a_training_key_that_recboles_trainer_would_not_read_is_refused():
 
 def test_every_key_of_training_is_read_here_or_has_its_reason():
     from recbft.config.fields import field_types
-    from recbft.recbole.settings import OWN_TRAINING, RECBOLE_TRAINING
+    from recbft.recbole.settings import OWN_TRAINING, RECBOLE_KEYS
     from recbft.training.config import TrainingConfig
 
     ours = {"cuda_graphs", "tensorboard", "threads", "warm_start", "warm_start_keep"}
-    assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_TRAINING} == ours
+    assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_KEYS} == ours
 
 
 def test_a_section_that_is_none_and_a_bare_key_of_two_sections_are_refused():
