@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.mechanisms import collision, denoising, extrapolation, mqar, random_keys
+from benchmarks.mechanisms.collision import Figure, figure_table
 from benchmarks.mechanisms.mqar import SIZES, Shape, draw
-from benchmarks.mechanisms.published import Figure, figure_table
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
 from recbft.datasets import SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
