@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from recbft.config.fields import check_choice, convert, field_types, to_dict
+from recbft.config.fields import check_choice, convert, field_types
 from recbft.config.recbole_yaml import ADAPTED, MODEL_KEYS, NAMED, is_done, nearest, refuse_other_losses
 from recbft.config.yaml_text import refuse_repetition
 from recbft.errors import UserError
@@ -91,15 +91,14 @@ def refuse_lost(run: RunConfig, *places: Mapping[str, Any]) -> None:
     Raises:
         UserError: there is such a setting.
     """
-    sections, values = sections_of(run.model, run.mixer), to_dict(run)
     for section in (*MODEL_SECTIONS, "training"):
-        kinds = field_types(sections[section])
-        for key in OWN_TRAINING if section == "training" else kinds.keys() - {"max_length"}:
+        kinds = field_types(sections_of(run.model, run.mixer)[section])
+        for key in OWN_TRAINING if section == "training" else kinds:
             written = [way for place in places for way in _ways(section, key, place)]
-            if not written or values[section] is None:
+            if not written or getattr(run, section) is None or key == "max_length":
                 continue
             way, value = written[-1]
-            kept = values[section][key]
+            kept = getattr(getattr(run, section), key)
             alone = len(written) == 1 and sum(bool(place.get(section)) for place in places) < 2
             if not alone and convert(_whole(value, kinds[key]), kinds[key], way) != kept:
                 raise UserError(
