@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -31,10 +31,9 @@ from benchmarks.command import finish, parser, recorded
 from benchmarks.ptx import arithmetic, movement  # noqa: F401  the instructions
 from benchmarks.ptx.threads import Memory, NotRunError, Program, Threads
 from benchmarks.sheltered import Row
-from recbft.core import Moments, SequenceContext
+from recbft.core import SequenceContext
 from recbft.errors import RunError, UserError
 from recbft.kernels import dispatch
-from recbft.kernels.softmax_moments import reference
 
 NAME = "gpu_rehearsal"
 CAPABILITIES = (80, 86, 89, 90, 120)  # from 10.0 to 11.0 products are made by instructions that are not run here
@@ -129,32 +128,30 @@ def rows(capability: int, only: str) -> Iterator[Row]:
 
 def far_logits(capability: int) -> Row:
     """The mean, S and n of logits about 40 over many tiles: errors at most twice the reference's (9cc23c7)."""
-    path, T, K = import_module("recbft.kernels.softmax_moments.triton"), 128, 16
+    T, K = 128, 16
     g = torch.Generator().manual_seed(0)
     heads = [torch.randn(1, 1, T, K, generator=g) for _ in "qkv"]
     trust = torch.full((1, T), 40.3)
     trust[:, 0] += 8  # the largest logit comes first
     context = SequenceContext(torch.zeros(1, T, dtype=torch.long), torch.arange(T)[None], causal=False)
 
-    def moments(function: Callable[..., Moments], dtype: torch.dtype) -> Moments:
+    def moments(impl: str, dtype: torch.dtype) -> Sequence[Tensor]:
         given = (x.to(dtype) for x in heads)
-        return function(*given, context, log_precision=trust.to(dtype), log_decay=None, dropout=0.0)
+        return gpu_cases.softmax_moments(*given, context, log_precision=trust.to(dtype), log_decay=None, impl=impl)
 
-    exact, plain = (moments(reference.softmax_moments, dtype) for dtype in (torch.float64, torch.float32))
+    exact, plain = (moments("reference", dtype) for dtype in (torch.float64, torch.float32))
     tiles = {"OWN": 16, "OTHER": 16, "num_warps": 1, "num_stages": 1}
+    path = import_module("recbft.kernels.softmax_moments.triton")
     with torch.no_grad(), patch.object(path, "_tiles", lambda *_, **__: tiles), running(capability) as launches:
-        found = moments(path.softmax_moments, torch.float32)
+        found = moments("triton", torch.float32)
     errors = [
         [float((x.double() - truth).norm() / truth.norm()) for x in (ours, theirs)]
         for ours, theirs, truth in zip(found, plain, exact, strict=True)
     ]
     worst = max(range(3), key=lambda n: errors[n][0] / errors[n][1])
-    row: Row = {"kernel": FAR, "width": K, "type": "float32", "worst": f"output {worst}", "launches": launches.total()}
-    return row | {
-        "error": errors[worst][0],
-        "plain": errors[worst][1],
-        "right": errors[worst][0] <= 2 * errors[worst][1],
-    }
+    ours, theirs = errors[worst]
+    row: Row = {"kernel": FAR, "width": K, "type": "float32", "right": ours <= 2 * theirs, "worst": f"output {worst}"}
+    return row | {"error": ours, "plain": theirs, "launches": launches.total()}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -22,7 +22,6 @@ TINY = [
     gpu_cases.vocabulary(5, 9, 16),
     gpu_cases.filter_step(5, 16),
     gpu_cases.gelu(5, 16, 4),
-    gpu_cases.channel(2, 6, 16),
     gpu_cases.norm(2, 5, 16),
 ]
 
