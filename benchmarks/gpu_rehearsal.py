@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.gpu_rehearsal`` compiles every kernel, runs its PTX one instruction after another
 (``benchmarks.ptx``), and compares values and gradients with the reference, in every type and at the head widths of
-models. Small shapes; some minutes in all. It has found four defects that Triton's interpreter does not show:
+models. Small shapes; four minutes in all. It has found four defects that Triton's interpreter does not show:
 
     f199e9c   Triton 3.6 compiled the Bayesian layer wrongly at widths of 17 to 32
     14f0f16   a log precision near the least float32 rounds to -inf in bfloat16, and its readers became NaN
