@@ -8,15 +8,12 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recbft.comparing import provenance
 from recbft.errors import RunError, UserError
 from recbft.experiments.lists import split_list
-from recbft.kernels.dispatch import dotted, interpreted, missing, release
-
-LEAST_COMPILER = (3, 4)  # a Triton that compiles for a GPU which is not there, and says where its tools are
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -64,25 +61,6 @@ def finish(main: Callable[[Sequence[str]], int]) -> None:
         print("error: interrupted", file=sys.stderr)
         code = 1
     sys.exit(code)
-
-
-def check_compiles() -> None:
-    """Refuse a Triton that is too old, or interprets, where kernels shall be compiled for a GPU that is not there."""
-    if (reason := missing("triton")) is not None:
-        raise UserError(reason)
-    if (found := release("triton")) < LEAST_COMPILER:
-        raise UserError(
-            f"needs Triton {dotted(LEAST_COMPILER)} or later, which comes with PyTorch 2.8, got {dotted(found)}"
-        )
-    if interpreted():
-        raise UserError("TRITON_INTERPRET is set; unset it: the interpreter compiles nothing")
-
-
-def check_names(text: str, names: Iterable[str]) -> None:
-    """Refuse a text of ``--only`` that no name of a mechanism holds."""
-    there = list(dict.fromkeys(names))
-    if not any(text in name for name in there):
-        raise UserError(f"--only {text}: no mechanism's name holds this; there are {', '.join(there)}")
 
 
 def count(text: str) -> int:

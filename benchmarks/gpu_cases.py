@@ -62,11 +62,6 @@ class Case:
             made[name] = leaf.to(device=device, dtype=kind).requires_grad_()
         return made
 
-    def both_ways(self, dtype: torch.dtype) -> None:
-        """The call by its kernels forward and backward, on the CPU, where they are compiled and not timed."""
-        outputs = self.run(self.inputs(dtype, "cpu"), "triton")
-        sum(output.abs().sum() for output in outputs).backward()  # type: ignore[union-attr]
-
 
 def packed(B: int, T: int, *, causal: bool = True, device: str = "cpu") -> SequenceContext:
     """Rows of T tokens that hold histories of many lengths side by side, some padding behind them."""
@@ -112,6 +107,18 @@ def kriging(B: int, H: int, T: int, K: int, *, causal: bool = True, offset: floa
     kind = "causal" if causal else "both ways"
     name = f"kriging moments, {kind}" + (f", values {offset:g} sd from 0" if offset else "")
     return Case(name, leaves, run, fixed=("log_precision", "log_decay"))
+
+
+def unread(B: int, H: int, T: int, K: int) -> Case:
+    """Kriging where nobody reads one of the keys: its log precision is the least float32, which half types round."""
+    case = kriging(B, H, T, K)
+
+    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
+        trust = x["log_precision"].clone()
+        trust[:, 3] = -1e4 if impl == "reference" else torch.finfo(torch.float32).min / K**0.5
+        return case.run({**x, "log_precision": trust}, impl)
+
+    return replace(case, name="kriging moments, a key nobody reads", run=run)
 
 
 def reml(B: int, H: int, T: int, K: int) -> Case:
@@ -265,6 +272,7 @@ def all_cases(*, small: bool) -> list[Case]:
         kriging(B, H, T, K),
         kriging(B, H, T, K, causal=False),
         kriging(B, H, T, K, offset=10.0),
+        unread(B, H, T, K),
         reml(B, H, T, K),
         silu(B, H, T, K),
         vocabulary(*((20, 50, 16) if small else (3_000, 12_101, 64))),

@@ -9,8 +9,8 @@
    forward, and forward and backward, as a caller waits for it and as the GPU is busy with it, and peak memory. The
    cross-entropy against the one over logits.
 3. A training step of ``bft`` against ``matched``, at two lengths, in single and mixed precision and from CUDA graphs.
-4. Twenty seeds of each arm trained together, both arms at once (``gpu_seeds``), on generated histories as many and as
-   short as those of Amazon Beauty: whole epochs with validation and checkpoints, and what a hundred of them would take.
+4. Twenty seeds of each arm trained together, both arms at once, on generated histories as many and as short as those of
+   Amazon Beauty: whole epochs with validation and checkpoints, and what a hundred of them would take.
 5. The other mechanisms beside their references.
 6. The forward and the backward pass of kriging moments by tile, for whoever chooses them.
 7. How long the GPU is at work in the steps of 3, and by how many kernels.
@@ -39,11 +39,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_cases, gpu_seeds, machine
+from benchmarks import gpu_cases, machine
 from benchmarks.command import finish, parser, recorded
 from benchmarks.gpu_cases import Case
 from benchmarks.gpu_clock import Clock
-from benchmarks.gpu_steps import kernels, steps
+from benchmarks.gpu_training import kernels, side_by_side, steps
 from benchmarks.sheltered import Inline, Row, Sheltered, Unit, failure
 from recbft.errors import RunError, UserError
 from recbft.experiments.lists import split_list
@@ -145,7 +145,7 @@ def units(device: str) -> list[Unit]:
         made.append(Unit("vocabulary", labels, partial(vocabulary, clock, *sizes)))
     for length in LENGTHS[:1] if small else LENGTHS:
         made.append(Unit("steps", {"T": length}, partial(steps, clock, length, small=small)))
-    made.append(Unit("seeds", {}, partial(gpu_seeds.side_by_side, device, small=small)))
+    made.append(Unit("seeds", {}, partial(side_by_side, device, small=small)))
     for case, dtype in gpu_cases.timed_cases(small=small):
         labels = {"kernel": case.name, "shape": case.shape, "type": _name(dtype)}
         made.append(Unit("mechanisms", labels, partial(mechanism, clock, case, dtype)))

@@ -35,13 +35,21 @@ def test_the_example_of_a_mixer_takes_less_than_sixty_lines():
     assert 0 < len(blocks()[0].splitlines()) < 60
 
 
-def test_the_example_trains_under_the_kalman_update_and_as_a_plain_layer(registry, capsys):
+@pytest.fixture
+def data():
+    frame = pd.DataFrame({"user": [f"u{n // 5}" for n in range(60)], "item": [f"i{n * n % 7}" for n in range(60)]})
+    return Dataset.from_frame(frame, user="user", item="item")
+
+
+def test_the_example_trains_under_the_kalman_update_and_as_a_plain_layer(registry, data, capsys):
     mixer, use = blocks()
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"data": data}
     exec(mixer, names)
-    exec(use.replace("epochs=2", "epochs=1"), names)
+    small = use.replace('Dataset.load("synthetic")', "data").replace("epochs=2", "epochs=1")
+    assert "= data" in small and "epochs=1" in small
+    exec(small, names)
     assert "ndcg@10" in capsys.readouterr().out
-    exec(use.replace("epochs=2", "epochs=1").replace('arm="bft"', 'arm="matched"'), names)
+    exec(small.replace('arm="bft"', 'arm="matched"'), names)
     assert "pooled_mean" in registry
 
 
@@ -54,12 +62,6 @@ RETURNED = {
         precision=seen.innovation[..., 0] ** 2
     ),
 }
-
-
-@pytest.fixture
-def data():
-    frame = pd.DataFrame({"user": [f"u{n // 5}" for n in range(60)], "item": [f"i{n * n % 7}" for n in range(60)]})
-    return Dataset.from_frame(frame, user="user", item="item")
 
 
 @pytest.mark.parametrize("arm", ["published", "matched", "bft"])

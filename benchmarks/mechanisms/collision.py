@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
-from benchmarks.mechanisms.published import Figure, figure_table
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
 from recbft.experiments.lists import parse_seeds
 from recbft.mixers.bayesian import MemoryTrace, filter_memory
@@ -49,6 +48,46 @@ PUBLISHED = (
     "degrade with\nthe flood; DeltaNet-style and Covariance-reset plateau there, together, and fall below 0 at overlap "
     "0.95"
 )
+
+
+class Figure(NamedTuple):
+    """One number of a paper, as it is printed there, and ours.
+
+    ``corrected`` is what the paper's own specification gives, to as many digits as are written, where the number
+    printed is not that; ours must then be the corrected one, and the table says so.
+
+    >>> Figure("steady gain", "0.618", 0.61803).agrees
+    True
+    >>> Figure("margin", "-.16", -0.15499).agrees
+    False
+    """
+
+    name: str
+    published: str
+    ours: float
+    corrected: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ours, rounded to as many decimals, is the published (or corrected) number."""
+        expected = self.published if self.corrected is None else self.corrected
+        decimals = _decimals(expected)
+        return abs(round(self.ours, decimals) - float(expected)) < 10.0 ** -(decimals + 2)
+
+
+def figure_table(figures: Sequence[Figure]) -> str:
+    """Published figures beside ours, with two decimals more than the paper gives."""
+    rows = []
+    for one in figures:
+        remark = "" if one.agrees else "differs"
+        if one.agrees and one.corrected is not None:
+            remark = f"not the published one: its specification gives {one.corrected}"
+        rows.append([one.name, one.published, f"{one.ours:.{_decimals(one.published) + 3}f}", remark])
+    return text_table(["", "published", "ours", ""], rows)
+
+
+def _decimals(number: str) -> int:
+    return len(number.partition(".")[2])
 
 
 def addresses(overlap: float) -> Tensor:
@@ -149,6 +188,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"learned recall, {training.steps} steps of {training.batch_size} sequences, seeds {options.seeds}")
         print(_learned_table(rows), end="\n\n")
         print(PUBLISHED)
+        print(verdict(rows))
         differing = 0
     else:
         figures = deterministic()
@@ -165,16 +205,28 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if differing else 0
 
 
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Whether the Bayesian layer has the largest margin in every test, as published."""
+    margins = _margins(rows)
+    lost = [test for test, own in margins.items() if max(own, key=own.__getitem__) != "bayesian"]
+    if lost:
+        return f"verdict: NOT as published, another memory holds more at {', '.join(lost)}"
+    return "verdict: as published, the Bayesian layer holds most in every test"
+
+
+def _margins(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Means over seeds, by test and memory."""
+    found: dict[str, dict[str, float]] = {}
+    for test, memory in dict.fromkeys((row["test"], row["memory"]) for row in rows):
+        margins = [row["margin"] for row in rows if (row["test"], row["memory"]) == (test, memory)]
+        found.setdefault(test, {})[memory] = sum(margins) / len(margins)
+    return found
+
+
 def _learned_table(rows: Sequence[dict[str, Any]]) -> str:
-    tests = list(dict.fromkeys(row["test"] for row in rows))
-    table = []
-    for memory, name in MEMORIES.items():
-        cells = []
-        for test in tests:
-            margins = [row["margin"] for row in rows if row["memory"] == memory and row["test"] == test]
-            cells.append(f"{sum(margins) / len(margins):+.3f}")
-        table.append([name, *cells])
-    return text_table(["margin p_B - p_A", *tests], table)
+    margins = _margins(rows)
+    lines = [[name, *(f"{own[memory]:+.3f}" for own in margins.values())] for memory, name in MEMORIES.items()]
+    return text_table(["margin p_B - p_A", *margins], lines)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -199,6 +199,9 @@ def main(arguments: Sequence[str]) -> int:
     print("\n".join([*machine.lines(header), ""]))
     print(table(cases, results))
     print(f"d {WIDTH}, K {PATTERNS}, sigma {NOISE}, {EPOCHS} epochs of {BATCH} queries; seeds {seeds}, published: one")
+    one, two = (statistics.mean(results["accuracy"][case.label]) for case in CASES[:2])
+    verdict = "as published" if two > one + 3 else "NOT as published"
+    print(f"verdict: a second round brings {two - one:+.1f} points (published: +12.0), {verdict}")
     if options.json:
         published = {case.label: case.published for case in cases}
         write_json(options.json, {"benchmark": NAME, **header, "seeds": seeds, "published": published, **results})

@@ -44,6 +44,7 @@ from recbft.training.process_settings import chosen_device
 NAME = "mechanisms.mqar"
 TASKS = ("base", "update", "block")
 POWER = 0.01  # of the distances between questions
+LEARNED = 0.8  # share of right answers
 PUBLISHED = {
     "base": "figure 4a: the Bayesian layer matches the best at larger widths, near-perfect",
     "update": "figure 4b: Bayesian layer about 88 %, Gated DeltaNet and Mamba-2 about 60 %",
@@ -238,6 +239,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     print(_table(rows, tasks, names), end="\n\n")
     print("\n".join(f"published, {task}, {PUBLISHED[task]}" for task in tasks))
+    if "bayesian" in names:
+        print("\n".join(verdict(rows, task) for task in tasks))
     if options.json is not None:
         write_json(options.json, machine.close(made) | {"mqar": rows})
     return 0
@@ -254,18 +257,25 @@ def _rates(text: str) -> tuple[float, ...]:
         raise UserError(f"--learning-rates has {text!r}; give numbers, such as 3e-3,1e-2") from None
 
 
+def _best(rows: Sequence[dict[str, Any]], task: str, name: str) -> float:
+    """The share at the best learning rate of each seed, over seeds."""
+    best: dict[int, float] = {}
+    for row in rows:
+        if row["mixer"] == name and row["task"] == task:
+            best[row["seed"]] = max(row["accuracy"], best.get(row["seed"], 0.0))
+    return sum(best.values()) / len(best)
+
+
 def _table(rows: Sequence[dict[str, Any]], tasks: Sequence[str], names: Sequence[str]) -> str:
-    table = []
-    for name in names:
-        cells = []
-        for task in tasks:
-            best: dict[int, float] = {}
-            for row in rows:
-                if row["mixer"] == name and row["task"] == task:
-                    best[row["seed"]] = max(row["accuracy"], best.get(row["seed"], 0.0))
-            cells.append(f"{sum(best.values()) / len(best):.1%}")
-        table.append([name, *cells])
-    return text_table(["mixer", *tasks], table)
+    lines = [[name, *(f"{_best(rows, task, name):.1%}" for task in tasks)] for name in names]
+    return text_table(["mixer", *tasks], lines)
+
+
+def verdict(rows: Sequence[dict[str, Any]], task: str) -> str:
+    """Whether the Bayesian layer has learned a task."""
+    share = _best(rows, task, "bayesian")
+    learned = "learned" if share > LEARNED else "NOT learned"
+    return f"verdict, {task}: the Bayesian layer answers {share:.1%}, {learned} (more than {LEARNED:.0%})"
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,10 +1,8 @@
 """Runs on a CPU what Triton compiles for an NVIDIA GPU: its PTX, one instruction after another, in numpy.
 
-Triton's interpreter follows the source of a kernel; here it is what the compiler made of it: tiles spread over threads,
-products of tensor cores, copies that are under way while others work. All threads of a program take an instruction
-together, and programs follow one another. What a GPU leaves undefined ends the run: an address outside of what the
-launch was given or not on its boundary, memory that threads share without a barrier between, and programs that touch
-what others write. Neither time nor the order in which a GPU adds up can be had from it.
+Triton's interpreter runs the source of a kernel. Here the output of the compiler runs: tiles spread over threads,
+products of tensor cores, rounding as a GPU rounds. All threads of a program take an instruction together, and programs
+run one after another. Neither time, nor the order in which a GPU adds, nor a missing barrier shows here.
 
-Source: NVIDIA, PTX ISA 8.7; written for the instructions that Triton emits for capabilities 8.0 to 9.0 and 12.0.
+Source: NVIDIA, PTX ISA 8.7. Holds the instructions that Triton emits for compute capabilities 8.0 to 9.0 and 12.0.
 """

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.ptx.memory import UndefinedError
-from benchmarks.ptx.program import Instruction, grouped
-from benchmarks.ptx.threads import TYPES, UNSIGNED, Active, Threads, Values, handles
+from benchmarks.ptx.threads import TYPES, UNSIGNED, Active, Instruction, NotRunError, Threads, Values, grouped, handles
 
 TWO = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax,
@@ -105,7 +103,7 @@ def divide(threads: Threads, instruction: Instruction, active: Active) -> None:
         threads.assign(to, a / b, active)
         return
     if (b == 0).any():
-        raise UndefinedError("a division by zero")
+        raise NotRunError("a division by zero")
     rest = np.fmod(a, b)  # towards zero, as here
     threads.assign(to, (a - rest) // b if instruction.name == "div" else rest, active)
 

@@ -1,14 +1,30 @@
-"""Instructions that move what threads hold: to and from memory, and within a warp."""
+"""Instructions that move what threads hold, to and from memory and within a warp, and products of tensor cores.
+
+A product is made by a warp (``mma``), or by four warps with operands in shared memory (``wgmma``). Sums are formed in
+double precision and rounded once; a GPU rounds on the way.
+
+Shapes: W warps, lanes as (8 groups, 4 threads); M, N, K the sides of a product.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import re
+from typing import Any
 
-from benchmarks.ptx.memory import Bytes, Numbers
-from benchmarks.ptx.program import Instruction, grouped
-from benchmarks.ptx.threads import TYPES, UNSIGNED, WARP, Active, Threads, handles
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.ptx.arithmetic import from_bfloat16
+from benchmarks.ptx.threads import TYPES, UNSIGNED, WARP, Active, Bytes, Instruction, Numbers, Threads, grouped, handles
+
+Matrix = NDArray[np.float32]
 
 REDUCED = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
+GROUP = 4 * WARP  # threads
+SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
+# Of a matrix in shared memory: bytes of a row by the mode in which its pieces of 16 bytes are swapped, and which are.
+ROW = {1: 128, 2: 64, 3: 32}
+SWAPPED = {1: 7, 2: 3, 3: 1}
 
 
 def _taking_part(threads: Threads, active: Active) -> Numbers:
@@ -37,11 +53,7 @@ def load(threads: Threads, instruction: Instruction, active: Active) -> None:
     who = _taking_part(threads, active)
     found = np.zeros((threads.count, len(registers)), dtype)
     if len(who):
-        addresses, size = threads.address(place)[who], dtype.itemsize * len(registers)
-        if instruction.parts[1] == "global":
-            read = threads.memory.read(addresses, size, threads.number)
-        else:
-            read = threads.shared.read(addresses, size, threads.warp[who])
+        read = threads.memory[instruction.parts[1]].read(threads.address(place)[who], dtype.itemsize * len(registers))
         found[who] = np.ascontiguousarray(read).view(dtype)
     for column, register in enumerate(registers):
         threads.assign(register, found[:, column], active)
@@ -55,16 +67,12 @@ def store(threads: Threads, instruction: Instruction, active: Active) -> None:
         return
     kind = f"b{8 * TYPES[instruction.kind].itemsize}"
     values = np.stack([threads.value(register, kind)[who] for register in grouped(given)], axis=1)
-    addresses, written = threads.address(place)[who], values.view(np.uint8)
-    if instruction.parts[1] == "global":
-        threads.memory.write(addresses, written, threads.number)
-    else:
-        threads.shared.write(addresses, written, threads.warp[who])
+    threads.memory[instruction.parts[1]].write(threads.address(place)[who], values.view(np.uint8))
 
 
 @handles("cp.async")
 def copy(threads: Threads, instruction: Instruction, active: Active) -> None:
-    """From global to shared memory, where it may arrive at any moment until it is waited for."""
+    """From global to shared memory, here at once."""
     to, given, size, *some = instruction.operands
     who, size = _taking_part(threads, active), int(size, 0)
     if not len(who):
@@ -73,32 +81,14 @@ def copy(threads: Threads, instruction: Instruction, active: Active) -> None:
     assert np.isin(taken, (0, size)).all(), instruction.text
     found: Bytes = np.zeros((len(who), size), np.uint8)
     if taken.any():
-        found[taken > 0] = threads.memory.read(threads.address(given)[who][taken > 0], size, threads.number)
-    place, warps = threads.address(to)[who], threads.warp[who]
-    threads.shared.begin_copy(place, size, warps)
-    threads.begun.append((place, found, warps))
+        found[taken > 0] = threads.memory["global"].read(threads.address(given)[who][taken > 0], size)
+    threads.memory["shared"].write(threads.address(to)[who], found)
 
 
-@handles("cp.async.commit_group")
-def close_group(threads: Threads, instruction: Instruction, active: Active) -> None:
-    threads.groups.append(threads.begun)
-    threads.begun = []
-
-
-@handles("cp.async.wait_group")
-def wait_for_groups(threads: Threads, instruction: Instruction, active: Active) -> None:
-    while len(threads.groups) > int(instruction.operands[0]):
-        for place, found, warps in threads.groups.pop(0):
-            threads.shared.end_copy(place, found, warps)
-
-
-@handles("bar.sync")
-def barrier(threads: Threads, instruction: Instruction, active: Active) -> None:
-    assert active is None, f"a barrier that some threads miss: {instruction.text}"
-    threads.shared.barriers += 1
-
-
-@handles("bar.warp", "fence", "membar", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
+@handles(
+    "bar.sync", "bar.warp", "fence", "membar", "cp.async.commit_group", "cp.async.wait_group", "wgmma.fence",
+    "wgmma.commit_group", "wgmma.wait_group",
+)  # fmt: skip
 def nothing(threads: Threads, instruction: Instruction, active: Active) -> None:
     """Threads take instructions together, and products are made where they are asked for."""
 
@@ -130,10 +120,9 @@ def reduce(threads: Threads, instruction: Instruction, active: Active) -> None:
     threads.assign(to, np.repeat(found, WARP), None)
 
 
-def _rows(threads: Threads, place: str, number: int) -> tuple[Numbers, Numbers]:
-    """Where the rows of the 8 x 8 matrix of that number begin, as its lanes say, and the warps they belong to."""
-    lanes = threads.address(place).reshape(-1, WARP)[:, 8 * number : 8 * number + 8]
-    return lanes.reshape(-1), np.repeat(np.arange(len(lanes)), 8)
+def _rows(threads: Threads, place: str, number: int) -> Numbers:
+    """Where the rows of the 8 x 8 matrix of that number begin in each warp, as its lanes say."""
+    return threads.address(place).reshape(-1, WARP)[:, 8 * number : 8 * number + 8].reshape(-1)
 
 
 @handles("ldmatrix")
@@ -141,8 +130,7 @@ def load_matrices(threads: Threads, instruction: Instruction, active: Active) ->
     """Matrices of 8 x 8 halves; a lane has two neighbours of a row, or of a column where they are transposed."""
     to, place = instruction.operands
     for number, register in enumerate(grouped(to)):
-        addresses, warps = _rows(threads, place, number)
-        found = threads.shared.read(addresses, 16, warps).view(np.uint16).reshape(-1, 8, 8)
+        found = threads.memory["shared"].read(_rows(threads, place, number), 16).view(np.uint16).reshape(-1, 8, 8)
         found = found.transpose(0, 2, 1) if "trans" in instruction.parts else found
         threads.assign(register, np.ascontiguousarray(found).view(np.uint32).reshape(-1), active)
 
@@ -152,7 +140,95 @@ def store_matrices(threads: Threads, instruction: Instruction, active: Active) -
     """The way back."""
     place, given = instruction.operands
     for number, register in enumerate(grouped(given)):
-        addresses, warps = _rows(threads, place, number)
         values = np.ascontiguousarray(threads.value(register, "b32")).view(np.uint16).reshape(-1, 8, 8)
         values = values.transpose(0, 2, 1) if "trans" in instruction.parts else values
-        threads.shared.write(addresses, np.ascontiguousarray(values).view(np.uint8).reshape(-1, 16), warps)
+        rows = np.ascontiguousarray(values).view(np.uint8).reshape(-1, 16)
+        threads.memory["shared"].write(_rows(threads, place, number), rows)
+
+
+def _numbers(raw: NDArray[Any], kind: str) -> Matrix:
+    """What the last axis holds: numbers in TF32, which has the upper 19 of 32 bits, or in half precision."""
+    if kind == "tf32":
+        return (np.ascontiguousarray(raw).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    halves = np.ascontiguousarray(raw).view(np.uint16)
+    return halves.view(np.float16).astype(np.float32) if kind == "f16" else from_bfloat16(halves)
+
+
+def _registers(threads: Threads, names: list[str]) -> NDArray[np.uint32]:
+    """(W, 8, 4, registers)."""
+    held = np.stack([threads.value(name, "b32") for name in names], axis=1)
+    return held.reshape(-1, 8, 4, len(names))
+
+
+def _left(threads: Threads, names: list[str], kind: str) -> Matrix:
+    """(W, 16, K) from four registers of each lane: rows of the group and eight below, both again further right."""
+    parts = [
+        _numbers(part[..., None], kind) for part in np.moveaxis(_registers(threads, names), -1, 0)
+    ]  # (W, 8, 4, 1 or 2)
+    upper, lower, upper_right, lower_right = (part.reshape(*part.shape[:2], -1) for part in parts)
+    rows = [np.concatenate(pair, axis=2) for pair in ((upper, upper_right), (lower, lower_right))]
+    return np.concatenate(rows, axis=1)
+
+
+@handles("mma.sync")
+def product_of_a_warp(threads: Threads, instruction: Instruction, active: Active) -> None:
+    assert active is None, f"a part of a warp: {instruction.text}"
+    to, left, right, kept = (grouped(operand) for operand in instruction.operands)
+    kind = instruction.parts[-2]
+    a = _left(threads, left, kind)
+    parts = [_numbers(part[..., None], kind) for part in np.moveaxis(_registers(threads, right), -1, 0)]
+    b = np.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=2)  # (W, N, K)
+    sums = np.einsum("wmk,wnk->wmn", a.astype(np.float64), b)
+    _add(threads, to, kept, _spread(sums), np.ones(threads.count, np.bool_))
+
+
+def _spread(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(W, 16, N) as lanes hold it, (threads, N / 2): two neighbours of a row and of that eight below, by columns."""
+    W, _, N = sums.shape
+    return sums.reshape(W, 2, 8, N // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(WARP * W, N // 2)
+
+
+def _add(threads: Threads, to: list[str], kept: list[str], sums: NDArray[np.float64], adds: NDArray[np.bool_]) -> None:
+    """Sums, and what is kept where it adds to them."""
+    for column, (register, name) in enumerate(zip(to, kept, strict=True)):
+        if adds.any():
+            held = np.where(adds, threads.value(name, "f32"), 0)
+            threads.assign(register, (sums[:, column] + held).astype(np.float32), None)
+        else:
+            threads.assign(register, sums[:, column].astype(np.float32), None)
+
+
+@handles("wgmma.mma_async")
+def product_of_four_warps(threads: Threads, instruction: Instruction, active: Active) -> None:
+    assert active is None, instruction.text
+    to, left, right, adds, *options = instruction.operands
+    kind = instruction.kind
+    shape = next(found for part in instruction.parts if (found := SHAPE.fullmatch(part)))
+    _, N, K = (int(side) for side in shape.groups())
+    assert options[:2] == ["1", "1"], "signs of operands"
+    transposed = [option == "1" for option in options[2:]]  # of operands in shared memory, in half precision
+    in_registers = left.startswith("{")
+    right_transposed = bool(transposed) and transposed[-1]
+    left_transposed = not in_registers and bool(transposed) and transposed[0]
+    rows = _left(threads, grouped(left), kind).reshape(-1, 64, K) if in_registers else None
+    sums = []
+    for group in range(threads.count // GROUP):
+        b = _described(threads, right, group, N, K, kind, right_transposed)
+        a = _described(threads, left, group, 64, K, kind, left_transposed) if rows is None else rows[group]
+        sums.append(_spread((a.astype(np.float64) @ b.T).reshape(4, 16, N)))
+    registers = grouped(to)
+    _add(threads, registers, registers, np.concatenate(sums), threads.value(adds, "pred"))
+
+
+def _described(threads: Threads, operand: str, group: int, rows: int, K: int, kind: str, transposed: bool) -> Matrix:
+    """(rows, K) from shared memory, where a descriptor says it lies: pieces of 8 rows, swapped against collisions."""
+    [described] = np.unique(threads.value(operand, "b64")[GROUP * group : GROUP * (group + 1)])
+    start, leading, stride = (int(described) >> shift & 0x3FFF for shift in (0, 16, 32))
+    mode = int(described) >> 62
+    assert mode in ROW and not int(described) >> 49 & 7, f"descriptor {int(described):#x}"
+    size, width = (4 if kind == "tf32" else 2), ROW[mode]
+    row, k = np.meshgrid(np.arange(rows), np.arange(K), indexing="ij")
+    along, across = (size * row, k) if transposed else (size * k, row)
+    at = 16 * start + across // 8 * 16 * stride + across % 8 * width + along % width + along // width * 16 * leading
+    at ^= (at >> 7 & SWAPPED[mode]) << 4
+    return _numbers(threads.memory["shared"].read(at.reshape(-1), size), kind).reshape(rows, K)

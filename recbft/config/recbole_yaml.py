@@ -15,11 +15,32 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recbft.config.fields import is_whole
-from recbft.config.recbole_names import MODELS, NAMES, ours_for
 from recbft.errors import UserError, closest, did_you_mean
+
+
+class Adapted(NamedTuple):
+    """A model of ours under a name in RecBole."""
+
+    model: str  # in recbft.models.MODELS
+    arm: str | None  # unless the config's ``arm`` says otherwise
+
+
+# RecBole's own models that one of ours stands for, and the models that ``recbft.recbole`` adds to RecBole.
+ADAPTED = {
+    "SASRecBFT": Adapted("sasrec", "bft"),
+    "BERT4RecBFT": Adapted("bert4rec", "bft"),
+    "HSTUBFT": Adapted("hstu", "bft"),
+    "HSTU": Adapted("hstu", "published"),
+}
+MODELS = {
+    "SASRec": Adapted("sasrec", "published"),
+    "BERT4Rec": Adapted("bert4rec", "published"),
+    **ADAPTED,
+    "Pop": Adapted("pop", None),
+}
 
 # RecBole's name -> ours, the value being the same.
 MODEL_KEYS = {
@@ -51,6 +72,14 @@ TRANSLATED = {
     "val_interval": "where",
 }
 OUR_NAMES = {**RENAMED, **TRANSLATED}
+# With those that a config gives no value, or one of another kind: what RecBole calls our keys.
+NAMED = {
+    **OUR_NAMES,
+    "field_separator": "separator",
+    "data_path": "data_root",
+    "reproducibility": "deterministic",
+    "loss_type": "loss",
+}
 
 # Keys of other models and of RecBole before 1.0, and the key of today that says the same of ours.
 OTHER_WORDS = {
@@ -101,7 +130,7 @@ HANDLED = frozenset(
 def is_recbole(tree: Mapping[str, Any], ours: Collection[str]) -> bool:
     """Whether a flat config speaks RecBole: a key that only RecBole has, or a model by RecBole's name."""
     known = (set(RENAMED) | IGNORED | HANDLED) - set(ours)
-    return any(key in known for key in tree) or tree.get("model") in NAMES
+    return any(key in known for key in tree) or tree.get("model") in MODELS
 
 
 def from_recbole(
@@ -120,7 +149,7 @@ def from_recbole(
     """
     if above.get("model") is not None and tree.get("model") not in MODELS:
         tree = {key: value for key, value in tree.items() if key != "model"}
-    model = ours_for(tree.get("model"))
+    model = _ours_for(tree.get("model"))
     _refuse_unknown(tree, set(RENAMED) | IGNORED | HANDLED | set(ours))
     tree = {key: _switch(key, value) for key, value in tree.items()}
     _refuse_other_data(tree)
@@ -170,6 +199,16 @@ def nearest(key: str, known: Collection[str]) -> str | None:
     return OTHER_WORDS[key] if OTHER_WORDS.get(key) in known else closest(key, known)
 
 
+def _ours_for(name: Any) -> dict[str, Any]:
+    """The keys of recbft that a config's ``model`` stands for; it may be one of ours by our name."""
+    if name is None or name in [model for model, _ in MODELS.values()]:
+        return {} if name is None else {"model": name}
+    if not isinstance(name, str) or name not in MODELS:
+        raise UserError(f"model {name!r} is not in recbft; choose one of {', '.join(MODELS)}")
+    model, arm = MODELS[name]
+    return {"model": model, **({} if arm is None else {"arm": arm})}
+
+
 def _refuse_unknown(tree: Mapping[str, Any], known: Collection[str]) -> None:
     """Refuse the keys that neither RecBole nor recbft has, all in one message: RecBole takes any in silence."""
     unknown = {key: nearest(str(key), known) for key in tree if str(key).partition(".")[0] not in known}
@@ -195,8 +234,7 @@ def _refuse_two_names(tree: Mapping[str, Any]) -> None:
     for key, own in OUR_NAMES.items():
         if key != own and tree.get(key) is not None and tree.get(own) is not None and tree[key] != tree[own]:
             raise UserError(
-                f"{key} is {tree[key]!r} and {own} is {tree[own]!r}, but recbft calls the one by the other's name; "
-                "leave one of them out"
+                f"{key} is {tree[key]!r} and {own} is {tree[own]!r}, but they are one setting; leave one of them out"
             )
 
 
@@ -303,12 +341,11 @@ def _training(tree: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"learner is {tree['learner']!r}; recbft trains with adam: write learner: adam")
     if tree.get("train_batch_size") is not None:
         made["batch_targets"] = tree["train_batch_size"]
-    for key, at_least in (("stopping_step", 0), ("eval_step", 1)):
-        steps = tree.get(key)
-        if steps is not None and not (is_whole(steps) and steps >= at_least):
-            raise UserError(f"{key} is {steps!r}; give a whole number >= {at_least}")
-    if tree.get("stopping_step") is not None:
-        made["patience"] = tree["stopping_step"] + 1
+    steps = tree.get("stopping_step")
+    if steps is not None:
+        if not (is_whole(steps) and steps >= 0):
+            raise UserError(f"stopping_step is {steps!r}; give a whole number >= 0")
+        made["patience"] = steps + 1
     clip = tree.get("clip_grad_norm")
     if clip is not None:
         if not isinstance(clip, Mapping) or not {"max_norm"} <= set(clip) <= {"max_norm", "norm_type"}:

@@ -17,20 +17,11 @@ from typing import Any, get_args
 import yaml
 
 from recbft.config.fields import NULL_WORDS, Verbatim, field_types
-from recbft.config.recbole_yaml import HANDLED, IGNORED, OTHER_WORDS, OUR_NAMES
+from recbft.config.recbole_yaml import HANDLED, IGNORED, NAMED, OTHER_WORDS
 from recbft.errors import UserError, did_you_mean
 
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
-RECBOLE_NAMES = {
-    **OUR_NAMES,
-    "field_separator": "separator",
-    "data_path": "data_root",
-    "reproducibility": "deterministic",
-    "loss_type": "loss",
-}
-RECBOLE_NAMES |= {key: RECBOLE_NAMES.get(meant, meant) for key, meant in OTHER_WORDS.items()}
-
-
+RECBOLE_NAMES = NAMED | {key: NAMED.get(meant, meant) for key, meant in OTHER_WORDS.items()}
 MOST_BYTES = 2**18  # of a file of settings
 MOST_REPEATED = 1000  # values that stand in a file once and are named again by its aliases
 
@@ -97,14 +88,11 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
         if len(content) > MOST_BYTES:
             raise UserError(f"{path}: has more than {MOST_BYTES:,} bytes; give the path of a YAML file with settings")
         text = content.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give the path of a YAML file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; give the path of a YAML file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; give the path of a YAML file that can be read") from None
+        problem = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise UserError(f"{path}: {problem}; give the path of a YAML file") from None
     tree = parse_yaml(text, str(path))
     if tree is None:
         return {}
@@ -209,16 +197,13 @@ def parse_yaml(text: str, source: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except UserError:
         raise
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{source}{line}: {error.problem or 'is not YAML'}; mend the YAML") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{source}: {' '.join(str(error).split())}; mend the YAML") from None
-    except RecursionError:
-        raise UserError(f"{source}: nested too deeply; mend the YAML") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        # A tag that its value does not fit, such as `!!int abc`, or a number of 5,000 digits.
-        raise UserError(f"{source}: holds a value that is not what its tag or its form says; mend the YAML") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{source}{line}: {problem or ' '.join(str(error).split())}; correct the YAML") from None
+    except (RecursionError, ValueError, KeyError, AttributeError, TypeError):
+        # Nested too deeply; a tag that its value does not fit, such as `!!int abc`; a number of 5,000 digits.
+        raise UserError(f"{source}: has a value that cannot be read; correct the YAML") from None
     finally:
         if loader is not None:
             loader.dispose()

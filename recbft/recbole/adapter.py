@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Adapter(SequentialRecommender):  # type: ignore[misc]
-    """The model called ``name`` in ``names.ADAPTED``.
+    """The model called ``name`` in ``ADAPTED``.
 
     Args:
         config: RecBole's Config.

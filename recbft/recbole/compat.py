@@ -39,7 +39,13 @@ class Patch:
     apply: Callable[[Any], None]
 
 
+PATCHES: list[Patch] = []  # all there are
 applied: list[Patch] = []  # in this process, in order
+
+
+def patch(module: str, reason: str, needed: Callable[[Any], bool]) -> Callable[[Callable[[Any], None]], None]:
+    """Enter the function below into the table: what it changes, why, and how to tell whether it is needed."""
+    return lambda apply: PATCHES.append(Patch(module, reason, needed, apply))
 
 
 @cache
@@ -68,6 +74,10 @@ def install_command() -> str:
     if sys.version_info < (3, 12):
         return "pip install recbole==1.2.1"
     return f"pip install --no-deps recbole==1.2.1 && pip install {' '.join(RUNTIME)}"
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _consider(patch: Patch, module: ModuleType) -> None:
@@ -140,6 +150,11 @@ def _asks_for_aliases_that_numpy_lacks(configurator: Any) -> bool:
     )
 
 
+@patch(
+    "recbole.config.configurator",
+    "numpy 2 has no np.float_, np.complex_ and np.unicode_",
+    _asks_for_aliases_that_numpy_lacks,
+)
 def _set_aliases_that_numpy_has_types_for(configurator: Any) -> None:
     def compatibility_settings(self: Any) -> None:
         import numpy as np
@@ -158,15 +173,21 @@ def _set_aliases_that_numpy_has_types_for(configurator: Any) -> None:
 # thop -------------------------------------------------------------------------------------------------
 
 
-def _thop_is_missing(quick_start: Any) -> bool:
-    return not _installed("thop")
-
-
+@patch("recbole.quick_start.quick_start", "thop is not installed", lambda _: not _installed("thop"))
 def _leave_flops_uncounted(quick_start: Any) -> None:
     quick_start.get_flops = lambda *inputs, **options: "not counted (thop is not installed)"
 
 
+# torch 2.6 --------------------------------------------------------------------------------------------
+
+REFUSED = "torch.load refuses the checkpoints that RecBole's trainer writes"
+patch("recbole.trainer.trainer", REFUSED, checkpoints.are_refused)(checkpoints.read_in_trainer)
+patch("recbole.quick_start.quick_start", REFUSED, checkpoints.are_refused)(checkpoints.read_in_quick_start)
+
 # pandas 3 ---------------------------------------------------------------------------------------------
+
+
+OF_THE_COLUMN = "pandas 3 takes len of a column of sequences, not of each sequence"
 
 
 def _filling_a_column_leaves_the_frame(dataset: Any) -> bool:
@@ -179,6 +200,11 @@ def _filling_a_column_leaves_the_frame(dataset: Any) -> bool:
     return bool(frame["a"].isna().any())
 
 
+@patch(
+    "recbole.data.dataset.dataset",
+    "pandas 3 no longer fills a column of a frame in place: NaN would reach the model",
+    _filling_a_column_leaves_the_frame,
+)
 def _fill_nan_by_assignment(dataset: Any) -> None:
     import numpy as np
 
@@ -216,6 +242,7 @@ def _len_is_of_the_column(module: Any) -> bool:
         return not isinstance(pd.Series([[1, 2]]).agg(len), pd.Series)
 
 
+@patch("recbole.data.dataset.dataset", OF_THE_COLUMN, _len_is_of_the_column)
 def _take_len_of_each_sequence_in_remap(dataset: Any) -> None:
     import numpy as np
     import pandas as pd
@@ -237,6 +264,7 @@ def _take_len_of_each_sequence_in_remap(dataset: Any) -> None:
     dataset.Dataset._remap = remap
 
 
+@patch("recbole.data.dataset.sequential_dataset", OF_THE_COLUMN, _len_is_of_the_column)
 def _take_len_of_each_sequence_in_benchmark_files(sequential_dataset: Any) -> None:
     presets = sequential_dataset.SequentialDataset._benchmark_presets
 
@@ -255,6 +283,11 @@ def _search_draws_as_numpy_did(hyper_tuning: Any) -> bool:
     return search is not None and "RandomState" in search.__code__.co_names and _installed("hyperopt")
 
 
+@patch(
+    "recbole.trainer.hyper_tuning",
+    "hyperopt draws from a numpy Generator, and RecBole's exhaustive search gives it a RandomState",
+    _search_draws_as_numpy_did,
+)
 def _draw_as_hyperopt_does(hyper_tuning: Any) -> None:
     np = hyper_tuning.np
 
@@ -267,54 +300,3 @@ def _draw_as_hyperopt_does(hyper_tuning: Any) -> None:
         return np.random.RandomState(seed)
 
     hyper_tuning.np = Changed(np, random=Changed(np.random, RandomState=random_state))
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-PATCHES = (
-    Patch(
-        "recbole.config.configurator",
-        "numpy 2 has no np.float_, np.complex_ and np.unicode_",
-        _asks_for_aliases_that_numpy_lacks,
-        _set_aliases_that_numpy_has_types_for,
-    ),
-    Patch(
-        "recbole.trainer.trainer",
-        "torch.load refuses the checkpoints that RecBole's trainer writes",
-        checkpoints.are_refused,
-        checkpoints.read_in_trainer,
-    ),
-    Patch(
-        "recbole.quick_start.quick_start",
-        "torch.load refuses the checkpoints that RecBole's trainer writes",
-        checkpoints.are_refused,
-        checkpoints.read_in_quick_start,
-    ),
-    Patch("recbole.quick_start.quick_start", "thop is not installed", _thop_is_missing, _leave_flops_uncounted),
-    Patch(
-        "recbole.data.dataset.dataset",
-        "pandas 3 no longer fills a column of a frame in place: NaN would reach the model",
-        _filling_a_column_leaves_the_frame,
-        _fill_nan_by_assignment,
-    ),
-    Patch(
-        "recbole.data.dataset.dataset",
-        "pandas 3 takes len of a column of sequences, not of each sequence",
-        _len_is_of_the_column,
-        _take_len_of_each_sequence_in_remap,
-    ),
-    Patch(
-        "recbole.data.dataset.sequential_dataset",
-        "pandas 3 takes len of a column of sequences, not of each sequence",
-        _len_is_of_the_column,
-        _take_len_of_each_sequence_in_benchmark_files,
-    ),
-    Patch(
-        "recbole.trainer.hyper_tuning",
-        "hyperopt draws from a numpy Generator, and RecBole's exhaustive search gives it a RandomState",
-        _search_draws_as_numpy_did,
-        _draw_as_hyperopt_does,
-    ),
-)

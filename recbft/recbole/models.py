@@ -7,8 +7,8 @@ from typing import Any
 import recbole.data.dataset
 import recbole.trainer
 
+from recbft.config.recbole_yaml import ADAPTED
 from recbft.recbole.adapter import Adapter
-from recbft.recbole.names import ADAPTED
 from recbft.recbole.trainer import PrecisionTrainer, TimedDataset
 
 for _name in ADAPTED:

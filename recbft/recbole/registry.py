@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from recbft.config.recbole_yaml import ADAPTED
 from recbft.recbole import hooks
-from recbft.recbole.names import ADAPTED
 
 DEFAULTS = Path(__file__).parent / "defaults"
 _PACKAGE = "recbole.model.sequential_recommender."
@@ -90,8 +90,7 @@ def _check_our_keys(configurator: ModuleType) -> None:
         if self.model in ADAPTED:
             settings = importlib.import_module("recbft.recbole.settings")
             run = settings.run_config(self.model, final)
-            settings.refuse_overruled(self.model, *places)
-            settings.refuse_replaced(run, *places)
+            settings.refuse_lost(run, *places)
         return final
 
     config._load_config_files = read_one_by_one

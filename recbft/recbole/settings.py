@@ -11,12 +11,11 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from recbft.config.fields import check_choice, field_types, to_dict
-from recbft.config.recbole_yaml import MODEL_KEYS, is_done, nearest, refuse_other_losses
+from recbft.config.fields import check_choice, convert, field_types
+from recbft.config.recbole_yaml import ADAPTED, MODEL_KEYS, NAMED, is_done, nearest, refuse_other_losses
 from recbft.config.yaml_text import refuse_repetition
 from recbft.errors import UserError
 from recbft.models import MODELS
-from recbft.recbole.names import ADAPTED
 from recbft.training.config import TrainingConfig
 from recbft.training.run_config import RunConfig, load_run_config, sections_of
 
@@ -24,37 +23,15 @@ MODEL_SECTIONS = ("backbone", "mixing", "moe", "core")
 OWN_TRAINING = ("precision_lr_multiplier", "warmup_steps")  # what RecBole has no key for
 TRAINING = ("epochs", "learning_rate", "weight_decay", *OWN_TRAINING)
 
-# The rest of training by RecBole's keys, which its trainer reads.
-RECBOLE_TRAINING = {
-    "epochs": "epochs",
+# Ours -> RecBole's key for the same, which its trainer or its data set reads.
+RECBOLE_KEYS = {
+    **{key: key for key in ("epochs", "learning_rate", "weight_decay", "valid_metric")},
+    **{ours.rpartition(".")[2]: key for key, ours in NAMED.items() if key not in MODEL_KEYS},
     "batch_size": "train_batch_size",
-    "batch_targets": "train_batch_size",
-    "learning_rate": "learning_rate",
-    "weight_decay": "weight_decay",
-    "clip_norm": "clip_grad_norm",
-    "patience": "stopping_step",
-    "valid_metric": "valid_metric",
-    "eval_every": "eval_step",
-    "deterministic": "reproducibility",
     "autocast": "enable_amp",
     "device": "gpu_id",
 }
-
-# What else of a run RecBole has a key for.
-RECBOLE_DATA = {
-    "data_root": "data_path",
-    "separator": "field_separator",
-    "user": "USER_ID_FIELD",
-    "item": "ITEM_ID_FIELD",
-    "time": "TIME_FIELD",
-    "min_user_events": "user_inter_num_interval",
-    "min_item_events": "item_inter_num_interval",
-    "where": "val_interval",
-    "deduplicate": "rm_dup_inter",
-    "ks": "topk",
-}
-
-READ_BY_RECBOLE = (*RECBOLE_TRAINING, "max_length")  # as well, or in our place
+READ_BY_RECBOLE = (*RECBOLE_KEYS, "max_length")  # as well, or in our place
 
 # What RecBole reads without naming it among its arguments, what its own ``run`` adds for several processes, and the
 # options of its scripts run_recbole.py and run_hyper.py: a Config reads their command line too.
@@ -100,63 +77,42 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
         raise UserError(_in_recboles_words(str(error), values)) from None
 
 
-def refuse_overruled(name: str, *places: Mapping[str, Any]) -> None:
-    """Refuse a setting whose value loses to one from a place that RecBole puts lower, since it is written otherwise.
+def refuse_lost(run: RunConfig, *places: Mapping[str, Any]) -> None:
+    """Refuse a setting that a user wrote last and that the run does not have.
 
-    RecBole's precedence goes by key, while a section stands above a bare key, and ours above RecBole's name for it. The
-    window is left out: it may be longer than the history that the model reads.
+    RecBole's precedence goes by key: a section in a higher place replaces the whole section of a lower one, and a
+    section of a lower place stands above a bare key of a higher one. ``max_length`` is left out: RecBole's window may
+    be longer than the history that the model reads.
 
     Args:
-        name: of the model, in ``ADAPTED``.
-        places: what the user wrote, from low to high: each file, dictionary, command line; ``run_config`` has checked
-            it.
+        run: what RecBole's precedence makes of all places.
+        places: what the user wrote, from low to high: each file, dictionary, command line.
 
     Raises:
-        UserError: there is such a value.
+        UserError: there is such a setting.
     """
-    given = {key: (rank, value) for rank, place in enumerate(places) for key, value in place.items()}
-    sections = sections_of(ADAPTED[name].model, given.get("mixer", (0, None))[1])
     for section in (*MODEL_SECTIONS, "training"):
-        keys = OWN_TRAINING if section == "training" else field_types(sections[section])
-        for written in (_written(section, key, given) for key in keys if key != "max_length"):
-            for way, above, value in written[1:]:
-                kept, below, stands = written[0]
-                if above > below and value != stands:
-                    raise UserError(f"{way} is {value!r}, but {kept} is {stands!r} and stands above it; write {kept}")
-
-
-def refuse_replaced(run: RunConfig, *places: Mapping[str, Any]) -> None:
-    """Refuse a setting of a section that a higher place gives too, and without it: RecBole takes that one whole.
-
-    Args:
-        run: what comes of it all.
-        places: as for ``refuse_overruled``.
-
-    Raises:
-        UserError: there is such a setting, and it has another value in the run.
-    """
-    values = to_dict(run)
-    for rank, place in enumerate(places):
-        above = {key: (0, value) for higher in places[rank + 1 :] for key, value in higher.items()}
-        for section in (*MODEL_SECTIONS, "training"):
-            replaced, taken = place.get(section), above.get(section, (0, None))[1]
-            if not (isinstance(replaced, Mapping) and taken):
+        kinds = field_types(sections_of(run.model, run.mixer)[section])
+        for key in OWN_TRAINING if section == "training" else kinds:
+            written = [way for place in places for way in _ways(section, key, place)]
+            if not written or getattr(run, section) is None or key == "max_length":
                 continue
-            for key, value in replaced.items():
-                kept = (values[section] or {}).get(key, value)
-                if kept != value and not _written(section, key, above):
-                    raise UserError(
-                        f"{section}.{key} is {value!r}, but RecBole takes {section} from a higher place, which leaves "
-                        f"it out, and {key} would be {kept!r}; write {key} there too"
-                    )
+            way, value = written[-1]
+            kept = getattr(getattr(run, section), key)
+            alone = len(written) == 1 and sum(bool(place.get(section)) for place in places) < 2
+            if not alone and convert(_whole(value, kinds[key]), kinds[key], way) != kept:
+                raise UserError(
+                    f"{way} is {value!r}, but another place of the config makes {key} {kept!r}; "
+                    f"write the keys of {section} in one place only"
+                )
 
 
-def _written(section: str, key: str, given: Mapping[str, tuple[int, Any]]) -> list[tuple[str, int, Any]]:
-    """The ways in which a setting is written, each with its place and value, that which is taken first."""
-    rank, inside = given.get(section, (0, None))
-    names = [key, *(theirs for theirs, ours in MODEL_KEYS.items() if (section, ours) == ("backbone", key))]
-    written = [(f"{section}.{key}", rank, inside[key])] if key in (inside or {}) else []
-    return written + [(other, *given[other]) for other in names if given.get(other, (0, None))[1] is not None]
+def _ways(section: str, key: str, place: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The ways in which a place sets a key, with their values, that which counts last."""
+    names = [theirs for theirs, ours in MODEL_KEYS.items() if (section, ours) == ("backbone", key)]
+    written = [(name, place[name]) for name in (*names, key) if place.get(name) is not None]
+    inside = place.get(section)
+    return written + ([(f"{section}.{key}", inside[key])] if isinstance(inside, Mapping) and key in inside else [])
 
 
 def refuse_unmeasured(values: Mapping[str, Any], of_lists: Collection[str]) -> None:
@@ -198,7 +154,7 @@ def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbol
             continue
         if key in MODEL_KEYS:
             log.warning("key %r has no effect: model %r has no %r", key, run.model, MODEL_KEYS[key])
-        elif theirs := {**RECBOLE_TRAINING, **RECBOLE_DATA}.get(key):
+        elif theirs := RECBOLE_KEYS.get(key):
             log.warning("unknown key %r has no effect; RecBole calls it %r", key, theirs)
         else:
             meant = nearest(str(key), known)
@@ -256,6 +212,6 @@ def _refuse_recboles_training(section: Mapping[str, Any]) -> None:
     """Refuse keys of ``training`` that RecBole's trainer would not read."""
     for key in section:
         if key in field_types(TrainingConfig) and key not in OWN_TRAINING:
-            theirs = RECBOLE_TRAINING.get(key)
+            theirs = RECBOLE_KEYS.get(key)
             use = f"write {theirs} at the top of the config" if theirs else "leave it out"
             raise UserError(f"training.{key} has no effect, since RecBole's own trainer runs; {use}")

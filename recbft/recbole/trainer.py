@@ -20,8 +20,8 @@ from recbole.trainer import Trainer, trainer
 from torch import Tensor
 
 from recbft.config.fields import to_dict
+from recbft.config.recbole_yaml import ADAPTED
 from recbft.errors import UserError
-from recbft.recbole.names import ADAPTED
 from recbft.recbole.settings import MODEL_SECTIONS, run_config
 from recbft.training.optimiser import clip_gradients, parameter_groups, warmup_ramp
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recbft.config.fields import to_dict
+from recbft.config.recbole_yaml import ADAPTED
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
@@ -23,7 +24,6 @@ from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.probability import calibrations
 from recbft.recbole.adapter import Adapter
 from recbft.recbole.models import adapter_for
-from recbft.recbole.names import ADAPTED
 from recbft.recbole.settings import MODEL_SECTIONS, OWN_TRAINING
 from recbft.runs import checkpoint
 from recbft.runs.environment import environment

@@ -1,24 +1,21 @@
-"""Instructions of a GPU, run here: what they compute, and what is told of programs that a GPU would leave to chance."""
+"""Instructions of a GPU, run here: what they compute; and one kernel as compiled for a GPU."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import command
-from benchmarks.ptx import arithmetic, movement, products  # noqa: F401  the instructions
-from benchmarks.ptx.memory import GlobalMemory, UndefinedError
-from benchmarks.ptx.program import Instruction, Program, grouped
-from benchmarks.ptx.threads import Threads, UnknownInstructionError
+from benchmarks import gpu_rehearsal
+from benchmarks.ptx import arithmetic, movement  # noqa: F401  the instructions
+from benchmarks.ptx.threads import Instruction, Memory, NotRunError, Program, Threads, grouped
 from recbft.errors import UserError
+from recbft.kernels import dispatch
 
-KERNELS, FAR_LOGITS = (Path(__file__).with_name(name) for name in ("ptx_kernels.py", "ptx_far_logits.py"))
 HEAD = """
 .visible .entry kernel(
     .param .u64 .ptr .global .align 1 kernel_param_0
@@ -29,24 +26,22 @@ HEAD = """
 """
 
 
-def run(body, *, programs=1, dtype=torch.int32):
-    """What a kernel of 64 threads leaves in a tensor of the numbers 0 to 63, which begins at %rd1.
+def run(body, *, dtype=torch.int32):
+    """What a kernel of 64 threads leaves in a tensor of the numbers 0 to 63.
 
-    Thread and program are in %r1 and %r2, the address of the thread's number in %rd2, its shared memory at %r3.
+    The thread is in %r1, the address of its number in %rd2, its shared memory at %r3.
     """
     begin = """
     ld.param.b64 %rd1, [kernel_param_0];
     mov.u32 %r1, %tid.x;
-    mov.u32 %r2, %ctaid.x;
     mul.wide.s32 %rd3, %r1, 4;
     add.s64 %rd2, %rd1, %rd3;
     shl.b32 %r3, %r1, 2;
     """
     program = Program.parse(HEAD + begin + body + "ret;\n$L__func_end0:\n}")
-    held, memory = torch.arange(64, dtype=dtype), GlobalMemory()
+    held, memory = torch.arange(64, dtype=dtype), Memory()
     memory.add(held)
-    for place in range(programs):
-        Threads(program, {"kernel_param_0": held.data_ptr()}, memory, 1024, (place, 0, 0), (programs, 1, 1)).run()
+    Threads(program, {"kernel_param_0": held.data_ptr()}, memory, 1024, (0, 0, 0), (1, 1, 1)).run()
     return held
 
 
@@ -129,120 +124,45 @@ def test_tf32_keeps_ten_bits_and_rounds_ties_away():
     assert set(bits.tolist()) == {0x3F802000}
 
 
-SWAP = (
-    "st.shared.b32 [%r3], %r1;\n{}xor.b32 %r4, %r3, 128;\nld.shared.b32 %r20, [%r4];\nst.global.b32 [%rd2], {{%r20}};"
-)
-
-
-def test_a_barrier_lets_warps_read_what_others_wrote():
-    assert run(SWAP.format("bar.sync 0;\n")).tolist() == [(x + 32) % 64 for x in range(64)]
-    with pytest.raises(UndefinedError, match=r"reads what another wrote without a barrier.*ld\.shared"):
-        run(SWAP.format(""))
-
-
-def test_a_warp_may_not_write_what_another_reads_without_a_barrier():
-    again = SWAP.format("bar.sync 0;\n")
-    run(again + "bar.sync 0;\nst.shared.b32 [%r3], %r2;")
-    with pytest.raises(UndefinedError, match="a warp writes what another wrote or read without a barrier"):
-        run(again + "st.shared.b32 [%r3], %r2;")
-
-
-COPY = "cp.async.ca.shared.global [%r3], [%rd2], 4;\ncp.async.commit_group;\n{}ld.shared.b32 %r20, [%r3];\n"
-
-
-def test_a_copy_is_there_when_it_has_been_waited_for():
-    run(COPY.format("cp.async.wait_group 0;\n"))
-    with pytest.raises(UndefinedError, match="still being copied"):
-        run(COPY.format("") + "cp.async.wait_group 0;\n")
-    with pytest.raises(UndefinedError, match="ends with copies under way"):
-        run("cp.async.ca.shared.global [%r3], [%rd2], 4;\n")
+def test_threads_of_other_warps_read_what_was_shared():
+    swap = "st.shared.b32 [%r3], %r1;\nbar.sync 0;\nxor.b32 %r4, %r3, 128;\nld.shared.b32 %r20, [%r4];\n"
+    assert run(swap + "st.global.b32 [%rd2], {%r20};").tolist() == [(x + 32) % 64 for x in range(64)]
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("st.global.b32 [%rd2 + 4], {%r1};", "outside of every tensor"),
-        ("ld.global.b32 {%r20}, [%rd2 + -4];", "outside of every tensor"),
+        ("st.global.b32 [%rd2 + 4], {%r1};", "outside of the memory that the launch was given"),
+        ("ld.global.b32 {%r20}, [%rd2 + -4];", "outside of the memory that the launch was given"),
         ("st.global.v2.b32 [%rd2], {%r1, %r1};", "an address of 8 bytes is no multiple of that"),
-        ("st.global.b32 [%rd1], {%r1};", "threads write different values to one address"),
-        ("ld.shared.b32 %r20, [%r3 + 1020];", "outside of the 1024 bytes of shared memory"),
+        ("ld.shared.b32 %r20, [%r3 + 1020];", "outside of the memory that the launch was given"),
         ("div.s32 %r20, 1, %r1;", "a division by zero"),
+        ("tcgen05.mma %r20, %r1;", "an instruction that is not run here"),
     ],
 )
-def test_what_a_gpu_leaves_to_chance_ends_the_run(body, message):
-    with pytest.raises(UndefinedError, match=f"kernel, program 0: .*{message}"):
+def test_what_cannot_be_run_ends_the_run_with_its_instruction(body, message):
+    with pytest.raises(NotRunError, match=rf"kernel, program \(0, 0, 0\): .*{message}: {body[:8]}"):
         run(body)
 
 
-def test_programs_may_not_touch_what_others_write():
-    with pytest.raises(UndefinedError, match="program 1: a program writes what another wrote or read"):
-        run("st.global.b32 [%rd2], {%r1};", programs=2)
-    with pytest.raises(UndefinedError, match="program 1: a program reads what another wrote"):
-        run("ld.global.b32 {%r10}, [%rd2];\nst.global.b32 [%rd2], {%r10};", programs=2)
-    run("ld.global.b32 {%r10}, [%rd2];", programs=2)
-
-
-def test_an_unknown_instruction_is_named():
-    with pytest.raises(UnknownInstructionError, match=r"popc\.b32 %r20, %r10"):
-        of("popc.b32 %r20, %r10;")
-
-
-def python(*words, cache):
-    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": "."}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env={**os.environ, **settings})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", ["80", "90"])
-def test_products_of_tensor_cores_are_the_matrices_product(capability, tmp_path):
+def test_a_rehearsal_holds_a_compiled_kernel_against_its_reference(tmp_path):
     pytest.importorskip("triton", minversion="3.4")
-    done = python(str(KERNELS), capability, cache=tmp_path)
+    words = [sys.executable, "-m", "benchmarks.gpu_rehearsal", "--only", "layer norm"]
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **settings})
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", ["80", "90"])
-def test_a_softmax_bears_logits_far_from_0(capability, tmp_path):
-    pytest.importorskip("triton", minversion="3.4")
-    done = python(str(FAR_LOGITS), capability, cache=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mechanism", "widths", "types"),
-    [
-        ("kriging moments, causal, values", [16], ["float32", "float16", "bfloat16"]),
-        ("GELU", [16], ["float32"]),
-        ("Bayesian layer", [16, 32, 64], ["float32"]),
-    ],
-)
-def test_a_rehearsal_holds_compiled_kernels_against_their_reference(mechanism, widths, types, tmp_path):
-    pytest.importorskip("triton", minversion="3.4")
-    done = python("-m", "benchmarks.gpu_rehearsal", "--only", mechanism, cache=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(f"| {mechanism}")]
-    assert [(row[1], row[2]) for row in rows] == [(str(width), name) for width in widths for name in types]
-    assert all(row[3] == "True" for row in rows)
-
-
-def test_a_rehearsal_has_the_widths_of_models_where_kernels_are_compiled_for_one():
-    pytest.importorskip("triton", minversion="3.4")
-    from benchmarks.gpu_rehearsal import cases
-
-    for mechanism in ("kriging moments, causal", "SiLU moments", "robust filter attention", "Bayesian layer"):
-        assert [width for width, case in cases() if case.name == mechanism] == [16, 32, 64]
+    [row] = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| layer norm")]
+    assert row[2:4] == ["float32", "True"] and int(row[7]) > 0
 
 
 def test_a_rehearsal_of_nothing_says_what_there_is(monkeypatch):
     pytest.importorskip("triton", minversion="3.4")
-    from benchmarks.gpu_rehearsal import main
-
-    monkeypatch.setattr(command, "interpreted", lambda: False)
-    with pytest.raises(UserError, match="--only magic: no mechanism's name holds this; there are kriging"):
-        main(["--only", "magic"])
-    with pytest.raises(UserError, match=r"kriging with REML and a bias, SiLU moments$"):
-        main(["--instructions", "16", "--only", "GELU"])
-    monkeypatch.setattr(command, "interpreted", lambda: True)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    with pytest.raises(UserError, match="--only magic: no mechanism has this in its name; there are kriging"):
+        gpu_rehearsal.main(["--only", "magic"])
+    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
     with pytest.raises(UserError, match=r"^TRITON_INTERPRET is set; unset it: the interpreter compiles nothing$"):
-        main([])
+        gpu_rehearsal.main([])
+    monkeypatch.setattr(dispatch, "release", lambda package: (3, 3))
+    with pytest.raises(UserError, match=r"^needs Triton 3\.4 or later, got 3\.3$"):
+        gpu_rehearsal.main([])

@@ -27,7 +27,7 @@ check() { # name, python, then what RecBole is installed with: "resolved" or "ba
     $pip torch &&
     if [ "$how" = resolved ]; then $pip recbole==1.2.1 hyperopt; else $pip $runtime && $pip --no-deps recbole==1.2.1; fi &&
     $pip "$@" -e "$root[test]" &&
-    (cd "$root" && OMP_NUM_THREADS=1 "$folder/$name/bin/python" -m pytest tests/recbole tests/test_recbole_yaml.py -q)
+    (cd "$root" && OMP_NUM_THREADS=1 "$folder/$name/bin/python" -m pytest tests/recbole tests/config/test_recbole_yaml.py -q)
   if [ $? -eq 0 ]; then echo "$name: passed"; else echo "$name: FAILED"; failed=1; fi
 }
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import recbft.recbole  # noqa: F401  the models by name, and what an old RecBole needs
+from recbft.config.recbole_yaml import ADAPTED
 from recbft.datasets import Dataset
 from recbft.datasets.atomic import save_atomic
 from recbft.datasets.synth import SyntheticConfig, generate
-from recbft.recbole.names import ADAPTED
 
 SMALL = {"hidden_size": 8, "n_heads": 2, "n_layers": 2, "MAX_ITEM_LIST_LENGTH": 12}
 NAMES = tuple(ADAPTED)
@@ -110,3 +110,19 @@ def built(prepared):
         return config, parts, get_model(name)(config, parts[0]._dataset)
 
     return build
+
+
+def rows_of(loader):
+    return next(iter(loader))[0]
+
+
+def trainer_of(config, model):
+    from recbole.utils import get_trainer
+
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer.tensorboard.close()
+    return trainer
+
+
+def warned(caplog, module):
+    return [record.getMessage() for record in caplog.records if record.name == f"recbft.recbole.{module}"]

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,25 +11,13 @@ import torch.nn.functional as F
 
 from recbft.errors import UserError
 from recbft.training.optimiser import DYNAMICS
-from tests.recbole.conftest import NAMES
+from tests.recbole.conftest import NAMES, rows_of, trainer_of, warned
 
 
 def training_counts(config, dataset):
     from recbft.recbole.adapter import training_counts  # imports RecBole: not while tests are collected
 
     return training_counts(config, dataset)
-
-
-def rows_of(loader):
-    return next(iter(loader))[0]
-
-
-def trainer_of(config, model):
-    from recbole.utils import get_trainer
-
-    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
-    trainer.tensorboard.close()
-    return trainer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,22 +28,6 @@ def test_run_recbole_trains_and_tests_each_model(name, settings):
     result = run_recbole(model=name, dataset="tiny", config_dict={**settings, **place})
     assert set(result["test_result"]) == {"hit@10", "ndcg@10", "mrr@10"}
     assert all(0 <= value <= 1 for value in result["test_result"].values())
-
-
-@pytest.mark.parametrize("arm", ["published", "matched", "bft"])
-def test_the_arm_is_a_key_of_the_config(arm, built):
-    _, parts, model = built(arm=arm)
-    assert model.run.arm == arm and (model.recommender.core is not None) == (arm == "bft")
-    assert torch.isfinite(model.calculate_loss(rows_of(parts[2])))
-
-
-def test_recboles_names_and_ours_say_what_the_model_is(built):
-    changes = {"hidden_dropout_prob": 0.1, "attn_dropout_prob": 0.2, "layer_norm_eps": 1e-5, "inner_size": 24}
-    backbone = built(**changes, lam_max=7.0, initializer_range=0.01)[2].run
-    assert (backbone.backbone.dropout, backbone.backbone.attention_dropout) == (0.1, 0.2)
-    assert (backbone.backbone.norm_eps, backbone.backbone.inner_size) == (1e-5, 24)
-    assert (backbone.backbone.max_length, backbone.backbone.initializer_range) == (12, 0.01)
-    assert backbone.core.lam_max == 7.0
 
 
 def test_item_numbers_are_recboles_and_counts_are_of_the_training_events(built, dataset):
@@ -132,87 +104,18 @@ def test_scores_depend_on_the_users_own_row_and_not_on_padding(name, built):
     torch.testing.assert_close(single, scores.gather(1, rows["item_id"][:, None]).squeeze(1))
 
 
-def test_full_sort_gives_a_new_tensor_each_time(built):
-    _, parts, model = built()
-    model.eval()
-    rows = rows_of(parts[2])
-    with torch.no_grad():
-        first = model.full_sort_predict(rows)
-        kept = first.clone()
-        first.fill_(0)
-        assert torch.equal(model.full_sort_predict(rows), kept)
-
-
 def test_the_trainer_has_a_precision_group_and_warms_up(built):
-    from recbole.utils import get_trainer
-
     config, parts, model = built(warmup_steps=50, weight_decay=0.01, precision_lr_multiplier=10)
-    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer = trainer_of(config, model)
     backbone, precision = trainer.optimizer.param_groups
     assert (backbone["lr"], backbone["weight_decay"]) == (1e-3, 0.01)
     assert (precision["lr"], precision["weight_decay"]) == (1e-2, 0.0)
     trainer._train_epoch(parts[0], 2)
     assert float(model.recommender.ramp) == pytest.approx(min(1, (3 * len(parts[0]) - 1) / 50))
-    trainer.tensorboard.close()
 
 
-def test_sections_say_what_bare_keys_say(built):
-    sections = {"core": {"lam_max": 7.0}, "mixing": {"rounds": 1}, "moe": {"experts": 3}}
-    config, _, model = built(mixer="boosted", **sections, training={"warmup_steps": 5, "precision_lr_multiplier": 10})
-    run = model.run
-    assert (run.core.lam_max, run.mixing.rounds, run.moe.experts, run.training.warmup_steps) == (7.0, 1, 3, 5)
-    backbone, precision = trainer_of(config, model).optimizer.param_groups
-    assert precision["lr"] == 10 * backbone["lr"]
-
-
-@pytest.mark.parametrize(
-    ("key", "use"),
-    [
-        ("epochs", "write epochs at the top of the config"),
-        ("learning_rate", "write learning_rate at the top of the config"),
-        ("weight_decay", "write weight_decay at the top of the config"),
-        ("patience", "write stopping_step at the top of the config"),
-        ("batch_size", "write train_batch_size at the top of the config"),
-        ("clip_norm", "write clip_grad_norm at the top of the config"),
-        ("autocast", "write enable_amp at the top of the config"),
-        ("threads", "leave it out"),
-        ("cuda_graphs", "leave it out"),
-    ],
-)
-def test_a_training_key_that_recboles_trainer_would_not_read_is_refused(key, use):
-    with pytest.raises(UserError) as error:
-        read_settings(training={"warmup_steps": 5, key: 1})
-    assert str(error.value) == f"training.{key} has no effect, since RecBole's own trainer runs; {use}"
-
-
-def test_every_key_of_training_is_read_here_or_has_its_reason():
-    from recbft.config.fields import field_types
-    from recbft.recbole.settings import OWN_TRAINING, RECBOLE_TRAINING
-    from recbft.training.config import TrainingConfig
-
-    ours = {"cuda_graphs", "tensorboard", "threads", "warm_start", "warm_start_keep"}
-    assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_TRAINING} == ours
-
-
-def test_a_section_that_is_none_is_refused():
-    with pytest.raises(UserError, match="core is 5; it is a section: give keys and values"):
-        read_settings(core=5)
-
-
-def test_a_bare_key_of_two_sections_is_refused():
-    with pytest.raises(UserError, match="key 'gate' is in mixing and core; write it inside the section that is meant"):
-        read_settings(mixer="boosted", gate="headwise")
-    assert read_settings(mixer="boosted", core={"update": "gate", "gate": "headwise"}).core.gate == "headwise"
-
-
-def read_settings(**values):
-    from recbft.recbole.settings import run_config
-
-    return run_config("SASRecBFT", {"loss_type": "CE", **values})
-
-
-@pytest.mark.parametrize(("arm", "warned"), [("bft", True), ("published", False)])
-def test_another_trainer_trains_the_model_as_it_is_used_and_is_warned_about(arm, warned, built, caplog):
+@pytest.mark.parametrize(("arm", "tells"), [("bft", True), ("published", False)])
+def test_another_trainer_trains_the_model_as_it_is_used_and_is_warned_about(arm, tells, built, caplog):
     from recbole.trainer import Trainer
 
     config, parts, model = built(arm=arm)
@@ -222,8 +125,8 @@ def test_another_trainer_trains_the_model_as_it_is_used_and_is_warned_about(arm,
         for epoch in range(2):
             trainer._train_epoch(parts[0], epoch)
         trainer_of(*built(arm=arm)[::2])._train_epoch(parts[0], 0)
-    said = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.adapter"]
-    assert len(said) == warned and float(model.recommender.ramp) == 1
+    said = warned(caplog, "adapter")
+    assert len(said) == tells and float(model.recommender.ramp) == 1
     assert not said or said[0].startswith("SASRecBFT is not trained by its own trainer: there is no warm-up and one le")
 
 
@@ -238,10 +141,8 @@ def test_stochastic_dynamics_take_half_the_rate_and_a_clipped_gradient(built):
 
 
 def test_training_runs_without_anomaly_mode_and_leaves_it_as_it_was(built):
-    from recbole.utils import get_trainer
-
     config, parts, model = built()
-    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer = trainer_of(config, model)
     seen = []
     torch.autograd.set_detect_anomaly(True)
 
@@ -251,7 +152,6 @@ def test_training_runs_without_anomaly_mode_and_leaves_it_as_it_was(built):
 
     trainer._train_epoch(parts[0], 0, loss)
     assert set(seen) == {False} and torch.is_anomaly_enabled()
-    trainer.tensorboard.close()
 
 
 def test_evaluation_reads_factors_of_the_present_weights(built):
@@ -279,30 +179,20 @@ def test_a_saved_model_is_loaded_with_equal_scores(settings):
     from recbole.quick_start import load_data_and_model, run_recbole
 
     result = run_recbole(model="SASRecBFT", dataset="tiny", config_dict=dict(settings))
-    import glob
-
-    [file] = glob.glob(f"{settings['checkpoint_dir']}/*.pth")
-    config, model, _, _, _, test_data = load_data_and_model(file)
-    from recbole.utils import get_trainer
-
-    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
-    assert trainer.evaluate(test_data, load_best_model=False) == result["test_result"]
-    trainer.tensorboard.close()
+    [file] = Path(settings["checkpoint_dir"]).glob("*.pth")
+    config, model, _, _, _, test_data = load_data_and_model(str(file))
+    assert trainer_of(config, model).evaluate(test_data, load_best_model=False) == result["test_result"]
 
 
 def test_a_training_resumed_from_a_checkpoint_goes_on_with_the_warm_up(built):
-    from recbole.utils import get_trainer
-
     config, parts, model = built(epochs=2, warmup_steps=1000)
-    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer = trainer_of(config, model)
     trainer.fit(parts[0], parts[1], verbose=False)
     ramp = float(model.recommender.ramp)
-    again = get_trainer(config["MODEL_TYPE"], config["model"])(config, built()[2])
+    again = trainer_of(config, built()[2])
     again.resume_checkpoint(trainer.saved_model_file)
     assert 0 < float(again.model.recommender.ramp) <= ramp
     assert float(again.model.recommender.ramp) == pytest.approx((again.start_epoch * len(parts[0]) - 1) / 1000)
-    for each in (trainer, again):
-        each.tensorboard.close()
 
 
 def test_a_training_resumed_as_another_model_is_warned_about(built, caplog):
@@ -316,7 +206,7 @@ def test_a_training_resumed_as_another_model_is_warned_about(built, caplog):
     ):
         with caplog.at_level(logging.WARNING, "recbft.recbole.trainer"), suppress(RuntimeError):  # other weights
             trainer_of(*built(**changes)[::2]).resume_checkpoint(trainer.saved_model_file)
-        found = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.trainer"]
+        found = warned(caplog, "trainer")
         assert len(found) == bool(said) and all(part in found[0] for part in said), changes
         caplog.clear()
 
@@ -343,90 +233,6 @@ def test_recboles_tuner_takes_our_models(settings, at_home):
     )  # fmt: skip
     tuning.run()
     assert len(tuning.params2result) == 2 and tuning.best_params["lam_max"] in (10, 100)
-
-
-def test_a_whole_number_that_the_tuner_gives_as_a_float_is_taken(built):
-    run = built(n_layers=1.0, warmup_steps=3.0, core={"jacobian_rank": 4.0}, mixer="boosted", rounds=3.0)[2].run
-    found = run.backbone.n_layers, run.training.warmup_steps, run.core.jacobian_rank, run.mixing.rounds
-    assert found == (1, 3, 4, 3) and all(isinstance(number, int) for number in found)
-    for wrong in ({"n_layers": 1.5}, {"epochs": 2.0}, {"MAX_ITEM_LIST_LENGTH": 12.0}):  # RecBole counts by the last two
-        with pytest.raises(UserError, match=f"{next(iter(wrong))} is .*; give a whole number"):
-            built(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss_type": "BPR", "train_neg_sample_args": {"sample_num": 1}}, "loss_type is 'BPR'"),
-        ({"arm": "btf"}, "arm of sasrec is 'btf'; did you mean 'bft'?"),
-        ({"arm": "matched", "lam_max": 3}, "core.lam_max has no effect in arm 'matched'"),
-        ({"hidden_size": 9}, "n_heads is 2, which does not divide hidden_size 9"),
-        ({"estimator": "rmel"}, "core.estimator is 'rmel'; did you mean 'reml'?"),
-        ({"estimator": "sandwhich"}, "did you mean 'sandwich'?"),
-        ({"TIME_FIELD": "when"}, "has no time column 'when' among those read (user_id, item_id)"),
-        ({"USER_ID_FIELD": "uid"}, "has no user column 'uid' among those read (item_id, timestamp); name the column"),
-        (
-            {"ITEM_ID_FIELD": "iid"},
-            "no item column 'iid' among those read (user_id, timestamp); name the column in ITEM",
-        ),
-        ({"load_col": {"inter": ["uid"]}}, "has no user column 'user_id' among those read (none); name the column in"),
-        ({"load_col": {"inter": ["user_id", "item_id"]}}, "has no time column 'timestamp' among those read"),
-        ({"clip_grad_norm": 5.0}, "clip_grad_norm is 5.0; RecBole takes keys: write clip_grad_norm: {max_norm: 5.0}"),
-        ({"topk": [5]}, "valid_metric is 'NDCG@10', which is not among what is measured: Hit, NDCG, MRR at 5; change"),
-        ({"valid_metric": "NDCG"}, "valid_metric is 'NDCG', which is not among what is measured: Hit, NDCG, MRR at 10"),
-        ({"valid_metric": "HR@10"}, "valid_metric is 'HR@10', which is not among what is measured"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_one_line(changes, message, built):
-    with pytest.raises(UserError) as error:
-        built(**changes)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"valid_metric": "nDcG@10"},
-        {"valid_metric": "mrr@5", "topk": 5},
-        {"valid_metric": "GAUC", "metrics": "GAUC"},
-        {"valid_metric": "ItemCoverage@10", "metrics": ["ItemCoverage"]},
-        {"valid_metric": "NDCG@20", "eval_step": 0},
-    ],
-)
-def test_a_validation_metric_that_is_measured_or_not_used_is_taken(changes, settings):
-    from recbole.config import Config
-
-    Config(model="SASRecBFT", dataset="tiny", config_dict={**settings, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_dropout_prob": 2}, "hidden_dropout_prob is 2.0; give a number >= 0 and < 1"),
-        ({"MAX_ITEM_LIST_LENGTH": 0}, "MAX_ITEM_LIST_LENGTH is 0; give a whole number >= 1"),
-        ({"arm": False}, "arm is False; give text"),  # off, as RecBole reads YAML
-        ({"arm": ""}, "arm of sasrec is ''; choose one of bft, matched, published"),
-        ({"learning_rate": "fast"}, "learning_rate is 'fast'; give a number"),
-        ({"MAX_ITEM_LIST_LENGTH": 12, "max_length": 0}, "backbone.max_length is 0; give a whole number >= 1"),
-        (
-            {"MAX_ITEM_LIST_LENGTH": 12, "backbone": {"max_length": 0}},
-            "backbone.max_length is 0; give a whole number >= 1",
-        ),
-        (
-            {"warmup_steps": 5, "training": {"warmup_steps": -1}},
-            "training.warmup_steps is -1; give a whole number >= 0",
-        ),
-    ],
-)
-def test_a_wrong_value_is_named_by_the_key_that_the_config_has_it_from(changes, message):
-    with pytest.raises(UserError) as error:
-        read_settings(**changes)
-    assert str(error.value) == message
-
-
-def test_an_estimator_that_is_not_defined_for_hstu_is_refused(built):
-    with pytest.raises(UserError, match="estimator"):
-        built("HSTUBFT", estimator="reml")
 
 
 def test_a_time_bias_reads_real_times_and_refuses_scaled_ones(built):
@@ -531,75 +337,6 @@ def test_an_empty_history_is_refused_by_models_that_start_from_an_event(name, bu
     for use in (model.calculate_loss, model.predict, model.full_sort_predict):
         with pytest.raises(UserError, match=f"a row with an empty history, which {name} cannot read"):
             use(rows)
-
-
-def test_a_key_that_nobody_knows_is_warned_about(built, caplog):
-    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
-        built(estimatr="reml")
-        built(embedding_size=32)
-    assert "unknown key 'estimatr' has no effect; did you mean 'estimator'?" in caplog.text
-    assert "unknown key 'embedding_size' has no effect; did you mean 'hidden_size'?" in caplog.text
-
-
-def test_a_key_that_is_a_number_is_warned_about(caplog):
-    from recbft.recbole.settings import warn_about_unknown
-
-    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
-        warn_about_unknown(read_settings(), {5: 3}, ())
-    assert caplog.messages == ["unknown key 5 has no effect"]
-
-
-def test_keys_that_recbole_reads_without_listing_them_are_known(built, caplog):
-    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
-        built(encoding="utf-8", tail_ratio=0.1, neg_sampling=None)  # the last of older versions, and not set
-    assert not [record for record in caplog.records if record.name == "recbft.recbole.settings"]
-
-
-def test_options_of_recboles_own_scripts_are_no_unknown_keys(built, caplog, monkeypatch):
-    options = ["config_files=a.yaml b.yaml", "nproc=1", "group_offset=0"]  # run_recbole.py's
-    options += ["params_file=hyper.test", "output_file=a.result", "display_file=a.html", "tool=Hyperopt"]
-    monkeypatch.setattr(sys, "argv", ["run_recbole.py", *(f"--{option}" for option in options), "--stoping_step=3"])
-    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
-        built()
-    said = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.settings"]
-    assert said == ["unknown key 'stoping_step' has no effect; did you mean 'stopping_step'?"]
-
-
-def test_the_activation_that_bert4rec_has_anyway_is_not_warned_about(built, caplog):
-    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
-        built("BERT4RecBFT", hidden_act="gelu")
-        assert not [record for record in caplog.records if record.name == "recbft.recbole.settings"]
-        built("BERT4RecBFT", hidden_act="relu")
-    assert "key 'hidden_act' has no effect: model 'bert4rec' has no 'activation'" in caplog.text
-
-
-def test_keys_of_the_mixer_and_of_the_experts_are_applied_without_a_warning(built, caplog):
-    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
-        run = built(mixer="rfa", horizon=3.0, experts=3)[2].run
-    assert (run.mixing.horizon, run.moe.experts) == (3.0, 3)
-    assert not [record for record in caplog.records if record.name == "recbft.recbole.settings"]
-
-
-def test_known_keys_without_effect_in_this_model_are_warned_about(built, caplog):
-    with caplog.at_level(logging.WARNING, "recbft.recbole.settings"):
-        built(mask_ratio=0.3, patience=3, horizon=3.0, min_user_events=5, where="rating>3")
-    said = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.settings"]
-    assert "key 'mask_ratio' has no effect: model 'sasrec' has no 'mask_probability'" in said
-    assert "unknown key 'patience' has no effect; RecBole calls it 'stopping_step'" in said
-    assert "unknown key 'min_user_events' has no effect; RecBole calls it 'user_inter_num_interval'" in said
-    assert "unknown key 'where' has no effect; RecBole calls it 'val_interval'" in said
-    assert any(message.startswith("unknown key 'horizon' has no effect") for message in said)
-
-
-def test_settings_of_precision_are_warned_about_where_the_arm_has_none(built, caplog):
-    with caplog.at_level(logging.WARNING, "recbft.recbole.adapter"):
-        built(warmup_steps=7, precision_lr_multiplier=3)
-        built(arm="published")
-        assert not [record for record in caplog.records if record.name == "recbft.recbole.adapter"]
-        built(arm="published", warmup_steps=7, precision_lr_multiplier=3)
-    said = [record.getMessage() for record in caplog.records if record.name == "recbft.recbole.adapter"]
-    why = "has no effect: this model has neither precision nor recency to learn"
-    assert said == [f"precision_lr_multiplier {why}", f"warmup_steps {why}"]
 
 
 def test_equal_seeds_give_equal_models(built):

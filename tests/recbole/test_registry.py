@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
 import pytest
+import yaml
 
+import recbft.recbole
 from recbft.errors import UserError
 from recbft.models import MODELS
-from recbft.recbole import compat, registry
+from recbft.recbole import compat, hooks, registry
 from tests.recbole.conftest import NAMES
 
 
@@ -29,12 +32,10 @@ def test_it_does_not_matter_whether_recbole_is_imported_first():
     assert in_a_new_process(code) == "HSTUBFT recbft.recbole.registry"
 
 
-def test_the_package_may_be_loaded_again_before_recbole():
-    code = (
-        "import importlib; import recbft.recbole; importlib.reload(recbft.recbole); import recbole.quick_start; "
-        "from recbft.recbole.compat import applied; print(len(applied) == len(set(map(id, applied))))"
-    )
-    assert in_a_new_process(code) == "True"
+def test_the_package_may_be_loaded_again():
+    hooked = [*sys.meta_path, *(len(found) for found in (*hooks._after.values(), *hooks._around.values()))]
+    importlib.reload(recbft.recbole)
+    assert hooked == [*sys.meta_path, *(len(found) for found in (*hooks._after.values(), *hooks._around.values()))]
 
 
 def test_a_model_that_is_not_there_is_named():
@@ -90,7 +91,7 @@ def test_a_wrong_key_of_the_model_is_refused_before_data_are_read(key, value, me
 def test_without_recbole_the_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(compat.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as error:
-        recbft_recbole().from_run("run", None, None)
+        recbft.recbole.from_run("run", None, None)
     assert str(error.value) == f"RecBole is not installed; install it with: {compat.install_command()}"
     assert "\n" not in str(error.value)
 
@@ -103,13 +104,7 @@ def test_the_command_to_install_suits_the_python(monkeypatch, version, command):
 
 def test_a_name_that_the_package_has_not_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"'recbft\.recbole' has no attribute 'from_rum'"):
-        recbft_recbole().from_rum  # noqa: B018
-
-
-def recbft_recbole():
-    import recbft.recbole
-
-    return recbft.recbole
+        recbft.recbole.from_rum  # noqa: B018
 
 
 def test_the_operations_of_our_models_are_not_counted_by_modules(built):
@@ -121,78 +116,63 @@ def test_the_operations_of_our_models_are_not_counted_by_modules(built):
     assert quick_start.get_flops(object(), "data") == ("counted", "data")
 
 
-@pytest.mark.parametrize(
-    ("lower", "higher", "message"),
-    [
-        ({"core": {"lam_max": 5}}, {"lam_max": 7}, "lam_max is 7, but core.lam_max is 5 and stands above it"),
-        ({"backbone": {"dropout": 0.3}}, {"hidden_dropout_prob": 0.1}, "_prob is 0.1, but backbone.dropout is 0.3 and"),
-        ({"dropout": 0.3}, {"hidden_dropout_prob": 0.1}, "hidden_dropout_prob is 0.1, but dropout is 0.3 and stands"),
-        ({"backbone": {"inner_size": None}}, {"inner_size": 8}, "inner_size is 8, but backbone.inner_size is None"),
-        ({"training": {"warmup_steps": 5}}, {"warmup_steps": 6}, "warmup_steps is 6, but training.warmup_steps is 5"),
-        ({"mixer": "rfa", "mixing": {"horizon": 3}}, {"horizon": 4}, "horizon is 4, but mixing.horizon is 3 and"),
-        ({"core": {"lam_max": 5}, "dropout": 0.1}, {"lam_max": 5.0, "hidden_dropout_prob": 0.1}, None),
-        ({"max_length": 5, "backbone": {"max_length": 5}}, {"MAX_ITEM_LIST_LENGTH": 12}, None),
-        ({"backbone": {"dropout": 0.3}, "training": {"warmup_steps": 5}}, {}, None),  # over our defaults
-    ],
-)
-def test_a_value_that_would_lose_to_one_from_a_lower_place_is_refused(
-    lower, higher, message, settings, monkeypatch, at_home
-):
-    import yaml
+LOST = [
+    (
+        {"core": {"lam_max": 5}},
+        {"lam_max": 7},
+        "lam_max is 7, but another place of the config makes lam_max 5.0; write",
+    ),
+    ({"backbone": {"dropout": 0.3}}, {"hidden_dropout_prob": 0.1}, "hidden_dropout_prob is 0.1, .* makes dropout 0.3"),
+    ({"dropout": 0.3}, {"hidden_dropout_prob": 0.1}, "makes dropout 0.3; write the keys of backbone in one place only"),
+    ({"backbone": {"inner_size": None}}, {"inner_size": 8}, "inner_size is 8, but .* makes inner_size None"),
+    ({"training": {"warmup_steps": 5}}, {"warmup_steps": 6}, "warmup_steps is 6, but .* makes warmup_steps 5"),
+    ({"mixer": "rfa", "mixing": {"horizon": 3}}, {"horizon": 4}, "horizon is 4, but .* makes horizon 3.0"),
+    # A section of a higher place replaces one of a lower place.
+    ({"core": {"lam_max": 5}}, {"core": {"q_max": 2}}, "core.lam_max is 5, but .* makes lam_max 100.0"),
+    ({"training": {"warmup_steps": 5}}, {"training": {"precision_lr_multiplier": 3}}, "training.warmup_steps is 5"),
+]
+KEPT = [
+    ({"lam_max": 7}, {"core": {"lam_max": 5}}),  # a section, in the higher place
+    ({"core": {"lam_max": 5}, "dropout": 0.1}, {"lam_max": 5.0, "hidden_dropout_prob": 0.1}),
+    ({"max_length": 5, "backbone": {"max_length": 5}}, {"MAX_ITEM_LIST_LENGTH": 12}),
+    ({"backbone": {"dropout": 0.3}, "training": {"warmup_steps": 5}}, {}),  # over our defaults
+    ({"core": {"lam_max": 5}}, {"core": {"q_max": 2}, "lam_max": 7}),
+    ({"backbone": {"dropout": 0.3}}, {"backbone": {"n_layers": 1}, "hidden_dropout_prob": 0.1}),
+    ({"core": {"lam_max": 100}}, {"core": {"q_max": 2}}),  # as it is anyway
+    ({"mixer": "rfa", "mixing": {"horizon": 3}}, {"mixer": "boosted", "mixing": {"rounds": 1}}),
+    ({"core": 5}, {"core": {"q_max": 2}}),
+]
+
+
+@pytest.fixture
+def read_places(settings, monkeypatch, at_home):
+    """A Config from two files, a dictionary and the command line."""
     from recbole.config import Config
 
-    def read(in_file, in_dict, in_argv, in_next_file=None):
-        (at_home / "mine.yaml").write_text(yaml.safe_dump({**settings, **in_file}))
-        (at_home / "next.yaml").write_text(yaml.safe_dump(in_next_file or {}))
-        monkeypatch.setattr(sys, "argv", ["pytest", *(f"--{key}={value}" for key, value in in_argv.items())])
-        files = ["mine.yaml", "next.yaml"]
-        return Config(model="SASRecBFT", dataset="tiny", config_file_list=files, config_dict=in_dict)
-
-    for places in ((lower, higher, {}), (lower, {}, higher), ({}, lower, higher), (lower, {}, {}, higher)):
-        if message is None:
-            assert read(*places)["arm"] == "bft"
-        else:
-            with pytest.raises(UserError, match=message):
-                read(*places)
-    assert read(higher, lower, {})["arm"] == "bft"  # the section of the higher place, as it is meant
-    assert read({**higher, **lower}, {}, {})["arm"] == "bft"
-
-
-@pytest.mark.parametrize(
-    ("lower", "higher", "message"),
-    [
-        ({"core": {"lam_max": 5}}, {"core": {"q_max": 2}}, "core.lam_max is 5, but RecBole takes core from a higher"),
-        (
-            {"backbone": {"dropout": 0.3}},
-            {"backbone": {"n_layers": 1}},
-            "and dropout would be 0.5; write dropout there",
-        ),
-        ({"training": {"warmup_steps": 5}}, {"training": {"precision_lr_multiplier": 3}}, "training.warmup_steps is 5"),
-        ({"core": {"lam_max": 5}}, {"core": {"q_max": 2, "lam_max": 7}}, None),
-        ({"core": {"lam_max": 5}}, {"core": {"q_max": 2}, "lam_max": 7}, None),
-        ({"backbone": {"dropout": 0.3}}, {"backbone": {"n_layers": 1}, "hidden_dropout_prob": 0.1}, None),
-        ({"core": {"lam_max": 100}}, {"core": {"q_max": 2}}, None),  # as it is anyway
-        ({"core": {"lam_max": 5}}, {"core": None}, None),  # written to be without
-        ({"mixer": "rfa", "mixing": {"horizon": 3}}, {"mixer": "boosted", "mixing": {"rounds": 1}}, None),
-        ({"core": 5}, {"core": {"q_max": 2}}, None),
-    ],
-)
-def test_a_section_that_takes_the_place_of_a_lower_one_and_would_lose_a_key_of_it_is_refused(
-    lower, higher, message, settings, at_home
-):
-    import yaml
-    from recbole.config import Config
-
-    def read(in_file, in_next_file, in_dict):
+    def read(in_file, in_next_file, in_dict, in_argv):
         (at_home / "mine.yaml").write_text(yaml.safe_dump({**settings, **in_file}))
         (at_home / "next.yaml").write_text(yaml.safe_dump(in_next_file))
+        monkeypatch.setattr(sys, "argv", ["pytest", *(f"--{key}={value}" for key, value in in_argv.items())])
         return Config(
             model="SASRecBFT", dataset="tiny", config_file_list=["mine.yaml", "next.yaml"], config_dict=in_dict
         )
 
-    for places in ((lower, higher, {}), (lower, {}, higher), ({}, lower, higher)):
-        if message is None:
-            assert read(*places)["arm"] == "bft"
-        else:
-            with pytest.raises(UserError, match=message):
-                read(*places)
+    return read
+
+
+@pytest.mark.parametrize(("lower", "higher", "message"), LOST)
+def test_a_setting_that_would_be_lost_to_another_place_is_refused(lower, higher, message, read_places):
+    for place in ((lower, higher, {}, {}), ({}, lower, higher, {})):
+        with pytest.raises(UserError, match=message):
+            read_places(*place)
+
+
+def test_a_setting_of_the_command_line_is_not_lost_either(read_places):
+    with pytest.raises(UserError, match="lam_max is 7, but another place"):
+        read_places({"core": {"lam_max": 5}}, {}, {}, {"lam_max": 7})
+
+
+@pytest.mark.parametrize(("lower", "higher"), KEPT)
+def test_settings_of_several_places_that_agree_are_taken(lower, higher, read_places):
+    for place in ((lower, higher, {}, {}), ({}, lower, higher, {})):
+        assert read_places(*place)["arm"] == "bft"
