@@ -6,8 +6,9 @@ RUNS := runs
 PIP := $(BIN)/python -m pip
 # Set PYTHON to choose the interpreter; otherwise the first suitable one of these is taken.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.12 python3.11 python3.13 python3.14 python3.15 python3.10 python)
-# Tests share the machine: one thread each, up to four at a time.
-PYTEST_ARGS ?= -n auto --maxprocesses 4
+# Tests share the machine: one thread each, up to four at a time. A worker gets neighbouring tests, which share what is
+# trained once.
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: help install quickstart test check format clean
 .DEFAULT_GOAL := help
