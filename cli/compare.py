@@ -177,7 +177,7 @@ def _plan(
     config: Path | None,
     settings: Sequence[str],
     named: dict[str, Any],
-    together: int,
+    batch_seeds: int,
 ) -> tuple[list[Job], Dataset]:
     """The runs of all arms and seeds, checked, and their data."""
     from recbft.api.train_and_compare import plan_comparison
@@ -186,11 +186,13 @@ def _plan(
         return arm.config(settings, file=config, seed=seed, **named)
 
     return plan_comparison(
-        arms, seeds, asked.out, configure, baseline=asked.baseline, external=asked.external, together=together
+        arms, seeds, asked.out, configure, baseline=asked.baseline, external=asked.external, batch_seeds=batch_seeds
     )
 
 
-def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int | None, together: int) -> None:
+def _train_and_compare(
+    planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int | None, batch_seeds: int
+) -> None:
     from recbft.api.train_and_compare import train_and_compare
     from recbft.experiments.missing_runs import usual_workers
     from recbft_cli.queue_view import view_for
@@ -202,7 +204,7 @@ def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, job
         command=asked.command,
         workers=usual_workers() if jobs is None else jobs,
         watch=view_for(),
-        together=together,
+        batch_seeds=batch_seeds,
         baseline=asked.baseline,
         external=asked.external,
         metrics=asked.metrics,

@@ -62,7 +62,7 @@ def sweep(
         return spec.config(settings or (), file=file, seed=seed, **named)
 
     planned = plan_sweep(vary[0], arm, lambda spec: configure(spec, wanted[0]))
-    runs, data = prepare(planned.arms, wanted, out, configure, together=batch_seeds)
+    runs, data = prepare(planned.arms, wanted, out, configure, batch_seeds=batch_seeds)
     if dry_run:
         print_commands(runs)
         return
@@ -73,7 +73,7 @@ def sweep(
         command=recorded_command(context),
         workers=usual_workers() if jobs is None else jobs,
         watch=view_for(),
-        together=batch_seeds,
+        batch_seeds=batch_seeds,
         baseline=planned.arms[0].label,
     )
     result = {

@@ -92,7 +92,7 @@ def test_an_unknown_arm_is_named_with_the_nearest():
 
 def test_seeds_are_numbers_and_ranges():
     assert parse_seeds("0-2,7, 5") == [0, 1, 2, 7, 5]
-    assert parse_seeds("4294967295") == [2**32 - 1] and len(parse_seeds("0-9999")) == 10_000
+    assert len(parse_seeds("0-9999")) == 10_000
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,6 @@ def test_seeds_are_numbers_and_ranges():
         ("0-", r"--seeds has '0-'; give numbers and ranges"),
         ("3-1", r"empty range '3-1'"),
         ("0-3,2", r"names a seed twice"),
-        ("0-9999999999", r"'0-9999999999'; a seed is below 2\*\*32, which is 4,294,967,296: give smaller numbers"),
-        ("4294967296", r"'4294967296'; a seed is below 2\*\*32"),
         ("0-4294967295", r"'0-4294967295' names more than 10,000 seeds; give fewer"),
         ("0-9999,10000", r"'0-9999,10000' names more than 10,000 seeds; give fewer"),
         ("9" * 5000, r"give numbers and ranges"),
