@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.columns import DataRoot
 from recbft_cli.compare import print_commands, recorded_command
-from recbft_cli.options import Arm, BatchSeeds, Config, DatasetName, DryRun, Jobs, Model, Settings
-from recbft_cli.refused_options import one_file, refuse_set
+from recbft_cli.options import (
+    Arm,
+    BatchSeeds,
+    Config,
+    DataRoot,
+    DatasetName,
+    DryRun,
+    Jobs,
+    Model,
+    Settings,
+    one_file,
+    refuse_set,
+)
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec

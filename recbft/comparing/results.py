@@ -147,7 +147,7 @@ def _arm(comparison: Comparison, name: str, metrics: Sequence[str]) -> dict[str,
 
 def _exposure(ran: Sequence[Mapping[str, Any]], has_spread: bool) -> dict[str, dict[str, Any]]:
     """What the lists of every run show, by setting and measure; a measure that some run lacks is left out."""
-    found = [one["exposure"] for one in ran]
+    found = [one.get("exposure", {}) for one in ran]
     return {
         setting: {
             name: _level([one[setting][name] for one in found], has_spread)

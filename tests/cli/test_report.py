@@ -8,33 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from recbft.datasets.synth import SyntheticConfig, generate
-from recbft_cli.main import main
-
-SMALL = ["epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "time=timestamp"]
+from tests.cli.conftest import run
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    out = tmp_path_factory.mktemp("comparison")
-    config = SyntheticConfig(num_users=100, num_items=60, mean_length=7.0, seed=3)
-    generate(config).events.to_parquet(out / "tiny.parquet")
-    settings = [word for setting in SMALL for word in ("--set", setting)]
-    words = ["compare", "-d", out / "tiny.parquet", "--arms", "matched,bft", "--seeds", "0-1", "--out", out / "made"]
-    assert main([str(word) for word in [*words, *settings]]) == 0
-    return out / "made"
+def folder(made, tmp_path_factory):
+    return Path(shutil.copytree(made, tmp_path_factory.mktemp("comparison") / "made"))
 
 
 @pytest.fixture
 def runs(folder):
     return sorted((folder / "runs").glob("*-seed*"))
-
-
-def run(capsys, *arguments):
-    capsys.readouterr()
-    code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def plain(out):
