@@ -579,19 +579,6 @@ def test_ranks_and_seeds_may_be_whole_numbers_written_as_text(tmp_path):
     assert found.seeds == (3,) and found.ranks["unfiltered"].tolist() == [[2, 1]]
 
 
-@pytest.mark.parametrize(("seed", "is_one"), [(0, True), (2**32 - 1, True), (2**32, False), (-1, False)])
-def test_the_seeds_of_a_file_of_ranks_are_those_that_runs_can_have(tmp_path, seed, is_one):
-    file = tmp_path / "OTHER.CSV"
-    file.write_text(f"user,rank,seed\na,1,{seed}\nb,2,{seed}\n")
-    if is_one:
-        assert read_external(file, np.array(["b", "a"]), np.array(["x", "y"]), num_items=2).seeds == (seed,)
-    else:
-        with pytest.raises(
-            UserError, match=rf"'seed' holds {seed} \(2 such .* give whole seeds from 0 to 4,294,967,295"
-        ):
-            read_external(file, np.array(["b", "a"]), np.array(["x", "y"]), num_items=2)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

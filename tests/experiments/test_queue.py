@@ -17,13 +17,12 @@ import torch
 
 from recbft.errors import RunError, UserError
 from recbft.experiments import locks, missing_runs, processes, queue, worker
-from recbft.experiments.arms import ArmSpec, parse_arms, settings_of
+from recbft.experiments.arms import ArmSpec, parse_arms
 from recbft.experiments.missing_runs import prepare, train_missing
 from recbft.experiments.plan import plan, status, write_commands
 from recbft.experiments.queue import train_all
 from recbft.runs.folder import RunFolder
 from recbft.training.one_run import train
-from recbft.training.run_config import load_run_config
 from recbft_cli.main import main
 from tests.experiments.conftest import SMALL, Watch, begin, jobs_of, runs_in, wait_for
 
@@ -324,13 +323,6 @@ def test_the_command_of_a_run_makes_its_config(events, tmp_path, monkeypatch, ar
     for line in (tmp_path / "commands.txt").read_text().splitlines():
         assert main(shlex.split(line)[1:]) == 2
     assert made == [job.config for job in jobs]
-
-
-@pytest.mark.parametrize("settings", [(), ("recency_decay=true", "clip_norm=1.5", "ks=[5,10]", "where=rating>=3")])
-def test_the_settings_of_a_command_give_its_config_back(settings):
-    config = load_run_config(None, settings, model="sasrec", arm="matched", dataset="x.csv", seed=2)
-    again = load_run_config(None, settings_of(config), model="sasrec", arm="matched", dataset="x.csv", seed=2)
-    assert again == config
 
 
 @pytest.mark.parametrize(
