@@ -59,8 +59,9 @@ def test_a_comparison_holds_what_the_runs_and_the_data_say(events, trained):
     assert found.training_length.tolist() == (split.training_stop - split.training_start).tolist()
     assert found.target_frequency.tolist() == dataset.training_counts[split.test.target].tolist()
     assert found.protocol["content_hash"] == dataset.content_hash and found.protocol["seed"] == "0-2"
+    backwards = comparison_of([*runs_in(trained, "bft")[::-1], *runs_in(trained, "matched")])
     for name, arm in found.arms.items():
-        assert arm.seeds == (0, 1, 2) and arm.runs == tuple(runs_in(trained, name))
+        assert arm.seeds == (0, 1, 2) and arm.runs == tuple(runs_in(trained, name)) == backwards.arms[name].runs
         assert [len(rows) for rows in arm.histories] == [2, 2, 2] and arm.config["arm"] == name
         for setting in ("unfiltered", "filtered"):
             assert arm.ranks[setting].shape == (3, len(found.users))

@@ -5,7 +5,7 @@ import pytest
 from recbft.comparing.labels import arm_name
 from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec, check_distinct, check_judges, parse_arms, settings_of
+from recbft.experiments.arms import ArmSpec, check_distinct, check_varies, parse_arms, settings_of
 from recbft.experiments.lists import parse_seeds
 from recbft.training.run_config import load_run_config
 
@@ -76,7 +76,7 @@ def test_what_a_command_sets_is_named_by_section_and_key_and_a_controller_is_who
 )  # fmt: skip
 def test_what_values_are_judged_by_is_not_varied(key):
     with pytest.raises(UserError, match=f"--vary cannot vary {key}: its values are judged by one metric on one data"):
-        check_judges("--vary", key)
+        check_varies("--vary", key, is_ranked=True)
 
 
 def test_an_unknown_arm_is_named_with_the_nearest():

@@ -127,6 +127,15 @@ def begun(monkeypatch):
     return pids
 
 
+def test_a_run_that_another_command_trains_is_waited_for(events, tmp_path, begun):
+    jobs, watch, elsewhere = jobs_of(events, tmp_path, "bft"), Watch(), set()
+    theirs = locks.acquire(tmp_path / "queue", jobs[0].path.name)
+    watch.look = lambda running, waiting: elsewhere.update(run.job.name for run in running if run.elsewhere)
+    watch.finished = lambda job, seconds: theirs.release()
+    assert train_all(jobs, data_of(jobs), tmp_path / "queue", 2, watch) == []
+    assert elsewhere == {jobs[0].name} and len(begun) == 2, "no process is begun for a run that is locked"
+
+
 @pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_its_run_is_the_same(events, tmp_path, begun):
     jobs, whole = (jobs_of(events, tmp_path / name, "bft", (0,), LONG) for name in "ab")
