@@ -469,6 +469,8 @@ def test_external_ranks_with_seeds_are_paired_by_them(trained, tmp_path):
     found = comparison_of(runs_in(trained), external={"other": file})
     for setting in ("unfiltered", "filtered"):
         np.testing.assert_array_equal(found.arms["other"].ranks[setting], found.arms["bft"].ranks[setting])
+    fewer = comparison_of([*runs[1:], *runs_in(trained, "matched")], external={"other": file}).arms
+    np.testing.assert_array_equal(fewer["other"].ranks["filtered"], fewer["bft"].ranks["filtered"])
     pd.concat(parts[1:])[["seed", "user", "rank_filtered"]].to_parquet(file)
     assert comparison_of(runs_in(trained), external={"other": file}).seeds == (1, 2)
 
