@@ -80,10 +80,10 @@ def header(command: str, dataset: Dataset | None = None, *, device: torch.device
 def of_runs(runs: Sequence[Path]) -> dict[str, Any]:
     """The entries of a header that say where and with what runs were made, which may be another machine than this.
 
-    An entry in which runs differ names all values; what a run of an earlier version does not say is "unknown".
+    An entry in which runs differ names all values.
     """
     made = [RunFolder.open(run).environment for run in runs]
-    values = {name: [each.get(name, "unknown") for each in made] for name in environment()}
+    values = {name: [each[name] for each in made] for name in environment()}
     return {
         name: found[0] if len(set(map(str, found))) == 1 else " or ".join(sorted(set(map(str, found))))
         for name, found in values.items()

@@ -1,14 +1,14 @@
 """Train many runs at once, each in a process of its own, from a queue that is nothing but files.
 
     RUNS/NAME/           a run folder: missing, unfinished or finished
-    QUEUE/NAME.lock      who is training it
-    QUEUE/NAME.log       what was said by a training that failed
+    QUEUE/NAME.lock      held by the process that trains it
+    QUEUE/NAME.log       what a training that failed has printed
 
-Nothing else has to be remembered, so whatever stops a process, the same command goes on: a killed worker leaves the
-state after its last epoch, a worker whose parent was killed ends itself, and two commands on the same folders take
-turns at the runs; one that finds a run of other settings there is refused. A worker that the system ended is started
-again once, and again for as long as the run gets further.
-Runs that differ in their seed alone can share a worker, which trains them together (``training.many_seeds``).
+These files are the whole state, so the same command goes on after any interruption. A killed worker leaves the state
+after its last epoch. A worker whose command was killed ends itself. Two commands on the same folders share the runs; a
+command that finds a run of other settings there refuses to go on. A worker that the system ended is started again once,
+and again for as long as the run gets further. Runs that differ in their seed alone can share a worker, which trains
+them together (``training.many_seeds``).
 """
 
 from __future__ import annotations
