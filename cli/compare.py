@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.columns import DataRoot
-from recbft_cli.options import BatchSeeds, Config, DatasetName, DryRun, Jobs, Settings
-from recbft_cli.refused_options import one_file, refuse_given, refuse_set
+from recbft_cli.options import (
+    BatchSeeds,
+    Config,
+    DataRoot,
+    DatasetName,
+    DryRun,
+    Jobs,
+    Settings,
+    one_file,
+    refuse_given,
+    refuse_set,
+)
 
 if TYPE_CHECKING:
-    from recbft.datasets import Dataset
     from recbft.experiments.arms import ArmSpec
-    from recbft.experiments.plan import Job
     from recbft.training.run_config import RunConfig
 
 ARMS, SEEDS, METRICS = "matched,matched+recency,bft", "0-9", "hr@10,ndcg@10,mrr"
@@ -92,55 +99,60 @@ def compare(
 
     from recbft.experiments.lists import parse_metrics
 
-    asked = _Asked(
-        out=out,
-        command=recorded_command(context, runs or ()),
-        baseline=baseline,
-        external=_external(external or ()),
-        metrics=parse_metrics(METRICS if metrics is None else metrics),
-        skip_broken=skip_broken,
-    )
+    how: dict[str, Any] = {"baseline": baseline, "external": _external(external or ())}
+    tested = parse_metrics(METRICS if metrics is None else metrics)
+    command = recorded_command(context, runs or ())
     if runs:
-        _compare_runs(runs, asked)
+        _compare_runs(runs, out, command, tested, skip_broken=skip_broken, **how)
         return
+
+    from recbft.api.train_and_compare import plan_comparison, train_and_compare
+    from recbft.experiments.missing_runs import usual_workers
+    from recbft_cli.queue_view import view_for
+
+    file = one_file(config)
+
+    def configure(arm: ArmSpec, seed: int, *, model: str | None) -> RunConfig:
+        return arm.config(settings or (), file=file, seed=seed, model=model, dataset=dataset, data_root=data_root)
+
     # An empty text, such as of a variable that the shell does not know, asks for nothing and not for the usual.
     arms, seeds = ARMS if arms is None else arms, SEEDS if seeds is None else seeds
     # All are planned, and what is wrong with one is said, before the first is trained.
-    plans = []
-    for model, its in _one_by_one(models, asked):
-        named = {"model": model, "dataset": dataset, "data_root": data_root}
-        plans.append((its, *_plan(arms, seeds, its, one_file(config), settings or (), named, batch_seeds)))
+    plans = [
+        (its, *plan_comparison(arms, seeds, its, partial(configure, model=model), batch_seeds=batch_seeds, **how))
+        for model, its in _one_by_one(models, out, how["external"])
+    ]
     for its, planned, data in plans:
         if dry_run:
             print_commands(planned)
-        else:
-            _train_and_compare(planned, data, its, jobs, batch_seeds)
+            continue
+        concluded = train_and_compare(
+            planned,
+            data,
+            its,
+            command=command,
+            workers=usual_workers() if jobs is None else jobs,
+            watch=view_for(),
+            batch_seeds=batch_seeds,
+            metrics=tested,
+            skip_broken=skip_broken,
+            **how,
+        )
+        typer.echo(f"{concluded.text}\nwritten to {its}: comparison.md, comparison.json, commands.txt, runs/")
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a comparison is asked for, wherever its runs come from."""
-
-    out: Path
-    command: str
-    baseline: str | None
-    external: dict[str, Path]
-    metrics: tuple[str, ...]
-    skip_broken: bool
-
-
-def _one_by_one(models: str | None, asked: _Asked) -> list[tuple[str | None, _Asked]]:
-    """Each model with what is asked of it; several get a folder each within --out."""
+def _one_by_one(models: str | None, out: Path, external: Collection[str]) -> list[tuple[str | None, Path]]:
+    """Each model and its folder; several get a folder each within --out."""
     from recbft.experiments.lists import split_list
 
     names = split_list(models) if models is not None else []
     if len(names) < 2:
-        return [(models, asked)]
+        return [(models, out)]
     if len(set(names)) < len(names):
         raise UserError(f"--model {models!r} names a model twice; name each once")
-    if asked.external:
+    if external:
         raise UserError("--external belongs to one comparison, but --model names several; compare them one at a time")
-    return [(name, replace(asked, out=asked.out / name)) for name in names]
+    return [(name, out / name) for name in names]
 
 
 def recorded_command(context: typer.Context, places: Sequence[Path] = ()) -> str:
@@ -170,48 +182,16 @@ def print_commands(jobs: Sequence[Any]) -> None:
             typer.echo(job.command)
 
 
-def _plan(
-    arms: str,
-    seeds: str,
-    asked: _Asked,
-    config: Path | None,
-    settings: Sequence[str],
-    named: dict[str, Any],
-    together: int,
-) -> tuple[list[Job], Dataset]:
-    """The runs of all arms and seeds, checked, and their data."""
-    from recbft.api.train_and_compare import plan_comparison
-
-    def configure(arm: ArmSpec, seed: int) -> RunConfig:
-        return arm.config(settings, file=config, seed=seed, **named)
-
-    return plan_comparison(
-        arms, seeds, asked.out, configure, baseline=asked.baseline, external=asked.external, together=together
-    )
-
-
-def _train_and_compare(planned: Sequence[Job], data: Dataset, asked: _Asked, jobs: int | None, together: int) -> None:
-    from recbft.api.train_and_compare import train_and_compare
-    from recbft.experiments.missing_runs import usual_workers
-    from recbft_cli.queue_view import view_for
-
-    concluded = train_and_compare(
-        planned,
-        data,
-        asked.out,
-        command=asked.command,
-        workers=usual_workers() if jobs is None else jobs,
-        watch=view_for(),
-        together=together,
-        baseline=asked.baseline,
-        external=asked.external,
-        metrics=asked.metrics,
-        skip_broken=asked.skip_broken,
-    )
-    typer.echo(f"{concluded.text}\nwritten to {asked.out}: comparison.md, comparison.json, commands.txt, runs/")
-
-
-def _compare_runs(runs: Sequence[Path], asked: _Asked) -> None:
+def _compare_runs(
+    runs: Sequence[Path],
+    out: Path,
+    command: str,
+    metrics: Sequence[str],
+    *,
+    baseline: str | None,
+    external: dict[str, Path],
+    skip_broken: bool,
+) -> None:
     from recbft.api.train_and_compare import conclude
     from recbft.comparing import provenance
     from recbft.comparing.comparison import COMPARISON_FILE, comparison_of
@@ -219,10 +199,10 @@ def _compare_runs(runs: Sequence[Path], asked: _Asked) -> None:
     for path in runs:
         if (path / COMPARISON_FILE).is_file():
             raise UserError(f"{path} is a comparison, not a run; give its runs ({path}/runs/*), or pool with --pool")
-    comparison = comparison_of(runs, baseline=asked.baseline, external=asked.external, skip_broken=asked.skip_broken)
-    made = {"command": asked.command, **provenance.of_runs(comparison.run_folders), "data": _data(comparison.protocol)}
-    text = conclude(comparison, asked.out, made=made, external=asked.external, metrics=asked.metrics)
-    typer.echo(f"{text}\nwritten to {asked.out}: comparison.md, comparison.json")
+    comparison = comparison_of(runs, baseline=baseline, external=external, skip_broken=skip_broken)
+    made = {"command": command, **provenance.of_runs(comparison.run_folders), "data": _data(comparison.protocol)}
+    text = conclude(comparison, out, made=made, external=external, metrics=metrics)
+    typer.echo(f"{text}\nwritten to {out}: comparison.md, comparison.json")
 
 
 def _data(protocol: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft.reporting.text_tables import table
-from recbft_cli.columns import (
+from recbft_cli.options import (
     Columns,
     DataRoot,
     Deduplicate,
@@ -34,6 +36,38 @@ app = typer.Typer(
     rich_markup_mode="rich",
     add_completion=False,
 )
+
+# The config beside an exported data set, ready for either of the two.
+_READY = """\
+# {title}
+# Written by `recbft data prepare --to recbole`. Ready for either of
+#   recbft train --config {file}
+#   python -c "import recbft.recbole; from recbole.quick_start import run_recbole; \\
+#     run_recbole(config_file_list=['{file}'])"
+model: SASRecBFT                # BERT4RecBFT, HSTUBFT, HSTU, or any sequential model of RecBole
+dataset: {name}
+data_path: {folder}
+# {time}
+USER_ID_FIELD: user_id
+ITEM_ID_FIELD: item_id
+TIME_FIELD: timestamp
+load_col:
+  inter: [user_id, item_id, timestamp]
+normalize_all: False
+MAX_ITEM_LIST_LENGTH: 50
+loss_type: CE
+train_neg_sample_args: ~        # CE takes no sampled negatives; RecBole's default would draw some
+eval_args:                      # leave-one-out, full ranking; RecBole needs all four
+  split: {{LS: valid_and_test}}
+  order: TO
+  group_by: user
+  mode: full
+repeatable: True
+metrics: [Hit, NDCG, MRR]
+topk: [5, 10, 20]
+valid_metric: NDCG@10
+metric_decimal_place: 6
+"""
 
 
 class Target(str, Enum):
@@ -151,16 +185,29 @@ def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
     """Write the atomic file, unless it is the source, and, beside its folder, the config that names it."""
     from recbft.datasets.atomic import save_atomic
     from recbft.system.files import refuse_input, write_atomic
-    from recbft_cli.recbole_file import ready_to_run, recbole_name
 
-    name = recbole_name(dataset.name)
+    name = _recbole_name(dataset.name)
     if source is not None:
         refuse_input(folder / name / f"{name}.inter", source)
     save_atomic(dataset, folder, name)
     config = folder.resolve() / f"{name}.yaml"
     title = f"{dataset.name}: {dataset.num_users:,} users, {dataset.num_items:,} items, {dataset.num_events:,} events"
-    write_atomic(config, ready_to_run(title, config, name, has_times=dataset.times is not None).encode())
+    write_atomic(config, _ready_to_run(title, config, name, has_times=dataset.times is not None).encode())
     return config
+
+
+def _recbole_name(name: str) -> str:
+    """The name for an exported data set: under the name ml-100k RecBole reads its own copy, wherever the file lies."""
+    return "ml-100k-sorted" if name == "ml-100k" else re.sub(r"[^\w.-]+", "-", name).lstrip(".") or "data"
+
+
+def _ready_to_run(title: str, file: Path, name: str, *, has_times: bool) -> str:
+    """The text of a config for the data set ``name`` in the folder of ``file``."""
+    time = "Real times; each user's rows are sorted by them, since RecBole rounds them to single precision."
+    if not has_times:
+        time = "The data have no real times: timestamp is the number of the event in its history."
+    title = title if title.isprintable() else ascii(title)  # a file may call its data by several lines, the next a key
+    return _READY.format(title=title, file=file, name=json.dumps(name), folder=json.dumps(str(file.parent)), time=time)
 
 
 def _load(options: dict[str, Any]) -> Dataset:

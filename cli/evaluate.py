@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
-from recbft_cli.options import OtherData, Run
+from recbft_cli.options import Columns, DataRoot, Item, OtherData, Run, Separator, Time, User, of_other_data
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset

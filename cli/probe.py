@@ -10,10 +10,19 @@ import typer
 from recbft.errors import UserError
 from recbft.reporting.probe_text import mechanism_lines, short, signed, uncertainty_lines
 from recbft.reporting.text_tables import table
-from recbft_cli.columns import Columns, DataRoot, Item, Separator, Time, User, of_other_data
 from recbft_cli.evaluate import Part, counted_in, say_long, say_unfinished
-from recbft_cli.options import OtherData, Run
-from recbft_cli.refused_options import refuse_given
+from recbft_cli.options import (
+    Columns,
+    DataRoot,
+    Item,
+    OtherData,
+    Run,
+    Separator,
+    Time,
+    User,
+    of_other_data,
+    refuse_given,
+)
 
 if TYPE_CHECKING:
     import pandas as pd

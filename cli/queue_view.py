@@ -22,10 +22,10 @@ LONG_SILENCE = 300.0  # seconds after which a log is told where trainings of hou
 def view_for(stream: TextIO | None = None) -> Any:
     """A listener to a queue (``recbft.experiments.queue.Watcher``) that suits ``stream`` (stderr)."""
     stream = sys.stderr if stream is None else stream
-    return LiveTable(stream) if stream.isatty() else Lines(stream)
+    return LiveTable(stream) if stream.isatty() else RunLines(stream)
 
 
-class Lines:
+class RunLines:
     """One line per finished run, and in long ones a line now and then."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -64,7 +64,7 @@ class Lines:
         return f"{self._done} of {self._total} runs finished, {len(running)} in training, {left} waiting"
 
 
-class LiveTable(Lines):
+class LiveTable(RunLines):
     """A row per run in training, and how far the whole is; what has ended scrolls by above."""
 
     def __init__(self, stream: TextIO) -> None:

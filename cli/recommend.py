@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -13,10 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.columns import Columns, Item, Separator, Time, User, from_shell
 from recbft_cli.evaluate import say_unfinished
-from recbft_cli.options import Run
-from recbft_cli.piped import PIPE, as_file
+from recbft_cli.options import Columns, Item, Run, Separator, Time, User, from_shell
 from recbft_cli.progress import SILENCE
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from recbft.datasets.config import DataConfig
 
+_PIPE = Path("-")
+_BEGINNINGS = {b"PAR1": "parquet", b"{": "jsonl"}  # of the formats that tell; anything else is CSV
 EXAMPLES = "Example: recbft recommend runs/sasrec-bft-ml-100k-seed0 --histories histories.csv -k 20 --out recs.parquet"
 
 
@@ -55,7 +57,7 @@ def recommend(
     columns: Columns = None,
 ) -> None:
     """Recommend items for each history; columns user, item, score, rank, precision behind the list, probability."""
-    out = None if out == PIPE else out
+    out = None if out == _PIPE else out
     if out is not None and out.suffix.lower() not in (".parquet", ".csv"):
         raise UserError(f"{out}: the ending {out.suffix!r} is not known; let the name end in .parquet or .csv")
 
@@ -76,7 +78,7 @@ def recommend(
         recommender = Recommender.load(run)
         folder = RunFolder.open(run)
         say_unfinished(folder, "asked, and its lists have no probabilities")
-        with as_file(histories) as file:
+        with _as_file(histories) as file:
             how = _as_trained(file, recommender.config.data, how) | how
             filters = _filters(file, folder.protocol, how)
             events = read_histories(file, **how, **filters)
@@ -85,6 +87,40 @@ def recommend(
         blocks = recommender.recommend_in_blocks(events, k, filter_seen=not keep_seen, exclude=barred, candidates=only)
         del events  # the blocks know what they need of them
         _report(summed(_write(blocks, out)), k)
+
+
+@contextlib.contextmanager
+def _as_file(path: Path) -> Iterator[Path]:
+    """The file itself; for ``-`` (stdin) and other pipes a copy that is gone afterwards.
+
+    Raises:
+        UserError: what the block raises, with the pipe's name in place of the copy's.
+    """
+    if path != _PIPE and not path.is_fifo():
+        yield path
+        return
+    from recbft.datasets.reading.opening import BYTE_ORDER_MARK, GZIP, open_bytes, reading
+
+    with tempfile.TemporaryDirectory(prefix="recbft-") as folder:
+        copy = Path(folder) / "stdin"
+        with copy.open("wb") as kept:
+            if path == _PIPE:
+                shutil.copyfileobj(sys.stdin.buffer, kept)
+            else:
+                with path.open("rb") as pipe:
+                    shutil.copyfileobj(pipe, kept)
+        named = copy
+        try:
+            with copy.open("rb") as kept:
+                packed = ".gz" if kept.read(len(GZIP)) == GZIP else ""
+            named = copy.rename(copy.with_suffix(packed))
+            with reading(named), open_bytes(named) as kept:
+                start = kept.read(8).removeprefix(BYTE_ORDER_MARK)
+            ending = next((name for begin, name in _BEGINNINGS.items() if start.startswith(begin)), "csv")
+            named = named.rename(copy.with_suffix(f".{ending}{packed}"))
+            yield named
+        except UserError as error:
+            raise UserError(str(error).replace(str(named), "stdin" if path == _PIPE else str(path))) from None
 
 
 def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, Any]:

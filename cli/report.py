@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.columns import DataRoot
+from recbft_cli.options import DataRoot
 
 EXAMPLES = """Examples:
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.columns import DataRoot
+from recbft_cli.options import DataRoot
 
 if TYPE_CHECKING:
     from recbft.reporting.stratified_arms import Subject

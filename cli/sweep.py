@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.columns import DataRoot
 from recbft_cli.compare import print_commands, recorded_command
-from recbft_cli.options import Arm, BatchSeeds, Config, DatasetName, DryRun, Jobs, Model, Settings
-from recbft_cli.refused_options import one_file, refuse_set
+from recbft_cli.options import (
+    Arm,
+    BatchSeeds,
+    Config,
+    DataRoot,
+    DatasetName,
+    DryRun,
+    Jobs,
+    Model,
+    Settings,
+    one_file,
+    refuse_set,
+)
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec
@@ -62,7 +72,7 @@ def sweep(
         return spec.config(settings or (), file=file, seed=seed, **named)
 
     planned = plan_sweep(vary[0], arm, lambda spec: configure(spec, wanted[0]))
-    runs, data = prepare(planned.arms, wanted, out, configure, together=batch_seeds)
+    runs, data = prepare(planned.arms, wanted, out, configure, batch_seeds=batch_seeds)
     if dry_run:
         print_commands(runs)
         return
@@ -73,7 +83,7 @@ def sweep(
         command=recorded_command(context),
         workers=usual_workers() if jobs is None else jobs,
         watch=view_for(),
-        together=batch_seeds,
+        batch_seeds=batch_seeds,
         baseline=planned.arms[0].label,
     )
     result = {

@@ -10,10 +10,8 @@ import typer
 
 from recbft.errors import UserError
 from recbft.system.torchrun import this_process
-from recbft_cli.columns import DataRoot
-from recbft_cli.options import Model
+from recbft_cli.options import DataRoot, Model, one_file, refuse_given
 from recbft_cli.progress import progress_for
-from recbft_cli.refused_options import one_file, refuse_given
 
 if TYPE_CHECKING:
     from recbft.runs.folder import RunFolder
@@ -124,9 +122,7 @@ def train(
         )
         run = _train(run_config, Path("runs") if out is None else out, name, overwrite, quiet)
     if this_process().leads:
-        from recbft_cli.results import print_results
-
-        print_results(run)
+        _print_results(run)
 
 
 def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quiet: bool) -> RunFolder:
@@ -149,3 +145,16 @@ def _resume(path: Path, dataset: str | None, data_root: str | None, quiet: bool)
 
     metric = own_config(RunFolder.open(path)).training.valid_metric
     return resume(path, data_root=data_root, dataset=dataset, progress=progress_for(metric, quiet=quiet))
+
+
+def _print_results(run: RunFolder) -> None:
+    """Print the test metrics of a finished run in both settings, with the protocol and the folder."""
+    from recbft.comparing.finished_runs import COLUMNS, read_per_user
+    from recbft.evaluation.exposure import format_exposure
+    from recbft.evaluation.protocol import format_metrics
+
+    parts = [format_metrics(run.metrics["test"], run.protocol)]
+    if exposure := run.metrics.get("exposure"):
+        targets = read_per_user(run)[COLUMNS["target_count"]]
+        parts.append(format_exposure(exposure, float(targets.mean()), run.protocol))
+    typer.echo("\n".join([*parts, f"run folder: {run.path}"]))

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recbft_cli.columns import DataRoot
-from recbft_cli.options import Arm, Config, DatasetName, Jobs, Model, Settings
-from recbft_cli.refused_options import one_file, refuse_set
+from recbft_cli.options import Arm, Config, DataRoot, DatasetName, Jobs, Model, Settings, one_file, refuse_set
 
 if TYPE_CHECKING:
     from recbft.experiments.arms import ArmSpec

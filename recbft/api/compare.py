@@ -206,7 +206,13 @@ def compare(
         for name in models:  # all are planned, and what is wrong with one is said, before the first is trained
             its = folder if len(models) == 1 else folder / str(name)
             jobs_of, data = plan_comparison(
-                arms, seeds, its, partial(configure, model=name), baseline=baseline, dataset=given, together=batch_seeds
+                arms,
+                seeds,
+                its,
+                partial(configure, model=name),
+                baseline=baseline,
+                dataset=given,
+                batch_seeds=batch_seeds,
             )
             plans[jobs_of[0].config.model] = its, jobs_of, data
             check_devices(jobs_of)
@@ -221,7 +227,7 @@ def compare(
                 command=command,
                 workers=usual_workers() if jobs is None else jobs,
                 watch=progress or _Quiet(),
-                together=batch_seeds,
+                batch_seeds=batch_seeds,
                 baseline=baseline,
                 metrics=tested,
             )

@@ -34,13 +34,13 @@ def plan_comparison(
     baseline: str | None = None,
     external: Mapping[str, Path] | None = None,
     dataset: Dataset | None = None,
-    together: int = 1,
+    batch_seeds: int = 1,
 ) -> tuple[list[Job], Dataset]:
     """The runs of all arms and seeds, and their data, checked before anything is trained or written.
 
     Args:
         arms, seeds: as ``parse_arms`` and ``parse_seeds`` read them.
-        out, configure, dataset, together: as in ``prepare``.
+        out, configure, dataset, batch_seeds: as in ``prepare``.
         baseline, external: as in ``comparison_of``.
 
     Raises:
@@ -60,7 +60,7 @@ def plan_comparison(
             raise UserError(f"--external {name}: there is no file {file}")
     if baseline is not None and baseline not in names:
         raise UserError(f"--baseline {baseline!r} is not an arm; choose one of {', '.join(names)}")
-    jobs, dataset = prepare(specs, wanted, out, configure, dataset=dataset, together=together)
+    jobs, dataset = prepare(specs, wanted, out, configure, dataset=dataset, batch_seeds=batch_seeds)
     targets = dataset.decode(dataset.items[dataset.offsets[1:] - 1])
     ranks = [(name, read_external(file, dataset.user_ids, targets, num_items=dataset.num_items))
              for name, file in files.items()]  # fmt: skip
@@ -85,7 +85,7 @@ def train_and_compare(
     command: str,
     workers: int,
     watch: Watcher,
-    together: int = 1,
+    batch_seeds: int = 1,
     baseline: str | None = None,
     external: Mapping[str, Path] | None = None,
     metrics: Sequence[str] = METRICS,
@@ -95,7 +95,7 @@ def train_and_compare(
 
     Args:
         command: what asked for it, as it stands beside the results.
-        workers, watch, together: as in ``train_missing``.
+        workers, watch, batch_seeds: as in ``train_missing``.
         baseline, external, skip_broken: as in ``comparison_of``.
         metrics: what is tested.
 
@@ -104,7 +104,7 @@ def train_and_compare(
     """
     check_devices(jobs)
     made = provenance.header(command, dataset, device=provenance.device_of(jobs[0].config))
-    train_missing(jobs, dataset, out, workers=workers, watch=watch, together=together)
+    train_missing(jobs, dataset, out, workers=workers, watch=watch, batch_seeds=batch_seeds)
     comparison = comparison_of(
         [job.path for job in jobs],
         baseline=baseline,

@@ -1,11 +1,10 @@
 """Which arm each run belongs to, and how that arm is called.
 
-Runs belong to one arm if they have one configuration but for the seed, the data's place and what a machine decides
-(threads, device, memory), and one trainer; a run of this version that lacks a key of a later commit has its default.
-Where each began from an older run of its own seed, the folders of those may differ in that seed. An arm is called as
-the model calls it; where several share the name, the settings in which they differ are added in the form of ``arms``:
-``matched+recency``, ``bft[core.lam_max=10]``. A setting as the model, the arm or the mixer has it by itself is not
-among them.
+Runs belong to one arm if they have one trainer and one configuration, but for the seed, the data's place and what a
+machine decides (threads, device, memory). Where each began from an older run of its own seed, the folders of those may
+differ in that seed. An arm is called as the model calls it. Where several share the name, the settings in which they
+differ are added in the form of ``arms``: ``matched+recency``, ``bft[core.lam_max=10]``. A setting as the model, the arm
+or the mixer has it by itself is not among them.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ OF_MACHINE = ("training.threads", "training.device", "training.tensorboard", "ev
 
 
 def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs by arm, in the order in which the arms come.
-
-    Raises:
-        UserError: two arms have one name, since the runs of one lack a setting.
-    """
+    """The runs by arm, in the order in which the arms come."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
         alike.setdefault(config_hash(_of_arm([run])), []).append(run)
@@ -42,7 +37,7 @@ def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
     groups = list(arms.values())
     several_models = len({run.config["model"] for run in runs}) > 1
     names = [_name(group, groups, several_models) for group in groups]
-    _check_told_apart(names, groups)
+    assert len(set(names)) == len(names), "settings that differ are in the names"
     return dict(zip(names, groups, strict=True))
 
 
@@ -64,19 +59,6 @@ def arm_name(name: str, settings: Mapping[str, Any]) -> str:
         name += "+recency"
     listed = ",".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items())
     return f"{name}[{listed}]" if listed else name
-
-
-def _check_told_apart(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> None:
-    """What a later version brought, or a mixer unknown here, is neither in older runs nor in the name of newer ones."""
-    for name, group in zip(names, groups, strict=True):
-        first = groups[names.index(name)]
-        if group is not first:
-            here, there = (by_setting(_of_arm(runs)) for runs in (first, group))
-            keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-            raise UserError(
-                f"{first[0].path} and {group[0].path} are both arm {name}, but {', '.join(keys)} is said by one "
-                "alone, as in runs of different commits of another version; compare those of one, or train again"
-            )
 
 
 def _name(group: Sequence[Run], groups: Sequence[Sequence[Run]], with_model: bool) -> str:
@@ -110,7 +92,7 @@ def _own_settings(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _of_arm(runs: Sequence[Run], *, any_seed: bool = False) -> dict[str, Any]:
     """What runs of one arm share."""
-    config = runs[0].whole_config
+    config = runs[0].config
     shared = _identifying(_under_any_seed(config) if any_seed or _began_apart(runs) else config)
     return shared if runs[0].trained_by is None else shared | {"trained_by": runs[0].trained_by}
 

@@ -1,4 +1,7 @@
-"""The header of every result: when, on what, with which versions and on which data. No host names, users or paths."""
+"""The header of every result: when, on what, with which versions and on which data. No host names, users or paths.
+
+Equal seeds give equal digits on one kind of machine alone, so ``notes_on_machines`` tells where pairs had several.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from typing import Any
 
 import torch
 
+from recbft.comparing.comparison import Comparison
 from recbft.datasets import Dataset
+from recbft.errors import UserError
+from recbft.experiments.lists import seeds_text
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.training.process_settings import chosen_device
@@ -74,10 +80,10 @@ def header(command: str, dataset: Dataset | None = None, *, device: torch.device
 def of_runs(runs: Sequence[Path]) -> dict[str, Any]:
     """The entries of a header that say where and with what runs were made, which may be another machine than this.
 
-    An entry in which runs differ names all values; what a run of an earlier version does not say is "unknown".
+    An entry in which runs differ names all values.
     """
     made = [RunFolder.open(run).environment for run in runs]
-    values = {name: [each.get(name, "unknown") for each in made] for name in environment()}
+    values = {name: [each[name] for each in made] for name in environment()}
     return {
         name: found[0] if len(set(map(str, found))) == 1 else " or ".join(sorted(set(map(str, found))))
         for name, found in values.items()
@@ -115,6 +121,26 @@ def lines(header: Mapping[str, Any]) -> list[str]:
     return text
 
 
+def notes_on_machines(comparison: Comparison) -> list[str]:
+    """What a reader must know of pairs made on different machines, and of runs that do not say where they were made."""
+    kinds: dict[str, dict[int, str]] = {}  # arm -> seed -> processor or GPU
+    notes = []
+    for name, arm in comparison.arms.items():
+        runs = {seed: RunFolder(run) for seed, run in zip(arm.seeds, arm.runs, strict=True) if run is not None}
+        found = {seed: _kind(run) for seed, run in runs.items()}
+        kinds[name] = {seed: kind for seed, kind in found.items() if kind is not None}
+        if silent := [seed for seed, kind in found.items() if kind is None]:
+            file = runs[silent[0]].environment_file.name
+            notes.append(
+                f"arm {name}, {_seeds(silent)}: trained on a machine that is not known, since {file} is missing, "
+                "damaged or of another version"
+            )
+    mixed = [seed for seed in comparison.seeds if len({each[seed] for each in kinds.values() if seed in each}) > 1]
+    if mixed:
+        notes.append(_on_pairs(mixed, kinds))
+    return notes
+
+
 def device_of(config: RunConfig) -> torch.device:
     """Where a run with this config takes place.
 
@@ -122,3 +148,25 @@ def device_of(config: RunConfig) -> torch.device:
         UserError: the device is not there.
     """
     return chosen_device(config.training.device)
+
+
+def _on_pairs(seeds: list[int], kinds: Mapping[str, Mapping[int, str]]) -> str:
+    made = {name: " or ".join(sorted({each[seed] for seed in seeds if seed in each})) for name, each in kinds.items()}
+    return (
+        f"{_seeds(seeds)}: arms were trained on different machines "
+        f"({', '.join(f'{name} {on}' for name, on in made.items() if on)}); such a pair has initial weights and data "
+        "order in common and not the digits, and the machines are part of its difference"
+    )
+
+
+def _seeds(seeds: list[int]) -> str:
+    return f"seed{'' if len(seeds) == 1 else 's'} {seeds_text(seeds)}"
+
+
+def _kind(run: RunFolder) -> str | None:
+    """What computed a run; None where it does not say."""
+    try:
+        made: dict[str, Any] = run.environment
+        return str(made["cpu"] if made["device"] == "cpu" else made["device"])
+    except (UserError, KeyError):
+        return None

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from recbft.comparing.comparison import COMPARISON_FILE, Comparison
-from recbft.comparing.machines import notes_on_machines
+from recbft.comparing.provenance import notes_on_machines
 from recbft.evaluation.paired import compare_seeds, compare_users, holm
 from recbft.evaluation.strata import MIN_USERS
 from recbft.experiments.arms import has_decay
@@ -146,12 +146,16 @@ def _arm(comparison: Comparison, name: str, metrics: Sequence[str]) -> dict[str,
 
 
 def _exposure(ran: Sequence[Mapping[str, Any]], has_spread: bool) -> dict[str, dict[str, Any]]:
-    """What the lists of every run show, by setting and measure; empty where a run was made before there were lists."""
-    found = [one.get("exposure") or {} for one in ran]
-    names = {setting: [n for n in first if all(n in one.get(setting, {}) for one in found)]
-             for setting, first in found[0].items()}  # fmt: skip
-    return {setting: {name: _level([one[setting][name] for one in found], has_spread) for name in each}
-            for setting, each in names.items() if each}  # fmt: skip
+    """What the lists of every run show, by setting and measure; a measure that some run lacks is left out."""
+    found = [one.get("exposure", {}) for one in ran]
+    return {
+        setting: {
+            name: _level([one[setting][name] for one in found], has_spread)
+            for name in first
+            if all(name in one[setting] for one in found)
+        }
+        for setting, first in found[0].items()
+    }
 
 
 def _level(values: Sequence[float], has_spread: bool) -> dict[str, Any]:

@@ -32,8 +32,8 @@ _GIVEN_ELSEWHERE = {
     "arm": "its runs are of one arm, --arm; `recbft compare --arms A,B` takes several",
     "dataset": "its runs are on one data set, -d; take each by itself",
 }
-_LONGEST_FOLDER = 220  # bytes; with a seed, as a lock that is written under a hidden name, it has up to 254 of 255
-_JUDGING = {*field_types(EvaluationConfig), *field_types(DataConfig)}
+_LONGEST_FOLDER = 220  # bytes of the 255 that a name may have: seeds, locks and hidden names add some
+_RANKING = {*field_types(EvaluationConfig), *field_types(DataConfig)}
 
 
 @dataclass(frozen=True)
@@ -107,24 +107,21 @@ def check_distinct(arms: Sequence[ArmSpec], configs: Sequence[RunConfig]) -> Non
         seen[key] = arm.label
 
 
-def check_varies(option: str, key: str) -> None:
+def check_varies(option: str, key: str, *, is_ranked: bool = False) -> None:
     """Refuse to vary what another option of the command decides for all of its runs.
 
-    Raises:
-        UserError: it is such a key.
-    """
-    if (bare := key.strip().removeprefix("data.")) in _GIVEN_ELSEWHERE:
-        raise UserError(f"{option} cannot vary {key}: {_GIVEN_ELSEWHERE[bare]}")
-
-
-def check_judges(option: str, key: str) -> None:
-    """Refuse to vary what values are judged by: the data, how they are evaluated, and the metric that is validated.
+    Args:
+        is_ranked: the key's values are ranked, so what ranks them is refused, too: the data, how they are evaluated,
+            and the metric that is validated.
 
     Raises:
         UserError: it is such a key.
     """
     section, _, name = key.strip().rpartition(".")
-    if section in ("evaluation", "data") or name == "valid_metric" or (not section and name in _JUDGING):
+    if section in ("", "data") and name in _GIVEN_ELSEWHERE:
+        raise UserError(f"{option} cannot vary {key}: {_GIVEN_ELSEWHERE[name]}")
+    ranks = section in ("evaluation", "data") or name == "valid_metric" or (not section and name in _RANKING)
+    if is_ranked and ranks:
         raise UserError(f"{option} cannot vary {key}: its values are judged by one metric on one data set")
 
 

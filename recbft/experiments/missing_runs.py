@@ -39,14 +39,14 @@ def prepare(
     configure: Callable[[ArmSpec, int], RunConfig],
     *,
     dataset: Dataset | None = None,
-    together: int = 1,
+    batch_seeds: int = 1,
 ) -> tuple[list[Job], Dataset]:
     """The runs of an experiment and its data, checked before anything is trained or written.
 
     Args:
         configure: the run of an arm and seed.
         dataset: the data that the runs will find where their config says, loaded already.
-        together: as in ``train_missing``.
+        batch_seeds: as in ``train_missing``.
 
     Raises:
         UserError: an arm cannot be configured, is not trained, is another's equal or cannot be compared, a folder holds
@@ -64,37 +64,37 @@ def prepare(
     found = [(job, status(job, dataset)) for job in jobs]
     for arm in arms:
         _check_begins([job.config for job, its in found if job.arm == arm and its == "missing"], dataset, arm)
-        if together > 1:
+        if batch_seeds > 1:
             _check_together([job.config for job, its in found if job.arm == arm and its != "finished"], arm)
     return jobs, dataset
 
 
 def train_missing(
-    jobs: Sequence[Job], dataset: Dataset, out: Path, *, workers: int, watch: Watcher, together: int = 1
+    jobs: Sequence[Job], dataset: Dataset, out: Path, *, workers: int, watch: Watcher, batch_seeds: int = 1
 ) -> None:
     """Train what is not finished, several runs at a time, after writing down the command of each.
 
     Args:
         jobs, dataset: as ``prepare`` returns them.
         workers: processes at a time.
-        together: most runs of an arm, which differ in their seed alone, that one process trains together.
+        batch_seeds: most runs of an arm, which differ in their seed alone, that one process trains together.
 
     Raises:
-        UserError: ``workers`` or ``together`` is not positive, or another command has put another run in a job's place.
+        UserError: ``workers`` or ``batch_seeds`` is not positive, or another command put another run in a job's place.
         RunError: runs failed, or the user broke it off; the message says how to go on.
     """
     check_positive("--jobs", workers)
-    check_positive("--batch-seeds", together)
+    check_positive("--batch-seeds", batch_seeds)
     write_commands(jobs, make_folder(out) / "commands.txt")
-    train_or_say(jobs, dataset, out, workers=workers, watch=watch, together=together)
+    train_or_say(jobs, dataset, out, workers=workers, watch=watch, batch_seeds=batch_seeds)
 
 
 def train_or_say(
-    jobs: Sequence[Job], dataset: Dataset, out: Path, *, workers: int, watch: Watcher, together: int = 1
+    jobs: Sequence[Job], dataset: Dataset, out: Path, *, workers: int, watch: Watcher, batch_seeds: int = 1
 ) -> None:
     """``train_all`` whose bad ends are one line each, and after which every job's run is the one asked for."""
     try:
-        failed = train_all(jobs, dataset, out / "queue", workers, watch, together)
+        failed = train_all(jobs, dataset, out / "queue", workers, watch, batch_seeds)
     except KeyboardInterrupt:
         done = sum(RunFolder(job.path).is_finished for job in jobs)
         raise RunInterruptedError(

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
@@ -81,7 +81,6 @@ def status(job: Job, dataset: Dataset) -> Status:
         return "missing"
     run = RunFolder.open(job.path)
     there = run.protocol
-    _check_fields(there, job)
     refuse_other_data(there["content_hash"], dataset, f"{job.path} holds a run", _REMEDY)
     refuse_other_settings(there["config"], to_dict(job.config), f"{job.path} holds a run with", _REMEDY)
     if there["recbft_version"] != recbft_version():
@@ -99,11 +98,3 @@ def write_commands(jobs: Sequence[Job], path: Path) -> None:
 
 def _with_threads(config: RunConfig) -> RunConfig:
     return replace(config, training=replace(config.training, threads=config.training.threads or 1))
-
-
-def _check_fields(protocol: dict[str, Any], job: Job) -> None:
-    missing = [name for name in ("content_hash", "config", "recbft_version") if name not in protocol]
-    if missing:
-        raise UserError(
-            f"{job.path / 'protocol.json'} lacks {', '.join(missing)}; restore it, or remove that folder to train again"
-        )

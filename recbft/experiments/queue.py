@@ -1,22 +1,18 @@
 """Train many runs at once, each in a process of its own, from a queue that is nothing but files.
 
     RUNS/NAME/           a run folder: missing, unfinished or finished
-    QUEUE/NAME.lock      who is training it
-    QUEUE/NAME.log       what was said by a training that failed
+    QUEUE/NAME.lock      held by the process that trains it
+    QUEUE/NAME.log       what a training that failed has printed
 
-Nothing else has to be remembered, so whatever stops a process, the same command goes on: a killed worker leaves the
-state after its last epoch, a worker whose parent was killed ends itself, and two commands on the same folders take
-turns at the runs; one that finds a run of other settings there is refused. A worker that the system ended is started
-again once, and again for as long as the run gets further.
-Runs that differ in their seed alone can share a worker, which trains them together (``training.many_seeds``).
+These files are the whole state, so the same command goes on after any interruption. A killed worker leaves the state
+after its last epoch. A worker whose command was killed ends itself. Two commands on the same folders share the runs; a
+command that finds a run of other settings there refuses to go on. A worker that the system ended is started again once,
+and again for as long as the run gets further. Runs that differ in their seed alone can share a worker, which trains
+them together (``training.many_seeds``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -79,14 +75,14 @@ class Watcher(Protocol):
 
 
 def train_all(
-    jobs: Sequence[Job], dataset: Dataset, queue: Path, workers: int, watch: Watcher, together: int = 1
+    jobs: Sequence[Job], dataset: Dataset, queue: Path, workers: int, watch: Watcher, batch_seeds: int = 1
 ) -> list[Failure]:
     """Train what is not finished in ``workers`` processes at a time; returns the runs that failed.
 
     Args:
         dataset: the data of all jobs.
         queue: folder for locks and logs; shared by all commands that share the runs.
-        together: most runs of an arm that one process trains together.
+        batch_seeds: most runs of an arm that one process trains together.
 
     Raises:
         UserError: another command has put another run in a job's place; the workers have ended.
@@ -96,13 +92,15 @@ def train_all(
     watch.start(len(jobs), len(jobs) - len(todo))
     try:
         with single_threaded(), terminable():
-            failed = _Queue(_bundles(todo, together), dataset, queue, workers, watch).work()
+            failed = _Queue(_bundles(todo, batch_seeds), dataset, queue, workers, watch).work()
         if not failed:
             for job in jobs:  # what workers left that were killed
                 log_of(queue, job).unlink(missing_ok=True)
         return failed
     finally:
         watch.stop()
+        for job in jobs:
+            locks.clear(queue, job.path.name)
 
 
 Bundle = tuple[Job, ...]  # the runs of one worker
@@ -160,7 +158,7 @@ class _Queue:
         for bundle in list(self.waiting):
             if len(self.running) >= self.workers:
                 return
-            jobs = tuple(job for job in bundle if locks.holder(self.folder, job.path.name) is None)
+            jobs = tuple(job for job in bundle if not self._is_locked(job))
             if not jobs:
                 continue
             self.waiting = _without(self.waiting, {job.path for job in jobs})
@@ -173,7 +171,6 @@ class _Queue:
         code = worker.process.exitcode
         if code == LOST:
             self._end_lost(worker)
-        self._release(worker)
         word = last_word(worker.said)
         left = tuple(job for job in worker.jobs if not RunFolder(job.path).is_finished)
         for job in worker.jobs:
@@ -197,26 +194,19 @@ class _Queue:
                 self.watch.failed(self.failed[-1])
 
     def _end_lost(self, worker: _Worker) -> None:
-        """End a worker whose fork server has died: it may be at work still, but nobody would hear of its end.
-
-        One that has no lock yet ends by itself, when this command lets go of it.
-        """
-        pid, deadline = worker.process.pid, time.monotonic() + _PATIENCE
-        held = [locks.holder(self.folder, job.path.name) for job in worker.jobs]
-        if any(owner is not None and owner.pid == pid and owner.host == socket.gethostname() for owner in held):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            while locks.started(pid) is not None and time.monotonic() < deadline:
-                time.sleep(0.01)
+        """End a worker whose fork server has died: it may be at work still, but nobody would hear of its end."""
+        worker.process.close()  # it ends when this command lets go of it, as when the command itself had ended
+        deadline = time.monotonic() + _PATIENCE
+        while any(map(self._is_locked, worker.jobs)) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _may_try_again(self, worker: _Worker, left: Bundle) -> bool:
         retries = 0 if _epochs(worker.jobs) > worker.first_epochs else worker.retries + 1
         self.retries[left[0].path] = retries
         return retries <= 1
 
-    def _release(self, worker: _Worker) -> None:
-        for job in worker.jobs:
-            locks.release(self.folder, job.path.name, worker.process.pid)
+    def _is_locked(self, job: Job) -> bool:
+        return locks.is_held(self.folder, job.path.name)
 
     def _look(self) -> list[Running]:
         ours = [
@@ -226,7 +216,7 @@ class _Queue:
         ]
         theirs = []
         for job in (job for bundle in self.waiting for job in bundle):
-            if locks.holder(self.folder, job.path.name) is not None:
+            if self._is_locked(job):
                 since, first = self.seen_elsewhere.setdefault(job.path, (time.monotonic(), len(_history(job))))
                 theirs.append(_running(job, since, first, elsewhere=True))
         return ours + theirs
@@ -239,19 +229,18 @@ class _Queue:
             worker.process.join(_PATIENCE)
             worker.process.kill()
             worker.process.join()
-            self._release(worker)
             log = log_of(self.folder, worker.jobs[0])
             if log.is_file() and not log.stat().st_size:
                 log.unlink()
 
 
-def _bundles(jobs: Sequence[Job], together: int) -> list[Bundle]:
-    """At most ``together`` runs of one arm to a bundle, in the order of the first of each."""
+def _bundles(jobs: Sequence[Job], batch_seeds: int) -> list[Bundle]:
+    """At most ``batch_seeds`` runs of one arm to a bundle, in the order of the first of each."""
     open_bundles: dict[str, list[Job]] = {}
     bundles: list[list[Job]] = []
     for job in jobs:
         bundle = open_bundles.get(job.arm.label)
-        if bundle is None or len(bundle) >= together:
+        if bundle is None or len(bundle) >= batch_seeds:
             bundle = open_bundles[job.arm.label] = []
             bundles.append(bundle)
         bundle.append(job)

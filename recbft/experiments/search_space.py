@@ -12,7 +12,7 @@ from typing import Any
 from recbft.config.fields import by_setting, is_whole
 from recbft.config.yaml_text import parse_setting, place
 from recbft.errors import UserError
-from recbft.experiments.arms import check_judges, check_varies
+from recbft.experiments.arms import check_varies
 from recbft.experiments.lists import split_list
 from recbft.training.run_config import RunConfig, sections_of
 
@@ -63,8 +63,7 @@ def parse_space(texts: Sequence[str]) -> list[Dimension]:
     """
     space = [_dimension(text) for text in texts]
     for dimension in space:
-        check_varies("--space", dimension.key)
-        check_judges("--space", dimension.key)
+        check_varies("--space", dimension.key, is_ranked=True)
     return space
 
 

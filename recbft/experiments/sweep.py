@@ -16,7 +16,7 @@ from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import headline_setting
-from recbft.experiments.arms import ArmSpec, check_judges, check_varies
+from recbft.experiments.arms import ArmSpec, check_varies
 from recbft.experiments.lists import split_list
 from recbft.experiments.plan import Job
 from recbft.runs.folder import RunFolder
@@ -43,8 +43,7 @@ def plan_sweep(vary: str, arm: str, configure: Callable[[ArmSpec], RunConfig]) -
     texts = [part for part in split_list(text) if part]
     if not equals or not texts:
         raise UserError(f"--vary {vary!r} is not KEY=VALUE,VALUE,...; write for example core.lam_max=10,20,50")
-    check_varies("--vary", key)
-    check_judges("--vary", key)
+    check_varies("--vary", key, is_ranked=True)
     base = ArmSpec(arm, arm)
     default = by_setting(to_dict(configure(base)))
     arms, full = [base], ""

@@ -3,10 +3,9 @@
     OUT/study.db            the study, in SQLite; the same command goes on with it
     OUT/runs/trial-HASH-seedN/   runs, named for their settings, so that a trial broken off goes on where it was
 
-No point of a space that can be counted is tried twice: its runs would be the same.
-A trial whose settings no run can have is failed for good. One whose training failed (a crash, a full disk) is taken up
-again by the next command: nothing tells whether its settings were to blame.
-Test metrics are not looked at. Optuna is an extra, ``recbft[tune]``.
+No point of a space that can be counted is tried twice: its runs would be the same. A trial whose settings no run can
+have is failed for good. A trial whose training failed (a crash, a full disk) is taken up again by the next command:
+nothing tells whether its settings were to blame. Test metrics are not used. Optuna is an extra, ``recbft[tune]``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import hashlib
 import importlib
 import random
 import secrets
-import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +30,7 @@ from recbft.experiments.missing_runs import SIDE_BY_SIDE, check_positive, prepar
 from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach
 from recbft.experiments.queue import Watcher
 from recbft.experiments.search_space import Dimension, all_points, check_each_once, of_kind
-from recbft.system.files import explained, make_folder
+from recbft.system.files import make_folder
 from recbft.system.torchrun import refuse_several
 from recbft.training.build import check_begins
 from recbft.training.run_config import RunConfig
@@ -43,7 +41,6 @@ _AGAIN = "asked for again"  # numbers of trials that do not count, since another
 _FAILED = "training failed"  # of a trial: what its training said
 _IMPOSSIBLE = "cannot be run"  # of a trial: why no run can have its values
 _VALIDATION = "validation"  # of a trial: the mean best validation, which is not its value where the objective is tail
-_ROOM = 2**20  # bytes on the disk without which a trial need not be tried
 
 
 def search(
@@ -69,7 +66,7 @@ def search(
             another search or other data, in another command's hands or unreadable, a setting is named twice or has no
             such value, runs are too short for the objective, or no trial has values that go together.
         RunInterruptedError: the user stopped it; the same command goes on.
-        RunError: the disk is full, or every trial failed.
+        RunError: the study cannot be written, or every trial failed.
     """
     refuse_several(SIDE_BY_SIDE)
     check_positive("--jobs", workers)
@@ -91,8 +88,7 @@ def search(
     make_folder(out / "queue")
     with _alone(out), _ends_explained(out / "study.db", optuna):
         study = _open_study(out / "study.db", optuna, prune)
-        _check_same(study, space, base, seeds, objective)
-        _check_same_data(study, dataset)
+        _check_same(study, space, base, dataset, seeds, objective)
         _take_up_trials(study, optuna)
         # A study that goes on must not draw the points again that it began with.
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
@@ -142,8 +138,6 @@ def _outcome(trial: Any, settings: tuple[str, ...], asked: _Asked) -> tuple[str,
     except RunInterruptedError:
         raise RunInterruptedError("interrupted; the same command goes on with this trial") from None
     except RunError as error:
-        if _is_full(asked.out, error):  # the next trial would fail as well; this one is left open
-            raise
         asked.watch.note(f"this trial failed: {error}")
         trial.set_user_attr(_FAILED, str(error))
         return "FAIL", None
@@ -184,14 +178,13 @@ def load_optuna() -> Any:
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """No second command searches here: each would take the other's open trial for one that was broken off."""
-    with explained(out):
-        is_free = locks.acquire(out / "queue", _STUDY)
-    if not is_free:
+    lock = locks.acquire(out / "queue", _STUDY)
+    if lock is None:
         raise UserError(f"another `recbft tune` is at work in {out}; wait for its end, or give another --out")
     try:
         yield
     finally:
-        locks.release(out / "queue", _STUDY)
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -203,13 +196,10 @@ def _ends_explained(file: Path, optuna: Any) -> Iterator[None]:
     except KeyboardInterrupt:
         raise RunInterruptedError("interrupted; the same command goes on") from None
     except (sql_errors, optuna.exceptions.StorageInternalError) as error:
-        reason = f"no space left while writing {file}" if _has_no_room(file.parent) else f"{file}: {_said(error)}"
-        raise RunError(f"{reason}; the trials that ended are kept: mend the cause and give the same command") from None
-
-
-def _said(error: BaseException) -> str:
-    """What a database says, in one line."""
-    return str(error.__cause__ or error).splitlines()[0]
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise RunError(
+            f"{file}: {reason}; the trials that ended are kept: mend the cause and give the same command"
+        ) from None
 
 
 def _open_study(file: Path, optuna: Any, prune: bool) -> Any:
@@ -222,8 +212,6 @@ def _open_study(file: Path, optuna: Any, prune: bool) -> Any:
             _begin_study(file, optuna)
         return optuna.load_study(study_name=_STUDY, storage=_address(file), pruner=pruner)
     except (sql_errors, optuna.exceptions.OptunaError, RuntimeError, KeyError) as error:
-        if _has_no_room(file.parent):
-            raise RunError(f"no space left while writing {file}; free some space and run again") from None
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{file} cannot be read as a study ({reason}); move it away to begin anew, or give another --out"
@@ -252,37 +240,30 @@ def _address(file: Path) -> str:
     return str(made.render_as_string())
 
 
-def _check_same(study: Any, space: Sequence[Dimension], base: RunConfig, seeds: Sequence[int], objective: str) -> None:
+def _check_same(
+    study: Any, space: Sequence[Dimension], base: RunConfig, dataset: Dataset, seeds: Sequence[int], objective: str
+) -> None:
     """A study is of one search: its objective, model, data, fixed settings, space and seeds."""
     there = study.user_attrs
-    begun = there.get("objective", "best" if there else objective)  # studies of earlier versions do not say theirs
+    begun = there.get("objective", objective)
     if begun != objective:
         raise UserError(
             f"the study in --out was begun with --objective {begun}, and {objective} is asked for; give another --out, "
             f"or --objective {begun}"
         )
-    study.set_user_attr("objective", objective)
-    config = there.setdefault("config", base.to_yaml())
+    remedy = "give another --out, or {} it was begun with"
+    config = there.get("config", base.to_yaml())
     before, now = (parse_yaml(text, "the study's config") for text in (config, base.to_yaml()))
-    refuse_other_settings(
-        before, now, "the study in --out was begun with", "give another --out, or the options it was begun with"
-    )
-    study.set_user_attr("config", config)
-    for name, value in {"space": [repr(dimension) for dimension in space], "list of seeds": list(seeds)}.items():
-        if there.setdefault(name, value) != value:
-            raise UserError(
-                f"the study in --out has another {name}; give another --out, or the options it was begun with"
-            )
+    refuse_other_settings(before, now, "the study in --out was begun with", remedy.format("the options"))
+    # Values on other data are no match for those of the trials before, whatever the file is called.
+    content = there.get("content_hash", dataset.content_hash)
+    refuse_other_data(content, dataset, "the study in --out was begun", remedy.format("the data"))
+    lists = {"space": [repr(dimension) for dimension in space], "list of seeds": list(seeds)}
+    for name, value in lists.items():
+        if there.get(name, value) != value:
+            raise UserError(f"the study in --out has another {name}; {remedy.format('the options')}")
+    for name, value in {"objective": objective, "config": config, "content_hash": content, **lists}.items():
         study.set_user_attr(name, value)
-
-
-def _check_same_data(study: Any, dataset: Dataset) -> None:
-    """Values on other data are no match for those of the trials before, whatever the file is called."""
-    # A study of an earlier version does not say what it is of.
-    content = study.user_attrs.get("content_hash", dataset.content_hash)
-    remedy = "give another --out, or the data it was begun with"
-    refuse_other_data(content, dataset, "the study in --out was begun", remedy)
-    study.set_user_attr("content_hash", content)
 
 
 def _results(study: Any, out: Path) -> dict[str, Any]:
@@ -302,7 +283,7 @@ def _results(study: Any, out: Path) -> dict[str, Any]:
         "trials": [
             {
                 "settings": trial.params,
-                "validation": trial.user_attrs.get(_VALIDATION, trial.value),
+                "validation": trial.user_attrs[_VALIDATION],
                 "value": trial.value,
             }
             for trial in done
@@ -331,15 +312,6 @@ def _untried(study: Any, points: Sequence[dict[str, Any]]) -> list[dict[str, Any
     """Those that no trial which has ended had."""
     tried = [trial.params for trial in _counted(study) if trial.state.is_finished()]
     return [point for point in points if point not in tried]
-
-
-def _is_full(out: Path, error: RunError) -> bool:
-    """Whether the disk is full; a worker's log may have had no room to say so."""
-    return "no space left" in str(error).lower() or _has_no_room(out)
-
-
-def _has_no_room(folder: Path) -> bool:
-    return shutil.disk_usage(folder).free < _ROOM
 
 
 def _number(study: Any) -> int:

@@ -38,16 +38,14 @@ def work(jobs: Sequence[Job], queue: Path, content_hash: str, say: Connection) -
     if parent is not None and not parent.is_alive():  # it was broken off while this worker was made
         return
     keep_freed_memory()
-    names = [job.path.name for job in jobs]
-    taken: list[str] = []
+    taken: list[locks.Lock] = []
     log, logs = log_of(queue, jobs[0]), False
     try:
-        for name in names:
-            if locks.acquire(queue, name):
-                taken.append(name)
-        if taken != names:
-            sys.exit(ELSEWHERE)
-        threading.Thread(target=_live_with_parent, args=(queue, names), daemon=True).start()
+        for job in jobs:
+            if (lock := locks.acquire(queue, job.path.name)) is None:
+                sys.exit(ELSEWHERE)
+            taken.append(lock)
+        threading.Thread(target=_live_with_parent, daemon=True).start()
         with explained(log):
             _say_into(log)
         logs = True
@@ -71,8 +69,8 @@ def work(jobs: Sequence[Job], queue: Path, content_hash: str, say: Connection) -
                 print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     finally:
-        for name in taken:
-            locks.release(queue, name)
+        for lock in taken:
+            lock.release()
     if heard:
         with contextlib.suppress(OSError):
             say.send(Word(warnings=tuple(starmap(_with_count, heard.values()))[:_MOST]))
@@ -84,13 +82,11 @@ def log_of(queue: Path, job: Job) -> Path:
     return queue / f"{job.path.name}.log"
 
 
-def _live_with_parent(queue: Path, names: Sequence[str]) -> None:
-    """Keep the locks fresh, and end with the command that started this worker, however that ended."""
+def _live_with_parent() -> None:
+    """End with the command that started this worker, however that ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    while not wait([parent.sentinel], timeout=locks.TOUCH_SECONDS):
-        for name in names:
-            locks.touch(queue, name)
+    wait([parent.sentinel])
     os._exit(1)
 
 

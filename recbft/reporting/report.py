@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recbft.comparing.comparison import COMPARISON_FILE, Comparison
-from recbft.comparing.machines import notes_on_machines
+from recbft.comparing.provenance import notes_on_machines
 from recbft.comparing.results import results_of
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import listed

@@ -1,37 +1,45 @@
-"""A small data set and a run on it, for the commands."""
+"""A small data set, a run on it and a comparison, for the commands."""
 
 from __future__ import annotations
 
 import pytest
 
-from recbft.datasets.synth import SyntheticConfig, generate
 from recbft_cli.main import main
+from tests.experiments.conftest import SMALL, events
 
-SMALL = ["epochs=3", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu"]
+__all__ = ["events"]
+
 SETTINGS = [word for setting in SMALL for word in ("--set", setting)]
 
 
 def run(capsys, *arguments):
+    capsys.readouterr()
     code = main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
 
 def train(capsys, events, out, *more):
-    return run(capsys, "train", "-d", events, "--set", "time=timestamp", "--out", out, *SETTINGS, *more)
+    return run(capsys, "train", "-d", events, "--out", out, *SETTINGS, "--set", "epochs=3", *more)
 
 
-@pytest.fixture(scope="module")
-def events(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "tiny.parquet"
-    config = SyntheticConfig(num_users=120, num_items=80, mean_length=8.0, seed=3)
-    generate(config).events.to_parquet(path)
-    return path
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(events, tmp_path_factory):
-    """A finished run and what training printed; tests that change it work on a copy."""
+    """A finished run; tests that change it work on a copy."""
     out = tmp_path_factory.mktemp("runs")
-    assert main(["train", "-d", str(events), "--set", "time=timestamp", "--out", str(out), "-q", *SETTINGS]) == 0
+    words = ["train", "-d", str(events), "--out", str(out), "-q", *SETTINGS, "--set", "epochs=3"]
+    assert main(words) == 0
     return out / "sasrec-bft-tiny-seed0"
+
+
+@pytest.fixture(scope="session")
+def made(events, tmp_path_factory):
+    """The folder of a finished comparison; tests that change it work on a copy."""
+    out = tmp_path_factory.mktemp("made") / "out"
+    assert main(["compare", *map(str, comparing(events, out, "--jobs", "2"))]) == 0
+    return out
+
+
+def comparing(events, out, *more):
+    """The options of that comparison."""
+    return ["-d", events, *SETTINGS, "--arms", "matched,bft[lam_max=10]", "--seeds", "0-1", "--out", out, *more]

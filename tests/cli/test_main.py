@@ -65,28 +65,17 @@ def test_the_version_is_printed(capsys):
     ("arguments", "message"),
     [
         (["tran"], "no such command 'tran'"),
-        (["train", "--sed", "3"], "no such option"),
         (["train", "--seed", "x"], "invalid value for '--seed'"),
-        (["train", "--out"], "'--out' requires an argument"),
         (["evaluate"], "missing argument 'RUN'; see recbft evaluate --help"),
         (["train", "--resume", "runs/x", "--seed", "0"], "--seed has no effect with --resume"),
-        (["train", "--resume", "runs/x", "--out", "runs"], "--out has no effect with --resume"),
         (["train", "-m", "sasrek"], "model is 'sasrek'; did you mean 'sasrec'?"),
-        (["train", "--arm", "btf"], "arm of sasrec is 'btf'; did you mean 'bft'?"),
         (["train", "-d", "ml-100k", "--set", "epocs=3"], "unknown key 'epocs'; did you mean 'epochs'?"),
-        (["train", "-d", "ml-100k", "--set", "epochs"], "setting 'epochs' is not key=value"),
-        (["train", "-d", "ml-100k", "--set", "dropout=1.5"], "backbone.dropout is 1.5; give a number >= 0 and < 1"),
-        (["train", "--config", "no.yaml"], "no.yaml: no such file; give the path of a YAML file"),
         (["train", "-d", "ml-2m"], "unknown data set 'ml-2m'; did you mean 'ml-1m'?"),
-        (["train", "-d", "no.csv"], "no.csv: no such file; check the path"),
         (["evaluate", "no-run"], "there is no run folder no-run"),
         (["evaluate", "no-run", "--both", "--filter-seen"], "--filter-seen has no effect with --both"),
-        (["recommend", "no-run", "--histories", "x.csv"], "there is no run folder no-run"),
         (["recommend", "no-run", "--histories", "x.csv", "--out", "x.json"], "let the name end in .parquet or .csv"),
-        (["data", "show", "ml-2m"], "unknown data set 'ml-2m'"),
         (["data", "list", "--data-root", "no-folder"], "no-folder: the data root is not a folder"),
         (["data", "synth", "--out", "x", "--set", "num_user=3"], "unknown key 'num_user'; did you mean 'num_users'?"),
-        (["models", "sasrek"], "model is 'sasrek'; did you mean 'sasrec'?"),
         (["models", "--arm", "bft"], "--arm needs a model"),
     ],
 )
@@ -164,15 +153,14 @@ def test_ctrl_c_inside_a_command_is_a_failed_run(capsys, monkeypatch):
     assert (code, out, err.strip()) == (1, "", "error: interrupted")
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-def test_a_stream_that_the_shell_closed_leads_nowhere_and_no_file_takes_its_number(closed, tmp_path):
+def test_a_stream_that_the_shell_closed_leads_nowhere_and_no_file_takes_its_number(tmp_path):
     code = (
         "import sys; from recbft_cli.main import main; code = main(['data', 'list']), main(['evaluate', 'x']); "
         "file = open(sys.argv[1], 'w'); file.write(f'{code} {file.fileno() > 2} {sys.stdin.read()!r}')"
     )
     told = tmp_path / "told"
     command = [sys.executable, "-c", code, str(told)]
-    subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], stdin=subprocess.DEVNULL, capture_output=True)
+    subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], stdin=subprocess.DEVNULL, capture_output=True)
     assert told.read_text() == "(0, 2) True ''"
 
 
@@ -217,12 +205,6 @@ def test_data_prepare_writes_what_data_show_and_dataset_load_read(capsys, events
     assert direct.content_hash in shown
 
 
-def test_data_prepare_leaves_no_file_when_the_data_is_bad(capsys, events, tmp_path):
-    code, _, err = run(capsys, "data", "prepare", events, "--user", "who", "--out", tmp_path / "p.parquet")
-    assert code == 2 and "no column 'who'" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["events.csv"]
-
-
 @pytest.mark.parametrize("more", [[], ["--where", "rating>=4"], ["--deduplicate", "last"]])
 def test_data_prepare_does_not_replace_the_file_it_reads(capsys, monkeypatch, tmp_path, more):
     monkeypatch.chdir(tmp_path)
@@ -243,16 +225,9 @@ def test_data_prepare_does_not_replace_the_file_it_reads(capsys, monkeypatch, tm
 def test_the_synthetic_data_set_may_be_written_twice(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        for more in (["--out", "synthetic.parquet"], ["--out", "synthetic", "--to", "recbole"]):
-            code, _, err = run(capsys, "data", "prepare", "synthetic", "--data-root", tmp_path, *more)
-            assert code == 0, err
-
-
-def test_data_synth_into_a_file_is_refused(capsys, tmp_path):
-    out = tmp_path / "out"
-    out.write_text("mine")
-    code, _, err = run(capsys, "data", "synth", "--out", out)
-    assert (code, err) == (2, f"error: cannot write {out}: not a folder; name another place\n")
+        words = ["data", "prepare", "synthetic", "--data-root", tmp_path, "--out", "synthetic.parquet"]
+        code, _, err = run(capsys, *words)
+        assert code == 0, err
 
 
 def test_a_file_without_header_is_read_with_columns_and_separator(capsys, tmp_path):
@@ -279,11 +254,6 @@ def test_data_synth_writes_events_and_truth(capsys, tmp_path):
         "synthetic.truth-users.parquet",
     ]
     assert str(out) in printed
-
-
-def test_models_lists_models_and_arms(capsys):
-    code, out, _ = run(capsys, "models")
-    assert code == 0 and all(word in out for word in ("sasrec", "published", "matched", "bft", "pop"))
 
 
 def test_models_prints_settings_that_train_accepts_as_a_file(capsys, tmp_path):

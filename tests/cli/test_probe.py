@@ -198,11 +198,6 @@ def test_a_p_shows_on_which_side_of_5_percent_it_lies(p, said):
     assert lines[1].endswith(f" {said}")
 
 
-def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
-    code, _, err = run(capsys, tmp_path / "nothing")
-    assert code == 2 and "there is no run folder" in err
-
-
 def test_a_user_of_other_data_is_explained_in_the_model_s_unit_of_time(capsys, tmp_path):
     made = generate(SyntheticConfig(num_users=40, num_items=64, mean_length=8.0, seed=3)).events
     when = {unit: pd.to_datetime(made["timestamp"] * 1000 + (unit == "ms"), unit="ms") for unit in ("ms", "s")}

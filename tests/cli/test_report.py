@@ -8,33 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from recbft.datasets.synth import SyntheticConfig, generate
-from recbft_cli.main import main
-
-SMALL = ["epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "time=timestamp"]
+from tests.cli.conftest import run
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    out = tmp_path_factory.mktemp("comparison")
-    config = SyntheticConfig(num_users=100, num_items=60, mean_length=7.0, seed=3)
-    generate(config).events.to_parquet(out / "tiny.parquet")
-    settings = [word for setting in SMALL for word in ("--set", setting)]
-    words = ["compare", "-d", out / "tiny.parquet", "--arms", "matched,bft", "--seeds", "0-1", "--out", out / "made"]
-    assert main([str(word) for word in [*words, *settings]]) == 0
-    return out / "made"
+def folder(made, tmp_path_factory):
+    return Path(shutil.copytree(made, tmp_path_factory.mktemp("comparison") / "made"))
 
 
 @pytest.fixture
 def runs(folder):
     return sorted((folder / "runs").glob("*-seed*"))
-
-
-def run(capsys, *arguments):
-    capsys.readouterr()
-    code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def plain(out):
@@ -75,15 +59,10 @@ def test_without_matplotlib_tables_and_page_are_still_made(capsys, folder, tmp_p
     [
         (["report", "no-folder"], "no-folder holds no comparison.json"),
         (["report", "{folder}", "--format", "htlm"], "unknown format 'htlm'; did you mean 'html'?"),
-        (["report", "{folder}", "--format", ","], "no format is given"),
         (["stratify", "no-folder"], "there is no folder no-folder"),
-        (["stratify", "{folder}", "--by", "item"], "unknown strata 'item'"),
         (["stratify", "{folder}", "--by", ","], "--by is empty"),
-        (["stratify", "{folder}", "--quantiles", "1"], "quantiles is 1; give 2 or more"),
-        (["stratify", "{folder}", "--metric", "auc"], "unknown metric 'auc'"),
         (["stratify", "{folder}", "--setting", "both"], "invalid value for '--setting'"),
         (["stratify", "{folder}", "--baseline", "{folder}"], "--baseline has no effect on a comparison"),
-        (["stratify", "{folder}/runs"], "holds no comparison.json"),
     ],
 )
 def test_bad_usage_is_one_line(capsys, folder, tmp_path, monkeypatch, arguments, message):
@@ -106,16 +85,6 @@ def test_stratify_prints_each_partition_of_a_comparison(capsys, folder, tmp_path
     assert plain(out).count("Confound check: Pearson r") == 3 and "Holm over the" in plain(out)
     names = {path.name for path in (tmp_path / "strata").iterdir()}
     assert {"tables.md", "tables.tex", "strata-grid-hr-10.csv"} <= names
-
-
-def test_what_is_asked_for_twice_is_printed_once(capsys, folder, tmp_path):
-    once, twice = (
-        run(capsys, "stratify", folder, "--by", by, "--metric", metrics)
-        for by, metrics in (("first-time", "hr@10"), ("first-time,first-time", "hr@10, hr@10"))
-    )
-    assert once == twice and once[0] == 0
-    _, out, _ = run(capsys, "report", folder, "--format", "md,md", "--out", tmp_path)
-    assert out.count("written: ") == 1
 
 
 def test_files_of_an_earlier_call_are_named_and_kept(capsys, folder, tmp_path):
@@ -147,14 +116,3 @@ def test_stratify_says_what_it_lacks_when_the_data_set_is_gone(capsys, folder, t
     code, out, err = run(capsys, "stratify", copy, "--metric", "hr@10", "--quantiles", "2")
     assert code == 0 and "distinct targets only, since the data set is not at hand" in plain(out)
     assert err.startswith("recency is left out: ") and "gone.parquet" in err and err.count("\n") == 1
-
-
-def test_an_out_that_is_a_file_is_refused(capsys, folder, tmp_path):
-    out = tmp_path / "out"
-    out.write_text("mine")
-    code, said, err = run(capsys, "report", folder, "--out", out, "--format", "md")
-    assert (code, said, err) == (2, "", f"error: cannot write {out}: not a folder; name another place\n")
-    (tmp_path / "some").mkdir()
-    (tmp_path / "some" / "csv").write_text("mine")
-    code, said, err = run(capsys, "report", folder, "--out", tmp_path / "some", "--format", "csv")
-    assert (code, said, err) == (2, "", f"error: cannot write {tmp_path}/some/csv: not a folder; name another place\n")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECBFT = (sys.executable, "-c", "import sys; from recbft_cli.main import main; sys.exit(main())")
 
 
-@pytest.fixture(scope="session")
-def events(tmp_path_factory):
-    path = tmp_path_factory.mktemp("experiment-data") / "tiny.parquet"
-    generate(SyntheticConfig(num_users=60, num_items=60, mean_length=7.0, seed=3)).events.to_parquet(path)
-    return path
+_MADE = {}  # by name, once whichever folder of tests asks for it
 
 
 def jobs_of(events, out, arms="matched,bft", seeds=(0, 1), settings=()):
@@ -34,12 +34,21 @@ def jobs_of(events, out, arms="matched,bft", seeds=(0, 1), settings=()):
 
 
 @pytest.fixture(scope="session")
+def events(tmp_path_factory):
+    if "events" not in _MADE:
+        _MADE["events"] = path = tmp_path_factory.mktemp("experiment-data") / "tiny.parquet"
+        generate(SyntheticConfig(num_users=60, num_items=60, mean_length=7.0, seed=3)).events.to_parquet(path)
+    return _MADE["events"]
+
+
+@pytest.fixture(scope="session")
 def trained(events, tmp_path_factory):
     """An experiment's folder with two arms over three seeds, all finished; tests that change it work on a copy."""
-    out = tmp_path_factory.mktemp("trained")
-    for job in jobs_of(events, out, seeds=(0, 1, 2)):
-        train(job.config, job.path)
-    return out
+    if "trained" not in _MADE:
+        _MADE["trained"] = out = tmp_path_factory.mktemp("trained")
+        for job in jobs_of(events, out, seeds=(0, 1, 2)):
+            train(job.config, job.path)
+    return _MADE["trained"]
 
 
 @pytest.fixture
@@ -50,6 +59,26 @@ def copied(trained, tmp_path):
 
 def runs_in(out, pattern="*"):
     return sorted(out.glob(f"runs/{pattern}-seed*"))
+
+
+def wait_for(condition, seconds=240):  # a new session may get a tenth of a busy machine
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def begin(words):
+    """A command in a process and session of its own, which hears Ctrl-C whatever the shell of the tests ignores."""
+    return subprocess.Popen(
+        [*RECBFT, *map(str, words)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 class Watch:

@@ -5,7 +5,7 @@ import pytest
 from recbft.comparing.labels import arm_name
 from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec, check_distinct, check_judges, check_varies, parse_arms, settings_of
+from recbft.experiments.arms import ArmSpec, check_distinct, check_varies, parse_arms, settings_of
 from recbft.experiments.lists import parse_seeds
 from recbft.training.run_config import load_run_config
 
@@ -76,13 +76,7 @@ def test_what_a_command_sets_is_named_by_section_and_key_and_a_controller_is_who
 )  # fmt: skip
 def test_what_values_are_judged_by_is_not_varied(key):
     with pytest.raises(UserError, match=f"--vary cannot vary {key}: its values are judged by one metric on one data"):
-        check_judges("--vary", key)
-
-
-@pytest.mark.parametrize("key", ["lam_max", "core.lam_max", "mixing.time", "training.epochs", "dropout", "mixer"])
-def test_what_decides_the_model_or_its_training_is_varied(key):
-    check_judges("--vary", key)
-    check_varies("--vary", key)
+        check_varies("--vary", key, is_ranked=True)
 
 
 def test_an_unknown_arm_is_named_with_the_nearest():
@@ -92,7 +86,7 @@ def test_an_unknown_arm_is_named_with_the_nearest():
 
 def test_seeds_are_numbers_and_ranges():
     assert parse_seeds("0-2,7, 5") == [0, 1, 2, 7, 5]
-    assert parse_seeds("4294967295") == [2**32 - 1] and len(parse_seeds("0-9999")) == 10_000
+    assert len(parse_seeds("0-9999")) == 10_000
 
 
 @pytest.mark.parametrize(
@@ -101,8 +95,6 @@ def test_seeds_are_numbers_and_ranges():
         ("0-", r"--seeds has '0-'; give numbers and ranges"),
         ("3-1", r"empty range '3-1'"),
         ("0-3,2", r"names a seed twice"),
-        ("0-9999999999", r"'0-9999999999'; a seed is below 2\*\*32, which is 4,294,967,296: give smaller numbers"),
-        ("4294967296", r"'4294967296'; a seed is below 2\*\*32"),
         ("0-4294967295", r"'0-4294967295' names more than 10,000 seeds; give fewer"),
         ("0-9999,10000", r"'0-9999,10000' names more than 10,000 seeds; give fewer"),
         ("9" * 5000, r"give numbers and ranges"),

@@ -8,9 +8,7 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import threading
-import time
 import warnings
 
 import pandas as pd
@@ -18,18 +16,16 @@ import pytest
 import torch
 
 from recbft.errors import RunError, UserError
-from recbft.experiments import experiment, locks, processes, queue, worker
-from recbft.experiments.arms import ArmSpec, parse_arms, settings_of
+from recbft.experiments import locks, missing_runs, processes, queue, worker
+from recbft.experiments.arms import ArmSpec, parse_arms
 from recbft.experiments.missing_runs import prepare, train_missing
 from recbft.experiments.plan import plan, status, write_commands
 from recbft.experiments.queue import train_all
 from recbft.runs.folder import RunFolder
 from recbft.training.one_run import train
-from recbft.training.run_config import load_run_config
 from recbft_cli.main import main
-from tests.experiments.conftest import RECBFT, ROOT, SMALL, Watch, jobs_of, runs_in
+from tests.experiments.conftest import SMALL, Watch, begin, jobs_of, runs_in, wait_for
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LONG = ("epochs=40", "patience=1000")
 SHORT = ("epochs=3",)
 
@@ -42,43 +38,35 @@ def data_of(jobs):
     return jobs[0].config.data.load()
 
 
-def wait_for(condition, seconds=240):  # a new session may get a tenth of a busy machine
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+def no_lock_and_no_log_is_left(out):
+    return list((out / "queue").iterdir()) == []
 
 
 def test_the_queue_trains_what_is_missing_and_the_numbers_are_those_of_training_alone(events, trained, tmp_path):
     jobs, watch = jobs_of(events, tmp_path), Watch()
     before = dict(os.environ)
     assert train_all(jobs, data_of(jobs), tmp_path / "queue", 2, watch) == []
-    assert dict(os.environ) == before
+    assert dict(os.environ) == before and no_lock_and_no_log_is_left(tmp_path)
     assert watch.said[0] == "0 of 4" and sorted(watch.said[1:-1]) == [f"finished {p.name}" for p in runs_in(tmp_path)]
-    assert {path.name for path in (tmp_path / "queue").iterdir()} == {"mutex"}, "no lock and no log is left"
     for path in runs_in(tmp_path):
         pd.testing.assert_frame_equal(ranks(path), ranks(trained / "runs" / path.name))
     again = Watch()
     assert train_all(jobs, data_of(jobs), tmp_path / "queue", 2, again) == [] and again.said == ["4 of 4", "stop"]
 
 
-def test_seeds_of_an_arm_are_trained_together_and_rank_as_when_trained_alone(events, trained, tmp_path):
-    jobs, watch = jobs_of(events, tmp_path), Watch()
-    train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=watch, together=2)
-    assert sorted(watch.said[1:-1]) == [f"finished {path.name}" for path in runs_in(tmp_path)]
-    assert {path.name for path in (tmp_path / "queue").iterdir()} == {"mutex"}, "no lock and no log is left"
-    for path in runs_in(tmp_path):
-        together = json.loads((path / "environment.json").read_text())["trained_together"]
-        assert together == [0, 1]
+def test_seeds_of_an_arm_are_trained_together_rank_as_when_alone_and_warn_once(events, trained, tmp_path):
+    older = trained / "runs" / "bft-seed0"
+    jobs, watch = jobs_of(events, tmp_path, f"bft,bft[warm_start={older},lam_max=50]"), Watch()
+    train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=watch, batch_seeds=2)
+    assert len([said for said in watch.said if said.startswith("finished ")]) == 4
+    assert no_lock_and_no_log_is_left(tmp_path)
+    for path in runs_in(tmp_path, "bft"):
+        assert json.loads((path / "environment.json").read_text())["trained_together"] == [0, 1]
         pd.testing.assert_frame_equal(ranks(path), ranks(trained / "runs" / path.name))
-
-
-def test_seeds_that_cannot_be_trained_together_are_refused_by_the_reason(events, tmp_path):
-    jobs = jobs_of(events, tmp_path, "matched[mixer=rfa]")
-    with pytest.raises(RunError, match="2 of 2 runs failed"):
-        train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch(), together=2)
-    with pytest.raises(UserError, match="--batch-seeds is 0; give a whole number of at least 1"):
-        train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch(), together=0)
+    (said,) = [text for text in watch.said if "other settings" in text]
+    assert re.fullmatch(
+        r"bft\[.* seed 0 and 1 more: this run begins from .*, which has other settings: core.lam_m.*", said
+    )
 
 
 def test_seeds_that_are_finished_already_need_not_be_trained_together(events, tmp_path):
@@ -88,11 +76,11 @@ def test_seeds_that_are_finished_already_need_not_be_trained_together(events, tm
     asked = (parse_arms("matched"), (0, 1), tmp_path, configure)
     state = torch.get_rng_state()
     with pytest.raises(UserError, match="--batch-seeds cannot be given with arm matched: several seeds cannot be"):
-        prepare(*asked, together=2)
+        prepare(*asked, batch_seeds=2)
     assert torch.equal(state, torch.get_rng_state()) and list(tmp_path.iterdir()) == []
     jobs, _ = prepare(*asked)
     train(jobs[0].config, jobs[0].path)
-    assert len(prepare(*asked, together=2)[0]) == 2
+    assert len(prepare(*asked, batch_seeds=2)[0]) == 2
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(events, tmp_path):
@@ -110,130 +98,131 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(events, tmp_path):
 
 def test_no_run_is_trained_on_data_that_changed_since_the_command_began(events, tmp_path):
     file = shutil.copy(events, tmp_path / "mine.parquet")
-    jobs = jobs_of(file, tmp_path)
+    jobs = jobs_of(file, tmp_path, "matched")
     dataset = data_of(jobs)
     pd.read_parquet(events)[:-1].to_parquet(file)
-    with pytest.raises(RunError, match=r"4 of 4 runs failed .*: this command began on data with content \w{12}, and"):
+    with pytest.raises(RunError, match=r"2 of 2 runs failed .*: this command began on data with content \w{12}, and"):
         train_missing(jobs, dataset, tmp_path, workers=1, watch=Watch())
     assert runs_in(tmp_path) == []
-    shutil.copy(events, file)  # the same content, written again
-    train_missing(jobs, dataset, tmp_path, workers=1, watch=Watch(), together=2)
 
 
-def test_no_workers_are_refused(events, tmp_path):
+@pytest.mark.parametrize(("option", "said"), [("workers", "--jobs"), ("batch_seeds", "--batch-seeds")])
+def test_a_number_of_processes_or_seeds_below_one_is_refused(events, tmp_path, option, said):
     jobs = jobs_of(events, tmp_path)
-    with pytest.raises(UserError, match="--jobs is 0; give a whole number of at least 1"):
-        train_missing(jobs, data_of(jobs), tmp_path, workers=0, watch=Watch())
+    with pytest.raises(UserError, match=f"{said} is 0; give a whole number of at least 1"):
+        train_missing(jobs, data_of(jobs), tmp_path, watch=Watch(), **{"workers": 1, option: 0})
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """The ids of the processes that a queue of this process has begun."""
+    start, pids = processes.Processes.start, []
+
+    def started(*arguments):
+        process, said = start(*arguments)
+        pids.append(process.pid)
+        return process, said
+
+    monkeypatch.setattr(processes.Processes, "start", started)
+    return pids
+
+
+def test_a_run_that_another_command_trains_is_waited_for(events, tmp_path, begun):
+    jobs, watch, elsewhere = jobs_of(events, tmp_path, "bft"), Watch(), set()
+    theirs = locks.acquire(tmp_path / "queue", jobs[0].path.name)
+    watch.look = lambda running, waiting: elsewhere.update(run.job.name for run in running if run.elsewhere)
+    watch.finished = lambda job, seconds: theirs.release()
+    assert train_all(jobs, data_of(jobs), tmp_path / "queue", 2, watch) == []
+    assert elsewhere == {jobs[0].name} and len(begun) == 2, "no process is begun for a run that is locked"
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_started_again_and_its_run_is_the_same(events, tmp_path):
-    jobs = jobs_of(events, tmp_path / "a", "bft", (0,), LONG)
-    whole = jobs_of(events, tmp_path / "b", "bft", (0,), LONG)
+def test_a_killed_worker_is_started_again_and_its_run_is_the_same(events, tmp_path, begun):
+    jobs, whole = (jobs_of(events, tmp_path / name, "bft", (0,), LONG) for name in "ab")
     folder, watch, failed = tmp_path / "a" / "queue", Watch(), []
     thread = threading.Thread(target=lambda: failed.extend(train_all(jobs, data_of(jobs), folder, 1, watch)))
     thread.start()
     wait_for(lambda: len(queue._history(jobs[0])) >= 2)
-    os.kill(locks.holder(folder, jobs[0].path.name).pid, signal.SIGKILL)
-    thread.join(120)
+    assert locks.is_held(folder, jobs[0].path.name)
+    os.kill(begun[0], signal.SIGKILL)
+    thread.join(240)
     assert failed == [] and "bft seed 0: ended by signal 9; going on with it" in watch.said
-    assert train_all(whole, data_of(whole), tmp_path / "b" / "queue", 1, Watch()) == []
+    assert len(begun) == 2 and no_lock_and_no_log_is_left(tmp_path / "a")
+    train(whole[0].config, whole[0].path)
     pd.testing.assert_frame_equal(ranks(jobs[0].path), ranks(whole[0].path))
 
 
-@pytest.mark.slow
-def test_a_worker_killed_again_and_again_without_progress_counts_as_failed(events, tmp_path):
-    jobs, folder, stop = jobs_of(events, tmp_path, "bft", (0,), LONG), tmp_path / "queue", threading.Event()
+def test_a_worker_killed_again_and_again_without_progress_counts_as_failed(events, tmp_path, begun, monkeypatch):
+    jobs, start = jobs_of(events, tmp_path, "bft", (0,)), processes.Processes.start
 
-    def kill_all():
-        while not stop.is_set():
-            if (owner := locks.holder(folder, jobs[0].path.name)) is not None:
-                os.kill(owner.pid, signal.SIGKILL)
-            time.sleep(0.001)
+    def started(*arguments):
+        process, said = start(*arguments)
+        process.kill()
+        return process, said
 
-    killer = threading.Thread(target=kill_all)
-    killer.start()
-    try:
-        failed = train_all(jobs, data_of(jobs), folder, 1, Watch())
-    finally:
-        stop.set()
-        killer.join()
-    assert [failure.reason for failure in failed] == ["ended by signal 9"]
+    monkeypatch.setattr(processes.Processes, "start", started)
+    failed = train_all(jobs, data_of(jobs), tmp_path / "queue", 1, Watch())
+    assert [failure.reason for failure in failed] == ["ended by signal 9"] and len(begun) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not processes.FORKS, reason="there is a fork server on Linux only")
-def test_runs_whose_fork_server_is_killed_are_taken_up_again(events, tmp_path):
-    jobs, watch, failed = jobs_of(events, tmp_path, "bft", settings=LONG), Watch(), []
-    folder = tmp_path / "queue"
+def test_runs_whose_fork_server_is_killed_are_taken_up_again(events, tmp_path, monkeypatch):
+    jobs, watch, failed, free = jobs_of(events, tmp_path, "bft", settings=LONG), Watch(), [], []
+    end_lost, folder = queue._Queue._end_lost, tmp_path / "queue"
+
+    def ended(self, worker):
+        end_lost(self, worker)
+        free.append(not any(map(self._is_locked, worker.jobs)))
+
+    monkeypatch.setattr(queue._Queue, "_end_lost", ended)
     thread = threading.Thread(target=lambda: failed.extend(train_all(jobs, data_of(jobs), folder, 2, watch)))
     thread.start()
     wait_for(lambda: any(len(queue._history(job)) >= 2 for job in jobs))
-    owners = [locks.holder(folder, job.path.name) for job in jobs]
     os.kill(processes.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
     thread.join(240)
     assert failed == [] and all(status(job, data_of(jobs)) == "finished" for job in jobs)
     assert any(said.endswith(": ended with the process that had started it; going on with it") for said in watch.said)
-    assert all(locks.started(owner.pid) != owner.started for owner in owners if owner), "none went on by itself"
-    assert {path.name for path in folder.iterdir()} == {"mutex"}
+    assert free and all(free), "none went on by itself"
+    assert no_lock_and_no_log_is_left(tmp_path)
 
 
-def command(events, out, length=LONG):
-    settings = [word for setting in (*SMALL, *length) for word in ("--set", setting)]
-    return [*RECBFT, "compare", "-d", str(events), *settings, "--arms", "matched,bft", "--seeds", "0-1",
-            "--jobs", "2", "--out", str(out)]  # fmt: skip
+def command(events, out):
+    settings = [word for setting in (*SMALL, *LONG) for word in ("--set", setting)]
+    return ["compare", "-d", events, *settings, "--arms", "matched,bft", "--seeds", "0-1", "--jobs", "2", "--out", out]
 
 
 @pytest.mark.slow
-def test_a_killed_command_takes_its_workers_along_and_the_same_command_goes_on(events, tmp_path):
-    out = tmp_path / "out"
-    process = subprocess.Popen(command(events, out), env=ENVIRONMENT, stderr=subprocess.PIPE)
-    wait_for(lambda: len(list(out.glob("runs/*/history.csv"))) == 2)
-    owners = [locks.holder(out / "queue", path.stem) for path in out.glob("queue/*.lock")]
+def test_a_killed_command_takes_its_workers_along_and_two_of_the_same_go_on_together(events, tmp_path):
+    process = begin(command(events, tmp_path))
+    wait_for(lambda: len(list(tmp_path.glob("runs/*/history.csv"))) == 2)
     process.kill()
     process.communicate()
-    assert any(owners)
-    wait_for(lambda: all(locks.started(owner.pid) != owner.started for owner in owners if owner))
-    again = subprocess.run(command(events, out), env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    assert "Difference from matched" in again.stdout and (out / "comparison.json").is_file()
-    assert not list(out.glob("queue/*.lock")) and not list(out.glob("runs/.*"))
+    left = {path: len(RunFolder(path).read_history()) for path in runs_in(tmp_path)}
+    wait_for(lambda: not any(locks.is_held(tmp_path / "queue", path.name) for path in left))
+    assert not all(RunFolder(path).is_finished for path in left)
+    both = [begin(command(events, tmp_path)) for _ in range(2)]
+    told = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert len(runs_in(tmp_path)) == 4 and all(RunFolder(path).is_finished for path in runs_in(tmp_path))
+    first, second = (out.split("\n\n", 1)[1] for out, _ in told)
+    assert first == second and "Difference from matched" in first and (tmp_path / "comparison.json").is_file()
+    assert sum(said.count("] ") for _, said in told) >= 4, "each run is told by the one that has trained it, or both"
+    assert no_lock_and_no_log_is_left(tmp_path) and not list(tmp_path.glob("runs/.*"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_end_the_workers_and_say_how_to_go_on(events, tmp_path, sign):
-    out = tmp_path / "out"
-    process = subprocess.Popen(
-        command(events, out),
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a shell runs with &
-    )
+def test_sigterm_ends_the_workers_and_says_how_to_go_on(events, tmp_path):
+    process = begin(command(events, tmp_path))  # Ctrl-C ends a search in tests/cli/test_tune.py
     try:
-        wait_for(lambda: list(out.glob("runs/*/history.csv")))
-        # A terminal sends Ctrl-C to the command and its workers, a scheduler its SIGTERM to the command.
-        os.killpg(process.pid, sign) if sign == signal.SIGINT else process.send_signal(sign)
+        wait_for(lambda: list(tmp_path.glob("runs/*/history.csv")))
+        process.terminate()
         _, told = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 1 and "Traceback" not in told.decode()
-    assert told.decode().splitlines()[-1] == "error: interrupted; 0 of 4 runs are finished, the same command goes on"
-    assert not list(out.glob("queue/*.lock"))
-
-
-@pytest.mark.slow
-def test_two_commands_share_one_queue(events, tmp_path):
-    out = tmp_path / "out"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(command(events, out, SHORT), env=ENVIRONMENT, **pipes) for _ in range(2)]
-    told = [process.communicate(timeout=180) for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
-    assert len(runs_in(out)) == 4 and all(RunFolder(path).is_finished for path in runs_in(out))
-    tables = [out.split("\n\n", 1)[1] for out, _ in told]
-    assert tables[0] == tables[1]
-    assert not list(out.glob("queue/*.lock")) and not list(out.glob("queue/*.log"))
+    assert process.returncode == 1 and "Traceback" not in told
+    assert told.splitlines()[-1] == "error: interrupted; 0 of 4 runs are finished, the same command goes on"
+    assert not list(tmp_path.glob("queue/*.lock"))
 
 
 OTHER_RUN = r"seed0 holds a run with training\.epochs 2, and 3 is asked for; give another --out"
@@ -254,33 +243,20 @@ def test_a_run_that_another_command_makes_with_other_settings_is_refused(events,
     assert watch.said == ["stop"] and RunFolder(jobs[0].path).is_finished == finished
 
 
-@pytest.mark.parametrize("together", [1, 2])
-def test_a_worker_that_has_the_lock_looks_whose_run_it_is(events, trained, tmp_path, monkeypatch, together):
+@pytest.mark.parametrize("batch_seeds", [1, 2])
+def test_a_worker_that_has_the_lock_looks_whose_run_it_is(events, trained, tmp_path, monkeypatch, batch_seeds):
     jobs = jobs_of(events, tmp_path, "matched", settings=SHORT)
     command_before_ours(trained, tmp_path, finished=False)
     monkeypatch.setattr(queue, "status", lambda job, dataset: "missing")  # in this process, not in the workers
     with pytest.raises(RunError, match=rf"2 of 2 runs failed \(.*{OTHER_RUN}"):
-        train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch(), together=together)
+        train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch(), batch_seeds=batch_seeds)
 
 
 def test_what_the_queue_leaves_is_looked_at_before_it_is_compared(events, trained, tmp_path, monkeypatch):
     jobs = jobs_of(events, tmp_path, settings=SHORT)
-    monkeypatch.setattr(experiment, "train_all", lambda *_: command_before_ours(trained, tmp_path))
+    monkeypatch.setattr(missing_runs, "train_all", lambda *_: command_before_ours(trained, tmp_path))
     with pytest.raises(UserError, match=OTHER_RUN):
         train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=Watch())
-
-
-@pytest.mark.slow
-def test_two_commands_with_other_settings_do_not_share_a_table(events, tmp_path):
-    out = tmp_path / "out"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    commands = [command(events, out, length) for length in (SHORT, ("epochs=4",))]
-    both = [subprocess.Popen(words, env=ENVIRONMENT, **pipes) for words in commands]
-    told = [process.communicate(timeout=180) for process in both]
-    epochs = [json.loads(path.read_text())["epochs"] for path in out.glob("runs/*/metrics.json")]
-    assert all(process.returncode for process in both) or len(set(epochs)) == 1, told
-    refused = [err for process, (_, err) in zip(both, told, strict=True) if process.returncode]
-    assert refused and all("holds a run with training.epochs" in err and "Traceback" not in err for err in refused)
 
 
 def test_arms_that_cannot_be_compared_are_refused_before_training(events, tmp_path):
@@ -358,39 +334,21 @@ def test_the_command_of_a_run_makes_its_config(events, tmp_path, monkeypatch, ar
     assert made == [job.config for job in jobs]
 
 
-@pytest.mark.parametrize("settings", [(), ("recency_decay=true", "clip_norm=1.5", "ks=[5,10]", "where=rating>=3")])
-def test_the_settings_of_a_command_give_its_config_back(settings):
-    config = load_run_config(None, settings, model="sasrec", arm="matched", dataset="x.csv", seed=2)
-    again = load_run_config(None, settings_of(config), model="sasrec", arm="matched", dataset="x.csv", seed=2)
-    assert again == config
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("epochs=3",), r"matched-seed0 holds a run with training.epochs 2, and 3 is asked for; give another --out"),
-        (("threads=2",), r"matched-seed0 holds a run with training.threads 1, and 2 is asked for"),
-    ],
+    ("settings", "seeds", "there"),
+    [(["epochs=3"], [0], "training.epochs 2, and 3"), (["threads=2"], [0], "training.threads 1, and 2")],
 )
-def test_a_run_with_another_config_is_refused_by_its_field(events, trained, change, message):
-    jobs = jobs_of(events, trained, settings=change)
-    with pytest.raises(UserError, match=message):
-        status(jobs[0], jobs[0].config.data.load())
+def test_a_run_with_another_config_is_refused_by_its_field(events, trained, settings, seeds, there):
+    (job,) = jobs_of(events, trained, "matched", seeds, settings)
+    with pytest.raises(UserError, match=rf"matched-seed0 holds a run with {there} is asked for; give another --out"):
+        status(job, data_of([job]))
 
 
-def test_a_run_made_before_an_option_was_there_is_the_run_without_it(events, copied):
-    protocol = copied / "runs" / "matched-seed0" / "protocol.json"
-    made = json.loads(protocol.read_text())
-    assert made["config"]["training"].pop("autocast") is None
-    assert made["config"]["backbone"].pop("absolute_positions") is True and made["config"].pop("controllers")
-    protocol.write_text(json.dumps(made))
-    assert status(jobs_of(events, copied)[0], jobs_of(events, copied)[0].config.data.load()) == "finished"
-    with pytest.raises(UserError, match=r"holds a run with training\.autocast None, and 'bf16' is asked for"):
-        asked = jobs_of(events, copied, settings=("autocast=bf16",))[0]
-        status(asked, asked.config.data.load())
-    with pytest.raises(UserError, match=r"holds a run with backbone\.absolute_positions True, and False is asked for"):
-        asked = jobs_of(events, copied, settings=("absolute_positions=false",))[0]
-        status(asked, asked.config.data.load())
+def test_a_run_of_another_seed_is_refused(events, copied):
+    (job,) = jobs_of(events, copied, "matched", (7,))
+    (copied / "runs" / "matched-seed0").rename(job.path)
+    with pytest.raises(UserError, match="matched-seed7 holds a run with seed 0, and 7 is asked for"):
+        status(job, data_of([job]))
 
 
 def test_a_run_on_other_data_or_of_another_version_is_refused(events, copied, tmp_path):
@@ -402,9 +360,6 @@ def test_a_run_on_other_data_or_of_another_version_is_refused(events, copied, tm
     protocol.write_text(protocol.read_text().replace('"recbft_version": "', '"recbft_version": "9'))
     with pytest.raises(UserError, match=r"holds a run of recbft_version 9\S+, and this is"):
         status(jobs_of(events, copied)[0], jobs_of(events, copied)[0].config.data.load())
-    protocol.write_text("{}")
-    with pytest.raises(UserError, match=r"protocol\.json lacks content_hash, config, recbft_version; restore it"):
-        status(jobs_of(events, copied)[0], jobs_of(events, copied)[0].config.data.load())
 
 
 def test_a_folder_with_other_files_is_not_trained_over(events, tmp_path):
@@ -415,16 +370,6 @@ def test_a_folder_with_other_files_is_not_trained_over(events, tmp_path):
     with pytest.raises(UserError, match="other files in it"):
         prepare([job.arm for job in jobs[:1]], [0], tmp_path, lambda arm, seed: jobs[0].config)
     assert taken.read_text() == "mine"
-
-
-@pytest.mark.parametrize("together", [1, 2])
-def test_what_a_run_warns_of_is_passed_on_once(events, trained, tmp_path, together):
-    older = trained / "runs" / "bft-seed0"
-    jobs, watch = jobs_of(events, tmp_path, "bft", settings=(f"warm_start={older}", "lam_max=50")), Watch()
-    train_missing(jobs, data_of(jobs), tmp_path, workers=1, watch=watch, together=together)
-    (said,) = [text for text in watch.said if "other settings" in text]
-    assert re.fullmatch(r"bft seed 0.*: this run begins from .*, which has other settings: core.lam_max 100.*", said)
-    assert {path.name for path in (tmp_path / "queue").iterdir()} == {"mutex"}
 
 
 def test_of_warnings_from_one_place_the_first_and_their_number_are_told(monkeypatch):
