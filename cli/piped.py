@@ -25,7 +25,7 @@ def as_file(path: Path) -> Iterator[Path]:
     if path != PIPE and not path.is_fifo():
         yield path
         return
-    from recbft.datasets.reading.opening import BYTE_ORDER_MARK, GZIP, open_bytes, reading
+    from recbft.datasets.formats import BYTE_ORDER_MARK, GZIP, open_bytes, reading
 
     with tempfile.TemporaryDirectory(prefix="recbft-") as folder:
         copy = Path(folder) / "stdin"
