@@ -83,7 +83,7 @@ def explanation_table(
 def _one(history: Any) -> tuple[Histories, list[Any]]:
     """One history as ``encode`` takes them, and its raw items."""
     if not isinstance(history, pd.DataFrame):
-        raw = as_list(history, "the history")
+        raw = as_list(history, "the history is")
         return [raw], raw
     check_columns([str(column) for column in history.columns], ["user_id", "item_id"], "the history")
     if (num_users := history["user_id"].nunique()) > 1:

@@ -143,7 +143,7 @@ def as_list(
     """The parts of a value that is a list, and no text, table or single number, whose parts are no ids.
 
     Args:
-        what, wanted: how a message calls the value, and what it should be.
+        what, wanted: the beginning of a message, such as "exclude is", and what the value should be.
         ordered: refuse a set or mapping too.
 
     Raises:
@@ -153,7 +153,7 @@ def as_list(
     single = getattr(value, "ndim", 1) == 0  # which says that it can be looped over, and cannot
     if not isinstance(value, Iterable) or isinstance(value, other) or hasattr(value, "columns") or single:
         shown = " ".join(repr(value).split())[:60]
-        raise UserError(f"{what}: {shown} ({type(value).__name__}) is given; give {wanted}")
+        raise UserError(f"{what} {shown} ({type(value).__name__}); give {wanted}")
     return list(value)
 
 
@@ -175,7 +175,7 @@ def _flatten(histories: Any) -> tuple[list[Any], Sequence[int] | NDArray[np.int6
     else:
         sequences = as_list(
             histories,
-            "the histories",
+            "the histories are",
             "lists of item ids by user (a mapping), a list of such lists, or a data frame with columns user_id and "
             "item_id",
         )
@@ -186,7 +186,7 @@ def _flatten(histories: Any) -> tuple[list[Any], Sequence[int] | NDArray[np.int6
     for number, user in enumerate(users, start=1):
         if user is None or user is pd.NA or user != user:
             raise UserError(f"user {number} of the histories is blank ({user!r}); fill the id in or leave the user out")
-    lists = [as_list(items, f"the history of user {user!r}") for user, items in zip(users, sequences, strict=True)]
+    lists = [as_list(items, f"the history of user {user!r} is") for user, items in zip(users, sequences, strict=True)]
     return users, [len(items) for items in lists], [item for items in lists for item in items]
 
 

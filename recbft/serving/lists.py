@@ -215,4 +215,4 @@ def _excluded(vocabulary: Vocabulary, exclude: Iterable[Any] | None) -> NDArray[
 def _ids(name: str, ids: Any) -> Any:
     """The ids as ``Vocabulary.encode`` takes them."""
     is_column = isinstance(ids, (np.ndarray, pd.Series, pd.Index)) and ids.ndim == 1
-    return ids if is_column else as_list(ids, name, ordered=False)
+    return ids if is_column else as_list(ids, f"{name} is", "a list of item ids", ordered=False)
