@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.resources
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -29,12 +30,12 @@ RECBOLE = "recbole:"  # begins the path of a file inside an installed RecBole
 class CardFile:
     """One place and form in which a data set may be found."""
 
-    path: str  # under the data root, or ``recbole:`` and a path inside an installed RecBole
+    path: str = ""  # under the data root, or ``recbole:`` and a path inside an installed RecBole
     user: str = "user_id"
     item: str = "item_id"
     time: str | None = None  # the column with real times; None where the row order is all there is
     separator: str | None = None
-    columns: list[str] | None = None  # names, for a file without a header
+    columns: Sequence[str] | None = None  # names, for a file without a header
     preparation: Preparation = field(default_factory=Preparation)
     content_hash: str | None = None  # of the prepared data set, where it is known
 

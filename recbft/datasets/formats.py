@@ -173,8 +173,9 @@ def _read_delimited(
     try:
         check_columns(names, wanted, str(path))
     except UserError as error:
-        headless = "" if columns is not None else "; for a file without a header give the names of all its columns"
-        raise UserError(f"{error}{headless}") from None
+        if columns is not None or not any(re.fullmatch(r"[-\d.:T ]+Z?", name) for name in names):
+            raise
+        raise UserError(f"{error}; for a file without a header give the names of all its columns") from None
     chosen = {f"c{names.index(name)}": name for name in wanted}
     quoted, delimiter = _is_quoted(kind, separator), separator
     source = pa.input_stream(str(path), compression="gzip" if is_gzip(path) else None)

@@ -78,15 +78,7 @@ def find_events(
     untouched = not asked and preparation == Preparation()
     if preparation != Preparation():
         chosen = replace(chosen, preparation=preparation)
-    events = read_events(
-        path,
-        user=chosen.user,
-        item=chosen.item,
-        time=chosen.time,
-        separator=chosen.separator,
-        columns=chosen.columns,
-        extra=chosen.preparation.columns(),
-    )
+    events = read_events(path, chosen)
     if known is None and stored is None:
         named = {"user": chosen.user, "item": chosen.item, "time": chosen.time}
     elif untouched:  # the card or the canonical file alone stands for these data
@@ -128,20 +120,12 @@ def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Pat
     return path, CardFile(path=str(path)), None
 
 
-def read_events(
-    path: Path,
-    *,
-    user: str,
-    item: str,
-    time: str | None,
-    separator: str | None,
-    columns: Sequence[str] | None,
-    extra: Sequence[str] = (),
-) -> Events:
+def read_events(path: Path, how: CardFile) -> Events:
     """The events of a file in its order, with a warning where no time is named and a likely one contradicts it."""
-    named = [user, item, *([time] if time is not None else []), *extra]
+    separator, columns, extra = how.separator, how.columns, how.preparation.columns()
+    named = [how.user, how.item, *([how.time] if how.time is not None else []), *extra]
     table, likely = None, []
-    if time is None:
+    if how.time is None:
         names = column_names(path, separator) if columns is None else columns
         likely = [name for name in time_columns(names) if name not in named]
     if likely:
@@ -150,7 +134,7 @@ def read_events(
     times = {} if table is None else {name: flat(table, name) for name in likely}
     if table is None:
         table = read_table(path, named, separator=separator, columns=columns)
-    events = Events.from_table(table, source=str(path), user=user, item=item, time=time, extra=extra)
+    events = Events.from_table(table, source=str(path), user=how.user, item=how.item, time=how.time, extra=extra)
     warn_if_rows_go_back(events, times, "file", stacklevel=2)
     return events
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +16,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from recbft.datasets.cards import CardFile
 from recbft.datasets.columns import check_columns, flat, from_pandas
 from recbft.datasets.events import USUAL_TIME, check_unit, in_unit, read_times
 from recbft.datasets.loading import read_events
@@ -72,11 +74,9 @@ def histories_from_file(
     Raises:
         UserError: the file is missing or damaged, or a column is missing or holds what it may not.
     """
-    user, item = user or "user_id", item or "item_id"
     chosen = Preparation(where=where, deduplicate=deduplicate)
-    events = read_events(
-        Path(path), user=user, item=item, time=time, separator=separator, columns=columns, extra=chosen.columns()
-    )
+    how = CardFile(time=time, separator=separator, columns=columns, preparation=chosen)
+    events = read_events(Path(path), replace(how, user=user or how.user, item=item or how.item))
     frame: pd.DataFrame = pd.DataFrame({"user_id": events.user.to_pandas(), "item_id": events.item.to_pandas()})
     rows = np.flatnonzero(satisfying(events, chosen))
     if events.time is not None:
