@@ -241,16 +241,6 @@ def test_a_run_that_was_not_calibrated_gives_lists_without_probabilities(fitted,
     assert old.calibration() is None and table["probability"].isna().all() and len(table)
 
 
-def test_only_the_arm_that_tracks_precision_reports_it(fitted, dataset):
-    histories = histories_of(dataset)
-    for arm, recommender in fitted.items():
-        precision = recommender.recommend(histories, 2)["precision"]
-        if arm == "bft":
-            assert np.isfinite(precision).all() and (precision > 0).all() and precision.nunique() > 10
-        else:
-            assert precision.isna().all()
-
-
 def test_users_never_seen_in_training_get_lists(fitted, dataset):
     items = dataset.item_ids[:6].tolist()
     table = fitted["bft"].recommend({"someone new": items, "and another": items[::-1], "no one": ["?"]}, k=4)
@@ -282,14 +272,6 @@ def test_ids_keep_the_type_of_the_training_data():
     same = recommender.recommend({1: [3, 4]}, 3)
     assert same["item"].tolist() == table["item"].tolist(), "the number 3 and the text 3 are one id"
     assert same["user"].tolist() == [1] * 3
-
-
-def test_popularity_recommends_the_most_frequent_items(dataset):
-    recommender = Recommender("pop").fit(dataset)
-    table = recommender.recommend([[dataset.item_ids[0]]], 5, filter_seen=False)
-    counts = dataset.training_counts[1:]
-    assert table["score"].tolist() == sorted(counts, reverse=True)[:5]
-    assert counts[dataset.encode(table["item"].to_numpy()) - 1].tolist() == table["score"].tolist()
 
 
 def test_items_that_the_model_does_not_know_are_refused(fitted):
@@ -334,16 +316,6 @@ def test_a_recommender_that_is_not_trained_says_so(dataset):
     assert not os.path.exists("nowhere")
 
 
-def test_blocks_hold_the_rows_of_recommend(fitted, dataset):
-    histories = histories_of(dataset)
-    options = {"exclude": dataset.item_ids[:3], "filter_seen": False}
-    blocks = fitted["bft"].recommend_in_blocks(histories, 3, **options)
-    expected = fitted["bft"].recommend(histories, 3, **options)
-    pd.testing.assert_frame_equal(pd.concat(list(blocks), ignore_index=True), expected)
-    with pytest.raises(UserError, match="there is no history"):
-        fitted["bft"].recommend_in_blocks({})
-
-
 @pytest.mark.parametrize(
     ("data", "how"), [("ratings.csv", r"Dataset\.load\(path\)"), (pd.DataFrame(), r"Dataset\.from_frame\(frame\)")]
 )
@@ -352,20 +324,6 @@ def test_what_is_no_data_set_is_refused_with_what_makes_one(fitted, data, how):
         Recommender("sasrec").fit(data)
     with pytest.raises(UserError, match=how):
         fitted["bft"].evaluate(data)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("sasrce",), r"model is 'sasrce'; did you mean 'sasrec'\?"),
-        (("sasrec", {"arm": "btf"}), r"arm of sasrec is 'btf'; did you mean 'bft'\?"),
-        (("sasrec", {"epoch": 5}), r"epoch.*did you mean.*epochs"),
-    ],
-)
-def test_a_wrong_name_or_value_is_refused_before_anything_is_trained(arguments, message):
-    model, settings = arguments[0], arguments[1] if len(arguments) > 1 else {}
-    with pytest.raises(UserError, match=message):
-        Recommender(model, **settings)
 
 
 def test_loading_parses_the_configuration_once(fitted, monkeypatch):
@@ -521,13 +479,6 @@ def test_what_a_caller_works_within_changes_no_number(fitted, dataset, around):
         assert modes() == before
 
 
-def test_settings_that_would_have_prepared_other_data_are_refused(dataset):
-    with pytest.raises(
-        UserError, match=r"data.k_core is 5, but the data set that is given was prepared with 0; leave it"
-    ):
-        Recommender("sasrec", k_core=5, **SMALL).fit(dataset)
-
-
 def test_a_second_fit_starts_afresh_and_records_its_own_data(fitted, dataset, tmp_path):
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -553,11 +504,6 @@ def test_the_data_root_is_known_after_a_fit(dataset, tmp_path):
     recommender = Recommender("pop", dataset="mine", data_root=str(tmp_path)).fit(out=tmp_path / "run")
     recommender.evaluate()
     Recommender.load(tmp_path / "run", data_root=tmp_path).evaluate()
-
-
-def test_columns_beside_a_data_set_that_is_given_are_refused(dataset):
-    with pytest.raises(UserError, match=r"data.user is 'nobody', but a data set is given, which has its columns"):
-        Recommender("sasrec", user="nobody", **SMALL).fit(dataset)
 
 
 def test_a_config_that_names_the_columns_of_the_data_set_that_is_given_is_taken(dataset, tmp_path):
@@ -717,16 +663,6 @@ def test_copies_outlive_the_recommender_that_was_fitted_without_a_folder(dataset
     gc.collect()
     assert not folder.exists()
     pd.testing.assert_frame_equal(pickle.loads(pickled).recommend(history, k=2), expected)
-
-
-def test_loading_neither_draws_from_nor_turns_back_the_callers_random_numbers(fitted, monkeypatch):
-    def refuse(*arguments):
-        raise AssertionError("the state of a generator was put back")
-
-    state = torch.get_rng_state()
-    monkeypatch.setattr(torch.random, "fork_rng", refuse)
-    Recommender.load(next(iter(fitted.values())).run.path)
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_weights_that_a_file_holds_are_not_drawn_first(fitted, monkeypatch):

@@ -68,13 +68,6 @@ def test_rows_are_as_wide_as_the_longest_history_and_few_are_wasted(lengths):
     assert all(one + two > width for i, one in enumerate(fill) for two in fill[i + 1 :]), "two rows could be one"
 
 
-def test_packing_of_histories_like_real_ones_leaves_little_padding():
-    rng = np.random.default_rng(0)
-    lengths = np.minimum(3 + rng.geometric(0.2, 256), 50).tolist()
-    batch = pack_histories(*log_of(lengths))
-    assert (batch.segment < 0).float().mean() < 0.05
-
-
 @few
 @given(lengths_of_histories, st.integers(1, 14), st.integers(1, 9))
 def test_evaluation_reads_the_last_events_of_every_history_in_order(lengths, max_length, at_once):

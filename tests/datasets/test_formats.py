@@ -217,12 +217,6 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path, name):
             read(path, WANTED)
 
 
-def test_of_a_long_header_a_message_lists_the_first_columns(tmp_path):
-    path = write(tmp_path / "wide.csv", ",".join(f"x{number:04}" for number in range(3000)) + "\n")
-    with pytest.raises(UserError, match=r"choose one of x0000, .*, x0099 and 2,900 more$"):
-        read_table(path, ["user_id", "item_id"])
-
-
 def test_settings_that_do_not_fit_the_format_are_refused(tmp_path):
     write(tmp_path / "a.inter", FILES["a.inter"])
     with pytest.raises(UserError, match=r"separator and column names are for delimited files, not \.inter; leave them"):

@@ -34,11 +34,6 @@ def test_sizes_times_and_types_are_as_asked(made):
     assert (made.items.num_events.sum(), made.users.num_events.sum()) == (len(events), len(events))
 
 
-def test_popularity_falls_with_rank(made):
-    counts = np.sort(made.items.num_events)[::-1]
-    assert counts[0] > 5 * counts[len(counts) // 2] > 0
-
-
 def test_reliability_is_the_share_of_events_that_follow_taste():
     config = SyntheticConfig(seed=1, user_reliabilities=(1.0,), user_shares=(1.0,))
     items = generate(config).items

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from recbft.errors import UserError
 from recbft.serving.histories import histories_from_file
 
 
@@ -29,22 +28,6 @@ def test_dates_come_back_as_dates(tmp_path):
     assert read["item_id"].tolist() == [9, 8] and read["timestamp"].tolist() == sorted(dates)
 
 
-def test_a_missing_column_is_refused_by_name(tmp_path):
-    (tmp_path / "h.csv").write_text("user,item_id\nbob,tea\n")
-    with pytest.raises(UserError, match=r"h\.csv: no column 'user_id'; did you mean 'user'"):
-        histories_from_file(tmp_path / "h.csv")
-
-
-def test_rows_that_go_back_in_time_are_taken_as_they_are_with_a_warning(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("user_id,item_id,timestamp\nu,1,30\nu,2,20\nv,3,10\n")
-    with pytest.warns(
-        UserWarning, match="column 'timestamp' goes backwards within a user 1 times; name it as the time"
-    ):
-        assert histories_from_file(path)["item_id"].tolist() == ["1", "2", "3"]
-    assert histories_from_file(path, time="timestamp")["item_id"].tolist() == ["3", "2", "1"]
-
-
 @pytest.mark.parametrize("timed", [False, True])
 def test_rows_are_chosen_as_training_chose_them(tmp_path, timed):
     """By the row filter and without repeats, in the order of the histories, whichever order the rows have."""
@@ -66,9 +49,3 @@ def test_rows_are_chosen_as_training_chose_them(tmp_path, timed):
     assert read["whole", None]["item_id"].tolist() == list("xxzyx")
     assert read["whole", "first"]["item_id"].tolist() == list("xxzy")
     assert read["whole", "last"]["item_id"].tolist() == list("xzyx")
-
-
-def test_a_filter_on_a_column_that_is_not_there_is_refused_by_name(tmp_path):
-    (tmp_path / "h.csv").write_text("user_id,item_id\nbob,tea\n")
-    with pytest.raises(UserError, match=r"h\.csv: no column 'rating'"):
-        histories_from_file(tmp_path / "h.csv", where="rating>=4")

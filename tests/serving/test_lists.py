@@ -104,11 +104,6 @@ def test_a_model_that_serves_is_not_written_to_and_one_that_trains_is_left_in_it
     assert model.training
 
 
-def test_seen_items_are_left_out_unless_they_are_asked_for():
-    histories = {"ann": ["f", "d", "f"], "bob": ["a"]}
-    assert lists(recommend(Echo(), LETTERS, histories, 3)) == {"ann": ["e", "c", "b"], "bob": ["f", "e", "d"]}
-
-
 def test_items_beyond_what_the_model_reads_count_as_seen_too():
     table = recommend(Echo(max_length=1), LETTERS, {"ann": ["f", "e", "a"]}, 2)
     assert table["item"].tolist() == ["d", "c"] and table["precision"].tolist() == [1, 1]
@@ -122,11 +117,6 @@ def test_unknown_items_are_skipped_and_counted():
     assert table.attrs == {
         "unknown_events": 3, "skipped_users": ["bob", "cem"], "short_lists": 0, "shortest_list": 1
     }  # fmt: skip
-
-
-def test_a_blank_item_is_unknown():
-    table = recommend(Echo(), LETTERS, [["a", None, float("nan"), "b"]], 1, filter_seen=False)
-    assert table["item"].tolist() == ["b"] and table.attrs["unknown_events"] == 2
 
 
 def test_histories_come_as_a_mapping_a_sequence_or_a_frame():
@@ -151,23 +141,11 @@ def test_histories_come_as_a_mapping_a_sequence_or_a_frame():
         assert same[numbered]["user"].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("history", [[10, 30], ["10", "30"], [10.0, 30.0]])
-def test_whole_number_ids_are_found_in_any_form(history):
-    table = recommend(Echo(), NUMBERS, {7: history}, 2)
-    assert table["item"].tolist() == [60, 50] and table["item"].dtype == np.int64
-    assert table["user"].tolist() == [7, 7] and table.attrs["unknown_events"] == 0
-
-
 def test_text_ids_and_users_of_any_script_come_back_as_they_were():
     vocabulary = Vocabulary(np.array(["crème brûlée", "茶", "007", " x ", "a", "b"], dtype=object))
     table = recommend(Echo(), vocabulary, {"Zoë Ω": ["茶", "7"]}, 2, filter_seen=False)
     assert table["item"].tolist() == ["茶", "b"] and table["user"].tolist() == ["Zoë Ω"] * 2
     assert table.attrs["unknown_events"] == 1, "the number 7 is not the text 007"
-
-
-def test_users_without_a_precision_get_nan():
-    table = recommend(Echo(precise=False), LETTERS, {"ann": ["a"]}, 2)
-    assert table["precision"].isna().all() and table["precision"].dtype == np.float64
 
 
 @pytest.mark.parametrize("at_once", [1, 4096])
@@ -380,13 +358,6 @@ def test_a_column_of_lists_is_a_sequence_of_histories():
     column = pa.chunked_array([[["a", "c"]], [["b"]]])
     table = recommend(Echo(), LETTERS, column, 1, filter_seen=False)
     assert lists(table) == {0: ["c"], 1: ["b"]}
-
-
-def test_two_columns_of_times_are_no_matter_where_none_is_read():
-    frame = pd.DataFrame([["u", "a", 2, 1], ["u", "b", 1, 2]], columns=["user_id", "item_id", "timestamp", "timestamp"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert recommend(Echo(), LETTERS, frame, 1, filter_seen=False)["item"].tolist() == ["b"]
 
 
 def seen(stamps, unit="s", users=("u", "v", "u")):
