@@ -150,8 +150,8 @@ def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], 
     refuse_first(is_blank(column), column, name, source, BLANK_TIME)
     if is_text(kind):
         text = pc.utf8_trim_whitespace(column)
-        refuse_first(stands_for_nothing(text), column, name, source, BLANK_TIME)
         if are_dates(text):
+            refuse_first(stands_for_nothing(text), column, name, source, BLANK_TIME)
             numbers, unit = _ticks(dates_in(text, name, source))
         else:
             numbers = _whole_numbers_in(text, name, source)
@@ -175,6 +175,9 @@ def _whole_numbers_in(text: Any, name: str, source: str) -> NDArray[np.int64]:
     numbers = np.zeros(len(text), dtype=np.int64)
     digits = pc.replace_substring_regex(text.filter(pa.array(plain)), r"\..*$", "")
     numbers[plain] = digits.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    if plain.all():
+        return numbers
+    refuse_first(stands_for_nothing(text), text, name, source, BLANK_TIME)
     rounded = text.filter(pc.match_substring_regex(text, SPREADSHEET_NUMBER))
     if len(rounded):
         warnings.warn(

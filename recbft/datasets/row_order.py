@@ -69,8 +69,8 @@ def warn_if_out_of_order(
         text = times[0].as_py() if len(times) and is_text(times.type) else None
         if text is not None and _DATE_OF_SOME_KIND.search(text):
             warnings.warn(
-                f"{taken}; whether column {name!r} agrees cannot be said, for its dates (the first is {text!r}) are "
-                f"not all written like 2024-01-31 12:30:00; if the rows are out of order, write them so and {advice}",
+                f"{taken}; column {name!r} could not be checked, since not all of its dates (the first is {text!r}) "
+                f"are written like 2024-01-31 12:30:00; if the rows are out of order, write them so and {advice}",
                 stacklevel=stacklevel + 1,
             )
             return

@@ -95,7 +95,7 @@ def test_the_first_column_that_holds_times_decides():
 def test_dates_that_are_not_read_are_said_to_tell_nothing(tmp_path, text):
     frame = ROWS.assign(time=text)
     frame.to_csv(tmp_path / "a.csv", index=False)
-    said = rf"column 'time' agrees cannot be said, for its dates \(the first is '{text}'\) are not all written"
+    said = rf"column 'time' could not be checked, since not all of its dates \(the first is '{text}'\) are written"
     for read in (lambda: Dataset.from_frame(frame), lambda: Dataset.load(tmp_path / "a.csv")):
         with pytest.warns(UserWarning, match=said):
             read()

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recbft.datasets import Dataset, SyntheticConfig, generate, leave_one_out, save_synthetic
+from recbft.datasets import Dataset, SyntheticConfig, generate, save_synthetic
 from recbft.errors import UserError
 
 
@@ -135,30 +135,6 @@ def test_histories_are_as_long_and_users_as_reliable_in_blocks_of_users(monkeypa
         shares = made.users.groupby("reliability").taste_share.mean()
         assert shares[0.05] < 0.2 < 0.6 < shares[1.0]
     assert not parts.events.duplicated(["user_id", "item_id"]).any()
-
-
-def test_what_came_before_predicts_what_comes_next_far_better_than_popularity(made):
-    dataset = Dataset.from_frame(made.events, time="timestamp")
-    split, V = leave_one_out(dataset), dataset.num_items
-    followed = np.zeros((V + 1, V + 1))
-    for start, stop in zip(split.training_start, split.training_stop, strict=True):
-        history = dataset.items[start:stop]
-        for lag in range(1, min(6, len(history))):
-            np.add.at(followed, (history[:-lag], history[lag:]), 1 / lag)
-            np.add.at(followed, (history[lag:], history[:-lag]), 1 / lag)
-    followed /= np.maximum(followed.sum(axis=1, keepdims=True), 1)
-    popularity = dataset.training_counts.astype(float)
-    hits = {"popularity": 0, "neighbours": 0}
-    for start, stop, target in zip(*split.test, strict=True):
-        history = dataset.items[start:stop]
-        recent = history[::-1][:8]
-        for name, scores in (
-            ("popularity", popularity.copy()),
-            ("neighbours", 0.85 ** np.arange(len(recent)) @ followed[recent] + 1e-6 * popularity),
-        ):
-            scores[history] = scores[0] = -1
-            hits[name] += (scores >= scores[target]).sum() <= 10
-    assert hits["neighbours"] > 1.8 * hits["popularity"]
 
 
 def test_events_and_truth_are_written_side_by_side(tmp_path):
