@@ -193,7 +193,10 @@ def _flatten(histories: Any) -> tuple[list[Any], Sequence[int] | NDArray[np.int6
 def _column(users: list[Any]) -> pd.Series[Any]:
     """The users as they were given: whole numbers beside others do not become floats."""
     mixed = pd.api.types.infer_dtype(users, skipna=False).startswith("mixed")
-    column: pd.Series[Any] = pd.Series(users, dtype=object if mixed else None)
+    try:
+        column: pd.Series[Any] = pd.Series(users, dtype=object if mixed else None)
+    except UnicodeEncodeError:  # a text without UTF-8, which a column of text cannot hold
+        column = pd.Series(users, dtype=object)
     return column
 
 

@@ -153,6 +153,7 @@ def test_a_row_filter_keeps_the_same_rows_in_every_precision(where, kept, kind):
         ("rating>=4", "p q r s"),
         (" rating > 4 ", "q r s"),
         ("rating==5 and year<2003", "q r s"),
+        ("rating>0 and year>2000 and rating>=3", "p q r s u"),
         ("rating!=5", "o p t u"),
         ("rating<=4.0 && year>=1e3", "o p t u"),
     ],

@@ -348,6 +348,10 @@ def test_text_ids_and_users_of_any_script_come_back_as_they_were():
     assert table.attrs["unknown_events"] == 1, "the number 7 is not the text 007"
 
 
+def test_a_user_whose_name_has_no_utf_8_does_not_end_the_call():
+    assert recommend(Echo(), LETTERS, {"\ud800": ["a"], "ann": ["b"]}, 1)["user"].tolist() == ["\ud800", "ann"]
+
+
 def test_large_ids_of_an_arrow_table_stay_exact_beside_a_blank():
     vocabulary = Vocabulary(np.array([2**53, 2**53 + 1]))
     table = pa.table({"user_id": ["u", "u"], "item_id": pa.array([2**53 + 1, None])})
