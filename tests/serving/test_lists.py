@@ -144,11 +144,11 @@ def test_histories_come_as_a_mapping_a_sequence_or_a_frame():
 @pytest.mark.parametrize("at_once", [1, 4096])
 def test_a_user_with_fewer_items_left_gets_those_and_no_one_else_fewer(at_once, monkeypatch):
     monkeypatch.setattr("recbft.serving.lists.HISTORIES_AT_ONCE", at_once)
-    histories = {"all": list("fedcba"), "ann": ["a"], "bob": ["a", "b", "a", "c", "d"]}
+    histories = {"all": list("fedcba"), "bob": ["a", "b", "a", "c", "d"], "ann": ["a"]}
     table = recommend(Echo(), LETTERS, histories, 4)
-    assert lists(table) == {"ann": ["f", "e", "d", "c"], "bob": ["f", "e"]}
-    assert table["rank"].tolist() == [1, 2, 3, 4, 1, 2] and table["score"].tolist() == [6, 5, 4, 3, 6, 5]
-    assert table["precision"].tolist() == [1] * 4 + [5] * 2 and table.index.tolist() == list(range(6))
+    assert lists(table) == {"bob": ["f", "e"], "ann": ["f", "e", "d", "c"]}
+    assert table["rank"].tolist() == [1, 2, 1, 2, 3, 4] and table["score"].tolist() == [6, 5, 6, 5, 4, 3]
+    assert table["precision"].tolist() == [5] * 2 + [1] * 4 and table.index.tolist() == list(range(6))
     assert table.attrs == {"unknown_events": 0, "skipped_users": [], "short_lists": 2, "shortest_list": 0}
     assert table.dtypes.equals(recommend(Echo(), LETTERS, {"ann": ["a"]}, 1).dtypes)
 
