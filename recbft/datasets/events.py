@@ -47,8 +47,8 @@ NO_TIME = (
     "date since 1970, such as 2024-01-31 or 2024-01-31 12:30:00"
 )
 NO_DATE = (
-    "which is no date written as the first one; write all dates alike, such as 2024-01-31 or 2024-01-31 12:30:00, up "
-    "to the year 2262, all with an offset from UTC (Z, +02:00) or all without"
+    "which is not a date written like the first one; write all dates alike, such as 2024-01-31 or 2024-01-31 12:30:00, "
+    "up to the year 2262, all with an offset from UTC (Z, +02:00) or all without"
 )
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
@@ -88,7 +88,7 @@ class Events:
         """
         roles = [user, item, *([time] if time is not None else [])]
         if len(set(roles)) < len(roles):
-            raise UserError(f"{source}: columns {', '.join(roles)} name one twice; give user, item and time their own")
+            raise UserError(f"{source}: user, item and time must be columns of their own, not {', '.join(roles)}")
         check_columns(table.column_names, [*roles, *extra], source)
         times, unit = (None, None) if time is None else read_times(flat(table, time), time, source)
         return cls(

@@ -148,7 +148,7 @@ def reading(path: Path) -> Iterator[None]:
         said = " ".join(str(error).split())[:300]
         if isinstance(error, UnicodeDecodeError) or "utf8" in said.lower().replace("-", ""):
             advice = "save it as UTF-8, or if it is packed, unpack it (a gzipped file's name must end in .gz)"
-            raise UserError(f"{path}: is no text in UTF-8 ({said}); {advice}") from None
+            raise UserError(f"{path}: is not UTF-8 text ({said}); {advice}") from None
         raise UserError(f"{path}: cannot be read: {said}; check that the file is whole and may be read") from None
 
 

@@ -209,10 +209,10 @@ def _times(histories: Any, unit: str | None) -> NDArray[np.int64] | None:
     if own is not None:
         converted = None if unit is None else in_unit(times, own, unit, cut=True)
         if converted is None:
-            learned = unit or "whole numbers of a unit that they do not say"
+            learned = unit or "whole numbers of an unknown unit"
             raise UserError(
-                f"column {USUAL_TIME!r} of the histories holds dates, and the training data's times were in {learned}, "
-                "in which these dates cannot be told in 64 bits; give whole numbers in that unit"
+                f"column {USUAL_TIME!r} of the histories holds dates, which cannot be converted to the times of the "
+                f"training data ({learned}); give whole numbers in that unit"
             )
         times = converted
     elif unit is not None:

@@ -30,7 +30,9 @@ def events_of(**columns):
 
 def test_a_column_has_one_meaning():
     table = pa.table({"user_id": ["u"] * 3, "when": [1, 2, 3]})
-    with pytest.raises(UserError, match="log: columns user_id, when, when name one twice; give user, item and time"):
+    with pytest.raises(
+        UserError, match="log: user, item and time must be columns of their own, not user_id, when, when"
+    ):
         Events.from_table(table, source="log", user="user_id", item="when", time="when")
 
 
@@ -57,7 +59,7 @@ def test_whole_times_are_taken_exactly_however_they_are_written(times):
 
 BLANK = "but a time may not be blank; fill it in, drop the row, or name no time column"
 NO_TIME = r"but a time must be a whole number from 0 to 2\*\*63 .* or a date since 1970, such as 2024-01-31 or"
-NO_DATE = "which is no date written as the first one; write all dates alike"
+NO_DATE = "which is not a date written like the first one; write all dates alike"
 
 
 @pytest.mark.parametrize(

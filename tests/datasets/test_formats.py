@@ -156,7 +156,7 @@ def test_json_ids_beyond_64_bits_are_kept_as_their_text(tmp_path, ids):
         Dataset.load(path, time="timestamp")
 
 
-UTF8 = r" is no text in UTF-8 \(.*\); save it as UTF-8, or if it is packed, unpack it"
+UTF8 = r" is not UTF-8 text \(.*\); save it as UTF-8, or if it is packed, unpack it"
 DAMAGED = {
     "empty.csv": ("", ": the file is empty"),
     "empty.txt": ("\n  \n", ": the file is empty"),

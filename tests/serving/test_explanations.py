@@ -138,7 +138,7 @@ def test_a_model_with_times_is_explained_from_a_frame_with_times(dataset, histor
     assert timed.explain(frame)["change"].notna().all()
     with pytest.raises(UserError, match="the model reads event times"):
         timed.explain(history)
-    with pytest.raises(UserError, match="whole numbers of a unit that they do not say"):
+    with pytest.raises(UserError, match="whole numbers of an unknown unit"):
         timed.explain(frame.assign(timestamp=pd.to_datetime(frame["timestamp"], unit="s")))
     shown = Recommender("hstu", arm="bft", time_bias=True, show_target_time=True, **SMALL).fit(dataset)
     with pytest.raises(UserError, match="the time of the next event is not known"):

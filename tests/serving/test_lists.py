@@ -423,8 +423,8 @@ def test_dates_are_told_in_the_unit_of_the_training_data_and_whole_numbers_are_i
             "up to 1700000000000, which look like dates in ms, but the model reads",
         ),
         ([*DAYS[:2], None], "s", "the histories: row 3: column 'timestamp' holds nothing, but a time may not be blank"),
-        (DAYS, None, "dates, and .* times were in whole numbers of a unit that they do not say, in which"),
-        ([datetime.date(2999, 1, 1)] * 3, "ns", "times were in ns, in which these dates cannot be told in 64 bits"),
+        (DAYS, None, "dates, which cannot be converted to .* \\(whole numbers of an unknown unit\\); give"),
+        ([datetime.date(2999, 1, 1)] * 3, "ns", "which cannot be converted to the times of the training data \\(ns\\)"),
     ],
 )
 def test_times_that_cannot_be_read_are_refused(stamps, unit, message):
