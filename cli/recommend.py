@@ -62,10 +62,10 @@ def recommend(
         raise UserError(f"{out}: the ending {out.suffix!r} is not known; let the name end in .parquet or .csv")
 
     from recbft.api import Recommender
-    from recbft.datasets.reading.formats import atomic_file
+    from recbft.datasets.formats import atomic_file
     from recbft.experiments.processes import terminable
     from recbft.runs.folder import RunFolder
-    from recbft.serving.histories_file import read_histories
+    from recbft.serving.histories import histories_from_file
     from recbft.serving.lists import summed
     from recbft.system.files import refuse_input
 
@@ -81,7 +81,7 @@ def recommend(
         with _as_file(histories) as file:
             how = _as_trained(file, recommender.config.data, how) | how
             filters = _filters(file, folder.protocol, how)
-            events = read_histories(file, **how, **filters)
+            events = histories_from_file(file, **how, **filters)
         _say_left_out(events.attrs, **filters)
         barred, only = _ids(exclude), _ids(candidates)
         blocks = recommender.recommend_in_blocks(events, k, filter_seen=not keep_seen, exclude=barred, candidates=only)
@@ -99,7 +99,7 @@ def _as_file(path: Path) -> Iterator[Path]:
     if path != _PIPE and not path.is_fifo():
         yield path
         return
-    from recbft.datasets.reading.opening import BYTE_ORDER_MARK, GZIP, open_bytes, reading
+    from recbft.datasets.formats import BYTE_ORDER_MARK, GZIP, open_bytes, reading
 
     with tempfile.TemporaryDirectory(prefix="recbft-") as folder:
         copy = Path(folder) / "stdin"
@@ -128,7 +128,7 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
 
     A file of the same ending may be written as those data were: with their separator, or without a header.
     """
-    from recbft.datasets.reading.formats import column_names, ending
+    from recbft.datasets.formats import column_names, ending
 
     if how.keys() & {"user", "item", "columns"}:
         return {}
@@ -150,8 +150,8 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
 
 def _filters(file: Path, protocol: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
     """Which events of ``file`` the run's own data would have kept: its row filter, where the columns are there."""
-    from recbft.datasets.preparing.prepare import Preparation
-    from recbft.datasets.reading.formats import column_names
+    from recbft.datasets.formats import column_names
+    from recbft.datasets.prepare import Preparation
 
     own = protocol.get("preparation", {}).get("filters", {})
     asked = {name: own[name] for name in ("where", "deduplicate") if own.get(name) is not None}

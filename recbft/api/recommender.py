@@ -18,9 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import pandas as pd
 
-from recbft.api.aligning import aligned
-from recbft.api.fitted_folder import fitted_folder
-from recbft.api.python_errors import free_folder, python_errors
+from recbft.api.fitting import fitted_folder, free_folder, python_errors
 from recbft.api.trained_run import TrainedRun
 from recbft.config.fields import is_whole
 from recbft.datasets import Dataset
@@ -33,9 +31,9 @@ from recbft.evaluation.probability import Calibration
 from recbft.evaluation.uncertainty import uncertainty
 from recbft.kernels import compiled
 from recbft.runs.folder import RunFolder
-from recbft.serving.explanations import explain
-from recbft.serving.given_histories import Histories
-from recbft.serving.lists import check_filter_seen, recommend, recommend_in_blocks
+from recbft.serving.explanations import explanation_table
+from recbft.serving.histories import Histories
+from recbft.serving.lists import check_filter_seen, joined, recommend_in_blocks
 from recbft.serving.vectors import ItemVectors, UserVectors, item_vectors, user_vectors
 from recbft.system.after_fork import one_thread_if_forked
 from recbft.system.files import new_folder
@@ -214,10 +212,10 @@ class Recommender:
 
         Raises:
             ColdStartError: no user has a known item.
-            UserError: as ``recbft.serving.lists.recommend``.
+            UserError: as ``recbft.serving.lists.recommend_in_blocks``.
         """
-        ask = partial(self._of_model(recommend), calibration=self.calibration(filter_seen=filter_seen))
-        return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
+        ask = partial(self._of_model(recommend_in_blocks), calibration=self.calibration(filter_seen=filter_seen))
+        return joined(ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates))
 
     def recommend_in_blocks(
         self,
@@ -283,7 +281,7 @@ class Recommender:
             NaN for the only event of a history). ``attrs``: ``precision`` behind the scores (None without one),
             ``own_weight`` of a token that is no event, such as a mask, and ``unknown_events``, which were skipped.
         """
-        return self._of_model(explain)(history, item, k)
+        return self._of_model(explanation_table)(history, item, k)
 
     def probe(
         self,
@@ -341,8 +339,7 @@ class Recommender:
         """
         trained = self._fitted()
         _check_dataset(dataset)
-        dataset = self.own_dataset() if dataset is None else dataset
-        return aligned(dataset, trained.model, trained.vocabulary, trained.run, trained.time_unit)
+        return trained.aligned(self.own_dataset() if dataset is None else dataset)
 
     def own_dataset(self) -> Dataset:
         """The data set that this model was trained on, from where it lies now.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recbft.datasets import Dataset
+from recbft.datasets.events import check_unit, in_unit
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration
@@ -53,3 +57,35 @@ class TrainedRun(NamedTuple):
                 f"{self.run.path} holds other weights than those that were loaded from it; load it again to have "
                 "these, or put the run back"
             )
+
+    def aligned(self, dataset: Dataset) -> Dataset:
+        """``Recommender.aligned``; see there."""
+        try:
+            made = dataset.numbered_as(self.vocabulary)
+        except UserError as error:
+            raise UserError(
+                f"{self.run.path} is a model of data set {self.protocol['dataset']!r}: {error}; leave their events "
+                "out, or give the data it was trained on"
+            ) from None
+        if made is not dataset:
+            warnings.warn(
+                f"data set {dataset.name!r} has its items in another order than what the model was trained on, or "
+                f"fewer: they are found by their raw ids, and ranked among all {len(self.vocabulary):,} of the model",
+                stacklevel=4,
+            )
+        unit, own = made.preparation.get("time_unit"), self.time_unit
+        if not getattr(self.model, "reads_times", False) or made.times is None:
+            return made
+        if unit is None and own is not None:
+            check_unit(made.times, own, f"data set {dataset.name!r}", stacklevel=4)
+            return replace(made, preparation={**made.preparation, "time_unit": own})  # which is not asked again
+        if unit in (None, own):
+            return made
+        times = None if own is None else in_unit(made.times, unit, own)
+        if times is None:
+            known = own or "whole numbers of a unit that it does not say"
+            raise UserError(
+                f"the times of data set {dataset.name!r} are in {unit}, but the model reads times and its training "
+                f"data had {known}; give the times in that unit"
+            )
+        return replace(made, times=times, preparation={**made.preparation, "time_unit": own})

@@ -3,9 +3,9 @@
 from recbft.datasets.cards import card, card_names, dataset_names, default_dataset, is_available
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.events import Events
+from recbft.datasets.formats import read_table
 from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.preparing.prepare import Preparation
-from recbft.datasets.reading.formats import read_table
+from recbft.datasets.prepare import Preparation
 from recbft.datasets.split import View, leave_one_out
 from recbft.datasets.statistics import describe
 from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic

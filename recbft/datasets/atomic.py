@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from recbft.datasets.columns import PANDAS_WORDS
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.reading.missing import PANDAS_WORDS
 from recbft.errors import UserError
 from recbft.system.files import make_folder, write_atomic
 

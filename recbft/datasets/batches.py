@@ -10,8 +10,9 @@ Shapes: S histories, B rows, T tokens per row.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -136,41 +137,53 @@ def history_batches(
         )
 
 
-class EpochBatches(Protocol):
-    """What the training loop asks of its batches."""
+class EpochBatches(abc.ABC):
+    """What the training loop asks of its batches. They depend on the seed and the epoch's number alone.
+
+    So a resumed run continues with the batches it would have seen.
+    """
 
     batch_size: int  # histories per batch
+    seed: int
+    start: IntArray  # (S,) the events that are read of each history
+    stop: IntArray  # (S,)
 
     @property
     def num_histories(self) -> int:
         """Histories per epoch."""
-        ...
+        return self.start.size
 
     @property
     def num_batches(self) -> int:
         """Optimiser steps per epoch."""
-        ...
+        return -(-self.num_histories // self.batch_size)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens read per epoch."""
-        ...
+        """Tokens read per epoch, at most."""
+        return int((self.stop - self.start).sum())
 
     @property
+    @abc.abstractmethod
     def num_targets(self) -> float:
         """Targets per epoch; their expectation where they are drawn."""
-        ...
 
+    @abc.abstractmethod
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batches of one epoch, in an order of its own; they depend on the epoch's number alone."""
-        ...
+        """The batches of one epoch, in that epoch's order."""
+
+    def _chosen(self, epoch: int) -> Iterator[IntArray]:
+        """The histories of each batch of an epoch."""
+        seed, count = self.seed, self.num_histories
+        order = np.random.default_rng([seed, epoch]).permutation(count)
+        for first in range(0, order.size, self.batch_size):
+            yield order[first : first + self.batch_size]
 
 
-class TrainingBatches:
-    """Batches for next-item models: every user with two or more training events, in an order drawn from (seed, epoch).
+class TrainingBatches(EpochBatches):
+    """Batches for next-item models: every user with two or more training events.
 
-    A history's last ``max_length`` + 1 training events give ``max_length`` inputs and their next items. The order
-    depends on the seed and the epoch alone, so a resumed run continues with the batches it would have seen.
+    A history's last ``max_length`` + 1 training events give ``max_length`` inputs and their next items.
     """
 
     def __init__(
@@ -193,47 +206,25 @@ class TrainingBatches:
         self.start = np.maximum(start[trainable], self.stop - max_length)
 
     @property
-    def num_histories(self) -> int:
-        """Histories per epoch."""
-        return self.start.size
-
-    @property
-    def num_batches(self) -> int:
-        """Optimiser steps per epoch."""
-        return -(-self.num_histories // self.batch_size)
-
-    @property
-    def num_tokens(self) -> int:
-        """Training positions per epoch."""
-        return int((self.stop - self.start).sum())
-
-    @property
     def num_targets(self) -> float:
-        """One per training position."""
+        """One per token."""
         return self.num_tokens
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
-        for chosen in _chosen(self.seed, epoch, self.start.size, self.batch_size):
-            yield pack_histories(
-                self.items,
-                self.start[chosen],
-                self.stop[chosen],
-                times=self.times,
-                with_targets=True,
-                with_next_times=self.with_next_times,
-            )
+        how: dict[str, Any] = {"times": self.times, "with_targets": True, "with_next_times": self.with_next_times}
+        for chosen in self._chosen(epoch):
+            yield pack_histories(self.items, self.start[chosen], self.stop[chosen], **how)
 
 
-class ClozeBatches:
+class ClozeBatches(EpochBatches):
     """Batches of the Cloze objective: masked items to be found from both sides.
 
     Every user with two or more training events is read once an epoch, its last ``max_length`` of them. With probability
     ``last_item_probability`` the history is cut after a random event and that event alone is masked, which is what
     prediction asks (without ``cut`` the history stays whole, and its last event alone is masked); otherwise each event
     is masked with ``mask_probability``, and at least one. What is masked depends on (mask_seed, epoch) and the
-    histories, not on their order, which is drawn from (seed, epoch) as in ``TrainingBatches``. A masked last event has
-    the time of the one before it, as the mask has at prediction.
+    histories, not on their order. A masked last event has the time of the one before it, as the mask has at prediction.
 
     Args:
         mask: the item index that stands for a masked item.
@@ -264,21 +255,6 @@ class ClozeBatches:
         self.cut = cut
 
     @property
-    def num_histories(self) -> int:
-        """Histories per epoch."""
-        return self.start.size
-
-    @property
-    def num_batches(self) -> int:
-        """Optimiser steps per epoch."""
-        return -(-self.num_histories // self.batch_size)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens read per epoch at most, masked ones among them; histories that are cut have fewer."""
-        return int((self.stop - self.start).sum())
-
-    @property
     def num_targets(self) -> float:
         """Events expected to be masked per epoch: of a history of L events last + (1 - last) (L p + (1 - p)^L)."""
         lengths, p = self.stop - self.start, self.mask_probability
@@ -295,7 +271,7 @@ class ClozeBatches:
             asked = (ends - 1)[masked[ends - 1]]
             times = times.copy()
             times[asked] = times[asked - 1]
-        for chosen in _chosen(self.seed, epoch, self.start.size, self.batch_size):
+        for chosen in self._chosen(epoch):
             start, stop = self.start[chosen], ends[chosen]
             batch = pack_histories(hidden, start, stop, times=times)
             yield batch._replace(target=pack_histories(targets, start, stop).items)
@@ -316,13 +292,6 @@ class ClozeBatches:
         masked = np.zeros(self.items.size, dtype=np.bool_)
         masked[np.repeat(self.start - first, lengths) + np.arange(chosen.size)] = chosen
         return masked, self.start + kept
-
-
-def _chosen(seed: int, epoch: int, count: int, batch_size: int) -> Iterator[IntArray]:
-    """The histories of each batch of an epoch."""
-    order = np.random.default_rng([seed, epoch]).permutation(count)
-    for first in range(0, order.size, batch_size):
-        yield order[first : first + batch_size]
 
 
 def place_histories(lengths: IntArray, width: int | None = None) -> tuple[IntArray, IntArray, int, int]:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import importlib.resources
 import importlib.util
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from recbft.datasets.preparing.prepare import Preparation
+from recbft.datasets.prepare import Preparation
 from recbft.errors import UserError, did_you_mean
 
 DATA_ROOT_VARIABLE = "RECBFT_DATA_ROOT"
@@ -30,12 +30,12 @@ RECBOLE = "recbole:"  # begins the path of a file inside an installed RecBole
 class CardFile:
     """One place and form in which a data set may be found."""
 
-    path: str  # under the data root, or ``recbole:`` and a path inside an installed RecBole
+    path: str = ""  # under the data root, or ``recbole:`` and a path inside an installed RecBole
     user: str = "user_id"
     item: str = "item_id"
     time: str | None = None  # the column with real times; None where the row order is all there is
     separator: str | None = None
-    columns: list[str] | None = None  # names, for a file without a header
+    columns: Sequence[str] | None = None  # names, for a file without a header
     preparation: Preparation = field(default_factory=Preparation)
     content_hash: str | None = None  # of the prepared data set, where it is known
 
@@ -83,14 +83,14 @@ def card(name: str) -> Card:
         UserError: no card has that name; the message lists those that exist.
     """
     if name not in _cards():
-        raise UserError(unknown_dataset(name))
+        raise unknown_dataset(name)
     return _cards()[name]
 
 
-def unknown_dataset(name: str) -> str:
-    """The message for a name that is neither a card nor a file."""
-    names = dataset_names()
-    return f"unknown data set {name!r}; {did_you_mean(name, names, listed_as='data sets')}, or give a file"
+def unknown_dataset(name: str) -> UserError:
+    """The error for a name that is neither a card nor a file."""
+    nearest = did_you_mean(name, dataset_names(), listed_as="data sets")
+    return UserError(f"unknown data set {name!r}; {nearest}, or give a file")
 
 
 def root_folder(data_root: str | Path | None) -> Path | None:
@@ -112,10 +112,8 @@ def find(known: Card, data_root: str | Path | None) -> tuple[Path, CardFile]:
         UserError: none exists; the message names the places looked at and how to get the data.
     """
     folder = root_folder(data_root)
-    for file in known.files:
-        path = _place(file, folder)
-        if path is not None and path.is_file():
-            return path, file
+    if found := _first_file(known, folder):
+        return found
     looked_for = ", ".join(file.path for file in known.files if not file.path.startswith(RECBOLE))
     place = f"under {folder}" if folder else f"but no data root is set (--data-root or {DATA_ROOT_VARIABLE})"
     advice = " ".join(known.how_to_get.split())
@@ -124,8 +122,7 @@ def find(known: Card, data_root: str | Path | None) -> tuple[Path, CardFile]:
 
 def is_available(known: Card, data_root: str | Path | None = None) -> bool:
     """Whether one of a card's files is there to be read."""
-    folder = root_folder(data_root)
-    return any(path is not None and path.is_file() for path in (_place(file, folder) for file in known.files))
+    return _first_file(known, root_folder(data_root)) is not None
 
 
 def default_dataset(data_root: str | Path | None = None) -> tuple[str, str | None]:
@@ -139,11 +136,13 @@ def default_dataset(data_root: str | Path | None = None) -> tuple[str, str | Non
     return SYNTHETIC, notice
 
 
-def _place(file: CardFile, folder: Path | None) -> Path | None:
-    if file.path.startswith(RECBOLE):
-        package = _recbole_folder()
-        return None if package is None else package / file.path.removeprefix(RECBOLE)
-    return None if folder is None else folder / file.path
+def _first_file(known: Card, folder: Path | None) -> tuple[Path, CardFile] | None:
+    for file in known.files:
+        in_recbole = file.path.startswith(RECBOLE)
+        place = _recbole_folder() if in_recbole else folder
+        if place is not None and (place / file.path.removeprefix(RECBOLE)).is_file():
+            return place / file.path.removeprefix(RECBOLE), file
+    return None
 
 
 def _recbole_folder() -> Path | None:
@@ -165,26 +164,15 @@ def _cards() -> dict[str, Card]:
 
 def _card_folder() -> Any:
     """The installed cards, else those of the source tree."""
-    try:
-        folder = importlib.resources.files("recbft_cards")
-        if folder.is_dir():
-            return folder
-    except (ModuleNotFoundError, TypeError):
-        pass
+    if importlib.util.find_spec("recbft_cards") is not None:
+        return importlib.resources.files("recbft_cards")
     return Path(__file__).resolve().parents[2] / "data"
 
 
 def _read_card(file: Any) -> Card:
     values = yaml.safe_load(file.read_text(encoding="utf-8"))
     files = [
-        CardFile(**{**_known(entry, CardFile), "preparation": Preparation.from_dict(entry.get("preparation", {}))})
+        CardFile(**{**entry, "preparation": Preparation(**entry.get("preparation", {}))})
         for entry in values.pop("files")
     ]
-    expected = Counts(**_known(values.pop("expected"), Counts))
-    return Card(**_known(values, Card), expected=expected, files=tuple(files))
-
-
-def _known(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    names = {f.name for f in fields(kind)}
-    assert set(values) <= names, f"a card has the unknown key {sorted(set(values) - names)[0]!r}"
-    return dict(values)
+    return Card(**{**values, "expected": Counts(**values["expected"])}, files=tuple(files))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from recbft.datasets.cards import default_dataset
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.preparing.prepare import Preparation
-from recbft.datasets.reading.formats import ending
+from recbft.datasets.formats import ending
+from recbft.datasets.prepare import Preparation
 from recbft.errors import UserError
 
 
@@ -64,16 +64,8 @@ class DataConfig:
 
     def load(self) -> Dataset:
         """Read and prepare the data."""
-        return Dataset.load(
-            str(self.resolved().dataset),
-            data_root=self.data_root,
-            user=self.user,
-            item=self.item,
-            time=self.time,
-            separator=self.separator,
-            columns=self.columns,
-            preparation=self.preparation(),
-        )
+        how = {name: getattr(self, name) for name in ("data_root", "user", "item", "time", "separator", "columns")}
+        return Dataset.load(str(self.resolved().dataset), **how, preparation=self.preparation())
 
     def load_again(self, dataset: str | None = None, data_root: str | None = None, **how: Any) -> Dataset:
         """The data of a run that was begun earlier, from where they lie now.
@@ -123,11 +115,4 @@ class DataConfig:
 
     def preparation(self) -> Preparation:
         """What is done to the events before they become histories."""
-        return Preparation(
-            k_core=self.k_core,
-            min_user_events=self.min_user_events,
-            min_item_events=self.min_item_events,
-            deduplicate=self.deduplicate,
-            where=self.where,
-            drop_last_events=self.drop_last_events,
-        )
+        return Preparation(**{each.name: getattr(self, each.name) for each in fields(Preparation)})

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,13 +27,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.cards import Counts
-from recbft.datasets.events import USUAL_TIME, Events, check_columns, flat, from_pandas
+from recbft.datasets.cards import SYNTHETIC, Counts
+from recbft.datasets.columns import SPREADSHEET_NUMBER, check_columns, flat, from_pandas, stands_for_nothing
+from recbft.datasets.events import USUAL_TIME, Events
 from recbft.datasets.loading import METADATA_KEY, find_events
-from recbft.datasets.preparing.prepare import MIN_HISTORY, Preparation, prepare
-from recbft.datasets.preparing.row_order import time_columns, warn_if_rows_go_back
-from recbft.datasets.reading.missing import warn_of_lost_ids
-from recbft.datasets.reading.opening import one_line
+from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
+from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
+from recbft.datasets.synth import SyntheticConfig, synthetic_events
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
 from recbft.system.files import write_parquet
@@ -73,17 +74,9 @@ class Dataset:
     def from_events(cls, events: Events, *, name: str, preparation: Preparation = DEFAULT_PREPARATION) -> Dataset:
         """Prepare events and keep the result."""
         made = prepare(events, preparation)
-        warn_of_lost_ids(made.user_ids, np.diff(made.offsets), "user", events.source, stacklevel=3)
-        warn_of_lost_ids(made.item_ids, np.bincount(made.items)[1:], "item", events.source, stacklevel=3)
-        return cls(
-            name=name,
-            items=made.items,
-            offsets=made.offsets,
-            times=made.times,
-            user_ids=made.user_ids,
-            item_ids=made.item_ids,
-            preparation=made.record,
-        )
+        _warn_of_lost_ids(made.user_ids, np.diff(made.offsets), f"{events.source}: user")
+        _warn_of_lost_ids(made.item_ids, np.bincount(made.items)[1:], f"{events.source}: item")
+        return cls(name=name, **made._asdict())
 
     @classmethod
     def from_frame(
@@ -140,16 +133,20 @@ class Dataset:
 
         Args:
             name_or_path: a name of ``recbft data list``, a file (its ending names the format, see
-                ``recbft.datasets.reading.formats``), a folder holding one ``.inter`` file, either of these in
+                ``recbft.datasets.formats``), a folder holding one ``.inter`` file, either of these in
                 ``data_root`` by its name (a file's without its ending), or ``"synthetic"`` for the seeded generator.
             data_root: the folder to look in for a name; default the environment variable ``RECBFT_DATA_ROOT``.
             user, item, time: columns of the file; default those of the card, or ``user_id``, ``item_id`` and no time.
-            separator, columns: for delimited files without a header; see ``datasets.reading.formats.read_table``.
+            separator, columns: for delimited files without a header; see ``recbft.datasets.read_table``.
             preparation: filters and minimum counts; a card's own apply where none is asked for.
 
         Raises:
             UserError: unknown name, missing or damaged file, bad data.
         """
+        if str(name_or_path) == SYNTHETIC:
+            if any((user, item, time, separator, columns)) or preparation != DEFAULT_PREPARATION:
+                raise UserError("the synthetic data set has no file: columns and filters do not apply; leave them out")
+            return cls.from_events(synthetic_events(SyntheticConfig()), name=SYNTHETIC)
         found = find_events(
             name_or_path,
             data_root=data_root,
@@ -161,9 +158,11 @@ class Dataset:
             preparation=preparation,
         )
         made = cls.from_events(found.events, name=found.name, preparation=found.preparation)
-        counts = Counts(users=made.num_users, items=made.num_items, events=made.num_events)
-        found.check(counts, lambda: made.content_hash)
-        return replace(made, preparation=found.record(made.preparation), columns=found.columns)
+        if found.check is not None:
+            counts = Counts(users=made.num_users, items=made.num_items, events=made.num_events)
+            found.check(counts, made.content_hash)
+        record = {**made.preparation, **found.record} if found.as_saved is None else found.as_saved
+        return replace(made, preparation=record, columns=found.columns)
 
     def save(self, path: str | Path) -> None:
         """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads."""
@@ -174,12 +173,8 @@ class Dataset:
         table = {"user_id": pa.array(users), "item_id": pa.array(self.item_ids[self.items - 1])}
         if self.times is not None:
             table[USUAL_TIME] = pa.array(self.times)
-        record = {
-            "name": self.name,
-            "preparation": self.preparation,
-            "has_times": self.times is not None,
-            "events": self.num_events,
-        }
+        record: dict[str, Any] = {"name": self.name, "preparation": self.preparation}
+        record |= {"has_times": self.times is not None, "events": self.num_events}
         write_parquet(path, pa.table(table).replace_schema_metadata({METADATA_KEY: json.dumps(record)}))
 
     @property
@@ -266,21 +261,18 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
             if column in frame.index.names and column not in frame.columns:
                 raise UserError(f"{name}: {column!r} is no column but the index; give the frame's .reset_index()")
         check_columns(list(frame.columns), wanted, name)
-        return pa.table({column: _as_array(frame[column], column, name) for column in dict.fromkeys(wanted)})
+        return pa.table({column: from_pandas(frame[column], column, name) for column in dict.fromkeys(wanted)})
     if isinstance(frame, pa.Table):
         return frame
-    if hasattr(frame, "__arrow_c_stream__") and not isinstance(frame, pd.Series):
-        try:
-            return pa.RecordBatchReader.from_stream(frame).read_all()
-        except pa.ArrowException as error:
-            if hasattr(frame, "columns"):  # a single column, which is no table, has none
-                advice = "make its columns numbers, text or dates, and leave others out"
-                raise UserError(f"{name}: the table cannot be read ({one_line(error)}); {advice}") from None
+    if hasattr(frame, "__arrow_c_stream__") and hasattr(
+        frame, "columns"
+    ):  # a single column, which is no table, has none
+        return pa.RecordBatchReader.from_stream(frame).read_all()
     raise UserError(f"a {type(frame).__name__} is not a table; give a pandas data frame or a pyarrow table")
 
 
 def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, Any]:
-    """The columns of a frame, apart from those that are wanted, that by their names hold times, where they can be read.
+    """The columns of a frame, apart from the wanted ones, that by their names hold times, where they can be read.
 
     Args:
         table: what ``_as_table`` made of it.
@@ -293,26 +285,27 @@ def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, An
     return found
 
 
-def _as_array(column: pd.Series, name: str, source: str) -> Any:
-    try:
-        return from_pandas(column)
-    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
-        if column.dtype == object and pd.api.types.infer_dtype(column) == "integer":  # beyond 64 bits: their texts
-            return pa.array([None if pd.isna(value) else str(value) for value in column], pa.large_string())
-        kinds = sorted({_kind(value) for value in column.dropna()})
-        if len(kinds) < 2:
-            raise UserError(
-                f"{source}: column {name!r} has type {column.dtype}, which is not read; make it numbers, text or dates"
-            ) from error
-        raise UserError(
-            f"{source}: column {name!r} mixes values of type {', '.join(kinds)}; use one type per column"
-        ) from error
+def _warn_of_lost_ids(ids: NDArray[Any], counts: NDArray[np.int64], source: str) -> None:
+    """Warn of ids in the place of lost ones: all events whose own is lost are then those of one user, or one item.
 
-
-def _kind(value: object) -> str:
-    """A value's type in words."""
-    zone = " with a time zone" if getattr(value, "tzinfo", None) is not None else ""
-    return f"{type(value).__name__}{zone}"
+    Args:
+        ids: raw ids, each once.
+        counts: their numbers of events.
+    """
+    if ids.dtype != object:
+        return
+    texts = pa.array(ids, pa.large_string())
+    said = "is a word for a missing id, but counts as any other id; if the id is missing there, leave its rows out"
+    rounded = "looks like a number that a spreadsheet has rounded, several ids to one; export ids as text"
+    for mask, warning in (
+        (stands_for_nothing(texts), said),
+        (pc.match_substring_regex(texts, SPREADSHEET_NUMBER), rounded),
+    ):
+        found = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
+        if len(found):
+            most = found[counts[found].argmax()]
+            more = f"; {len(found) - 1:,} more like it" if len(found) > 1 else ""
+            warnings.warn(f"{source} id {ids[most]!r} ({counts[most]:,} events{more}) {warning}", stacklevel=4)
 
 
 def _text_parts(ids: NDArray[Any]) -> tuple[NDArray[np.int64], bytes]:

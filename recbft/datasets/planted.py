@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 from numpy.typing import NDArray
 
+from recbft.datasets.cards import SYNTHETIC
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.loading import source_file_of
-from recbft.datasets.reading.opening import one_line
-from recbft.datasets.synth import SyntheticConfig, generate, synthetic_events
+from recbft.datasets.synth import SyntheticConfig, generate, synthetic_events, truth_files
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 
@@ -40,11 +40,8 @@ def planted_reliability(
         source: what it was loaded from: ``synthetic``, whose truth is generated anew and taken if the events are the
             same, or a file of ``save_synthetic``, which has its truth beside it.
         data_root: as in ``Dataset.load``.
-
-    Raises:
-        UserError: the truth is there and cannot be read.
     """
-    if str(source) == "synthetic":
+    if str(source) == SYNTHETIC:
         config = SyntheticConfig()
         if config.num_users != dataset.num_users:  # nobody is dropped; saves generating what cannot be the same
             return None
@@ -53,25 +50,15 @@ def planted_reliability(
             return None
         items, users = made.items, made.users
     else:
-        try:
+        place = None
+        with suppress(UserError):
             place = source_file_of(source, data_root)
-        except UserError:
+        if place is None or not all(file.is_file() for file in truth_files(place)):
             return None
-        assert place is not None, "only the generator has no file"
-        files = [place.with_name(f"{place.stem}.truth-{side}.parquet") for side in ("items", "users")]
-        if not all(file.is_file() for file in files):
-            return None
-        items, users = (_read_truth(file, f"{side}_id") for file, side in zip(files, ("item", "user"), strict=True))
+        items, users = map(pd.read_parquet, truth_files(place))
     return PlantedReliability(
         items=_reliability(items, "item_id", dataset.item_ids), users=_reliability(users, "user_id", dataset.user_ids)
     )
-
-
-def _read_truth(file: Path, column: str) -> pd.DataFrame:
-    try:
-        return pd.read_parquet(file, columns=[column, "reliability"])
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({one_line(error)}); generate the data again, or remove it") from None
 
 
 def _reliability(truth: pd.DataFrame, column: str, ids: NDArray[Any]) -> NDArray[np.float64]:

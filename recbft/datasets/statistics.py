@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.distinct import distinct
 
 LENGTH_QUANTILES = {"min": 0.0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "90%": 0.9, "max": 1.0}
 
@@ -65,3 +65,18 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         content_hash=dataset.content_hash,
         target_hash=dataset.target_hash,
     )
+
+
+def distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The values, (n,), in order, each once, found by sorting.
+
+    ``np.unique`` of numpy 2.3 and later fills a hash table instead, which takes 5 to 15 times as long where whole
+    numbers are many: 11 s instead of 1.7 for 20 million pairs of a user and an item.
+
+    >>> distinct(np.array([3, 1, 3, 2, 1])).tolist()
+    [1, 2, 3]
+    """
+    ordered = np.sort(values)
+    first = np.ones(ordered.size, dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return np.asarray(ordered[first])

@@ -133,10 +133,15 @@ def save_synthetic(synthetic: Synthetic, path: str | Path) -> list[Path]:
     path = Path(path)
     if path.suffix.lower() != ".parquet":
         raise UserError(f"{path}: synthetic data is written as Parquet; let its name end in .parquet")
-    paths = [path, *(path.with_name(f"{path.stem}.truth-{side}.parquet") for side in ("items", "users"))]
+    paths = [path, *truth_files(path)]
     for place, table in zip(reversed(paths), (synthetic.users, synthetic.items, synthetic.events), strict=True):
         write_parquet(place, table)  # the events last: where they are, the truth is too
     return paths
+
+
+def truth_files(path: Path) -> tuple[Path, Path]:
+    """Where the truth of the items and of the users lies beside a file of generated events."""
+    return path.with_name(f"{path.stem}.truth-items.parquet"), path.with_name(f"{path.stem}.truth-users.parquet")
 
 
 class _World(NamedTuple):

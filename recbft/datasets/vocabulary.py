@@ -5,7 +5,6 @@ Two ids are equal when their canonical texts (``str(id)``) are: the integer 7 eq
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -45,28 +44,17 @@ class Vocabulary:
         Raises:
             UserError: an id is neither number nor text, or a float so large that it may have been another number.
         """
-        column: Any = raw_ids if self.ids.dtype == object else _whole(raw_ids)
-        are_integers = isinstance(getattr(column, "dtype", None), np.dtype) and column.dtype.kind == "i"
-        if not _of_one_kind(column) or (are_integers and self.ids.dtype != object):
+        column = _as_array(raw_ids)
+        are_integers = isinstance(column, np.ndarray) and column.dtype.kind == "i"
+        if are_integers and self.ids.dtype != object:
+            return np.asarray(self._numbers.get_indexer(pd.Index(column)), dtype=np.int64) + 1
+        if not _of_one_kind(column):
             return self._encode(column)
         codes, distinct = pd.factorize(column)  # instead of a text for each of millions of events
-        return np.asarray(np.append(self._encode(distinct), 0)[codes], dtype=np.int64)  # a blank has code -1
+        found = self._encode(np.asarray(distinct, dtype=getattr(distinct.dtype, "numpy_dtype", None)))
+        return np.asarray(np.append(found, 0)[codes], dtype=np.int64)  # a blank has code -1
 
-    def _encode(self, raw_ids: Any) -> NDArray[np.int64]:
-        if hasattr(raw_ids, "dtype"):
-            values = np.asarray(raw_ids)
-            if values.dtype.kind == "i" and self.ids.dtype != object:
-                return np.asarray(self._numbers.get_indexer(pd.Index(values)), dtype=np.int64) + 1
-            own: Any = raw_ids.dtype
-            own = own.categories.dtype if isinstance(own, pd.CategoricalDtype) else own
-            dtype = own if hasattr(own, "kind") else values.dtype  # of another library
-            if isinstance(raw_ids.dtype, np.dtype):
-                raw_ids = values.tolist()
-            elif hasattr(raw_ids, "tolist"):  # as an array, whole numbers beside a blank may be floats
-                raw_ids = raw_ids.tolist()
-            if dtype.kind == "f":  # whose digits a list of Python's floats does not tell
-                finite = [value for value in raw_ids if isinstance(value, float) and math.isfinite(value)]
-                _refuse_rounded(max(finite, key=abs, default=0.0), dtype.itemsize * 8)
+    def _encode(self, raw_ids: Iterable[Any]) -> NDArray[np.int64]:
         texts = pd.Index([canonical_text(value) for value in raw_ids], dtype=object)
         return np.asarray(self._texts.get_indexer(texts), dtype=np.int64) + 1
 
@@ -92,11 +80,14 @@ class Vocabulary:
         return _ready(pd.Index(self.ids))
 
 
-def _whole(ids: Any) -> Any:
-    """A list of whole numbers alone as an array, of which no text is made to find them; anything else as it is."""
+def _as_array(ids: Any) -> Any:
+    """Ids as a column in which pandas finds the distinct ones, where they can be one; else as they are."""
     if isinstance(ids, list) and ids and set(map(type, ids)) <= {int, np.int64}:
         numbers = np.array(ids)
         return numbers if numbers.dtype.kind == "i" else ids  # beyond 64 bits: floats or objects
+    if hasattr(ids, "dtype") and not isinstance(ids, (np.ndarray, pd.Series, pd.Index, ExtensionArray)):
+        array = np.asarray(ids)  # of another library, in whose columns whole numbers beside a blank would be floats
+        return array if array.dtype.kind in "iu" or (array.dtype.kind == "f" and not np.isnan(array).any()) else ids
     return ids
 
 
@@ -115,14 +106,6 @@ def _ready(index: pd.Index[Any]) -> pd.Index[Any]:
     """An index whose hash table is there: threads that ask pandas for it at once may find it half full."""
     index.get_indexer(index[:1])
     return index
-
-
-def _refuse_rounded(value: float | np.floating[Any], bits: int, name: str = "an item id") -> None:
-    """Refuse a whole number so large that a float of this many bits may have rounded another one to it."""
-    if abs(value) > largest_exact(bits):
-        raise UserError(
-            f"{name} is {float(value)!r}, but whole numbers so large are not exact as float{bits}; give integers"
-        )
 
 
 def shown_id(raw: Any) -> str:
@@ -145,6 +128,9 @@ def canonical_text(value: Any, name: str = "an item id") -> str | None:
     if value is None or value is pd.NA or value != value:
         return None
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
-        _refuse_rounded(value, getattr(value, "itemsize", 8) * 8, name)
+        bits = getattr(value, "itemsize", 8) * 8
+        if abs(value) > largest_exact(bits):
+            said = f"but whole numbers so large are not exact as float{bits}; give integers"
+            raise UserError(f"{name} is {float(value)!r}, {said}")
         return str(int(value))
     return str(value)

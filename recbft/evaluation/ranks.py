@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.datasets.distinct import distinct
+from recbft.datasets.statistics import distinct
 from recbft.evaluation.score_blocks import Candidates, NanWatch, align, score_block, spans, user_blocks
 from recbft.kernels.product import product
 from recbft.models.contract import ItemTable

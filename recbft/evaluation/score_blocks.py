@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.datasets.distinct import distinct
+from recbft.datasets.statistics import distinct
 from recbft.errors import RunError, UserError
 from recbft.kernels.product import common_size, fastest_layout, product
 from recbft.models.contract import ItemTable

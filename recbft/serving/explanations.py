@@ -5,24 +5,24 @@ Shapes: I items explained, n events that the model reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from recbft.datasets.events import check_columns
+from recbft.datasets.columns import check_columns
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
-from recbft.evaluation import event_weights as explanations
+from recbft.evaluation import event_weights
 from recbft.models.contract import SequenceModel
-from recbft.serving.given_histories import Histories, as_frame, encode, is_listed, numbered
-from recbft.serving.lists import blocks_of_lists, check_asked, reads_times
+from recbft.serving.histories import Histories, as_frame, as_list, encode
+from recbft.serving.lists import Asked, blocks_of_lists, check_asked, reads_times
 
 EXPLAINED = 3
 
 
-def explain(
+def explanation_table(
     model: SequenceModel,
     vocabulary: Vocabulary,
     history: Sequence[Any] | pd.DataFrame,
@@ -52,13 +52,13 @@ def explain(
                 f"{asked}only {left} of {len(vocabulary)} items are not in the history; name an item to explain"
                 + (", or lower k" if left else "")
             )
-        wanted_length = min(EXPLAINED, left) if k is None else k
-        (best,) = blocks_of_lists(model, vocabulary, encoded, wanted_length, memory_mb=memory_mb)
+        asked_for = Asked(min(EXPLAINED, left) if k is None else k, memory_mb=memory_mb)
+        (best,) = blocks_of_lists(model, vocabulary, encoded, asked_for)
         items = best["item"].tolist()
     wanted = vocabulary.encode(items)
     if (wanted == 0).any():
         raise UserError(f"item {item!r} is not in the model's vocabulary; name an item of the training data")
-    found = explanations.explain(model, encoded.items, wanted, times=encoded.times)
+    found = event_weights.explain(model, encoded.items, wanted, times=encoded.times)
     n, weight = len(found.events), found.weight
     table: pd.DataFrame = pd.DataFrame(
         {
@@ -80,14 +80,12 @@ def explain(
     return table
 
 
-def _one(history: Iterable[Any] | pd.DataFrame) -> tuple[Histories, list[Any]]:
+def _one(history: Any) -> tuple[Histories, list[Any]]:
     """One history as ``encode`` takes them, and its raw items."""
     if not isinstance(history, pd.DataFrame):
-        if isinstance(history, (Mapping, set, frozenset)) or not is_listed(history):
-            raise UserError(f"the history is {history!r}; give one list of item ids, oldest first")
-        raw = list(history)
+        raw = as_list(history, "the history is")
         return [raw], raw
     check_columns([str(column) for column in history.columns], ["user_id", "item_id"], "the history")
-    if (num_users := len(numbered(history["user_id"])[1])) > 1:
+    if (num_users := history["user_id"].nunique()) > 1:
         raise UserError(f"the data frame holds {num_users} users; give the events of one")
     return history, history["item_id"].tolist()

@@ -22,58 +22,21 @@ from recbft.evaluation.probability import Calibration
 from recbft.evaluation.top_k import top_k
 from recbft.evaluation.views import evaluation_mode
 from recbft.models.contract import SequenceModel, read_histories
-from recbft.serving.given_histories import Encoded, Histories, Users, encode, is_listed
+from recbft.serving.histories import Encoded, Histories, Users, as_list, encode
 
 HISTORIES_AT_ONCE = 4096
 ROWS_AT_ONCE = 2**20  # of lists: fewer histories at once where k is large
 
 
-class Choice(NamedTuple):
-    """Which items a list may hold, by index, each once and in order."""
+class Asked(NamedTuple):
+    """What lists are to be like."""
 
-    among: NDArray[np.int64] | None  # these alone; None for all
-    barred: NDArray[np.int64] | None  # and none of these
-
-
-ALL = Choice(None, None)
-
-
-def recommend(
-    model: SequenceModel,
-    vocabulary: Vocabulary,
-    histories: Histories,
-    k: int,
-    *,
-    filter_seen: bool = True,
-    exclude: Iterable[Any] | None = None,
-    candidates: Iterable[Any] | None = None,
-    memory_mb: float = 256.0,
-    calibration: Calibration | None = None,
-    time_unit: str | None = None,
-) -> pd.DataFrame:
-    """``Recommender.recommend``; see there.
-
-    A model that reads event times takes a data frame whose third column ``timestamp`` holds dates, or whole numbers in
-    the unit of the training data: ``time_unit``, which is None where that data held whole numbers too. What is finer
-    in a date is cut off. ``calibration`` makes the probabilities, NaN without it.
-
-    Raises:
-        ColdStartError: no history holds an item that the model knows.
-        UserError: no history, a blank user, a k below 1, no candidate that the model knows, no times for a model that
-            reads them, times that ``Dataset.from_frame`` would refuse too, or a model that was trained with the
-            target's time, which nobody knows here.
-    """
-    check_asked(model, k)
-    check_filter_seen(filter_seen)
-    encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
-    choice = _choice(vocabulary, exclude, candidates)
-    blocks = list(blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, calibration, memory_mb))
-    attrs = summed([block.attrs for block in blocks])
-    for block in blocks:  # pandas would compare them
-        block.attrs = {}
-    table = blocks[0] if len(blocks) == 1 else pd.concat(blocks, ignore_index=True)
-    table.attrs = attrs
-    return table
+    k: int  # items per list
+    filter_seen: bool = True
+    among: NDArray[np.int64] | None = None  # the only items to choose from, by index, each once and in order
+    barred: NDArray[np.int64] | None = None  # items that no list may hold
+    calibration: Calibration | None = None  # makes the probabilities, NaN without it
+    memory_mb: float = 256.0
 
 
 def recommend_in_blocks(
@@ -89,12 +52,36 @@ def recommend_in_blocks(
     calibration: Calibration | None = None,
     time_unit: str | None = None,
 ) -> Iterator[pd.DataFrame]:
-    """``Recommender.recommend_in_blocks``; see there. It takes what ``recommend`` does, and raises that at once."""
+    """``Recommender.recommend_in_blocks``; see there. What is wrong is raised at once, and not with the first block.
+
+    A model that reads event times takes a data frame whose third column ``timestamp`` holds dates, or whole numbers in
+    the unit of the training data: ``time_unit``, which is None where that data held whole numbers too. What is finer
+    in a date is cut off.
+
+    Raises:
+        ColdStartError: no history holds an item that the model knows.
+        UserError: no history, a blank user, a k below 1, no candidate that the model knows, no times for a model that
+            reads them, times that ``Dataset.from_frame`` would refuse too, or a model that was trained with the
+            target's time, which nobody knows here.
+    """
     check_asked(model, k)
     check_filter_seen(filter_seen)
     encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
-    choice = _choice(vocabulary, exclude, candidates)
-    return blocks_of_lists(model, vocabulary, encoded, k, filter_seen, choice, calibration, memory_mb)
+    among, barred = _candidates(vocabulary, candidates), _excluded(vocabulary, exclude)
+    return blocks_of_lists(
+        model, vocabulary, encoded, Asked(k, bool(filter_seen), among, barred, calibration, memory_mb)
+    )
+
+
+def joined(blocks: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all blocks in one table."""
+    blocks = list(blocks)
+    attrs = summed([block.attrs for block in blocks])
+    for block in blocks:  # pandas would compare them
+        block.attrs = {}
+    table = blocks[0] if len(blocks) == 1 else pd.concat(blocks, ignore_index=True)
+    table.attrs = attrs
+    return table
 
 
 def summed(attrs: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
@@ -109,15 +96,9 @@ def summed(attrs: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
 
 
 def check_asked(model: SequenceModel, k: Any) -> None:
-    """Refuse a k that is no positive whole number, and a model that cannot recommend.
-
-    Raises:
-        UserError: as ``recommend``.
-    """
-    if not is_whole(k):
-        raise UserError(f"k is {k!r}; give a whole number, the length of the lists")
-    if k < 1:
-        raise UserError(f"k is {k}; ask for at least 1 item")
+    """UserError for a k that is no positive whole number, and for a model that cannot recommend."""
+    if not (is_whole(k) and k >= 1):
+        raise UserError(f"k is {k!r}; give a whole number of at least 1, the length of the lists")
     if getattr(model, "shows_target_time", False):
         raise UserError(
             "this model was trained with show_target_time: true, but the time of the next event is not known when "
@@ -126,11 +107,7 @@ def check_asked(model: SequenceModel, k: Any) -> None:
 
 
 def check_filter_seen(filter_seen: Any) -> None:
-    """Refuse what is neither True nor False: the text "false" of a request would count as True.
-
-    Raises:
-        UserError: naming the value.
-    """
+    """UserError for what is neither True nor False: the text "false" of a request would count as True."""
     if not isinstance(filter_seen, (bool, np.bool_)):
         shown = " ".join(repr(filter_seen).split())[:60]
         raise UserError(f"filter_seen is {shown}; give True (lists leave out what the user has) or False")
@@ -142,39 +119,24 @@ def reads_times(model: SequenceModel) -> bool:
 
 
 def blocks_of_lists(
-    model: SequenceModel,
-    vocabulary: Vocabulary,
-    encoded: Encoded,
-    k: int,
-    filter_seen: bool = True,
-    choice: Choice = ALL,
-    calibration: Calibration | None = None,
-    memory_mb: float = 256.0,
+    model: SequenceModel, vocabulary: Vocabulary, encoded: Encoded, asked: Asked
 ) -> Iterator[pd.DataFrame]:
     """The lists of ``encoded.users``, in their order, of as many at once as memory bears; at least one block."""
-    most = max(1, min(k, len(vocabulary) if choice.among is None else len(choice.among)))
+    most = max(1, min(asked.k, len(vocabulary) if asked.among is None else len(asked.among)))
     step = min(HISTORIES_AT_ONCE, max(1, ROWS_AT_ONCE // most))
     skipped: dict[Any, Any] = {"unknown_events": encoded.unknown_events, "skipped_users": encoded.skipped_users}
     for first in range(0, len(encoded.users), step):
         own = slice(first, first + step)
         with torch.inference_mode(), evaluation_mode(model):  # not where the caller works with the block
-            block, lengths = _lists(model, vocabulary, encoded, own, most, filter_seen, choice, calibration, memory_mb)
-        short: dict[Any, Any] = {"short_lists": int((lengths < k).sum()), "shortest_list": int(lengths.min())}
+            block, lengths = _lists(model, vocabulary, encoded, own, asked._replace(k=most))
+        short: dict[Any, Any] = {"short_lists": int((lengths < asked.k).sum()), "shortest_list": int(lengths.min())}
         block.attrs = {**skipped, **short}
         skipped = {"unknown_events": 0, "skipped_users": Users()}
         yield block
 
 
 def _lists(
-    model: SequenceModel,
-    vocabulary: Vocabulary,
-    encoded: Encoded,
-    own: slice,
-    k: int,
-    filter_seen: bool,
-    choice: Choice,
-    calibration: Calibration | None,
-    memory_mb: float,
+    model: SequenceModel, vocabulary: Vocabulary, encoded: Encoded, own: slice, asked: Asked
 ) -> tuple[pd.DataFrame, NDArray[np.int64]]:
     """The lists of some histories, and how long each is."""
     users = encoded.users.iloc[own]
@@ -184,13 +146,13 @@ def _lists(
     best = top_k(
         states,
         table,
-        k,
-        exclude_items=encoded.items[offsets[0] : offsets[-1]] if filter_seen else None,
-        exclude_offsets=offsets - offsets[0] if filter_seen else None,
-        among=choice.among,
-        barred=choice.barred,
-        calibration=calibration,
-        memory_mb=memory_mb,
+        asked.k,
+        exclude_items=encoded.items[offsets[0] : offsets[-1]] if asked.filter_seen else None,
+        exclude_offsets=offsets - offsets[0] if asked.filter_seen else None,
+        among=asked.among,
+        barred=asked.barred,
+        calibration=asked.calibration,
+        memory_mb=asked.memory_mb,
         user_ids=users.to_numpy(dtype=object),
     )
     filled = best.items > 0
@@ -201,7 +163,7 @@ def _lists(
             "user": pd.Series(users.array.take(np.repeat(np.arange(len(users)), best.lengths)), dtype=users.dtype),
             "item": pd.Series(items, dtype=vocabulary.dtype),
             "score": best.scores[filled],
-            "rank": np.broadcast_to(np.arange(1, k + 1), filled.shape)[filled],
+            "rank": np.broadcast_to(np.arange(1, asked.k + 1), filled.shape)[filled],
             "precision": np.repeat(precisions.double().cpu().numpy(), best.lengths),
             "probability": best.probabilities[filled],
         }
@@ -222,35 +184,35 @@ def states_of(model: SequenceModel, encoded: Encoded, own: slice, device: torch.
     return torch.cat(states), torch.cat(precisions)
 
 
-def _choice(vocabulary: Vocabulary, exclude: Iterable[Any] | None, candidates: Iterable[Any] | None) -> Choice:
-    among = barred = None
-    if candidates is not None:
-        ids = _ids("candidates", candidates)
-        known = vocabulary.encode(ids)
-        if not known.any():
-            such = f" (such as {shown_id(next(iter(ids)))})" if len(ids) else ""
-            raise UserError(
-                f"none of the {len(ids):,} candidates is in the model's vocabulary{such}; give some that are"
-            )
-        among = np.unique(known[known > 0])
-    if exclude is not None:
-        ids = _ids("exclude", exclude)
-        out = vocabulary.encode(ids)
-        if len(ids) and not out.any():
-            warnings.warn(
-                f"none of the {len(ids):,} excluded items is in the model's vocabulary (such as "
-                f"{shown_id(next(iter(ids)))}, while the model knows {vocabulary.example!r}), so that none is left out "
-                "of the lists",
-                stacklevel=4,
-            )
-        barred = np.unique(out[out > 0])
-    return Choice(among, barred)
+def _candidates(vocabulary: Vocabulary, candidates: Iterable[Any] | None) -> NDArray[np.int64] | None:
+    """The indices of the only items that lists may hold; UserError where the model knows none of them."""
+    if candidates is None:
+        return None
+    ids = _ids("candidates", candidates)
+    index = vocabulary.encode(ids)
+    if not index.any():
+        such = f" (such as {shown_id(next(iter(ids)))})" if len(ids) else ""
+        raise UserError(f"none of the {len(ids):,} candidates is in the model's vocabulary{such}; give some that are")
+    return np.unique(index[index > 0])
 
 
-def _ids(name: str, given: Any) -> Any:
+def _excluded(vocabulary: Vocabulary, exclude: Iterable[Any] | None) -> NDArray[np.int64] | None:
+    """The indices of the items that no list may hold, with a warning where the model knows none of them."""
+    if exclude is None:
+        return None
+    ids = _ids("exclude", exclude)
+    index = vocabulary.encode(ids)
+    if len(ids) and not index.any():
+        warnings.warn(
+            f"none of the {len(ids):,} excluded items is in the model's vocabulary (such as "
+            f"{shown_id(next(iter(ids)))}, while the model knows {vocabulary.example!r}), so that none is left out "
+            "of the lists",
+            stacklevel=4,
+        )
+    return np.unique(index[index > 0])
+
+
+def _ids(name: str, ids: Any) -> Any:
     """The ids as ``Vocabulary.encode`` takes them."""
-    if hasattr(given, "columns"):  # of which a loop would give the names
-        raise UserError(f"{name} is a table ({type(given).__name__}); give its column of item ids")
-    if not is_listed(given):
-        raise UserError(f"{name} is {given!r}; give a list of item ids")
-    return given if isinstance(given, (np.ndarray, pd.Series, pd.Index)) and given.ndim == 1 else list(given)
+    is_column = isinstance(ids, (np.ndarray, pd.Series, pd.Index)) and ids.ndim == 1
+    return ids if is_column else as_list(ids, f"{name} is", "a list of item ids", ordered=False)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.evaluation.views import evaluation_mode
 from recbft.models.contract import SequenceModel
-from recbft.serving.given_histories import Histories, encode
+from recbft.serving.histories import Histories, encode
 from recbft.serving.lists import HISTORIES_AT_ONCE, check_asked, reads_times, states_of
 
 

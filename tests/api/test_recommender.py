@@ -9,8 +9,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import warnings
 import weakref
@@ -22,16 +20,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import yaml
 from torch import nn
 
-import recbft
 from recbft import Dataset, Recommender
+from recbft.config import yaml_text
 from recbft.datasets import Preparation
 from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import RunError, UserError
-from recbft.models.backbone import Backbone
 from recbft.training import bundle, one_run
 from recbft.training.progress import Silent
 
@@ -58,10 +54,6 @@ def histories_of(dataset, back=1):
     }
 
 
-def test_the_package_offers_the_two_names_of_its_notebook_interface():
-    assert {"Dataset", "Recommender"} <= set(recbft.__all__) <= set(dir(recbft))
-
-
 @pytest.mark.parametrize("arm", ARMS)
 def test_a_saved_recommender_gives_identical_lists_and_metrics_when_loaded(fitted, dataset, tmp_path, arm):
     one = fitted[arm]
@@ -80,20 +72,12 @@ def test_a_saved_recommender_gives_identical_lists_and_metrics_when_loaded(fitte
 
 
 def test_a_saved_recommender_outlives_the_one_that_saved_it(dataset, tmp_path):
-    recommender = Recommender("sasrec", arm="matched", **SMALL).fit(dataset)
+    recommender = Recommender("pop").fit(dataset)
     place = recommender.run.path
     recommender.save(tmp_path / "kept")
     del recommender
     assert not place.exists(), "a folder nobody asked for is gone with its recommender"
     assert len(Recommender.load(tmp_path / "kept").recommend([[1, 2, 3]], 3)) == 3
-
-
-def test_a_run_folder_that_was_asked_for_stays(dataset, tmp_path):
-    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=tmp_path / "run")
-    assert recommender.run.path == tmp_path / "run"
-    expected = recommender.recommend(histories_of(dataset), 3)
-    del recommender
-    pd.testing.assert_frame_equal(Recommender.load(tmp_path / "run").recommend(histories_of(dataset), 3), expected)
 
 
 class StopAfter(Silent):
@@ -113,8 +97,7 @@ def place_of(error):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_an_interrupted_fit_goes_on_as_its_message_says_as_if_nothing_had_been(dataset, tmp_path, named):
-    expected = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+def test_an_interrupted_fit_goes_on_as_its_message_says_as_if_nothing_had_been(fitted, dataset, tmp_path, named):
     out = tmp_path / "run" if named else None
     with pytest.raises(RunError, match="the state after epoch 1 is saved") as error:
         Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=out, progress=StopAfter(1))
@@ -122,31 +105,22 @@ def test_an_interrupted_fit_goes_on_as_its_message_says_as_if_nothing_had_been(d
     try:
         assert out in (None, place)
         assert os.path.isdir(place), "what is said to be saved is there"
+        told = r"stopped after epoch 1; .* \(in Python: Recommender\.resume\('.*run', dataset\)\)"
+        with pytest.raises(UserError, match=told):
+            Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=place)
         resumed = Recommender.resume(place, dataset)
         assert resumed.run.metrics["epochs"] == 2
-        pd.testing.assert_frame_equal(resumed.evaluate(dataset).per_user, expected.evaluate(dataset).per_user)
+        expected = fitted["bft"].evaluate(dataset).per_user
+        pd.testing.assert_frame_equal(resumed.evaluate(dataset).per_user, expected)
         again = Recommender.resume(place, dataset)  # a finished run is only opened
         assert again.run.metrics == resumed.run.metrics
+        with pytest.raises(UserError, match=r"holds a finished run; .* \(in Python: Recommender\.load\('.*run'\)\)$"):
+            Recommender("sasrec", **SMALL).fit(dataset, out=place)
+        (place / "protocol.json").unlink()
+        with pytest.raises(UserError, match=r"a folder with other files in it; name another folder for the run$"):
+            Recommender("sasrec", **SMALL).fit(dataset, out=place)
     finally:
         shutil.rmtree(place.parent if out is None else place)
-
-
-def test_a_fit_into_the_folder_of_a_run_says_how_a_program_goes_on(dataset, tmp_path):
-    def fit(progress=None):
-        return Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=tmp_path / "run", progress=progress)
-
-    with pytest.raises(RunError):
-        fit(StopAfter(1))
-    with pytest.raises(
-        UserError, match=r"stopped after epoch 1; .* \(in Python: Recommender\.resume\('.*run', dataset\)\)"
-    ):
-        fit()
-    Recommender.resume(tmp_path / "run", dataset)
-    with pytest.raises(UserError, match=r"holds a finished run; .* \(in Python: Recommender\.load\('.*run'\)\)$"):
-        fit()
-    (tmp_path / "run" / "protocol.json").unlink()
-    with pytest.raises(UserError, match=r"a folder with other files in it; name another folder for the run$"):
-        fit()
 
 
 def test_what_a_cell_ends_with_is_told_in_a_line(fitted, dataset):
@@ -169,9 +143,6 @@ def test_a_fit_that_is_stopped_leaves_the_one_before_it_as_it_was(dataset):
         recommender.fit(dataset, progress=StopAfter(1))
     shutil.rmtree(place_of(error).parent)
     pd.testing.assert_frame_equal(recommender.recommend([[1, 2, 3]], 3), before)
-    first = recommender.run.path
-    recommender.fit(dataset)
-    assert not first.exists() and recommender.run.path.exists(), "one temporary folder is enough"
 
 
 def test_a_fit_that_cannot_begin_leaves_no_folder_behind(dataset, tmp_path, monkeypatch):
@@ -183,15 +154,12 @@ def test_a_fit_that_cannot_begin_leaves_no_folder_behind(dataset, tmp_path, monk
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("failure", ["diverges", "is interrupted", "runs out of memory"])
+@pytest.mark.parametrize("failure", ["diverges", "is interrupted"])
 def test_an_error_that_is_kept_keeps_no_model(dataset, tmp_path, monkeypatch, failure):
     def spy(*arguments):
         parts = make_parts(*arguments)
         held.extend(map(weakref.ref, (parts.model, parts.optimizer)))
         return parts
-
-    def exhausted(model, batch):
-        raise MemoryError
 
     def of_the_caller():
         own = 1  # noqa: F841
@@ -200,8 +168,6 @@ def test_an_error_that_is_kept_keeps_no_model(dataset, tmp_path, monkeypatch, fa
     held, make_parts = [], one_run.make_parts
     monkeypatch.setattr(one_run, "make_parts", spy)
     settings = {**SMALL, "learning_rate": 1e30} if failure == "diverges" else SMALL
-    if failure == "runs out of memory":
-        monkeypatch.setattr(Backbone, "loss", exhausted)
     progress = StopAfter(1) if failure == "is interrupted" else None
     with pytest.raises(RunError) as error:
         try:
@@ -214,7 +180,7 @@ def test_an_error_that_is_kept_keeps_no_model(dataset, tmp_path, monkeypatch, fa
 
 
 def test_a_run_whose_data_had_no_file_says_how_to_give_them(dataset, tmp_path):
-    Recommender("sasrec", **SMALL).fit(replace(dataset, name="frame"), out=tmp_path / "run")
+    Recommender("pop").fit(replace(dataset, name="frame"), out=tmp_path / "run")
     with pytest.raises(UserError, match=r"unknown data set 'frame'.*give it with -d, or in Python as dataset"):
         Recommender.load(tmp_path / "run").evaluate()
 
@@ -229,8 +195,7 @@ def test_evaluate_gives_what_the_run_recorded(fitted, dataset, part):
             assert recorded["rank_filtered"].tolist() == evaluation.per_user["rank_filtered"].tolist()
 
 
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize(("part", "back"), [("validation", 2), ("test", 1)])
+@pytest.mark.parametrize(("arm", "part", "back"), [("published", "test", 1), ("bft", "validation", 2)])
 def test_recommending_scores_like_evaluating(fitted, dataset, arm, part, back):
     table = fitted[arm].recommend(histories_of(dataset, back), dataset.num_items, filter_seen=False)
     evaluation = fitted[arm].evaluate(dataset, part)
@@ -247,7 +212,8 @@ def test_recommending_scores_like_evaluating(fitted, dataset, arm, part, back):
 @pytest.mark.parametrize("filter_seen", [False, True])
 def test_lists_of_a_run_have_probabilities_by_what_the_run_was_calibrated_to(fitted, dataset, filter_seen):
     histories = histories_of(dataset)
-    for arm, recommender in fitted.items():
+    for arm in ("matched", "bft"):
+        recommender = fitted[arm]
         temperature, lapse = recommender.calibration(filter_seen=filter_seen)
         recorded = recommender.run.metrics["probability"]["filtered" if filter_seen else "unfiltered"]
         assert recorded == {"temperature": temperature, "lapse": lapse}
@@ -262,7 +228,7 @@ def test_lists_of_a_run_have_probabilities_by_what_the_run_was_calibrated_to(fit
         assert pd.concat(blocks)["probability"].tolist() == pytest.approx(first.tolist(), rel=1e-5)
 
 
-@pytest.mark.parametrize("known", [None, {}, {"filtered": None}, {"filtered": {"temperature": 1.5}}, 1.5])
+@pytest.mark.parametrize("known", [None, {"filtered": None}])
 def test_a_run_that_was_not_calibrated_gives_lists_without_probabilities(fitted, dataset, tmp_path, known):
     fitted["bft"].save(tmp_path / "old")
     path = tmp_path / "old/metrics.json"
@@ -273,16 +239,6 @@ def test_a_run_that_was_not_calibrated_gives_lists_without_probabilities(fitted,
     old = Recommender.load(tmp_path / "old")
     table = old.recommend(histories_of(dataset), 2)
     assert old.calibration() is None and table["probability"].isna().all() and len(table)
-
-
-def test_only_the_arm_that_tracks_precision_reports_it(fitted, dataset):
-    histories = histories_of(dataset)
-    for arm, recommender in fitted.items():
-        precision = recommender.recommend(histories, 2)["precision"]
-        if arm == "bft":
-            assert np.isfinite(precision).all() and (precision > 0).all() and precision.nunique() > 10
-        else:
-            assert precision.isna().all()
 
 
 def test_users_never_seen_in_training_get_lists(fitted, dataset):
@@ -305,27 +261,17 @@ def test_the_same_history_gets_the_same_list_whoever_has_it_and_whatever_is_besi
         np.testing.assert_allclose(beside["score"], alone["score"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", [int, str])
-def test_ids_keep_the_type_of_the_training_data(form):
+def test_ids_keep_the_type_of_the_training_data():
     rng = np.random.default_rng(0)
-    rows = [(form(user), form(item)) for user in range(100, 120) for item in rng.permutation(15)[:6]]
-    frame = pd.DataFrame(rows, columns=["who", "what"])
-    data = Dataset.from_frame(frame, user="who", item="what")
-    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(data)
-    table = recommender.recommend({form(1): [form(3), form(4)]}, 3)
-    assert all(type(item) is form for item in table["item"].tolist())
-    assert table["user"].tolist() == [form(1)] * 3
-    other = str if form is int else int
-    same = recommender.recommend({form(1): [other(3), other(4)]}, 3)
+    rows = [(str(user), str(item)) for user in range(100, 120) for item in rng.permutation(15)[:6]]
+    recommender = Recommender("pop").fit(
+        Dataset.from_frame(pd.DataFrame(rows, columns=["who", "what"]), user="who", item="what")
+    )
+    table = recommender.recommend({"1": ["3", "4"]}, 3)
+    assert all(type(item) is str for item in table["item"].tolist()) and table["user"].tolist() == ["1"] * 3
+    same = recommender.recommend({1: [3, 4]}, 3)
     assert same["item"].tolist() == table["item"].tolist(), "the number 3 and the text 3 are one id"
-
-
-def test_popularity_recommends_the_most_frequent_items(dataset):
-    recommender = Recommender("pop").fit(dataset)
-    table = recommender.recommend([[dataset.item_ids[0]]], 5, filter_seen=False)
-    counts = dataset.training_counts[1:]
-    assert table["score"].tolist() == sorted(counts, reverse=True)[:5]
-    assert counts[dataset.encode(table["item"].to_numpy()) - 1].tolist() == table["score"].tolist()
+    assert same["user"].tolist() == [1] * 3
 
 
 def test_items_that_the_model_does_not_know_are_refused(fitted):
@@ -355,41 +301,19 @@ def test_items_are_found_by_their_raw_ids_whatever_their_order(fitted, dataset):
     pd.testing.assert_frame_equal(some[ranks], expected.loc[some.index, ranks], check_dtype=False)
 
 
-def test_new_events_over_the_same_vocabulary_can_be_evaluated(fitted, dataset):
-    users = np.repeat(dataset.user_ids, np.diff(dataset.offsets))
-    frame = pd.DataFrame({"user_id": users, "item_id": dataset.decode(dataset.items)})
-    longer = Dataset.from_frame(pd.concat([frame, frame.tail(2)], ignore_index=True), name="later")
-    evaluation = fitted["bft"].evaluate(longer)
-    assert len(evaluation.per_user) == dataset.num_users
-
-
-def test_a_recommender_that_is_not_trained_says_so():
+def test_a_recommender_that_is_not_trained_says_so(dataset):
     recommender = Recommender("sasrec")
     for use in (
         lambda: recommender.recommend([[1]]),
         lambda: recommender.evaluate(),
         lambda: recommender.save("nowhere"),
+        lambda: recommender.fit(dataset, warm_start=True),
     ):
         with pytest.raises(
             UserError, match=r"this recommender is not trained; call fit\(dataset\), or Recommender.load"
         ):
             use()
     assert not os.path.exists("nowhere")
-
-
-def test_k_beyond_the_vocabulary_gives_what_is_left(fitted, dataset):
-    table = fitted["bft"].recommend([dataset.item_ids[:2]], 1000)
-    assert len(table) == dataset.num_items - 2 == table.attrs["shortest_list"] and table.attrs["short_lists"] == 1
-
-
-def test_blocks_hold_the_rows_of_recommend(fitted, dataset):
-    histories = histories_of(dataset)
-    options = {"exclude": dataset.item_ids[:3], "filter_seen": False}
-    blocks = fitted["bft"].recommend_in_blocks(histories, 3, **options)
-    expected = fitted["bft"].recommend(histories, 3, **options)
-    pd.testing.assert_frame_equal(pd.concat(list(blocks), ignore_index=True), expected)
-    with pytest.raises(UserError, match="there is no history"):
-        fitted["bft"].recommend_in_blocks({})
 
 
 @pytest.mark.parametrize(
@@ -402,31 +326,9 @@ def test_what_is_no_data_set_is_refused_with_what_makes_one(fitted, data, how):
         fitted["bft"].evaluate(data)
 
 
-def test_settings_may_be_numbers_of_numpy():
-    config = Recommender("sasrec", epochs=np.int64(3), dropout=np.float32(0.5)).config
-    assert (config.training.epochs, config.backbone.dropout) == (3, 0.5)
-    assert type(config.training.epochs) is int
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("sasrce",), r"model is 'sasrce'; did you mean 'sasrec'\?"),
-        (("sasrec", {"arm": "btf"}), r"arm of sasrec is 'btf'; did you mean 'bft'\?"),
-        (("sasrec", {"epoch": 5}), r"epoch.*did you mean.*epochs"),
-        (("sasrec", {"epochs": 0}), r"epochs is 0; give a whole number >= 1"),
-        (("sasrec", {"arm": "matched", "core": {"lam_max": 1.0}}), r"core.lam_max has no effect in arm 'matched'"),
-    ],
-)
-def test_a_wrong_name_or_value_is_refused_before_anything_is_trained(arguments, message):
-    model, settings = arguments[0], arguments[1] if len(arguments) > 1 else {}
-    with pytest.raises(UserError, match=message):
-        Recommender(model, **settings)
-
-
 def test_loading_parses_the_configuration_once(fitted, monkeypatch):
-    read = []
-    monkeypatch.setattr(yaml, "load", lambda *given, real=yaml.load, **more: read.append(given) or real(*given, **more))
+    read, parse = [], yaml_text.parse_yaml
+    monkeypatch.setattr(yaml_text, "parse_yaml", lambda *text: read.append(text) or parse(*text))
     Recommender.load(fitted["bft"].run.path)
     assert len(read) == 1
 
@@ -448,21 +350,14 @@ def test_loading_what_is_no_finished_run_is_refused(fitted, tmp_path):
         Recommender.load(tmp_path / "kept")
 
 
-def test_saving_says_where_the_run_has_gone(fitted, tmp_path):
-    fitted["bft"].save(tmp_path / "kept")
-    recommender = Recommender.load(tmp_path / "kept")
-    shutil.rmtree(tmp_path / "kept")
-    with pytest.raises(UserError, match=r"there is no run folder .*kept"):
-        recommender.save(tmp_path / "copy")
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_stands_in_the_folder_by_now_is_not_taken_for_the_run_that_was_loaded(fitted, dataset, tmp_path):
     place = tmp_path / "live"
     fitted["matched"].save(place)
     serving = Recommender.load(place)
     shutil.rmtree(place)
-    Recommender("sasrec", arm="matched", seed=1, **SMALL).fit(dataset, out=place)
+    with pytest.raises(UserError, match=r"there is no run folder .*live"):
+        serving.save(tmp_path / "copy")
+    fitted["bft"].save(place)
     told = "live holds other weights than those that were loaded from it; load it again"
     for one in (serving, pickle.loads(pickle.dumps(serving))):
         with pytest.raises(UserError, match=told):
@@ -560,26 +455,10 @@ def test_the_checkpoint_of_another_seed_is_refused(fitted, dataset, tmp_path):
         Recommender.load(tmp_path / "kept")
 
 
-def test_the_caller_s_random_state_is_left_alone(dataset, tmp_path):
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
-    recommender.recommend([[1, 2]], 3)
-    recommender.evaluate(dataset)
-    recommender.save(tmp_path / "kept")
-    Recommender.load(tmp_path / "kept")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     "around",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        partial(torch.device, "meta"),
-        partial(torch.autocast, "cpu", torch.bfloat16),
-    ],
-    ids=["no_grad", "inference_mode", "device", "autocast"],
+    [torch.inference_mode, partial(torch.device, "meta"), partial(torch.autocast, "cpu", torch.bfloat16)],
+    ids=["inference_mode", "device", "autocast"],
 )
 def test_what_a_caller_works_within_changes_no_number(fitted, dataset, around):
     def modes():
@@ -587,77 +466,44 @@ def test_what_a_caller_works_within_changes_no_number(fitted, dataset, around):
 
     def answers(one):
         lists, explained = one.recommend(histories_of(dataset), 3), one.explain(dataset.item_ids[3:9].tolist())
-        return lists, explained, one.evaluate(dataset).metrics, one.probe(dataset, samples=5)
+        return lists, explained, one.evaluate(dataset).metrics
 
     expected = answers(fitted["bft"])
     with around():
         before = modes()
         new = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
-        for one in (new, Recommender.load(new.run.path)):
-            found = answers(one)
-            for frames in zip(found[:2], expected[:2], strict=True):
-                pd.testing.assert_frame_equal(*frames, check_exact=True)
-            assert found[2:] == expected[2:]
+        found = answers(Recommender.load(new.run.path))
+        for frames in zip(found[:2], expected[:2], strict=True):
+            pd.testing.assert_frame_equal(*frames, check_exact=True)
+        assert found[2] == expected[2]
         assert modes() == before
 
 
-def test_a_second_fit_starts_afresh(dataset):
-    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
-    one = recommender.recommend(histories_of(dataset), 3)
-    pd.testing.assert_frame_equal(recommender.fit(dataset).recommend(histories_of(dataset), 3), one, check_exact=True)
-
-
-def test_settings_that_would_have_prepared_other_data_are_refused(dataset):
-    with pytest.raises(
-        UserError, match=r"data.k_core is 5, but the data set that is given was prepared with 0; leave it"
-    ):
-        Recommender("sasrec", k_core=5, **SMALL).fit(dataset)
-
-
-def test_a_second_fit_on_other_data_records_their_name(dataset, tmp_path):
-    other = replace(dataset, name="other")
-    recommender = Recommender("sasrec", **SMALL).fit(dataset)
-    recommender.fit(other, out=tmp_path / "run")
+def test_a_second_fit_starts_afresh_and_records_its_own_data(fitted, dataset, tmp_path):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    recommender = Recommender("sasrec", arm="bft", **SMALL).fit(replace(dataset, name="other"))
+    first = recommender.run.path
     assert recommender.config.data.dataset == recommender.run.protocol["dataset"] == "other"
-
-
-def test_the_data_root_is_known_after_a_fit(dataset, tmp_path):
-    dataset.save(tmp_path / "mine.parquet")
-    recommender = Recommender("sasrec", dataset="mine", data_root=str(tmp_path), **SMALL).fit(out=tmp_path / "run")
-    recommender.evaluate()
-    Recommender.load(tmp_path / "run", data_root=tmp_path).evaluate()
-
-
-def test_a_fit_that_fails_leaves_the_one_before_it(dataset, tmp_path):
-    recommender = Recommender("sasrec", **SMALL).fit(dataset)
+    recommender.fit(dataset, out=tmp_path / "run")
+    assert recommender.config.data.dataset == recommender.run.protocol["dataset"] == "synthetic"
+    lists = [one.recommend(histories_of(dataset), 3) for one in (recommender, fitted["bft"])]
+    pd.testing.assert_frame_equal(*lists, check_exact=True)
+    assert not first.exists(), "one temporary folder is enough"
     nothing = Dataset.from_frame(pd.DataFrame({"user_id": [1, 1, 1], "item_id": [1, 2, 3]}))
     with pytest.raises(UserError, match="has nothing to learn from"):
         recommender.fit(nothing)
     recommender.evaluate(dataset)
     recommender.save(tmp_path / "kept")
+    Recommender.load(tmp_path / "kept")
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random state is left alone"
 
 
-def test_a_model_that_reads_times_is_not_evaluated_in_another_unit(dataset):
-    dated = replace(dataset, preparation={**dataset.preparation, "time_unit": "s"})
-    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(dated)
-    recommender.evaluate(dated)
-    with pytest.raises(UserError, match=r"are in ms, but the model reads times and its training data had s; give the"):
-        recommender.evaluate(replace(dated, preparation={**dataset.preparation, "time_unit": "ms"}))
-
-
-@pytest.mark.parametrize("ask", ["recommend", "explain"])
-def test_ids_that_are_lists_and_lengths_that_are_no_whole_numbers_are_refused(fitted, ask):
-    method = getattr(fitted["bft"], ask)
-    nested = [[[1, 2], [3, 4]]] if ask == "recommend" else [[1, 2], [3, 4]]
-    with pytest.raises(UserError, match=r"an item id is \[1, 2\]; give ids that are whole numbers or text"):
-        method(nested)
-    with pytest.raises(UserError, match=r"k is 1.5; give a whole number"):
-        method([["1"]] if ask == "recommend" else ["1"], k=1.5)
-
-
-def test_columns_beside_a_data_set_that_is_given_are_refused(dataset):
-    with pytest.raises(UserError, match=r"data.user is 'nobody', but a data set is given, which has its columns"):
-        Recommender("sasrec", user="nobody", **SMALL).fit(dataset)
+def test_the_data_root_is_known_after_a_fit(dataset, tmp_path):
+    dataset.save(tmp_path / "mine.parquet")
+    recommender = Recommender("pop", dataset="mine", data_root=str(tmp_path)).fit(out=tmp_path / "run")
+    recommender.evaluate()
+    Recommender.load(tmp_path / "run", data_root=tmp_path).evaluate()
 
 
 def test_a_config_that_names_the_columns_of_the_data_set_that_is_given_is_taken(dataset, tmp_path):
@@ -665,9 +511,9 @@ def test_a_config_that_names_the_columns_of_the_data_set_that_is_given_is_taken(
     given = Dataset.from_frame(pd.DataFrame(rows), user="who", item="what", name="frame")
     config = tmp_path / "recbole.yaml"
     config.write_text("USER_ID_FIELD: who\nITEM_ID_FIELD: what\n")
-    assert Recommender(config=config, **SMALL).fit(given).run is not None
+    assert Recommender("pop", config=config).fit(given).run is not None
     with pytest.raises(UserError, match=r"data.time is 'when', but a data set is given, which has its columns"):
-        Recommender(config=config, **SMALL, **{"data": {"time": "when"}}).fit(given)
+        Recommender("pop", config=config, data={"time": "when"}).fit(given)
 
 
 def test_a_run_reads_the_file_behind_its_frame_with_the_frame_s_filters(dataset, tmp_path):
@@ -676,7 +522,7 @@ def test_a_run_reads_the_file_behind_its_frame_with_the_frame_s_filters(dataset,
     frame.to_csv(tmp_path / "ratings.csv", index=False)
     preparation = Preparation(min_user_events=6, deduplicate="first", where="stars>0")
     given = Dataset.from_frame(frame, user="who", item="what", preparation=preparation)
-    recommender = Recommender("sasrec", **SMALL).fit(given, out=tmp_path / "run")
+    recommender = Recommender("pop").fit(given, out=tmp_path / "run")
     again = Recommender.load(tmp_path / "run").config.data
     assert again.load_again(str(tmp_path / "ratings.csv")).content_hash == given.content_hash
     recommender.run.metrics_file.unlink()  # as if it had been stopped before
@@ -687,7 +533,7 @@ def test_a_run_reads_the_file_behind_its_frame_with_the_frame_s_filters(dataset,
 
 def test_a_recommender_knows_its_folder_wherever_the_program_goes(dataset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recommender = Recommender("sasrec", **SMALL).fit(dataset, out="run")
+    recommender = Recommender("pop").fit(dataset, out="run")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert len(recommender.recommend(histories_of(dataset), 3)) == 3 * dataset.num_users
@@ -703,19 +549,6 @@ def test_a_recommender_knows_its_folder_wherever_the_program_goes(dataset, tmp_p
         recommender.save(".")
 
 
-@pytest.mark.parametrize("samples", [0, 2.5, True])
-def test_a_probe_takes_a_number_of_samples(fitted, dataset, samples):
-    with pytest.raises(UserError, match=f"samples is {samples!r}; give a whole number of at least 1"):
-        fitted["bft"].probe(dataset, samples=samples)
-
-
-def test_a_frame_may_have_the_users_as_its_index_too(fitted, dataset):
-    frame = pd.DataFrame([(user, item) for user, items in histories_of(dataset).items() for item in items])
-    frame.columns = ["user_id", "item_id"]
-    lists = [fitted["bft"].recommend(one, 3) for one in (frame, frame.set_index("user_id", drop=False))]
-    pd.testing.assert_frame_equal(*lists)
-
-
 def dated_frame(dataset, last):
     """The events of a data set, a second apart but for the last user's, who has the times that are given."""
     frame = pd.DataFrame({"user_id": np.repeat(dataset.user_ids, dataset.lengths)})
@@ -724,13 +557,19 @@ def dated_frame(dataset, last):
     return frame.assign(item_id=dataset.decode(dataset.items), when=pd.to_datetime(times, unit="ms"))
 
 
+@pytest.fixture(scope="module")
+def timed(dataset):
+    """A model that reads times, of dates in milliseconds, and its data."""
+    fine = Dataset.from_frame(dated_frame(dataset, 1), time="when")
+    return Recommender("hstu", time_bias=True, **SMALL).fit(fine), fine
+
+
 @pytest.mark.filterwarnings("ignore:data set .* has its items in another order")
-def test_a_model_that_reads_times_is_evaluated_on_dates_told_in_its_unit(dataset):
+def test_a_model_that_reads_times_is_evaluated_on_dates_told_in_its_unit(timed, dataset):
+    recommender, fine = timed
     frame = dated_frame(dataset, 1)
-    fewer = frame[frame["user_id"] != dataset.user_ids[-1]]
-    fine, sub = (Dataset.from_frame(part, time="when") for part in (frame, fewer))
+    sub = Dataset.from_frame(frame[frame["user_id"] != dataset.user_ids[-1]], time="when")
     assert [data.preparation["time_unit"] for data in (fine, sub)] == ["ms", "s"]
-    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(fine)
     expected = recommender.evaluate(fine).per_user.set_index("user")
     found = recommender.evaluate(sub).per_user.set_index("user")
     ranks = ["rank_unfiltered", "rank_filtered", "history_length"]
@@ -741,31 +580,25 @@ def test_a_model_that_reads_times_is_evaluated_on_dates_told_in_its_unit(dataset
     assert recommender.probe(sub, samples=10)["mechanism"]["num_users"] == dataset.num_users - 1
 
 
-def test_seconds_for_a_model_of_milliseconds_are_warned_about_once(dataset):
-    dated = dated_frame(dataset, 1)
-    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(Dataset.from_frame(dated, time="when"))
-    plain = dated.assign(when=1_700_000_000 + np.arange(len(dated)))
-    with pytest.warns(UserWarning, match="look like dates in s, but the model reads them in ms") as told:
+def test_whole_numbers_and_dates_that_a_model_of_milliseconds_reads_otherwise(timed, dataset):
+    recommender, fine = timed
+    plain = dated_frame(dataset, 1).assign(when=1_700_000_000 + np.arange(dataset.num_events))
+    with pytest.warns(UserWarning, match="look like dates in s, but the model takes them for .* in ms") as told:
         recommender.evaluate(recommender.aligned(Dataset.from_frame(plain, time="when")))
     assert len(told) == 1
-
-
-def test_dates_in_a_finer_unit_are_evaluated_where_they_are_whole_in_the_model_s(dataset):
-    seconds, fine = (Dataset.from_frame(dated_frame(dataset, last), time="when") for last in (0, 1))
-    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(seconds)
-    told = replace(seconds, times=seconds.times * 1000, preparation={**seconds.preparation, "time_unit": "ms"})
-    assert recommender.evaluate(told).metrics == recommender.evaluate(seconds).metrics
-    with pytest.raises(UserError, match="are in ms, but the model reads times and its training data had s; give the"):
-        recommender.evaluate(fine)
+    finer = replace(fine, times=fine.times * 1000, preparation={**fine.preparation, "time_unit": "us"})
+    assert recommender.evaluate(finer).metrics == recommender.evaluate(fine).metrics
+    with pytest.raises(UserError, match="are in us, but the model reads times and its training data had ms; give the"):
+        recommender.evaluate(replace(finer, times=finer.times + 1))
 
 
 def test_data_that_were_changed_since_training_are_not_taken_for_the_run_s_own(tmp_path):
     frame = pd.DataFrame([(u, i) for u in range(20) for i in range(6)], columns=["user_id", "item_id"])
     file = tmp_path / "own.csv"
     frame.to_csv(file, index=False)
-    recommender = Recommender("sasrec", dataset=str(file), **SMALL).fit(out=tmp_path / "run")
+    recommender = Recommender("pop", dataset=str(file)).fit(out=tmp_path / "run")
     before = recommender.run.protocol["content_hash"]
-    recommender.evaluate(), recommender.probe(samples=10)
+    recommender.evaluate()
     frame.groupby("user_id").head(5).to_csv(file, index=False)  # its test targets were trained on
     changed = Dataset.load(file)
     told = (
@@ -773,14 +606,16 @@ def test_data_that_were_changed_since_training_are_not_taken_for_the_run_s_own(t
         "restore the data it was trained on, or .* give them with -d, or in Python as dataset"
     )
     for one in (recommender, Recommender.load(tmp_path / "run")):
-        for ask in (one.evaluate, one.probe, one.aligned, one.own_dataset):
+        for ask in (one.evaluate, one.probe, one.own_dataset):
             with pytest.raises(UserError, match=told):
                 ask()
     with pytest.warns(UserWarning, match="in another order"):
         assert recommender.evaluate(changed).per_user["history_length"].tolist() == [4] * 20
 
 
-def test_a_run_of_the_synthetic_data_set_finds_it_again(dataset, tmp_path):
+def test_a_run_of_the_synthetic_data_set_finds_it_again(dataset, tmp_path, monkeypatch):
+    small = SyntheticConfig(num_users=60, num_items=60, mean_length=7)
+    monkeypatch.setattr("recbft.datasets.dataset.SyntheticConfig", lambda: small)
     recommender = Recommender("pop").fit(Dataset.load("synthetic"), out=tmp_path / "run")
     for one in (recommender, Recommender.load(tmp_path / "run")):
         assert one.evaluate().metrics == recommender.run.metrics["test"]
@@ -830,19 +665,8 @@ def test_copies_outlive_the_recommender_that_was_fitted_without_a_folder(dataset
     pd.testing.assert_frame_equal(pickle.loads(pickled).recommend(history, k=2), expected)
 
 
-def test_loading_neither_draws_from_nor_turns_back_the_callers_random_numbers(fitted, monkeypatch):
-    def refuse(*arguments):
-        raise AssertionError("the state of a generator was put back")
-
-    state = torch.get_rng_state()
-    monkeypatch.setattr(torch.random, "fork_rng", refuse)
-    Recommender.load(next(iter(fitted.values())).run.path)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("arm", ["published", "matched", "bft"])
-def test_weights_that_a_file_holds_are_not_drawn_first(fitted, monkeypatch, arm):
-    run, made = fitted[arm].run.path, []
+def test_weights_that_a_file_holds_are_not_drawn_first(fitted, monkeypatch):
+    run, made = fitted["bft"].run.path, []
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr(nn.Module, "load_state_dict", lambda model, weights: made.append((model, weights)))
     torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
@@ -855,11 +679,6 @@ def test_weights_that_a_file_holds_are_not_drawn_first(fitted, monkeypatch, arm)
     assert "item_embedding.weight" not in drawn and drawn <= set(weights)
 
 
-def test_a_recommender_needs_no_scipy():
-    code = "import sys; from recbft import Recommender; assert 'scipy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_recommender_is_fitted_again_from_its_own_weights_or_from_scratch(fitted, dataset, tmp_path):
     fitted["bft"].save(tmp_path / "older")
     older = Recommender.load(tmp_path / "older")
@@ -869,12 +688,4 @@ def test_a_recommender_is_fitted_again_from_its_own_weights_or_from_scratch(fitt
     afresh = Recommender.load(tmp_path / "warm").fit(dataset, out=tmp_path / "afresh")
     assert "begun_from" not in afresh.run.protocol
     pd.testing.assert_frame_equal(afresh.recommend(histories), older.recommend(histories))
-    named = Recommender("sasrec", arm="bft", **SMALL, warm_start=str(tmp_path / "older"))
-    named.fit(dataset, out=tmp_path / "named")
-    pd.testing.assert_frame_equal(named.recommend(histories), warm.recommend(histories))
-    assert warm.probe(dataset)["protocol"]["begun_from"] == warm.run.protocol["begun_from"]
-
-
-def test_only_a_fitted_recommender_has_weights_to_begin_from(dataset):
-    with pytest.raises(UserError, match="not trained"):
-        Recommender("sasrec", **SMALL).fit(dataset, warm_start=True)
+    assert warm.probe(dataset, samples=5)["protocol"]["begun_from"] == warm.run.protocol["begun_from"]

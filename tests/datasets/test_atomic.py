@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recbft.datasets import Dataset
@@ -27,25 +27,12 @@ def histories(dataset):
 
 
 def test_rows_go_user_by_user_in_the_data_sets_order_and_ties_keep_theirs(tmp_path):
-    path = save_atomic(Dataset.from_frame(FRAME, user="user", item="item", time="at"), tmp_path, "shop")
+    for frame in (FRAME[::-1], FRAME):  # a file that is there is replaced
+        path = save_atomic(Dataset.from_frame(frame, user="user", item="item", time="at"), tmp_path / "new", "shop")
     header, *events = rows(path)
-    assert path == tmp_path / "shop" / "shop.inter"
+    assert path == tmp_path / "new" / "shop" / "shop.inter"
     assert header == ["user_id:token", "item_id:token", "timestamp:float"]
-    assert events == [
-        ["b", "y", "3"],
-        ["b", "x", "9"],
-        ["b", "z", "9"],
-        ["a", "z", "1"],
-        ["a", "y", "2"],
-        ["a", "x", "2"],
-    ]
-
-
-def test_folders_are_made_where_there_are_none_and_a_file_is_replaced(tmp_path):
-    for frame in (FRAME, FRAME[::-1]):
-        dataset = Dataset.from_frame(frame, user="user", item="item")
-        path = save_atomic(dataset, tmp_path / "new" / "folder", "shop")
-    assert Dataset.load(path).content_hash == dataset.content_hash
+    assert ["".join(row) for row in events] == ["by3", "bx9", "bz9", "az1", "ay2", "ax2"]
 
 
 def test_without_times_an_event_has_its_number(tmp_path):
@@ -56,6 +43,7 @@ def test_without_times_an_event_has_its_number(tmp_path):
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 2**40)), min_size=1, max_size=40))
+@settings(max_examples=25)
 def test_the_file_gives_the_same_data_back_and_rounding_to_single_precision_keeps_the_order(tmp_path_factory, events):
     frame = pd.DataFrame(events, columns=["user_id", "item_id", "time"])
     frame = pd.concat([frame, pd.DataFrame({"user_id": [9] * 3, "item_id": [1, 2, 3], "time": [5, 5, 5]})])
@@ -70,12 +58,7 @@ def test_the_file_gives_the_same_data_back_and_rounding_to_single_precision_keep
 
 
 @pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        ("NA", "item id 'NA' is read as a missing value by RecBole; rename it"),
-        ("a\tb", "holds a tab, a line break or a quote"),
-        ('6"', "holds a tab"),
-    ],
+    ("item", "message"), [("NA", "'NA' is read as a missing value by"), ('6"', "holds a tab, a line")]
 )
 def test_an_id_that_recbole_would_not_read_back_is_refused(tmp_path, item, message):
     frame = pd.DataFrame({"user_id": [1, 1, 1], "item_id": ["x", item, "y"]})
@@ -85,7 +68,7 @@ def test_an_id_that_recbole_would_not_read_back_is_refused(tmp_path, item, messa
 
 
 def test_the_text_of_a_large_file_is_never_in_memory_as_a_whole(tmp_path):
-    frame = pd.DataFrame({"user_id": np.repeat(np.arange(100), 1000), "item_id": np.tile(np.arange(10), 10_000)})
+    frame = pd.DataFrame({"user_id": np.repeat(np.arange(100), 700), "item_id": np.tile(np.arange(10), 7000)})
     dataset = Dataset.from_frame(frame.assign(item_id=frame["item_id"].astype(str).str.zfill(400)))
     tracemalloc.start()
     try:

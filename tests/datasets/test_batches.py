@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recbft.datasets.batches import TrainingBatches, history_batches, pack_histories
 
 lengths_of_histories = st.lists(st.integers(1, 12), min_size=1, max_size=40)
+few = settings(max_examples=40)
 
 
 def log_of(lengths, seed=0):
@@ -32,14 +32,15 @@ def unpacked(batch, values=None):
     return histories
 
 
-def training_batches(lengths, *, times=None, **settings):
+def training_batches(lengths, *, times=None, **how):
     items, start, stop = log_of(lengths)
-    settings = {"max_length": 50, "batch_size": 4, "seed": 0, **settings}
-    return items, TrainingBatches(items, start, stop - 2, times=times, **settings)
+    how = {"max_length": 50, "batch_size": 4, "seed": 0, **how}
+    return items, TrainingBatches(items, start, stop - 2, times=times, **how)
 
 
+@few
 @given(lengths_of_histories)
-def test_every_event_is_packed_exactly_once(lengths):
+def test_every_event_is_packed_exactly_once_and_no_history_is_cut_over_two_rows(lengths):
     items, start, stop = log_of(lengths)
     batch = pack_histories(items, start, stop)
     real = batch.segment >= 0
@@ -47,44 +48,27 @@ def test_every_event_is_packed_exactly_once(lengths):
     assert unpacked(batch) == [items[a:b].tolist() for a, b in zip(start, stop, strict=True)]
     assert not batch.items[~real].any() and not batch.position[~real].any()
     assert batch.time is None and batch.target is None
-
-
-@given(lengths_of_histories)
-def test_a_history_is_never_cut_over_two_rows(lengths):
-    batch = pack_histories(*log_of(lengths))
     for number in range(len(lengths)):
         rows, columns = (batch.segment == number).nonzero(as_tuple=True)
         assert len(rows.unique()) == 1
         assert columns.tolist() == list(range(int(columns[0]), int(columns[0]) + lengths[number]))
-
-
-@given(lengths_of_histories)
-def test_rows_are_as_wide_as_the_longest_history_and_few_are_wasted(lengths):
-    batch = pack_histories(*log_of(lengths))
-    num_rows, width = batch.items.shape
-    assert width == max(lengths)
-    assert num_rows <= 2 * sum(lengths) / width + 1
-    fill = [int((batch.segment[row] >= 0).sum()) for row in range(num_rows)]
-    assert min(fill) > 0
-    assert all(one + two > width for i, one in enumerate(fill) for two in fill[i + 1 :]), "two rows could be one"
-
-
-def test_packing_of_histories_like_real_ones_leaves_little_padding():
-    rng = np.random.default_rng(0)
-    lengths = np.minimum(3 + rng.geometric(0.2, 256), 50).tolist()
-    batch = pack_histories(*log_of(lengths))
-    assert (batch.segment < 0).float().mean() < 0.05
-
-
-@given(lengths_of_histories)
-def test_last_points_at_each_history_s_last_token_in_the_given_order(lengths):
-    items, start, stop = log_of(lengths)
-    batch = pack_histories(items, start, stop)
     assert batch.last.dtype == torch.int64
     assert batch.items.flatten()[batch.last].tolist() == items[stop - 1].tolist()
     assert batch.segment.flatten()[batch.last].tolist() == list(range(len(lengths)))
 
 
+@few
+@given(lengths_of_histories)
+def test_rows_are_as_wide_as_the_longest_history_and_few_are_wasted(lengths):
+    batch = pack_histories(*log_of(lengths))
+    num_rows, width = batch.items.shape
+    assert width == max(lengths)
+    fill = [int((batch.segment[row] >= 0).sum()) for row in range(num_rows)]
+    assert min(fill) > 0
+    assert all(one + two > width for i, one in enumerate(fill) for two in fill[i + 1 :]), "two rows could be one"
+
+
+@few
 @given(lengths_of_histories, st.integers(1, 14), st.integers(1, 9))
 def test_evaluation_reads_the_last_events_of_every_history_in_order(lengths, max_length, at_once):
     items, start, stop = log_of(lengths)
@@ -95,6 +79,7 @@ def test_evaluation_reads_the_last_events_of_every_history_in_order(lengths, max
     assert found == [items[a:b][-max_length:].tolist() for a, b in zip(start, stop, strict=True)]
 
 
+@few
 @given(st.lists(st.integers(3, 12), min_size=2, max_size=30), st.integers(1, 14), st.integers(1, 9))
 def test_training_targets_are_the_next_items_of_the_training_events(lengths, max_length, batch_size):
     if max(lengths) < 4:
@@ -117,12 +102,9 @@ def test_training_targets_are_the_next_items_of_the_training_events(lengths, max
 def test_neither_validation_nor_test_items_are_ever_trained_on():
     lengths = [3, 4, 5, 9]
     items, batches = training_batches(lengths)
-    stop = np.cumsum(lengths)
-    held_out = {int(items[s - back]) for s in stop for back in (1, 2)}
+    held_out = {int(items[s - back]) for s in np.cumsum(lengths) for back in (1, 2)}
     for batch in batches.epoch(0):
-        assert held_out.isdisjoint(batch.items.flatten().tolist()) and held_out.isdisjoint(
-            batch.target.flatten().tolist()
-        )
+        assert held_out.isdisjoint([*batch.items.flatten().tolist(), *batch.target.flatten().tolist()])
 
 
 def test_users_with_fewer_than_two_training_events_are_left_out():
@@ -137,21 +119,17 @@ def drawn(batches, epoch):
     return [history for batch in batches.epoch(epoch) for history in unpacked(batch)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 7])
-def test_the_order_depends_on_seed_and_epoch_alone(seed):
+def test_the_order_depends_on_seed_and_epoch_alone():
+    seed = 7
     lengths = [4 + n % 5 for n in range(30)]
     one, two = (training_batches(lengths, seed=seed)[1] for _ in range(2))
     np.random.seed(5)
+    before, torch_before = np.random.get_state()[1].copy(), torch.get_rng_state()
     for epoch in (2, 0, 1, 0):  # nor does which epochs were drawn before
         assert drawn(one, epoch) == drawn(two, epoch)
     assert drawn(one, 0) != drawn(one, 1)
     assert drawn(one, 0) != drawn(training_batches(lengths, seed=seed + 1)[1], 0)
     assert sorted(drawn(one, 0)) == sorted(drawn(one, 1))
-
-
-def test_the_global_random_state_is_left_alone():
-    before, torch_before = np.random.get_state()[1].copy(), torch.get_rng_state()
-    drawn(training_batches([5] * 9)[1], 0)
     assert (np.random.get_state()[1] == before).all() and torch.equal(torch.get_rng_state(), torch_before)
 
 
@@ -182,6 +160,7 @@ def test_a_batch_moved_to_a_device_is_the_same_batch():
             assert (one is None and two is None) or torch.equal(one, two)
 
 
+@few
 @given(lengths_of_histories, st.data())
 def test_some_rows_of_a_batch_are_a_batch_of_the_histories_in_them(lengths, data):
     items, start, stop = log_of(lengths)

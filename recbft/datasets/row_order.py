@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recbft.datasets.events import USUAL_TIME, Events, as_floats, is_text
-from recbft.datasets.reading import dates
-from recbft.datasets.reading.missing import stands_for_nothing
+from recbft.datasets.columns import as_floats, is_text, stands_for_nothing
+from recbft.datasets.events import USUAL_TIME, Events, are_dates, dates_in
 from recbft.errors import UserError
 
 # Names of the times of events in public data and in logs, as ``_plain`` leaves them. A product's own dates (released,
@@ -70,8 +69,8 @@ def warn_if_out_of_order(
         text = times[0].as_py() if len(times) and is_text(times.type) else None
         if text is not None and _DATE_OF_SOME_KIND.search(text):
             warnings.warn(
-                f"{taken}; whether column {name!r} agrees cannot be said, for its dates (the first is {text!r}) are "
-                f"not all written like 2024-01-31 12:30:00; if the rows are out of order, write them so and {advice}",
+                f"{taken}; column {name!r} could not be checked, since not all of its dates (the first is {text!r}) "
+                f"are written like 2024-01-31 12:30:00; if the rows are out of order, write them so and {advice}",
                 stacklevel=stacklevel + 1,
             )
             return
@@ -115,11 +114,11 @@ def steps_back(users: NDArray[np.int64], times: Any) -> int | None:
     """
     if is_text(times.type):
         times = pc.utf8_trim_whitespace(times.cast(pa.large_string()))
-        given = pc.invert(stands_for_nothing(times))
-        users, times = users[given.to_numpy(zero_copy_only=False)], times.filter(given)
-        if dates.are_dates(times):
+        known = pc.invert(stands_for_nothing(times))
+        users, times = users[known.to_numpy(zero_copy_only=False)], times.filter(known)
+        if are_dates(times):
             try:
-                times = dates.timestamps(times, "", "")
+                times = dates_in(times, "", "")
             except UserError:
                 return None
     if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):

@@ -1,0 +1,368 @@
+"""Read the named columns of a file: RecBole atomic files, Parquet, CSV and TSV, JSON lines, and plain text histories.
+
+    .inter [.gz]        tab-separated, typed header: user_id:token  item_id:token  timestamp:float (RecBole); a folder
+                        that holds one such file stands for the file
+    .parquet .pq        typed columns
+    .csv .tsv [.gz]     named columns; for a file without a header give its column names, and any separator ("::")
+    .json .jsonl .ndjson [.gz]     one object per line
+    .txt [.gz]          "user item" on each line, or "user item1 item2 ..." with one line per user
+
+Text is UTF-8, with or without a byte order mark; a line ends in \\n or \\r\\n, outside JSON also in \\r. Ids of text
+files are read as text and kept exactly; only plain text histories split at white space. Nothing loops over rows unless
+an error has to name one.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+import pyarrow.json as pa_json
+import pyarrow.parquet as pq
+
+from recbft.datasets.columns import check_columns, from_pandas
+from recbft.errors import UserError
+
+FORMATS = {
+    ".inter": "inter",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".json": "json lines",
+    ".jsonl": "json lines",
+    ".ndjson": "json lines",
+    ".txt": "text",
+}
+SEPARATORS = {"csv": ",", "tsv": "\t", "inter": "\t"}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+GZIP = b"\x1f\x8b"  # begins its files
+UNIT_SEPARATOR = b"\x1f"  # stands for a separator that is not one ASCII character while arrow reads
+BLOCK = 16 << 20  # bytes that arrow reads at once; no row may be longer
+
+
+def read_table(
+    path: str | Path, wanted: Sequence[str], *, separator: str | None = None, columns: Sequence[str] | None = None
+) -> Any:
+    """Read the wanted columns (user and item first) as a pyarrow table; the columns of text files come as text.
+
+    Args:
+        path: the file; its ending names the format.
+        wanted: column names. A plain text history has no names: its two columns take the first two.
+        separator: between the fields of a delimited file (default: comma; tab for ``.tsv``); any text.
+        columns: the names of all columns of a delimited file without a header.
+
+    Raises:
+        UserError: the file is missing, empty, damaged or not UTF-8, lacks a column, or its format is unknown.
+    """
+    path = atomic_file(Path(path))
+    kind = file_format(path, delimited=separator is not None or columns is not None)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; check the path")
+    if path.stat().st_size == 0:
+        raise UserError(f"{path}: the file is empty")
+    with reading(path):
+        if kind == "parquet":
+            check_columns(pq.read_schema(path).names, wanted, str(path))
+            return pq.ParquetFile(path).read(columns=list(dict.fromkeys(wanted)))
+        if kind == "json lines":
+            return _read_json_lines(path, wanted)
+        if kind == "text":
+            return _read_text(path, wanted)
+        return _read_delimited(path, wanted, kind, separator, columns)
+
+
+def column_names(path: str | Path, separator: str | None = None) -> list[str]:
+    """The names a file gives its columns; none for formats without names (or whose first line cannot be read).
+
+    Args:
+        separator: as in ``read_table``.
+    """
+    path = atomic_file(Path(path))
+    if not path.is_file():
+        return []
+    with suppress(UserError), reading(path):
+        kind = file_format(path, delimited=separator is not None)
+        if kind == "parquet":
+            return list(pq.read_schema(path).names)
+        if kind == "json lines":
+            return list(_first_object(path))
+        if kind != "text":
+            return _header(path, _separator(kind, separator, path), kind)
+    return []
+
+
+def atomic_file(path: Path) -> Path:
+    """For a folder, the RecBole atomic file in it: FOLDER/FOLDER.inter, or the only ``.inter`` file."""
+    if not path.is_dir():
+        return path
+    found = sorted(path.glob("*.inter")) + sorted(path.glob("*.inter.gz"))
+    named = [file for file in found if file.name.partition(".inter")[0] == path.resolve().name]
+    if named or len(found) == 1:
+        return (named or found)[0]
+    raise UserError(f"{path}: holds {len(found)} .inter files and none is called {path.name}.inter; name a file")
+
+
+def file_format(path: Path, *, delimited: bool = False) -> str:
+    """The format the ending stands for; any ending is a delimited file once its columns or separator are given."""
+    end = ending(path)
+    kind = FORMATS.get(end)
+    if delimited:
+        if kind in ("inter", "parquet", "json lines"):
+            raise UserError(f"{path}: separator and column names are for delimited files, not {end}; leave them out")
+        return kind if kind == "tsv" else "csv"
+    if kind is None:
+        known = ", ".join(FORMATS)
+        raise UserError(
+            f"{path}: unknown file ending {end!r}; known are {known} (each text format also with .gz); "
+            "for another delimited file give its separator or its column names"
+        )
+    return kind
+
+
+def ending(path: Path) -> str:
+    """What the name ends in, ``.gz`` left out, in small letters."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else "".join(suffixes[-1:])
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name the file in whatever goes wrong while it is read."""
+    try:
+        yield
+    except (UnicodeDecodeError, pa.ArrowException, OSError, EOFError, zlib.error, csv.Error) as error:
+        said = " ".join(str(error).split())[:300]
+        if isinstance(error, UnicodeDecodeError) or "utf8" in said.lower().replace("-", ""):
+            advice = "save it as UTF-8, or if it is packed, unpack it (a gzipped file's name must end in .gz)"
+            raise UserError(f"{path}: is not UTF-8 text ({said}); {advice}") from None
+        raise UserError(f"{path}: cannot be read: {said}; check that the file is whole and may be read") from None
+
+
+def is_gzip(path: Path) -> bool:
+    """Whether the name says so."""
+    return path.suffix.lower() == ".gz"
+
+
+def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
+    """The content, unpacked."""
+    return gzip.open(path, "rb") if is_gzip(path) else path.open("rb")
+
+
+# Delimited text
+
+
+def _read_delimited(
+    path: Path, wanted: Sequence[str], kind: str, separator: str | None, columns: Sequence[str] | None
+) -> Any:
+    separator = _separator(kind, separator, path)
+    names = list(columns) if columns is not None else _header(path, separator, kind)
+    try:
+        check_columns(names, wanted, str(path))
+    except UserError as error:
+        if columns is not None or not any(re.fullmatch(r"[-\d.:T ]+Z?", name) for name in names):
+            raise
+        raise UserError(f"{error}; for a file without a header give the names of all its columns") from None
+    chosen = {f"c{names.index(name)}": name for name in wanted}
+    quoted, delimiter = _is_quoted(kind, separator), separator
+    source = pa.input_stream(str(path), compression="gzip" if is_gzip(path) else None)
+    if not _arrow_takes(separator):
+        source, delimiter = pa.BufferReader(_with_unit_separators(path, separator)), UNIT_SEPARATOR.decode()
+    first_row = 1 if columns is None else 0
+    try:
+        table = pa_csv.read_csv(
+            source,
+            # On one thread, which is as fast and counts rows: before arrow 23, after a row that is longer than a
+            # block, a read on several could leave the next one waiting for ever.
+            pa_csv.ReadOptions(
+                column_names=[f"c{index}" for index in range(len(names))],
+                skip_rows=first_row,
+                use_threads=False,
+                block_size=BLOCK,
+            ),
+            pa_csv.ParseOptions(delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted),
+            pa_csv.ConvertOptions(
+                include_columns=list(chosen),
+                column_types=dict.fromkeys(chosen, pa.large_string()),
+                strings_can_be_null=False,
+            ),
+        )
+    except pa.ArrowInvalid:
+        if quoted:
+            _refuse_open_quotes(path, separator)
+        raise
+    if quoted and _may_have_open_quotes(path, first_row + table.num_rows):
+        _refuse_open_quotes(path, separator)
+    return table.rename_columns([chosen[name] for name in table.column_names])
+
+
+def _separator(kind: str, given: str | None, path: Path) -> str:
+    """What stands between the fields: what is given, or what is usual in files of this kind."""
+    separator = SEPARATORS[kind] if given is None else given.replace("\\t", "\t")
+    if separator in ("", "\n", "\r"):
+        raise UserError(
+            f"{path}: the separator is {separator!r}; give the text between two fields, such as ',' or '::'"
+        )
+    return separator
+
+
+def _arrow_takes(separator: str) -> bool:
+    return len(separator) == 1 and separator.isascii()
+
+
+def _is_quoted(kind: str, separator: str) -> bool:
+    """Whether quotes may stand around a field; RecBole's format knows none: an id may hold one."""
+    return kind != "inter" and _arrow_takes(separator)
+
+
+def _header(path: Path, separator: str, kind: str) -> list[str]:
+    """The column names in the first line, without their types where it is an atomic file's (``user_id:token``)."""
+    with open_bytes(path) as file:
+        line = re.split(rb"[\r\n]", file.readline(), maxsplit=1)[0].decode("utf-8-sig")
+    if not line.strip():
+        raise UserError(f"{path}: the first line is blank, but it must name the columns")
+    if _is_quoted(kind, separator):
+        return next(csv.reader([line], delimiter=separator))
+    names = line.split(separator)
+    return [name.rpartition(":")[0] or name for name in names] if kind == "inter" else names
+
+
+def _with_unit_separators(path: Path, separator: str) -> bytes:
+    """The file with one character in place of a separator that arrow does not take."""
+    with open_bytes(path) as file:
+        content = file.read()
+    if UNIT_SEPARATOR in content:
+        raise UserError(f"{path}: holds the character 0x1f, so separator {separator!r} cannot be used; replace either")
+    return content.removeprefix(BYTE_ORDER_MARK).replace(separator.encode(), UNIT_SEPARATOR)
+
+
+def _may_have_open_quotes(path: Path, num_rows: int) -> bool:
+    """Whether a stray quote may have swallowed all rows up to the next one, for values may hold line ends.
+
+    Args:
+        num_rows: that arrow found, the header included. Where there are as many lines and every quote has its second,
+            no value spans several.
+    """
+    with open_bytes(path) as file:
+        quotes = sum(part.count(b'"') for part in iter(lambda: file.read(2**20), b""))
+        if not quotes:
+            return False
+        file.seek(0)
+        text = io.TextIOWrapper(file, "latin-1")  # lines end in CR, LF or both, as arrow takes them
+        num_lines = sum(1 for line in text if line.strip())
+        text.detach()
+    return num_lines > num_rows or quotes % 2 == 1
+
+
+def _refuse_open_quotes(path: Path, separator: str) -> None:
+    limit, begins = csv.field_size_limit(2**31 - 1), 0
+    with open_bytes(path) as file:
+        lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", "replace", ""), delimiter=separator, strict=True)
+        try:
+            for _ in lines:
+                begins = lines.line_num
+        except csv.Error:
+            raise UserError(
+                f"{path}: line {begins + 1}: a quote is opened and not closed before the next separator or line; "
+                "write a quote within a value twice, and the value in quotes"
+            ) from None
+        finally:
+            csv.field_size_limit(limit)
+
+
+# JSON lines
+
+
+def _first_object(path: Path) -> dict[str, Any]:
+    with open_bytes(path) as file:
+        content = next((text for text in file if text.removeprefix(BYTE_ORDER_MARK).strip()), b"")
+    return _json_object(content.decode("utf-8-sig").strip(), path, 1)
+
+
+def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{path}: line {number}: is not JSON ({error}); write one object per line") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: line {number}: is not a JSON object; write one object per line")
+    return value
+
+
+def _read_json_lines(path: Path, wanted: Sequence[str]) -> Any:
+    first = _first_object(path)
+    check_columns(list(first), wanted, f"{path}: line 1")  # others may have more
+    # the first line fixes the types: left to itself arrow would turn an id that looks like a date into a date
+    arrow_types = {str: pa.large_string(), int: pa.int64(), float: pa.float64()}
+    types = {name: arrow_types.get(type(first[name])) for name in wanted}
+    if None not in types.values():
+        options = pa_json.ParseOptions(
+            explicit_schema=pa.schema(list(types.items())), unexpected_field_behavior="ignore"
+        )
+        with suppress(pa.ArrowInvalid), open_bytes(path) as file:
+            file.seek(3 if file.read(3) == BYTE_ORDER_MARK else 0)
+            return pa_json.read_json(file, pa_json.ReadOptions(block_size=BLOCK), options)
+    # One line after the other: for mixed number types, and to name the line at fault.
+    columns: dict[str, list[Any]] = {name: [] for name in types}
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, start=1):
+            if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                row = _json_object(text, path, number)
+                for name, values in columns.items():
+                    values.append(row.get(name))
+    return pa.table({name: from_pandas(pd.Series(values, dtype=object), name, str(path))
+                     for name, values in columns.items()})  # fmt: skip
+
+
+# Plain text histories
+
+
+def _read_text(path: Path, wanted: Sequence[str]) -> Any:
+    if len(wanted) > 2:
+        advice = "give separator and column names to read one"
+        raise UserError(f"{path}: a plain text history has no column {wanted[2]!r}; {advice}")
+    with open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+        content = text.read()  # every line ends in \n, whatever it ends in on disk
+    lines = pc.ascii_trim_whitespace(pa.array(content.split("\n"), pa.large_string()))
+    numbers = np.flatnonzero(pc.not_equal(lines, "").to_numpy(zero_copy_only=False)) + 1
+    if len(numbers) == 0:
+        raise UserError(f"{path}: the file is empty")
+    fields = pc.ascii_split_whitespace(lines.take(pa.array(numbers - 1)))
+    counts = pc.list_value_length(fields).to_numpy(zero_copy_only=False).astype(np.int64)
+    flat, starts = pc.list_flatten(fields), np.concatenate([[0], np.cumsum(counts)[:-1]])
+    lonely = np.flatnonzero(counts < 2)
+    if len(lonely):
+        user = flat[int(starts[lonely[0]])].as_py()
+        advice = "write 'user item' or 'user item1 item2 ...', or give what stands between the fields as separator"
+        raise UserError(f"{path}: line {numbers[lonely[0]]}: user {user!r} has no item; {advice}")
+    users = flat.take(pa.array(starts))
+    if counts.max() > 2:
+        _refuse_repeated_users(users, numbers, path)
+    is_item = np.ones(len(flat), dtype=bool)
+    is_item[starts] = False
+    owner = pa.array(np.repeat(np.arange(len(users)), counts - 1))
+    return pa.table({wanted[0]: users.take(owner), wanted[1]: flat.filter(pa.array(is_item))})
+
+
+def _refuse_repeated_users(users: Any, numbers: Any, path: Path) -> None:
+    codes = users.dictionary_encode().indices.to_numpy()
+    _, first = np.unique(codes, return_index=True)
+    if len(first) < len(users):
+        again = int(np.setdiff1d(np.arange(len(users)), first)[0])
+        raise UserError(
+            f"{path}: line {numbers[again]}: user {users[again].as_py()!r} has a line already; a file "
+            "'user item1 item2 ...' has one line per user (for 'user item time' give separator and column names)"
+        )

@@ -1,1 +1,0 @@
-"""From events to histories: filters, order, minimum counts."""

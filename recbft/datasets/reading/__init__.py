@@ -1,1 +1,0 @@
-"""Read the named columns of a file: formats, delimited text, dates, missing values."""
