@@ -19,7 +19,7 @@ from recbft.evaluation.metrics import metrics_from_ranks
 from recbft.experiments.arms import leaves
 from recbft.runs.checkpoint import best_digest
 from recbft.runs.folder import RunFolder
-from recbft.system.version import recbft_version
+from recbft.system import recbft_version
 from recbft.training.same_run import with_defaults
 
 COLUMNS = {

@@ -22,7 +22,7 @@ from recbft.mixers.head_dynamics import DAY
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState, vocabulary_hash
-from recbft.system.torch_modes import set_aside
+from recbft.system.torch_state import set_aside
 from recbft.training.controllers import Controllers, make_controllers
 from recbft.training.graphs import GraphedSteps
 from recbft.training.optimiser import make_optimizer

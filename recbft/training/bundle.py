@@ -27,8 +27,8 @@ from recbft.runs import checkpoint
 from recbft.runs.checkpoint import vocabulary_hash
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_parquet
-from recbft.system.torch_modes import set_aside
-from recbft.training.random_state import OwnDraws
+from recbft.system.torch_state import set_aside
+from recbft.training.process_settings import OwnRandomNumbers
 from recbft.training.run_config import RunConfig, run_config_of
 
 VOCABULARY_FILE = "vocabulary.parquet"
@@ -71,7 +71,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             "checkpoint back, or train again into a new folder"
         )
     weights = checkpoint.load_best(run.checkpoint)
-    with set_aside(), OwnDraws(parameters=False):
+    with set_aside(), OwnRandomNumbers(parameters=False):
         model = config.build(counts)
     try:
         model.load_state_dict(weights)

@@ -30,10 +30,10 @@ from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.mixers.penalty import take_penalties
 from recbft.models.backbone import Backbone
 from recbft.models.losses import with_bias
-from recbft.training.autocast import autocast
+from recbft.system.memory import is_shortage
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import clip_gradients
-from recbft.training.out_of_memory import is_shortage
+from recbft.training.process_settings import autocast
 
 STEPS_PER_DOUBLING = 8  # sizes that are told apart: a batch is padded by at most an eighth
 
@@ -66,13 +66,13 @@ class _Recorded(NamedTuple):
 class _Coming(NamedTuple):
     """A loss on its way to the host, which is read as that of a tensor is."""
 
-    value: Tensor  # on the CPU
+    value: Tensor  # (1,) on the CPU
     arrived: torch.cuda.Event
 
-    def item(self) -> float:
+    def tolist(self) -> list[float]:
         """Wait for the loss."""
         self.arrived.synchronize()
-        return self.value.item()
+        return self.value.tolist()
 
 
 class GraphedSteps:
@@ -109,7 +109,7 @@ class GraphedSteps:
         with torch.cuda.stream(self.stream):
             loss = self._take(shape, numbers.pin_memory())
             # Copied: the next step of this shape leaves its own there.
-            value = torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+            value = torch.empty(1, dtype=loss.dtype, device="cpu", pin_memory=self.device.type == "cuda")
             coming = _Coming(value.copy_(loss, non_blocking=True), self.stream.record_event())
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return coming

@@ -23,14 +23,12 @@ from recbft.models.contract import TrainableModel
 from recbft.runs import checkpoint
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
-from recbft.training import tensorboard
 from recbft.training.build import loaded, make_parts, new_state, run_protocol
 from recbft.training.bundle import own_config
 from recbft.training.optimiser import idle_settings
-from recbft.training.out_of_memory import memory_explained
-from recbft.training.process_settings import run_settings
-from recbft.training.process_team import ALONE, Team, departure_explained, team
-from recbft.training.progress import Progress, Silent
+from recbft.training.process_settings import memory_explained, run_settings
+from recbft.training.process_team import ALONE, Team, departure_explained, join_team
+from recbft.training.progress import Progress, Silent, check_tensorboard
 from recbft.training.run_config import RunConfig
 from recbft.training.same_run import refuse_changed_config, refuse_other_data
 from recbft.training.session import Session
@@ -52,7 +50,7 @@ def train(
     progress: Progress | None = None,
     overwrite: bool = False,
 ) -> RunFolder:
-    """Train a new run and leave its folder; several processes that torchrun has begun train one together.
+    """Train a new run and leave its folder; several processes that torchrun has begun train one team.
 
     Args:
         config: everything that decides the run.
@@ -67,17 +65,16 @@ def train(
         UserError: the folder is taken, data and config do not fit, or another process trains this run.
         RunError: training failed, was interrupted or ran out of memory; the message says how to go on.
     """
-    together = team(config.training)
-    together.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
+    team = join_team(config.training)
+    team.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
     if (older := config.training.warm_start) is not None and Path(older).resolve() == Path(out).resolve():
         raise UserError(f"{out} is the run whose weights this one begins from; give it a folder of its own")
-    if config.training.tensorboard:
-        tensorboard.check_available()
+    check_tensorboard(config.training)
     data, dataset = loaded(config.data, dataset)
     config = replace(config, data=data)
-    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
-        listener = _listener(progress, together)
-        return begin(config, out, dataset, device, listener, overwrite=overwrite, together=together).finish()
+    with memory_explained(config), run_settings(config.training) as device, departure_explained(team):
+        listener = _listener(progress, team)
+        return begin(config, out, dataset, device, listener, overwrite=overwrite, team=team).finish()
 
 
 def resume(
@@ -109,11 +106,10 @@ def resume(
         trained = run.protocol["content_hash"]
         refuse_other_data(trained, dataset, f"{run.path} is finished, and was trained", "give those, or no data")
         return run
-    if config.training.tensorboard:
-        tensorboard.check_available()
-    together = team(config.training)
-    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
-        return go_on(run, config, dataset, device, _listener(progress, together), together=together).finish()
+    check_tensorboard(config.training)
+    team = join_team(config.training)
+    with memory_explained(config), run_settings(config.training) as device, departure_explained(team):
+        return go_on(run, config, dataset, device, _listener(progress, team), team=team).finish()
 
 
 def begin(
@@ -126,7 +122,7 @@ def begin(
     generator: torch.Generator = torch.default_generator,
     remarks: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    together: Team = ALONE,
+    team: Team = ALONE,
 ) -> Session:
     """A new run whose folder is made, within ``run_settings``.
 
@@ -134,14 +130,14 @@ def begin(
         generator: where dropout is drawn from; the model is built with its seed set.
         remarks: what ``environment.json`` says besides.
         overwrite: as in ``train``.
-        together: the processes that train it.
+        team: the processes that train it.
     """
     parts = make_parts(config, dataset, device)
-    if together.leads and isinstance(parts.model, TrainableModel):
+    if team.leads and isinstance(parts.model, TrainableModel):
         for key, why in idle_settings(parts.model, config.training).items():
             warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
-    processes = {"processes": together.process.size} if together.several else {}
-    run = together.first_does(
+    processes = {"processes": team.process.size} if team.several else {}
+    run = team.first_does(
         lambda: RunFolder.create(
             out,
             config=config.to_yaml(),
@@ -150,7 +146,7 @@ def begin(
             overwrite=overwrite,
         )
     )
-    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator, together)
+    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator, team)
 
 
 def go_on(
@@ -161,7 +157,7 @@ def go_on(
     progress: Progress,
     *,
     generator: torch.Generator = torch.default_generator,
-    together: Team = ALONE,
+    team: Team = ALONE,
 ) -> Session:
     """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last.
 
@@ -186,7 +182,7 @@ def go_on(
         remedy = "load the data it was begun with, or train a new run"
         refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} was begun", remedy)
     added = refuse_changed_config(run, to_dict(config), None if saved is None else saved.config_hash)
-    if added and together.leads:
+    if added and team.leads:
         warnings.warn(added, stacklevel=2)
     parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
     if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
@@ -194,9 +190,9 @@ def go_on(
             f"{run.path} was to begin from other weights than {parts.begun_from['run']} has now; train it anew with "
             "--overwrite"
         )
-    return Session(run, config, dataset, device, parts, state, progress, generator, together)
+    return Session(run, config, dataset, device, parts, state, progress, generator, team)
 
 
-def _listener(progress: Progress | None, together: Team) -> Progress:
+def _listener(progress: Progress | None, team: Team) -> Progress:
     """Who is told how it goes: of several processes, by the first."""
-    return Silent() if progress is None or not together.leads else progress
+    return Silent() if progress is None or not team.leads else progress

@@ -14,7 +14,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.protocol import config_hash
 from recbft.runs.folder import RunFolder
-from recbft.system.version import recbft_version
+from recbft.system import recbft_version
 from recbft.training.run_config import load_run_config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import safetensors.torch
 import torch
 
-from recbft.runs.tensor_file import file_parts
+from recbft.runs.tensors import file_parts
 
 TENSORS = {
     "empty": torch.zeros(0, 3),

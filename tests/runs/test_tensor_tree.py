@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from recbft.runs.tensor_tree import flatten, restore
+from recbft.runs.tensors import flatten, restore
 
 
 def round_trip(value):

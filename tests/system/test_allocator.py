@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from recbft.system import allocator
+from recbft.system import memory
 
 FAULTS = """
 import ctypes, json, resource, sys
-from recbft.system.allocator import keep_freed_memory
+from recbft.system.memory import keep_freed_memory
 
 said = keep_freed_memory() if sys.argv[1] == "keep" else None
 library = ctypes.CDLL(None)
@@ -50,4 +50,4 @@ def test_memory_taken_again_costs_no_page_faults():
 
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert allocator.keep_freed_memory() is False
+    assert memory.keep_freed_memory() is False

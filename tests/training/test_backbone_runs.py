@@ -17,7 +17,7 @@ from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
 from recbft.runs import checkpoint
-from recbft.runs.tensor_tree import flatten
+from recbft.runs.tensors import flatten
 from recbft.training import one_run
 from recbft.training.build import training_batches
 from recbft.training.bundle import load_trained

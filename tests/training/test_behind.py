@@ -16,7 +16,7 @@ from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.system.files import explained
 from recbft.training import one_run, session
-from recbft.training.behind import Behind
+from recbft.training.background import Background
 from tests.training.test_many_seeds import together
 from tests.training.test_one_run import StopAt, assert_equal_runs, config
 
@@ -32,11 +32,11 @@ def dataset():
 @pytest.fixture
 def behind(monkeypatch):
     """Runs on a CPU write their states as those on a GPU do."""
-    monkeypatch.setattr(session, "writes_behind", lambda device: True)
+    monkeypatch.setattr(session, "writes_in_background", lambda device: True)
 
 
 def test_pieces_are_done_in_order_by_one_other_thread():
-    done, worker = [], Behind()
+    done, worker = [], Background()
     for n in range(5):
         worker.do(lambda n=n: done.append((n, threading.get_ident())))
     worker.wait()
@@ -47,7 +47,7 @@ def test_pieces_are_done_in_order_by_one_other_thread():
 
 
 def test_without_a_thread_a_piece_is_done_at_once_and_raises_there():
-    done, worker = [], Behind(in_thread=False)
+    done, worker = [], Background(in_thread=False)
     worker.do(lambda: done.append(threading.get_ident()))
     assert done == [threading.get_ident()]
     with pytest.raises(ZeroDivisionError):
@@ -57,7 +57,7 @@ def test_without_a_thread_a_piece_is_done_at_once_and_raises_there():
 
 @pytest.mark.parametrize("asks", ["do", "wait"])
 def test_what_a_piece_raises_is_raised_once_at_the_next_call(asks):
-    worker = Behind()
+    worker = Background()
     worker.do(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         worker.do(lambda: None) if asks == "do" else worker.wait()
@@ -67,7 +67,7 @@ def test_what_a_piece_raises_is_raised_once_at_the_next_call(asks):
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals of POSIX")
 def test_an_interrupt_while_waiting_loses_nothing():
-    worker, go_on, done = Behind(), threading.Event(), []
+    worker, go_on, done = Background(), threading.Event(), []
     worker.do(lambda: done.append(go_on.wait(PATIENCE)))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs with &
     try:
@@ -108,7 +108,7 @@ def test_a_snapshot_stays_what_it_was():
 
 def test_a_run_is_the_same_however_its_states_are_written(dataset, tmp_path, monkeypatch):
     whole = one_run.train(config(), tmp_path / "whole", dataset=dataset)
-    monkeypatch.setattr(session, "writes_behind", lambda device: True)
+    monkeypatch.setattr(session, "writes_in_background", lambda device: True)
     assert_equal_runs(whole, one_run.train(config(), tmp_path / "behind", dataset=dataset))
     with pytest.raises(RunError, match="the state after epoch 2 is saved"):
         one_run.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(2, 1, KeyboardInterrupt))
@@ -157,7 +157,7 @@ def test_a_full_disk_is_told_and_leaves_the_state_before(epoch, behind, dataset,
 @pytest.mark.parametrize("stopped", [None, 2])
 def test_seeds_together_are_the_same_however_their_states_are_written(stopped, dataset, tmp_path, monkeypatch):
     expected = together(config(threads=1), tmp_path / "expected", dataset)
-    monkeypatch.setattr(session, "writes_behind", lambda device: True)
+    monkeypatch.setattr(session, "writes_in_background", lambda device: True)
     if stopped is not None:
         with pytest.raises(RunError, match="every run's last full epoch is saved"):
             listeners = [StopAt(stopped, 1, KeyboardInterrupt) for _ in expected]

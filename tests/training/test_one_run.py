@@ -24,7 +24,7 @@ from recbft.evaluation.protocol import config_hash
 from recbft.models.backbone import Backbone
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
-from recbft.runs.tensor_tree import flatten
+from recbft.runs.tensors import flatten
 from recbft.system.files import write_json
 from recbft.training import one_run
 from recbft.training.bundle import load_trained

@@ -25,13 +25,13 @@ from recbft.models import MODELS
 from recbft.models.backbone import Backbone
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
-from recbft.runs.tensor_tree import flatten
+from recbft.runs.tensors import flatten
 from recbft.system.torchrun import this_process
 from recbft.training import one_run, process_team
 from recbft.training.build import build_model, training_batches
 from recbft.training.many_seeds import train_seeds
 from recbft.training.process_settings import run_settings
-from recbft.training.process_team import share_of, team
+from recbft.training.process_team import join_team, share_of
 from recbft.training.run_config import RunConfig, load_run_config
 
 SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 4, "warmup_steps": 6, "device": "cpu"}
@@ -65,7 +65,7 @@ def main(out: Path) -> None:
     """What each of the processes does that torchrun begins: several runs, one after another, and some refused."""
     dataset, rank = make_dataset(), this_process().rank
     atexit.register(lambda: (out / f"threads-{rank}.log").write_text("\n".join(threads())))  # after the group's end
-    team(config().training).wait()
+    join_team(config().training).wait()
     (out / f"threads-{rank}-before.log").write_text("\n".join(threads()))
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":  # torchrun begins them again, with the store it has
         sys.exit(1)
@@ -135,7 +135,7 @@ def runs(out: Path, dataset, rank: int) -> None:
     if rank == 0:
         del fitted
         assert not temporary.exists()
-    team(config().training).wait()
+    join_team(config().training).wait()
     if rank == 1:
         assert fitted.run.metrics["epochs"] == 4
 

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from recbft.training.ahead import made_ahead
+from recbft.training.background import prefetched
 
 
 def test_items_come_in_order():
-    assert list(made_ahead(iter(range(100)))) == list(range(100))
-    assert list(made_ahead(iter([]))) == []
-    assert list(made_ahead(iter([None, 0, None]))) == [None, 0, None]
+    assert list(prefetched(iter(range(100)))) == list(range(100))
+    assert list(prefetched(iter([]))) == []
+    assert list(prefetched(iter([None, 0, None]))) == [None, 0, None]
 
 
 def test_the_next_one_is_made_while_one_is_worked_on():
@@ -23,7 +23,7 @@ def test_the_next_one_is_made_while_one_is_worked_on():
             event.set()
             yield number
 
-    given = made_ahead(items())
+    given = prefetched(items())
     assert next(given) == 0
     assert made[1].wait(30), "nothing is made ahead"
     assert not made[2].is_set()
@@ -35,7 +35,7 @@ def test_what_making_one_raises_comes_where_it_would_be_given():
         yield 1
         raise ValueError("no more")
 
-    given = made_ahead(items())
+    given = prefetched(items())
     assert next(given) == 1
     with pytest.raises(ValueError, match="no more"):
         next(given)
@@ -43,7 +43,7 @@ def test_what_making_one_raises_comes_where_it_would_be_given():
 
 def test_given_up_early_it_ends_its_thread():
     before = threading.active_count()
-    given = made_ahead(iter(range(10)))
+    given = prefetched(iter(range(10)))
     next(given)
     given.close()
     assert threading.active_count() == before
