@@ -100,7 +100,7 @@ def train_seeds(
                 made = begin(config, paths[n], dataset, device, listener, generator=generator, remarks=remarks)
                 sessions[n] = made
             elif not run.is_finished:
-                sessions[n] = go_on(run, own_config(run), dataset, device, listener, generator=generator)
+                sessions[n] = go_on(run, own_config(run, to_train=True), dataset, device, listener, generator=generator)
             if n in sessions:
                 held.enter_context(sessions[n].locked())
         workers, closing = _threads_on(device)

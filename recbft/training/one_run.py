@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.models import MODELS
@@ -24,13 +23,13 @@ from recbft.runs import checkpoint
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.training.build import loaded, make_parts, new_state, run_protocol
-from recbft.training.bundle import own_config
+from recbft.training.bundle import check_checkpoint, own_config
 from recbft.training.optimiser import idle_settings
 from recbft.training.process_settings import memory_explained, run_settings
 from recbft.training.process_team import ALONE, Team, departure_explained, join_team
 from recbft.training.progress import Progress, Silent, check_tensorboard
 from recbft.training.run_config import RunConfig
-from recbft.training.same_run import refuse_changed_config, refuse_other_data
+from recbft.training.same_run import refuse_other_data
 from recbft.training.session import Session
 
 
@@ -99,7 +98,7 @@ def resume(
     run = RunFolder.open(path)
     if run.is_finished and dataset is None:
         return run
-    config = own_config(run)
+    config = own_config(run, to_train=not run.is_finished)
     if not isinstance(dataset, Dataset):
         dataset = config.data.load_again(dataset, None if data_root is None else str(data_root))
     if run.is_finished:
@@ -162,7 +161,7 @@ def go_on(
     """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last.
 
     Raises:
-        UserError: data or config are not those it was begun with.
+        UserError: data or checkpoint are not its own.
     """
     # An epoch's line comes after a state, if only that before the first epoch.
     if not run.checkpoint.is_dir() or (run.history_file.is_file() and not run.has_checkpoint):
@@ -171,6 +170,7 @@ def go_on(
     state = new_state(config, dataset)
     saved = checkpoint.load_state(run.checkpoint) if run.has_checkpoint else None
     if saved is not None:
+        check_checkpoint(run, saved)
         checkpoint.check_dataset(
             saved,
             dataset=state.dataset,
@@ -181,9 +181,6 @@ def go_on(
     else:
         remedy = "load the data it was begun with, or train a new run"
         refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} was begun", remedy)
-    added = refuse_changed_config(run, to_dict(config), None if saved is None else saved.config_hash)
-    if added and team.leads:
-        warnings.warn(added, stacklevel=2)
     parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
     if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
         raise UserError(

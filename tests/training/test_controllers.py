@@ -28,15 +28,16 @@ from recbft.training.controllers import (
     Controllers,
     ControllersConfig,
     Moment,
+    guardian,
     make_controllers,
     validation_cross_entropy,
-    validation_loss,
 )
 from recbft.training.controllers.averaging import Ema, EmaConfig, SelectiveSwa, SwaConfig, replaced, take_in
-from recbft.training.controllers.chaos import ChaosConfig, ChaosSchedule
 from recbft.training.controllers.context_game import ContextGameConfig
 from recbft.training.controllers.guardian import Guardian, GuardianConfig, act, reward
 from recbft.training.controllers.schedules import (
+    ChaosConfig,
+    ChaosSchedule,
     DropoutGlide,
     DropoutGlideConfig,
     LabelSmoothing,
@@ -479,9 +480,9 @@ def test_the_validation_loss_does_not_depend_on_how_many_users_and_scores_are_he
     with torch.no_grad():
         model.item_bias.copy_(torch.linspace(-3, 3, len(model.item_bias)))
     whole = validation_cross_entropy(model, dataset, most_users=most_users)
-    monkeypatch.setattr(validation_loss, "BLOCK_SCORES", 5 * dataset.num_items + 1)
+    monkeypatch.setattr(guardian, "BLOCK_SCORES", 5 * dataset.num_items + 1)
     monkeypatch.setattr(
-        validation_loss,
+        guardian,
         "read_histories",
         lambda *given, **named: read_histories(*given, **named, histories_per_batch=8),
     )

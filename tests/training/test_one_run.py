@@ -15,17 +15,14 @@ import pandas as pd
 import pytest
 import torch
 
-from recbft.config.yaml_text import to_yaml
 from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import RunError, UserError
-from recbft.evaluation.protocol import config_hash
 from recbft.models.backbone import Backbone
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.runs.tensors import flatten
-from recbft.system.files import write_json
 from recbft.training import one_run
 from recbft.training.bundle import load_trained
 from recbft.training.progress import Silent
@@ -346,58 +343,27 @@ def test_resuming_with_changed_events_over_the_same_items_is_refused(stopped, da
 
 
 def test_resuming_a_changed_config_is_refused(stopped, dataset):
-    text = stopped.config_file.read_text().replace("epochs: 4", "epochs: 40")
-    stopped.config_file.write_text(text)
-    refused(stopped, dataset, r"config.yaml was changed since .*checkpoint was saved; put it back, or train a new run")
+    """Here alone the two records of a run's settings are held against each other."""
+    whole = stopped.config_file.read_text()
+    stopped.config_file.write_text(whole.replace("epochs: 4", "epochs: 40"))
+    said = r"config.yaml was changed since the run was begun: training.epochs is 40 and was 4; restore the file \(prot"
+    refused(stopped, dataset, said)
+    load_trained(stopped.path)  # how it was to go on is nothing to its model
+    stopped.config_file.write_text(whole.replace("n_heads: 2", "n_heads: 1"))
+    with pytest.raises(UserError, match=r"backbone\.n_heads is 1 and was 2"):
+        load_trained(stopped.path)
+    stopped.config_file.write_text(whole.partition("  patience:")[0])
+    refused(stopped, dataset, r"config.yaml lacks training.patience, with which the run was begun, and may be cut off")
 
 
-def test_a_config_that_was_changed_before_anything_was_saved_is_refused(dataset, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr(checkpoint, "write", lambda *_, **__: (_ for _ in ()).throw(Stopped))
-        one_run.train(config(), tmp_path / "run", dataset=dataset)
-    run = RunFolder.open(tmp_path / "run")
-    assert not run.has_checkpoint
-    run.config_file.write_text(run.config_file.read_text().replace("learning_rate: 0.001", "learning_rate: 0.1"))
-    refused(run, dataset, r"config.yaml was changed since the run was begun; put it back, or train a new run with it")
-
-
-# Keys that came after the run was begun, one with a default that is a value.
-LATER = {"data": ("drop_last_events", "where"), "backbone": ("absolute_positions",)}
-
-
-def as_an_older_commit_wrote_it(run, version=None):
-    """A run's folder without the keys of ``LATER``."""
-    written, protocol = run.config, run.protocol
-    for section, keys in LATER.items():
-        for key in keys:
-            del written[section][key], protocol["config"][section][key]
-    if version is not None:
-        protocol["recbft_version"] = version
-    run.config_file.write_text(to_yaml(written))
-    write_json(run.protocol_file, protocol)
-    state = run.checkpoint / "state.json"
-    saved = json.loads(state.read_bytes())
-    del saved["sha256"]
-    saved["state"]["config_hash"] = config_hash(protocol["config"])
-    write_json(state, {"sha256": checkpoint._digest(saved), **saved})
-
-
-def test_a_run_of_an_older_commit_goes_on_with_the_defaults_of_later_keys(whole, stopped, dataset, tmp_path):
-    as_an_older_commit_wrote_it(stopped)
-    said = r"run was begun at a commit .* with the defaults of these: data.drop_last_events \(0\), backbone.abs"
-    with pytest.warns(UserWarning, match=said):
-        run = one_run.resume(stopped.path, dataset=dataset)
-    tensors = results(run)[3]
-    assert all(torch.equal(value, tensors[name]) for name, value in results(whole)[3].items())
-
-
-def test_a_run_of_an_older_commit_does_not_go_on_with_other_settings_or_in_another_version(stopped, dataset):
-    as_an_older_commit_wrote_it(stopped, version="0.0.9")
-    refused(
-        stopped, dataset, r"was begun by recbft 0\.0\.9, and .* has settings that came later: data.drop_last_events"
-    )
-    stopped.config_file.write_text(stopped.config_file.read_text() + "absolute_positions: false\n")
-    refused(stopped, dataset, r"config.yaml was changed since .*checkpoint was saved; put it back, or train a new run")
+def test_the_checkpoint_of_another_run_is_refused(stopped, dataset, tmp_path):
+    other = one_run.train(config(seed=1, epochs=1), tmp_path / "other", dataset=dataset)
+    shutil.rmtree(stopped.checkpoint)
+    shutil.copytree(other.checkpoint, stopped.checkpoint)
+    said = r"checkpoint is of another run \(seed 1\) than .*protocol.json; put its own checkpoint back"
+    refused(stopped, dataset, said)
+    with pytest.raises(UserError, match=said):
+        load_trained(stopped.path)
 
 
 def test_resuming_in_another_precision_is_refused(stopped, dataset):
