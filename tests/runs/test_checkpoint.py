@@ -51,7 +51,7 @@ def write(folder, **parts):
     checkpoint.write(folder, checkpoint.snapshot(**parts))
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True, "amsgrad": True}, {"weight_decay": 0.1}])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "amsgrad": True}])
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, options):
     model, optimizer = make_run(**options)
     save(tmp_path / "checkpoint", model, optimizer, make_state())
@@ -339,7 +339,7 @@ KILLED_AGAIN_AND_AGAIN = """
     folder, rng, longest = sys.argv[1], random.Random(0), 0.04
     save(0)
     epochs = [0]
-    for _ in range(40):
+    for _ in range(20):
         child = os.fork()
         if child == 0:
             for epoch in range(epochs[-1] + 1, 10**9):

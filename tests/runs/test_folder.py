@@ -184,9 +184,7 @@ def test_a_corrupt_metrics_file_is_refused_by_name(tmp_path, content, said):
         _ = run.protocol
 
 
-@pytest.mark.parametrize(
-    "numbers", [(0, 0.1), (-1.0, 0.1), (math.nan, 0.1), (math.inf, 0.1), ("1", 0.1), (1, None), (1.0, 1.5), (1.0, -0.1)]
-)
+@pytest.mark.parametrize("numbers", [(0, 0.1), (math.nan, 0.1), ("1", 0.1), (1.0, 1.5)])
 def test_probabilities_of_numbers_that_no_fit_finds_are_refused(tmp_path, numbers):
     run = create(tmp_path / "a")
     known = dict(zip(("temperature", "lapse"), numbers, strict=True))

@@ -19,11 +19,6 @@ from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
 
 
-@pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
-
-
 def config(**settings):
     small = {"hidden_size": 8, "max_length": 8, "batch_size": 32, "epochs": 1, "arm": "matched", "device": "cpu"}
     return load_run_config(**{**small, **settings})
