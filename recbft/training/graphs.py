@@ -66,13 +66,13 @@ class _Recorded(NamedTuple):
 class _Coming(NamedTuple):
     """A loss on its way to the host, which is read as that of a tensor is."""
 
-    value: Tensor  # (1,) on the CPU
+    value: Tensor  # on the CPU
     arrived: torch.cuda.Event
 
     def tolist(self) -> list[float]:
         """Wait for the loss."""
         self.arrived.synchronize()
-        return self.value.tolist()
+        return [self.value.item()]
 
 
 class GraphedSteps:
@@ -109,7 +109,7 @@ class GraphedSteps:
         with torch.cuda.stream(self.stream):
             loss = self._take(shape, numbers.pin_memory())
             # Copied: the next step of this shape leaves its own there.
-            value = torch.empty(1, dtype=loss.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+            value = torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=self.device.type == "cuda")
             coming = _Coming(value.copy_(loss, non_blocking=True), self.stream.record_event())
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return coming
