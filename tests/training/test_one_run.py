@@ -20,7 +20,7 @@ from recbft.errors import RunError, UserError
 from recbft.models.backbone import Backbone
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
-from recbft.training import one_run
+from recbft.training import one_run, session
 from recbft.training.bundle import load_trained
 from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
@@ -59,6 +59,22 @@ def test_the_best_epoch_s_weights_are_the_ones_evaluated(dataset, tmp_path):
     assert max(row["valid_ndcg@10"] for row in rows) == run.metrics["validation"]["unfiltered"]["ndcg@10"]
     assert rows[-1]["valid_ndcg@10"] < state.best_metric
     assert run.metrics["epochs"] == state.epoch < 8 and state.bad_epochs == 2
+
+
+def test_what_is_kept_of_the_weights_is_theirs_whenever_they_are_evaluated(dataset, tmp_path, monkeypatch):
+    evaluated, fresh = session.evaluate, []
+
+    def watch(model, *given, **named):
+        kept = [block.precision.factors[0].clone() for block in model.blocks[:-1]]
+        model.refresh()
+        fresh.append(
+            all(torch.equal(block.precision.factors[0], own) for block, own in zip(model.blocks, kept, strict=False))
+        )
+        return evaluated(model, *given, **named)
+
+    monkeypatch.setattr(session, "evaluate", watch)
+    one_run.train(config(epochs=2), tmp_path / "run", dataset=dataset)
+    assert fresh == [True] * 4
 
 
 def test_equal_configs_give_equal_runs_and_seeds_differ(whole, dataset, tmp_path):
