@@ -65,7 +65,7 @@ def fit(
     try:
         while not is_over(config, state):
             (row,) = train_epoch(
-                [Run(state, progress)],
+                [RunningEpoch(state, progress)],
                 batches.epoch(state.epoch),
                 batches.num_batches,
                 config,
@@ -117,8 +117,8 @@ def close_epoch(
 
 
 @dataclass
-class Run:
-    """A run within an epoch: where it stands, who is told, and what the epoch has made of it so far."""
+class RunningEpoch:
+    """The epoch of one run: where the run stands, who is told, and what it has learned from so far."""
 
     state: TrainState
     progress: Progress
@@ -172,7 +172,7 @@ class Steps(Protocol):
 
 
 def train_epoch(
-    runs: Sequence[Run],
+    runs: Sequence[RunningEpoch],
     batches: Iterator[Any],
     num_batches: int,
     config: TrainingConfig,

@@ -39,7 +39,7 @@ from recbft.system.torchrun import refuse_several
 from recbft.training.background import prefetched
 from recbft.training.build import loaded
 from recbft.training.bundle import own_config
-from recbft.training.loop import Row, Run, close_epoch, is_over, num_targets, train_epoch
+from recbft.training.loop import Row, RunningEpoch, close_epoch, is_over, num_targets, train_epoch
 from recbft.training.one_run import begin, go_on
 from recbft.training.optimiser import make_optimizer
 from recbft.training.process_settings import OwnRandomNumbers, memory_explained, run_settings, work_for_run
@@ -305,7 +305,7 @@ class _Stack:
         coming = (_SideBySide(batches, lay_side_by_side(batches)) for batches in zip(*epochs, strict=True))
         if self.sessions[0].device.type != "cpu":  # else the threads have stacks of their own
             coming = prefetched(coming)
-        runs = [Run(session.state, session.progress) for session in self.sessions]
+        runs = [RunningEpoch(session.state, session.progress) for session in self.sessions]
         return train_epoch(runs, coming, own[0].num_batches, self.config, self, is_stopped=is_stopped)
 
     def begin_epoch(self) -> None:

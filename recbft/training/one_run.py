@@ -49,7 +49,7 @@ def train(
     progress: Progress | None = None,
     overwrite: bool = False,
 ) -> RunFolder:
-    """Train a new run and leave its folder; several processes that torchrun has begun train one team.
+    """Train a new run and leave its folder; several processes that torchrun has begun train one together.
 
     Args:
         config: everything that decides the run.
