@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from recbft.evaluation.metrics import metrics_from_ranks
 from recbft.experiments.arms import leaves
 from recbft.runs.checkpoint import best_digest
 from recbft.runs.folder import RunFolder
-from recbft.system import recbft_version
-from recbft.training.same_run import with_defaults
 
 COLUMNS = {
     "user": "user",
@@ -52,11 +49,6 @@ class Run:
         """The run's configuration."""
         found: dict[str, Any] = self.protocol["config"]
         return found
-
-    @cached_property
-    def whole_config(self) -> dict[str, Any]:
-        """The same with the defaults of what later commits of this version have brought."""
-        return with_defaults(self.config) if self.protocol["recbft_version"] == recbft_version() else self.config
 
     @property
     def trained_by(self) -> str | None:

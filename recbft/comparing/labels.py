@@ -110,7 +110,7 @@ def _own_settings(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _of_arm(runs: Sequence[Run], *, any_seed: bool = False) -> dict[str, Any]:
     """What runs of one arm share."""
-    config = runs[0].whole_config
+    config = runs[0].config
     shared = _identifying(_under_any_seed(config) if any_seed or _began_apart(runs) else config)
     return shared if runs[0].trained_by is None else shared | {"trained_by": runs[0].trained_by}
 

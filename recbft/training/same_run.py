@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recbft.config.fields import to_dict, verbatim
 from recbft.datasets.dataset import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.protocol import config_hash
-from recbft.training.run_config import load_run_config
 
 
 def refuse_other_settings(there: Mapping[str, Any], now: Mapping[str, Any], what: str, remedy: str) -> None:
@@ -49,14 +47,6 @@ def refuse_other_data(content_hash: str, dataset: Dataset, what: str, remedy: st
             f"{what} on data with content {content_hash[:12]}, and {dataset.name!r} as loaded has "
             f"{dataset.content_hash[:12]}; {remedy}"
         )
-
-
-def with_defaults(there: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as it reads today; as it stands where it has keys that have gone since."""
-    try:
-        return to_dict(load_run_config(**verbatim(there)))
-    except UserError:
-        return dict(there)
 
 
 def first_difference(there: Any, now: Any, key: str = "") -> str:

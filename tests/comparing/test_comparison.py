@@ -747,23 +747,6 @@ def test_a_mixers_own_defaults_are_no_part_of_an_arms_name(trained):
     assert list(label_runs(runs[1:3])) == ["bft", "bft[mixing.kernel=gaussian]"]
 
 
-def test_a_run_that_lacks_a_setting_of_a_later_commit_has_its_default(trained):
-    older, newer = (read_run(run) for run in runs_in(trained, "bft")[:2])
-    usual = newer.config["core"]["lam_max"]
-    core = {key: value for key, value in older.config["core"].items() if key != "lam_max"}
-    older = replace(older, protocol=older.protocol | {"config": older.config | {"core": core}})
-    assert {name: len(group) for name, group in label_runs([older, newer]).items()} == {"bft": 2}
-    other = newer.config | {"core": newer.config["core"] | {"lam_max": 2 * usual}}
-    other = replace(newer, protocol=newer.protocol | {"config": other})
-    assert list(label_runs([older, other])) == ["bft", f"bft[core.lam_max={2 * usual}]"]
-
-    of_another_version = [replace(run, protocol=run.protocol | {"recbft_version": "0.0"}) for run in (older, newer)]
-    with pytest.raises(
-        UserError, match=r"bft-seed0 and .*bft-seed1 are both arm bft, but core\.lam_max is said by one alone"
-    ):
-        label_runs(of_another_version)
-
-
 def test_an_external_arm_may_not_take_a_trained_arms_name(trained, tmp_path):
     file = ranks_file(tmp_path / "other.csv", runs_in(trained)[0])
     with pytest.raises(UserError, match="external arm 'bft' has the name of a trained arm"):
