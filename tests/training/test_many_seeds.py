@@ -445,6 +445,8 @@ def test_a_folder_with_another_run_is_refused(dataset, tmp_path):
     message = r"seed1 holds a run with training\.epochs 1, and 2 is asked for; give another folder, or remove that"
     with pytest.raises(UserError, match=message):
         together(config(epochs=2), tmp_path, dataset)
+    with pytest.raises(UserError, match=r"seed1 holds a run with seed 1, and 2 is asked for"):
+        train_seeds([config(epochs=1, seed=2)], [tmp_path / "seed1"], dataset=dataset)
     assert not (tmp_path / "seed0").exists()
 
 

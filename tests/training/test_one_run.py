@@ -329,13 +329,6 @@ def test_resuming_without_the_checkpoint_folder_is_refused(stopped, dataset):
         one_run.resume(stopped.path, dataset=dataset)
 
 
-def test_resuming_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"there is no run folder .*nowhere"):
-        one_run.resume(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"is not a run folder: config\.yaml is missing"):
-        one_run.resume(tmp_path)
-
-
 def test_nothing_is_left_where_a_run_cannot_begin(tmp_path, dataset):
     short = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": [1, 2, 3, 3, 2, 1]})
     for chosen, data, message in (
