@@ -101,6 +101,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_it():
     assert progress.calls == [("start", 9, 5), ("stop",)]
 
 
+def test_an_infinite_loss_is_not_finite_either(monkeypatch):
+    model = build()
+    loss = model.loss
+    monkeypatch.setattr(model, "loss", lambda batch: loss(batch) * float("inf"))
+    with pytest.raises(RunError, match=r"the loss is inf at step 1 \(epoch 1\)"):
+        train(model)
+
+
 def test_a_loss_that_blows_up_on_the_way_stops_the_run_at_that_step():
     state = new_state()
     with pytest.raises(RunError, match=r"the loss is (nan|inf) at step (\d+) \(epoch 1\).*\(1e\+38\) or set clip_norm"):
