@@ -127,6 +127,14 @@ def test_training_ends_after_the_last_epoch_and_the_best_epochs_are_kept_as_such
     assert state.epoch == 5 and state.step == 5 * 3
 
 
+def test_every_epoch_has_an_order_of_its_own(monkeypatch):
+    data, asked = batches(), []
+    epoch = data.epoch
+    monkeypatch.setattr(data, "epoch", lambda number: asked.append(number) or epoch(number))
+    train(build(), data=data)
+    assert asked == [0, 1, 2]
+
+
 def test_training_stops_when_validation_has_not_improved_for_as_long_as_the_patience():
     state, kept = train(build(), [0.1, 0.5, 0.4, 0.5, 0.3, 0.9], epochs=50, patience=3)
     assert len(kept) == 5 and state.best_epoch == 2 and state.bad_epochs == 3
