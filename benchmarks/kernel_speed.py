@@ -29,8 +29,8 @@ from benchmarks.mixer_speed import Shape, shape_of, time_in_turn
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import split_list
 from recbft.reporting.text_tables import text_table
-from recbft.system.allocator import keep_freed_memory
 from recbft.system.files import write_json
+from recbft.system.memory import keep_freed_memory
 
 NAME = "kernel_speed"
 VOCABULARY = ((12_800, 12_101, 64), (1_500, 12_101, 64))  # N x V x D; the second is a step of Beauty

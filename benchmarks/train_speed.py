@@ -33,8 +33,8 @@ from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.reporting.text_tables import text_table
 from recbft.runs.checkpoint import TrainState
-from recbft.system.allocator import keep_freed_memory
 from recbft.system.files import write_json
+from recbft.system.memory import keep_freed_memory
 from recbft.training.build import build_model, training_batches
 from recbft.training.graphs import GraphedSteps
 from recbft.training.loop import fit

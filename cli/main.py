@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from recbft.errors import OneProcessError, RunError, UserError
-from recbft.system.allocator import keep_freed_memory
+from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
 from recbft_cli import compare, data, evaluate, models, probe, recommend, report, stratify, sweep, train, tune
 
@@ -58,7 +58,7 @@ app.command("models", epilog=models.EXAMPLES)(models.models)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from recbft.system.version import recbft_version
+        from recbft.system import recbft_version
 
         typer.echo(f"recbft {recbft_version()}")
         raise typer.Exit()
@@ -164,7 +164,7 @@ def _is_shortage(error: BaseException) -> bool:
     """Whether memory ran out, where no run has said so with more detail."""
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    from recbft.training.out_of_memory import is_shortage  # imports torch, from which such an error comes
+    from recbft.system.memory import is_shortage
 
     return is_shortage(error)
 

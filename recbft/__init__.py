@@ -27,7 +27,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import on first use, so that ``import recbft`` stays light."""
     if name == "__version__":
-        from recbft.system.version import recbft_version
+        from recbft.system import recbft_version
 
         return recbft_version()
     if name in _PLACES:

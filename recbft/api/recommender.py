@@ -35,11 +35,11 @@ from recbft.serving.explanations import explanation_table
 from recbft.serving.histories import Histories
 from recbft.serving.lists import check_filter_seen, joined, recommend_in_blocks
 from recbft.serving.vectors import ItemVectors, UserVectors, item_vectors, user_vectors
-from recbft.system.after_fork import one_thread_if_forked
 from recbft.system.files import new_folder
+from recbft.system.torch_state import one_thread_if_forked
 from recbft.training import one_run
 from recbft.training.build import run_protocol
-from recbft.training.process_team import team
+from recbft.training.process_team import join_team
 from recbft.training.progress import Progress
 from recbft.training.run_config import RunConfig, load_run_config
 
@@ -116,7 +116,7 @@ class Recommender:
             config = replace(config, training=replace(config.training, warm_start=older))
         elif self.run is not None:  # what that run began from is not asked for here
             config = replace(config, training=replace(config.training, warm_start=None, warm_start_keep=None))
-        together = team(config.training)
+        together = join_team(config.training)
         with fitted_folder(out) as place:
             path = together.first_does(lambda: free_folder(place.path, dataset))
             with python_errors(path, dataset):

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from recbft.datasets.dataset import Dataset
+from recbft.system import recbft_version
 from recbft.system.files import plain
-from recbft.system.version import recbft_version
 
 SPLIT = "leave-one-out: the last event tests, the one before validates, the rest train"
 RANKING = "full: the target among all items of the vocabulary"

@@ -22,7 +22,7 @@ from recbft.datasets.split import View, leave_one_out
 from recbft.errors import UserError
 from recbft.evaluation.trace import attention_in
 from recbft.models.contract import SequenceModel, read_histories
-from recbft.system.torch_modes import set_aside
+from recbft.system.torch_state import set_aside
 
 IntArray = NDArray[np.int64]
 Part = Literal["validation", "test"]

@@ -18,8 +18,8 @@ from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.experiments.arms import ArmSpec, settings_of
 from recbft.runs.folder import RunFolder
+from recbft.system import recbft_version
 from recbft.system.files import write_atomic
-from recbft.system.version import recbft_version
 from recbft.training.run_config import RunConfig
 from recbft.training.same_run import refuse_other_data, refuse_other_settings
 

@@ -20,8 +20,8 @@ from recbft.errors import RunError, UserError
 from recbft.experiments import locks
 from recbft.experiments.plan import Job, status
 from recbft.experiments.processes import Word
-from recbft.system.allocator import keep_freed_memory
 from recbft.system.files import explained
+from recbft.system.memory import keep_freed_memory
 from recbft.training.many_seeds import train_seeds
 from recbft.training.one_run import resume, train
 from recbft.training.same_run import refuse_other_data

@@ -28,8 +28,8 @@ from recbft.reporting.sections import Section
 from recbft.reporting.tables import Table, markdown, write_tables
 from recbft.reporting.text_tables import markdown_words
 from recbft.reporting.verdict import SENTENCES, answers
+from recbft.system import recbft_version
 from recbft.system.files import make_folder, read_json, write_atomic
-from recbft.system.version import recbft_version
 
 FORMATS = ("html", "md", "latex", "csv", "svg")
 WITH_PLOTS = ("html", "svg")

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from recbft.autograd.on_host import on_host
 from recbft.errors import UserError
-from recbft.runs.tensor_file import file_parts
-from recbft.runs.tensor_tree import flatten, restore
+from recbft.runs.tensors import file_parts, flatten, restore
+from recbft.system import recbft_version
 from recbft.system.files import plain, read_json, write_atomic
-from recbft.system.version import recbft_version
 
 STATE_FILE = "state.json"
-FORMAT = 2  # 1 had a note on the order of the data in its state, which nothing read
+FORMAT = 2
 _FILE_NAME = re.compile(r"(epoch|best)-\d{5,}-[0-9a-f]{8}\.safetensors")  # as ``_write_tensors`` makes it
 _START_AFRESH = "the checkpoint is damaged: restore the file from a copy, or train again into a new folder"
 
@@ -209,25 +208,16 @@ def check_dataset(
     Raises:
         UserError: the vocabulary or the content differs.
     """
-    check_vocabulary(state, dataset=dataset, vocabulary_hash=vocabulary_hash, folder=folder)
-    if state.content_hash != content_hash:
-        raise UserError(
-            f"{folder} is a checkpoint of data set {state.dataset!r} with content {state.content_hash[:12]}, but "
-            f"{dataset!r} as loaded has {content_hash[:12]}; load the data it was trained on, prepared the same way"
-        )
-
-
-def check_vocabulary(state: TrainState, *, dataset: str, vocabulary_hash: str, folder: str | Path) -> None:
-    """Refuse to use weights with items other than the checkpoint's.
-
-    Raises:
-        UserError: the vocabulary differs.
-    """
     if state.vocabulary_hash != vocabulary_hash:
         other = "a changed vocabulary of" if state.dataset == dataset else "another data set,"
         raise UserError(
             f"{folder} is a checkpoint of data set {state.dataset!r} (item vocabulary {state.vocabulary_hash[:12]}), "
             f"and this is {other} {dataset!r} ({vocabulary_hash[:12]}); load the data it was trained on"
+        )
+    if state.content_hash != content_hash:
+        raise UserError(
+            f"{folder} is a checkpoint of data set {state.dataset!r} with content {state.content_hash[:12]}, but "
+            f"{dataset!r} as loaded has {content_hash[:12]}; load the data it was trained on, prepared the same way"
         )
 
 
@@ -287,17 +277,14 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} holds no checkpoint: {STATE_FILE} is missing; train into a new folder") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise _not_a_state(path) from None
-    if content.get("format") not in (1, FORMAT):
+    if content.get("format") != FORMAT:
         raise UserError(
-            f"{path} has format {content.get('format')!r}, and this recbft reads those up to {FORMAT}; use the recbft "
-            "that wrote it"
+            f"{path} has format {content.get('format')!r}, and this recbft reads format {FORMAT}; use the recbft that "
+            "wrote it"
         )
     known = {one.name for one in fields(TrainState)}
     try:
-        is_own = digest == _digest(content)
-        if is_own and content["format"] == 1:
-            content["state"].pop("sampler", None)
-        is_own = is_own and set(content["state"]) == known
+        is_own = digest == _digest(content) and set(content["state"]) == known
         files = [content["tensors"], *([content["best"]] if content["best"] is not None else [])]
         is_own = is_own and all(
             _FILE_NAME.fullmatch(each["file"]) and each["bytes"] and each["sha256"] for each in files

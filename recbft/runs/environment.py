@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 
 from recbft.kernels import compiled
-from recbft.system.version import recbft_version
+from recbft.system import recbft_version
 
 ROOT = Path(__file__).resolve().parents[1]
 

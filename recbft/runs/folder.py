@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import math
 import os
 import re
 import secrets
@@ -197,26 +196,12 @@ class RunFolder:
         return _read_json(self.metrics_file)
 
     def calibration(self, *, filter_seen: bool) -> Calibration | None:
-        """What makes probabilities of the model's scores; None of a run that has none, or not yet.
-
-        Raises:
-            UserError: ``metrics.json`` cannot be read, or its numbers are none that a fit can have found.
-        """
+        """What makes probabilities of the model's scores; None of a run that has none, or not yet."""
         known = self.metrics.get("probability") if self.is_finished else None
         try:
-            found = Calibration(**known[headline_setting(filter_seen)])  # type: ignore[index]
+            return Calibration(**known[headline_setting(filter_seen)])  # type: ignore[index]
         except (KeyError, TypeError):
             return None
-        if not (
-            all(isinstance(number, (int, float)) for number in found)
-            and 0 < found.temperature < math.inf
-            and 0 <= found.lapse <= 1
-        ):
-            raise UserError(
-                f"{self.metrics_file} is damaged (probabilities of temperature {found.temperature!r} and lapse "
-                f"{found.lapse!r}); restore it, or train into a new folder"
-            )
-        return found
 
     def locked(self, *, alone: bool = True) -> AbstractContextManager[None]:
         """Keep other processes from training or replacing this run; UserError if one does so now.

@@ -22,7 +22,7 @@ from recbft.mixers.head_dynamics import DAY
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState, vocabulary_hash
-from recbft.system.torch_modes import set_aside
+from recbft.system.torch_state import set_aside
 from recbft.training.controllers import Controllers, make_controllers
 from recbft.training.graphs import GraphedSteps
 from recbft.training.optimiser import make_optimizer
@@ -112,7 +112,8 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
             f"{config.reads_times} is true, but data set {dataset.name!r} has no real times; "
             f"set {config.reads_times}: false, or give data with a time column, which data.time names"
         )
-    _check_clock(config, dataset)
+    if dataset.times is not None and dataset.times.size:
+        check_clock(config, dataset.name, int(dataset.times.max()), dataset.preparation.get("time_unit"))
     split = leave_one_out(dataset)
     batches = make(
         config.backbone,
@@ -132,11 +133,6 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
     if config.training.batch_targets is not None:
         batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_targets))
     return batches
-
-
-def _check_clock(config: RunConfig, dataset: Dataset) -> None:
-    if dataset.times is not None and dataset.times.size:
-        check_clock(config, dataset.name, int(dataset.times.max()), dataset.preparation.get("time_unit"))
 
 
 def check_clock(config: RunConfig, name: str, latest: int, unit: str | None = None) -> None:

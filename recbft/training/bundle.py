@@ -5,7 +5,6 @@ checkpoint/vocabulary.parquet    item_id, training_count; a row per item, index 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,14 @@ from recbft.config.yaml_text import read_yaml
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
+from recbft.evaluation.protocol import config_hash
 from recbft.mixers import MIXERS
 from recbft.runs import checkpoint
-from recbft.runs.checkpoint import vocabulary_hash
+from recbft.runs.checkpoint import TrainState, vocabulary_hash
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_parquet
-from recbft.system.torch_modes import set_aside
-from recbft.training.random_state import OwnDraws
+from recbft.system.torch_state import set_aside
+from recbft.training.process_settings import OwnRandomNumbers
 from recbft.training.run_config import RunConfig, run_config_of
 
 VOCABULARY_FILE = "vocabulary.parquet"
@@ -50,8 +50,6 @@ def write_vocabulary(folder: Path, dataset: Dataset) -> None:
 def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn.Module]:
     """A trained model with its best weights, in evaluation mode, and what it takes to use it.
 
-    A warning names what its ``config.yaml`` says of the model that is not what it was begun with.
-
     Raises:
         UserError: no run, no best weights yet, or a file is damaged or belongs to another run.
     """
@@ -64,14 +62,9 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             f"{run.checkpoint / VOCABULARY_FILE} is not the vocabulary that {run.path} was trained with; "
             "restore the file, or train again into a new folder"
         )
-    own = run.protocol.get("seed", state.seed)
-    if state.seed != own:
-        raise UserError(
-            f"{run.checkpoint} is of a run with seed {state.seed}, and {run.path} has seed {own}; put its own "
-            "checkpoint back, or train again into a new folder"
-        )
+    check_checkpoint(run, state)
     weights = checkpoint.load_best(run.checkpoint)
-    with set_aside(), OwnDraws(parameters=False):
+    with set_aside(), OwnRandomNumbers(parameters=False):
         model = config.build(counts)
     try:
         model.load_state_dict(weights)
@@ -80,24 +73,29 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             f"{run.config_file} describes another model than the weights in {run.checkpoint}; restore the file, or "
             "train again into a new folder"
         ) from None
-    _warn_of_changes(run, config)
     model.eval()
     return run, config, Vocabulary(ids), model
 
 
-def own_config(run: RunFolder) -> RunConfig:
-    """The configuration in a run's folder.
+def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
+    """The configuration of a run, as its ``config.yaml`` has it.
+
+    Here alone it is held against the ``config`` in ``protocol.json``, with which the run was begun. Of a run that is
+    only read, data, training and evaluation may be set otherwise.
+
+    Args:
+        to_train: whether the run is to go on, which it does as it was begun.
 
     Raises:
-        UserError: it cannot be read, has a mixer that is not known here, or lacks a key that the run was begun with:
-            the usual value would take its place, and the weights might fit.
+        UserError: the file cannot be read, or says something else than what the run was begun with: the weights might
+            fit all the same.
     """
-    written = read_yaml(run.config_file)
-    lacking = next(_lacking(written, run.protocol.get("config", {})), None)
+    written, begun = read_yaml(run.config_file), run.protocol.get("config", {})
+    put_back = f"restore the file ({run.protocol_file.name} holds its values), or train again into a new folder"
+    lacking = next(_lacking(written, begun), None)
     if lacking is not None:
         raise UserError(
-            f"{run.config_file} lacks {lacking}, with which the run was begun, and may be cut off; restore the file "
-            f"({run.protocol_file.name} holds its values), or train again into a new folder"
+            f"{run.config_file} lacks {lacking}, with which the run was begun, and may be cut off; {put_back}"
         )
     mixer = written.get("mixer")
     if isinstance(mixer, str) and mixer not in MIXERS:
@@ -105,7 +103,25 @@ def own_config(run: RunFolder) -> RunConfig:
             f"{run.config_file} has mixer {mixer!r}, which this program does not know; if it is one of your own, run "
             "the lines that enter it in recbft.mixers.MIXERS first, in a script: the command line knows none of them"
         )
-    return run_config_of(written, run.config_file)
+    config = run_config_of(written, run.config_file)
+    changed = differences(to_dict(config), begun, tuple(begun) if to_train else (*OF_THE_MODEL, "seed"))
+    if changed:
+        said = ", ".join(f"{key} is {now!r} and was {was!r}" for key, (now, was) in changed.items())
+        raise UserError(f"{run.config_file} was changed since the run was begun: {said}; {put_back}")
+    return config
+
+
+def check_checkpoint(run: RunFolder, state: TrainState) -> None:
+    """Refuse the checkpoint of another run.
+
+    Raises:
+        UserError: the configuration that it was saved under is not the one that the run was begun with.
+    """
+    if state.config_hash != config_hash(run.protocol.get("config", {})):
+        raise UserError(
+            f"{run.checkpoint} is of another run (seed {state.seed}) than {run.protocol_file}; put its own checkpoint "
+            "back, or train again into a new folder"
+        )
 
 
 def differences(
@@ -113,19 +129,8 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """The settings that two configurations both have, with the two values, where these are not the same."""
     one, other = (by_setting({key: config[key] for key in keys if key in config}) for config in (here, there))
-    # Where one has no such key, the model, the arm or the mixer differ too, or it is of an earlier version.
+    # Where one has no such key, the model, the arm or the mixer differ too.
     return {key: (one[key], other[key]) for key in one if key in other and one[key] != other[key]}
-
-
-def _warn_of_changes(run: RunFolder, config: RunConfig) -> None:
-    changed = differences(to_dict(config), run.protocol.get("config", {}), (*OF_THE_MODEL, "seed"))
-    if changed:
-        said = ", ".join(f"{key} is {now!r} and was {was!r}" for key, (now, was) in changed.items())
-        warnings.warn(
-            f"{run.config_file} was changed since the run was begun: {said}; its weights and metrics are of the model "
-            f"as it was. Put it back ({run.protocol_file.name} holds its values), or train a new run",
-            stacklevel=3,
-        )
 
 
 def _lacking(written: Any, begun: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -30,10 +30,10 @@ from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.mixers.penalty import take_penalties
 from recbft.models.backbone import Backbone
 from recbft.models.losses import with_bias
-from recbft.training.autocast import autocast
+from recbft.system.memory import is_shortage
 from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import clip_gradients
-from recbft.training.out_of_memory import is_shortage
+from recbft.training.process_settings import autocast
 
 STEPS_PER_DOUBLING = 8  # sizes that are told apart: a batch is padded by at most an eighth
 
@@ -69,10 +69,10 @@ class _Coming(NamedTuple):
     value: Tensor  # on the CPU
     arrived: torch.cuda.Event
 
-    def item(self) -> float:
+    def tolist(self) -> list[float]:
         """Wait for the loss."""
         self.arrived.synchronize()
-        return self.value.item()
+        return [self.value.item()]
 
 
 class GraphedSteps:

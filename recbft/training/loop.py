@@ -1,11 +1,11 @@
-"""The training loop: forward, loss, backward, clip, step, log, validate, save."""
+"""The training loop, for one seed and for many: forward, loss, backward, clip, step, log, validate, save."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -15,11 +15,11 @@ from recbft.datasets.batches import Batch, EpochBatches
 from recbft.errors import RunError
 from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState
-from recbft.training.autocast import autocast
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import Controllers, Moment
 from recbft.training.graphs import GraphedSteps
 from recbft.training.optimiser import clip_gradients, warmup_ramp
+from recbft.training.process_settings import autocast
 from recbft.training.process_team import ALONE, SharedLoss, Team
 from recbft.training.progress import Progress
 
@@ -56,12 +56,26 @@ def fit(
     """
     if is_over(config, state):  # it was stopped after its last epoch
         return
-    shared = SharedLoss(model, team) if team.several else None
-    plain = _PlainSteps(model, optimizer, config, shared)
+    steps = ModelSteps(model, optimizer, config, SharedLoss(model, team) if team.several else None)
+
+    def now() -> Moment:
+        return moment_of(model, optimizer, batches, config, state)
+
     progress.start(config.epochs, state.epoch + 1)
     try:
         while not is_over(config, state):
-            row = _train_epoch(model, optimizer, batches, config, state, progress, controllers, plain, graphs)
+            (row,) = train_epoch(
+                [RunningEpoch(state, progress)],
+                batches.epoch(state.epoch),
+                batches.num_batches,
+                config,
+                steps,
+                graphs=graphs,
+                controllers=controllers,
+                now=now,
+            )
+            if isinstance(row, RunError):
+                raise row
             close_epoch(row, model, config, state, validate=validate, keep=keep, progress=progress)
     finally:
         progress.stop()
@@ -102,93 +116,156 @@ def close_epoch(
         )
 
 
-def _train_epoch(
-    model: TrainableModel,
-    optimizer: torch.optim.Optimizer,
-    batches: EpochBatches,
+@dataclass
+class RunningEpoch:
+    """The epoch of one run: where the run stands, who is told, and what it has learned from so far."""
+
+    state: TrainState
+    progress: Progress
+    tokens: int = 0
+    total: float = 0.0  # of the losses of all tokens
+    failure: RunError | None = None
+
+    def learned(self, loss: float, tokens: int) -> None:
+        """Count a step."""
+        self.state.step += 1
+        self.tokens, self.total = self.tokens + tokens, self.total + loss * tokens
+
+    def row(self, seconds: float) -> Row | RunError:
+        """Count the epoch; the row of ``history.csv`` that it earns, or why it failed."""
+        if self.failure is not None:
+            return self.failure
+        self.state.epoch += 1
+        return {
+            "epoch": self.state.epoch,
+            "loss": self.total / self.tokens,
+            "seconds": round(seconds, 4),
+            "tokens_per_second": round(self.tokens / seconds),
+        }
+
+
+class Losses(Protocol):
+    """Of a step, one per run: a tensor, or what is on its way."""
+
+    def tolist(self) -> list[float]: ...
+
+
+class Steps(Protocol):
+    """How one model, or a stack of those of several runs, takes the steps of an epoch."""
+
+    ahead: ClassVar[int]  # steps that may begin before the losses of one are read
+
+    def begin_epoch(self) -> None:
+        """Have the model learn, from its weights as they are."""
+
+    def set_ramp(self, ramp: float) -> None:
+        """How far the warm-up is."""
+
+    def targets(self, batch: Any) -> list[int]:
+        """How much each run has to learn of a batch."""
+
+    def begin(self, batch: Any) -> Losses:
+        """The losses of a batch and, for ``end``, their gradients."""
+
+    def end(self) -> None:
+        """Change the weights."""
+
+
+def train_epoch(
+    runs: Sequence[RunningEpoch],
+    batches: Iterator[Any],
+    num_batches: int,
     config: TrainingConfig,
-    state: TrainState,
-    progress: Progress,
-    controllers: Controllers,
-    plain: _PlainSteps,
-    graphs: GraphedSteps | None,
-) -> Row:
-    """One pass over the users, and its row."""
-    began, done, tokens, total = time.perf_counter(), 0, 0, 0.0
-    under_way: deque[tuple[_Loss, int]] = deque()  # of each step whose loss is not read: that, and its targets
+    plain: Steps,
+    *,
+    graphs: GraphedSteps | None = None,
+    controllers: Controllers = UNSTEERED,
+    now: Callable[[], Any] = lambda: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[Row | RunError]:
+    """One pass over the users, of one run or of several that learn side by side: what each earns by it.
 
-    def now() -> Moment:
-        return moment_of(model, optimizer, batches, config, state)
-
-    model.train()
-    model.refresh()
+    Args:
+        runs: with as many steps behind them.
+        batches: one per step, as ``plain`` takes it; the numbers of a run that failed spoil no other run's.
+        graphs: takes the steps after the warm-up.
+        now: where training stands, for controllers.
+        is_stopped: whether another thread has broken off.
+    """
+    began, done = time.perf_counter(), 0
+    under_way: deque[tuple[Losses, list[int]]] = deque()  # of each step whose losses are not read: those, its targets
+    plain.begin_epoch()
     controllers.on_epoch_start(now())
-    coming = batches.epoch(state.epoch)
-    batch = next(coming, None)
+    batch = next(batches, None)
     while batch is not None:
+        if is_stopped():
+            raise RunError("another run broke off")
         batch = controllers.on_batch(batch)
-        assert batch.target is not None
-        learned = int((batch.target > 0).sum())  # while it is on the CPU: reading from a device waits for it
-        ramp = warmup_ramp(state.step, config.ramp_steps)
-        model.set_ramp(ramp)
-        steps = plain if graphs is None or ramp < 1 else graphs
-        under_way.append((steps.begin(batch), learned))
-        batch = next(coming, None)  # packed while a device is at work
+        targets = plain.targets(batch)  # while it is on the CPU: reading from a device waits for it
+        ramp = warmup_ramp(runs[0].state.step, config.ramp_steps)
+        plain.set_ramp(ramp)
+        steps: Steps | GraphedSteps = plain if graphs is None or ramp < 1 else graphs
+        under_way.append((steps.begin(batch), targets))
+        batch = next(batches, None)  # packed while a device is at work
         while len(under_way) > (0 if batch is None else steps.ahead):
-            loss, learned = under_way.popleft()
-            value = loss.item()  # a device is waited for once per step, when all its work is under way
-            if not math.isfinite(value):
-                raise not_finite(value, config, state)
+            losses, targets = under_way.popleft()
+            values = losses.tolist()  # a device is waited for once per step, when all its work is under way
+            for run, value in zip(runs, values, strict=True):
+                if run.failure is None and not math.isfinite(value):
+                    run.failure = not_finite(value, config, run.state)
+            if all(run.failure is not None for run in runs):
+                return [run.failure for run in runs if run.failure is not None]
             controllers.before_step(now())
             steps.end()
-            state.step, done = state.step + 1, done + 1
-            controllers.after_step(now(), value)
-            tokens, total = tokens + learned, total + value * learned
-            progress.batch(done, batches.num_batches, total / tokens, tokens)
-    return epoch_row(state, total, tokens, time.perf_counter() - began)
-
-
-def epoch_row(state: TrainState, total: float, tokens: int, seconds: float) -> Row:
-    """Count an epoch whose losses of ``tokens`` tokens sum up to ``total``; the row of ``history.csv`` it earns."""
-    state.epoch += 1
-    return {
-        "epoch": state.epoch,
-        "loss": total / tokens,
-        "seconds": round(seconds, 4),
-        "tokens_per_second": round(tokens / seconds),
-    }
-
-
-class _Loss(Protocol):
-    """Of a step: a tensor, or what is on its way."""
-
-    def item(self) -> float: ...
+            done += 1
+            for run, value, tokens in zip(runs, values, targets, strict=True):
+                run.learned(value, tokens)
+            controllers.after_step(now(), values[0])
+            for run in runs:
+                if run.failure is None:
+                    run.progress.batch(done, num_batches, run.total / run.tokens, run.tokens)
+    # Each run's share: what the epoch would have cost if all had taken their turns.
+    seconds = (time.perf_counter() - began) / len(runs)
+    return [run.row(seconds) for run in runs]
 
 
 @dataclass
-class _PlainSteps:
-    """Steps whose kernels are launched one by one."""
-
-    ahead: ClassVar[int] = 0  # steps that may begin before the loss of one is read
+class ModelSteps:
+    """The ``Steps`` of one model, whose kernels are launched one by one."""
 
     model: TrainableModel
     optimizer: torch.optim.Optimizer
     config: TrainingConfig
     shared: SharedLoss | None  # where several processes take them together
+    ahead: ClassVar[int] = 0
+
+    def begin_epoch(self) -> None:
+        self.model.train()
+        self.model.refresh()
+
+    def set_ramp(self, ramp: float) -> None:
+        self.model.set_ramp(ramp)
+
+    def targets(self, batch: Batch) -> list[int]:
+        return [num_targets(batch)]
 
     def begin(self, batch: Batch) -> torch.Tensor:
-        """The loss of a batch and its gradients."""
         device = next(self.model.parameters()).device
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.config.autocast, device):
             loss = self.model.loss(batch.to(device)) if self.shared is None else self.shared.of_share(batch)
         loss.backward()
-        return loss.detach() if self.shared is None else self.shared.of_batch(loss)
+        return (loss.detach() if self.shared is None else self.shared.of_batch(loss)).reshape(1)
 
     def end(self) -> None:
-        """Change the weights."""
         clip_gradients(self.model, self.optimizer, self.config.clip_norm)
         self.optimizer.step()
+
+
+def num_targets(batch: Batch) -> int:
+    """How many positions of a batch have something to learn."""
+    assert batch.target is not None
+    return int((batch.target > 0).sum())
 
 
 def moment_of(

@@ -15,14 +15,13 @@ memory may, and dropout is drawn there by each run's own generator, where a run 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -35,19 +34,16 @@ from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.models.backbone import Backbone
 from recbft.models.stacked import Stacked
 from recbft.runs.folder import RunFolder
-from recbft.system.torch_modes import set_aside
+from recbft.system.torch_state import set_aside
 from recbft.system.torchrun import refuse_several
-from recbft.training import tensorboard
-from recbft.training.ahead import made_ahead
+from recbft.training.background import prefetched
 from recbft.training.build import loaded
 from recbft.training.bundle import own_config
-from recbft.training.loop import Row, close_epoch, epoch_row, is_over, not_finite
+from recbft.training.loop import Row, RunningEpoch, close_epoch, is_over, num_targets, train_epoch
 from recbft.training.one_run import begin, go_on
-from recbft.training.optimiser import make_optimizer, warmup_ramp
-from recbft.training.out_of_memory import memory_explained
-from recbft.training.process_settings import run_settings, work_for_run
-from recbft.training.progress import Progress, Silent
-from recbft.training.random_state import OwnDraws
+from recbft.training.optimiser import make_optimizer
+from recbft.training.process_settings import OwnRandomNumbers, memory_explained, run_settings, work_for_run
+from recbft.training.progress import Progress, Silent, check_tensorboard
 from recbft.training.run_config import RunConfig
 from recbft.training.same_run import refuse_other_data, refuse_other_settings
 from recbft.training.session import Session
@@ -87,14 +83,13 @@ def train_seeds(
     refuse_several("one process trains several seeds together")
     check_together(configs)
     first = configs[0]
-    if first.training.tensorboard:
-        tensorboard.check_available()
+    check_tensorboard(first.training)
     data, dataset = loaded(first.data, dataset)
     configs = [replace(config, data=data) for config in configs]
     runs = [_existing(config, path, dataset) for config, path in zip(configs, paths, strict=True)]
-    with ExitStack() as held, memory_explained(first, dataset), run_settings(first.training) as device:
+    with ExitStack() as held, memory_explained(first), run_settings(first.training) as device:
         check_stackable(first)  # before a folder is made
-        together = {"trained_together": [config.seed for config in configs]}
+        remarks = {"trained_together": [config.seed for config in configs]}
         sessions: dict[int, Session] = {}
         # Runs that stand there go first: what is refused of them is refused before a folder is made.
         for n in sorted(range(len(runs)), key=lambda n: runs[n] is None):
@@ -102,10 +97,10 @@ def train_seeds(
             listener = Silent() if progresses is None else progresses[n]
             generator = torch.Generator(device).manual_seed(config.seed)
             if run is None:
-                made = begin(config, paths[n], dataset, device, listener, generator=generator, remarks=together)
+                made = begin(config, paths[n], dataset, device, listener, generator=generator, remarks=remarks)
                 sessions[n] = made
             elif not run.is_finished:
-                sessions[n] = go_on(run, own_config(run), dataset, device, listener, generator=generator)
+                sessions[n] = go_on(run, own_config(run, to_train=True), dataset, device, listener, generator=generator)
             if n in sessions:
                 held.enter_context(sessions[n].locked())
         workers, closing = _threads_on(device)
@@ -149,7 +144,7 @@ def check_stackable(config: RunConfig) -> None:
     Raises:
         UserError: naming what stands in the way.
     """
-    with set_aside(), OwnDraws():
+    with set_aside(), OwnRandomNumbers():
         model = config.build(torch.tensor([0, 1, 1]))
     Stacked([_backbone(model)], [torch.Generator()])
 
@@ -234,11 +229,11 @@ class _Group:
         pieces = -(-len(sessions) // most)
         pieces = min(len(sessions), -(-pieces // self.workers) * self.workers)
         bounds = [len(sessions) * piece // pieces for piece in range(pieces + 1)]
-        self.stacks = [_Stack(sessions[a:b], self.stop) for a, b in itertools.pairwise(bounds)]
+        self.stacks = [_Stack(sessions[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def _epoch(self, stack: _Stack) -> None:
         """Train one epoch of a stack, then validate and save its runs."""
-        trained = list(zip(stack.sessions, stack.train_epoch(), strict=True))
+        trained = list(zip(stack.sessions, stack.train_epoch(self.stop.is_set), strict=True))
         # The first of all compiles what it is the first to call.
         alone = len(trained) if self.closing == 1 else 0 if self.has_closed else 1
         for session, row in trained[:alone]:
@@ -280,11 +275,20 @@ class _Group:
             self.failed[session.config.seed] = error
 
 
-class _Stack:
-    """Runs with as many epochs behind them, as one model with one optimiser."""
+class _SideBySide(NamedTuple):
+    """A batch of every run of a stack, and all of them laid side by side."""
 
-    def __init__(self, sessions: Sequence[Session], stop: threading.Event) -> None:
-        self.sessions, self.stop = list(sessions), stop
+    each: tuple[Batch, ...]
+    laid: SideBySide
+
+
+class _Stack:
+    """Runs with as many epochs behind them, as one model with one optimiser, which takes their ``Steps``."""
+
+    ahead: ClassVar[int] = 0
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self.sessions = list(sessions)
         self.config = sessions[0].config.training
         models = [_backbone(session.model) for session in sessions]
         self.model = Stacked(models, [session.generator for session in sessions])
@@ -293,49 +297,36 @@ class _Stack:
         for name, parameter in self.model.named_parameters():
             self._join_moments(parameter, [own[name] for own in named])
 
-    def train_epoch(self) -> list[Row | RunError]:
+    def train_epoch(self, is_stopped: Callable[[], bool]) -> list[Row | RunError]:
         """One pass over the users of every run: the row of ``history.csv`` that each earns, or why it failed."""
-        began, states = time.perf_counter(), [session.state for session in self.sessions]
-        num = len(states)
-        tokens, total = [0] * num, [0.0] * num
-        failed: list[RunError | None] = [None] * num
+        own = [session.batches for session in self.sessions if session.batches is not None]
+        epochs = [batches.epoch(s.state.epoch) for batches, s in zip(own, self.sessions, strict=True)]
+        coming: Iterator[_SideBySide]
+        coming = (_SideBySide(batches, lay_side_by_side(batches)) for batches in zip(*epochs, strict=True))
+        if self.sessions[0].device.type != "cpu":  # else the threads have stacks of their own
+            coming = prefetched(coming)
+        runs = [RunningEpoch(session.state, session.progress) for session in self.sessions]
+        return train_epoch(runs, coming, own[0].num_batches, self.config, self, is_stopped=is_stopped)
+
+    def begin_epoch(self) -> None:
         self.model.body.train()
         self.model.refresh()
-        own = [session.batches for session in self.sessions if session.batches is not None]
-        epochs = [batches.epoch(state.epoch) for batches, state in zip(own, states, strict=True)]
-        coming: Iterator[tuple[tuple[Batch, ...], SideBySide]]
-        coming = ((batches, lay_side_by_side(batches)) for batches in zip(*epochs, strict=True))
-        if self.sessions[0].device.type != "cpu":  # else the threads have stacks of their own
-            coming = made_ahead(coming)
-        following, done = next(coming, None), 0
-        while following is not None:
-            batches, side = following
-            if self.stop.is_set():
-                raise RunError("another run broke off")
-            self.model.set_ramp(warmup_ramp(states[0].step, self.config.ramp_steps))
-            self.optimizer.zero_grad(set_to_none=True)
-            losses = self.model.losses(side)
-            losses.sum().backward()
-            following = next(coming, None)  # while a device is at work
-            values = losses.tolist()  # a device is waited for once per step, when all its work is under way
-            for n, value in enumerate(values):
-                # Its numbers spoil no other run's. The state of its last epoch is saved, where it will be left.
-                if failed[n] is None and not math.isfinite(value):
-                    failed[n] = not_finite(value, self.config, states[n])
-            self._clip()
-            self.optimizer.step()
-            done += 1
-            for n, (state, batch) in enumerate(zip(states, batches, strict=True)):
-                state.step += 1
-                assert batch.target is not None
-                learned = int((batch.target > 0).sum())
-                tokens[n], total[n] = tokens[n] + learned, total[n] + values[n] * learned
-                if failed[n] is None:
-                    self.sessions[n].progress.batch(done, own[n].num_batches, total[n] / tokens[n], tokens[n])
-        # Each run's share: what the epoch would have cost if all had taken their turns.
-        seconds = (time.perf_counter() - began) / num
-        rows = [epoch_row(*run, seconds) for run in zip(states, total, tokens, strict=True)]
-        return [failure or row for failure, row in zip(failed, rows, strict=True)]
+
+    def set_ramp(self, ramp: float) -> None:
+        self.model.set_ramp(ramp)
+
+    def targets(self, batch: _SideBySide) -> list[int]:
+        return [num_targets(each) for each in batch.each]
+
+    def begin(self, batch: _SideBySide) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = self.model.losses(batch.laid)
+        losses.sum().backward()
+        return losses.detach()
+
+    def end(self) -> None:
+        self._clip()
+        self.optimizer.step()
 
     def _clip(self) -> None:
         """Clip each run's gradients by its own norm."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.models import MODELS
@@ -23,16 +22,14 @@ from recbft.models.contract import TrainableModel
 from recbft.runs import checkpoint
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
-from recbft.training import tensorboard
 from recbft.training.build import loaded, make_parts, new_state, run_protocol
-from recbft.training.bundle import own_config
+from recbft.training.bundle import check_checkpoint, own_config
 from recbft.training.optimiser import idle_settings
-from recbft.training.out_of_memory import memory_explained
-from recbft.training.process_settings import run_settings
-from recbft.training.process_team import ALONE, Team, departure_explained, team
-from recbft.training.progress import Progress, Silent
+from recbft.training.process_settings import memory_explained, run_settings
+from recbft.training.process_team import ALONE, Team, departure_explained, join_team
+from recbft.training.progress import Progress, Silent, check_tensorboard
 from recbft.training.run_config import RunConfig
-from recbft.training.same_run import refuse_changed_config, refuse_other_data
+from recbft.training.same_run import refuse_other_data
 from recbft.training.session import Session
 
 
@@ -67,17 +64,16 @@ def train(
         UserError: the folder is taken, data and config do not fit, or another process trains this run.
         RunError: training failed, was interrupted or ran out of memory; the message says how to go on.
     """
-    together = team(config.training)
-    together.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
+    team = join_team(config.training)
+    team.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
     if (older := config.training.warm_start) is not None and Path(older).resolve() == Path(out).resolve():
         raise UserError(f"{out} is the run whose weights this one begins from; give it a folder of its own")
-    if config.training.tensorboard:
-        tensorboard.check_available()
+    check_tensorboard(config.training)
     data, dataset = loaded(config.data, dataset)
     config = replace(config, data=data)
-    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
-        listener = _listener(progress, together)
-        return begin(config, out, dataset, device, listener, overwrite=overwrite, together=together).finish()
+    with memory_explained(config), run_settings(config.training) as device, departure_explained(team):
+        listener = _listener(progress, team)
+        return begin(config, out, dataset, device, listener, overwrite=overwrite, team=team).finish()
 
 
 def resume(
@@ -102,18 +98,17 @@ def resume(
     run = RunFolder.open(path)
     if run.is_finished and dataset is None:
         return run
-    config = own_config(run)
+    config = own_config(run, to_train=not run.is_finished)
     if not isinstance(dataset, Dataset):
         dataset = config.data.load_again(dataset, None if data_root is None else str(data_root))
     if run.is_finished:
         trained = run.protocol["content_hash"]
         refuse_other_data(trained, dataset, f"{run.path} is finished, and was trained", "give those, or no data")
         return run
-    if config.training.tensorboard:
-        tensorboard.check_available()
-    together = team(config.training)
-    with memory_explained(config, dataset), run_settings(config.training) as device, departure_explained(together):
-        return go_on(run, config, dataset, device, _listener(progress, together), together=together).finish()
+    check_tensorboard(config.training)
+    team = join_team(config.training)
+    with memory_explained(config), run_settings(config.training) as device, departure_explained(team):
+        return go_on(run, config, dataset, device, _listener(progress, team), team=team).finish()
 
 
 def begin(
@@ -126,7 +121,7 @@ def begin(
     generator: torch.Generator = torch.default_generator,
     remarks: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    together: Team = ALONE,
+    team: Team = ALONE,
 ) -> Session:
     """A new run whose folder is made, within ``run_settings``.
 
@@ -134,14 +129,14 @@ def begin(
         generator: where dropout is drawn from; the model is built with its seed set.
         remarks: what ``environment.json`` says besides.
         overwrite: as in ``train``.
-        together: the processes that train it.
+        team: the processes that train it.
     """
     parts = make_parts(config, dataset, device)
-    if together.leads and isinstance(parts.model, TrainableModel):
+    if team.leads and isinstance(parts.model, TrainableModel):
         for key, why in idle_settings(parts.model, config.training).items():
             warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
-    processes = {"processes": together.process.size} if together.several else {}
-    run = together.first_does(
+    processes = {"processes": team.process.size} if team.several else {}
+    run = team.first_does(
         lambda: RunFolder.create(
             out,
             config=config.to_yaml(),
@@ -150,7 +145,7 @@ def begin(
             overwrite=overwrite,
         )
     )
-    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator, together)
+    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator, team)
 
 
 def go_on(
@@ -161,12 +156,12 @@ def go_on(
     progress: Progress,
     *,
     generator: torch.Generator = torch.default_generator,
-    together: Team = ALONE,
+    team: Team = ALONE,
 ) -> Session:
     """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last.
 
     Raises:
-        UserError: data or config are not those it was begun with.
+        UserError: data or checkpoint are not its own.
     """
     # An epoch's line comes after a state, if only that before the first epoch.
     if not run.checkpoint.is_dir() or (run.history_file.is_file() and not run.has_checkpoint):
@@ -175,6 +170,7 @@ def go_on(
     state = new_state(config, dataset)
     saved = checkpoint.load_state(run.checkpoint) if run.has_checkpoint else None
     if saved is not None:
+        check_checkpoint(run, saved)
         checkpoint.check_dataset(
             saved,
             dataset=state.dataset,
@@ -185,18 +181,15 @@ def go_on(
     else:
         remedy = "load the data it was begun with, or train a new run"
         refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} was begun", remedy)
-    added = refuse_changed_config(run, to_dict(config), None if saved is None else saved.config_hash)
-    if added and together.leads:
-        warnings.warn(added, stacklevel=2)
     parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
     if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
         raise UserError(
             f"{run.path} was to begin from other weights than {parts.begun_from['run']} has now; train it anew with "
             "--overwrite"
         )
-    return Session(run, config, dataset, device, parts, state, progress, generator, together)
+    return Session(run, config, dataset, device, parts, state, progress, generator, team)
 
 
-def _listener(progress: Progress | None, together: Team) -> Progress:
+def _listener(progress: Progress | None, team: Team) -> Progress:
     """Who is told how it goes: of several processes, by the first."""
-    return Silent() if progress is None or not together.leads else progress
+    return Silent() if progress is None or not team.leads else progress

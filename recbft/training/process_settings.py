@@ -1,4 +1,4 @@
-"""What surrounds a run: device, threads, determinism and random state, set for it and put back afterwards."""
+"""What a run needs of its process: device, threads, determinism, rounding and random state, put back afterwards."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from threading import RLock, local
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from recbft.errors import UserError
-from recbft.system.after_fork import one_thread_if_forked
-from recbft.system.torch_modes import set_aside
+from recbft.errors import OneProcessError, UserError
+from recbft.system.memory import is_shortage
+from recbft.system.torch_state import one_thread_if_forked, set_aside
 from recbft.system.torchrun import Process, this_process
 from recbft.training.config import TrainingConfig
+from recbft.training.run_config import RunConfig
+
+DTYPES = {"bf16": torch.bfloat16}
 
 _turns = [RLock()]  # of this process's runs, in a list so that a forked process can have its own
 _thread = local()
+_DRAWS = {
+    *("uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"),
+    *("xavier_normal_", "orthogonal_", "random_", "bernoulli_", "exponential_", "rand", "randn", "randint", "randperm"),
+}  # of PyTorch's functions, those that draw and can be given a generator
 
 
 @contextlib.contextmanager
@@ -126,6 +135,39 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if device.index is None else torch.cuda.device(device)
 
 
+@contextlib.contextmanager
+def memory_explained(config: RunConfig) -> Iterator[None]:
+    """Turn an allocator's refusal into one line with the settings that say most about the memory of a run.
+
+    Raises:
+        OneProcessError: there was one.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_shortage(error):
+            raise
+        batch = "batch_size" if config.training.batch_targets is None else "batch_targets"
+        named = [f"training.{batch} ({getattr(config.training, batch)})"]
+        for key in ("max_length", "hidden_size", "num_negatives"):
+            if getattr(config.backbone, key, None) is not None:
+                named.append(f"backbone.{key} ({getattr(config.backbone, key)})")
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OneProcessError(
+            f"out of memory ({said}); lower {', '.join(named)} or, where it was ranking users, "
+            f"evaluation.memory_mb ({config.evaluation.memory_mb:g})"
+        ) from error
+
+
+def autocast(name: str | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """What ``training.autocast`` names, around the forward pass of a step; None leaves it in float32.
+
+    Products with learned weights are in bfloat16, all else and every weight in float32. bfloat16 has float32's range,
+    so gradients need no scaling. Validation and evaluation stay in float32.
+    """
+    return contextlib.nullcontext() if name is None else torch.autocast(device.type, dtype=DTYPES[name])
+
+
 def seed_everything(seed: int, device: torch.device) -> None:
     """Begin the random numbers of a run on a device anew: those of ``rng_state``.
 
@@ -158,3 +200,28 @@ def set_rng_state(generator: torch.Generator, state: dict[str, Any], device: tor
     generator.set_state(state["cpu"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class OwnRandomNumbers(TorchFunctionMode):
+    """Modules made in here, on this thread, start from random numbers of their own.
+
+    PyTorch's default generator belongs to the caller and to what other threads are training: to put its state back
+    afterwards, as ``fork_rng`` does, would make them draw again what they have drawn.
+
+    Args:
+        parameters: whether parameters are drawn; False leaves in them whatever the memory held, for weights of a file.
+    """
+
+    def __init__(self, *, parameters: bool = True) -> None:
+        super().__init__()
+        self.parameters, self.generator = parameters, torch.Generator()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(function, "__name__", "") in _DRAWS:
+            drawn = args[0] if args else kwargs.get("tensor")  # by this name of ``nn.init``
+            if not self.parameters and isinstance(drawn, nn.Parameter):
+                return drawn
+            if kwargs.get("generator") is None:
+                kwargs["generator"] = self.generator
+        return function(*args, **kwargs)

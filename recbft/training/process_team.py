@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch
 from recbft.errors import OneProcessError, RunError, UserError
 from recbft.models.contract import TrainableModel
+from recbft.system.memory import is_shortage
 from recbft.system.torchrun import Process, this_process
 from recbft.training.config import TrainingConfig
-from recbft.training.out_of_memory import is_shortage
 from recbft.training.process_settings import seed_everything
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class Team:
 ALONE = Team(Process())
 
 
-def team(config: TrainingConfig) -> Team:
+def join_team(config: TrainingConfig) -> Team:
     """The processes that torchrun has begun, met; ``ALONE`` without it.
 
     They meet once, for all runs of a program: a second meeting would find what the first one left behind.
@@ -189,7 +189,7 @@ def _part() -> None:
 
 
 @contextlib.contextmanager
-def departure_explained(together: Team, way_on: Callable[[], str] | None = None) -> Iterator[None]:
+def departure_explained(team: Team, way_on: Callable[[], str] | None = None) -> Iterator[None]:
     """Say in one line that another process of the run is gone, which said itself why.
 
     Args:
@@ -202,10 +202,10 @@ def departure_explained(together: Team, way_on: Callable[[], str] | None = None)
         yield
     except RuntimeError as error:
         unheard = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-        if together.several and unheard and not is_shortage(error):
+        if team.several and unheard and not is_shortage(error):
             then = "" if way_on is None else f"; {way_on()}"
             raise OneProcessError(
-                f"process {together.process.rank} does not hear from another one, which has ended{then}"
+                f"process {team.process.rank} does not hear from another one, which has ended{then}"
             ) from error
         raise
 

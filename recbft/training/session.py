@@ -19,15 +19,14 @@ from recbft.runs import checkpoint
 from recbft.runs.checkpoint import Loaded, TrainState
 from recbft.runs.folder import RunFolder
 from recbft.system.torchrun import Process
-from recbft.training import tensorboard
-from recbft.training.behind import Behind
+from recbft.training.background import Background
 from recbft.training.build import Parts
 from recbft.training.bundle import write_vocabulary
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
 from recbft.training.loop import Row, fit, moment_of
 from recbft.training.process_settings import rng_state, set_rng_state
 from recbft.training.process_team import Team, departure_explained
-from recbft.training.progress import Progress
+from recbft.training.progress import Progress, TensorBoard
 from recbft.training.run_config import RunConfig
 
 
@@ -44,17 +43,17 @@ class Session:
         state: TrainState,
         progress: Progress,
         generator: torch.Generator,
-        together: Team,
+        team: Team,
     ) -> None:
         self.run, self.config, self.dataset, self.device = run, config, dataset, device
         self.model, self.batches, self.optimizer, self.controllers, self.graphs, _ = parts
-        self.state, self.progress, self.generator, self.together = state, progress, generator, together
-        if config.training.tensorboard and together.leads:
-            self.progress = tensorboard.TensorBoard(run.path / "tensorboard", progress)
+        self.state, self.progress, self.generator, self.team = state, progress, generator, team
+        if config.training.tensorboard and team.leads:
+            self.progress = TensorBoard(run.path / "tensorboard", progress)
         self.rows: list[Row] = []
         self.is_saved = False  # whether there is a state to go on from
-        self.behind = Behind(in_thread=writes_behind(device) and not together.several)
-        together.draw_apart(config.seed, device)
+        self.background = Background(in_thread=writes_in_background(device) and not team.several)
+        team.draw_apart(config.seed, device)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -75,13 +74,13 @@ class Session:
                 checkpoint.tidy(self.run.checkpoint)
                 return loaded
 
-            loaded = self.together.first_does(take)
+            loaded = self.team.first_does(take)
             if loaded is not None:
                 self._restore(loaded)
             try:
                 yield
             finally:
-                self.behind.wait()
+                self.background.wait()
 
     def _restore(self, loaded: Loaded) -> None:
         checkpoint.take_up(self.model, loaded.model_state, folder=self.run.checkpoint)
@@ -94,7 +93,7 @@ class Session:
 
     def _own_rng(self, saved: Any) -> Any:
         """This process's random state, of as many as trained the run so far."""
-        states, here = saved.get("processes", [saved]), self.together.process
+        states, here = saved.get("processes", [saved]), self.team.process
         if len(states) != here.size:
             raise UserError(
                 f"{self.run.path} was trained by {_processes(len(states))}, and {_processes(here.size)} would draw "
@@ -105,7 +104,7 @@ class Session:
     def finish(self) -> RunFolder:
         """Train to the end, evaluate the best weights, write the results."""
         try:
-            with departure_explained(self.together, self._way_on), self.locked():
+            with departure_explained(self.team, self._way_on), self.locked():
                 self._train()
                 self.report()
         except KeyboardInterrupt:
@@ -114,7 +113,7 @@ class Session:
 
     def _way_on(self) -> str:
         saved = checkpoint.load_state(self.run.checkpoint).epoch if self.run.has_checkpoint else 0
-        command = self.run.command_to_resume(self.together.process)
+        command = self.run.command_to_resume(self.team.process)
         return f"the state after epoch {saved} is saved, go on with: {command}"
 
     def _train(self) -> None:
@@ -136,12 +135,12 @@ class Session:
             progress=self.progress,
             controllers=self.controllers,
             graphs=self.graphs,
-            team=self.together,
+            team=self.team,
         )
         self._offer_final_weights()
 
     def _would_gain_from_graphs(self) -> bool:
-        if self.config.training.cuda_graphs is not None or self.together.several:
+        if self.config.training.cuda_graphs is not None or self.team.several:
             return False
         begins = self.state.epoch == 0  # later on the settings of a run are what they are
         return self.device.type == "cuda" and begins and self.config.graph_hindrance is None
@@ -153,7 +152,7 @@ class Session:
         if self.config.training.warm_start is not None:
             self.progress.note(f"begins from {begun_from(self.run.protocol)}")
         self._save(best=None)
-        self.behind.wait()
+        self.background.wait()
 
     def validate(self) -> dict[str, float]:
         """The validation metrics of the weights that controllers want judged, the model's own without them."""
@@ -194,7 +193,7 @@ class Session:
             filter_seen=settings.filter_seen,
             ks=settings.ks,
             memory_mb=settings.memory_mb,
-            sharing=self.together,
+            sharing=self.team,
             lists=lists,
         )
 
@@ -212,50 +211,50 @@ class Session:
             moment = moment_of(self.model, self.optimizer, self.batches, self.config.training, self.state)
             self.controllers.on_epoch_end(moment, row)
         self.rows.append(row)
-        self.together.first_does(lambda: self.run.write_history(self.rows))
+        self.team.first_does(lambda: self.run.write_history(self.rows))
         self._save(best=judged)
 
     def _save(self, *, best: Mapping[str, torch.Tensor] | None) -> None:
         """Save the state as it is; on a GPU, whose state is copied anyway, it is written while training goes on."""
-        random_states = self.together.gathered(rng_state(self.generator, self.device))
+        random_states = self.team.gathered(rng_state(self.generator, self.device))
 
         def save() -> None:
-            self.behind.wait()  # so that one state at a time is held for it
+            self.background.wait()  # so that one state at a time is held for it
             taken = checkpoint.snapshot(
                 model_state=self.model.state_dict(),
                 optimizer_state={} if self.optimizer is None else self.optimizer.state_dict(),
-                rng_state={"processes": random_states} if self.together.several else random_states[0],
+                rng_state={"processes": random_states} if self.team.several else random_states[0],
                 controllers_state=self.controllers.state_dict(),
                 state=self.state,
                 best_model_state=best,
-                apart=self.behind.in_thread,
+                apart=self.background.in_thread,
             )
-            self.behind.do(lambda: checkpoint.write(self.run.checkpoint, taken))
+            self.background.do(lambda: checkpoint.write(self.run.checkpoint, taken))
 
-        self.together.first_does(save)
+        self.team.first_does(save)
         self.is_saved = True
 
     def report(self) -> None:
         """Evaluate the best weights on validation and test, and close the run."""
-        self.behind.wait()
+        self.background.wait()
         self.progress.note("ranking each user's validation and test item")  # minutes where users and items are many
-        self.model.load_state_dict(self.together.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
+        self.model.load_state_dict(self.team.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
         validation, test = self._evaluate("validation"), self._evaluate("test", lists=True)
         metrics = {
             "filter_seen": self.config.evaluation.filter_seen,
             "test": test.metrics,
             "validation": validation.metrics,
             "exposure": test.exposure,
-            "probability": self.together.first_does(self._calibrations),
+            "probability": self.team.first_does(self._calibrations),
             "best_epoch": self.state.best_epoch,
             "epochs": self.state.epoch,
             "steps": self.state.step,
             "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
         }
-        self.together.first_does(lambda: self.run.finish(metrics, test.per_user))
+        self.team.first_does(lambda: self.run.finish(metrics, test.per_user))
 
 
-def writes_behind(device: torch.device) -> bool:
+def writes_in_background(device: torch.device) -> bool:
     """Whether a state is written while training goes on: where it is copied anyway, and the CPU has time left over.
 
     Of several processes, each of which tells what is saved, the others wait for the first to write it.

@@ -18,8 +18,8 @@ from recbft.mixers import MIXERS
 from recbft.mixers.registry import Place
 from recbft.models import MODELS
 from recbft.training import build, one_run
-from recbft.training.autocast import autocast
 from recbft.training.many_seeds import train_seeds
+from recbft.training.process_settings import autocast
 from recbft.training.run_config import load_run_config
 
 MADE = [

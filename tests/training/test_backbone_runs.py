@@ -12,21 +12,15 @@ import torch
 
 from recbft import Recommender
 from recbft.datasets.events import TICKS_PER_SECOND
-from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
-from recbft.runs import checkpoint
-from recbft.runs.tensor_tree import flatten
 from recbft.training import one_run
 from recbft.training.build import training_batches
 from recbft.training.bundle import load_trained
-from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
+from tests.training.conftest import SMALL, StopAt, Stopped, assert_equal_runs, config
 
-SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 4, "warmup_steps": 6, "device": "cpu"}
 RUNS = [
-    ("bert4rec", "published", {}),
     ("bert4rec", "bft", {}),
     ("hstu", "published", {"time_bias": True}),
     ("hstu", "bft", {"loss": "sampled_softmax", "num_negatives": 7}),
@@ -36,58 +30,25 @@ over_runs = pytest.mark.parametrize(("model", "arm", "settings"), RUNS, ids=lamb
 
 
 @pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
-
-
-@pytest.fixture(scope="module")
 def timed(dataset):
     if dataset.times is not None:
         return dataset
     return replace(dataset, times=np.arange(dataset.num_events, dtype=np.int64) ** 2)
 
 
-class Stop(Silent):
-    """Raises after two epochs, as a killed process ends."""
-
-    def __init__(self):
-        self.left = 2
-
-    def epoch(self, row):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyError
-
-
-def results(run):
-    loaded, tensors = checkpoint.load(run.checkpoint), {}
-    flatten([loaded.model_state, loaded.optimizer_state, loaded.rng_state], "all", tensors)
-    tensors |= {f"best.{name}": value for name, value in checkpoint.load_best(run.checkpoint).items()}
-    metrics = {name: value for name, value in run.metrics.items() if name != "training_seconds"}
-    return tensors, metrics, pd.read_parquet(run.per_user_file)
-
-
 @over_runs
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, arm, settings, timed, tmp_path):
-    config = load_run_config(model=model, arm=arm, **{**SMALL, **settings})
-    whole = one_run.train(config, tmp_path / "whole", dataset=timed)
-    with pytest.raises(KeyError):
-        one_run.train(config, tmp_path / "part", dataset=timed, progress=Stop())
+def test_a_resumed_run_is_the_uninterrupted_one_and_once_loaded_gives_its_metrics(
+    model, arm, settings, timed, tmp_path
+):
+    asked = config(arm, model, **settings, epochs=3)
+    whole = one_run.train(asked, tmp_path / "whole", dataset=timed)
+    with pytest.raises(Stopped):
+        one_run.train(asked, tmp_path / "part", dataset=timed, progress=StopAt(2))
     torch.rand(3)
-    part = one_run.resume(tmp_path / "part", dataset=timed)
-    (one, metrics, users), (two, metrics_2, users_2) = results(whole), results(part)
-    assert set(one) == set(two) and metrics == metrics_2
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    pd.testing.assert_frame_equal(users, users_2, check_exact=True)
-
-
-@over_runs
-def test_a_loaded_run_gives_the_metrics_it_reported(model, arm, settings, timed, tmp_path):
-    config = load_run_config(model=model, arm=arm, **{**SMALL, **settings})
-    run = one_run.train(config, tmp_path / "run", dataset=timed)
-    trained = load_trained(run.path)[-1]
+    assert_equal_runs(one_run.resume(tmp_path / "part", dataset=timed), whole)
+    trained = load_trained(whole.path)[-1]
     trained.refresh()
-    assert evaluate(trained, timed, "test").metrics == run.metrics["test"]
+    assert evaluate(trained, timed, "test").metrics == whole.metrics["test"]
 
 
 def test_bert4rec_recommends_from_what_it_reads_before_the_mask(dataset):
@@ -99,9 +60,9 @@ def test_bert4rec_recommends_from_what_it_reads_before_the_mask(dataset):
 
 
 def test_a_time_bias_without_real_times_is_refused(dataset, tmp_path):
-    config = load_run_config(model="hstu", arm="bft", time_bias=True, **SMALL)
+    asked = config("bft", "hstu", time_bias=True)
     with pytest.raises(UserError, match=r"backbone.time_bias is true, .*'synthetic' has no real times; .*data.time"):
-        one_run.train(config, tmp_path / "run", dataset=replace(dataset, times=None))
+        one_run.train(asked, tmp_path / "run", dataset=replace(dataset, times=None))
 
 
 @pytest.mark.parametrize(("unit", "day"), [("ms", "8.64e+07"), ("us", "8.64e+10"), ("ns", "8.64e+13")])
@@ -124,8 +85,7 @@ def test_the_protocol_says_whether_the_target_s_time_is_shown(timed, tmp_path):
         ({"time_bias": True}, "not shown"),
         ({"time_bias": True, "show_target_time": True}, "shown"),
     ):
-        config = load_run_config(model="hstu", arm="matched", **{**SMALL, "epochs": 1}, **settings)
-        run = one_run.train(config, tmp_path / told, dataset=timed)
+        run = one_run.train(config("matched", "hstu", epochs=1, **settings), tmp_path / told, dataset=timed)
         assert run.protocol["target_time"] == told
 
 

@@ -9,13 +9,10 @@ import pytest
 import torch
 
 from recbft.datasets.batches import ClozeBatches, pack_histories
-from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
 from recbft.mixers.regime import Diagnosis, RegimeConfig
 from recbft.training.controllers import Moment
 from recbft.training.controllers.context_game import ContextGame, ContextGameConfig, cut
-from recbft.training.one_run import train
 from recbft.training.run_config import load_run_config
 
 
@@ -95,11 +92,6 @@ def test_a_cut_batch_is_the_batch_of_shorter_histories():
     assert cut(whole, 15) is whole
 
 
-def test_a_game_needs_two_lengths():
-    with pytest.raises(UserError, match=r"lengths is \[5\]; give two different lengths or more"):
-        ContextGameConfig(lengths=(5,))
-
-
 def test_a_cut_that_leaves_nothing_to_learn_is_not_made_and_not_played():
     game = ContextGame(ContextGameConfig(lengths=(1, 2)), torch.nn.Linear(1, 1))
     stop = np.array([9])
@@ -116,15 +108,6 @@ def test_a_cut_that_leaves_nothing_to_learn_is_not_made_and_not_played():
             assert not cut(batch, 1).target.any()
         game.after_step(moment(), 1.0)
     assert 0 < whole < 20 and game.played.sum() == 20 - whole
-
-
-def test_masked_items_one_history_at_a_time_can_be_learned_under_the_game(tmp_path):
-    dataset = synthetic_dataset(SyntheticConfig(num_users=30, num_items=80, mean_length=9, seed=1))
-    config = load_run_config(
-        model="bert4rec", arm="matched", hidden_size=8, max_length=8, batch_size=1, epochs=1, device="cpu",
-        last_item_probability=0.0, controllers={"context_game": {"lengths": [1, 2]}},
-    )  # fmt: skip
-    assert train(config, tmp_path / "run", dataset=dataset).is_finished
 
 
 def test_a_game_whose_lengths_cut_nothing_is_refused():

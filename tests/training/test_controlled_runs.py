@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from recbft.datasets import Dataset
 from recbft.datasets.synth import SyntheticConfig, generate
-from recbft.errors import RunError, UserError
-from recbft.runs import checkpoint
+from recbft.errors import UserError
 from recbft.training import session
 from recbft.training.many_seeds import train_seeds
 from recbft.training.one_run import resume, train
 from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
+from tests.training.conftest import StopAt, Stopped, assert_equal_runs
 
 EVERY = {
     "ema": {}, "swa": {"gain": 0.0}, "chaos": {}, "lr_floor": {}, "label_smoothing": {}, "dropout_glide": {},
@@ -50,25 +48,12 @@ def test_no_controllers_is_the_default_and_a_config_with_them_reads_back(tmp_pat
     assert load_run_config(None, ["controllers.ema={}"]).controllers.named == ["ema"]
 
 
-@pytest.mark.parametrize("controllers", [{"ema": {}}, {"guardian": {}, "chaos": {}}, EVERY])
-def test_a_run_broken_off_and_resumed_equals_one_that_was_not(dataset, tmp_path, monkeypatch, controllers):
-    whole = train(config(controllers=controllers), tmp_path / "whole", dataset=dataset)
-    kept, calls = checkpoint.write, []
-
-    def break_off(*arguments, **named):
-        kept(*arguments, **named)
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "write", break_off)
-    with pytest.raises(RunError, match="interrupted"):
-        train(config(controllers=controllers), tmp_path / "broken", dataset=dataset)
-    monkeypatch.setattr(checkpoint, "write", kept)
-    again = resume(tmp_path / "broken", dataset=dataset)
-    assert again.metrics["test"] == whole.metrics["test"]
-    one, two = weights(whole), weights(again)
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+def test_a_run_broken_off_and_resumed_equals_one_that_was_not(dataset, tmp_path):
+    asked = config(controllers=EVERY | {"guardian": {}})
+    whole = train(asked, tmp_path / "whole", dataset=dataset)
+    with pytest.raises(Stopped):
+        train(asked, tmp_path / "broken", dataset=dataset, progress=StopAt(2))
+    assert_equal_runs(resume(tmp_path / "broken", dataset=dataset), whole)
 
 
 def test_steering_changes_training_and_leaves_an_ordinary_run(dataset, tmp_path):
@@ -102,22 +87,40 @@ def test_the_weights_kept_as_best_are_those_that_were_validated(dataset, tmp_pat
     assert weights(run)["blocks.0.mixer.temperature_logit"].item() == judged[run.metrics["best_epoch"] - 1]
 
 
-@pytest.mark.parametrize(
-    ("swa", "said"),
-    [
-        ({"gain": 9.0}, r"controllers\.swa has averaged nothing: fewer than two epochs gained enough"),
-        (
-            {"gain": 0.0, "start": 0.0},
-            r"the averaged weights have valid ndcg@10 0\.\d{4}, and (are|those of epoch \d are) kept",
-        ),
-    ],
-)
-def test_a_run_says_what_became_of_its_average(dataset, tmp_path, swa, said):
-    notes = []
+class Notes(Silent):
+    def __init__(self):
+        self.heard = []
 
-    class Listener(Silent):
-        def note(self, message):
-            notes.append(message)
+    def note(self, message):
+        self.heard.append(message)
 
-    train(config(controllers={"swa": swa}, learning_rate=0.01), tmp_path / "run", dataset=dataset, progress=Listener())
-    assert re.fullmatch(said, notes[-2])  # before the last pass over all users is announced
+
+def test_a_run_says_that_nothing_was_averaged(dataset, tmp_path):
+    notes = Notes()
+    train(config(controllers={"swa": {"gain": 9.0}}), tmp_path / "run", dataset=dataset, progress=notes)
+    # Before the last pass over all users is announced.
+    assert notes.heard[-2] == "controllers.swa has averaged nothing: fewer than two epochs gained enough"
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_averaged_weights_are_kept_if_they_are_better(good, dataset, tmp_path, monkeypatch):
+    evaluated = session.evaluate
+
+    def judge(model, data, part, **named):
+        """Of averaged weights, which are offered last, as they are to be found."""
+        found = evaluated(model, data, part, **named)
+        if part == "validation" and not named["lists"]:
+            seen.append(found.headline["ndcg@10"])
+            if len(seen) == 5:
+                found.metrics["unfiltered"]["ndcg@10"] = found.metrics["filtered"]["ndcg@10"] = float(good)
+        return found
+
+    seen, notes = [], Notes()
+    monkeypatch.setattr(session, "evaluate", judge)
+    asked = config(controllers={"swa": {"gain": 0.0, "start": 0.0}}, learning_rate=0.01)
+    run = train(asked, tmp_path / "run", dataset=dataset, progress=notes)
+    best = max(range(1, 5), key=lambda epoch: (seen[epoch - 1], -epoch))
+    kept = "are kept" if good else f"those of epoch {best} are kept"
+    assert notes.heard[-2] == f"the averaged weights have valid ndcg@10 {float(good):.4f}, and {kept}"
+    assert run.metrics["best_epoch"] == (4 if good else best)
+    assert (run.metrics["validation"]["unfiltered"]["ndcg@10"] == max(seen[:4])) != good

@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 import torch
 
-from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.runs import checkpoint
@@ -24,6 +23,7 @@ from recbft.training import many_seeds, one_run, process_settings
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
+from tests.training.conftest import StopAt, Stopped, config
 
 SEEDS = (0, 1, 5)
 # Softmax does not see what is added to all keys, so the gradient of their bias is rounding alone, which Adam scales to
@@ -32,11 +32,6 @@ IDLE = "mixer.key.bias"
 # In float32 the precision parameters, whose steps are 100 times as long, amplify rounding likewise; what is compared
 # there is what comes of it. In float64 everything is.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
-
-
-@pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,11 +55,6 @@ def float64():
 def in_float64():
     with float64():
         yield
-
-
-def config(model="sasrec", arm="bft", **settings):
-    small = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 4, "warmup_steps": 6, "device": "cpu"}
-    return load_run_config(model=model, arm=arm, **{**small, **settings})
 
 
 def together(base, folder, dataset, seeds=SEEDS, **options):
@@ -108,65 +98,45 @@ def assert_close_runs(found, expected):
     assert metrics == metrics_other and found.protocol == expected.protocol
 
 
-class Stopped(Exception):  # noqa: N818  it is an ending, not an error
-    """Stands for whatever ends a process."""
-
-
-class StopAt(Silent):
-    """Raises after a number of epochs."""
-
-    def __init__(self, epochs, error=Stopped):
-        self.left, self.error = epochs, error
-
-    def epoch(self, row):
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-
-
 # Equality --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"arm": "matched"},
-        {"arm": "bft"},
         {"arm": "published", "attention_dropout": 0.0},
         {"arm": "matched", "recency_decay": True, "clip_norm": 0.5, "weight_decay": 0.01},
-        {"model": "bert4rec", "arm": "matched"},
         {"model": "bert4rec", "arm": "bft"},
-        {"model": "bert4rec", "arm": "published", "attention_dropout": 0.0},
-        {"estimator": "reml_naive", "initial": "count", "jacobian": "exact"},
+        {"estimator": "reml_naive", "initial": "count", "jacobian": "exact", "jacobian_detach": True},
         {"estimator": "sandwich", "jacobian": "running_mean", "process_noise": False},
         {"estimator": "delta", "propagation": "discount", "initial": "uniform", "lam_max": 2.0},
-        {"estimator": "design_effect", "propagation": "decay", "initial": "empirical_bayes", "lam_max": 2.0},
-        {"kriging": "per_dimension", "update": "fixed", "jacobian_detach": True},
+        {"estimator": "design_effect", "propagation": "decay", "initial": "empirical_bayes"},
         {"prior_scale": "per_layer", "update": "residual", "jacobian": "off", "dropout": 0.0},
+        {"kriging": "per_dimension", "update": "fixed"},
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values()),
 )
 def test_seeds_trained_together_equal_seeds_trained_alone(settings, dataset, tmp_path, in_float64):
-    base = config(**settings)
+    base, seeds = config(**settings, epochs=3), (0, 5)
     for found, expected in zip(
-        together(base, tmp_path / "together", dataset), alone(base, tmp_path / "alone", dataset), strict=True
+        together(base, tmp_path / "together", dataset, seeds),
+        alone(base, tmp_path / "alone", dataset, seeds),
+        strict=True,
     ):
         assert_close_runs(found, expected)
 
 
-def test_one_seed_together_equals_one_seed_alone(dataset, tmp_path, in_float64):
-    (found,) = together(config(), tmp_path / "together", dataset, [3])
-    assert_close_runs(found, *alone(config(), tmp_path / "alone", dataset, [3]))
+def test_one_seed_together_equals_one_seed_alone(apart, dataset, tmp_path, in_float64):
+    (found,) = together(config(), tmp_path, dataset, [0])
+    assert_close_runs(found, apart[0])
 
 
-@pytest.mark.parametrize("arm", ["matched", "bft"])
-def test_in_single_precision_losses_and_weights_agree_to_1e_5_and_all_ranks(arm, dataset, tmp_path):
-    found, expected = together(config(arm=arm), tmp_path, dataset), alone(config(arm=arm), tmp_path / "alone", dataset)
-    for one, other in zip(found, expected, strict=True):
-        assert_close_runs(one, other)
+def test_in_single_precision_losses_and_weights_agree_to_1e_5_and_all_ranks(whole, dataset, tmp_path):
+    found = together(config(), tmp_path, dataset, (0, 1))
+    assert_close_runs(found[0], whole)
 
 
-@pytest.mark.parametrize("tokens", [1, 100, 100_000])
+@pytest.mark.parametrize("tokens", [1, 100_000])
 def test_how_seeds_are_spread_over_stacks_changes_nothing(tokens, apart, dataset, tmp_path, monkeypatch, in_float64):
     monkeypatch.setattr(many_seeds, "STACK_TOKENS", tokens)
     for one, other in zip(together(config(), tmp_path, dataset), apart, strict=True):
@@ -188,7 +158,7 @@ def close_at_once(monkeypatch, number):
 
 
 def test_runs_that_are_closed_at_once_are_those_closed_in_turn_bit_for_bit(dataset, tmp_path, monkeypatch):
-    base, seeds = config(patience=1, epochs=8, learning_rate=0.01), range(5)
+    base, seeds = config(patience=1, epochs=6, learning_rate=0.01), range(4)
     expected = together(base, tmp_path / "in turn", dataset, seeds)
     close_at_once(monkeypatch, 3)
     for run, other in zip(together(base, tmp_path / "at once", dataset, seeds), expected, strict=True):
@@ -273,7 +243,7 @@ def test_threads_work_on_the_gpu_that_is_the_run_s(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "gpu", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(current, "gpu", gpu))
     group = many_seeds._Group([run], workers=1, closing=2)
-    stack = SimpleNamespace(sessions=[run, run], train_epoch=lambda: [{}, {}])
+    stack = SimpleNamespace(sessions=[run, run], train_epoch=lambda is_stopped: [{}, {}])
     monkeypatch.setattr(group, "has_closed", True)
 
     def note(*run_and_row):
@@ -302,13 +272,12 @@ def test_a_seed_that_stops_early_leaves_the_others_training(dataset, tmp_path, i
 # Folders ---------------------------------------------------------------------------------------------
 
 
-def test_a_folder_says_which_seeds_were_trained_together_and_is_otherwise_that_of_any_run(dataset, tmp_path):
-    runs, (other,) = together(config(), tmp_path, dataset), alone(config(), tmp_path / "alone", dataset, [0])
-    for run in runs:
+def test_a_folder_says_which_seeds_were_trained_together_and_is_otherwise_that_of_any_run(whole, dataset, tmp_path):
+    for run in together(config(epochs=1), tmp_path, dataset):
         environment = json.loads(run.environment_file.read_text())
         assert environment.pop("trained_together") == list(SEEDS)
-        assert environment == json.loads(other.environment_file.read_text())
-        assert {path.name for path in run.path.iterdir()} == {path.name for path in other.path.iterdir()}
+        assert environment == whole.environment
+        assert {path.name for path in run.path.iterdir()} == {path.name for path in whole.path.iterdir()}
 
 
 def test_the_caller_s_threads_and_random_state_are_left_as_they_were(dataset, tmp_path):
@@ -318,14 +287,14 @@ def test_the_caller_s_threads_and_random_state_are_left_as_they_were(dataset, tm
 
 
 def test_finished_runs_are_kept_and_only_the_rest_is_trained(dataset, tmp_path):
-    (first,) = together(config(), tmp_path, dataset, [1])
+    (first,) = together(config(epochs=1), tmp_path, dataset, [1])
     written = first.metrics_file.stat().st_mtime_ns
-    runs = together(config(), tmp_path, dataset)
+    runs = together(config(epochs=1), tmp_path, dataset)
     assert first.metrics_file.stat().st_mtime_ns == written and [run.is_finished for run in runs] == [True] * 3
 
 
-@pytest.mark.parametrize("epoch", [1, 3])
-def test_runs_that_were_stopped_go_on_together_as_if_they_had_not_been(epoch, apart, dataset, tmp_path, in_float64):
+def test_runs_that_were_stopped_go_on_together_as_if_they_had_not_been(apart, dataset, tmp_path, in_float64):
+    epoch = 2
     listeners = [Silent(), StopAt(epoch), Silent()]
     with pytest.raises(Stopped):
         together(config(), tmp_path / "together", dataset, progresses=listeners)
@@ -347,7 +316,7 @@ def test_an_interrupted_group_says_how_to_go_on(dataset, tmp_path):
     with pytest.raises(
         RunInterruptedError, match="interrupted; every run's last full epoch is saved, the same call goes on"
     ):
-        together(config(), tmp_path, dataset, progresses=[StopAt(1, KeyboardInterrupt), Silent(), Silent()])
+        together(config(), tmp_path, dataset, progresses=[StopAt(1, error=KeyboardInterrupt), Silent(), Silent()])
 
 
 def test_a_run_whose_loss_is_not_finite_fails_alone(apart, dataset, tmp_path, monkeypatch, in_float64):
@@ -368,9 +337,7 @@ def test_a_run_whose_loss_is_not_finite_fails_alone(apart, dataset, tmp_path, mo
     assert not failed.is_finished and checkpoint.load_state(failed.checkpoint).epoch == 0
 
 
-@pytest.mark.parametrize(
-    ("broken", "said"), [((1,), ""), ((1, 5), "; so did 1 other run"), ((0, 1, 5), "; so did 2 other runs")]
-)
+@pytest.mark.parametrize(("broken", "said"), [((1, 5), "; so did 1 other run"), ((0, 1, 5), "; so did 2 other runs")])
 def test_a_group_says_how_many_of_its_runs_failed(broken, said, dataset, tmp_path, monkeypatch):
     def begin(config, *arguments, **options):
         made = one_run.begin(config, *arguments, **options)
@@ -394,15 +361,14 @@ def test_a_run_whose_weights_are_not_finite_fails_alone_and_does_not_save_them(
                 made.model.position_embedding.weight[-1] = float("nan")
         return made
 
-    base = config(max_length=100)
+    base = config(max_length=100, epochs=1)
     monkeypatch.setattr(many_seeds, "begin", begin)
     message = (
         r"the run of seed 1 failed: position_embedding\.weight is not finite after step \d+ \(epoch 1\), which is not"
     )
     with pytest.raises(RunError, match=message):
         together(base, tmp_path / "together", dataset)
-    for seed, expected in zip((0, 5), alone(base, tmp_path / "alone", dataset, [0, 5]), strict=True):
-        assert_close_runs(RunFolder.open(tmp_path / f"together/seed{seed}"), expected)
+    assert RunFolder.open(tmp_path / "together/seed0").is_finished
     failed = RunFolder.open(tmp_path / "together/seed1")
     assert not failed.is_finished and checkpoint.load_state(failed.checkpoint).epoch == 0
 
@@ -411,15 +377,14 @@ def test_a_run_whose_weights_are_not_finite_fails_alone_and_does_not_save_them(
 @pytest.mark.skipif(
     "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs processes that are forked"
 )
-def test_a_group_killed_at_random_moments_ends_as_it_would_have(tmp_path):
+def test_a_group_killed_at_random_moments_ends_as_it_would_have(dataset, tmp_path):
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["recbft.training.many_seeds", "torch._dynamo"])
-    data = synthetic_dataset(SyntheticConfig(num_users=60, num_items=60, mean_length=7, seed=1))
-    base = config(epochs=20, patience=50, threads=1, batch_size=8)
+    base = config(epochs=12, patience=50, threads=1, batch_size=8)
     rng = np.random.default_rng(0)
     kills = 0
-    while kills < 6:
-        process = processes.Process(target=together, args=(base, tmp_path / "together", data), daemon=True)
+    while kills < 3:
+        process = processes.Process(target=together, args=(base, tmp_path / "together", dataset), daemon=True)
         process.start()
         begun = tmp_path / "together/seed5/checkpoint/state.json"
         while not begun.exists() and process.is_alive():
@@ -431,12 +396,12 @@ def test_a_group_killed_at_random_moments_ends_as_it_would_have(tmp_path):
         process.join()
         kills += 1
     assert kills > 0
-    found = together(base, tmp_path / "together", data)
-    for one, other in zip(found, alone(base, tmp_path / "alone", data), strict=True):
+    found = together(base, tmp_path / "together", dataset)
+    for one, other in zip(found, alone(base, tmp_path / "alone", dataset), strict=True):
         np.testing.assert_allclose(
             [row["loss"] for row in one.read_history()], [row["loss"] for row in other.read_history()], rtol=1e-4
         )
-        assert one.metrics["epochs"] == other.metrics["epochs"] == 20
+        assert one.metrics["epochs"] == other.metrics["epochs"] == 12
         assert not list(one.path.glob(".*.tmp")) and not list(one.checkpoint.glob(".*.tmp"))
 
 
@@ -480,6 +445,8 @@ def test_a_folder_with_another_run_is_refused(dataset, tmp_path):
     message = r"seed1 holds a run with training\.epochs 1, and 2 is asked for; give another folder, or remove that"
     with pytest.raises(UserError, match=message):
         together(config(epochs=2), tmp_path, dataset)
+    with pytest.raises(UserError, match=r"seed1 holds a run with seed 1, and 2 is asked for"):
+        train_seeds([config(epochs=1, seed=2)], [tmp_path / "seed1"], dataset=dataset)
     assert not (tmp_path / "seed0").exists()
 
 
@@ -487,7 +454,7 @@ def test_runs_go_on_with_their_data_wherever_they_lie_and_with_no_others(tmp_pat
     places = [tmp_path / name for name in ("events.parquet", "moved.parquet", "other.parquet")]
     for place, seed in zip(places, (1, 1, 2), strict=True):
         generate(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=seed)).events.to_parquet(place)
-    events, moved, other = (config(dataset=str(place)) for place in places)
+    events, moved, other = (config(dataset=str(place), epochs=3) for place in places)
     whole = together(events, tmp_path / "whole", None, (0, 1))
     with pytest.raises(Stopped):
         together(events, tmp_path / "cut", None, (0, 1), progresses=[Silent(), StopAt(2)])

@@ -11,9 +11,13 @@ from threading import Event, Thread
 import pytest
 import torch
 
+from recbft.errors import OneProcessError
+from recbft.system.torchrun import Process
 from recbft.training import process_settings
 from recbft.training.config import TrainingConfig
 from recbft.training.process_settings import rng_state, set_rng_state
+from recbft.training.process_team import Team, departure_explained
+from tests.training.conftest import config
 
 
 def test_the_random_state_is_of_the_device_that_is_trained_on(monkeypatch):
@@ -129,3 +133,23 @@ def test_what_ends_a_run_is_not_hidden_by_an_import_that_it_broke_off(monkeypatc
     with pytest.raises(KeyboardInterrupt), process_settings.run_settings(TrainingConfig(device="cpu")):
         monkeypatch.setitem(sys.modules, "torch._inductor.config", None)  # cannot be imported from now on
         raise KeyboardInterrupt
+
+
+def test_a_run_out_of_memory_names_the_settings_that_matter():
+    asked = config(loss="bce", num_negatives=3)
+    with pytest.raises(OneProcessError) as caught, process_settings.memory_explained(asked):
+        raise RuntimeError("can't allocate memory: you tried to allocate 9 bytes.\nand where")
+    assert str(caught.value) == (
+        "out of memory (can't allocate memory: you tried to allocate 9 bytes.); lower training.batch_size (16), "
+        "backbone.max_length (8), backbone.hidden_size (8), backbone.num_negatives (3) or, where it was ranking users, "
+        "evaluation.memory_mb (256)"
+    )
+    lost = departure_explained(Team(Process.of(2)))
+    with (
+        pytest.raises(OneProcessError, match=r"lower training.batch_targets \(64\)"),
+        process_settings.memory_explained(config(batch_targets=64)),
+        lost,
+    ):
+        raise torch.distributed.DistBackendError("Cuda failure 2 'out of memory'")
+    with pytest.raises(RuntimeError, match="shapes differ"), process_settings.memory_explained(asked):
+        raise RuntimeError("shapes differ")

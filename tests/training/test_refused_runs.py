@@ -12,16 +12,11 @@ from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
 from recbft.runs.folder import RunFolder
-from recbft.training import one_run, tensorboard
+from recbft.training import one_run, progress
 from recbft.training.build import training_batches
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
-
-
-@pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
 
 
 def config(**settings):
@@ -34,34 +29,23 @@ def begun(made, path, dataset):
     return one_run.begin(made, path, dataset, torch.device("cpu"), Silent()).run
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_a_controller_that_does_not_fit_takes_no_folder_and_no_finished_run(dataset, tmp_path):
+    finished = one_run.train(config(), tmp_path / "a", dataset=dataset)
+    before = finished.metrics
+    for controllers, message in (
+        ({"guardian": {}}, "the guardian moves the temperature of mixer 'regime', which this model do"),
         (
-            {"controllers": {"guardian": {}}},
-            "the guardian moves the temperature of mixer 'regime', which this model do",
-        ),
-        ({"controllers": {"label_smoothing": {}}, "loss": "bce"}, "label_smoothing has no effect with loss 'bce'"),
-        (
-            {"controllers": {"label_smoothing": {}}, "loss": "sampled_softmax"},
-            "label_smoothing has no effect with loss 'sampled_softmax'; leave it out, or take loss 'ce'",
-        ),
-        (
-            {"controllers": {"dropout_glide": {"floor": 0.2}}, "dropout": 0.2},
+            {"dropout_glide": {"floor": 0.2}},
             "dropout_glide has no effect, since no dropout of the model is above its floor 0.2; leave it out, lower",
         ),
         (
-            {"controllers": {"context_game": {"lengths": [2, 4], "entropy_weight": 0.3}}},
+            {"context_game": {"lengths": [2, 4], "entropy_weight": 0.3}},
             "context_game.entropy_weight has no effect without mixer 'regime'",
         ),
-    ],
-)
-def test_a_controller_that_does_not_fit_takes_no_folder_and_no_finished_run(settings, message, dataset, tmp_path):
-    finished = one_run.train(config(), tmp_path / "a", dataset=dataset)
-    before = finished.metrics
-    for path in (tmp_path / "a", tmp_path / "new"):
-        with pytest.raises(UserError, match=message):
-            one_run.train(config(**settings), path, dataset=dataset, overwrite=True)
+    ):
+        for path in (tmp_path / "a", tmp_path / "new"):
+            with pytest.raises(UserError, match=message):
+                one_run.train(config(controllers=controllers, dropout=0.2), path, dataset=dataset, overwrite=True)
     assert os.listdir(tmp_path) == ["a"] and finished.metrics == before
 
 
@@ -75,7 +59,7 @@ def test_seeds_that_cannot_go_on_are_refused_before_a_folder_is_made_for_others(
 
 
 def test_a_missing_tensorboard_is_named_whichever_way_a_run_is_trained(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
     asked = config(tensorboard=True)
     begun(asked, tmp_path / "begun", dataset)
     for go in (
@@ -86,12 +70,6 @@ def test_a_missing_tensorboard_is_named_whichever_way_a_run_is_trained(dataset, 
         with pytest.raises(UserError, match=r"tensorboard: true needs a package: pip install 'recbft\[tensorboard\]'"):
             go()
     assert os.listdir(tmp_path) == ["begun"] and not RunFolder.open(tmp_path / "begun").has_checkpoint
-
-
-@pytest.mark.parametrize("world_size", ["1", ""])
-def test_torchrun_with_one_process_trains_as_usual(world_size, dataset, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    assert one_run.train(config(), tmp_path / "new", dataset=dataset).is_finished
 
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec"])

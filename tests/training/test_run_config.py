@@ -151,11 +151,9 @@ def test_experts_that_cannot_be_are_named(settings, message):
         load_run_config(**settings)
 
 
-@pytest.mark.parametrize(("model", "arm"), [("sasrec", "published"), ("bert4rec", "published"), ("hstu", "published")])
-def test_experts_need_a_layer_with_a_place_for_them(model, arm):
-    config = load_run_config(model=model, arm=arm, experts=2)
+def test_experts_need_a_layer_with_a_place_for_them():
     with pytest.raises(UserError, match="experts need a pre-norm layer with a feed-forward network, got"):
-        config.build(torch.arange(5))
+        load_run_config(model="hstu", arm="published", experts=2).build(torch.arange(5))
 
 
 def test_a_seed_is_a_whole_number_of_32_bits():
@@ -163,12 +161,6 @@ def test_a_seed_is_a_whole_number_of_32_bits():
     for seed in (-1, 2**32):
         with pytest.raises(UserError, match=f"seed is {seed}; give a whole number >= 0 and < 4294967296"):
             load_run_config(seed=seed)
-
-
-def test_a_mixer_is_refused_where_there_is_nothing_to_mix():
-    with pytest.raises(UserError, match="mixer 'rfa' has no effect in model 'pop', which has no layers; leave it out"):
-        load_run_config(model="pop", mixer="rfa")
-    assert load_run_config(model="pop").mixer is None
 
 
 def test_later_layers_win(write):
@@ -206,15 +198,9 @@ def test_arms_differ_in_nothing_but_their_presets():
     ("given", "message"),
     [
         ({"model": "sasrek"}, "model is 'sasrek'; did you mean 'sasrec'?"),
-        ({"model": 3}, "model is 3; give text"),
         ({"arm": "btf"}, "arm of sasrec is 'btf'; did you mean 'bft'?"),
-        ({"arm": "zzz"}, "arm of sasrec is 'zzz'; choose one of bft, matched, published"),
-        ({"seed": -1}, "seed is -1; give a whole number >= 0 and < 4294967296"),
         ({"seed": 1.5}, "seed is 1.5; give a whole number"),
-        ({"dropout": 1.5}, "backbone.dropout is 1.5; give a number >= 0 and < 1"),
-        ({"max_length": 0}, "backbone.max_length is 0; give a whole number >= 1"),
         ({"hidden_size": 30, "n_heads": 4}, "backbone.n_heads is 4, which does not divide hidden_size 30"),
-        ({"epochs": 0}, "training.epochs is 0; give a whole number >= 1"),
         ({"epochs": "many"}, "training.epochs is 'many'; give a whole number"),
         ({"valid_metric": "NDCG@10"}, "training.valid_metric is 'NDCG@10'; give hr@K, ndcg@K, mrr@K or mrr"),
         ({"valid_metric": "hr@7"}, "training.valid_metric is 'hr@7', but evaluation.ks is [5, 10, 20]; add 7 to ks"),
@@ -227,18 +213,12 @@ def test_arms_differ_in_nothing_but_their_presets():
             "controllers.swa.value is 'valid_ndcg@10', but",
         ),
         ({"device": "gpu"}, "training.device is 'gpu'; give auto, cpu, cuda or cuda:N"),
-        ({"device": "cuda:01"}, "training.device is 'cuda:01'; give auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:128"}, "training.device is 'cuda:128'; give auto, cpu, cuda or cuda:N"),
         ({"ks": []}, "evaluation.ks is empty; give at least one cut-off"),
-        ({"ks": [0]}, "evaluation.ks is 0; give a whole number >= 1"),
         ({"ks": [5, 5]}, "evaluation.ks is [5, 5]; give each cut-off once"),
-        ({"k_core": -1}, "data.k_core is -1; give a whole number >= 0"),
-        ({"deduplicate": "latest"}, "data.deduplicate is 'latest'; give one of first, last or null"),
-        ({"estimator": "remml"}, "core.estimator is 'remml'; did you mean 'reml'?"),
         ({"arm": "matched", "lam_max": 3}, "core.lam_max has no effect in arm 'matched' of sasrec; leave it out"),
         ({"model": "pop", "hidden_size": 3}, "key 'hidden_size' has no effect with model 'pop'"),
         ({"model": "pop", "epochs": 5}, "training.epochs has no effect in model 'pop', which is not trained; leave it"),
-        ({"model": "pop", "tensorboard": True}, "training.tensorboard has no effect in model 'pop'"),
         ({"model": "pop", "controllers": {"ema": {}}}, "controllers.ema has no effect in model 'pop', which is not"),
         ({"hiden_size": 3}, "unknown key 'hiden_size'; did you mean 'hidden_size'?"),
     ],
@@ -264,13 +244,7 @@ def test_a_run_may_leave_the_data_set_open_and_then_it_is_found_or_replaced_alou
     )
     with pytest.warns(UserWarning, match="using 'synthetic' instead"):
         assert config.data.resolved().dataset == "synthetic"
-
-
-def test_a_named_data_set_is_never_replaced(monkeypatch):
-    monkeypatch.setattr(
-        "recbft.datasets.config.default_dataset", lambda root: ("synthetic", "using 'synthetic' instead")
-    )
-    assert load_run_config(dataset="ml-100k").data.resolved().dataset == "ml-100k"
+    assert load_run_config(dataset="ml-100k").data.resolved().dataset == "ml-100k", "a named one is never replaced"
 
 
 def test_what_a_machine_decides_may_be_said_of_a_model_that_is_not_trained():
@@ -334,12 +308,6 @@ def test_a_setting_that_a_layer_would_not_hear_is_refused(settings, message):
 def test_a_key_of_another_model_or_mixer_is_refused_by_the_names_of_those(named, message):
     with pytest.raises(UserError, match=f"^{message}"):
         load_run_config(**named)
-
-
-@pytest.mark.parametrize("setting", ["valid_metric=ndcg@1\uff10", "device=cuda:\u0663"])
-def test_digits_of_other_scripts_are_none(setting):
-    with pytest.raises(UserError, match=r"^training\.(valid_metric|device) is "):
-        load_run_config(settings=[setting])
 
 
 def test_a_later_batch_size_takes_the_place_of_a_number_of_targets(write):

@@ -22,7 +22,7 @@ MADE = [
     for model, spec in MODELS.items()
     if spec.trainable
     for arm in ("published", "matched", "bft")
-    for mixer in (spec.mixers or (None,))
+    for mixer in (spec.mixers if arm == "bft" else spec.mixers[:1])
 ]
 SMALL = {"hidden_size": 8, "max_length": 8, "dropout": 0.0, "batch_size": 4, "device": "cpu"}
 

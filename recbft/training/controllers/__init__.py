@@ -8,11 +8,12 @@ from typing import Any
 from torch import nn
 
 from recbft.training.controllers.averaging import Ema, EmaConfig, SelectiveSwa, SwaConfig
-from recbft.training.controllers.chaos import ChaosConfig, ChaosSchedule
 from recbft.training.controllers.context_game import ContextGame, ContextGameConfig
-from recbft.training.controllers.guardian import Guardian, GuardianConfig
+from recbft.training.controllers.guardian import Guardian, GuardianConfig, validation_cross_entropy
 from recbft.training.controllers.hooks import CROSS_ENTROPY, VALIDATION_LOSS, Controllers, Moment
 from recbft.training.controllers.schedules import (
+    ChaosConfig,
+    ChaosSchedule,
     DropoutGlide,
     DropoutGlideConfig,
     LabelSmoothing,
@@ -20,7 +21,6 @@ from recbft.training.controllers.schedules import (
     LrFloor,
     LrFloorConfig,
 )
-from recbft.training.controllers.validation_loss import validation_cross_entropy
 
 __all__ = [
     "CROSS_ENTROPY",

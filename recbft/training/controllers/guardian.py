@@ -4,6 +4,7 @@
     action  a ~ N(mean(state), diag(std^2)):   tau += 0.03 b a_0,   drift += 0.01 b a_1,   pressure += 0.01 b a_2   (2)
     reward  r = -L_e + l1 max(0, L_{e-1} - L_e) + l2 sigmoid(g (L_zone - L_e))                                  (3)
     loss    -r log pi(a | state), one step of Adam: REINFORCE                                                   (4)
+    L       = mean over users of  -score(user, y) + log sum_i exp score(user, i),  y the validation item        (5)
 
 Once per validated epoch the last action is rewarded by (3) and the next is taken; actions are cut at +-3, b decays from
 epoch to epoch, and every quantity of (2) keeps its bounds. The policy reads and moves ``mixers.regime.RegimeAttention``
@@ -19,18 +20,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.config.fields import check_range
+from recbft.datasets import Dataset
 from recbft.errors import UserError
+from recbft.evaluation.views import evaluation_mode, view_of
 from recbft.mixers.regime import RegimeAttention
+from recbft.models.contract import SequenceModel, read_histories
 from recbft.training.controllers.hooks import VALIDATION_LOSS, Moment, value_of
 
 LARGEST_ACTION = 3.0
 TEMPERATURE_STEP, PENALTY_STEP = 0.03, 0.01
 LARGEST_DRIFT, LARGEST_PRESSURE = 1.0, 0.6
 HIDDEN = 64
+BLOCK_SCORES = 4_000_000  # at a time, of (5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +178,27 @@ def act(guarded: Sequence[RegimeAttention], action: Tensor) -> None:
         mixer.temperature_before.copy_(mixer.temperature)
         mixer.drift.add_(PENALTY_STEP * drift).clamp_(0, LARGEST_DRIFT)
         mixer.pressure.add_(PENALTY_STEP * pressure).clamp_(0, LARGEST_PRESSURE)
+
+
+def validation_cross_entropy(model: SequenceModel, dataset: Dataset, *, most_users: int = 4096) -> float:
+    """Equation (5) over the users of the data set, or over so many of them at equal distances."""
+    num_users = dataset.num_users
+    chosen = np.unique(np.linspace(0, num_users - 1, min(num_users, most_users)).astype(np.int64))
+    view = view_of(dataset, "validation", chosen)
+    total, first = 0.0, 0
+    with torch.inference_mode(), evaluation_mode(model):
+        table = model.item_table()
+        weight, bias = table.weight[1:], None if table.bias is None else table.bias[1:]
+        rows = max(1, BLOCK_SCORES // weight.shape[0])
+        for batch in read_histories(
+            model, dataset.items, view.start, view.stop, times=dataset.times, source=f"data set {dataset.name!r}"
+        ):
+            states = model.user_states(batch.to(weight.device)).state
+            target = torch.from_numpy(view.target[first : first + len(states)] - 1).to(weight.device)
+            for part, wanted in zip(states.split(rows), target.split(rows), strict=True):
+                total += float(F.cross_entropy(F.linear(part, weight, bias), wanted, reduction="sum"))
+            first += len(states)
+    return total / len(chosen)
 
 
 def regime_mixers(model: nn.Module) -> list[RegimeAttention]:

@@ -1,12 +1,14 @@
-"""Schedules: a learning rate with a floor, label smoothing that decays, dropout that glides down.
+"""Schedules: a learning rate with a floor, label smoothing that decays, dropout that glides down, a shaken rate.
 
     lr        1 up to ``flat`` of the steps, then  f + (1 - f) (1 + cos(pi u)) / 2,  u from 0 to 1             (1)
     smoothing e_T + (e_0 - e_T) max(0, 1 - progress / until)                                                    (2)
     dropout   p_T + (p_0 - p_T) max(0, 1 - progress / until)     where p_0 >= p_T; else left alone              (3)
+    chaos     x_{t+1} = r x_t (1 - x_t),   a_t = amplitude exp(-decay t),   factor = 1 - a_t + a_t x_t          (4)
 
-All are functions of where training stands, so they have no state of their own.
+(1) to (3) are functions of where training stands and have no state of their own. (4) is the logistic map, a shake of
+the learning rate that is deterministic and decays, with t = 1 in the first step; its factor lies in [1 - amplitude, 1].
 
-Source: Fuzzy-Gated Training for Transformers, section 4 and listing 8.
+Source: Fuzzy-Gated Training for Transformers, sections 4 and 10.4 and listing 8.
 """
 
 from __future__ import annotations
@@ -60,6 +62,22 @@ class DropoutGlideConfig:
     def __post_init__(self) -> None:
         check_range("floor", self.floor, at_least=0, below=1)
         check_range("until", self.until, above=0, at_most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosConfig:
+    """Equation (4)."""
+
+    r: float = 3.9
+    start: float = 0.721  # x_0
+    amplitude: float = 0.25
+    decay: float = 5e-4  # per step
+
+    def __post_init__(self) -> None:
+        check_range("r", self.r, above=3.57, at_most=4)  # below it the map is periodic
+        check_range("start", self.start, above=0, below=1)
+        check_range("amplitude", self.amplitude, at_least=0, at_most=1)
+        check_range("decay", self.decay, at_least=0)
 
 
 class _Stateless:
@@ -137,6 +155,28 @@ class DropoutGlide(_Stateless):
         """Set the rates for an epoch."""
         for name, holder, key in _dropouts(moment.model):
             setattr(holder, key, self.rate(self.built[name], moment.progress))
+
+
+class ChaosSchedule:
+    """Equation (4), one step of the map per optimiser step."""
+
+    def __init__(self, config: ChaosConfig) -> None:
+        self.config, self.x, self.steps = config, config.start, 0
+
+    def lr_factor(self, moment: Moment) -> float:
+        """The next factor."""
+        self.x = self.config.r * self.x * (1 - self.x)
+        self.steps += 1
+        a = self.config.amplitude * math.exp(-self.config.decay * self.steps)
+        return 1 - a + a * self.x
+
+    def state_dict(self) -> dict[str, Any]:
+        """x and t."""
+        return {"x": self.x, "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.x, self.steps = state["x"], state["steps"]
 
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -1,4 +1,4 @@
-"""What the C library does with memory that a step has freed."""
+"""Memory: keep what a step has freed, and tell an allocator's refusal from other errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ import ctypes
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no more
 _NEVER = 2**31 - 1
+# How PyTorch on the CPU, CUDA, Triton, cuBLAS and NCCL say it in errors of a general kind.
+_REFUSALS = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "'out of memory'",
+    "Storage size calculation overflowed",
+)
 
 
 def keep_freed_memory() -> bool:
@@ -25,3 +34,11 @@ def keep_freed_memory() -> bool:
         return False
     kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), mallopt(_M_TRIM_THRESHOLD, _NEVER)
     return all(kept)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an allocator refused: Python's, numpy's, or PyTorch's for the CPU or a GPU."""
+    # By its name, since importing PyTorch takes a second that the command line may not need.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return any(words in str(error) for words in _REFUSALS)

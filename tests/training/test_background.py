@@ -1,4 +1,4 @@
-"""States that are written while training goes on: the same runs, and nothing said to be saved that is not."""
+"""Work in another thread: batches made ahead, and states written while training goes on."""
 
 from __future__ import annotations
 
@@ -9,34 +9,67 @@ import threading
 import pytest
 import torch
 
-from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import RunError
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.system.files import explained
 from recbft.training import one_run, session
-from recbft.training.behind import Behind
+from recbft.training.background import Background, prefetched
+from tests.training.conftest import StopAt, assert_equal_runs, config
 from tests.training.test_many_seeds import together
-from tests.training.test_one_run import StopAt, assert_equal_runs, config
 
 # What may take long where something is wrong.
 PATIENCE = 30
 
 
-@pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
+def test_items_come_in_order():
+    assert list(prefetched(iter(range(100)))) == list(range(100))
+    assert list(prefetched(iter([]))) == []
+    assert list(prefetched(iter([None, 0, None]))) == [None, 0, None]
+
+
+def test_the_next_one_is_made_while_one_is_worked_on():
+    made = [threading.Event() for _ in range(3)]
+
+    def items():
+        for number, event in enumerate(made):
+            event.set()
+            yield number
+
+    given = prefetched(items())
+    assert next(given) == 0
+    assert made[1].wait(30), "nothing is made ahead"
+    assert not made[2].is_set()
+    assert list(given) == [1, 2]
+
+
+def test_what_making_one_raises_comes_where_it_would_be_given():
+    def items():
+        yield 1
+        raise ValueError("no more")
+
+    given = prefetched(items())
+    assert next(given) == 1
+    with pytest.raises(ValueError, match="no more"):
+        next(given)
+
+
+def test_given_up_early_it_ends_its_thread():
+    before = threading.active_count()
+    given = prefetched(iter(range(10)))
+    next(given)
+    given.close()
+    assert threading.active_count() == before
 
 
 @pytest.fixture
-def behind(monkeypatch):
+def in_background(monkeypatch):
     """Runs on a CPU write their states as those on a GPU do."""
-    monkeypatch.setattr(session, "writes_behind", lambda device: True)
+    monkeypatch.setattr(session, "writes_in_background", lambda device: True)
 
 
 def test_pieces_are_done_in_order_by_one_other_thread():
-    done, worker = [], Behind()
+    done, worker = [], Background()
     for n in range(5):
         worker.do(lambda n=n: done.append((n, threading.get_ident())))
     worker.wait()
@@ -47,7 +80,7 @@ def test_pieces_are_done_in_order_by_one_other_thread():
 
 
 def test_without_a_thread_a_piece_is_done_at_once_and_raises_there():
-    done, worker = [], Behind(in_thread=False)
+    done, worker = [], Background(in_thread=False)
     worker.do(lambda: done.append(threading.get_ident()))
     assert done == [threading.get_ident()]
     with pytest.raises(ZeroDivisionError):
@@ -57,7 +90,7 @@ def test_without_a_thread_a_piece_is_done_at_once_and_raises_there():
 
 @pytest.mark.parametrize("asks", ["do", "wait"])
 def test_what_a_piece_raises_is_raised_once_at_the_next_call(asks):
-    worker = Behind()
+    worker = Background()
     worker.do(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         worker.do(lambda: None) if asks == "do" else worker.wait()
@@ -67,7 +100,7 @@ def test_what_a_piece_raises_is_raised_once_at_the_next_call(asks):
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals of POSIX")
 def test_an_interrupt_while_waiting_loses_nothing():
-    worker, go_on, done = Behind(), threading.Event(), []
+    worker, go_on, done = Background(), threading.Event(), []
     worker.do(lambda: done.append(go_on.wait(PATIENCE)))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs with &
     try:
@@ -106,16 +139,14 @@ def test_a_snapshot_stays_what_it_was():
     assert all(torch.equal(tensor, best[name]) for name, tensor in taken.best.items())
 
 
-def test_a_run_is_the_same_however_its_states_are_written(dataset, tmp_path, monkeypatch):
-    whole = one_run.train(config(), tmp_path / "whole", dataset=dataset)
-    monkeypatch.setattr(session, "writes_behind", lambda device: True)
+def test_a_run_is_the_same_however_its_states_are_written(in_background, whole, dataset, tmp_path):
     assert_equal_runs(whole, one_run.train(config(), tmp_path / "behind", dataset=dataset))
     with pytest.raises(RunError, match="the state after epoch 2 is saved"):
         one_run.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(2, 1, KeyboardInterrupt))
     assert_equal_runs(whole, one_run.resume(tmp_path / "cut", dataset=dataset))
 
 
-def test_training_goes_on_while_a_state_is_written(behind, dataset, tmp_path, monkeypatch):
+def test_training_goes_on_while_a_state_is_written(in_background, dataset, tmp_path, monkeypatch):
     write, training = checkpoint.write, threading.Event()
 
     class TellsWhen(StopAt):
@@ -133,9 +164,8 @@ def test_training_goes_on_while_a_state_is_written(behind, dataset, tmp_path, mo
     assert run.is_finished and training.is_set()
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 4])
-def test_a_full_disk_is_told_and_leaves_the_state_before(epoch, behind, dataset, tmp_path, monkeypatch):
-    whole = one_run.train(config(), tmp_path / "whole", dataset=dataset)
+@pytest.mark.parametrize("epoch", [0, 4])
+def test_a_full_disk_is_told_and_leaves_the_state_before(epoch, in_background, whole, dataset, tmp_path, monkeypatch):
     write = checkpoint.write
 
     def full(folder, taken):
@@ -154,15 +184,13 @@ def test_a_full_disk_is_told_and_leaves_the_state_before(epoch, behind, dataset,
         assert_equal_runs(whole, one_run.resume(run.path, dataset=dataset))
 
 
-@pytest.mark.parametrize("stopped", [None, 2])
-def test_seeds_together_are_the_same_however_their_states_are_written(stopped, dataset, tmp_path, monkeypatch):
-    expected = together(config(threads=1), tmp_path / "expected", dataset)
-    monkeypatch.setattr(session, "writes_behind", lambda device: True)
-    if stopped is not None:
-        with pytest.raises(RunError, match="every run's last full epoch is saved"):
-            listeners = [StopAt(stopped, 1, KeyboardInterrupt) for _ in expected]
-            together(config(threads=1), tmp_path / "found", dataset, progresses=listeners)
-        saved = [checkpoint.load_state(tmp_path / f"found/seed{run.protocol['seed']}/checkpoint") for run in expected]
-        assert {state.epoch for state in saved} == {stopped}
-    for one, two in zip(expected, together(config(threads=1), tmp_path / "found", dataset), strict=True):
+def test_seeds_together_are_the_same_however_their_states_are_written(dataset, tmp_path, monkeypatch):
+    expected = together(config(threads=1), tmp_path / "expected", dataset, (0, 1))
+    monkeypatch.setattr(session, "writes_in_background", lambda device: True)
+    with pytest.raises(RunError, match="every run's last full epoch is saved"):
+        listeners = [StopAt(2, 1, KeyboardInterrupt) for _ in expected]
+        together(config(threads=1), tmp_path / "found", dataset, (0, 1), progresses=listeners)
+    saved = [checkpoint.load_state(tmp_path / f"found/seed{run.protocol['seed']}/checkpoint") for run in expected]
+    assert {state.epoch for state in saved} == {2}
+    for one, two in zip(expected, together(config(threads=1), tmp_path / "found", dataset, (0, 1)), strict=True):
         assert_equal_runs(one, two)

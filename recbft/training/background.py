@@ -1,12 +1,28 @@
-"""Work for the epoch before in another thread while a GPU is given that of the next."""
+"""Work in another thread while this one keeps a GPU busy: the next batch, and the state of the epoch before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-class Behind:
+def prefetched(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each made by another thread while the caller works on the one before it.
+
+    What making one raises is raised where it would be given. Given up early, it waits for the one being made.
+    """
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as maker:
+        coming = maker.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = maker.submit(next, items, end)
+            yield item  # type: ignore[misc]
+
+
+class Background:
     """One piece of work at a time, by a thread; what a piece raises there is raised at the next call.
 
     Args:
@@ -15,7 +31,7 @@ class Behind:
 
     def __init__(self, *, in_thread: bool = True) -> None:
         self.in_thread = in_thread
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="behind")  # whose thread begins with the first piece
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="background")  # its thread begins with the first piece
         self._under_way: Future[None] | None = None
 
     def do(self, work: Callable[[], None]) -> None:
