@@ -22,7 +22,7 @@ from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.datasets import Dataset
 from recbft.errors import RunError
 from recbft.experiments.arms import check_distinct, parse_arms
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 from recbft.training import build
 from recbft.training.run_config import RunConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 
 
 class Figure(NamedTuple):

@@ -24,8 +24,7 @@ from benchmarks.study.choose import difference, finished_runs, mean_and_spread, 
 from recbft.comparing.finished_runs import Run, read_run
 from recbft.comparing.labels import arm_name, own_settings
 from recbft.errors import UserError, did_you_mean
-from recbft.reporting.document import p_text
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table, p_text
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_atomic
 

@@ -51,6 +51,22 @@ def cutoff(name: str) -> int | None:
     return int(k) if k else None
 
 
+def meaning(name: str) -> str:
+    """What a metric's name stands for, as a phrase for a caption.
+
+    >>> meaning("hr@10")
+    'HR@10: share of users whose target is among the first 10'
+    """
+    k, upper = cutoff(name), name.upper()
+    if name.startswith("hr"):
+        return f"{upper}: share of users whose target is among the first {k}"
+    if name.startswith("ndcg") and k != 1:
+        return f"{upper}: 1 where the target comes first, 0.63 where second, less and less down to place {k}, then 0"
+    if k == 1:
+        return f"{upper}: 1 where the target comes first, else 0"
+    return f"{upper}: 1 / rank of the target{'' if k is None else f', and 0 beyond place {k}'}"
+
+
 def check_metric(name: str) -> None:
     """UserError unless this is a metric's name."""
     if not re.fullmatch(METRIC, name):

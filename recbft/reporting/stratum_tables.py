@@ -14,9 +14,9 @@ from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import MIN_USERS, Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of, stratify
 from recbft.experiments.lists import listed
-from recbft.reporting.document import out_of_reach, p_equals, without_spread
+from recbft.reporting.comparison_tables import out_of_reach, without_spread
 from recbft.reporting.stratified_arms import Subject
-from recbft.reporting.tables import Cell, Column, Table, slug
+from recbft.reporting.tables import Cell, Column, Table, p_equals, slug
 
 METRICS = ("ndcg@10", "hr@10")
 
@@ -129,21 +129,25 @@ def _counts(subject: Subject) -> np.ndarray:
 def _table(
     subject: Subject, name: str, strata: Strata, results: Sequence[StratumResult], metric: str, setting: str
 ) -> Table:
-    who = [Column("stratum"), Column("bounds"), Column("users", "count"), Column("mean frequency", "number")]
+    who = [
+        Column("stratum"), Column("bounds"), Column("users", "count", "terminal"),
+        Column("mean frequency", "number", "terminal"),
+    ]  # fmt: skip
     if subject.baseline is None:
         levels = [Column(metric.upper(), "value"), Column("95 % interval", "range")]
-        more = [Column("targets", "count", detail=True)]
+        more = [Column("targets", "count", "page")]
     else:
         others = [arm for arm in results[0].levels if arm != subject.baseline]
         ours = others[0] if len(others) == 1 else "the arm's"
         levels = [
-            *([] if len(others) == 1 else [Column("arm")]), Column(subject.baseline, "value"), Column(ours, "value"),
-            Column("difference", "signed"), Column("relative", "percent"), Column("95 % interval", "interval"),
-            Column("p", "p"), Column("Holm p", "p"),
+            *([] if len(others) == 1 else [Column("arm")]), Column(subject.baseline, "value", "terminal"),
+            Column(ours, "value", "terminal"), Column("difference", "signed", "terminal"),
+            Column("relative", "percent"), Column("95 % interval", "interval", "terminal"),
+            Column("p", "p", "terminal"), Column("p Holm", "p"),
         ]  # fmt: skip
         more = [
-            Column("targets", "count", detail=True), Column(f"{subject.baseline}: 95 %", "range", detail=True),
-            Column(f"{ours}: 95 %", "range", detail=True),
+            Column("targets", "count", "page"), Column(f"{subject.baseline}: 95 %", "range", "page"),
+            Column(f"{ours}: 95 %", "range", "page"),
         ]  # fmt: skip
     return Table(
         name=f"strata-{name}-{slug(metric)}",

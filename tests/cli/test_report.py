@@ -47,7 +47,8 @@ def test_report_prints_answer_and_tables_and_says_where_files_are(capsys, folder
     code, out, err = run(capsys, "report", folder)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert " on tiny: " in lines[0] and "NDCG@10 (all items)" in lines[0] and "2 seeds" in lines[0]
+    assert " on tiny" in lines[0] and "top ten for" in lines[0] and lines[1].startswith("What to do: ")
+    assert lines[2].startswith("Evidence: ") and "NDCG@10 (all items)" in lines[2] and "2 seeds" in lines[2]
     assert "Metrics of every arm" in lines and "NDCG@10 by item frequency" in lines
     assert "recbft probe RUN makes this section" in out
     assert "Lists of the 10 best items" in lines[lines.index("WHAT THE LISTS SHOW") :]

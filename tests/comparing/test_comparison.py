@@ -26,7 +26,6 @@ from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
 from recbft.experiments.arms import leaves
 from recbft.mixers import MIXERS
-from recbft.reporting.document import mean_sd
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json
 from recbft.training.one_run import train
@@ -495,8 +494,7 @@ def test_one_set_of_ranks_for_all_seeds_has_no_standard_deviation(trained, tmp_p
     found = comparison_of(runs_in(trained), external={"other": ranks_file(tmp_path / "other.csv", runs_in(trained)[0])})
     arms = results_of(found, over_users=False)["arms"]
     other, bft = (arms[name]["metrics"]["unfiltered"]["mrr"] for name in ("other", "bft"))
-    assert other["sd"] is None and mean_sd(other) == f"{other['mean']:.4f}"
-    assert bft["sd"] > 0 and " ± " in mean_sd(bft)
+    assert other["sd"] is None and bft["sd"] > 0
 
 
 @pytest.mark.parametrize("column", ["rank_unfiltered", "rank_filtered"])
