@@ -18,12 +18,10 @@ Shapes: N users, V items, k items per list.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.views import some_users
 
 IntArray = NDArray[np.int64]
@@ -69,31 +67,6 @@ def exposure(counts: IntArray, training_counts: IntArray, ks: Sequence[int]) -> 
             found[f"gini@{k}"] = float(place @ np.sort(n)) / (num_items * total)
             found[f"popularity@{k}"] = float(n @ training_counts) / total
     return found
-
-
-def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float, protocol: Mapping[str, Any]) -> str:
-    """What lists show as a table in plain text.
-
-    Args:
-        found: ``exposure`` by setting.
-        targets: mean training count of the targets.
-        protocol: of the same pass, whose users and items say whose lists these are.
-    """
-    k = usual_cutoff(next(iter(found.values())))
-    first = f"lists of {k} show"
-    lines = [f"{first}  {'COVERAGE':>8}  {'GINI':>6}  {'POPULARITY':>10}"]
-    for setting, measures in found.items():
-        cells = (_cell(measures.get(f"{name}@{k}"), width) for name, width in (("coverage", 8), ("gini", 6)))
-        popularity = measures.get(f"popularity@{k}")
-        lines.append("  ".join([f"{SETTINGS[setting]:<{len(first)}}", *cells, _cell(popularity, 10, digits=1)]))
-    lines.append("  ".join([f"{'the targets':<{len(first)}}", " " * 8, " " * 6, _cell(targets, 10, digits=1)]))
-    if some := lists_of(protocol["users"], protocol["items"]):
-        lines.append(f"lists of {some}, drawn from a fixed seed")
-    return "\n".join(lines)
-
-
-def _cell(value: float | None, width: int, digits: int = 4) -> str:
-    return f"{'' if value is None else f'{value:.{digits}f}':>{width}}"
 
 
 def usual_cutoff(found: Mapping[str, float]) -> int:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.config.fields import is_whole
+from recbft.config.fields import check_range, is_whole
 from recbft.errors import UserError
 
 IntArray = NDArray[np.int64]
@@ -23,6 +24,24 @@ FloatArray = NDArray[np.float64]
 
 KS = (5, 10, 20)
 METRIC = r"(hr|ndcg|mrr)@[1-9][0-9]*|mrr"  # a metric's name, as a regular expression
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Full ranking of the target among all items."""
+
+    filter_seen: bool = False  # which setting validation and the headline metrics use; both are always recorded
+    ks: tuple[int, ...] = KS  # the K of HR@K, NDCG@K and MRR@K
+    memory_mb: int = 256  # bound on the score buffers of a ranking; of seeds together on a GPU four are ranked at once
+
+    def __post_init__(self) -> None:
+        if not self.ks:
+            raise UserError("ks is empty; give at least one cut-off, such as 10")
+        for k in self.ks:
+            check_range("ks", k, at_least=1)
+        if len(set(self.ks)) < len(self.ks):
+            raise UserError(f"ks is {list(self.ks)}; give each cut-off once")
+        check_range("memory_mb", self.memory_mb, at_least=1)
 
 
 def hit_rate(ranks: IntArray, k: int) -> FloatArray:

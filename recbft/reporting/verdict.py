@@ -86,8 +86,9 @@ def answer(
             evidence="difference 0, p = 1.",
         )
     if p < LEVEL:
+        better = "better" if found.seeds.difference > 0 else "worse"
         return Answer(
-            sentence=_shown(found, dataset, arms), advice=_advice(found, arms),
+            sentence=_shown(found, better, dataset, arms), advice=_advice(found, arms),
             evidence=f"{_evidence(found, p, num_arms)}. {_signs(found)}{_held(found)}",
         )  # fmt: skip
     sentence = f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}"
@@ -128,10 +129,9 @@ def terms(found: Sequence[Finding], num_arms: int) -> dict[str, str]:
     return told
 
 
-def _shown(found: Finding, dataset: str, arms: Mapping[str, Any]) -> str:
+def _shown(found: Finding, better: str, dataset: str, arms: Mapping[str, Any]) -> str:
     """One sentence of a difference that is shown."""
     n = found.seeds.num_seeds
-    better = "better" if found.seeds.difference > 0 else "worse"
     luck = f"with {counted(n, 'repeat')} this is unlikely to be luck"
     if n < FEWEST_SEEDS:
         luck = f"but {counted(n, 'repeat')} are too few to rely on it"
