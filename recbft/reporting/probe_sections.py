@@ -25,6 +25,14 @@ from recbft.reporting.tables import percent
 from recbft.system.files import read_json
 
 PROBE_FILE = "probe.json"
+_PRECISION = (
+    "A model that tracks precision knows of each of its vectors how sure it is: the precision, which is 1 / variance. "
+    "Gain is the share of new information that a position takes up."
+)
+_CONFIDENCE = (
+    "A model knows when it is right if users whose list holds the target get more confidence than the others. AUROC "
+    "measures this: 0.5 is no better than guessing, 1 is perfect."
+)
 Probes = Parts  # arm -> seed -> content of probe.json
 _MISSING = (
     "No run of this comparison has been probed yet. recbft probe RUN makes this section; call it for each folder RUN "
@@ -80,7 +88,7 @@ def mechanism_section(probes: Probes, *, draw: bool) -> Section:
     return Section(
         name="mechanism",
         title=title,
-        words=[*(line for arm, each in tracking.items() for line in _saturation(arm, list(each.values()))),
+        words=[_PRECISION, *(line for arm, each in tracking.items() for line in _saturation(arm, list(each.values()))),
                *mechanism_words(tracking)],
         plots=_frequency_plots(tracking) if draw else [],
         tables=[first],
@@ -94,7 +102,7 @@ def uncertainty_section(probes: Probes, *, draw: bool) -> Section:
     title = "Does it know when it is right?"
     if not parts:
         return Section(name="uncertainty", title=title, words=[_MISSING])
-    words = [line for arm, each in parts.items() for line in _verdicts(arm, each)]
+    words = [_CONFIDENCE, *(line for arm, each in parts.items() for line in _verdicts(arm, each))]
     return Section(
         name="uncertainty",
         title=title,
@@ -124,7 +132,7 @@ def _verdicts(arm: str, each: Mapping[int, Any]) -> list[str]:
     if inside is not None:
         words.append(
             f"Posterior precision of {arm}: AUROC {mean_of(list(known.values())):.3f} on average over seeds "
-            f"{seeds_text(list(known))}, 95 % interval over seeds {inside[0]:.3f} to {inside[1]:.3f}; 0.5 says nothing."
+            f"{seeds_text(list(known))}, 95 % interval over seeds {inside[0]:.3f} to {inside[1]:.3f}."
         )
     return words + [f"Posterior {line}." for line in verdict_words({arm: each}, "precision")]
 

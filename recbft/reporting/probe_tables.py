@@ -7,6 +7,7 @@ probed seeds of an arm. An interval is over seeds (t) where several were probed,
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -103,6 +104,10 @@ def mean_of(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _means(found: Sequence[Mapping[str, Any]], *keys: str) -> list[float | None]:
+    return [mean_of([one[key] for one in found]) for key in keys]
+
+
 def widest_bins(parts: Parts) -> Sequence[Mapping[str, Any]]:
     """The bins of item frequency; all arms have the same, and one whose model reads a mask has one more."""
     found: Sequence[Mapping[str, Any]] = max((one["bins"] for _, _, one in _probes(parts)), key=len)
@@ -134,7 +139,7 @@ def _frequency_table(parts: Parts) -> Table | None:
         "that a position takes up. Effective sample size: how many tokens the attention weights amount to. Jacobian: "
         "how strongly the feed-forward network passes a change on (used: what stands for it in the precision).",
         columns=[Column("layer"), Column("quantity"), *(_bin_column(n, row, len(bins)) for n, row in enumerate(bins)),
-                 Column("rho", "change"),
+                 Column("rho", "change", "terminal"),
                  Column("p", "p", "terminal") if alone else Column("p < 0.05", "text", "terminal")],
         rows=rows,
     )  # fmt: skip
@@ -174,7 +179,7 @@ def _layer_table(parts: Parts) -> Table | None:
         name="layers",
         title="What else each layer does",
         caption=f"{at}Last token: of the outgoing precision at users' last tokens, which score the items. Process "
-        f"noise: the variance that a layer adds. Recency decay: the weight that attention loses per position"
+        f"noise: the variance that a layer adds. Recency decay: the factor by which attention falls per position"
         f"{_over(parts)}.",
         columns=[Column("layer"), *(Column(f"at cap: {_spelt(place)}", "share", "terminal" if place != "last_token"
                                            else "phone") for place in places),
@@ -191,8 +196,7 @@ def _first_position_table(parts: Parts) -> Table | None:
         for number, layer in enumerate(ones[0]["layers"]):
             for head, first in enumerate(layer["first_position"] or ()):
                 found = [one["layers"][number]["first_position"][head] for one in ones]
-                means = (mean_of([one[key] for one in found]) for key in keys)
-                rows.append([arm, str(layer["layer"]), str(first["head"]), *means])
+                rows.append([arm, str(layer["layer"]), str(first["head"]), *_means(found, *keys)])
     if not rows:
         return None
     table = _table(
@@ -236,12 +240,9 @@ def _confidence_table(parts: Parts) -> Table:
             found = [one["confidences"][name] for one in ones]
             above = [one["reference_above"] for one in found if "reference_above" in one]
             rows.append(
-                [arm, _spelt(name), mean_of([one["auroc"] for one in found]),
-                 _interval([(one["auroc"], one["auroc_interval"]) for one in found]),
-                 mean_of([one["aurc"] for one in found]), mean_of([one["excess_aurc"] for one in found]),
-                 mean_of([one["num_distinct"] for one in found]),
-                 mean_of([one["auroc"] for one in above]),
-                 _interval([(one["auroc"], one["interval"]) for one in above])]
+                [arm, _spelt(name), *_means(found, "auroc"), _interval(found, "auroc", "auroc_interval"),
+                 *_means(found, "aurc", "excess_aurc"), round(statistics.mean(o["num_distinct"] for o in found)), *_means(above, "auroc"),
+                 _interval(above, "auroc", "interval")]
             )  # fmt: skip
     first = next(_probes(parts))[2]
     return _table(
@@ -256,7 +257,7 @@ def _confidence_table(parts: Parts) -> Table:
         f"{_interval_words(parts)}",
         columns=[Column("confidence"), Column("AUROC", "value"), Column("95 % interval", "range"),
                  Column("AURC", "value", "terminal"), Column("excess", "value", "terminal"),
-                 Column("values", "number", "terminal"), Column("precision above it", "signed", "terminal"),
+                 Column("values", "count", "terminal"), Column("precision above it", "signed", "terminal"),
                  Column("its interval", "interval", "terminal")],
         rows=rows,
     )  # fmt: skip
@@ -267,18 +268,14 @@ def _calibration_table(parts: Parts) -> Table:
     for arm, each in _by_arm(parts):
         ones = [one["calibration"] for one in each]
         for when, way in _WAYS.items():
-            fit: list[Cell] = [1.0, 0.0]
-            if when == "after":
-                fit = [mean_of([one[key] for one in ones]) for key in ("temperature", "lapse")]
+            fit = [1.0, 0.0] if when == "before" else _means(ones, "temperature", "lapse")
             nll = [one["nll"] for one in ones]
-            inside = _interval([(one[when], one[f"{when}_interval"]) for one in nll])
             for name in ones[0][when]:
                 own = [one[when][name] for one in ones]
                 rows.append(
-                    [arm, way, name, mean_of([one["mean_probability"] for one in own]),
-                     mean_of([one["hit_rate"] for one in own]), mean_of([one["ece"] for one in own]),
-                     _interval([(one["ece"], one["interval"]) for one in own]), mean_of([one["floor"] for one in own]),
-                     mean_of([one[when] for one in nll]), inside, *fit]
+                    [arm, way, name, *_means(own, "mean_probability", "hit_rate", "ece"),
+                     _interval(own, "ece", "interval"), *_means(own, "floor"), *_means(nll, when),
+                     _interval(nll, when, f"{when}_interval"), *fit]
                 )  # fmt: skip
     one = next(_probes(parts))[2]["calibration"]
     return _table(
@@ -291,7 +288,7 @@ def _calibration_table(parts: Parts) -> Table:
         f"{one['nll']['uniform']:.4f}. As trained: temperature T = 1 and lapse rate u = 0; fitted: with T and u "
         f"fitted on the {one['fitted_on']} targets of {one['fitted_users']:,} users among all items. Lists that leave "
         f"seen items out have a T and u of their own.{_interval_words(parts)}",
-        columns=[Column("probabilities"), Column("of"), Column("claimed", "value"), Column("happened", "value"),
+        columns=[Column("fit"), Column("of"), Column("claimed", "value"), Column("happened", "value"),
                  Column("ECE", "value", "terminal"), Column("95 % interval", "range", "terminal"),
                  Column("by chance", "value", "terminal"), Column("NLL", "value", "terminal"),
                  Column("its interval", "range", "terminal"), Column("T", "value", "terminal"),
@@ -307,7 +304,7 @@ def _table(parts: Parts, *, columns: Sequence[Column], **table: Any) -> Table:
 
 
 def _in_a_terminal(tables: Sequence[Table]) -> list[str]:
-    return [line for table in tables for line in ("", *text(table).split("\n"), "")]
+    return [line for table in tables for line in ("", text(table))] + [""]
 
 
 def _probes(parts: Parts) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
@@ -341,13 +338,12 @@ def _interval_words(parts: Parts) -> str:
     return f" Means over the probed seeds ({_probed(parts)}); intervals: {how}."
 
 
-def _interval(found: Sequence[tuple[float | None, Sequence[float] | None]]) -> tuple[float, float] | None:
+def _interval(found: Sequence[Mapping[str, Any]], key: str, own: str) -> tuple[float, float] | None:
     """Over seeds where several have a value, else the one's own over users."""
-    known = [(value, own) for value, own in found if value is not None]
+    known = [one for one in found if one[key] is not None]
     if len(known) > 1:
-        return seed_interval([value for value, _ in known])
-    own = known[0][1] if known else None
-    return None if own is None else (own[0], own[1])
+        return seed_interval([one[key] for one in known])
+    return (known[0][own][0], known[0][own][1]) if known and known[0][own] is not None else None
 
 
 def _spelt(name: str) -> str:

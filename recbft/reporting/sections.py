@@ -37,6 +37,10 @@ from recbft.training.run_config import load_run_config
 
 Exposures = Mapping[str, Mapping[str, Mapping[str, Any]]]  # arm -> setting -> measure@k -> mean, sd, values
 MAX_ARMS_IN_BARS = 4
+_STRATA = (
+    "Users are split into groups, called strata, to see for whom there is a difference. Q0 is the group with the "
+    "lowest values, such as the rarest targets."
+)
 
 
 def colours_of(comparison: Comparison) -> dict[str, int]:
@@ -86,7 +90,7 @@ def strata_section(comparison: Comparison, *, data_root: str | None, draw: bool)
     return Section(
         name="strata",
         title="Where it comes from: strata",
-        words=left_out,
+        words=[_STRATA, *left_out],
         plots=drawn,
         tables=[one.table for one in shown],
         folded=[one.table for one in made if one not in shown],

@@ -84,22 +84,6 @@ def _ranks(subject: Subject, setting: str) -> dict[str, np.ndarray]:
     return ranks
 
 
-def _item_frequency(subject: Subject, quantiles: int) -> Strata:
-    return partition.item_frequency(subject.target_frequency, _counts(subject), quantiles=quantiles)
-
-
-def _user_activity(subject: Subject, quantiles: int) -> Strata:
-    return partition.user_activity(subject.training_length, quantiles=quantiles)
-
-
-def _grid(subject: Subject, quantiles: int) -> Strata:
-    return partition.grid(_item_frequency(subject, quantiles), _user_activity(subject, quantiles))
-
-
-def _first_time(subject: Subject, quantiles: int) -> Strata:
-    return partition.first_time_items(subject.target_frequency)
-
-
 def _recency(subject: Subject, quantiles: int) -> Strata:
     if subject.items is None:
         raise UserError(f"recency needs the data set: {subject.missing}")
@@ -110,10 +94,12 @@ def _recency(subject: Subject, quantiles: int) -> Strata:
 
 
 STRATA: dict[str, Callable[[Subject, int], Strata]] = {
-    "item-frequency": _item_frequency,
-    "user-activity": _user_activity,
-    "grid": _grid,
-    "first-time": _first_time,
+    "item-frequency": lambda subject, quantiles: partition.item_frequency(
+        subject.target_frequency, _counts(subject), quantiles=quantiles
+    ),
+    "user-activity": lambda subject, quantiles: partition.user_activity(subject.training_length, quantiles=quantiles),
+    "grid": lambda *given: partition.grid(STRATA["item-frequency"](*given), STRATA["user-activity"](*given)),
+    "first-time": lambda subject, _: partition.first_time_items(subject.target_frequency),
     "recency": _recency,
 }
 
