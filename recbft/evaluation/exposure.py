@@ -1,16 +1,16 @@
 """Which items do lists show? How much of the catalogue, how evenly, and how popular it is.
 
-    n_i          = number of users whose k best items hold item i                          (1)
-    coverage@k   = share of the V items with n_i > 0                                       (2)
-    gini@k       = sum_i (2 i - V - 1) n_(i) / (V sum_i n_i),  n_(1) <= ... <= n_(V)        (3)
-    popularity@k = sum_i n_i c_i / sum_i n_i,  c_i the training events of item i           (4)
+    n_i          = number of users whose k best items hold item i                          (a)
+    coverage@k   = share of the V items with n_i > 0                                       (b)
+    gini@k       = sum_i (2 i - V - 1) n_(i) / (V sum_i n_i),  n_(1) <= ... <= n_(V)        (c)
+    popularity@k = sum_i n_i c_i / sum_i n_i,  c_i the training events of item i           (d)
 
-(3) is 0 where all items are shown to equally many users and 1 - 1 / V where one item is shown to all; (4) is the mean
+(c) is 0 where all items are shown to equally many users and 1 - 1 / V where one item is shown to all; (d) is the mean
 over all places of all lists, by the data that are evaluated, which may be others than were trained on. None of them
-says whether a list is right, and the target has no part in them. What users took themselves is what (4) can be held
+says whether a list is right, and the target has no part in them. What users took themselves is what (d) can be held
 against: the mean training count of the targets.
 
-Source: Shani and Gunawardana, Evaluating Recommendation Systems (2011), section 3.3 for (2) and (3); RecBole has them
+Source: Shani and Gunawardana, Evaluating Recommendation Systems (2011), section 3.3 for (b) and (c); RecBole has them
 as ItemCoverage, GiniIndex and AveragePopularity.
 Shapes: N users, V items, k items per list.
 """
@@ -42,7 +42,7 @@ def listed_users(num_users: int, num_items: int) -> IntArray:
 
 
 def shown(items: IntArray, num_items: int, ks: Sequence[int]) -> IntArray:
-    """Equation (1) for each k, (len(ks), V).
+    """Equation (a) for each k, (len(ks), V).
 
     Args:
         items: item indices of every list, best first, 0 where a list is shorter, (N, max(ks)).
@@ -52,11 +52,11 @@ def shown(items: IntArray, num_items: int, ks: Sequence[int]) -> IntArray:
 
 
 def exposure(counts: IntArray, training_counts: IntArray, ks: Sequence[int]) -> dict[str, float]:
-    """Equations (2) to (4) by name ("coverage@10"); (3) and (4) are left out where no list has an item.
+    """Equations (b) to (d) by name ("coverage@10"); (c) and (d) are left out where no list has an item.
 
     Args:
-        counts: (1) for each k, (len(ks), V).
-        training_counts: c of (4), (V,).
+        counts: (a) for each k, (len(ks), V).
+        training_counts: c of (d), (V,).
     """
     found: dict[str, float] = {}
     num_items = counts.shape[1]

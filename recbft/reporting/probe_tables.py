@@ -241,8 +241,8 @@ def _confidence_table(parts: Parts) -> Table:
             above = [one["reference_above"] for one in found if "reference_above" in one]
             rows.append(
                 [arm, _spelt(name), *_means(found, "auroc"), _interval(found, "auroc", "auroc_interval"),
-                 *_means(found, "aurc", "excess_aurc"), round(statistics.mean(o["num_distinct"] for o in found)), *_means(above, "auroc"),
-                 _interval(above, "auroc", "interval")]
+                 *_means(found, "aurc", "excess_aurc"), round(statistics.mean(o["num_distinct"] for o in found)),
+                 *_means(above, "auroc"), _interval(above, "auroc", "interval")]
             )  # fmt: skip
     first = next(_probes(parts))[2]
     return _table(

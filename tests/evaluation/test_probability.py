@@ -23,7 +23,7 @@ def drawn(seed, N=400, V=30, *, bias=False):
 
 
 def mixed(scores, temperature, lapse):
-    """Equation (1); -inf is an item left out."""
+    """Equation (6.7); -inf is an item left out."""
     left = np.isfinite(scores)
     return (1 - lapse) * special.softmax(scores / temperature, axis=1) + lapse * left / left.sum(axis=1, keepdims=True)
 
@@ -34,7 +34,7 @@ def sample(p, seed):
 
 
 def best_by_search(scores, targets, *, prior=True):
-    """Equation (2) by a search in the plane from many starts."""
+    """Equation (6.8) by a search in the plane from many starts."""
 
     def loss(x):
         p = mixed(scores, np.exp(x[0]), special.expit(x[1]))
