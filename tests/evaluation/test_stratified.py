@@ -26,21 +26,15 @@ def random_ranks(rng, shape):
 def test_a_table_worked_by_hand():
     ranks = {"plain": [[1, 20, 3, 20], [1, 20, 3, 20]], "bft": [[1, 1, 3, 20], [1, 1, 20, 3]]}
     rare, popular = within(ranks, counts=[1, 1, 9, 9])
-    assert (rare.name, rare.bounds, rare.num_users, rare.num_targets, rare.mean_target_frequency) == (
-        "Q0",
-        "1",
-        2,
-        2,
-        1,
-    )
+    assert (rare.name, rare.bounds, rare.num_users, rare.num_targets) == ("Q0", "1", 2, 2)
+    assert rare.mean_target_frequency == 1
     assert (rare.levels["plain"].mean, rare.levels["bft"].mean) == (0.5, 1.0)
     assert rare.differences["bft"].difference == 0.5 and rare.differences["bft"].wins == 2
     assert popular.differences["bft"].difference == 0 and popular.holm_p["bft"] == 1
     assert "plain" not in rare.differences
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("metric", ["hr@10", "ndcg@5", "mrr"])
+@pytest.mark.parametrize(("seed", "metric"), [(0, "hr@10"), (1, "ndcg@5"), (2, "mrr")])
 def test_seeds_are_paired_by_scipys_test_in_each_stratum_and_holm_is_over_the_table(seed, metric):
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 30, 80)
