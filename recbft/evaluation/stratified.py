@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.errors import UserError
 from recbft.evaluation.metrics import cutoff, hit_rate, one_from_ranks
 from recbft.evaluation.paired import (
     SeedComparison,
@@ -82,11 +81,13 @@ def stratify(
         target_frequency: training events of each target, (N,).
 
     Raises:
-        UserError: an arm has other users or seeds than the strata or the baseline, or the metric is unknown.
+        UserError: the metric is unknown.
     """
-    arrays = {arm: _checked(arm, of_arm, strata) for arm, of_arm in ranks.items()}
-    if baseline is not None:
-        _check_seeds(arrays, baseline)
+    arrays = {arm: np.atleast_2d(np.asarray(of_arm, dtype=np.int64)) for arm, of_arm in ranks.items()}
+    shapes = {of_arm.shape for of_arm in arrays.values()}
+    assert len(shapes) == 1 and shapes.pop()[1] == strata.member.size, (
+        "arms have seeds in common, and the strata's users"
+    )
     values = {arm: one_from_ranks(of_arm, metric) for arm, of_arm in arrays.items()}
     hits = {arm: hit_rate(of_arm, cutoff(metric) or 10) for arm, of_arm in arrays.items()}
     alike = {arm: len(of_arm) > 1 and not (of_arm != of_arm[0]).any() for arm, of_arm in arrays.items()}
@@ -146,23 +147,3 @@ def _too_small(num_users: int, hits: float) -> str:
     if num_users < MIN_USERS:
         return f"{num_users} user{'s' * (num_users != 1)}"
     return f"{hits:.3g} hit{'s' * (hits != 1)}" if hits < MIN_HITS else ""
-
-
-def _checked(arm: str, ranks: ArrayLike, strata: Strata) -> IntArray:
-    array = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
-    if array.shape[1] != strata.member.size:
-        raise UserError(
-            f"{arm} has {array.shape[1]:,} users and the strata {strata.member.size:,}; use runs on the same data"
-        )
-    return array
-
-
-def _check_seeds(ranks: Mapping[str, IntArray], baseline: str) -> None:
-    if baseline not in ranks:
-        raise UserError(f"the baseline {baseline!r} is not among the arms; choose one of {', '.join(ranks)}")
-    for arm, of_arm in ranks.items():
-        if of_arm.shape[0] != ranks[baseline].shape[0]:
-            raise UserError(
-                f"{arm} has {of_arm.shape[0]} seeds and {baseline} {ranks[baseline].shape[0]}; "
-                "compare them over the seeds they share"
-            )

@@ -111,7 +111,7 @@ def _section(section: Section) -> str:
     parts += map(_folded, section.folded)
     parts += (f"<pre>{escape(command)}</pre>" for command in section.commands)
     if section.items:
-        parts.append(f"<details><summary>Every field</summary>{_definitions(section.items)}</details>")
+        parts.append(f"<details><summary>Every field of the protocol</summary>{_definitions(section.items)}</details>")
     return "\n".join([*parts, "</section>"])
 
 

@@ -133,7 +133,7 @@ def protocol_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
     dataset = p.get("dataset", "Data of several names")
     words = [
         f"{dataset}: {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "
-        f"content {p['content_hash'][:12]}, targets {p['target_hash'][:12]}.",
+        f"hash of the content {p['content_hash'][:12]}, of the targets {p['target_hash'][:12]}.",
         f"Split: {p['split']}. Ranking: {p['ranking']}; headline {headline}. Ties: {p['ties']}.",
         f"Seeds {seeds_text(comparison.seeds)}, recbft {p['recbft_version']}.",
     ]

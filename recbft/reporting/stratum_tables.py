@@ -178,7 +178,7 @@ def _caption(
 ) -> str:
     parts = [
         f"{metric.upper()} on {subject.dataset}, {SETTINGS[setting]}, ties against the target.",
-        f"Bounds: {strata.unit}; mean frequency: training events of the targets.",
+        f"Bounds: {strata.unit}. Mean frequency: how often the targets of a stratum occur in training.",
         _edges(subject, name),
         _left_out(strata) if name != "grid" else "",
         _tests(subject, results),
@@ -202,7 +202,7 @@ def _edges(subject: Subject, name: str) -> str:
 
 
 def _left_out(strata: Strata) -> str:
-    """Which strata a reader would look for in vain: where many values are equal, one between two edges is empty."""
+    """The strata without users: where many values are equal, a stratum between two equal edges is empty."""
     if not strata.empty:
         return ""
     one = len(strata.empty) == 1
@@ -240,4 +240,7 @@ def confound_line(subject: Subject) -> str:
         verdict = "the two axes partly say the same"
     else:
         verdict = "too few users to tell whether the two axes say the same"
-    return f"Confound check: Pearson r = {r:+.2f} of training length and target frequency (p {p_equals(p)}): {verdict}."
+    return (
+        "Confound check, whether active users have popular targets: "
+        f"Pearson r = {r:+.2f} of training length and target frequency (p {p_equals(p)}): {verdict}."
+    )

@@ -113,14 +113,11 @@ def test_constant_metrics_and_single_users_give_no_nan():
 
 
 def test_what_does_not_fit_together_is_refused():
-    with pytest.raises(UserError, match="bft has 3 users and the strata 2"):
-        within({"plain": [[1, 2]], "bft": [[1, 2, 3]]}, counts=[1, 9])
-    with pytest.raises(UserError, match="bft has 2 seeds and plain 1; compare them over the seeds they share"):
-        within({"plain": [[1, 2]], "bft": [[1, 2], [1, 2]]}, counts=[1, 9])
+    for more in ([[1, 2]], [[1, 2, 3], [1, 2, 3]]):
+        with pytest.raises(AssertionError, match="seeds in common"):
+            within({"plain": [[1, 2], [1, 2]], "bft": more}, counts=[1, 9])
     with pytest.raises(UserError, match="unknown metric 'auc@10'"):
         within({"plain": [[1, 2]]}, counts=[1, 9], metric="auc@10")
-    with pytest.raises(UserError, match="the baseline 'published' is not among the arms"):
-        within({"plain": [[1, 2]]}, counts=[1, 9], baseline="published")
 
 
 def test_equal_arms_reject_at_the_level_in_strata_too():

@@ -53,7 +53,7 @@ def test_a_table_worked_by_hand():
     assert column(table, "p") == [0.5, 1.0] and column(table, "p Holm") == [1.0, 1.0]
     assert column(table, "remark") == ["too small: 2 users", "too small: 2 users"]
     assert "Edges of item frequency from the training counts of all 4 items" in table.caption
-    assert "Holm over the 2 tests of this table" in table.caption and "Confound check: Pearson r" in table.caption
+    assert "Holm over the 2 tests of this table" in table.caption and "Confound check, whether active" in table.caption
     assert column(table, "95 % interval") == [None, None] and "without an interval is the same" in table.caption
 
 
