@@ -10,7 +10,7 @@ Shapes: N users.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,6 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 KS = (5, 10, 20)
-METRIC = r"(hr|ndcg|mrr)@[1-9][0-9]*|mrr"  # a metric's name, as a regular expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,26 +69,32 @@ def cutoff(name: str) -> int | None:
     return int(k) if k else None
 
 
+# By name: what a metric is of each rank and k, and in words.
+METRICS: dict[str, tuple[Callable[[IntArray, int], FloatArray], str]] = {
+    "hr": (hit_rate, "share of users whose target is among the first {k}"),
+    "ndcg": (ndcg, "1 where the target comes first, 0.63 where second, less and less down to place {k}, then 0"),
+    "mrr": (reciprocal_rank, "1 / rank of the target, and 0 beyond place {k}"),
+}
+METRIC = rf"({'|'.join(METRICS)})@[1-9][0-9]*|mrr"  # a metric's name, as a regular expression
+
+
 def meaning(name: str) -> str:
     """What a metric's name stands for, as a phrase for a caption.
 
-    >>> meaning("hr@10")
-    'HR@10: share of users whose target is among the first 10'
+    >>> meaning("hr@10"), meaning("mrr")
+    ('HR@10: share of users whose target is among the first 10', 'MRR: 1 / rank of the target')
     """
-    k, upper = cutoff(name), name.upper()
-    if name.startswith("hr"):
-        return f"{upper}: share of users whose target is among the first {k}"
-    if name.startswith("ndcg") and k != 1:
-        return f"{upper}: 1 where the target comes first, 0.63 where second, less and less down to place {k}, then 0"
-    if k == 1:
-        return f"{upper}: 1 where the target comes first, else 0"
-    return f"{upper}: 1 / rank of the target{'' if k is None else f', and 0 beyond place {k}'}"
+    k = cutoff(name)
+    if k is None:
+        return f"{name.upper()}: 1 / rank of the target"
+    return f"{name.upper()}: {METRICS[name.partition('@')[0]][1].format(k=k)}"
 
 
 def check_metric(name: str) -> None:
     """UserError unless this is a metric's name."""
     if not re.fullmatch(METRIC, name):
-        raise UserError(f"unknown metric {name!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'")
+        names = ", ".join(f"{one}@K" for one in METRICS)
+        raise UserError(f"unknown metric {name!r}; give {names} or mrr, such as 'ndcg@10'")
 
 
 def values_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, FloatArray]:
@@ -102,9 +107,7 @@ def values_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, Floa
         if not (is_whole(k) and k >= 1):
             raise UserError(f"metrics are cut at k = {k!r}; give whole numbers of at least 1")
     assert ranks.size == 0 or ranks.min() >= 1, "the best rank is 1"
-    values = {f"hr@{k}": hit_rate(ranks, k) for k in ks}
-    values |= {f"ndcg@{k}": ndcg(ranks, k) for k in ks}
-    values |= {f"mrr@{k}": reciprocal_rank(ranks, k) for k in ks}
+    values = {f"{name}@{k}": of(ranks, k) for name, (of, _) in METRICS.items() for k in ks}
     return values | {"mrr": reciprocal_rank(ranks)}
 
 

@@ -130,9 +130,8 @@ def protocol_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
     """Every field that decides a number."""
     p = comparison.protocol
     headline = SETTINGS[headline_setting(p["filter_seen"])]
-    dataset = p.get("dataset", "Data of several names")
     words = [
-        f"{dataset}: {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "
+        f"{p['dataset']}: {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "
         f"hash of the content {p['content_hash'][:12]}, of the targets {p['target_hash'][:12]}.",
         f"Split: {p['split']}. Ranking: {p['ranking']}; headline {headline}. Ties: {p['ties']}.",
         f"Seeds {seeds_text(comparison.seeds)}, recbft {p['recbft_version']}.",
