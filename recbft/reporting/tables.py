@@ -140,14 +140,15 @@ def html(table: Table) -> str:
     rows = []
     for row in table.texts():
         cells = [f"<td{_class(c)}>{escape(cell)}</td>" for cell, c in zip(row, table.columns, strict=True)]
-        cells[0] = f"<th{' class=long' if len(row[0]) > LONG else ''} scope=row>{escape(row[0])}</th>"
+        name = re.sub(r"(?<=[+,._\[])", "<wbr>", escape(row[0]))
+        cells[0] = f"<th{' class=long' if len(row[0]) > LONG else ''} scope=row>{name}</th>"
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    name, more = escape(table.name), ""
+    own, more = escape(table.name), ""
     if any(c.narrowest != "phone" for c in table.columns):
         label = f"show all {len(table.columns)} columns"
-        more = f'<input type=checkbox class=more id="all-{name}"><label for="all-{name}">{label}</label>'
+        more = f'<input type=checkbox class=more id="all-{own}"><label for="all-{own}">{label}</label>'
     return (
-        f'<figure class="table" id="table-{name}"><h3>{escape(table.title)}</h3>{more}'
+        f'<figure class="table" id="table-{own}"><h3>{escape(table.title)}</h3>{more}'
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
         f"<table><thead><tr>{head}</tr></thead>\n<tbody>{chr(10).join(rows)}</tbody></table></div>"
         f"<figcaption>{html_words(table.caption)}</figcaption></figure>"

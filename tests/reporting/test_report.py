@@ -36,7 +36,7 @@ def page(report, tmp_path_factory):
 class Reader(HTMLParser):
     """Tags, what they refer to, and whether they close."""
 
-    VOID = ("meta", "link", "br", "use", "path", "input")
+    VOID = ("meta", "link", "br", "wbr", "use", "path", "input")
 
     def __init__(self):
         super().__init__()

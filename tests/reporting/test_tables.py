@@ -85,7 +85,7 @@ def test_html_escapes_scrolls_in_its_own_box_and_has_columns_that_a_phone_leaves
 
     class Balanced(HTMLParser):
         def handle_starttag(self, tag, attrs):
-            opened.extend([tag] * (tag != "input"))
+            opened.extend([tag] * (tag not in ("input", "wbr")))
 
         def handle_endtag(self, tag):
             assert opened.pop() == tag
@@ -127,10 +127,10 @@ def test_tables_are_written_as_files(tmp_path):
 
 
 def test_a_page_may_break_a_long_name_of_a_row_and_no_other():
-    rows = [["target never in training"], ["bft[core.initial=credibility,core.lam_max=10]"]]
+    rows = [["target never in training"], ["bft[core.a_b=credibility,c=10]"]]
     made = html(Table(name="t", title="T", caption="C", columns=[Column("stratum")], rows=rows))
     assert "<th scope=row>target never in training</th>" in made
-    assert "<th class=long scope=row>bft[core.initial=credibility,core.lam_max=10]</th>" in made
+    assert "<th class=long scope=row>bft[<wbr>core.<wbr>a_<wbr>b=credibility,<wbr>c=10]</th>" in made
 
 
 def test_plain_cells_make_a_table_of_text_or_markdown():
