@@ -170,6 +170,8 @@ def _advice(found: Finding, arms: Mapping[str, Any]) -> str:
     if not all(seconds):
         return f"use {found.arm}, if a gain of this size is worth a change."
     ours, theirs = (sum(each) / len(each) for each in seconds if each)
+    if ours / theirs < 1.05:
+        return f"use {found.arm}; training takes no longer."
     return f"use {found.arm}, if a gain of this size is worth training {ours / theirs:.1f} times as long."
 
 

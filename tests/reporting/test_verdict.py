@@ -49,6 +49,7 @@ def test_a_gain_is_one_sentence_for_everyone_and_evidence_for_the_curious():
         "for 10.9 %; with 10 repeats this is unlikely to be luck."
     )
     assert said.advice == "use bft, if a gain of this size is worth training 1.5 times as long."
+    assert say(BASE, other, arms(seconds=(2.0, 2.0))).advice == "use bft; training takes no longer."
     low, high = stats.ttest_rel(other, BASE).confidence_interval(0.95)
     p, share = stats.ttest_rel(other, BASE).pvalue, 100 / BASE.mean()
     assert said.evidence.startswith(
