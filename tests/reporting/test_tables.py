@@ -34,7 +34,7 @@ TABLE = Table(
     ],
     rows=[
         ["a|b <x>", 1429, (0.05604, 0.00192), 0.00171234, (-0.00112, 0.0045), 0.03333, 7],
-        ["c_d", 2, (0.1, 0.0), None, None, 0.0000123, None],
+        ["c_d", 2, (0.1, 0.0), None, None, 0.0000123, 0],
     ],
 )  # fmt: skip
 
@@ -53,7 +53,7 @@ def test_csv_keeps_all_digits_and_gives_pairs_two_columns():
     header, first, second = csv.reader(io.StringIO(comma_separated(TABLE)))
     assert header == ["arm", "users", "mean mean", "mean sd", "difference", "95 % low", "95 % high", "p", "targets"]
     assert [float(cell) for cell in first[1:]] == [1429, 0.05604, 0.00192, 0.00171234, -0.00112, 0.0045, 0.03333, 7]
-    assert second == ["c_d", "2", "0.1", "0.0", "", "", "", "1.23e-05", ""]
+    assert second == ["c_d", "2", "0.1", "0.0", "", "", "", "1.23e-05", "0"]
 
 
 def test_markdown_escapes_the_bar_and_hands_on_no_tag():
