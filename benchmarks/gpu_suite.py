@@ -48,7 +48,7 @@ from benchmarks.sheltered import Inline, Row, Sheltered, Unit, failure
 from recbft.errors import RunError, UserError
 from recbft.experiments.lists import split_list
 from recbft.kernels.dispatch import dotted, missing, release
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 
 NAME = "gpu_suite"

@@ -28,7 +28,7 @@ from benchmarks.command import count, finish, parse, parser, recorded
 from benchmarks.mixer_speed import Shape, shape_of, time_in_turn
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import split_list
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 from recbft.system.memory import keep_freed_memory
 

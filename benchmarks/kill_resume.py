@@ -28,7 +28,7 @@ import torch
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.errors import RunError
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json

@@ -26,7 +26,7 @@ from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError
 from recbft.experiments.arms import check_distinct, parse_arms
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json

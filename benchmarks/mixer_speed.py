@@ -32,7 +32,7 @@ from recbft.core import SequenceContext
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import split_list
 from recbft.mixers import MIXERS, Place
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 
 NAME = "mixer_speed"

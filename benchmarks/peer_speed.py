@@ -31,7 +31,7 @@ from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.metrics import hit_rate, ndcg
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 from recbft.training.run_config import load_run_config
 

@@ -38,7 +38,7 @@ from recbft.datasets.atomic import save_atomic
 from recbft.errors import RunError, UserError
 from recbft.experiments.lists import split_list
 from recbft.recbole import compat
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 from recbft.training.one_run import train
 from recbft.training.run_config import load_run_config

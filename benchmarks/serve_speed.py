@@ -20,7 +20,7 @@ import torch
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
 from recbft import Recommender
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 
 NAME = "serve_speed"

@@ -31,7 +31,7 @@ from recbft.evaluation.evaluate import evaluate
 from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.runs.checkpoint import TrainState
 from recbft.system.files import write_json
 from recbft.system.memory import keep_freed_memory

@@ -30,7 +30,7 @@ from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import compare_seeds
 from recbft.evaluation.views import Part
 from recbft.experiments.lists import parse_seeds, split_list
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table
 from recbft.system.files import write_json
 from recbft.training.build import make_parts
 from recbft.training.one_run import train

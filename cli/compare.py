@@ -212,7 +212,7 @@ def _data(protocol: dict[str, Any]) -> dict[str, Any]:
 
 def _pool(folders: Sequence[Path], out: Path | None) -> None:
     from recbft.comparing.pooling import pool, read_results
-    from recbft.reporting.pooled_table import pooled_document
+    from recbft.reporting.documents import pooled_document
     from recbft.system.files import make_folder, write_atomic, write_json
 
     pooled = pool([read_results(folder) for folder in folders])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recbft.reporting.text_tables import table
+from recbft.reporting.tables import table
 from recbft_cli.options import (
     Columns,
     DataRoot,

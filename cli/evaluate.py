@@ -50,8 +50,8 @@ def evaluate(
 
     from recbft.api import Recommender
     from recbft.config.fields import to_dict
-    from recbft.evaluation.exposure import format_exposure
-    from recbft.evaluation.protocol import format_metrics, headline_setting, protocol
+    from recbft.evaluation.protocol import headline_setting, protocol
+    from recbft.reporting.run_tables import format_exposure, format_metrics
     from recbft.runs.folder import RunFolder
 
     recommender = Recommender.load(run, data_root=data_root)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from recbft.reporting.text_tables import table
+from recbft.reporting.tables import table
 
 EXAMPLES = """Example: recbft models sasrec --arm bft --mixer rfa"""
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft.errors import UserError
-from recbft.reporting.probe_text import mechanism_lines, short, signed, uncertainty_lines
-from recbft.reporting.text_tables import table
+from recbft.reporting.probe_tables import mechanism_lines, uncertainty_lines
+from recbft.reporting.tables import short, signed, table
 from recbft_cli.evaluate import Part, counted_in, say_long, say_unfinished
 from recbft_cli.options import (
     Columns,

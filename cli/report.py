@@ -47,8 +47,8 @@ def report(
     made = make_report(load_comparison(source), data_root=data_root, draw=draw)
     # Written first: whoever reads only the beginning of what follows (`| head`) still gets the files.
     written = write_report(made, source / "report" if out is None else out, wanted)
-    for line in made.answer:
-        typer.echo(line)
+    for answer in made.answer:
+        typer.echo(answer)
     for section in made.sections:
         tables = section.tables if section.name not in ("training", "protocol") else ()
         words = section.words if section.name != "commands" else ()

@@ -150,8 +150,7 @@ def _resume(path: Path, dataset: str | None, data_root: str | None, quiet: bool)
 def _print_results(run: RunFolder) -> None:
     """Print the test metrics of a finished run in both settings, with the protocol and the folder."""
     from recbft.comparing.finished_runs import COLUMNS, read_per_user
-    from recbft.evaluation.exposure import format_exposure
-    from recbft.evaluation.protocol import format_metrics
+    from recbft.reporting.run_tables import format_exposure, format_metrics
 
     parts = [format_metrics(run.metrics["test"], run.protocol)]
     if exposure := run.metrics.get("exposure"):

@@ -85,7 +85,7 @@ def tune(
 
 def _text(result: dict[str, Any]) -> str:
     from recbft.experiments.lists import counted
-    from recbft.reporting.text_tables import table
+    from recbft.reporting.tables import table
 
     best, tail = result["trials"][0]["settings"], result["objective"] == "tail"
     rows = [

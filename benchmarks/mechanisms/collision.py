@@ -28,7 +28,7 @@ from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_a
 from recbft.experiments.lists import parse_seeds
 from recbft.mixers.bayesian import MemoryTrace, filter_memory
 from recbft.mixers.memory_family import unfiltered_memory
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 
 NAME = "mechanisms.collision"

@@ -35,7 +35,7 @@ from benchmarks.command import count, finish, parse, parser, recorded
 from recbft.core import SequenceContext
 from recbft.experiments.lists import parse_seeds
 from recbft.mixers.boosted import BoostedAttention, BoostedConfig, Gate, TwicingAttention
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 
 NAME = "mechanisms.denoising"

@@ -42,7 +42,7 @@ from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.views import evaluation_mode, states_of_view, view_of
 from recbft.experiments.lists import parse_seeds, split_list
 from recbft.models.backbone import Backbone
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 from recbft.training.bundle import load_trained
 from recbft.training.one_run import train

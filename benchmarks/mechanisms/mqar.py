@@ -36,7 +36,7 @@ from recbft.experiments.lists import parse_seeds, split_list
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.bayesian import BayesianMixer
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyMixer
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 from recbft.training.config import TrainingConfig
 from recbft.training.process_settings import chosen_device

@@ -24,7 +24,7 @@ from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
 from benchmarks.mechanisms.recall import MEMORIES, Recaller, Sequences, Training, fit
 from recbft.experiments.lists import parse_seeds
-from recbft.reporting.text_tables import text_table
+from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 
 NAME = "mechanisms.random_keys"

@@ -42,7 +42,7 @@ from recbft.evaluation.top_k import top_k
 from recbft.evaluation.views import Part, evaluation_mode, events_of, states_of_view, view_of
 from recbft.experiments.lists import counted
 from recbft.models.contract import ItemTable, SequenceModel
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table
 
 NAME = "study.calibrated"
 IntArray = NDArray[np.int64]

@@ -19,8 +19,7 @@ from recbft.comparing.finished_runs import Run, by_seed, check_same, read_run
 from recbft.comparing.labels import label_runs
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.paired import SeedComparison, compare_seeds
-from recbft.reporting.document import p_text
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table, p_text
 from recbft.runs.folder import RunFolder
 
 HEAD = ["arm", "seeds", "validation", "difference", "relative", "p", "wins", "epochs (best)", "s/run"]

@@ -35,7 +35,7 @@ from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.lists import parse_seeds
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table
 from recbft.system.files import write_json
 from recbft.training.bundle import load_trained
 from recbft.training.one_run import train

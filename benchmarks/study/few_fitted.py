@@ -28,7 +28,7 @@ from recbft.evaluation.probability import AS_TRAINED, IntArray, fit
 from recbft.evaluation.views import evaluation_mode, events_of
 from recbft.experiments.lists import counted, split_list
 from recbft.models.contract import SequenceModel
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table
 
 NAME = "study.few_fitted"
 JUDGES = 1000  # at most so many users judge

@@ -30,7 +30,7 @@ from recbft.evaluation.paired import SeedComparison
 from recbft.experiments.lists import seeds_text
 from recbft.models import MODELS
 from recbft.reporting import plots
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table
 from recbft.system.files import write_atomic
 
 ARMS = ["published", "matched", "matched+recency", "bft"]

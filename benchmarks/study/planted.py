@@ -38,7 +38,7 @@ from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.arms import ArmSpec, parse_arms
 from recbft.experiments.lists import parse_seeds
 from recbft.models.backbone import Backbone
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table
 from recbft.system.files import write_json
 from recbft.training.one_run import begin
 from recbft.training.process_settings import run_settings

@@ -26,8 +26,7 @@ from benchmarks.study.ledger import arms_of, check_alike, read
 from benchmarks.study.overview import ITEMS, PUBLISHED, VALIDATION, Arms, comparisons
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.paired import SeedComparison, holm
-from recbft.reporting.document import p_text
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table, p_text
 from recbft.system.files import write_atomic
 
 REPORTS = Path(__file__).parents[2] / "docs" / "reports"

@@ -37,7 +37,7 @@ from recbft.evaluation.paired import seed_interval
 from recbft.evaluation.probability import AS_TRAINED
 from recbft.evaluation.views import Part, evaluation_mode, states_of_view, view_of
 from recbft.models.contract import SequenceModel
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table
 from recbft.system.files import write_json
 from recbft.training.bundle import load_trained
 from recbft.training.run_config import load_run_config

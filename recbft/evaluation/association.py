@@ -1,9 +1,9 @@
 """Do two figures rise together? Spearman's rank correlation, and the same with a third figure held fixed.
 
-    rho    = Pearson correlation of the mid-ranks                                                           (1)
-    rho_z  = (rho_xy - rho_xz rho_yz) / sqrt((1 - rho_xz^2) (1 - rho_yz^2))                                 (2)
-    p      two-sided, of t = rho sqrt(d / (1 - rho^2)) with d = n - 2 degrees of freedom, n - 3 for (2)     (3)
-           of up to ``EXACT_VALUES`` pairs: share of the n! orders of y with |rho| as large; none for (2)   (4)
+    rho    = Pearson correlation of the mid-ranks                                                           (a)
+    rho_z  = (rho_xy - rho_xz rho_yz) / sqrt((1 - rho_xz^2) (1 - rho_yz^2))                                 (b)
+    p      two-sided, of t = rho sqrt(d / (1 - rho^2)) with d = n - 2 degrees of freedom, n - 3 for (b)     (c)
+           of up to ``EXACT_VALUES`` pairs: share of the n! orders of y with |rho| as large; none for (b)   (d)
 
 Values closer than 1e-9 of the largest are ties: means of equal numbers differ in their last digits.
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-EXACT_VALUES = 8  # up to 8! orders are tried, where (3) is too sure: of three in order it is certain
+EXACT_VALUES = 8  # up to 8! orders are tried, where (c) is too sure: of three in order it is certain
 FloatArray = NDArray[np.float64]
 
 
@@ -35,7 +35,7 @@ NO_ASSOCIATION = Association(None, None, 0)  # of figures that are not there
 
 
 def spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Association:
-    """Equation (1), or (2) with ``given`` held fixed; pairs with a NaN are left out.
+    """Equation (a), or (b) with ``given`` held fixed; pairs with a NaN are left out.
 
     >>> spearman([1, 2, 3, 4], [1, 4, 9, 16])
     Association(rho=1.0, p=0.08333333333333333, n=4)
@@ -68,7 +68,7 @@ def spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Asso
 
 
 def _p_over_orders(x: FloatArray, y: FloatArray) -> float:
-    """(4) of mid-ranks, few of them."""
+    """(d) of mid-ranks, few of them."""
     x, y = x - x.mean(), y - y.mean()
     found = np.abs(np.array(list(itertools.permutations(y))) @ x)
     return float(np.mean(found >= abs(y @ x) - 1e-9))  # equal sums must count, whatever order they were added in

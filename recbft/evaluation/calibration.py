@@ -1,16 +1,16 @@
 """Are the probabilities that the scores stand for true? As trained, and fitted.
 
-    p_i    = (1 - u) exp(s_i / T) / sum_j exp(s_j / T) + u / V  over all V items, seen ones included                (1)
-    NLL    = mean over users of -ln p_target                                                                        (2)
-    H      = -sum_i p_i ln p_i                                                                                      (3)
-    P@k    = sum of the k largest p: what the model itself gives for the target being among its k best              (4)
-    ECE@k  = sum_b (n_b / N) |mean P@k - share of hits@k|  over bins b of users                                     (5)
-    floor  = (1 / N) sum_b sqrt((2 / pi) sum_{u in b} P@k (1 - P@k))                                                (6)
+    p_i    = (1 - u) exp(s_i / T) / sum_j exp(s_j / T) + u / V  over all V items, seen ones included              (6.7)
+    NLL    = mean over users of -ln p_target                                                                        (b)
+    H      = -sum_i p_i ln p_i                                                                                      (c)
+    P@k    = sum of the k largest p: what the model itself gives for the target being among its k best              (d)
+    ECE@k  = sum_b (n_b / N) |mean P@k - share of hits@k|  over bins b of users                                     (e)
+    floor  = (1 / N) sum_b sqrt((2 / pi) sum_{u in b} P@k (1 - P@k))                                                (f)
 
-T = 1 and u = 0 is the softmax that the model was trained as; ``probability`` fits them. The bins of (5) hold equal
+T = 1 and u = 0 is the softmax that the model was trained as; ``probability`` fits them. The bins of (e) hold equal
 numbers of users as far as ties allow, in the order of P@k (quantile edges, ties together). hit@k is rank <= k, ties
-against the target, so ECE@1 is the usual top-label calibration error and ECE@10 that of the project's usual metric. (6)
-is what (5) would be on average if P@k were true (normal approximation to the hits of a bin): an ECE is never 0 with
+against the target, so ECE@1 is the usual top-label calibration error and ECE@10 that of the project's usual metric. (f)
+is what (e) would be on average if P@k were true (normal approximation to the hits of a bin): an ECE is never 0 with
 finitely many users, and bootstrap intervals share that excess. The order by score, and so every rank, is the same for
 all T and u.
 
@@ -43,11 +43,11 @@ CACHED_SCORES = 1_000_000  # a block of so many stays in a processor's cache fro
 
 
 class Predicted(NamedTuple):
-    """What each user's distribution (1) says, (N,) each, float64."""
+    """What each user's distribution (6.7) says, (N,) each, float64."""
 
     nll: FloatArray  # -ln p_target
-    entropy: FloatArray  # (3), in nats, between 0 and ln V
-    top: dict[int, FloatArray]  # k -> (4)
+    entropy: FloatArray  # (c), in nats, between 0 and ln V
+    top: dict[int, FloatArray]  # k -> (d)
 
 
 def predicted(
@@ -59,12 +59,12 @@ def predicted(
     ks: Sequence[int],
     memory_mb: float,
 ) -> list[Predicted]:
-    """Equations (1) to (4) user by user, once for each T and u.
+    """Equations (6.7) and (b) to (d) user by user, once for each T and u.
 
     Args:
         states: (N, D).
         targets: item index per user, (N,).
-        ks: cut-offs of (4); a k beyond the catalogue takes all of it.
+        ks: cut-offs of (d); a k beyond the catalogue takes all of it.
         memory_mb: bound on the scores that are alive at a time; at least one user's are.
     """
     found: list[list[Tensor]] = [[] for _ in calibrations]
@@ -86,7 +86,7 @@ def predicted(
 def calibration(
     probability: FloatArray, hit: NDArray[np.bool_], *, bins: int = NUM_BINS, samples: int = 1000, seed: int = 0
 ) -> dict[str, Any]:
-    """Equations (5) and (6) and the reliability diagram.
+    """Equations (e) and (f) and the reliability diagram.
 
     Args:
         probability: P@k of each user, (N,), in [0, 1].
@@ -124,7 +124,7 @@ def calibration(
 
 
 def _predicted(columns: Tensor, ks: Sequence[int]) -> Predicted:
-    """From -ln p_target, (3) and the largest p in falling order, user by user, (N, 2 + max k)."""
+    """From -ln p_target, (c) and the largest p in falling order, user by user, (N, 2 + max k)."""
     nll, entropy = columns[:, :2].double().T.contiguous().numpy()
     top = columns[:, 2:].cumsum(dim=1).clamp(max=1).double()
     return Predicted(nll, entropy, {k: top[:, min(k, top.shape[1]) - 1].contiguous().numpy() for k in ks})

@@ -1,14 +1,14 @@
 """Does a confidence tell which users' lists hold the target? Ranked by it, ties counted exactly.
 
-    AUROC    P(c_hit > c_miss) + P(c_hit = c_miss) / 2 over pairs of a hit and a miss (Mann-Whitney)        (1)
-    risk     r(i) = share of misses among the i most confident of N users, coverage i / N                   (2)
-    AURC     (1 / N) sum_{i=1..N} r(i), the area under the risk-coverage curve                              (3)
-    excess   AURC less that of the best order there could be: all hits before all misses                    (4)
+    AUROC    P(c_hit > c_miss) + P(c_hit = c_miss) / 2 over pairs of a hit and a miss (Mann-Whitney)        (a)
+    risk     r(i) = share of misses among the i most confident of N users, coverage i / N                   (b)
+    AURC     (1 / N) sum_{i=1..N} r(i), the area under the risk-coverage curve                              (c)
+    excess   AURC less that of the best order there could be: all hits before all misses                    (d)
 
-Among users of equal confidence the order is left to chance and (2) is its expectation, so a group of n users with e
-misses after N_b users with E_b misses adds to the sum of (3)
+Among users of equal confidence the order is left to chance and (b) is its expectation, so a group of n users with e
+misses after N_b users with E_b misses adds to the sum of (c)
 
-    sum_{i=1..n} (E_b + i e/n) / (N_b + i) = e + (E_b - N_b e/n) (H(N_b + n) - H(N_b)),  H(n) = 1 + ... + 1/n        (5)
+    sum_{i=1..n} (E_b + i e/n) / (N_b + i) = e + (E_b - N_b e/n) (H(N_b + n) - H(N_b)),  H(n) = 1 + ... + 1/n        (e)
 
 A confidence that is the same for everybody has AUROC 1/2, and its AURC is the share of misses. Where all lists hit, or
 none, there is nothing to tell apart and the AUROC is None. Intervals are bootstrap percentiles over users, 95 %; the
@@ -16,10 +16,10 @@ confidences of one call share their resamples, so that their differences are pai
 verdict: where all but a few users share one confidence (a precision at its cap), most resamples of these few say the
 same, however little they prove. A verdict asks the test of no order as well, with t_m the sizes of the groups
 
-    z = (AUROC - 1/2) n_hit n_miss / sqrt( n_hit n_miss (N + 1 - sum_m (t_m^3 - t_m) / (N (N - 1))) / 12 )  (6)
+    z = (AUROC - 1/2) n_hit n_miss / sqrt( n_hit n_miss (N + 1 - sum_m (t_m^3 - t_m) / (N (N - 1))) / 12 )  (f)
 
 Source: Mann and Whitney (1947); Geifman and El-Yaniv, Selective Classification for Deep Neural Networks (2017);
-Geifman, Uziel and El-Yaniv, Bias-Reduced Uncertainty Estimation (2019), for (3) and (4).
+Geifman, Uziel and El-Yaniv, Bias-Reduced Uncertainty Estimation (2019), for (c) and (d).
 Shapes: N users, R resamples, M groups of users of equal confidence.
 """
 
@@ -64,7 +64,7 @@ class Ranking:
 
     @property
     def p(self) -> float:
-        """Two-sided p of (6), normal approximation; 1 where there is nothing to tell apart."""
+        """Two-sided p of (f), normal approximation; 1 where there is nothing to tell apart."""
         N, hits = self.hit.size, int(self.hit.sum())
         sizes = np.diff(np.append(self.first, N)).astype(np.float64)
         pairs = float(hits * (N - hits))
@@ -80,16 +80,16 @@ class Ranking:
         after = misses.sum(axis=1, keepdims=True) - misses.cumsum(axis=1)  # misses of lower confidence
         pairs = hits.sum(axis=1) * misses.sum(axis=1)
         won = (hits * (after + misses / 2)).sum(axis=1)
-        area = np.divide(won, pairs, out=np.full(len(won), np.nan), where=pairs > 0)  # (1)
+        area = np.divide(won, pairs, out=np.full(len(won), np.nan), where=pairs > 0)  # (a)
         up_to, missed = users.cumsum(axis=1), misses.cumsum(axis=1)
         harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, up_to[:, -1].max() + 1))])
         share = np.divide(misses, users, out=np.zeros_like(missed), where=users > 0)
         before = missed - misses - (up_to - users) * share
         steps = harmonic[up_to.astype(np.int64)] - harmonic[(up_to - users).astype(np.int64)]
-        return area, (misses + before * steps).sum(axis=1) / up_to[:, -1]  # (5), (3)
+        return area, (misses + before * steps).sum(axis=1) / up_to[:, -1]  # (e), (c)
 
     def curve(self) -> dict[str, list[float]]:
-        """Equation (2) at up to ``CURVE_POINTS`` even coverages, and at 1."""
+        """Equation (b) at up to ``CURVE_POINTS`` even coverages, and at 1."""
         users, hits = self._groups(np.ones((1, self.hit.size), np.int64))
         N = self.hit.size
         count = np.unique(np.ceil(np.linspace(0, N, min(N, CURVE_POINTS) + 1)[1:]))
@@ -154,7 +154,7 @@ def compare_confidences(
 
 
 def verdict(auroc: float | None, inside: list[float] | None, num_distinct: int, p: float) -> str:
-    """What an AUROC says, in words: an order is claimed where the interval leaves out 0.5 and the p of (6) is small."""
+    """What an AUROC says, in words: an order is claimed where the interval leaves out 0.5 and the p of (f) is small."""
     if auroc is None:
         return "all lists hit or all miss, so there is nothing to tell apart"
     if num_distinct == 1:

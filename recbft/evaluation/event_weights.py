@@ -1,12 +1,12 @@
 """Why this item? The events of a history by kriging weight, and what the score loses without each of them.
 
-    weight_j      mean of  a_tj / sum_i |a_ti|  over the last layer's heads (or coordinates), t the last token   (1)
-    change_j(i)   score(i | history) - score(i | history without event j)                                       (2)
+    weight_j      mean of  a_tj / sum_i |a_ti|  over the last layer's heads (or coordinates), t the last token   (a)
+    change_j(i)   score(i | history) - score(i | history without event j)                                       (b)
 
-(1) is the share of the last layer's observation that comes from token j: with softmax weights it is the attention
+(a) is the share of the last layer's observation that comes from token j: with softmax weights it is the attention
 itself and sums to one over all tokens, a mask's own among them (``own_weight``); weights of both signs (HSTU) keep
 theirs, and their sizes sum to one. It is the same for every item, and it says what is read, not what that does: by the
-last layer a token has itself read others. (2) is exact and of the whole model: the history without that event is scored
+last layer a token has itself read others. (b) is exact and of the whole model: the history without that event is scored
 anew, cut to the model's length as any other, so that where a history is longer an older event moves up. A positive
 change is an event that speaks for the item. Events are left out one at a time, repeats too; the only event of a history
 has no change (NaN).
@@ -40,10 +40,10 @@ class Explanation(NamedTuple):
     """One history; only its last n events, which the model reads, are listed, oldest first."""
 
     events: IntArray  # (n,) place in the history, from 0
-    weight: FloatArray | None  # (n,) equation (1); None where the model attends to nothing
-    own_weight: float  # (1) of a token that is no event, such as a mask; 0 without one
+    weight: FloatArray | None  # (n,) equation (a); None where the model attends to nothing
+    own_weight: float  # (a) of a token that is no event, such as a mask; 0 without one
     score: FloatArray  # (I,)
-    change: FloatArray  # (I, n) equation (2)
+    change: FloatArray  # (I, n) equation (b)
     precision: float | None  # posterior precision behind all scores
 
 
@@ -101,7 +101,7 @@ def _scores(states: Tensor, model: SequenceModel, items: IntArray) -> FloatArray
 
 
 def _weight(layers: list[LayerTrace], last: int, num_events: int) -> tuple[FloatArray | None, float]:
-    """Equation (1) over the events, and over what is no event."""
+    """Equation (a) over the events, and over what is no event."""
     if not layers or layers[-1].weights is None or layers[-1].shares is None:
         return None, 0.0
     shares = (layers[-1].shares * layers[-1].weights.sign())[0, :, last].double().mean(dim=0).cpu().numpy()  # (T,)

@@ -1,16 +1,16 @@
 """Which items do lists show? How much of the catalogue, how evenly, and how popular it is.
 
-    n_i          = number of users whose k best items hold item i                          (1)
-    coverage@k   = share of the V items with n_i > 0                                       (2)
-    gini@k       = sum_i (2 i - V - 1) n_(i) / (V sum_i n_i),  n_(1) <= ... <= n_(V)        (3)
-    popularity@k = sum_i n_i c_i / sum_i n_i,  c_i the training events of item i           (4)
+    n_i          = number of users whose k best items hold item i                          (a)
+    coverage@k   = share of the V items with n_i > 0                                       (b)
+    gini@k       = sum_i (2 i - V - 1) n_(i) / (V sum_i n_i),  n_(1) <= ... <= n_(V)        (c)
+    popularity@k = sum_i n_i c_i / sum_i n_i,  c_i the training events of item i           (d)
 
-(3) is 0 where all items are shown to equally many users and 1 - 1 / V where one item is shown to all; (4) is the mean
+(c) is 0 where all items are shown to equally many users and 1 - 1 / V where one item is shown to all; (d) is the mean
 over all places of all lists, by the data that are evaluated, which may be others than were trained on. None of them
-says whether a list is right, and the target has no part in them. What users took themselves is what (4) can be held
+says whether a list is right, and the target has no part in them. What users took themselves is what (d) can be held
 against: the mean training count of the targets.
 
-Source: Shani and Gunawardana, Evaluating Recommendation Systems (2011), section 3.3 for (2) and (3); RecBole has them
+Source: Shani and Gunawardana, Evaluating Recommendation Systems (2011), section 3.3 for (b) and (c); RecBole has them
 as ItemCoverage, GiniIndex and AveragePopularity.
 Shapes: N users, V items, k items per list.
 """
@@ -18,12 +18,10 @@ Shapes: N users, V items, k items per list.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.views import some_users
 
 IntArray = NDArray[np.int64]
@@ -44,7 +42,7 @@ def listed_users(num_users: int, num_items: int) -> IntArray:
 
 
 def shown(items: IntArray, num_items: int, ks: Sequence[int]) -> IntArray:
-    """Equation (1) for each k, (len(ks), V).
+    """Equation (a) for each k, (len(ks), V).
 
     Args:
         items: item indices of every list, best first, 0 where a list is shorter, (N, max(ks)).
@@ -54,11 +52,11 @@ def shown(items: IntArray, num_items: int, ks: Sequence[int]) -> IntArray:
 
 
 def exposure(counts: IntArray, training_counts: IntArray, ks: Sequence[int]) -> dict[str, float]:
-    """Equations (2) to (4) by name ("coverage@10"); (3) and (4) are left out where no list has an item.
+    """Equations (b) to (d) by name ("coverage@10"); (c) and (d) are left out where no list has an item.
 
     Args:
-        counts: (1) for each k, (len(ks), V).
-        training_counts: c of (4), (V,).
+        counts: (a) for each k, (len(ks), V).
+        training_counts: c of (d), (V,).
     """
     found: dict[str, float] = {}
     num_items = counts.shape[1]
@@ -69,31 +67,6 @@ def exposure(counts: IntArray, training_counts: IntArray, ks: Sequence[int]) -> 
             found[f"gini@{k}"] = float(place @ np.sort(n)) / (num_items * total)
             found[f"popularity@{k}"] = float(n @ training_counts) / total
     return found
-
-
-def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float, protocol: Mapping[str, Any]) -> str:
-    """What lists show as a table in plain text.
-
-    Args:
-        found: ``exposure`` by setting.
-        targets: mean training count of the targets.
-        protocol: of the same pass, whose users and items say whose lists these are.
-    """
-    k = usual_cutoff(next(iter(found.values())))
-    first = f"lists of {k} show"
-    lines = [f"{first}  {'COVERAGE':>8}  {'GINI':>6}  {'POPULARITY':>10}"]
-    for setting, measures in found.items():
-        cells = (_cell(measures.get(f"{name}@{k}"), width) for name, width in (("coverage", 8), ("gini", 6)))
-        popularity = measures.get(f"popularity@{k}")
-        lines.append("  ".join([f"{SETTINGS[setting]:<{len(first)}}", *cells, _cell(popularity, 10, digits=1)]))
-    lines.append("  ".join([f"{'the targets':<{len(first)}}", " " * 8, " " * 6, _cell(targets, 10, digits=1)]))
-    if some := lists_of(protocol["users"], protocol["items"]):
-        lines.append(f"lists of {some}, drawn from a fixed seed")
-    return "\n".join(lines)
-
-
-def _cell(value: float | None, width: int, digits: int = 4) -> str:
-    return f"{'' if value is None else f'{value:.{digits}f}':>{width}}"
 
 
 def usual_cutoff(found: Mapping[str, float]) -> int:

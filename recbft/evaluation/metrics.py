@@ -10,19 +10,37 @@ Shapes: N users.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.config.fields import is_whole
+from recbft.config.fields import check_range, is_whole
 from recbft.errors import UserError
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 KS = (5, 10, 20)
-METRIC = r"(hr|ndcg|mrr)@[1-9][0-9]*|mrr"  # a metric's name, as a regular expression
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Full ranking of the target among all items."""
+
+    filter_seen: bool = False  # which setting validation and the headline metrics use; both are always recorded
+    ks: tuple[int, ...] = KS  # the K of HR@K, NDCG@K and MRR@K
+    memory_mb: int = 256  # bound on the score buffers of a ranking; of seeds together on a GPU four are ranked at once
+
+    def __post_init__(self) -> None:
+        if not self.ks:
+            raise UserError("ks is empty; give at least one cut-off, such as 10")
+        for k in self.ks:
+            check_range("ks", k, at_least=1)
+        if len(set(self.ks)) < len(self.ks):
+            raise UserError(f"ks is {list(self.ks)}; give each cut-off once")
+        check_range("memory_mb", self.memory_mb, at_least=1)
 
 
 def hit_rate(ranks: IntArray, k: int) -> FloatArray:
@@ -51,10 +69,32 @@ def cutoff(name: str) -> int | None:
     return int(k) if k else None
 
 
+# By name: what a metric is of each rank and k, and in words.
+METRICS: dict[str, tuple[Callable[[IntArray, int], FloatArray], str]] = {
+    "hr": (hit_rate, "share of users whose target is among the first {k}"),
+    "ndcg": (ndcg, "1 where the target comes first, 0.63 where second, less and less down to place {k}, then 0"),
+    "mrr": (reciprocal_rank, "1 / rank of the target, and 0 beyond place {k}"),
+}
+METRIC = rf"({'|'.join(METRICS)})@[1-9][0-9]*|mrr"  # a metric's name, as a regular expression
+
+
+def meaning(name: str) -> str:
+    """What a metric's name stands for, as a phrase for a caption.
+
+    >>> meaning("hr@10"), meaning("mrr")
+    ('HR@10: share of users whose target is among the first 10', 'MRR: 1 / rank of the target')
+    """
+    k = cutoff(name)
+    if k is None:
+        return f"{name.upper()}: 1 / rank of the target"
+    return f"{name.upper()}: {METRICS[name.partition('@')[0]][1].format(k=k)}"
+
+
 def check_metric(name: str) -> None:
     """UserError unless this is a metric's name."""
     if not re.fullmatch(METRIC, name):
-        raise UserError(f"unknown metric {name!r}; give hr@K, ndcg@K, mrr@K or mrr, such as 'ndcg@10'")
+        names = ", ".join(f"{one}@K" for one in METRICS)
+        raise UserError(f"unknown metric {name!r}; give {names} or mrr, such as 'ndcg@10'")
 
 
 def values_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, FloatArray]:
@@ -67,9 +107,7 @@ def values_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, Floa
         if not (is_whole(k) and k >= 1):
             raise UserError(f"metrics are cut at k = {k!r}; give whole numbers of at least 1")
     assert ranks.size == 0 or ranks.min() >= 1, "the best rank is 1"
-    values = {f"hr@{k}": hit_rate(ranks, k) for k in ks}
-    values |= {f"ndcg@{k}": ndcg(ranks, k) for k in ks}
-    values |= {f"mrr@{k}": reciprocal_rank(ranks, k) for k in ks}
+    values = {f"{name}@{k}": of(ranks, k) for name, (of, _) in METRICS.items() for k in ks}
     return values | {"mrr": reciprocal_rank(ranks)}
 
 

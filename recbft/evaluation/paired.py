@@ -2,17 +2,17 @@
 
 Over seeds, with d_s the difference of the two arms trained with seed s, n of them, mean m and standard deviation sd:
 
-    t = m / (sd / sqrt(n)),  n - 1 degrees of freedom, two-sided                                  (1)
-    interval m +- t_{0.975, n-1} sd / sqrt(n)                                                     (2)
-    sign-flip p = share of the 2^n sign patterns with |mean(+-d)| >= |m|                          (3)
-    Cohen's d = m / sd                                                                            (4)
-    smallest effect: the m that (1) at level 0.05 finds with probability 0.8, given sd and n      (5)
+    t = m / (sd / sqrt(n)),  n - 1 degrees of freedom, two-sided                                  (a)
+    interval m +- t_{0.975, n-1} sd / sqrt(n)                                                     (b)
+    sign-flip p = share of the 2^n sign patterns with |mean(+-d)| >= |m|                          (c)
+    Cohen's d = m / sd                                                                            (d)
+    smallest effect: the m that (a) at level 0.05 finds with probability 0.8, given sd and n      (e)
 
-(1) asks whether the arms' means over seeds differ if differences are normal; (3) needs only that under no effect a
+(a) asks whether the arms' means over seeds differ if differences are normal; (c) needs only that under no effect a
 difference is as likely as its negative. Both treat the users as given. Over users the roles change: seeds are averaged
 away first, and the question is whether other users would have shown the difference too.
 
-Source: Student (1908); Fisher, The Design of Experiments (1935), section 21, for (3); Holm (1979); Fisher (1925) for
+Source: Student (1908); Fisher, The Design of Experiments (1935), section 21, for (c); Holm (1979); Fisher (1925) for
 the pooled p; Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
 """
 
@@ -31,7 +31,7 @@ from recbft.errors import UserError
 
 EXACT_SEEDS = 20  # up to 2^20 sign patterns are enumerated; more seeds are sampled
 PATTERNS_AT_ONCE = 2**14
-LEVEL, POWER = 0.05, 0.8  # of (5)
+LEVEL, POWER = 0.05, 0.8  # of (e)
 FloatArray = NDArray[np.float64]
 
 
@@ -46,16 +46,16 @@ class SeedComparison:
     sd_other: float
     difference: float  # other - baseline
     relative: float | None  # difference / mean_baseline; 0 where both are 0, None where only the baseline is
-    interval: tuple[float, float]  # (2), 95 %
-    p_t: float  # (1)
-    p_sign_flip: float  # (3)
+    interval: tuple[float, float]  # (b), 95 %
+    p_t: float  # (a)
+    p_sign_flip: float  # (c)
     wins: int  # seeds in which the other arm is strictly better
-    cohen_d: float | None  # (4); 0 for equal arms, None where all differences are the same and not 0
-    smallest_effect: float  # (5), in the metric's own unit
+    cohen_d: float | None  # (d); 0 for equal arms, None where all differences are the same and not 0
+    smallest_effect: float  # (e), in the metric's own unit
 
     @property
     def is_constant(self) -> bool:
-        """One difference in every seed, be it 0: there is no spread for (1), (2), (5); ``p_t`` is the sign flips'."""
+        """One difference in every seed, be it 0: there is no spread for (a), (b), (e); ``p_t`` is the sign flips'."""
         return self.smallest_effect == 0
 
 
@@ -128,7 +128,7 @@ def compare_users(baseline: ArrayLike, other: ArrayLike, *, samples: int = 10_00
 
 
 def seed_interval(values: ArrayLike) -> tuple[float, float] | None:
-    """95 % t interval of one arm's mean over seeds, (2) with the values in place of differences; None for one seed."""
+    """95 % t interval of one arm's mean over seeds, (b) with the values in place of differences; None for one seed."""
     a = np.asarray(values, dtype=np.float64)
     if a.size < 2:
         return None
@@ -165,7 +165,7 @@ def share_of(part: float, whole: float) -> float | None:
 
 
 def sign_flip_p(differences: ArrayLike, *, samples: int = 100_000, seed: int = 0) -> float:
-    """Equation (3): exact up to ``EXACT_SEEDS`` differences besides 0, else sampled: (1 + hits) / (1 + samples)."""
+    """Equation (c): exact up to ``EXACT_SEEDS`` differences besides 0, else sampled: (1 + hits) / (1 + samples)."""
     d = np.asarray(differences, dtype=np.float64)
     d = d[d != 0]  # whose sign changes nothing
     observed = abs(d.sum()) - 1e-12 * np.abs(d).sum()  # equal sums must count, whatever order they were added in
@@ -231,13 +231,13 @@ def _rounding(a: FloatArray, b: FloatArray) -> float:
 
 
 def _t_test(mean: float, sd: float, n: int) -> float:
-    """Two-sided p of (1); sd > 0."""
+    """Two-sided p of (a); sd > 0."""
     return float(2 * stats.t.sf(abs(mean) / (sd / math.sqrt(n)), n - 1))
 
 
 @lru_cache
 def _smallest_standard_effect(n: int) -> float:
-    """Equation (5) for sd = 1; the chance of |t| beyond its critical value, averaged over the estimated deviation."""
+    """Equation (e) for sd = 1; the chance of |t| beyond its critical value, averaged over the estimated deviation."""
     critical, degrees = float(stats.t.ppf(1 - LEVEL / 2, n - 1)), n - 1
 
     def lacking(effect: float) -> float:

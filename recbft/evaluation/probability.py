@@ -1,22 +1,20 @@
 """How likely each item is the user's next: scores as probabilities, by two numbers fitted on validation.
 
-    p_i = (1 - u) exp(s_i / T) / sum_j exp(s_j / T) + u / n          over the n items j that a list may hold     (1)
-    T, u = argmax of  ln f(T) + ln g(u) + sum over users of ln p_target      over validation targets            (2)
-    f(T) = 1 / (1 + (ln T / 0.4)^2)        g(u) = u (1 - u)^3        up to a factor                             (3)
+    p_i = (1 - u) exp(s_i / T) / sum_j exp(s_j / T) + u / n     over the n items j that a list may hold      (6.7)
+    T, u = argmax of  ln f(T) + ln g(u) + sum over users of ln p_target     over validation targets          (6.8)
+    f(T) = 1 / (1 + (ln T / 0.4)^2)       g(u) = u (1 - u)^3       up to a factor                            (6.9)
 
-u, the lapse rate, is the share of events that come evenly from all items, whatever the scores. Without it T alone must
+The lapse rate u is the share of events that come evenly from all items, whatever the scores. Without it T alone must
 make room for targets that nobody foresaw, and takes it from the items at the head of a list. For each T the best u
-follows from the targets' softmax alone (the sum is concave in u), so (2) is a search in one dimension: T of a grid a
-factor of 2 apart, from 1/32 to 2^20, and of 2^(1/4) from 1/8 to 2, then Brent's method between the neighbours of its
-peaks. Where users are few there may be two, one near 1 and one below it, where scores foresee some targets and the rest
-count as lapses; in steps of 2 the higher can go unseen. The prior (3) counts there too: ln T is Cauchy, near 0 as far
-as nothing speaks against it, and u is as if one event had been a lapse and three had not. Lists of fewer items than (2)
-was fitted on take the same T and u over those; that is not (1) of all items given that the next is one of these, whose
-u depends on them.
+follows from the targets' softmax alone (the sum is concave in u), so (6.8) is a search in one dimension: over a grid of
+T (steps of 2 from 1/32 to 2^20, of 2^(1/4) from 1/8 to 2), then by Brent's method between the neighbours of its peaks.
+Where users are few there may be two peaks, one near 1 and one below it, where scores foresee some targets and the rest
+count as lapses; steps of 2 can miss the higher one. The prior (6.9) matters there: ln T is Cauchy, near 0 as far as
+nothing speaks against it, and u is as if one event had been a lapse and three had not. Lists of fewer items than (6.8)
+was fitted on take the same T and u over those.
 
-Source: temperature: Guo et al., On Calibration of Modern Neural Networks (2017); lapse rate: Wichmann and Hill, The
-psychometric function I (2001), who bound it by a prior too; their product and (3) are ours, and what they are worth is
-measured in docs/study.md, section 6.
+Source: docs/method.md, section 6. Temperature: Guo et al., On Calibration of Modern Neural Networks (2017); lapse rate:
+Wichmann and Hill, The psychometric function I (2001), who bound it by a prior too; their product and (6.9) are ours.
 Shapes: N users, V items, D state width; a block has n users by w items.
 """
 
@@ -44,14 +42,14 @@ FITTED_SCORES = 20_000_000  # a run's probabilities are fitted on so many users 
 FITTED_USERS = 500  # or on so many users where that is more
 # Of T; the hottest are for scores that are counts of events.
 GRID = sorted({2.0**power for power in range(-5, 21)} | {2.0 ** (quarters / 4) for quarters in range(-12, 5)})
-SCALE_OF_LOG_T = 0.4  # of (3)
-LAPSED, FORESEEN = 1, 3  # events of (3)
+SCALE_OF_LOG_T = 0.4  # of (6.9)
+LAPSED, FORESEEN = 1, 3  # events of (6.9)
 CLOSE = 1.0  # a peak of the grid further below the highest one is not looked into
 TOLERANCE = 1e-3  # of ln T, of which its own uncertainty is a hundred times as much
 
 
 class Calibration(NamedTuple):
-    """What makes probabilities of scores, by (1)."""
+    """What makes probabilities of scores, by (6.7)."""
 
     temperature: float  # T > 0
     lapse: float  # u in [0, 1]
@@ -84,7 +82,7 @@ class LogSum:
 def calibrations(
     model: SequenceModel, dataset: Dataset, *, memory_mb: float = 256.0
 ) -> dict[str, dict[str, float] | None]:
-    """Equation (2) for a trained model, on users drawn from a fixed seed where the catalogue is large.
+    """Equation (6.8) for a trained model, on users drawn from a fixed seed where the catalogue is large.
 
     Returns:
         "unfiltered" over all items, "filtered" over those that the user has not seen, fitted where the target is among
@@ -107,7 +105,7 @@ def calibrations(
 
 
 def fitting_users(dataset: Dataset, users: IntArray) -> IntArray:
-    """Of these users those that (2) is fitted on: all, or of a large catalogue as many as are worth their time."""
+    """Of these users those that (6.8) is fitted on: all, or of a large catalogue as many as are worth their time."""
     return users[some_users(len(users), dataset.num_items, scores=FITTED_SCORES, at_least=FITTED_USERS)]
 
 
@@ -128,13 +126,13 @@ def fit(
     prior: bool = True,
     memory_mb: float = 256.0,
 ) -> Calibration:
-    """Equation (2), or with ``lapses=False`` T alone, u being 0; with ``prior=False`` by likelihood alone.
+    """Equation (6.8), or with ``lapses=False`` T alone, u being 0; with ``prior=False`` by likelihood alone.
 
     Args:
         states: (N, D).
         targets: item index per user, (N,).
-        seen: items that (1) leaves out, and their offsets by user, (N + 1,); no target is among its user's.
-        memory_mb: bound on the scores that are alive at a time, and on what (1) makes of them.
+        seen: items that (6.7) leaves out, and their offsets by user, (N + 1,); no target is among its user's.
+        memory_mb: bound on the scores that are alive at a time, and on what (6.7) makes of them.
     """
     from scipy.optimize import minimize_scalar  # half a second to import, which nobody who only recommends waits for
 
@@ -144,7 +142,7 @@ def fit(
     log_chance = -np.log(excluded.left(num_items))
 
     counts = (LAPSED, FORESEEN) if prior else (0, 0)
-    tried: dict[float, tuple[float, float]] = {}  # by T: its best u, and (2) there
+    tried: dict[float, tuple[float, float]] = {}  # by T: its best u, and (6.8) there
 
     def try_all(temperatures: Sequence[float]) -> None:
         found = log_softmax_of_targets(states, table, targets, excluded, temperatures, memory_mb)
@@ -171,7 +169,7 @@ def _peaks(values: Sequence[float]) -> list[int]:
 
 
 def _log_prior(temperature: float) -> float:
-    """ln f of (3)."""
+    """ln f of (6.9)."""
     return -math.log1p((math.log(temperature) / SCALE_OF_LOG_T) ** 2)
 
 
@@ -202,7 +200,7 @@ def best_lapse(
 
 
 def log_of_mixture(log_p: FloatArray, log_chance: FloatArray, lapse: float) -> FloatArray:
-    """ln of (1) from those of its softmax and of c = 1 / n, (N,) each."""
+    """ln of (6.7) from those of its softmax and of c = 1 / n, (N,) each."""
     log_lapse = math.log(lapse) if lapse > 0 else -math.inf
     mixed: FloatArray = np.logaddexp(math.log1p(-lapse) + log_p, log_lapse + log_chance)
     return mixed
@@ -216,7 +214,7 @@ def log_softmax_of_targets(
     temperatures: Sequence[float],
     memory_mb: float,
 ) -> list[FloatArray]:
-    """ln of the softmax of (1) at each user's target, (N,), at each temperature."""
+    """ln of the softmax of (6.7) at each user's target, (N,), at each temperature."""
     states, candidates = align(states, table)
     num_items = len(candidates.weight)
     rows, width, chunks = user_blocks(states, num_items, memory_mb / 2)

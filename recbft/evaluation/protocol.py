@@ -1,4 +1,4 @@
-"""How a number was made, kept beside it; and the one way to print metrics, which prints that too."""
+"""How a number was made, kept beside it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ SPLIT = "leave-one-out: the last event tests, the one before validates, the rest
 RANKING = "full: the target among all items of the vocabulary"
 TIES = "against the target: rank = 1 + number of greater scores + number of other equal scores"
 SETTINGS = {"unfiltered": "all items", "filtered": "seen masked"}
-
-_PRINTED = (
-    "dataset", "users", "items", "events", "content_hash", "target_hash", "part", "filter_seen", "max_length", "seed",
-    "recbft_version", "config",
-)  # fmt: skip
 
 
 def protocol(
@@ -84,30 +79,6 @@ def _set(config: Mapping[str, Any]) -> dict[str, Any]:
 def headline_setting(filter_seen: bool) -> str:
     """The key of ``SETTINGS`` that ``filter_seen`` stands for: what comes first of the two that are always recorded."""
     return "filtered" if filter_seen else "unfiltered"
-
-
-def format_metrics(rows: Mapping[str, Mapping[str, float]], protocol: Mapping[str, Any]) -> str:
-    """Metrics as a table in plain text, one line per row, and the protocol they were made under.
-
-    Args:
-        rows: metrics by name for each label, such as an evaluation's ``metrics``; "unfiltered" and "filtered" are spelt
-            out.
-
-    Raises:
-        ValueError: the protocol lacks an entry; a number is not printed without it.
-    """
-    missing = [key for key in _PRINTED if key not in protocol]
-    if missing:
-        raise ValueError(f"the protocol lacks {', '.join(missing)}; a number is not printed without its protocol")
-    names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
-    labels = [SETTINGS.get(label, label) for label in rows]
-    first = max(map(len, labels), default=0)
-    widths = [max(len(name), 6) for name in names]
-    lines = [" " * first + "".join(f"  {name.upper():>{width}}" for name, width in zip(names, widths, strict=True))]
-    for label, metrics in zip(labels, rows.values(), strict=True):
-        cells = (f"{metrics[name]:.4f}" if name in metrics else "" for name in names)
-        lines.append(f"{label:<{first}}" + "".join(f"  {cell:>{w}}" for cell, w in zip(cells, widths, strict=True)))
-    return "\n".join(lines + protocol_lines(protocol))
 
 
 def protocol_lines(protocol: Mapping[str, Any]) -> list[str]:

@@ -1,11 +1,11 @@
 """Rank one target per user among all items.
 
     rank of t   1 + #{i : s_ui > s_ut} + #{i != t : s_ui = s_ut}
-                  = #{i : i = t or s_ui >= s_ut}             ties count against t  (1)
-    filtered    (1) without the items that the user has seen, t kept               (2)
+                  = #{i : i = t or s_ui >= s_ut}             ties count against t  (a)
+    filtered    (a) without the items that the user has seen, t kept               (b)
 
-Both settings come from one pass: (2) is (1) less the seen items that count in it. Scores come in blocks of users by
-items; (1) turns a block into zeros and ones in place, and a sum is all that is left to do.
+Both settings come from one pass: (b) is (a) less the seen items that count in it. Scores come in blocks of users by
+items; (a) turns a block into zeros and ones in place, and a sum is all that is left to do.
 
 A matrix product rounds equal columns differently at the edges of its blocks, which would break ties at random. Items
 whose rows in the table are equal are therefore scored once and counted with their number.
@@ -50,7 +50,7 @@ def full_ranks(
     memory_mb: float = 256.0,
     user_ids: NDArray[np.generic] | None = None,
 ) -> Ranks:
-    """Rank every user's target by (1) and (2).
+    """Rank every user's target by (a) and (b).
 
     Args:
         states: one per user, (N, D).
@@ -94,7 +94,7 @@ def full_ranks(
 
 
 def _mark_at_least(block: Tensor, own: IntArray, score: Tensor | None) -> Tensor:
-    """Turn scores into the terms of (1), in place: 1 for the target itself and where the score is at least its own.
+    """Turn scores into the terms of (a), in place: 1 for the target itself and where the score is at least its own.
 
     Args:
         block: scores, (n, w).

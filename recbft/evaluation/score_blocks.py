@@ -1,6 +1,6 @@
 """Scores of users by items in blocks, so that a ranking never holds more of them than a given memory.
 
-    score   s_ui = state_u . weight_i + bias_i                                  (1)
+    score   s_ui = state_u . weight_i + bias_i                                (6.2)
 
 Shapes: N users, V items, D state width; a block has n users by w items.
 """
@@ -98,7 +98,7 @@ def user_blocks(states: Tensor, num_items: int, memory_mb: float) -> tuple[int, 
 
 
 def score_block(chunk: Tensor, candidates: Candidates, columns: slice, room: Tensor) -> Tensor:
-    """Scores (1) of a chunk of users, (n, D), for a range of candidates: (n, w), written over ``room`` (>= n w,)."""
+    """Scores (6.2) of a chunk of users, (n, D), for a range of candidates: (n, w), written over ``room`` (>= n w,)."""
     n, w = len(chunk), columns.stop - columns.start
     bias = None if candidates.bias is None else candidates.bias[columns]
     filled_up = min(room.numel() // w, common_size(n, chunk))

@@ -1,7 +1,7 @@
 """Which users belong together: by how often their target occurs in training, how active they are, how long ago it was.
 
-    edges of K quantiles: the least values with shares of 1/K ... (K-1)/K of a population at or below   (1)
-    stratum of a value = number of edges below it                                                        (2)
+    edges of K quantiles: the least values with shares of 1/K ... (K-1)/K of a population at or below   (a)
+    stratum of a value = number of edges below it                                                        (b)
 
 Item frequency takes its edges from the training counts of the distinct items, so that each stratum holds equal numbers
 of items as far as ties allow (Q0 rarest); user activity takes them from the users' own training lengths (Q0 shortest),
@@ -126,7 +126,7 @@ def confound(training_length: ArrayLike, target_frequency: ArrayLike) -> Confoun
 
 
 def quantile_edges(population: NDArray[Number], quantiles: int) -> NDArray[Number]:
-    """Equation (1), (K - 1,); the population is not empty."""
+    """Equation (a), (K - 1,); the population is not empty."""
     # In whole numbers: a share of 1/K is rounded, and its product with a size may lie above a whole number.
     last = -(-np.arange(1, quantiles) * population.size // quantiles) - 1
     edges: NDArray[Number] = np.sort(population)[last]
@@ -139,7 +139,7 @@ def _quantiles(axis: str, unit: str, values: IntArray, population: IntArray, qua
     if values.size == 0 or population.size == 0:
         raise UserError("there is no user to stratify; evaluate a data set with users first")
     edges = quantile_edges(population, quantiles)
-    member = np.searchsorted(edges, values, side="left")  # (2)
+    member = np.searchsorted(edges, values, side="left")  # (b)
     low = np.concatenate([[population.min()], edges + 1])
     high = np.concatenate([edges, [population.max()]])
     low[0], high[-1] = min(low[0], values.min()), max(high[-1], values.max())

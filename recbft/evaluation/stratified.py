@@ -1,10 +1,10 @@
 """Where a metric comes from: every arm's level in every stratum, and each arm against a baseline there.
 
-    level of arm a in stratum g      mean over the users of g, then over seeds                              (1)
-    interval of a level              t interval over seeds; with one seed, bootstrap over the users of g     (2)
+    level of arm a in stratum g      mean over the users of g, then over seeds                              (a)
+    interval of a level              t interval over seeds; with one seed, bootstrap over the users of g     (b)
                                      none where one set of ranks stands for all seeds
-    difference from the baseline     paired over seeds; with one seed, paired over the users of g            (3)
-    Holm                             over all tests of one table: its strata times its arms                  (4)
+    difference from the baseline     paired over seeds; with one seed, paired over the users of g            (c)
+    Holm                             over all tests of one table: its strata times its arms                  (d)
 
 A stratum is too small to say anything where it has fewer than ``MIN_USERS`` users, or where even the best arm puts
 fewer than ``MIN_HITS`` targets among the first k (mean over seeds; k = 10 for a metric without one): one user more or
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.errors import UserError
 from recbft.evaluation.metrics import cutoff, hit_rate, one_from_ranks
 from recbft.evaluation.paired import (
     SeedComparison,
@@ -44,8 +43,8 @@ Difference = SeedComparison | UserComparison
 class Level:
     """One arm in one stratum; no interval where nothing varies: one seed and one user, or equal ranks in all seeds."""
 
-    mean: float  # (1)
-    interval: tuple[float, float] | None  # (2)
+    mean: float  # (a)
+    interval: tuple[float, float] | None  # (b)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,8 @@ class StratumResult:
     num_targets: int  # distinct
     mean_target_frequency: float  # training events
     levels: dict[str, Level]
-    differences: dict[str, Difference]  # (3), of every arm but the baseline; none where nothing can be paired
-    holm_p: dict[str, float]  # (4), of the t-test over seeds or of the sign flips over users
+    differences: dict[str, Difference]  # (c), of every arm but the baseline; none where nothing can be paired
+    holm_p: dict[str, float]  # (d), of the t-test over seeds or of the sign flips over users
     too_small: str  # why, empty where the stratum is large enough
 
 
@@ -82,11 +81,13 @@ def stratify(
         target_frequency: training events of each target, (N,).
 
     Raises:
-        UserError: an arm has other users or seeds than the strata or the baseline, or the metric is unknown.
+        UserError: the metric is unknown.
     """
-    arrays = {arm: _checked(arm, of_arm, strata) for arm, of_arm in ranks.items()}
-    if baseline is not None:
-        _check_seeds(arrays, baseline)
+    arrays = {arm: np.atleast_2d(np.asarray(of_arm, dtype=np.int64)) for arm, of_arm in ranks.items()}
+    shapes = {of_arm.shape for of_arm in arrays.values()}
+    assert len(shapes) == 1 and shapes.pop()[1] == strata.member.size, (
+        "arms have seeds in common, and the strata's users"
+    )
     values = {arm: one_from_ranks(of_arm, metric) for arm, of_arm in arrays.items()}
     hits = {arm: hit_rate(of_arm, cutoff(metric) or 10) for arm, of_arm in arrays.items()}
     alike = {arm: len(of_arm) > 1 and not (of_arm != of_arm[0]).any() for arm, of_arm in arrays.items()}
@@ -119,7 +120,7 @@ def p_of(difference: Difference) -> float:
 
 
 def _level(values: NDArray[np.float64], *, alike: bool) -> Level:
-    """(1) and (2) of values (S, n), of an arm whose ranks are alike in all seeds or not."""
+    """(a) and (b) of values (S, n), of an arm whose ranks are alike in all seeds or not."""
     per_seed = values.mean(axis=1)
     interval = None if alike else seed_interval(per_seed)
     if len(values) == 1 and values.shape[1] > 1:
@@ -128,14 +129,14 @@ def _level(values: NDArray[np.float64], *, alike: bool) -> Level:
 
 
 def _difference(baseline: NDArray[np.float64], other: NDArray[np.float64]) -> Difference | None:
-    """(3); None for one user in one seed, where nothing varies."""
+    """(c); None for one user in one seed, where nothing varies."""
     if baseline.shape[0] > 1:
         return compare_seeds(baseline.mean(axis=1), other.mean(axis=1))
     return compare_users(baseline[0], other[0], samples=SAMPLES) if baseline.shape[1] > 1 else None
 
 
 def _adjusted(rows: list[StratumResult]) -> list[StratumResult]:
-    """(4): the rows again with Holm's p of their differences."""
+    """(d): the rows again with Holm's p of their differences."""
     family = [(row, arm) for row in rows for arm in row.differences]
     for (row, arm), p in zip(family, holm([p_of(row.differences[arm]) for row, arm in family]), strict=True):
         row.holm_p[arm] = p
@@ -146,23 +147,3 @@ def _too_small(num_users: int, hits: float) -> str:
     if num_users < MIN_USERS:
         return f"{num_users} user{'s' * (num_users != 1)}"
     return f"{hits:.3g} hit{'s' * (hits != 1)}" if hits < MIN_HITS else ""
-
-
-def _checked(arm: str, ranks: ArrayLike, strata: Strata) -> IntArray:
-    array = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
-    if array.shape[1] != strata.member.size:
-        raise UserError(
-            f"{arm} has {array.shape[1]:,} users and the strata {strata.member.size:,}; use runs on the same data"
-        )
-    return array
-
-
-def _check_seeds(ranks: Mapping[str, IntArray], baseline: str) -> None:
-    if baseline not in ranks:
-        raise UserError(f"the baseline {baseline!r} is not among the arms; choose one of {', '.join(ranks)}")
-    for arm, of_arm in ranks.items():
-        if of_arm.shape[0] != ranks[baseline].shape[0]:
-            raise UserError(
-                f"{arm} has {of_arm.shape[0]} seeds and {baseline} {ranks[baseline].shape[0]}; "
-                "compare them over the seeds they share"
-            )

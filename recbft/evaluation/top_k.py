@@ -1,6 +1,6 @@
 """The k best items per user, ties broken by the smaller item index, in blocks of bounded memory.
 
-With a ``Calibration`` they have probabilities, by (1) of ``probability``, over the items that the list may hold.
+With a ``Calibration`` they have probabilities, by (6.7), over the items that the list may hold.
 
 Shapes: N users, V items, D state width; a block has n users by w items.
 """

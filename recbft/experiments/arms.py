@@ -19,7 +19,7 @@ from recbft.config.fields import NULL_WORDS, by_setting, field_types, to_dict
 from recbft.config.yaml_text import parse_setting
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
-from recbft.evaluation.config import EvaluationConfig
+from recbft.evaluation.metrics import EvaluationConfig
 from recbft.experiments.lists import split_list
 from recbft.mixers import MIXERS
 from recbft.models import MODELS

@@ -5,13 +5,14 @@ Readable on a phone, in print, on light and dark ground (``page.css``). A table 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from string import Template
 
-from recbft.reporting.sections import Plot, Section
-from recbft.reporting.tables import Table, html
+from recbft.reporting.tables import Table, html, html_words
+from recbft.reporting.verdict import Answer
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -41,22 +42,64 @@ $sections
 """)
 
 
-def page(title: str, answer: Sequence[str], sections: Sequence[Section], *, generator: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A drawing and the words below it."""
+
+    name: str
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading and what stands under it; ``folded`` tables open on demand, ``commands`` are set as typed."""
+
+    name: str
+    title: str
+    words: Sequence[str] = ()
+    plots: Sequence[Plot] = ()
+    tables: Sequence[Table] = ()
+    folded: Sequence[Table] = ()
+    commands: Sequence[str] = ()
+    items: Mapping[str, str] = field(default_factory=dict)
+
+
+def page(
+    title: str,
+    answers: Sequence[Answer],
+    terms: Mapping[str, str],
+    sections: Sequence[Section],
+    *,
+    generator: str,
+    notice: str = "",
+) -> str:
     """The page's text.
 
     Args:
         title: what is compared, on what.
-        answer: a sentence for each arm, shown first.
+        answers: for each arm, shown first.
+        terms: what the words of the answers mean.
         generator: what made the page.
+        notice: what the page lacks, and how to get it.
     """
+    parts = [part for one in answers for part in _answer(one)]
+    if terms:
+        parts.append(f"<details open><summary>What these words mean</summary>{_definitions(terms)}</details>")
     return _PAGE.substitute(
         title=escape(title),
         style=files("recbft.reporting").joinpath("page.css").read_text(encoding="utf-8"),
-        answer="\n".join(map(_paragraph, answer)),
+        answer="\n".join([*parts, *([_paragraph(notice, "notice")] if notice else [])]),
         contents=" ".join(f'<a href="#{escape(s.name)}">{escape(s.title)}</a>' for s in sections),
         sections="\n".join(map(_section, sections)),
         generator=escape(generator),
     )
+
+
+def _answer(one: Answer) -> list[str]:
+    said = (f"<b>{label}:</b> {html_words(words)}" for label, words in
+            (("What to do", one.advice), ("Evidence", one.evidence)))  # fmt: skip
+    return [_paragraph(one.sentence, "sentence"), *(f"<p>{each}</p>" for each in said)]
 
 
 def _section(section: Section) -> str:
@@ -68,23 +111,22 @@ def _section(section: Section) -> str:
     parts += map(_folded, section.folded)
     parts += (f"<pre>{escape(command)}</pre>" for command in section.commands)
     if section.items:
-        rows = "\n".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in section.items.items())
-        parts.append(f"<details><summary>Every field</summary><dl>{rows}</dl></details>")
+        parts.append(f"<details><summary>Every field of the protocol</summary>{_definitions(section.items)}</details>")
     return "\n".join([*parts, "</section>"])
 
 
 def _plot(plot: Plot) -> str:
     # The drawing is our own: see ``plots.svg``, which escapes what it writes.
-    return f"<figure>{plot.svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
+    return f"<figure>{plot.svg}<figcaption>{html_words(plot.caption)}</figcaption></figure>"
 
 
 def _folded(table: Table) -> str:
     return f"<details><summary>{escape(table.title)}</summary>{html(table)}</details>"
 
 
-def _paragraph(words: str) -> str:
-    """With a number and what belongs to it on one line."""
-    kept = (
-        escape(words).replace(" %", "&nbsp;%").replace("p = ", "p&nbsp;=&nbsp;").replace("p &lt; ", "p&nbsp;&lt;&nbsp;")
-    )
-    return f"<p>{kept}</p>"
+def _definitions(items: Mapping[str, str]) -> str:
+    return f"<dl>{chr(10).join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in items.items())}</dl>"
+
+
+def _paragraph(words: str, kind: str = "") -> str:
+    return f"<p{f' class={kind}' if kind else ''}>{html_words(words)}</p>"

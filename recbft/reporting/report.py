@@ -1,7 +1,7 @@
 """The whole report of a comparison: put together once, written in any of its forms.
 
 html    report.html        one self-contained page
-md      report.md          answer, tables, protocol, commands
+md      report.md          answers, tables, protocol, commands
 latex   latex/tables.tex   every table
 csv     csv/TABLE.csv      every table with all digits
 svg     svg/PLOT.svg       every plot as a file of its own
@@ -9,10 +9,12 @@ svg     svg/PLOT.svg       every plot as a file of its own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from recbft.comparing.comparison import COMPARISON_FILE, Comparison
 from recbft.comparing.provenance import notes_on_machines
@@ -20,14 +22,11 @@ from recbft.comparing.results import results_of
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import listed
 from recbft.reporting import plots, sections
-from recbft.reporting.exposure_section import exposure_section
-from recbft.reporting.findings import findings, headline_findings
-from recbft.reporting.page import page
+from recbft.reporting.comparison_tables import findings, headline_findings
+from recbft.reporting.page import Section, page
 from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
-from recbft.reporting.sections import Section
-from recbft.reporting.tables import Table, markdown, write_tables
-from recbft.reporting.text_tables import markdown_words
-from recbft.reporting.verdict import SENTENCES, answers
+from recbft.reporting.tables import Table, markdown, markdown_words, write_tables
+from recbft.reporting.verdict import SENTENCES, Answer, answers, terms
 from recbft.system import recbft_version
 from recbft.system.files import make_folder, read_json, write_atomic
 
@@ -35,13 +34,21 @@ FORMATS = ("html", "md", "latex", "csv", "svg")
 WITH_PLOTS = ("html", "svg")
 
 
+NO_PLOTS = (
+    "This page has no plots, because matplotlib is missing. Install it with pip install 'recbft[report]' and call "
+    "recbft report again."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Title, a sentence for each arm, and what stands behind them."""
+    """Title, an answer for each arm, what its words mean, and what stands behind it."""
 
     title: str
-    answer: Sequence[str]
+    answer: Sequence[Answer]
     sections: Sequence[Section]
+    terms: Mapping[str, str] = field(default_factory=dict)
+    notice: str = ""  # what the report lacks
 
     @property
     def tables(self) -> list[Table]:
@@ -60,25 +67,34 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
         plots.check_available()
     results = _results(comparison)
     dataset = comparison.protocol["dataset"]
-    found = findings(comparison, results)
+    first = {name: headline_findings(comparison, each) for name, each in findings(results).items()}
+    chosen = [one for each in first.values() for one, _ in each]
     probes, unusable = load_probes(comparison)
     others = [name for name in comparison.arms if name != comparison.baseline]
     compared = listed(others) if len(others) <= SENTENCES else f"{len(others)} arms"
+    model = comparison.protocol.get("config", {}).get("model")  # where all arms are of one
+    # Run folders may have come from elsewhere since the comparison was made.
+    notes = list(dict.fromkeys([*results["notes"], *notes_on_machines(comparison), *unusable]))
     return Report(
-        title=f"{compared} against {comparison.baseline}{_of_model(comparison)} on {dataset}",
-        answer=[line for each in found.values() for line in answers(headline_findings(comparison, each), dataset)],
+        title=f"{compared} against {comparison.baseline} on {dataset}{f' ({model})' if model else ''}",
+        answer=[
+            line
+            for baseline, each in first.items()
+            for line in answers(each, dataset, results["arms"], _equal_arms(comparison, baseline))
+        ],
+        terms={**terms(chosen, max(map(len, first.values()), default=0)), **sections.summaries(comparison)},
         sections=[
+            sections.notes_section(notes),
             sections.metrics_section(comparison, results, draw=draw),
             sections.strata_section(comparison, data_root=data_root, draw=draw),
             mechanism_section(probes, draw=draw),
             uncertainty_section(probes, draw=draw),
-            exposure_section(comparison, results),
-            sections.training_section(comparison, draw=draw),
+            sections.exposure_section(comparison, results),
+            sections.training_section(comparison, results, draw=draw),
             sections.protocol_section(comparison, results),
             sections.commands_section(comparison, results),
-            # Run folders may have come from elsewhere since the comparison was made.
-            sections.notes_section(list(dict.fromkeys([*results["notes"], *notes_on_machines(comparison), *unusable]))),
         ],
+        notice="" if draw else NO_PLOTS,
     )
 
 
@@ -98,7 +114,9 @@ def write_report(report: Report, out: str | Path, formats: Iterable[str] = FORMA
     written = []
     for form in formats:
         if form == "html":
-            text = page(report.title, report.answer, report.sections, generator=generator)
+            text = page(
+                report.title, report.answer, report.terms, report.sections, generator=generator, notice=report.notice
+            )
             written.append(_write(out / "report.html", text))
         elif form == "md":
             written.append(_write(out / "report.md", document(report)))
@@ -113,7 +131,11 @@ def write_report(report: Report, out: str | Path, formats: Iterable[str] = FORMA
 
 def document(report: Report) -> str:
     """The report as Markdown, without plots."""
-    parts = [f"# {markdown_words(report.title)}\n", *(f"{markdown_words(line)}\n" for line in report.answer)]
+    parts = [f"# {markdown_words(report.title)}\n"]
+    for one in report.answer:
+        said = (f"**{one.sentence}**", f"What to do: {one.advice}", f"Evidence: {one.evidence}")
+        parts += [f"{markdown_words(line)}\n" for line in said]
+    parts.append("\n".join(markdown_words(f"- {word}: {says}") for word, says in report.terms.items()) + "\n")
     for section in report.sections:
         parts.append(f"## {section.title}\n")
         parts += [f"{markdown_words(line)}\n" for line in section.words]
@@ -133,10 +155,13 @@ def _results(comparison: Comparison) -> dict[str, Any]:
     return saved
 
 
-def _of_model(comparison: Comparison) -> str:
-    """ ", sasrec," where all arms are of one model."""
-    model = comparison.protocol.get("config", {}).get("model")
-    return f", {model}," if model else ""
+def _equal_arms(comparison: Comparison, baseline: str) -> set[str]:
+    """The arms with the ranks of the baseline, for every user and seed in every setting they share."""
+    theirs = comparison.arms[baseline].ranks
+    return {
+        name for name, arm in comparison.arms.items()
+        if all(np.array_equal(arm.ranks[setting], theirs[setting]) for setting in comparison.settings(name, baseline))
+    }  # fmt: skip
 
 
 def _write(path: Path, text: str) -> Path:

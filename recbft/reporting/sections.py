@@ -1,55 +1,46 @@
-"""What the page says after the answer, section by section; each is tables, plots and plain words, in that order.
-
-A section without data is left out, and a line says which command would make it.
-"""
+"""The sections of the page that come from a comparison alone, each with words, plots and tables."""
 
 from __future__ import annotations
 
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from recbft.comparing.comparison import Arm, Comparison
 from recbft.config.fields import verbatim
 from recbft.errors import UserError
-from recbft.evaluation.protocol import SETTINGS, config_hash
+from recbft.evaluation.exposure import MEASURES, lists_of, usual_cutoff
+from recbft.evaluation.paired import compare_seeds, holm
+from recbft.evaluation.protocol import SETTINGS, config_hash, headline_setting
 from recbft.evaluation.strata import QUANTILES
 from recbft.experiments.arms import has_decay, leaves, settings_of, summary_of
 from recbft.experiments.lists import listed, seeds_text
 from recbft.reporting import plots
-from recbft.reporting.findings import Finding, findings, headline_findings, level_table, seed_table, user_table
-from recbft.reporting.stratified_arms import headline, subject_of_comparison
+from recbft.reporting.comparison_tables import (
+    Finding,
+    findings,
+    headline_findings,
+    level_table,
+    seed_table,
+    training_table,
+    user_table,
+    without_spread,
+)
+from recbft.reporting.page import Plot, Section
+from recbft.reporting.stratified_arms import subject_of_comparison
 from recbft.reporting.stratum_tables import Stratified, available, stratified
 from recbft.reporting.tables import Cell, Column, Table, distinct
 from recbft.training.run_config import load_run_config
 
+Exposures = Mapping[str, Mapping[str, Mapping[str, Any]]]  # arm -> setting -> measure@k -> mean, sd, values
 MAX_ARMS_IN_BARS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """A drawing and the words below it."""
-
-    name: str
-    svg: str
-    caption: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A heading and what stands under it; ``folded`` tables open on demand, ``commands`` are set as typed."""
-
-    name: str
-    title: str
-    words: Sequence[str] = ()
-    plots: Sequence[Plot] = ()
-    tables: Sequence[Table] = ()
-    folded: Sequence[Table] = ()
-    commands: Sequence[str] = ()
-    items: Mapping[str, str] = field(default_factory=dict)
+_STRATA = (
+    "Users are split into groups, called strata, to see for whom there is a difference. Q0 is the group with the "
+    "lowest values, such as the rarest targets."
+)
 
 
 def colours_of(comparison: Comparison) -> dict[str, int]:
@@ -58,19 +49,26 @@ def colours_of(comparison: Comparison) -> dict[str, int]:
     return {comparison.baseline: 0, **{name: number for number, name in enumerate(others, start=1)}}
 
 
+def summaries(comparison: Comparison) -> dict[str, str]:
+    """What each trained arm is, as ``recbft models`` says it."""
+    said = {}
+    for name, arm in comparison.arms.items():
+        if arm.config and (summary := summary_of(arm.config)):
+            decay = "; attention decays with distance (recency decay)" if has_decay(arm.config) else ""
+            said[name] = f"{summary}{decay}."
+    return said
+
+
 def metrics_section(comparison: Comparison, results: Mapping[str, Any], *, draw: bool) -> Section:
     """Levels and differences."""
-    found = findings(comparison, results)
+    found = findings(results)
     main = found.get(comparison.baseline, [])
-    tables = [level_table(comparison, results), *(seed_table(comparison, each) for each in found.values() if each)]
-    over_users = [table for each in found.values() if each and (table := user_table(comparison, each)) is not None]
-    drawn = _difference_plots(comparison, main) if draw and main else []
+    over_users = [table for each in found.values() if each and (table := user_table(results, each)) is not None]
     return Section(
         name="metrics",
         title="Metrics",
-        words=_legend(comparison),
-        plots=drawn,
-        tables=distinct(tables),
+        plots=_difference_plots(comparison, main) if draw and main else [],
+        tables=distinct([level_table(results), *(seed_table(results, each) for each in found.values() if each)]),
         folded=distinct(over_users),
     )
 
@@ -79,7 +77,7 @@ def strata_section(comparison: Comparison, *, data_root: str | None, draw: bool)
     """Where the difference comes from."""
     subject = subject_of_comparison(comparison, data_root=data_root)
     names, left_out = available(subject)
-    first = headline(comparison.protocol)
+    first = headline_setting(comparison.protocol["filter_seen"])
     # An external system may know the other setting only; a trained arm, which is always there, knows both.
     there = subject.ranks
     setting = next(s for s in (first, *SETTINGS) if comparison.baseline in there[s] and len(there[s]) > 1)
@@ -92,41 +90,50 @@ def strata_section(comparison: Comparison, *, data_root: str | None, draw: bool)
     return Section(
         name="strata",
         title="Where it comes from: strata",
-        words=left_out,
+        words=[_STRATA, *left_out],
         plots=drawn,
         tables=[one.table for one in shown],
         folded=[one.table for one in made if one not in shown],
     )
 
 
-def training_section(comparison: Comparison, *, draw: bool) -> Section:
+def training_section(comparison: Comparison, results: Mapping[str, Any], *, draw: bool) -> Section:
     """How training went."""
-    rows: list[list[Cell]] = []
-    for name, arm in comparison.arms.items():
-        epochs = [len(history) for history in arm.histories if history]
-        if epochs:
-            seconds = [sum(float(row.get("seconds") or 0) for row in history) for history in arm.histories if history]
-            rows.append([name, len(epochs), sum(epochs) / len(epochs), sum(seconds) / len(seconds)])
-    if not rows:
-        return Section(name="training", title="Training", words=["No run of this comparison has a history."])
-    table = Table(
-        name="training",
-        title="Epochs and time",
-        caption="Mean over seeds, early stopping included; seconds are of the machine that each run was made on.",
-        columns=[Column("arm"), Column("runs", "count"), Column("epochs", "number"), Column("seconds", "number")],
-        rows=rows,
-    )
+    table = training_table(results)
+    if table is None:
+        return Section(name="training", title="Training", words=["No run of this comparison says how it was trained."])
     return Section(name="training", title="Training", plots=_curves(comparison) if draw else [], tables=[table])
+
+
+def exposure_section(comparison: Comparison, results: Mapping[str, Any]) -> Section:
+    """How much of the catalogue an arm's lists show, how evenly, and how popular it is."""
+    title = "What the lists show"
+    found: Exposures = {name: arm["exposure"] for name, arm in results["arms"].items() if arm.get("exposure")}
+    absent = [name for name in comparison.arms if name not in found]
+    words = [f"Of {listed(absent)} no lists are known, only ranks."] if absent else []
+    some = lists_of(comparison.users.size, comparison.protocol["items"])
+    words += [f"Lists of {some}, drawn from a fixed seed."] if some and found else []
+    if not found:
+        return Section(name="exposure", title=title, words=words)
+    k = usual_cutoff(next(iter(next(iter(found.values())).values())))
+    differences = _exposure_differences(comparison, found, k) if comparison.baseline in found else None
+    return Section(
+        name="exposure",
+        title=title,
+        words=words,
+        tables=[_exposure_table(comparison, found, k)],
+        folded=[] if differences is None else [differences],
+    )
 
 
 def protocol_section(comparison: Comparison, results: Mapping[str, Any]) -> Section:
     """Every field that decides a number."""
     p = comparison.protocol
-    dataset = p.get("dataset", "Data of several names")
+    headline = SETTINGS[headline_setting(p["filter_seen"])]
     words = [
-        f"{dataset}: {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "
-        f"content {p['content_hash'][:12]}, targets {p['target_hash'][:12]}.",
-        f"Split: {p['split']}. Ranking: {p['ranking']}; headline {SETTINGS[headline(p)]}. Ties: {p['ties']}.",
+        f"{p['dataset']}: {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "
+        f"hash of the content {p['content_hash'][:12]}, of the targets {p['target_hash'][:12]}.",
+        f"Split: {p['split']}. Ranking: {p['ranking']}; headline {headline}. Ties: {p['ties']}.",
         f"Seeds {seeds_text(comparison.seeds)}, recbft {p['recbft_version']}.",
     ]
     shared = {key: _plain(value) for key, value in leaves(p).items()}
@@ -138,7 +145,7 @@ def protocol_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
     table = Table(
         name="arms",
         title="What the arms differ in",
-        caption="Every setting that is not the same in all trained arms; a dash: the arm has no such setting.",
+        caption="Every setting that is not the same in all trained arms. A dash: the arm has no such setting.",
         columns=[Column("setting"), *(Column(name) for name in configs)],
         rows=[
             *([key, *(_cell(config, key) for config in configs.values())] for key in differing),
@@ -155,35 +162,76 @@ def commands_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
     trained = [command for arm in ours if (command := _training_command(arm)) is not None]
     return Section(
         name="commands",
-        title="Commands",
-        words=["DIR is the folder with the data sets, OUT that of the comparison."],
+        title="Make it again",
+        words=[
+            "These commands make the runs and this page again. DIR is the folder with the data sets, OUT the folder "
+            "of the comparison."
+        ],
         commands=[*([made] if made else []), *trained, "recbft report OUT --data-root DIR"],
     )
 
 
 def notes_section(notes: Sequence[str]) -> Section:
-    """What a reader must know."""
-    return Section(name="notes", title="Notes", words=notes or ["None."])
+    """What a reader must know before using the numbers."""
+    return Section(name="notes", title="Before you rely on this", words=notes or ["Nothing unusual was found."])
 
 
-def _legend(comparison: Comparison) -> list[str]:
-    """What the trained arms are, as ``recbft models`` says it."""
-    configs = {name: arm.config for name, arm in comparison.arms.items() if arm.config}
-    said = {(config["arm"], config["model"]): summary_of(config) for config in configs.values()}
-    lines = [f"{arm} of {model}: {summary}." for (arm, model), summary in said.items() if summary]
-    decay = [name for name, config in configs.items() if has_decay(config)]
-    if decay:
-        lines.append(f"With a learned decay of attention with the distance (recency decay): {listed(decay)}.")
-    return lines
+def _exposure_table(comparison: Comparison, found: Exposures, k: int) -> Table:
+    rows: list[list[Cell]] = []
+    for setting, words in SETTINGS.items():
+        for arm in sorted(found, key=lambda name: name != comparison.baseline):
+            levels = [found[arm].get(setting, {}).get(f"{name}@{k}") for name in MEASURES]
+            rows.append([arm, words, *(None if one is None else (one["mean"], one["sd"]) for one in levels)])
+    return Table(
+        name="exposure",
+        title=f"Lists of the {k} best items",
+        caption="Coverage: share of the items that are on the list of at least one user. Gini: 0 where all items are "
+        "on equally many lists, near 1 where few items fill all lists. Popularity: how often the listed items occur "
+        f"in training, on average; the targets occur {comparison.target_frequency.mean():.4f} times. Mean ± standard "
+        f"deviation over seeds {seeds_text(comparison.seeds)}.",
+        columns=[Column("arm"), Column("items"), *(Column(f"{name}@{k}", "spread", "phone" if n < 2 else "terminal")
+                                                   for n, name in enumerate(MEASURES))],
+        rows=rows,
+    )  # fmt: skip
+
+
+def _exposure_differences(comparison: Comparison, found: Exposures, k: int) -> Table | None:
+    """Paired by seed; None where no other arm has lists."""
+    baseline = found[comparison.baseline]
+    pairs = [
+        (arm, setting, name, compare_seeds(baseline[setting][name]["values"], measures[name]["values"]))
+        for arm, settings in found.items() if arm != comparison.baseline
+        for setting, measures in settings.items()
+        for name in (f"{measure}@{k}" for measure in MEASURES) if name in measures and name in baseline[setting]
+    ]  # fmt: skip
+    if not pairs:
+        return None
+    adjusted = holm([one.p_t for *_, one in pairs])
+    rows: list[list[Cell]] = [
+        [arm, name, SETTINGS[setting], one.difference, one.relative, None if one.is_constant else one.interval,
+         one.p_t, p]
+        for (arm, setting, name, one), p in zip(pairs, adjusted, strict=True)
+    ]  # fmt: skip
+    return Table(
+        name="exposure-differences",
+        title=f"Difference of the lists from {comparison.baseline}, paired by seed",
+        caption="p: two-sided paired t-test; interval: t; p Holm: the same p, adjusted by Holm over the "
+        f"{len(rows)} tests of this table. More is not better or worse by itself."
+        f"{without_spread(one.is_constant for *_, one in pairs)}",
+        columns=[Column("arm"), Column("measure"), Column("items"), Column("difference", "signed", "terminal"),
+                 Column("relative", "percent"), Column("95 % interval", "interval", "terminal"),
+                 Column("p", "p", "terminal"), Column("p Holm", "p")],
+        rows=rows,
+    )  # fmt: skip
 
 
 def _difference_plots(comparison: Comparison, found: Sequence[Finding]) -> list[Plot]:
     colours = colours_of(comparison)
-    setting = headline(comparison.protocol)
+    setting = headline_setting(comparison.protocol["filter_seen"])
     inside = [one for one in found if one.setting == setting] or list(found)
     caption = (
-        f"Difference from {comparison.baseline} in percent of its mean, {SETTINGS[inside[0].setting]}, "
-        "95 % t interval over seeds."
+        f"Difference from {comparison.baseline} in percent of its mean, {SETTINGS[inside[0].setting]}. The bar is the "
+        "95 % interval over seeds; where it does not touch 0, the test by itself shows a difference."
     )
     if any(one.seeds.is_constant for one in inside):
         caption += " Hollow: the same difference in every seed, so there is no interval."
@@ -197,7 +245,7 @@ def _difference_plots(comparison: Comparison, found: Sequence[Finding]) -> list[
         arms = [comparison.baseline, *(one.arm for one in chosen if one.setting == setting)]
         values = {arm: comparison.values(arm, setting, metric) for arm in arms}
         caption = (
-            f"One point per seed, {SETTINGS[setting]}; above the line the arm is better than the baseline of the same "
+            f"One point per seed, {SETTINGS[setting]}. Above the line the arm is better than the baseline of the same "
             "seed."
         )
         svg = plots.seed_scatter(comparison.baseline, values, metric, colours)
@@ -208,11 +256,11 @@ def _difference_plots(comparison: Comparison, found: Sequence[Finding]) -> list[
 def _strata_plot(comparison: Comparison, one: Stratified, setting: str) -> Plot:
     colours = {arm: n for arm, n in colours_of(comparison).items() if n < MAX_ARMS_IN_BARS}
     caption = (
-        f"{one.metric.upper()} by {one.strata.axis}, {SETTINGS[setting]}, 95 % interval over seeds; pale: too small to "
-        "say anything."
+        f"{one.metric.upper()} by {one.strata.axis}, {SETTINGS[setting]}, with 95 % intervals over seeds. Pale bars: "
+        "too few users or hits to say anything."
     )
     if len(comparison.arms) > len(colours):
-        caption += f" The baseline and the first {len(colours) - 1} other arms."
+        caption += f" Shown are the baseline and the first {len(colours) - 1} other arms."
     svg = plots.strata_bars(one.results, one.strata.unit, one.metric, colours)
     return Plot(name=f"strata-{one.by}", svg=svg, caption=caption)
 
@@ -229,7 +277,7 @@ def _curves(comparison: Comparison) -> list[Plot]:
         return []
     label = f"validation {metric.upper()}"
     svg = plots.training_curves(curves, label, colours_of(comparison))
-    caption = f"{label} by epoch, {SETTINGS[headline(comparison.protocol)]}, one line per run."
+    caption = f"{label} by epoch, {SETTINGS[headline_setting(comparison.protocol['filter_seen'])]}, one line per run."
     return [Plot(name="training", svg=svg, caption=caption)]
 
 

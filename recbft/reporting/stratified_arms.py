@@ -71,7 +71,7 @@ def subject_of_runs(
     items, missing = load_items(run.config, run.protocol["content_hash"], users, data_root)
     return Subject(
         dataset=run.protocol["dataset"],
-        setting=headline(run.protocol),
+        setting=headline_setting(run.protocol["filter_seen"]),
         ranks={
             setting: {
                 name: one.per_user[COLUMNS[setting]].to_numpy(np.int64)[None]
@@ -98,7 +98,7 @@ def subject_of_comparison(comparison: Comparison, *, data_root: str | Path | Non
     items, missing = load_items(config, content, comparison.users, data_root)
     return Subject(
         dataset=comparison.protocol["dataset"],
-        setting=headline(comparison.protocol),
+        setting=headline_setting(comparison.protocol["filter_seen"]),
         ranks={
             setting: {name: arm.ranks[setting] for name, arm in comparison.arms.items() if setting in arm.ranks}
             for setting in SETTINGS
@@ -111,11 +111,6 @@ def subject_of_comparison(comparison: Comparison, *, data_root: str | Path | Non
         items=items,
         missing=missing,
     )
-
-
-def headline(protocol: Mapping[str, Any]) -> str:
-    """The setting that a protocol puts first."""
-    return headline_setting(bool(protocol.get("filter_seen")))
 
 
 def load_items(

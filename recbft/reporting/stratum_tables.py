@@ -14,9 +14,9 @@ from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import MIN_USERS, Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of, stratify
 from recbft.experiments.lists import listed
-from recbft.reporting.document import out_of_reach, p_equals, without_spread
+from recbft.reporting.comparison_tables import out_of_reach, without_spread
 from recbft.reporting.stratified_arms import Subject
-from recbft.reporting.tables import Cell, Column, Table, slug
+from recbft.reporting.tables import Cell, Column, Table, p_equals, slug
 
 METRICS = ("ndcg@10", "hr@10")
 
@@ -84,22 +84,6 @@ def _ranks(subject: Subject, setting: str) -> dict[str, np.ndarray]:
     return ranks
 
 
-def _item_frequency(subject: Subject, quantiles: int) -> Strata:
-    return partition.item_frequency(subject.target_frequency, _counts(subject), quantiles=quantiles)
-
-
-def _user_activity(subject: Subject, quantiles: int) -> Strata:
-    return partition.user_activity(subject.training_length, quantiles=quantiles)
-
-
-def _grid(subject: Subject, quantiles: int) -> Strata:
-    return partition.grid(_item_frequency(subject, quantiles), _user_activity(subject, quantiles))
-
-
-def _first_time(subject: Subject, quantiles: int) -> Strata:
-    return partition.first_time_items(subject.target_frequency)
-
-
 def _recency(subject: Subject, quantiles: int) -> Strata:
     if subject.items is None:
         raise UserError(f"recency needs the data set: {subject.missing}")
@@ -110,10 +94,12 @@ def _recency(subject: Subject, quantiles: int) -> Strata:
 
 
 STRATA: dict[str, Callable[[Subject, int], Strata]] = {
-    "item-frequency": _item_frequency,
-    "user-activity": _user_activity,
-    "grid": _grid,
-    "first-time": _first_time,
+    "item-frequency": lambda subject, quantiles: partition.item_frequency(
+        subject.target_frequency, _counts(subject), quantiles=quantiles
+    ),
+    "user-activity": lambda subject, quantiles: partition.user_activity(subject.training_length, quantiles=quantiles),
+    "grid": lambda *given: partition.grid(STRATA["item-frequency"](*given), STRATA["user-activity"](*given)),
+    "first-time": lambda subject, _: partition.first_time_items(subject.target_frequency),
     "recency": _recency,
 }
 
@@ -129,21 +115,25 @@ def _counts(subject: Subject) -> np.ndarray:
 def _table(
     subject: Subject, name: str, strata: Strata, results: Sequence[StratumResult], metric: str, setting: str
 ) -> Table:
-    who = [Column("stratum"), Column("bounds"), Column("users", "count"), Column("mean frequency", "number")]
+    who = [
+        Column("stratum"), Column("bounds"), Column("users", "count", "terminal"),
+        Column("mean frequency", "number", "terminal"),
+    ]  # fmt: skip
     if subject.baseline is None:
         levels = [Column(metric.upper(), "value"), Column("95 % interval", "range")]
-        more = [Column("targets", "count", detail=True)]
+        more = [Column("targets", "count", "page")]
     else:
         others = [arm for arm in results[0].levels if arm != subject.baseline]
         ours = others[0] if len(others) == 1 else "the arm's"
         levels = [
-            *([] if len(others) == 1 else [Column("arm")]), Column(subject.baseline, "value"), Column(ours, "value"),
-            Column("difference", "signed"), Column("relative", "percent"), Column("95 % interval", "interval"),
-            Column("p", "p"), Column("Holm p", "p"),
+            *([] if len(others) == 1 else [Column("arm")]), Column(subject.baseline, "value", "terminal"),
+            Column(ours, "value", "terminal"), Column("difference", "signed", "terminal"),
+            Column("relative", "percent"), Column("95 % interval", "interval", "terminal"),
+            Column("p", "p", "terminal"), Column("p Holm", "p"),
         ]  # fmt: skip
         more = [
-            Column("targets", "count", detail=True), Column(f"{subject.baseline}: 95 %", "range", detail=True),
-            Column(f"{ours}: 95 %", "range", detail=True),
+            Column("targets", "count", "page"), Column(f"{subject.baseline}: 95 %", "range", "page"),
+            Column(f"{ours}: 95 %", "range", "page"),
         ]  # fmt: skip
     return Table(
         name=f"strata-{name}-{slug(metric)}",
@@ -188,7 +178,7 @@ def _caption(
 ) -> str:
     parts = [
         f"{metric.upper()} on {subject.dataset}, {SETTINGS[setting]}, ties against the target.",
-        f"Bounds: {strata.unit}; mean frequency: training events of the targets.",
+        f"Bounds: {strata.unit}. Mean frequency: how often the targets of a stratum occur in training.",
         _edges(subject, name),
         _left_out(strata) if name != "grid" else "",
         _tests(subject, results),
@@ -212,7 +202,7 @@ def _edges(subject: Subject, name: str) -> str:
 
 
 def _left_out(strata: Strata) -> str:
-    """Which strata a reader would look for in vain: where many values are equal, one between two edges is empty."""
+    """The strata without users: where many values are equal, a stratum between two equal edges is empty."""
     if not strata.empty:
         return ""
     one = len(strata.empty) == 1
@@ -250,4 +240,7 @@ def confound_line(subject: Subject) -> str:
         verdict = "the two axes partly say the same"
     else:
         verdict = "too few users to tell whether the two axes say the same"
-    return f"Confound check: Pearson r = {r:+.2f} of training length and target frequency (p {p_equals(p)}): {verdict}."
+    return (
+        "Confound check, whether active users have popular targets: "
+        f"Pearson r = {r:+.2f} of training length and target frequency (p {p_equals(p)}): {verdict}."
+    )

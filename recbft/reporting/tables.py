@@ -1,7 +1,7 @@
-"""One table, five forms: terminal, Markdown, LaTeX (booktabs), CSV, HTML.
+"""One table in five forms: terminal, Markdown, LaTeX (booktabs), CSV and HTML.
 
-Cells hold values, not texts; a column's kind says how they are written. CSV alone keeps all digits, with a pair as
-two columns. Nothing is left blank: what does not exist is a dash.
+Cells hold values, not text; the kind of a column says how they are written. Only CSV keeps all digits; there a pair
+(interval, or mean and deviation) takes two columns. Outside CSV a missing value is a dash.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 from recbft.experiments.lists import counted
-from recbft.reporting.document import interval_text, p_text, percent, spread_text, unsigned_zero
-from recbft.reporting.text_tables import markdown_words, text_table
 from recbft.system.files import make_folder, write_atomic
 
 Cell = str | int | float | tuple[float, float | None] | None
 Kind = Literal[
-    "text", "count", "number", "value", "signed", "percent", "share", "short", "p", "spread", "range", "interval"
-]
+    "text", "count", "number", "value", "signed", "percent", "share", "short", "change", "effect", "p", "spread",
+    "range", "interval",
+]  # fmt: skip
 NONE = "-"
 WIDTH = 110  # of a caption in a terminal
 LONG = 24  # letters of a row's name, beyond which a page may break it
@@ -37,11 +36,11 @@ _LATEX = {
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and what stands below it."""
+    """A heading, how its cells are written, and the narrowest place that shows it."""
 
     heading: str
     kind: Kind = "text"
-    detail: bool = False  # left out in a terminal, where a line is short
+    narrowest: Literal["phone", "terminal", "page"] = "phone"
 
     @property
     def is_text(self) -> bool:
@@ -72,6 +71,12 @@ class Table:
         """Every cell as it is written."""
         return [[written(cell, c.kind) for cell, c in zip(row, self.columns, strict=True)] for row in self.rows]
 
+    def without(self, heading: str) -> Table:
+        """The same table without one column."""
+        kept = [n for n, column in enumerate(self.columns) if column.heading != heading]
+        rows = [[row[n] for n in kept] for row in self.rows]
+        return replace(self, columns=[self.columns[n] for n in kept], rows=rows)
+
 
 def written(cell: Cell, kind: Kind) -> str:
     """A cell as text.
@@ -89,19 +94,17 @@ def written(cell: Cell, kind: Kind) -> str:
 
 def text(table: Table) -> str:
     """For a terminal: columns aligned by spaces, the caption below."""
-    shown = [n for n, column in enumerate(table.columns) if not column.detail]
+    shown = [n for n, column in enumerate(table.columns) if column.narrowest != "page"]
     columns = [table.columns[n] for n in shown]
     rows = [[row[n] for n in shown] for row in table.texts()]
     aligned = text_table([c.heading for c in columns], rows, [c.is_text for c in columns])
-    return "\n".join([table.title, "", aligned, "", textwrap.fill(table.caption, WIDTH)])
+    caption = [textwrap.fill(table.caption, WIDTH)] if table.caption else []
+    return "\n\n".join([*([table.title] if table.title else []), aligned, *caption])
 
 
 def markdown(table: Table) -> str:
     """A Markdown section."""
-    rule = ["---" if c.is_text else "---:" for c in table.columns]
-    lines = [[_markdown_cell(c.heading) for c in table.columns], rule]
-    lines += [[_markdown_cell(cell) for cell in row] for row in table.texts()]
-    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    body = markdown_table([c.heading for c in table.columns], table.texts(), [c.is_text for c in table.columns])
     return f"### {markdown_words(table.title)}\n\n{body}\n\n{markdown_words(table.caption)}\n"
 
 
@@ -122,7 +125,7 @@ def latex(table: Table) -> str:
 
 
 def comma_separated(table: Table) -> str:
-    """CSV with all digits; a pair (interval, mean and deviation) takes two columns, what does not exist is empty."""
+    """CSV with all digits; a missing value is empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_spread((c.heading, c) for c in table.columns))
@@ -132,19 +135,30 @@ def comma_separated(table: Table) -> str:
 
 
 def html(table: Table) -> str:
-    """A figure whose table scrolls inside its own box."""
+    """A figure whose table scrolls inside its own box; a phone shows its main columns, and all when asked."""
     head = "".join(f"<th{_class(c)} scope=col>{escape(c.heading)}</th>" for c in table.columns)
     rows = []
     for row in table.texts():
         cells = [f"<td{_class(c)}>{escape(cell)}</td>" for cell, c in zip(row, table.columns, strict=True)]
-        cells[0] = f"<th{' class=long' if len(row[0]) > LONG else ''} scope=row>{escape(row[0])}</th>"
+        name = re.sub(r"(?<=[+,._\[])", "<wbr>", escape(row[0]))
+        cells[0] = f"<th{' class=long' if len(row[0]) > LONG else ''} scope=row>{name}</th>"
         rows.append(f"<tr>{''.join(cells)}</tr>")
+    own, more = escape(table.name), ""
+    if any(c.narrowest != "phone" for c in table.columns):
+        label = f"show all {len(table.columns)} columns"
+        more = f'<input type=checkbox class=more id="all-{own}"><label for="all-{own}">{label}</label>'
     return (
-        f'<figure class="table" id="table-{escape(table.name)}"><h3>{escape(table.title)}</h3>'
+        f'<figure class="table" id="table-{own}"><h3>{escape(table.title)}</h3>{more}'
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
         f"<table><thead><tr>{head}</tr></thead>\n<tbody>{chr(10).join(rows)}</tbody></table></div>"
-        f"<figcaption>{escape(table.caption)}</figcaption></figure>"
+        f"<figcaption>{html_words(table.caption)}</figcaption></figure>"
     )
+
+
+def html_words(words: str) -> str:
+    """Escaped, with a number and what belongs to it on one line."""
+    said = escape(words).replace(" %", "&nbsp;%").replace("p = ", "p&nbsp;=&nbsp;")
+    return said.replace("p &lt; ", "p&nbsp;&lt;&nbsp;")
 
 
 def write_tables(tables: Sequence[Table], out: str | Path, formats: Iterable[str]) -> list[Path]:
@@ -164,7 +178,7 @@ def write_tables(tables: Sequence[Table], out: str | Path, formats: Iterable[str
 
 
 def left_before(written: Iterable[Path], pattern: str = "*") -> list[str]:
-    """A line for each folder of these files that has others of the same ending, which an earlier call wrote.
+    """A note for each folder that holds other files of the same ending, which an earlier call wrote.
 
     Args:
         pattern: of the names that such a call gives.
@@ -180,7 +194,7 @@ def left_before(written: Iterable[Path], pattern: str = "*") -> list[str]:
 
 
 def distinct(tables: Iterable[Table]) -> list[Table]:
-    """The tables, a number behind a name that an earlier one has, on a file system that knows no capitals too."""
+    """The tables; a name that an earlier one has, in capitals or not, gets a number."""
     made: list[Table] = []
     for table in tables:
         taken = {other.name.casefold() for other in made}
@@ -198,9 +212,111 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.]+", "-", name).strip("-.")[:60].strip("-.")
 
 
+def text_table(head: Sequence[str], rows: Sequence[Sequence[object]], to_the_left: Sequence[bool] | None = None) -> str:
+    """Columns aligned by spaces: the first to the left, the others to the right, unless told for each.
+
+    >>> print(text_table(["setting", "hr@10"], [["all items", 0.1083], ["seen left out", None]]))
+    setting         hr@10
+    all items      0.1083
+    seen left out       -
+    """
+    lines = [list(head), *([_plain(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    left = [n == 0 for n in range(len(head))] if to_the_left is None else to_the_left
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{width}}" if on_left else f"{cell:>{width}}"
+            for cell, width, on_left in zip(line, widths, left, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """``text_table`` with every column that holds no number to the left."""
+    numbers = [any(isinstance(row[n], (int, float)) for row in rows) for n in range(len(head))]
+    return text_table(head, rows, [not number for number in numbers])
+
+
+def markdown_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], to_the_left: Sequence[bool] | None = None
+) -> str:
+    """A Markdown table, all columns to the left unless told for each; a bar within a cell is escaped."""
+    rule = ["---" if left else "---:" for left in to_the_left or [True] * len(head)]
+    cells = [[markdown_words(" ".join(cell.split())).replace("|", r"\|") for cell in row] for row in [head, *rows]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], rule, *cells[1:]])
+
+
+def markdown_words(words: str) -> str:
+    """Words in which nothing but what is set as code is an HTML tag, which Markdown would hand on as one.
+
+    >>> markdown_words("p < 0.001 of <b>other</b>, by `recbft report <b>`")
+    'p < 0.001 of &lt;b>other&lt;/b>, by `recbft report <b>`'
+    """
+    return re.sub(r"(`[^`\n]+`)|<(?=[A-Za-z/!?])", lambda found: found[1] or "&lt;", words)
+
+
+def unsigned_zero(number: str) -> str:
+    """A written number, without its sign if all of its digits are 0.
+
+    >>> unsigned_zero("-0.0000"), unsigned_zero("-0.0001")
+    ('0.0000', '-0.0001')
+    """
+    return number if number.strip("+-0.") else number.lstrip("+-")
+
+
+def percent(share: float) -> str:
+    """A share with its sign, such as "+1.7 %".
+
+    >>> percent(0.0171), percent(0.0)
+    ('+1.7 %', '0.0 %')
+    """
+    return f"{unsigned_zero(f'{100 * share:+.1f}')} %"
+
+
+def p_text(p: float) -> str:
+    """A p-value to three digits, or as many as show on which side of 0.05 it lies.
+
+    >>> p_text(0.0333), p_text(0.00001), p_text(0.0497), p_text(0.0503)
+    ('0.033', '< 0.001', '0.0497', '0.050')
+    """
+    if p < 0.001:
+        return "< 0.001"
+    digits = next((digits for digits in range(3, 9) if (round(p, digits) < 0.05) == (p < 0.05)), 9)
+    return f"{p:.{digits}f}"
+
+
+def p_equals(p: float) -> str:
+    """A p-value with its sign, to stand after the letter.
+
+    >>> p_equals(0.0333), p_equals(0.00001)
+    ('= 0.033', '< 0.001')
+    """
+    return p_text(p) if p < 0.001 else f"= {p_text(p)}"
+
+
+def short(value: float | None) -> str:
+    """Three digits that matter, or so; a dash for none.
+
+    >>> short(123.456), short(1.5), short(0.123456), short(0.000123), short(None)
+    ('123.5', '1.50', '0.123', '0.00012', '-')
+    """
+    if value is None or value != value:
+        return NONE
+    size = abs(value)
+    digits = 1 if size >= 10 else 2 if size >= 1 else 3
+    return f"{value:.{digits}f}" if size >= 0.1 or size == 0 else f"{value:.2g}"
+
+
+def signed(value: float | None) -> str:
+    """Three digits after the point and a sign; a dash for none."""
+    return NONE if value is None or value != value else f"{value:+.3f}"
+
+
 def _between(cell: Cell, spec: str) -> str:
+    """An interval; an end that rounds to zero keeps its sign, which says on which side of zero the interval ends."""
     assert isinstance(cell, tuple)
-    return interval_text(cell, spec)
+    return " to ".join(format(end, spec) if end else unsigned_zero(format(end, spec)) for end in cell)
 
 
 _WRITTEN: dict[Kind, Callable[..., str]] = {
@@ -211,9 +327,11 @@ _WRITTEN: dict[Kind, Callable[..., str]] = {
     "signed": lambda cell: unsigned_zero(f"{cell:+.4f}"),
     "percent": percent,
     "share": lambda cell: f"{100 * cell:.1f} %",
-    "short": lambda cell: f"{cell:.3g}",
+    "short": short,
+    "change": signed,
+    "effect": lambda cell: f"{cell:+.2f}",
     "p": p_text,
-    "spread": lambda cell: spread_text(*cell),
+    "spread": lambda cell: f"{cell[0]:.4f}" if cell[1] is None else f"{cell[0]:.4f} ± {cell[1]:.4f}",
     "range": lambda cell: _between(cell, ".4f"),
     "interval": lambda cell: _between(cell, "+.4f"),
 }
@@ -235,11 +353,19 @@ def _spread(cells: Iterable[tuple[Cell, Column]]) -> list[object]:
 
 
 def _class(column: Column) -> str:
-    return "" if column.is_text else " class=n"
+    classes = [*([] if column.is_text else ["n"]), *([] if column.narrowest == "phone" else ["w"])]
+    return f' class="{" ".join(classes)}"' if classes else ""
 
 
-def _markdown_cell(cell: str) -> str:
-    return markdown_words(" ".join(cell.split())).replace("|", r"\|")
+def _plain(value: object) -> str:
+    """A value of ``text_table``."""
+    if value is None:
+        return NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _latex(words: str) -> str:

@@ -1,87 +1,194 @@
-"""The answer in one sentence: better, worse, the same, or not shown, and then what could have been shown.
+"""The answer of a comparison: one sentence for everyone, what to do with it, and the evidence.
 
-    shown            p < 0.05 of the paired t-test over seeds, Holm-adjusted over the arms where there are several
-    could be shown   the smallest difference that the t-test finds with 80 % power at these seeds' spread
+    shown        p < 0.05 of the paired t-test over seeds, Holm-adjusted over the arms where there are several
+    detectable   the smallest difference that the t-test finds with 80 % power at these seeds' spread
 
-Of what is shown the sentence says what the same runs have on validation: a gain of the method is found there too.
+A difference that is shown comes with that of the same runs on validation: a real gain is found there too.
 Percentages are of the baseline's mean; the difference and the ends of its interval are divided by the same number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from recbft.evaluation.metrics import cutoff, meaning
 from recbft.evaluation.paired import EXACT_SEEDS
 from recbft.evaluation.protocol import SETTINGS
-from recbft.reporting.document import p_equals, p_text, percent
-from recbft.reporting.findings import Finding
+from recbft.experiments.lists import counted
+from recbft.reporting.comparison_tables import Finding, on_validation
+from recbft.reporting.tables import p_equals, p_text, percent
 
 LEVEL = 0.05
 SENTENCES = 8  # arms that have one each, whatever was found
+FEWEST_SEEDS = 6  # with which sign flips can reach ``LEVEL``
+_PLACES = {1: "first place", 5: "top five", 10: "top ten", 20: "top twenty"}
 
 
-def answers(found: Sequence[tuple[Finding, float]], dataset: str) -> list[str]:
-    """A sentence for each arm, of its headline finding and the p adjusted over the arms.
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was found about one arm, or about several of which nothing is shown."""
 
-    Where there are more than ``SENTENCES``, those of which nothing is shown share one sentence, after the others.
+    sentence: str
+    advice: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.sentence}\nWhat to do: {self.advice}\nEvidence: {self.evidence}"
+
+
+def answers(
+    found: Sequence[tuple[Finding, float]], dataset: str, arms: Mapping[str, Any], same: Collection[str] = ()
+) -> list[Answer]:
+    """An answer for each arm, of its headline finding and the p adjusted over the arms.
+
+    Where there are more than ``SENTENCES``, those of which nothing is shown share one answer, after the others.
+
+    Args:
+        arms: the entry ``arms`` of a comparison's results.
+        same: names of the arms with the ranks of the baseline, for every user and seed.
     """
+
+    def alone(one: Finding, p: float) -> Answer:
+        return answer(one, dataset, arms, p=p, num_arms=len(found), same_ranks=one.arm in same)
+
     if len(found) <= SENTENCES:
-        return [answer(one, dataset, p=p, num_arms=len(found)) for one, p in found]
-    said = [answer(one, dataset, p=p, num_arms=len(found)) for one, p in found if p < LEVEL]
+        return [alone(one, p) for one, p in found]
+    said = [alone(one, p) for one, p in found if p < LEVEL]
     alike: dict[tuple[str, int], list[tuple[Finding, float]]] = {}
     for one, p in found:
         if p >= LEVEL:
             alike.setdefault((one.setting, one.seeds.num_seeds), []).append((one, p))
-    return said + [_not_shown(group, dataset, num_arms=len(found)) for group in alike.values()]
+    return said + [
+        alone(*group[0]) if len(group) == 1 else _not_shown(group, dataset, len(found)) for group in alike.values()
+    ]
 
 
-def _not_shown(found: Sequence[tuple[Finding, float]], dataset: str, *, num_arms: int) -> str:
-    """The sentence of several arms, of which no difference is shown in one setting and number of seeds."""
-    if len(found) == 1:
-        return answer(found[0][0], dataset, p=found[0][1], num_arms=num_arms)
-    ordered = sorted((one for one, _ in found), key=lambda one: one.seeds.difference)
-    low, high = (f"{_amount(one, one.seeds.difference)} ({one.arm})" for one in (ordered[0], ordered[-1]))
-    p = min(p for _, p in found)
-    return (
-        f"No difference from {ordered[0].baseline} could be shown on {dataset} for {len(found)} of {num_arms} arms: "
-        f"{low} to {high} {ordered[0].metric.upper()} ({SETTINGS[ordered[0].setting]}), {ordered[0].seeds.num_seeds} "
-        f"seeds, smallest p {p_equals(p)} (Holm over {num_arms} arms). What each could have shown is under Metrics."
-    )
-
-
-def answer(found: Finding, dataset: str, *, p: float, num_arms: int = 1) -> str:
+def answer(
+    found: Finding,
+    dataset: str,
+    arms: Mapping[str, Any],
+    *,
+    p: float,
+    num_arms: int = 1,
+    same_ranks: bool = False,
+) -> Answer:
     """What was found about one arm.
 
     Args:
         p: of the t-test, adjusted over ``num_arms`` arms.
     """
-    if found.same_ranks:
-        return (
-            f"{found.arm} and {found.baseline} rank every target of {dataset} alike in every seed: "
-            "difference 0, p = 1, nothing to tell apart."
+    if same_ranks:
+        return Answer(
+            sentence=f"{found.arm} and {found.baseline} rank every target of {dataset} alike in every seed.",
+            advice="Use either; there is nothing to tell apart.",
+            evidence="difference 0, p = 1.",
         )
+    if p < LEVEL:
+        better = "better" if found.seeds.difference > 0 else "worse"
+        return Answer(
+            sentence=_shown(found, better, dataset, arms), advice=_advice(found, arms),
+            evidence=f"{_evidence(found, p, num_arms)}. {_signs(found)}{_held(found)}",
+        )  # fmt: skip
+    sentence = f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}"
+    evidence, more = _evidence(found, p, num_arms), "."
+    if found.seeds.smallest_effect:  # equal differences leave no spread to tell it from
+        sentence += f"; one of {_detectable(found)} or more would probably have been"
+        with_power = f"with {counted(found.seeds.num_seeds, 'seed')} a difference of {_detectable(found)} would have"
+        alone = " by a test alone, without Holm's adjustment" if num_arms > 1 else ""
+        more = f"; {with_power} been found with 80 % power{alone}."
+    hits = _hits(found, arms)
+    return Answer(
+        sentence=f"{sentence}.{f' {found.arm} {hits}.' if hits else ''}",
+        advice=f"keep {found.baseline}, or train more seeds: four times as many find a difference half as large.",
+        evidence=f"{evidence}{more}",
+    )
+
+
+def terms(found: Sequence[Finding], num_arms: int) -> dict[str, str]:
+    """What the words of the answers mean, for a reader who meets them here first."""
+    if not found:
+        return {}
+    one = found[0]
+    name, _, says = meaning(one.metric).partition(": ")
+    told = {
+        "arm": f"one of the systems that are compared; {one.baseline} is the baseline, which the others are held "
+        "against.",
+        "seed": "the number that starts the random generator. Each seed is one repeat of the training, for every arm.",
+        "target": "the item that a user really took next. The models have not seen it.",
+        name: f"{says}; the mean over users. It rises when targets stand higher in the lists.",
+        SETTINGS[one.setting]: "the target is ranked among all items of the data set."
+        if one.setting == "unfiltered"
+        else "items that the user already had are left out of the ranking.",
+        "95 % interval": "the range of differences that fit these seeds.",
+        "p": "how often chance alone would give a difference this large. Below 0.05 a difference counts as shown.",
+    }
+    if num_arms > 1:
+        told["Holm"] = "a correction of p: with more arms, chance has more tries."
+    return told
+
+
+def _shown(found: Finding, better: str, dataset: str, arms: Mapping[str, Any]) -> str:
+    """One sentence of a difference that is shown."""
+    n = found.seeds.num_seeds
+    luck = f"with {counted(n, 'repeat')} this is unlikely to be luck"
+    if n < FEWEST_SEEDS:
+        luck = f"but {counted(n, 'repeat')} are too few to rely on it"
+    elif found.seeds.p_sign_flip >= LEVEL:
+        luck = "but only one of two tests says that this is unlikely to be luck"
+    hits = _hits(found, arms)
+    return f"{found.arm} ranks {better} than {found.baseline} on {dataset}: {f'it {hits}; ' if hits else ''}{luck}."
+
+
+def _hits(found: Finding, arms: Mapping[str, Any]) -> str:
+    """How many users find their item near the top, beside how many do so with the baseline; "" where not known."""
+    levels = [arms.get(arm, {}).get("metrics", {}).get(found.setting, {}) for arm in (found.arm, found.baseline)]
+    names = [name for name in levels[0] if name.startswith("hr@")]
+    if not names:
+        return ""
+    name = "hr@10" if "hr@10" in names else names[0]
+    k = cutoff(name) or 0
+    shares = [100 * level[name]["mean"] for level in levels]
+    digits = next((digits for digits in (1, 2) if round(shares[0], digits) != round(shares[1], digits)), 3)
+    ours, theirs = (f"{share:.{digits}f} %" for share in shares)
+    return f"finds the next item in its {_PLACES.get(k, f'top {k}')} for {ours} of users, {found.baseline} for {theirs}"
+
+
+def _advice(found: Finding, arms: Mapping[str, Any]) -> str:
+    """What to do with a difference that is shown."""
+    if found.seeds.num_seeds < FEWEST_SEEDS:
+        return f"train at least {FEWEST_SEEDS} seeds before relying on this."
+    if found.seeds.p_sign_flip >= LEVEL:
+        return "train more seeds before relying on this."
+    if found.seeds.difference < 0:
+        return f"keep {found.baseline}."
+    held = found.validation
+    if held is not None and held.difference <= 0:
+        return f"be careful with {found.arm}: on validation the same runs show no gain. Try it on newer data first."
+    seconds = [arms.get(arm, {}).get("training_seconds") for arm in (found.arm, found.baseline)]
+    if not all(seconds):
+        return f"use {found.arm}, if a gain of this size is worth a change."
+    ours, theirs = (sum(each) / len(each) for each in seconds if each)
+    if ours / theirs < 1.05:
+        return f"use {found.arm}; training takes no longer."
+    return f"use {found.arm}, if a gain of this size is worth training {ours / theirs:.1f} times as long."
+
+
+def _evidence(found: Finding, p: float, num_arms: int) -> str:
     n = found.seeds.num_seeds
     low, high = (_end(found, end) for end in found.seeds.interval)
     within = f"95 % interval {low.removesuffix(' %')} to {high}"
     if found.seeds.is_constant:
         within = "the same in every seed and so without an interval, p by sign flips"
-    evidence = (
+    said = (
         f"{_amount(found, found.seeds.difference)} {found.metric.upper()} ({SETTINGS[found.setting]}), "
-        f"{within}, {n} seeds, p {p_equals(p)}"
+        f"{within}, {counted(n, 'seed')}, p {p_equals(p)}"
     )
     if num_arms > 1:
         alone = f"; {p_text(found.seeds.p_t)} by itself" if p_text(found.seeds.p_t) != p_text(p) else ""
-        evidence += f" (Holm over {num_arms} arms{alone})"
-    if p < LEVEL:
-        better = "better" if found.seeds.difference > 0 else "worse"
-        said = f"{found.arm} is {better} than {found.baseline} on {dataset}: {evidence}. {_signs(found)}"
-        return f"{said} On validation the same runs have {found.validation}." if found.validation else said
-    said = f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}: {evidence}"
-    if not found.seeds.smallest_effect:  # equal differences leave no spread to tell it from
-        return f"{said}."
-    effect = _amount(found, found.seeds.smallest_effect).lstrip("+")
-    alone = " by a test alone, without Holm's adjustment" if num_arms > 1 else ""
-    return f"{said}; with {n} seeds an effect of {effect} would have been found with 80 % power{alone}."
+        said += f" (Holm over {num_arms} arms{alone})"
+    return said
 
 
 def _signs(found: Finding) -> str:
@@ -91,8 +198,32 @@ def _signs(found: Finding) -> str:
     wins = f"Better in {found.seeds.wins} of {n} seeds; {exact} sign-flip p {p_equals(p)}"
     smallest = 2 / 2**n
     if smallest >= LEVEL:
-        return f"{wins}, and {n} seeds cannot bring it below {smallest:.3g}: take more seeds before relying on this."
+        return f"{wins}, and {n} seeds cannot bring it below {smallest:.3g}."
     return f"{wins}." if p < LEVEL else f"{wins}: the {exact} test does not show it."
+
+
+def _held(found: Finding) -> str:
+    """What the same runs have on validation."""
+    held = on_validation(found)
+    return f" On validation the same runs have {held}." if held else ""
+
+
+def _not_shown(found: Sequence[tuple[Finding, float]], dataset: str, num_arms: int) -> Answer:
+    """The answer of several arms, of which no difference is shown in one setting and number of seeds."""
+    ordered = sorted((one for one, _ in found), key=lambda one: one.seeds.difference)
+    low, high = (f"{_amount(one, one.seeds.difference)} ({one.arm})" for one in (ordered[0], ordered[-1]))
+    p, baseline = min(p for _, p in found), ordered[0].baseline
+    return Answer(
+        sentence=f"No difference from {baseline} could be shown on {dataset} for {len(found)} of {num_arms} arms.",
+        advice=f"keep {baseline}, or train more seeds.",
+        evidence=f"{low} to {high} {ordered[0].metric.upper()} ({SETTINGS[ordered[0].setting]}), "
+        f"{counted(ordered[0].seeds.num_seeds, 'seed')}, smallest p {p_equals(p)} (Holm over {num_arms} arms). What "
+        "each could have shown is under Metrics.",
+    )
+
+
+def _detectable(found: Finding) -> str:
+    return _amount(found, found.seeds.smallest_effect).lstrip("+")
 
 
 def _amount(found: Finding, difference: float) -> str:

@@ -23,8 +23,7 @@ from recbft.config.recbole_yaml import from_recbole, is_recbole, lacking, writte
 from recbft.config.yaml_text import parse_setting, place, read_yaml, to_yaml
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
-from recbft.evaluation.config import EvaluationConfig
-from recbft.evaluation.metrics import cutoff
+from recbft.evaluation.metrics import EvaluationConfig, cutoff
 from recbft.mixers import MIXERS, NoOptions
 from recbft.models import MODELS
 from recbft.models.fuzzy_moe import FuzzyMoEConfig

@@ -13,8 +13,8 @@ from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.experiments.plan import Job
 from recbft.experiments.sweep import plan_sweep, sweep_results
-from recbft.reporting.document import difference_cells, p_text
-from recbft.reporting.sweep_table import sweep_document
+from recbft.reporting.documents import sweep_document
+from recbft.reporting.tables import written
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json
 from tests.cli.conftest import SETTINGS, run
@@ -172,10 +172,9 @@ def test_every_number_of_a_sweeps_table_is_one_of_its_results(tmp_path, best):
     for row, result in zip(rows[2:], found["rows"], strict=True):
         for part, cells in (("validation", row[1:7]), ("test", row[7:])):
             of_part, d = result[part], result[part]["difference"]
-            written = (
-                ["", "", "", "", ""] if d is None else [*difference_cells(d), p_text(d["p_t"]), p_text(d["p_holm"])]
-            )
-            assert cells == [f"{mean(of_part['values']):.4f} ± {stdev(of_part['values']):.4f}", *written]
+            names = {"difference": "signed", "relative": "percent", "interval": "interval", "p_t": "p", "p_holm": "p"}
+            told = ["-"] * 5 if d is None else [written(d[name], kind) for name, kind in names.items()]
+            assert cells == [f"{mean(of_part['values']):.4f} ± {stdev(of_part['values']):.4f}", *told]
     assert "without an interval" not in text
     said = "the default, core.lam_max=100.0." if best == 100.0 else "core.lam_max=5.0."
     assert f"Chosen by validation: {said}" in text and "Holm over the 2 other values" in text
@@ -186,7 +185,7 @@ def test_a_sweep_says_whose_p_stands_beside_one_difference_in_every_seed(tmp_pat
     figures[20.0] = {"validation": {"unfiltered": [0.15, 0.25]}}
     found = {**swept(tmp_path, figures), "made": MADE, "seeds": [0, 1], "notes": [],
              "protocol": {"items": 9, "filter_seen": False, "config": {}}}  # fmt: skip
-    text = sweep_document(found, markdown=False)
+    text = " ".join(sweep_document(found, markdown=False).split())
     assert "Holm over the 2 other values. A difference without an interval is the same in every seed" in text
 
 

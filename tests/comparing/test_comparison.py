@@ -25,7 +25,6 @@ from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
 from recbft.experiments.arms import leaves, parse_arms
 from recbft.mixers import MIXERS
-from recbft.reporting.document import mean_sd
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json
 from recbft.training.one_run import train
@@ -386,9 +385,9 @@ def test_runs_that_recbole_trained_are_an_arm_of_their_own(copied, tmp_path):
     )
     found = comparison_of(runs_in(copied))
     assert list(found.arms) == ["bft", "matched", "bft[trained_by=recbole]"]
-    levels = conclude(found, tmp_path, made=provenance.header("recbft compare")).partition("Difference")[0].split("\n")
-    ends = {line.split()[0]: line.split()[-2] for line in levels if " ± " in line}
-    assert ends["bft"][0] == ends["matched"][0] == "(" and ends["bft[trained_by=recbole]"] == "±"  # the best epoch
+    said = conclude(found, tmp_path, made=provenance.header("recbft compare"))
+    training = said.partition("Epochs and time of a run")[2].partition("Means over seeds")[0].split("\n")
+    assert {line.split()[0] for line in training if line} == {"arm", "bft", "matched"}
     assert list(load_comparison(tmp_path).arms) == list(found.arms)
 
 
@@ -428,8 +427,7 @@ def test_one_set_of_ranks_for_all_seeds_has_no_standard_deviation(trained, tmp_p
     found = comparison_of(runs_in(trained), external={"other": ranks_file(tmp_path / "other.csv", runs_in(trained)[0])})
     arms = results_of(found, over_users=False)["arms"]
     other, bft = (arms[name]["metrics"]["unfiltered"]["mrr"] for name in ("other", "bft"))
-    assert other["sd"] is None and mean_sd(other) == f"{other['mean']:.4f}"
-    assert bft["sd"] > 0 and " ± " in mean_sd(bft)
+    assert other["sd"] is None and bft["sd"] > 0
 
 
 @pytest.mark.parametrize("column", ["rank_unfiltered", "rank_filtered"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recbft.comparing.provenance import recorded
-from recbft.reporting.text_tables import markdown_table
+from recbft.reporting.tables import markdown_table
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -16,8 +15,6 @@ from recbft.comparing.pooling import pool, read_results
 from recbft.comparing.results import cells_of, results_of
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_users, holm
-from recbft.reporting.document import comparison_document, difference_cells, out_of_reach, p_equals, p_text
-from recbft.reporting.pooled_table import pooled_document
 from recbft.system.files import write_json
 
 MADE = {"command": "recbft compare", "date": "2026-01-01", "cpu": "a CPU", "device": "cpu", "machine": "m",
@@ -155,58 +152,6 @@ def test_few_users_are_said_to_have_no_interval_to_rely_on():
     assert results_of(made_up(enough), metrics=["mrr"])["notes"] == []
 
 
-def test_a_family_too_large_for_the_drawn_sign_patterns_is_said_to_be():
-    said = "2,000 drawn sign patterns, 0.0005 at the least, and cannot reach 0.05 by Holm over 101 tests"
-    assert said in out_of_reach(101, 2000) and out_of_reach(100, 2000) == ""
-    users = {"num_users": 10_001, "difference": 0.0, "interval": (0.0, 0.0), "p_sign_flip": 1 / 2001}
-    rng = np.random.default_rng(2)
-    result = results_of(made_up({name: rng.integers(1, 40, (6, 30)) for name in ("matched", "bft")}), metrics=["mrr"])
-    cell = result["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"] | {"over_users": users}
-    for tests in (100, 101):
-        result["comparisons"]["matched"]["bft"]["unfiltered"] = {f"hr@{k}": cell for k in range(1, tests + 1)}
-        text = comparison_document({**result, "made": MADE}, markdown=False)
-        assert (said in text) == (tests == 101)
-
-
-def test_the_two_claims_are_told_apart_in_the_document():
-    rng = np.random.default_rng(2)
-    result = results_of(made_up({name: rng.integers(1, 40, (6, 30)) for name in ("matched", "bft")}))
-    for markdown in (False, True):
-        text = comparison_document({**result, "made": MADE}, markdown=markdown)
-        assert "paired by seed: would training again show it?" in text and "Holm over the 3 t-tests" in text
-        assert "over users, seeds averaged away: another claim" in text
-        assert text.count("NDCG@10") >= 3 and "nan" not in text
-        users = [one["over_users"]["p_sign_flip"] for _, _, _, one in cells_of(result["comparisons"]["matched"])]
-        lines = text[text.index("seeds averaged away") :].splitlines()
-        for line, p in zip([line for line in lines if "bft" in line], holm(users), strict=True):
-            assert p_text(p) in line
-
-
-def test_a_name_is_no_tag_in_markdown_and_as_it_is_in_a_terminal():
-    name, command = "<script>alert(1)", "recbft compare --external '<b>=FILE'"
-    ranks = {arm: np.arange(1, 61).reshape(2, 30) for arm in ("matched", name)}
-    made = {**MADE, "command": command}
-    results = [{**results_of(made_up(ranks, content=content)), "made": made} for content in ("<b>data", "b")]
-    result = {**results[0], "notes": [f"arm {name} is external"]}
-    for document, given in ((comparison_document, result), (pooled_document, pool(results))):
-        assert name in document(given, markdown=False)
-        prose = document(given, markdown=True).replace(f"`{command}`", "")
-        assert "&lt;script>alert(1)" in prose and not re.search("<[a-z]", prose)
-    assert f"`{command}`" in comparison_document(result, markdown=True)  # what is set as code is no tag
-
-
-def tables_of(text):
-    """The tables of a Markdown text: the cells of every row but the rule's."""
-    parts = [part.splitlines() for part in text.split("\n\n")]
-    rows = [[line for line in part if not set(line) <= set("| -")] for part in parts if part[0].startswith("| ")]
-    return [[[cell.strip() for cell in line[1:-1].split("|")] for line in part] for part in rows]
-
-
-def on_validation(cell):
-    d = cell.get("on_validation")
-    return "" if d is None else f"{100 * d['relative']:+.1f} % (p {p_equals(d['p_t'])})"
-
-
 def test_what_the_same_runs_have_on_validation_is_tested_where_both_arms_say_it():
     rng = np.random.default_rng(5)
     comparison = made_up({name: rng.integers(1, 40, (6, 40)) for name in ("matched", "bft", "other")})
@@ -220,141 +165,12 @@ def test_what_the_same_runs_have_on_validation_is_tested_where_both_arms_say_it(
     assert not any("on_validation" in cell for *key, cell in cells_of(found) if key != ["bft", "unfiltered", "mrr"])
 
 
-def test_every_number_of_the_document_is_one_of_the_results():
-    rng = np.random.default_rng(4)
-    ranks = {name: rng.integers(1, 40, (6, 40)) for name in ("matched", "bft", "other")}
-    comparison = made_up(ranks)
-    for name in ("matched", "bft"):
-        comparison.arms[name].ranks["filtered"] = ranks[name] - rng.integers(0, 2, (6, 40)) * (ranks[name] > 1)
-        comparison.arms[name].validation["filtered"] = {"mrr": rng.uniform(0.1, 0.2, 6)}
-    result = results_of(comparison, metrics=("hr@10", "mrr"))
-    result["arms"]["bft"] |= {"epochs": [10, 20], "best_epochs": [4, None], "training_seconds": [1.0, 2.5]}
-    result["arms"]["matched"] |= {"epochs": [7, 7], "best_epochs": [None, None], "training_seconds": [3.0, 3.0]}
-    text = comparison_document({**result, "made": MADE, "notes": ["one", "two"]}, markdown=True)
-    assert "- note: one\n- note: two\n" in text and "different environments" not in text
-    arms, seeds, users = tables_of(text)
-    keys = [(setting, metric) for setting in ("unfiltered", "filtered") for metric in ("hr@10", "mrr")]
-    assert arms[0][1:5] == ["HR@10 all items", "MRR all items", "HR@10 seen masked", "MRR seen masked"]
-    for (name, figures), row in zip(result["arms"].items(), arms[1:], strict=True):
-        known = [figures["metrics"].get(setting, {}).get(metric) for setting, metric in keys]
-        assert row[:5] == [name, *("" if d is None else f"{d['mean']:.4f} ± {d['sd']:.4f}" for d in known)]
-    assert [row[5:] for row in arms[1:]] == [["7 (-)", "3.0"], ["15 (4)", "1.8"], ["", ""]]
-    found = cells_of(result["comparisons"]["matched"])
-    assert [key[:3] for key in found] == [
-        *(("bft", setting, metric) for setting, metric in keys), ("other", "unfiltered", "hr@10"),
-        ("other", "unfiltered", "mrr"),
-    ]  # fmt: skip
-    items = {"unfiltered": "all items", "filtered": "seen masked"}
-    for (name, setting, metric, cell), row in zip(found, seeds[1:], strict=True):
-        d = cell["over_seeds"]
-        low, high = d["interval"]
-        assert row == [
-            name, metric.upper(), items[setting], f"{d['difference']:+.4f}", f"{100 * d['relative']:+.1f} %",
-            f"{low:+.4f} to {high:+.4f}", *(p_text(d[p]) for p in ("p_t", "p_sign_flip", "p_holm")),
-            f"{d['wins']} of 6", f"{d['cohen_d']:+.2f}", f"{d['smallest_effect']:.4f}", on_validation(cell),
-        ]  # fmt: skip
-    adjusted = holm([cell["over_users"]["p_sign_flip"] for *_, cell in found])
-    for (name, setting, metric, cell), p, row in zip(found, adjusted, users[1:], strict=True):
-        d = cell["over_users"]
-        low, high = d["interval"]
-        assert row == [
-            name, metric.upper(), items[setting], f"{d['difference']:+.4f}", f"{low:+.4f} to {high:+.4f}",
-            p_text(d["p_sign_flip"]), p_text(p), "40",
-        ]  # fmt: skip
-    several = {**result, "made": MADE, "environments": [{"cpu": "a"}, {"cpu": "b"}]}
-    assert "- note: the runs come from 2 different environments" in comparison_document(several, markdown=True)
-    alone = comparison_document({**several, "environments": [{"cpu": "a"}]}, markdown=True)
-    assert "different environments" not in alone
-
-
-@pytest.mark.parametrize(
-    ("config", "filter_seen", "said"),
-    [
-        (
-            {"training.valid_metric": "ndcg@10", "training.epochs": 2},
-            False,
-            "validation NDCG@10 (all items) within 2 epochs;",
-        ),
-        ({"training.valid_metric": "mrr"}, True, "validation MRR (seen masked);"),
-        ({}, True, "each arm's validation metric (seen masked);"),
-    ],
-)
-def test_the_document_says_by_which_metric_and_within_how_many_epochs_runs_were_stopped(config, filter_seen, said):
-    result = results_of(made_up({name: np.ones((2, 30), int) for name in ("matched", "bft")}), metrics=["mrr"])
-    result["protocol"] |= {"config": config, "filter_seen": filter_seen, "items": 12345}
-    text = comparison_document({**result, "made": MADE}, markdown=False)
-    assert (
-        "Seeds 0,1; test target of leave-one-out ranked among all 12,345 items, ties against the target; early " in text
-    )
-    assert f"early stopping on {said} mean and standard deviation over seeds." in text
-
-
-@pytest.mark.parametrize(
-    ("p", "written"),
-    [
-        (0.00099999, "< 0.001"),
-        (0.001, "0.001"),
-        (0.00149, "0.001"),
-        (0.0496, "0.0496"),
-        (0.05, "0.050"),
-        (0.0504, "0.050"),
-        (1.0, "1.000"),
-    ],
-)
-def test_a_p_is_written_to_three_digits_and_shows_on_which_side_of_its_bounds_it_lies(p, written):
-    assert p_text(p) == written and p_equals(p) == (written if written[0] == "<" else f"= {written}")
-
-
 def results_with(shift, content):
     rng = np.random.default_rng(3)
     base = rng.integers(5, 40, (8, 60))
     other = np.maximum(1, base + shift + rng.integers(-3, 4, base.shape))
     found = results_of(made_up({"matched": base, "bft": other}, content=content), over_users=False)
     return {**found, "made": {**MADE, "command": f"recbft compare -d {content}"}}
-
-
-def test_one_difference_in_every_seed_has_no_interval_and_no_smallest_effect_in_the_document():
-    found = {"difference": -1e-7, "relative": -1e-4, "interval": [0.0, 0.0], "smallest_effect": 0.0}
-    assert difference_cells(found) == ["0.0000", "0.0 %", ""]
-    assert difference_cells({**found, "smallest_effect": 0.3, "interval": [-0.01, 0.02]})[2] == "-0.0100 to +0.0200"
-    assert difference_cells({"difference": 0.01, "interval": [0.0, 0.02]}) == ["+0.0100", "", "0.0000 to +0.0200"]
-
-
-def test_the_document_says_whose_p_stands_beside_one_difference_in_every_seed():
-    base = np.random.default_rng(0).integers(20, 40, (4, 30))
-    first_hits, hits, every_seed = (
-        base.copy(),
-        base.copy(),
-        "A difference without an interval is the same in every seed",
-    )
-    first_hits[:, 0] = 5
-    hits[np.triu_indices(4)] = 5
-    for name, other in (("equal", base), ("one hit more", first_hits), ("hits", hits)):
-        result = results_of(made_up({"matched": base, "bft": other}), metrics=["hr@10"], over_users=False)
-        said = every_seed in comparison_document({**result, "made": MADE}, markdown=False)
-        assert said == (name != "hits")
-
-
-@pytest.mark.parametrize(
-    ("difference", "relative", "written"),
-    [
-        (-4e-5, -2e-3, ["0.0000", "-0.2 %"]),
-        (4e-5, 2e-4, ["0.0000", "0.0 %"]),
-        (-6e-5, -6e-4, ["-0.0001", "-0.1 %"]),
-    ],
-)
-def test_a_difference_that_rounds_to_zero_has_no_sign(difference, relative, written):
-    found = {"difference": difference, "relative": relative, "interval": [-0.01, 0.00001]}
-    assert difference_cells(found) == [*written, "-0.0100 to +0.0000"]
-
-
-def test_equal_arms_are_not_said_to_show_any_difference_however_small():
-    ranks = np.random.default_rng(0).integers(1, 40, (6, 30))
-    result = results_of(made_up({"matched": ranks, "bft": ranks}), metrics=["mrr"], over_users=False)
-    text = comparison_document({**result, "made": MADE}, markdown=True)
-    (row,) = (line for line in text.splitlines() if line.startswith("| bft | MRR"))
-    assert [cell.strip() for cell in row.split("|")][4:7] == ["0.0000", "0.0 %", ""]
-    assert row.endswith("| +0.00 |  |  |") and "Holm over the 1 t-test of this table" in text
 
 
 def test_pooling_is_fishers_and_tells_the_direction():
@@ -370,23 +186,12 @@ def test_pooling_is_fishers_and_tells_the_direction():
     assert first["mean_relative"] == pytest.approx(sum(first["relative"]) / 3)
     assert first["better_on"] == sum(c["difference"] > 0 for c in cells) == 2
     assert [row["p_holm"] for row in found["pooled"]] == holm([row["p_fisher"] for row in found["pooled"]])
-    text = pooled_document(found, markdown=False)
-    assert f"by Holm over the {len(found['pooled'])} rows" in text and "p Holm" in text
-    for data in ("beauty", "games", "toys"):
-        assert f"`recbft compare -d {data}`\n2026-01-01, a CPU" in text
-    assert text.count("Seeds 0-7; test target of leave-one-out ranked among all 50 items") == 3
     results[0]["comparisons"]["matched"]["more"] = results[0]["comparisons"]["matched"]["bft"]
     results[0]["comparisons"]["matched"]["bft"]["filtered"] = {"mrr": results[0]["comparisons"]["matched"]["bft"]}
     del results[1]["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"]
     fewer = pool(results)
     assert len(fewer["pooled"]) == len(found["pooled"]) - 1
-    said = "Left out, not in every comparison: bft MRR (all items), bft MRR (seen masked), more\n"
-    assert said in pooled_document(fewer, markdown=False)
-    assert "2 of 3" in text and "read its direction from the data sets" in text
-    changes = [f"{100 * r:+.1f} %" for r in (*first["relative"], first["mean_relative"])]
-    (row,) = [line for line in pooled_document(found, markdown=True).splitlines() if line.startswith("| bft | HR@10 |")]
-    ps = [p_text(first["p_fisher"]), p_text(first["p_holm"])]
-    assert [cell.strip() for cell in row.split("|")][3:-1] == ["all items", *changes, "2 of 3", *ps]
+    assert fewer["left_out"] == ["bft MRR (all items)", "bft MRR (seen masked)", "more"]
 
 
 def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part_in_their_mean():
@@ -395,16 +200,10 @@ def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part
     one["relative"] = None
     first = pool(results)["pooled"][0]
     assert first["mean_relative"] == other["relative"] and first["better_on"] == 2
-    other["relative"] = -0.0004
-    assert "| 0.0 % |" in pooled_document(pool(results), markdown=True), "as in the other tables, zero has no sign"
     other["relative"] = None
     assert pool(results)["pooled"][0]["mean_relative"] is None
-    assert "sign flips" not in pooled_document(pool(results), markdown=False)
     other["difference"] = other["smallest_effect"] = 0.0
     assert pool(results)["pooled"][0]["better_on"] == 1, "a data set on which nothing differs is none it is better on"
-    assert "the same in every seed of a data set its p there is the sign flips'" in pooled_document(
-        pool(results), markdown=False
-    )
 
 
 def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_they_are_damaged(tmp_path):

@@ -12,7 +12,7 @@ from scipy import stats
 from recbft.evaluation.association import spearman
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_it_is_scipy_s_with_ties_too(seed):
     rng = np.random.default_rng(seed)
     x, y = rng.integers(0, 6, 40), rng.normal(size=40)
@@ -20,7 +20,7 @@ def test_it_is_scipy_s_with_ties_too(seed):
     assert (found.rho, found.p, found.n) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue), 40)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_holding_a_third_fixed_correlates_what_it_leaves_of_the_ranks(seed):
     rng = np.random.default_rng(seed)
     z = rng.integers(1, 9, 60)
@@ -40,7 +40,7 @@ def test_pairs_with_a_nan_are_left_out_and_a_perfect_order_of_many_is_certain():
 
 
 @pytest.mark.parametrize("n", [3, 4, 5])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_p_of_few_is_the_share_of_their_orders_that_scipy_finds_as_strong(seed, n):
     rng = np.random.default_rng(seed)
     x, y = np.append(rng.integers(0, 4, n - 1), 9), np.append(rng.integers(0, 4, n - 1), 9)

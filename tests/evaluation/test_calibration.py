@@ -23,9 +23,10 @@ def drawn(seed, N=400, V=30, D=6, *, bias=False, spread=1.0):
     return states, table, scores.numpy()
 
 
-@pytest.mark.parametrize("memory_mb", [1e-9, 256.0])
-@pytest.mark.parametrize(("temperature", "lapse"), [(0.5, 0.0), (1.0, 0.0), (3.0, 0.2), (0.7, 1.0 - 1e-6)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("temperature", "lapse", "memory_mb", "bias"),
+    [(0.5, 0.0, 256.0, True), (3.0, 0.2, 1e-9, False), (0.7, 1.0 - 1e-6, 1e-9, True)],
+)
 def test_every_user_s_distribution_is_the_softmax_over_all_items_and_the_lapses(temperature, lapse, memory_mb, bias):
     states, table, scores = drawn(0, N=20, bias=bias)
     targets = np.random.default_rng(0).integers(1, 31, 20)
@@ -40,7 +41,7 @@ def test_every_user_s_distribution_is_the_softmax_over_all_items_and_the_lapses(
     np.testing.assert_allclose(found.top[500], 1.0, rtol=1e-10)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_rounding_in_single_precision_makes_no_probability_beyond_one_and_no_entropy_below_zero(seed):
     states, (weight, _), scores = drawn(seed, N=200, spread=8.0)
     table = ItemTable(weight.float(), None)
@@ -98,7 +99,7 @@ def test_a_table_worked_by_hand():
     assert found["floor"] == pytest.approx(sum(np.sqrt(2 / np.pi * s) for s in spreads) / 4)
 
 
-@pytest.mark.parametrize("bins", [2, 10, 14, 25, 38])
+@pytest.mark.parametrize("bins", [2, 14, 38])
 def test_bins_are_equal_where_the_number_of_users_allows_it(bins):
     for each in (1, 3, 7):
         claims = np.linspace(0.1, 0.9, each * bins)

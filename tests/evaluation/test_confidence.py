@@ -48,11 +48,7 @@ def test_users_of_equal_confidence_share_their_risk_along_the_curve():
     assert Ranking([2, 2, 1], [True, False, True]).curve()["risk"] == pytest.approx([1 / 2, 1 / 2, 1 / 3])
 
 
-def test_a_hit_and_a_miss_are_one_pair_and_enough():
-    assert Ranking([0.9, 0.2], [True, False]).area == 1 and Ranking([0.9, 0.2], [False, True]).area == 0
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_ties_count_as_the_mean_over_all_their_orders(seed):
     rng = np.random.default_rng(seed)
     confidence, hit = rng.integers(0, 3, 6).astype(float), rng.random(6) < 0.5
@@ -132,7 +128,7 @@ def test_the_rank_test_is_that_of_scipy(drawn):
         assert Ranking(confidence, hit).p == pytest.approx(found.pvalue, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_few_misses_below_the_cap_prove_nothing(seed):
     # by chance alone 13 users are all misses in half of all cases (0.95^13)
     precision, hit = np.full(1400, 100.0), np.arange(1400) % 20 == 0

@@ -76,9 +76,7 @@ def test_popularity_on_a_data_set_worked_by_hand():
     assert result.headline == result.metrics["filtered"]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("part", ["validation", "test"])
-@pytest.mark.parametrize("max_length", [50, 4])
+@pytest.mark.parametrize(("seed", "part", "max_length"), [(0, "validation", 50), (1, "test", 4), (2, "validation", 4)])
 def test_each_user_is_ranked_from_the_right_events(seed, part, max_length):
     dataset = draw_dataset(seed)
     model = SumModel(dataset.num_items, max_length=max_length, seed=seed)

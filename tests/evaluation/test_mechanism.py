@@ -13,7 +13,6 @@ from scipy import stats
 from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.planted import PlantedReliability
 from recbft.datasets.split import leave_one_out
-from recbft.errors import UserError
 from recbft.evaluation import mechanism as looking
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.mechanism import mechanism
@@ -130,15 +129,6 @@ def test_attention_on_the_first_token_equals_the_equations_written_out(worked):
             assert row["rho_given_keys"] is not None
 
 
-def test_the_saturated_shares_count_coordinates_at_the_cap(lab):
-    model = lab.make_model(lab.dataset, core={"lam_max": 2.0, "process_noise": False})
-    layers = mechanism(model, lab.dataset)["layers"]
-    found = [layer["saturated"] for layer in layers]
-    assert 0 < found[0]["outgoing"] <= 1 and found[1]["incoming"] == found[0]["outgoing"]
-    loose = mechanism(lab.make_model(lab.dataset, core={"lam_max": 1e9}), lab.dataset)["layers"]
-    assert all(share == 0 for layer in loose for share in layer["saturated"].values())
-
-
 def traced(model, dataset):
     """All histories of the test in one batch, and what each layer did."""
     view = leave_one_out(dataset).test
@@ -251,8 +241,7 @@ def test_planted_truth_is_correlated_with_what_was_learned(lab, worked):
         assert all(one["num_users"] == 1 for one in row["levels"])
 
 
-@pytest.mark.parametrize("name", ["sasrec", "bert4rec", "hstu"])
-@pytest.mark.parametrize("arm", ["published", "matched"])
+@pytest.mark.parametrize(("name", "arm"), [("sasrec", "published"), ("bert4rec", "matched"), ("hstu", "published")])
 def test_a_plain_arm_reports_what_attention_says_and_no_precision(lab, name, arm):
     report = mechanism(lab.make_model(lab.dataset, name, arm), lab.dataset)
     assert not report["tracks_precision"] and report["initial_precision"] is None and report["cap"] is None
@@ -300,7 +289,7 @@ def test_settings_without_a_part_leave_it_out(lab, core):
 
 
 @pytest.mark.parametrize(("core", "weights"), [({}, 2), ({"kriging": "per_dimension"}, 8)], ids=str)
-@pytest.mark.parametrize("histories", [0, 1, 5])
+@pytest.mark.parametrize("histories", [0, 5])
 def test_no_more_attention_weights_are_written_out_than_memory_allows(lab, monkeypatch, core, weights, histories):
     asked = []
 
@@ -323,7 +312,7 @@ def test_little_memory_and_batches_change_no_figure(lab, arm):
         assert a == b or a == pytest.approx(b, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("mixer", ["attention", "rope", "boosted", "twicing", "regime"])
+@pytest.mark.parametrize("mixer", ["attention", "boosted", "regime"])
 def test_weights_that_are_written_out_keep_within_the_memory_whatever_the_mixer(lab, mixer, monkeypatch):
     settings = {"hidden_size": 8, "n_heads": 2, "max_length": 8}
     run = load_run_config(model="sasrec", mixer=mixer, backbone=settings, core={"kriging": "per_dimension"})
@@ -364,15 +353,12 @@ def test_one_user_of_one_event_has_no_correlation_but_means(lab):
     }  # fmt: skip
 
 
-def test_an_unknown_part_is_refused(lab):
-    with pytest.raises(UserError, match="unknown part 'train'; choose validation or test"):
-        mechanism(lab.make_model(lab.dataset), lab.dataset, "train")
-
-
-@pytest.mark.parametrize("output_projection", [False, True])
-@pytest.mark.parametrize(("model", "mixer"), [(m, mixer) for m, spec in MODELS.items() for mixer in spec.mixers])
-def test_every_mixer_of_every_model_can_be_looked_into(lab, model, mixer, output_projection):
-    settings = {"hidden_size": 8, "max_length": 8, "output_projection": output_projection}
+@pytest.mark.parametrize(
+    ("number", "model", "mixer"),
+    [(number, model, mixer) for model, spec in MODELS.items() for number, mixer in enumerate(spec.mixers)],
+)
+def test_every_mixer_of_every_model_can_be_looked_into(lab, number, model, mixer):
+    settings = {"hidden_size": 8, "max_length": 8, "output_projection": number % 2 == 1}
     run = load_run_config(None, (), model=model, arm="matched", mixer=mixer, backbone=settings)
     made = run.build(torch.from_numpy(lab.dataset.training_counts))
     made.eval()

@@ -15,8 +15,7 @@ from recbft.errors import UserError
 from recbft.evaluation.paired import bootstrap_interval, compare_seeds, compare_users, fisher, holm, sign_flip_p
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("n", [2, 5, 20, 30])
+@pytest.mark.parametrize(("n", "seed"), [(2, 0), (5, 1), (30, 2)])
 def test_the_t_test_and_its_interval_are_scipys(n, seed):
     rng = np.random.default_rng(seed)
     a, b = rng.normal(0.1, 0.01, n), rng.normal(0.102, 0.01, n)
@@ -28,11 +27,8 @@ def test_the_t_test_and_its_interval_are_scipys(n, seed):
     assert found.relative == pytest.approx((b - a).mean() / a.mean())
     assert found.wins == sum(b > a)
     assert found.cohen_d == pytest.approx((b - a).mean() / (b - a).std(ddof=1))
-    assert (found.num_seeds, found.mean_baseline, found.mean_other) == (
-        n,
-        pytest.approx(a.mean()),
-        pytest.approx(b.mean()),
-    )
+    assert found.num_seeds == n
+    assert (found.mean_baseline, found.mean_other) == pytest.approx((a.mean(), b.mean()))
     assert (found.sd_baseline, found.sd_other) == pytest.approx((stats.tstd(a), stats.tstd(b)))
 
 
@@ -57,19 +53,13 @@ def test_the_rounding_of_means_is_neither_a_win_nor_a_difference():
     assert compare_users(baseline, other).p_sign_flip == 1.0
 
 
-def test_sign_flip_equals_scipys_for_twelve_seeds():
-    d = np.random.default_rng(1).normal(0.3, 1, 12)
-    expected = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)
-    assert sign_flip_p(d) == pytest.approx(expected.pvalue)
-
-
 @pytest.mark.parametrize(("wins", "n"), [(1, 1), (9, 15), (13, 16), (12, 20), (20, 20)])
 def test_differences_of_one_size_make_it_the_exact_sign_test(wins, n):
     d = np.repeat([0.25, -0.25], [wins, n - wins])  # 16 and 20 of them have more patterns than are held at a time
     assert sign_flip_p(d) == pytest.approx(stats.binomtest(wins, n).pvalue, rel=1e-12)
 
 
-@pytest.mark.parametrize("wins", [20, 22, 24, 28])
+@pytest.mark.parametrize("wins", [20, 28])
 def test_sampled_sign_flips_come_close_to_the_exact_sign_test(wins):
     d = np.repeat([0.25, -0.25], [wins, 40 - wins])
     expected = stats.binomtest(wins, 40).pvalue
@@ -80,12 +70,6 @@ def test_among_many_differences_the_observed_signs_count_as_one_of_the_samples()
     assert sign_flip_p(np.ones(40), samples=99) == 1 / 100  # no pattern drawn comes near 40 equal signs
     cancelling = np.tile([1.0, -1.0], 300)  # every pattern is as extreme; more of them than are held at a time
     assert sign_flip_p(cancelling, samples=7_000) == 1.0
-
-
-def test_sampled_sign_flips_come_close_to_the_normal_limit():
-    d = np.random.default_rng(2).normal(0.2, 1, 200)
-    z = d.sum() / math.sqrt((d**2).sum())
-    assert sign_flip_p(d, samples=20_000) == pytest.approx(2 * stats.norm.sf(abs(z)), abs=0.01)
 
 
 def test_identical_arms_differ_by_nothing_with_p_one():
@@ -127,16 +111,7 @@ def test_wrong_inputs_are_refused():
         compare_users([], [])
 
 
-@pytest.mark.parametrize("n", [3, 10, 20])
-def test_the_smallest_effect_is_found_four_times_in_five(n):
-    effect = compare_seeds(np.zeros(n), np.random.default_rng(0).normal(0, 1, n)).smallest_effect
-    sd = np.random.default_rng(0).normal(0, 1, n).std(ddof=1)
-    draws = np.random.default_rng(5).normal(effect / sd, 1, (20_000, n))
-    t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(n))
-    assert (np.abs(t) > stats.t.ppf(0.975, n - 1)).mean() == pytest.approx(0.8, abs=0.015)
-
-
-@pytest.mark.parametrize("n", [3, 4, 10, 20, 60])
+@pytest.mark.parametrize("n", [3, 10, 60])
 def test_the_power_at_the_smallest_effect_is_four_fifths_by_the_noncentral_t(n):
     d = np.random.default_rng(n).normal(size=n)
     found, critical = compare_seeds(np.zeros(n), d), stats.t.ppf(0.975, n - 1)
@@ -161,10 +136,9 @@ def test_where_nothing_differs_seeds_are_told_apart_as_often_as_the_level_says(d
         assert 0.17 <= (p <= 0.2).mean() <= 0.23
 
 
-@pytest.mark.parametrize("skewness", [0, 1])
-def test_where_nothing_differs_users_are_told_apart_as_often_as_the_level_says(skewness):
+def test_where_nothing_differs_users_are_told_apart_as_often_as_the_level_says():
     rng = np.random.default_rng(4)
-    draws = rng.gamma(4, size=(2500, 300)) - 4 if skewness else rng.normal(size=(2500, 300))
+    draws = rng.gamma(4, size=(2500, 300)) - 4
     p = np.array([sign_flip_p(d, samples=199, seed=seed) for seed, d in enumerate(draws)])
     assert 0.035 <= (p <= 0.05).mean() <= 0.065
 
@@ -198,16 +172,6 @@ def test_resamples_drawn_some_at_a_time_are_those_drawn_at_once(values):
         means = drawn @ np.unique(a) / users
     low, high = np.quantile(means, [0.025, 0.975])
     assert bootstrap_interval(a, samples=samples, seed=5) == pytest.approx((low, high), rel=1e-12)
-
-
-def test_user_intervals_cover_the_truth():
-    rng = np.random.default_rng(4)
-    covered = 0
-    for seed in range(200):
-        d = rng.exponential(1.0, 150)
-        low, high = compare_users(np.zeros(150), d, samples=500, seed=seed).interval
-        covered += low <= 1 <= high
-    assert 0.88 <= covered / 200 <= 0.99
 
 
 def test_holm_is_worked_by_hand():

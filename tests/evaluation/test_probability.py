@@ -23,7 +23,7 @@ def drawn(seed, N=400, V=30, *, bias=False):
 
 
 def mixed(scores, temperature, lapse):
-    """Equation (1); -inf is an item left out."""
+    """Equation (6.7); -inf is an item left out."""
     left = np.isfinite(scores)
     return (1 - lapse) * special.softmax(scores / temperature, axis=1) + lapse * left / left.sum(axis=1, keepdims=True)
 
@@ -34,7 +34,7 @@ def sample(p, seed):
 
 
 def best_by_search(scores, targets, *, prior=True):
-    """Equation (2) by a search in the plane from many starts."""
+    """Equation (6.8) by a search in the plane from many starts."""
 
     def loss(x):
         p = mixed(scores, np.exp(x[0]), special.expit(x[1]))
@@ -48,7 +48,7 @@ def best_by_search(scores, targets, *, prior=True):
     return np.exp(found.x[0]), special.expit(found.x[1])
 
 
-@pytest.mark.parametrize(("temperature", "lapse"), [(0.5, 0.3), (1.0, 0.0), (2.5, 0.15), (1.3, 0.7)])
+@pytest.mark.parametrize(("temperature", "lapse"), [(0.5, 0.3), (1.0, 0.0), (1.3, 0.7)])
 def test_planted_numbers_are_found_again(temperature, lapse):
     states, table, scores = drawn(1, N=6000)
     targets = sample(mixed(scores, temperature, lapse), seed=2)
@@ -64,9 +64,10 @@ def test_scores_that_are_counts_of_many_events_have_their_temperature_too():
     assert found.temperature == pytest.approx(25_000, rel=0.15) and found.lapse < 0.1
 
 
-@pytest.mark.parametrize("memory_mb", [1e-3, 1e-2, 256.0])
-@pytest.mark.parametrize("unseen", [False, True])
-@pytest.mark.parametrize(("N", "bias", "prior"), [(300, False, True), (300, True, False), (20, True, True)])
+@pytest.mark.parametrize(
+    ("memory_mb", "unseen", "N", "bias", "prior"),
+    [(1e-3, True, 300, False, True), (256.0, False, 300, True, False), (1e-2, True, 20, True, True)],
+)
 def test_the_fit_is_the_best_of_a_search_in_the_plane(memory_mb, unseen, N, bias, prior):
     states, table, scores = drawn(5, N=N, bias=bias)
     rng = np.random.default_rng(0)
@@ -83,7 +84,7 @@ def test_the_fit_is_the_best_of_a_search_in_the_plane(memory_mb, unseen, N, bias
     assert found.temperature == pytest.approx(temperature, rel=3e-3) and found.lapse == pytest.approx(lapse, abs=3e-3)
 
 
-@pytest.mark.parametrize("seed", [306, 1534, 2330, 2895, 3454, 3692, 4190])
+@pytest.mark.parametrize("seed", [306, 2330, 4190])
 def test_of_two_peaks_the_fit_finds_the_higher(seed):
     states, table, scores = drawn(seed, N=20)
     rng = np.random.default_rng(seed)
@@ -133,7 +134,7 @@ def test_a_few_users_do_not_make_a_list_sure_or_worthless(foreseen):
     assert by_likelihood.temperature < 0.1 or max(by_likelihood.lapse, by_likelihood.temperature / 100) > 0.9
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_best_lapse_of_a_softmax_is_the_best_of_a_grid(seed):
     rng = np.random.default_rng(seed)
     log_p, log_chance = -rng.exponential(4, 50), -np.log(rng.integers(5, 300, 50))

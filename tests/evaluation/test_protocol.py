@@ -1,3 +1,5 @@
+"""A protocol holds what a number depends on; a config's hash is that of its values."""
+
 from __future__ import annotations
 
 import hashlib
@@ -8,9 +10,7 @@ import pandas as pd
 import pytest
 
 from recbft.datasets.dataset import Dataset
-from recbft.evaluation.evaluate import evaluate
-from recbft.evaluation.protocol import config_hash, format_metrics, protocol
-from recbft.models.popularity import Popularity
+from recbft.evaluation.protocol import config_hash, protocol
 
 CONFIG = {"model": "pop", "arm": "published", "evaluation": {"ks": (5, 10)}}
 
@@ -36,35 +36,6 @@ def test_a_protocol_holds_what_the_number_depends_on(dataset):
         assert made[key] == value
     assert "against the target" in made["ties"] and made["recbft_version"]
     assert json.loads(json.dumps(made))["config"]["evaluation"]["ks"] == [5, 10]
-
-
-def test_metrics_print_with_their_protocol(dataset):
-    result = evaluate(Popularity(dataset.training_counts), dataset, "test", ks=(10,))
-    text = format_metrics(result.metrics, make_protocol(dataset))
-    lines = text.splitlines()
-    assert lines[0].split() == ["HR@10", "NDCG@10", "MRR@10", "MRR"]
-    assert lines[1].startswith("all items") and lines[2].startswith("seen masked")
-    assert lines[1].split()[2:] == [f"{value:.4f}" for value in result.metrics["unfiltered"].values()]
-    assert lines[3].startswith("data: small, 3 users, 4 items, 12 events, content " + dataset.content_hash[:12])
-    assert "ties against it" in lines[4] and "filter_seen false" in lines[4] and "seed 7" in lines[4]
-    assert "max length 50" in lines[4] and "pop published" in lines[4] and config_hash(CONFIG)[:12] in lines[4]
-
-
-def test_the_headline_is_named(dataset):
-    assert "headline seen masked (filter_seen true)" in format_metrics({}, make_protocol(dataset, filter_seen=True))
-
-
-@pytest.mark.parametrize("lost", ["content_hash", "filter_seen", "seed"])
-def test_a_number_without_its_protocol_is_not_printed(dataset, lost):
-    made = make_protocol(dataset)
-    del made[lost]
-    with pytest.raises(ValueError, match=f"the protocol lacks {lost}; a number is not printed without its protocol"):
-        format_metrics({"unfiltered": {"hr@10": 0.5}}, made)
-
-
-def test_rows_may_have_different_metrics(dataset):
-    text = format_metrics({"a": {"hr@5": 0.5}, "b": {"mrr": 0.25}}, make_protocol(dataset))
-    assert text.splitlines()[1].split() == ["a", "0.5000"] and text.splitlines()[2].split() == ["b", "0.2500"]
 
 
 def test_a_configs_hash_ignores_the_order_of_keys_and_nothing_else():

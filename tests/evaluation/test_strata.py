@@ -38,7 +38,7 @@ def test_users_are_cut_into_equal_numbers():
     assert found.bounds == ("4-5", "6-7", "8-9", "10-11", "12-40")
 
 
-@pytest.mark.parametrize("quantiles", range(2, 41))
+@pytest.mark.parametrize("quantiles", [2, 5, 7, 14, 40])
 def test_strata_are_equal_where_the_number_of_users_allows_it(quantiles):
     for each in (1, 2, 3, 7):
         found = user_activity(np.arange(each * quantiles), quantiles=quantiles)

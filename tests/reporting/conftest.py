@@ -14,6 +14,7 @@ from recbft.comparing.comparison import comparison_of
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.experiments.arms import parse_arms
 from recbft.experiments.plan import plan
+from recbft.reporting.report import make_report
 from recbft.system.files import json_text
 from recbft.training.one_run import train
 
@@ -44,6 +45,13 @@ def trained(events, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="session")
+def report(comparison):
+    """Of all that ``comparison`` has, with plots."""
+    pytest.importorskip("matplotlib")
+    return make_report(comparison)
+
+
 @pytest.fixture
 def copied(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "copied"))
@@ -62,3 +70,8 @@ def with_external(trained, tmp_path_factory):
     file = tmp_path_factory.mktemp("external") / "other.csv"
     pd.DataFrame({"user": per_user["user"], "rank_filtered": rng.integers(1, 40, len(per_user))}).to_csv(file)
     return comparison_of(sorted((trained / "runs").iterdir()), external={"<b>other</b>": file})
+
+
+def section_of(report, name):
+    """A report's section by its name."""
+    return next(section for section in report.sections if section.name == name)

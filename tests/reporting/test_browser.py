@@ -72,6 +72,20 @@ def test_the_page_fits_shows_everything_and_is_silent(chromium, page, width, dar
     assert chromium.complaints() == []
 
 
+# Tables that scroll inside their box, of those that are not folded.
+WIDER = """[...document.querySelectorAll('section > figure .scroll')]
+  .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.parentElement.id)"""
+
+
+def test_a_phone_shows_the_main_columns_and_all_when_asked(chromium, page):
+    chromium.open(page, width=390)
+    assert chromium.value(WIDER) == []
+    chromium.value("document.getElementById('all-seeds-against-matched').click()")
+    assert chromium.value(WIDER) == ["table-seeds-against-matched"]
+    chromium.open(page, width=1280)
+    assert chromium.value("[...document.querySelectorAll('section > figure .w')].every(cell => cell.offsetWidth > 0)")
+
+
 def test_a_long_name_leaves_the_numbers_beside_it_in_sight(chromium, comparison, tmp_path):
     name = "bft[core.initial=empirical_bayes,core.prior_scale=per_layer,training.learning_rate=0.0005]"
     arm = replace(comparison.arms["bft"], name=name)

@@ -50,10 +50,10 @@ def test_a_table_worked_by_hand():
     assert column(table, "mean frequency") == [0.5, 9.0]
     assert column(table, "plain") == [0.5, 0.5] and column(table, "bft") == [1.0, 0.5]
     assert column(table, "difference") == [0.5, 0.0] and column(table, "relative") == [1.0, 0.0]
-    assert column(table, "p") == [0.5, 1.0] and column(table, "Holm p") == [1.0, 1.0]
+    assert column(table, "p") == [0.5, 1.0] and column(table, "p Holm") == [1.0, 1.0]
     assert column(table, "remark") == ["too small: 2 users", "too small: 2 users"]
     assert "Edges of item frequency from the training counts of all 4 items" in table.caption
-    assert "Holm over the 2 tests of this table" in table.caption and "Confound check: Pearson r" in table.caption
+    assert "Holm over the 2 tests of this table" in table.caption and "Confound check, whether active" in table.caption
     assert column(table, "95 % interval") == [None, None] and "without an interval is the same" in table.caption
 
 
@@ -72,7 +72,7 @@ def test_one_user_in_one_seed_has_a_level_and_no_test():
     assert column(table, "bounds") == ["0", "1", "5-9"] and column(table, "users") == [1, 1, 2]
     assert column(table, "plain") == [1, 0, 0.5] and column(table, "bft") == [1, 1, 0.5]
     assert column(table, "difference") == [None, None, 0] and column(table, "relative") == [None, None, 0]
-    assert column(table, "95 % interval") == [None, None, (0, 0)] and column(table, "Holm p") == [None, None, 1]
+    assert column(table, "95 % interval") == [None, None, (0, 0)] and column(table, "p Holm") == [None, None, 1]
     assert column(table, "remark") == ["too small: 1 user", "too small: 1 user", "too small: 2 users"]
     assert "one seed, so paired over users" in table.caption and "one test, so no adjustment" in table.caption
     alone = by_hand(

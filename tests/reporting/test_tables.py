@@ -17,7 +17,9 @@ from recbft.reporting.tables import (
     html,
     latex,
     markdown,
+    markdown_table,
     slug,
+    table,
     text,
     write_tables,
 )
@@ -28,11 +30,11 @@ TABLE = Table(
     caption="50 % of <all> users_",
     columns=[
         Column("arm"), Column("users", "count"), Column("mean", "spread"), Column("difference", "signed"),
-        Column("95 %", "interval"), Column("p", "p"), Column("targets", "count", detail=True),
+        Column("95 %", "interval"), Column("p", "p"), Column("targets", "count", "page"),
     ],
     rows=[
         ["a|b <x>", 1429, (0.05604, 0.00192), 0.00171234, (-0.00112, 0.0045), 0.03333, 7],
-        ["c_d", 2, (0.1, 0.0), None, None, 0.0000123, None],
+        ["c_d", 2, (0.1, 0.0), None, None, 0.0000123, 0],
     ],
 )  # fmt: skip
 
@@ -51,7 +53,7 @@ def test_csv_keeps_all_digits_and_gives_pairs_two_columns():
     header, first, second = csv.reader(io.StringIO(comma_separated(TABLE)))
     assert header == ["arm", "users", "mean mean", "mean sd", "difference", "95 % low", "95 % high", "p", "targets"]
     assert [float(cell) for cell in first[1:]] == [1429, 0.05604, 0.00192, 0.00171234, -0.00112, 0.0045, 0.03333, 7]
-    assert second == ["c_d", "2", "0.1", "0.0", "", "", "", "1.23e-05", ""]
+    assert second == ["c_d", "2", "0.1", "0.0", "", "", "", "1.23e-05", "0"]
 
 
 def test_markdown_escapes_the_bar_and_hands_on_no_tag():
@@ -74,14 +76,16 @@ def test_latex_is_booktabs_with_every_special_letter_escaped():
     assert rules == [r"\toprule", r"\midrule", r"\bottomrule"] and r"\begin{tabular}{lrrrrrr}" in made
 
 
-def test_html_escapes_and_scrolls_in_its_own_box():
+def test_html_escapes_scrolls_in_its_own_box_and_has_columns_that_a_phone_leaves_out():
     made = html(TABLE)
     assert "a|b &lt;x&gt;" in made and "<x>" not in made and '<div class="scroll"' in made
+    assert '<th class="n w" scope=col>targets</th>' in made and "show all 7 columns" in made
+    assert "show all" not in html(TABLE.without("targets"))
     opened: list[str] = []
 
     class Balanced(HTMLParser):
         def handle_starttag(self, tag, attrs):
-            opened.append(tag)
+            opened.extend([tag] * (tag not in ("input", "wbr")))
 
         def handle_endtag(self, tag):
             assert opened.pop() == tag
@@ -123,7 +127,14 @@ def test_tables_are_written_as_files(tmp_path):
 
 
 def test_a_page_may_break_a_long_name_of_a_row_and_no_other():
-    rows = [["target never in training"], ["bft[core.initial=credibility,core.lam_max=10]"]]
+    rows = [["target never in training"], ["bft[core.a_b=credibility,c=10]"]]
     made = html(Table(name="t", title="T", caption="C", columns=[Column("stratum")], rows=rows))
     assert "<th scope=row>target never in training</th>" in made
-    assert "<th class=long scope=row>bft[core.initial=credibility,core.lam_max=10]</th>" in made
+    assert "<th class=long scope=row>bft[<wbr>core.<wbr>a_<wbr>b=credibility,<wbr>c=10]</th>" in made
+
+
+def test_plain_cells_make_a_table_of_text_or_markdown():
+    assert markdown_table(["a|b"], [["c|d"]]).splitlines() == ["| a\\|b |", "| --- |", "| c\\|d |"]
+    assert table(["name", "kind", "n"], [["x", "yy", 1200], ["long", "z", None]]).splitlines() == [
+        "name  kind      n", "x     yy    1,200", "long  z         -"
+    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sentence says what the test says, and what could have been found where it says nothing."""
+"""The answer says what the test says, and what could have been found where it says nothing."""
 
 from __future__ import annotations
 
@@ -9,163 +9,184 @@ import pytest
 from scipy import stats
 
 from recbft.evaluation.paired import compare_seeds
-from recbft.reporting.document import p_text
-from recbft.reporting.findings import Finding
-from recbft.reporting.verdict import LEVEL, SENTENCES, answer, answers
-
-
-def finding(baseline, other, *, same=False):
-    seeds = compare_seeds(baseline, other)
-    return Finding(
-        arm="bft", baseline="matched", metric="ndcg@10", setting="unfiltered", same_ranks=same, seeds=seeds, users=None,
-        validation="", holm_p=seeds.p_t,
-    )  # fmt: skip
-
-
-def say(baseline, other, **how):
-    found = finding(baseline, other, **how)
-    return answer(found, "ml-1m", p=found.seeds.p_t)
-
+from recbft.reporting.comparison_tables import Finding
+from recbft.reporting.tables import p_text
+from recbft.reporting.verdict import LEVEL, SENTENCES, answer, answers, terms
 
 BASE = np.linspace(0.05, 0.052, 10)
 
 
-def test_a_gain_is_said_with_its_size_interval_seeds_and_p():
-    rng = np.random.default_rng(0)
-    other = BASE + 0.001 + rng.normal(0, 0.0005, 10)
-    low, high = stats.ttest_rel(other, BASE).confidence_interval(0.95)
-    p = stats.ttest_rel(other, BASE).pvalue
-    said = say(BASE, other)
-    share = 100 / BASE.mean()
-    assert said.startswith(
-        f"bft is better than matched on ml-1m: {(other - BASE).mean() * share:+.1f} % NDCG@10 (all items), "
-        f"95 % interval {low * share:+.1f} to {high * share:+.1f} %, 10 seeds, p "
+def finding(baseline, other, arm="bft"):
+    seeds = compare_seeds(baseline, other)
+    return Finding(
+        arm=arm, baseline="matched", metric="ndcg@10", setting="unfiltered", seeds=seeds, users=None, validation=None,
+        holm_p=seeds.p_t,
+    )  # fmt: skip
+
+
+def arms(ours=0.111, theirs=0.109, seconds=(3.0, 2.0)):
+    levels = {"bft": (ours, seconds[0]), "matched": (theirs, seconds[1])}
+    return {
+        name: {"metrics": {"unfiltered": {"ndcg@10": {"mean": 0.05}, "hr@10": {"mean": hits}}}, "training_seconds": [s]}
+        for name, (hits, s) in levels.items()
+    }
+
+
+def say(baseline, other, known=None, p=None, **how):
+    found = finding(baseline, other)
+    return answer(found, "ml-1m", known or {}, p=found.seeds.p_t if p is None else p, **how)
+
+
+def noisy(seed, shift=0.0, sd=0.0005):
+    return BASE + shift + np.random.default_rng(seed).normal(0, sd, 10)
+
+
+def test_a_gain_is_one_sentence_for_everyone_and_evidence_for_the_curious():
+    other = noisy(0, 0.001)
+    said = say(BASE, other, arms())
+    assert said.sentence == (
+        "bft ranks better than matched on ml-1m: it finds the next item in its top ten for 11.1 % of users, matched "
+        "for 10.9 %; with 10 repeats this is unlikely to be luck."
     )
-    assert ("p < 0.001" if p < 0.001 else f"p = {p:.3f}") in said and "Better in" in said
-    assert "bft is worse than matched" in say(other, BASE)
+    assert said.advice == "use bft, if a gain of this size is worth training 1.5 times as long."
+    assert say(BASE, other, arms(seconds=(2.0, 2.0))).advice == "use bft; training takes no longer."
+    low, high = stats.ttest_rel(other, BASE).confidence_interval(0.95)
+    p, share = stats.ttest_rel(other, BASE).pvalue, 100 / BASE.mean()
+    assert said.evidence.startswith(
+        f"{(other - BASE).mean() * share:+.1f} % NDCG@10 (all items), "
+        f"95 % interval {low * share:+.1f} to {high * share:+.1f} %, 10 seeds, p {'< 0.001' if p < 0.001 else ''}"
+    )
+    worse = say(other, BASE, arms())
+    assert worse.sentence.startswith("bft ranks worse than matched") and worse.advice == "keep matched."
+    assert str(said) == f"{said.sentence}\nWhat to do: {said.advice}\nEvidence: {said.evidence}"
 
 
-def test_of_a_gain_it_is_said_what_the_same_runs_have_on_validation():
-    rng = np.random.default_rng(2)
-    better, alike = BASE + 0.001 + rng.normal(0, 0.0005, 10), BASE + rng.normal(0, 0.001, 10)
-    found = replace(finding(BASE, better), validation="-0.1 % (p = 0.830)")
-    said = answer(found, "ml-1m", p=found.seeds.p_t)
-    assert said.endswith(" On validation the same runs have -0.1 % (p = 0.830).")
-    assert "validation" not in answer(replace(found, validation=""), "ml-1m", p=found.seeds.p_t)
-    assert "validation" not in answer(replace(finding(BASE, alike), validation=found.validation), "ml-1m", p=0.5)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"), [(0.10534, 0.10527, "10.53 % of users, matched for 10.53 %"), (0.1, 0.2, "10.0 %")]
+)
+def test_shares_have_as_many_digits_as_tell_them_apart(ours, theirs, told):
+    said = say(BASE, noisy(0, 0.001), arms(ours, theirs)).sentence
+    assert told.replace("10.53 %", "10.534 %", 1).replace("10.53 %", "10.527 %") in said
+
+
+def test_without_hits_or_seconds_nothing_is_said_of_them():
+    said = say(BASE, noisy(0, 0.001))
+    assert said.sentence == "bft ranks better than matched on ml-1m: with 10 repeats this is unlikely to be luck."
+    assert said.advice == "use bft, if a gain of this size is worth a change."
+
+
+def test_a_gain_comes_with_what_the_same_runs_have_on_validation():
+    found = finding(BASE, noisy(2, 0.001))
+    held = {up: replace(found, validation=compare_seeds(BASE, noisy(5, up))) for up in (-0.002, 0.002)}
+    lost, kept = (answer(held[up], "ml-1m", {}, p=0.01) for up in (-0.002, 0.002))
+    assert lost.evidence.endswith(" % (p < 0.001).") and "On validation the same runs have -" in lost.evidence
+    assert "on validation the same runs show no gain" in lost.advice and "careful" not in kept.advice
+    assert "alidation" not in str(answer(found, "ml-1m", {}, p=0.01)) + str(answer(held[0.002], "ml-1m", {}, p=0.5))
 
 
 def test_no_difference_says_what_would_have_been_found():
-    rng = np.random.default_rng(1)
-    other = BASE + rng.normal(0, 0.002, 10)
-    found = finding(BASE, other)
-    effect = 100 * found.seeds.smallest_effect / BASE.mean()
-    said = say(BASE, other)
-    assert said.startswith("No difference between bft and matched could be shown on ml-1m:")
-    assert said.endswith(f"with 10 seeds an effect of {effect:.1f} % would have been found with 80 % power.")
+    other = noisy(1, sd=0.002)
+    effect = f"{100 * finding(BASE, other).seeds.smallest_effect / BASE.mean():.1f} %"
+    said = say(BASE, other, arms())
+    assert said.sentence == (
+        f"No difference between bft and matched could be shown on ml-1m; one of {effect} or more would probably have "
+        "been. bft finds the next item in its top ten for 11.1 % of users, matched for 10.9 %."
+    )
+    assert said.advice.startswith("keep matched, or train more seeds")
+    assert said.evidence.endswith(f"with 10 seeds a difference of {effect} would have been found with 80 % power.")
 
 
-@pytest.mark.parametrize(("p", "shown"), [(0.0499, True), (0.05, False), (0.06, False)])
+@pytest.mark.parametrize(("p", "shown"), [(0.0499, True), (0.05, False)])
 def test_a_difference_is_shown_where_the_adjusted_p_is_below_the_level(p, shown):
-    found = finding(BASE, BASE + np.random.default_rng(1).normal(0.001, 0.002, 10))
-    said = answer(found, "ml-1m", p=p, num_arms=2)
-    assert said.startswith("bft is better" if shown else "No difference")
-    assert f"p = {p_text(p)} (Holm over 2 arms; {p_text(found.seeds.p_t)} by itself)" in said
-    alone = answer(found, "ml-1m", p=found.seeds.p_t, num_arms=2)
-    assert f"p = {found.seeds.p_t:.3f} (Holm over 2 arms)" in alone and "by itself" not in alone
+    other = BASE + np.random.default_rng(1).normal(0.001, 0.002, 10)
+    said, alone = say(BASE, other, p=p, num_arms=2), finding(BASE, other).seeds.p_t
+    assert said.sentence.startswith("bft ranks better" if shown else "No difference")
+    assert f"p = {p_text(p)} (Holm over 2 arms; {p_text(alone)} by itself)" in said.evidence
+    same = say(BASE, other, num_arms=2).evidence
+    assert f"p = {alone:.3f} (Holm over 2 arms)" in same and "by itself" not in same
 
 
 @pytest.mark.parametrize(("n", "reaches"), [(5, False), (6, True)])
 def test_six_seeds_are_the_fewest_that_sign_flips_can_be_sure_with(n, reaches):
-    said = answer(finding(BASE[:n], BASE[:n] + 1e-3 * np.arange(1, n + 1)), "ml-1m", p=0.01)
-    assert said.endswith(f"Better in {n} of {n} seeds; exact sign-flip p = 0.031.") == reaches
-    assert (f"p = 0.062, and {n} seeds cannot bring it below 0.0625: take more seeds" in said) != reaches
+    said = say(BASE[:n], BASE[:n] + 1e-3 * np.arange(1, n + 1), p=0.01)
+    assert said.evidence.endswith(f"Better in {n} of {n} seeds; exact sign-flip p = 0.031.") == reaches
+    assert (f"p = 0.062, and {n} seeds cannot bring it below 0.0625." in said.evidence) != reaches
+    assert (f"but {n} repeats are too few to rely on it." in said.sentence) != reaches
+    assert (said.advice == "train at least 6 seeds before relying on this.") != reaches
 
 
 @pytest.mark.parametrize(("n", "how"), [(20, "exact"), (21, "sampled")])
-def test_sign_flips_are_called_exact_where_they_are(n, how):
+def test_where_the_two_tests_disagree_it_is_said(n, how):
     rng = np.random.default_rng(0)
     base = rng.normal(0.05, 0.001, n)
-    said = answer(finding(base, base + rng.normal(0, 0.001, n)), "ml-1m", p=0.04)
-    assert f"; {how} sign-flip p = " in said and f": the {how} test does not show it." in said
-
-
-def test_few_seeds_are_not_oversold():
-    said = say([0.05, 0.051, 0.052], [0.0521, 0.053, 0.0541])
-    assert "bft is better" in said
-    assert "exact sign-flip p = 0.250, and 3 seeds cannot bring it below 0.25: take more seeds" in said
-
-
-def test_where_the_two_tests_disagree_it_is_said():
-    d = np.array([1, 1, 1, 1, 1, 1, -0.6, -0.5]) * 1e-3
-    found = finding(np.full(8, 0.05), 0.05 + d)
-    said = answer(found, "ml-1m", p=0.04)
-    assert "the exact test does not show it" in said
+    said = say(base, base + rng.normal(0, 0.001, n), p=0.04)
+    assert f"; {how} sign-flip p = " in said.evidence and f": the {how} test does not show it." in said.evidence
+    assert "only one of two tests says" in said.sentence and said.advice == "train more seeds before relying on this."
 
 
 def test_identical_arms_are_called_so():
-    assert say(BASE, BASE, same=True) == (
-        "bft and matched rank every target of ml-1m alike in every seed: difference 0, p = 1, nothing to tell apart."
+    assert (
+        say(BASE, BASE, same_ranks=True).sentence == "bft and matched rank every target of ml-1m alike in every seed."
     )
     equal = say(BASE, BASE)  # equal metrics from other ranks
-    assert "No difference" in equal and "nan" not in equal
-    assert "0.0 % NDCG@10 (all items), the same in every seed and so without an interval, p by sign flips" in equal
-    assert "95 % interval" not in equal and "would have been found" not in equal
+    assert equal.sentence == "No difference between bft and matched could be shown on ml-1m."
+    assert "0.0 % NDCG@10 (all items), the same in every seed and so without an interval, p by sig" in equal.evidence
+    assert "95 % interval" not in equal.evidence and "80 % power" not in equal.evidence
 
 
 @pytest.mark.parametrize("n", [3, 10])
 def test_the_same_difference_in_every_seed_has_no_interval_and_no_power(n):
     said = say(BASE[:n], BASE[:n] + 5e-4)
-    share = 100 * 5e-4 / BASE[:n].mean()
-    assert (
-        f"{share:+.1f} % NDCG@10 (all items), the same in every seed and so without an interval, p by sign fl" in said
-    )
-    assert ("p = 0.250." in said and "No difference" in said) if n == 3 else "bft is better" in said
-    assert "95 % interval" not in said and "80 % power" not in said
+    assert f"{100 * 5e-4 / BASE[:n].mean():+.1f} % NDCG@10 (all items), the same in every seed" in said.evidence
+    assert ("p = 0.250." in said.evidence and "No diff" in said.sentence) if n == 3 else "better" in said.sentence
+    assert "80 % power" not in said.evidence
 
 
 def test_an_end_of_the_interval_that_rounds_to_zero_keeps_its_side():
     d = np.array([1, 3.5, 1, 2.5, 1, 3.25, 2, 2.25]) * 1e-5  # from 0.024 to 0.055 % of the baseline
-    assert "95 % interval +0.0 to +0.1 %" in say(np.full(8, 0.05), 0.05 + d)
-    assert "95 % interval -0.1 to -0.0 %" in say(np.full(8, 0.05), 0.05 - d)
+    assert "95 % interval +0.0 to +0.1 %" in say(np.full(8, 0.05), 0.05 + d).evidence
+    assert "95 % interval -0.1 to -0.0 %" in say(np.full(8, 0.05), 0.05 - d).evidence
 
 
 def test_a_baseline_of_zero_is_compared_in_the_metrics_own_unit():
-    said = say([0.0, 0.0, 0.0], [0.01, 0.012, 0.011])
+    said = say([0.0, 0.0, 0.0], [0.01, 0.012, 0.011]).evidence
     assert "+0.0110 NDCG@10" in said and "interval +0.0085 to +0.0135" in said and "%, 3 seeds" not in said
-    neither = say([0.0] * 3, [0.0] * 3)
-    assert "No difference" in neither and "0.0 % NDCG@10 (all items), the same in every seed" in neither
 
 
-@pytest.mark.parametrize("num_arms", [1, 3])
-def test_several_arms_are_adjusted_and_the_p_alone_is_said_too(num_arms):
-    rng = np.random.default_rng(2)
-    found = finding(BASE, BASE + 0.0005 + rng.normal(0, 0.0006, 10))
-    said = answers([(found, min(1.0, num_arms * found.seeds.p_t))] * num_arms, "ml-1m")
-    assert len(said) == num_arms
-    assert ("Holm over 3 arms" in said[0]) == (num_arms == 3)
-
-
-def test_what_could_have_been_found_is_said_of_the_test_that_it_holds_for():
-    found = finding(BASE, BASE + np.random.default_rng(1).normal(0, 0.002, 10))
-    (one,), several = answers([(found, found.seeds.p_t)], "ml-1m"), answers([(found, 1.0)] * 2, "ml-1m")
-    assert one.endswith("with 80 % power.")
-    assert all(said.endswith("with 80 % power by a test alone, without Holm's adjustment.") for said in several)
+def test_several_arms_are_adjusted_and_power_is_said_of_the_test_that_it_holds_for():
+    found = finding(BASE, noisy(1, sd=0.002))
+    (one,), several = (
+        answers([(found, found.seeds.p_t)], "ml-1m", {}),
+        answers([(found, 1.0)] * 3, "ml-1m", {}, {"bft"}),
+    )
+    assert one.evidence.endswith("with 80 % power.") and len(several) == 3
+    assert all("rank every target" in said.sentence for said in several), "an arm of the same ranks"
+    for said in answers([(found, 1.0)] * 3, "ml-1m", {}):
+        assert said.evidence.endswith("with 80 % power by a test alone, without Holm's adjustment.")
 
 
 @pytest.mark.parametrize("better", [(), (2,), (0, 5)])
-def test_of_many_arms_those_of_which_something_is_shown_have_a_sentence_each_and_the_others_share_one(better):
+def test_of_many_arms_those_of_which_something_is_shown_have_an_answer_each_and_the_others_share_one(better):
     noise = np.random.default_rng(4).normal(0, 0.002, (SENTENCES + 1, 10))
-    arms = [BASE + noise[n] + 0.02 * (n in better) for n in range(SENTENCES + 1)]
-    found = [(replace(finding(BASE, arm), arm=f"bft{n}"), LEVEL * (n not in better)) for n, arm in enumerate(arms)]
-    few, many = answers(found[:-1], "ml-1m"), answers(found, "ml-1m")
+    values = [BASE + noise[n] + 0.02 * (n in better) for n in range(SENTENCES + 1)]
+    found = [(finding(BASE, each, f"bft{n}"), LEVEL * (n not in better)) for n, each in enumerate(values)]
+    few, many = answers(found[:-1], "ml-1m", {}), answers(found, "ml-1m", {})
     assert len(few) == SENTENCES and len(many) == len(better) + 1
-    assert [said.split()[0] for said in many[:-1]] == [f"bft{n}" for n in better]
+    assert [said.sentence.split()[0] for said in many[:-1]] == [f"bft{n}" for n in better]
     rest = [n for n in range(SENTENCES + 1) if n not in better]
     least, most = (pick(rest, key=lambda n: found[n][0].seeds.difference) for pick in (min, max))
     share = {n: f"{100 * found[n][0].seeds.difference / BASE.mean():+.1f} % (bft{n})" for n in rest}
-    assert many[-1] == (
-        f"No difference from matched could be shown on ml-1m for {len(rest)} of {SENTENCES + 1} arms: "
+    assert many[-1].sentence == (
+        f"No difference from matched could be shown on ml-1m for {len(rest)} of {SENTENCES + 1} arms."
+    )
+    assert many[-1].evidence == (
         f"{share[least]} to {share[most]} NDCG@10 (all items), 10 seeds, smallest p = 0.050 (Holm over "
         f"{SENTENCES + 1} arms). What each could have shown is under Metrics."
     )
+
+
+def test_the_words_of_the_answers_are_explained():
+    found = finding(BASE, noisy(0, 0.001))
+    one, several = terms([found], 1), terms([found], 2)
+    assert {"arm", "seed", "target", "NDCG@10", "all items", "p"} <= set(one)
+    assert set(several) - set(one) == {"Holm"} and "matched is the baseline" in one["arm"] and terms([], 0) == {}

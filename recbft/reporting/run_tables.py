@@ -1,0 +1,42 @@
+"""What one run says: its metrics with the protocol they were made under, and what its lists show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from recbft.evaluation.exposure import lists_of, usual_cutoff
+from recbft.evaluation.protocol import SETTINGS, protocol_lines
+from recbft.reporting.tables import text_table
+
+
+def format_metrics(rows: Mapping[str, Mapping[str, float]], protocol: Mapping[str, Any]) -> str:
+    """Metrics as a table for a terminal, one line per row, and the protocol they were made under.
+
+    Args:
+        rows: metrics by name for each label, such as an evaluation's ``metrics``; "unfiltered" and "filtered" are spelt
+            out.
+    """
+    names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
+    cells = [[SETTINGS.get(label, label), *map(metrics.get, names)] for label, metrics in rows.items()]
+    return "\n".join([text_table(["", *(name.upper() for name in names)], cells), *protocol_lines(protocol)])
+
+
+def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float, protocol: Mapping[str, Any]) -> str:
+    """What lists show as a table for a terminal.
+
+    Args:
+        found: ``exposure`` by setting.
+        targets: mean training count of the targets.
+        protocol: of the same pass, whose users and items say whose lists these are.
+    """
+    k = usual_cutoff(next(iter(found.values())))
+    rows: list[list[object]] = []
+    for setting, measures in found.items():
+        popularity = measures.get(f"popularity@{k}")
+        often = None if popularity is None else f"{popularity:.1f}"
+        rows.append([SETTINGS[setting], measures.get(f"coverage@{k}"), measures.get(f"gini@{k}"), often])
+    rows.append(["the targets", "", "", f"{targets:.1f}"])
+    table = text_table([f"lists of {k} show", "COVERAGE", "GINI", "POPULARITY"], rows)
+    some = lists_of(protocol["users"], protocol["items"])
+    return f"{table}\nlists of {some}, drawn from a fixed seed" if some else table
