@@ -32,7 +32,7 @@ from recbft.kernels.layer_norm import LayerNorm
 from recbft.mixers.penalty import take_penalties
 from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
-from recbft.models.losses import ItemLoss, LossName, Negatives, check_loss
+from recbft.models.losses import ItemLoss, Negatives, check_loss
 from recbft.models.precision_channel import ItemPrecision
 from recbft.models.precision_config import CoreConfig
 
@@ -53,7 +53,7 @@ class BackboneConfig:
     norm_eps: float = 1e-8
     recency_decay: bool = True  # a learned decay of attention with the lag
     output_projection: bool = False  # a linear map after the heads are joined
-    loss: LossName = "ce"
+    loss: str = "ce"  # a name of ``losses.LOSSES``
     num_negatives: int | None = None  # None means 512 for sampled_softmax, 1 for bce, 256 for gbce
     negatives: Negatives | None = None  # of sampled_softmax; None means uniform
     gbce_t: float | None = None  # calibration of gbce in [0, 1]; None means 0.75
