@@ -25,10 +25,10 @@ from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.config import EvaluationConfig
 from recbft.evaluation.metrics import cutoff
-from recbft.mixers import MIXERS, NoOptions
+from recbft.mixers import MIXERS, MixerOptions
 from recbft.models import MODELS
-from recbft.models.fuzzy_moe import FuzzyMoEConfig
-from recbft.models.precision_config import CoreConfig
+from recbft.models.feed_forward import FuzzyMoEConfig
+from recbft.models.precision_channel import CoreConfig
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import ControllersConfig
 
@@ -266,7 +266,7 @@ def sections_of(model: str, mixer: str | None = None) -> dict[str, type]:
 
 
 def _options_of(mixer: str | None) -> type:
-    return NoOptions if mixer is None else MIXERS[mixer].options
+    return MixerOptions if mixer is None else MIXERS[mixer].options
 
 
 def _translated(
