@@ -31,7 +31,7 @@ from recbft.config.yaml_text import parse_setting
 from recbft.core import SequenceContext
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import split_list
-from recbft.mixers import MIXERS, Place
+from recbft.mixers import MIXERS, Estimation, Place
 from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 
@@ -95,11 +95,9 @@ def make_pass(case: Case, shape: Shape) -> Callable[[], None]:
     torch.manual_seed(0)
     spec = MIXERS[case.mixer]
     D = shape.H * shape.K
-    estimation: dict[str, Any] | None = None
+    estimation = None
     if case.precision:
-        estimation = {"cap": 100.0}
-        if spec.precision in ("softmax", "silu"):
-            estimation["estimator"] = "reml" if spec.precision == "softmax" else "sandwich"
+        estimation = Estimation(lam_max=100.0, estimator="reml" if spec.precision == "softmax" else "sandwich")
     place = Place(hidden_size=D, n_heads=shape.H, length=shape.T, estimation=estimation)
     mixer = spec.make(place, from_dict(spec.options, case.options, "mixing")).train()
     x = torch.randn(shape.B, shape.T, D, requires_grad=True)

@@ -101,6 +101,7 @@ def test_a_mixer_that_keeps_back_the_precision_it_has_promised_is_told_so(regist
             r"hears is the text .*; give a tuple of names, such as \('output_projection',\)",
         ),
         ({"hears": ("colour",)}, "hears is 'colour'; choose one of dropout"),
+        ({}, "kind is Identity; derive it from recbft.mixers.Mixer"),
     ],
 )
 def test_what_a_mixers_entry_cannot_say_is_refused_where_it_is_made(wrong, message):

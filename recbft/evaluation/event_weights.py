@@ -59,7 +59,7 @@ def explain(model: SequenceModel, history: IntArray, items: IntArray, *, times: 
         UserError: the model reads times and there are none.
     """
     num_events = len(history)
-    read = min(num_events, model.max_length - (getattr(model, "append", None) is not None))
+    read = min(num_events, model.max_length - (model.append is not None))
     events = np.arange(num_events - read, num_events)
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()

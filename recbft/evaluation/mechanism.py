@@ -48,7 +48,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.planted import PlantedReliability
 from recbft.evaluation.association import NO_ASSOCIATION, spearman
 from recbft.evaluation.strata import QUANTILES, Strata, item_frequency
-from recbft.evaluation.trace import LayerTrace, at_cap, attention_in, trace
+from recbft.evaluation.trace import LayerTrace, at_cap, blocks_of, trace
 from recbft.evaluation.views import Part, batches_of_view, evaluation_mode, view_of
 from recbft.models.contract import SequenceModel
 from recbft.models.precision_channel import LAM_MIN
@@ -341,14 +341,12 @@ def _levels(reliability: FloatArray, values: FloatArray, count: str) -> list[dic
 def _histories_per_batch(model: SequenceModel, memory_mb: float) -> int:
     """As many histories as leave their attention weights within the memory."""
     most = 1  # G
-    for block in getattr(model, "blocks", ()):
-        attention: Any = attention_in(block.mixer)
-        by_coordinate = getattr(attention, "kriging", "") == "per_dimension"
-        most = max(most, attention.query.out_features if by_coordinate else getattr(attention, "n_heads", 1))
-    each = COPIES * model.item_table().weight.element_size() * most * model.max_length**2
+    weight = model.item_table().weight
+    for block in blocks_of(model):
+        most = max(most, weight.shape[1] if block.mixer.by_coordinate else block.mixer.n_heads)
+    each = COPIES * weight.element_size() * most * model.max_length**2
     return max(1, min(HISTORIES_PER_BATCH, int(memory_mb * 2**20) // each))
 
 
 def _cap(model: SequenceModel) -> float | None:
-    core = getattr(model, "core", None)
-    return None if core is None else float(core.lam_max)
+    return None if model.core is None else float(model.core.lam_max)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recbft.core import Belief, ffn_jacobian, process_noise
+from recbft.core import Belief, process_noise
 from recbft.datasets.batches import Batch
 from recbft.mixers import Observation
 from recbft.models.backbone import Backbone
@@ -38,13 +38,6 @@ class _Call(NamedTuple):
     arguments: tuple[Any, ...]
     named: dict[str, Any]
     output: Any
-
-
-def attention_in(mixer: nn.Module) -> nn.Module:
-    """The attention that a mixer is built around, the last of several; a mixer of one piece itself."""
-    inner: nn.Module | None = getattr(mixer, "reader", None) or getattr(mixer, "smoother", None)
-    rounds = getattr(mixer, "rounds", None)
-    return rounds[-1] if rounds is not None else inner or mixer
 
 
 class LayerTrace:
@@ -61,13 +54,12 @@ class LayerTrace:
     @property
     def num_heads(self) -> int:
         """H, of a mixer that attends."""
-        return int(attention_in(self.block.mixer).n_heads)  # type: ignore[arg-type]
+        return self.block.mixer.n_heads
 
     @property
     def mixes_heads(self) -> bool:
         """Whether an output map follows the heads, so that no coordinate of the innovation is one head's own."""
-        mixer = self.block.mixer
-        return any(getattr(one, "out", None) is not None for one in (mixer, attention_in(mixer)))
+        return self.block.mixer.mixes_heads
 
     @property
     def incoming(self) -> Tensor | None:
@@ -90,7 +82,7 @@ class LayerTrace:
     @cached_property
     def gain(self) -> Tensor | None:
         """(B, T, D), equation (1)."""
-        if not self.tracks_precision:
+        if self.block.update is None:
             return None
         belief, observation, x, ramp = self._calls["update"].arguments
         mean = torch.zeros_like(belief.mean)
@@ -103,22 +95,17 @@ class LayerTrace:
         """(B, T, D), equation (2); None where precision is not predicted through the feed-forward network."""
         if self.block.precision is None or self.block.precision.mode == "off":
             return None
-        if self.block.moe is not None:
-            x, valid = self._calls["moe"].arguments
-            found: Tensor = self.block.moe(x, valid, with_jacobian=True).jacobian
-            return found
-        return ffn_jacobian(self._calls["inner"].output, self.block.inner.weight, self.block.outer.weight)
+        assert self.block.network is not None
+        return self.block.network.jacobian(self._calls["norm_ffn"].output, self._calls["mixer"].arguments[2])
 
     @cached_property
     def jacobian_used(self) -> Tensor | None:
         """What stood for (2) in this pass, (B, T, D) or (D,) for all tokens."""
         if self.jacobian is None or self.block.precision is None:
             return None
-        context = self._calls["mixer"].arguments[2]
-        if self.block.moe is not None:
-            return self.block.precision.take(self.jacobian, context)
-        a = self._calls["inner"].output
-        return self.block.precision.activate(a, self.block.inner.weight, self.block.outer.weight, context)[1]
+        assert self.block.network is not None
+        x, context = self._calls["norm_ffn"].output, self._calls["mixer"].arguments[2]
+        return self.block.network.predict(x, context, self.block.precision).jacobian
 
     @property
     def noise(self) -> Tensor | None:
@@ -130,18 +117,14 @@ class LayerTrace:
     @property
     def recency_decay(self) -> float | None:
         """rho, the factor by which a key's weight falls with every position of lag."""
-        logit = getattr(attention_in(self.block.mixer), "decay_logit", None)
-        return None if logit is None else float(torch.sigmoid(logit))
+        rho = self.block.mixer.recency_decay
+        return None if rho is None else float(rho)
 
     @cached_property
     def weights(self) -> Tensor | None:
         """(B, G, T, T), row t over the keys j; None for a mixer without attention weights."""
-        attention = getattr(self.block.mixer, "attention", None)
-        if attention is None:
-            return None
         call = self._calls["mixer"]
-        weights: Tensor = attention(*call.arguments, **call.named)
-        return weights
+        return self.block.mixer.attention(*call.arguments, **call.named)
 
     @cached_property
     def shares(self) -> Tensor | None:
@@ -172,17 +155,22 @@ def trace(model: SequenceModel, batch: Batch) -> tuple[UserStates, list[LayerTra
     The model is used as it is: switch it to evaluation mode first.
     """
     model = _in_modules_of_its_own(model)
-    blocks = [block for block in getattr(model, "blocks", ()) if isinstance(block, Block)]
+    blocks = blocks_of(model)
     calls: list[dict[str, _Call]] = [{} for _ in blocks]
     with ExitStack() as hooks:
         for block, seen in zip(blocks, calls, strict=True):
             hooks.callback(_watch(block, "block", seen).remove)
-            for name in ("mixer", "update", "inner", "moe"):
-                part = getattr(block, name, None)
+            parts = {"mixer": block.mixer, "update": block.update, "norm_ffn": block.norm_ffn}
+            for name, part in parts.items():
                 if part is not None:
                     hooks.callback(_watch(part, name, seen).remove)
         states = _states(model, batch)
     return states, [LayerTrace(block, seen) for block, seen in zip(blocks, calls, strict=True)]
+
+
+def blocks_of(model: SequenceModel) -> list[Block]:
+    """The layers of a model, none of one that has no layers."""
+    return [block for block in model.blocks if isinstance(block, Block)] if isinstance(model, Backbone) else []
 
 
 def _in_modules_of_its_own(model: SequenceModel) -> SequenceModel:

@@ -141,7 +141,7 @@ def _read(model: SequenceModel, dataset: Dataset, view: View) -> _Read:
         states.append(found.state)
         if found.precision is not None:
             precision.append(found.precision.double().cpu().numpy())
-        core = getattr(model, "core", None)
+        core = model.core
         if core is not None and layers and layers[-1].outgoing is not None:
             last = layers[-1].outgoing.flatten(0, 1)[batch.last]  # (S, D)
             at_cap.append(saturated(last, core.lam_max).double().mean(dim=-1).cpu().numpy())
@@ -164,10 +164,10 @@ def _confidences(read: _Read, before: Predicted, view: View) -> dict[str, FloatA
 
 
 def _saturation(model: SequenceModel, read: _Read) -> dict[str, Any] | None:
-    if read.precision is None or read.at_cap is None:
+    if read.precision is None or read.at_cap is None or model.core is None:
         return None
     return {
-        "cap": float(model.core.lam_max),  # type: ignore[attr-defined]
+        "cap": float(model.core.lam_max),
         "coordinates": float(read.at_cap.mean()),
         "users": float((read.at_cap == 1).mean()),
         "num_distinct": int(np.unique(read.precision).size),

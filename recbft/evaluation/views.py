@@ -20,7 +20,7 @@ from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View, leave_one_out
 from recbft.errors import UserError
-from recbft.evaluation.trace import attention_in
+from recbft.evaluation.trace import blocks_of
 from recbft.models.contract import SequenceModel, read_histories
 from recbft.system.torch_state import set_aside
 
@@ -83,8 +83,7 @@ def histories_at_once(model: SequenceModel, device: torch.device, lengths: IntAr
     """
     if device.type == "cpu":
         return HISTORIES_PER_BATCH
-    attentions = [attention_in(block.mixer) for block in getattr(model, "blocks", ())]
-    if any(getattr(attention, "kriging", "") == "per_dimension" for attention in attentions):
+    if any(block.mixer.by_coordinate for block in blocks_of(model)):
         return HISTORIES_PER_BATCH
     tokens = np.minimum(lengths, model.max_length)
     pieces = max(1, -(-int(tokens.sum()) // TOKENS_PER_GPU_BATCH))

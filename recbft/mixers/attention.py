@@ -1,8 +1,9 @@
 """Softmax attention as a mixer: precision-weighted kriging, or the plain layer where no estimator is asked for.
 
     q, k, v   linear maps of the normalised input, cut into H heads of width K
-    e, S, n   softmax moments with bias  w log lbar_j + w lag_tj log rho                          (1)
-    lobs      by the estimator, per head; through the squared weights of W_out where there is one (2)
+    e, S, n   softmax moments with bias  w log lbar_j + w lag_tj log rho  (2.2) to (2.6)
+    lobs      by the estimator, per head                                 (2.7) to (2.12)
+    lobs      through the squared weights of W_out where there is one             (2.13)
 
 The estimators that need more than S and n, and weights per coordinate (``kriging: per_dimension``), take the weights
 written out (``core.weights``); the others take the fast path.
@@ -14,7 +15,8 @@ Shapes: B rows, T tokens, D model width, H heads, K head width.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,21 +49,17 @@ from recbft.kernels.filter_step import reml_precision
 from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.softmax_moments import takes_terms
 from recbft.kernels.softmax_moments.reml import softmax_reml
-from recbft.mixers.heads import by_head, joined
-from recbft.mixers.interface import Observation, projected
+from recbft.mixers.interface import Group, Kriging, Mixer, Observation, by_head, joined, projected
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(Mixer):
     """Multi-head softmax attention over a packed batch.
 
     Args:
-        hidden_size: D.
-        n_heads: H, divides D.
         dropout: probability of dropping an attention weight; precision always uses the undropped weights.
-        output_projection: a linear map after the heads are joined.
         recency_decay: start of the learned rho in (0, 1), or None for no decay.
         estimator: how the observation precision is estimated, or None for the plain layer.
-        prior_dof, prior_variance, cap: nu, s0 and lam_max of the estimator; s0 defaults to 1 / K.
+        prior_dof, prior_variance: nu and s0 of the estimator, 1 / K unless given.
         kriging: ``scalar`` weighs a key by its mean precision, ``per_dimension`` each coordinate by its own (short rows
             only: ``core.MAX_TOKENS``).
 
@@ -70,7 +68,8 @@ class SoftmaxAttention(nn.Module):
     """
 
     weights = "softmax"  # which estimators are defined: core.ESTIMATORS
-    takes_only = True  # ``forward`` can be asked for some tokens alone
+    takes_only = True
+    groups: Mapping[str, Group] = {"decay_logit": "precision"}
 
     def __init__(
         self,
@@ -83,14 +82,16 @@ class SoftmaxAttention(nn.Module):
         estimator: Estimator | None = None,
         prior_dof: float = 1.0,
         prior_variance: float | None = None,
-        cap: float = 100.0,
-        kriging: Literal["scalar", "per_dimension"] = "scalar",
+        lam_max: float = 100.0,
+        kriging: Kriging = "scalar",
     ) -> None:
         super().__init__()
         if estimator is not None:
             check_estimator(estimator, self.weights)
         self.n_heads, self.dropout, self.estimator, self.kriging = n_heads, dropout, estimator, kriging
-        self.prior_dof, self.cap = prior_dof, cap
+        self.gives_precision, self.mixes_heads = estimator is not None, output_projection
+        self.by_coordinate = kriging == "per_dimension"
+        self.prior_dof, self.lam_max = prior_dof, lam_max
         self.prior_variance = n_heads / hidden_size if prior_variance is None else prior_variance
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
@@ -111,16 +112,11 @@ class SoftmaxAttention(nn.Module):
         bias: Tensor | BiasTerms | None = None,
         only: Tensor | None = None,
     ) -> Observation:
-        """Observe every position.
+        """Observe every position, or the tokens ``only``; what is not said here as in ``Mixer``.
 
         Args:
-            x: normalised input, (B, T, D).
-            precision: incoming precision, (B, T, D), or None for equal trust in every key.
-            context: which token may read which.
-            ramp: w, the warm-up of the precision and recency biases, in [0, 1].
-            source: what keys and values are read from, (B, T, D); ``x`` unless given.
             bias: a further bias of the logits, finite, (B or 1, H or 1, T, T), or its terms where ``takes_terms``.
-            only: tokens, counted through the rows, whose observation is all that is wanted, (N, D); without ``bias``.
+            only: without ``bias``.
         """
         if only is None or self._is_written_out(self.estimator):
             return self.observe(*self.project(x, source), precision, context, ramp=ramp, bias=bias).at(only)
@@ -129,6 +125,11 @@ class SoftmaxAttention(nn.Module):
         q, k, v = self.project(readers.take(x), x if source is None else source)
         seen = self.observe(q, k, v, precision, readers.context(context), ramp=ramp)
         return seen.at(readers.place)
+
+    @property
+    def recency_decay(self) -> Tensor | None:
+        """rho, learned."""
+        return None if self.decay_logit is None else torch.sigmoid(self.decay_logit)
 
     def takes_terms(self, x: Tensor) -> bool:
         """Whether a bias need not be written out for a normalised input."""
@@ -154,13 +155,12 @@ class SoftmaxAttention(nn.Module):
     ) -> Observation:
         """``forward`` from what ``project`` returns; without ``estimate`` the innovation alone."""
         estimator = self.estimator if estimate else None
-        log_decay = self._log_decay(ramp)
         if self._is_written_out(estimator):
             assert not isinstance(bias, BiasTerms)
-            return self._observe_written_out(q, k, v, precision, context, ramp, log_decay, bias, estimator)
+            return self._observe_written_out(q, k, v, precision, context, ramp, bias, estimator)
         known: dict[str, Any] = {
             "log_precision": None if precision is None else ramped(scalar_log_precision(precision), ramp),
-            "log_decay": log_decay,
+            "log_decay": self._log_decay(ramp),
             "dropout": self.dropout if self.training else 0.0,
             "bias": bias,
         }
@@ -168,7 +168,7 @@ class SoftmaxAttention(nn.Module):
             return self._observation(softmax_mean(q, k, v, context, **known))
         if estimator == "reml":
             s0, nu = self.prior_variance, self.prior_dof
-            mean, found = softmax_reml(q, k, v, context, **known, prior_scale=s0, prior_dof=nu, cap=self.cap)
+            mean, found = softmax_reml(q, k, v, context, **known, prior_scale=s0, prior_dof=nu, cap=self.lam_max)
         else:
             mean, S, n = softmax_moments(q, k, v, context, **known)
             found = self._by_residuals(S, n)
@@ -203,21 +203,7 @@ class SoftmaxAttention(nn.Module):
         bias: Tensor | None = None,
     ) -> Tensor:
         """``attention`` from the q and k that ``project`` returns."""
-        return self._weights(q, k, precision, context, ramp, self._log_decay(ramp), bias)
-
-    def _log_decay(self, ramp: float) -> Tensor | None:
-        return None if self.decay_logit is None else ramped(F.logsigmoid(self.decay_logit), ramp)
-
-    def _weights(
-        self,
-        q: Tensor,
-        k: Tensor,
-        precision: Tensor | None,
-        context: SequenceContext,
-        ramp: float,
-        log_decay: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
+        log_decay = self._log_decay(ramp)
         if precision is None:
             return softmax_weights(q, k, context, log_decay=log_decay, bias=bias)
         if self.kriging == "scalar":
@@ -226,10 +212,13 @@ class SoftmaxAttention(nn.Module):
         log_precision = ramped(precision.log(), ramp)
         return per_dimension_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
 
+    def _log_decay(self, ramp: float) -> Tensor | None:
+        return None if self.decay_logit is None else ramped(F.logsigmoid(self.decay_logit), ramp)
+
     def _by_residuals(self, S: Tensor, n: Tensor) -> Tensor:
         if self.estimator == "reml":
-            return reml_precision(S, n, prior_scale=self.prior_variance, prior_dof=self.prior_dof, cap=self.cap)
-        return reml_naive_precision(S, n, cap=self.cap)
+            return reml_precision(S, n, prior_scale=self.prior_variance, prior_dof=self.prior_dof, cap=self.lam_max)
+        return reml_naive_precision(S, n, cap=self.lam_max)
 
     @in_full_precision
     def _observe_written_out(
@@ -240,7 +229,6 @@ class SoftmaxAttention(nn.Module):
         precision: Tensor | None,
         context: SequenceContext,
         ramp: float,
-        log_decay: Tensor | None,
         bias: Tensor | None,
         estimator: str | None,
     ) -> Observation:
@@ -249,7 +237,7 @@ class SoftmaxAttention(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         precision = None if precision is None else precision.to(wide)
-        weights = self._weights(q, k, precision, context, ramp, log_decay, bias)
+        weights = self.weigh(q, k, precision, context, ramp=ramp, bias=bias)
         if precision is None:
             trust = torch.ones_like(v[:, 0, :, 0])
         elif self.kriging == "scalar":
@@ -268,14 +256,14 @@ class SoftmaxAttention(nn.Module):
     def _estimate(self, weights: Tensor, v: Tensor, trust: Tensor, context: SequenceContext) -> Tensor:
         """Observation precision by the estimator, (B, H, T, K) or (B, H, T, 1); ``trust`` is what delta propagates."""
         if self.estimator == "sandwich":
-            return sandwich_precision(weight_sums(weights, v, context), cap=self.cap)
+            return sandwich_precision(weight_sums(weights, v, context), cap=self.lam_max)
         if self.estimator == "delta":
-            return delta_precision(propagated_variance(weights, trust), cap=self.cap)
+            return delta_precision(propagated_variance(weights, trust), cap=self.lam_max)
         n = effective_sample_size(weights)
         if self.estimator == "design_effect":
             spread = key_variance(v, context)
             s0, nu = self.prior_variance, self.prior_dof
-            return design_effect_precision(spread, n, prior_scale=s0, prior_dof=nu, cap=self.cap)
+            return design_effect_precision(spread, n, prior_scale=s0, prior_dof=nu, cap=self.lam_max)
         return self._by_residuals(residual_variance(weights, v, context), n)
 
     def _kept_pairs(self, q: Tensor, dropout: float, *, num_heads: int) -> Tensor:
@@ -285,7 +273,7 @@ class SoftmaxAttention(nn.Module):
 
     def _observation(self, mean: Tensor, precision: Tensor | None = None) -> Observation:
         """What the heads found, (B, H, T, K) each, through the output map."""
-        return projected(Observation(mean, precision).each(joined), self.out, cap=self.cap)
+        return projected(Observation(mean, precision).each(joined), self.out, cap=self.lam_max)
 
 
 def _head_by_head(x: Tensor, shape: torch.Size) -> Tensor:

@@ -1,16 +1,16 @@
 """The Bayesian layer as a mixer: an associative memory that knows what it has resolved.
 
-    M, P       the belief about a memory of every head after each token: ``filter_memory``, with p0 = 1          (1)
+    M, P       the belief about a memory of every head after each token: ``filter_memory``, with p0 = 1  (9.15, 9.16)
     noise      ell2_t and r2_t = softplus(W x_t + b), in units of the prior variance s; the r2_t of a write is
-               divided by the mean incoming precision lbar_t^w                                                   (2)
-    innovation = M_t' q_t of all heads, or W_out of them                                                         (3)
-    lobs       = min(1 / (s_h (q_t' P_t q_t + r2_t)), lam_max) on the coordinates of head h                      (4)
+               divided by the mean incoming precision lbar_t^w                                                 (9.25)
+    innovation = M_t' q_t of all heads, or W_out of them                                                       (9.17)
+    lobs       = min(1 / (s_h (q_t' P_t q_t + r2_t)), lam_max) on the coordinates of head h                    (9.18)
 
-Only the ratio of noise to prior moves the mean, so s, learned per head, is the scale of (4) alone. With G groups of
+Only the ratio of noise to prior moves the mean, so s, learned per head, is the scale of (9.18) alone. With G groups of
 observation noise the values of a head are cut into G groups, each with a noise and so a covariance of its own.
 
-Source: Dowling et al., Memory by Design, section 2 and appendix D; (4) is the variance of its readout, and weighing a
-write by its precision the part that kriging leaves to the noise: both new here.
+Source: Dowling et al., Memory by Design, section 2 and appendix D. (9.18) and the weighing of a write by its precision
+are new here.
 Shapes: B rows, T tokens, D model width, H heads, K = D / H, G groups of noise.
 """
 
@@ -28,11 +28,9 @@ from recbft.config.fields import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.dispatch import choose
-from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace
+from recbft.kernels.memory import FILTER, MemoryEvent, MemoryTrace
 from recbft.kernels.memory.positivity import check_positive
-from recbft.kernels.memory.reference import prior, step
-from recbft.mixers.heads import joined
-from recbft.mixers.interface import Observation, projected
+from recbft.mixers.interface import Mixer, MixerOptions, Observation, joined, projected, refuse_idle
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
     OBSERVATION_FLOOR,
@@ -46,7 +44,7 @@ from recbft.mixers.memory_maps import (
     history_starts,
 )
 
-__all__ = ["BayesianConfig", "BayesianMixer", "MemoryEvent", "MemoryState", "MemoryTrace", "filter_memory", "step"]
+__all__ = ["BayesianConfig", "BayesianMixer", "MemoryTrace", "filter_memory"]
 
 
 @eagerly
@@ -85,7 +83,7 @@ def filter_memory(
         Readouts, their variance and the gains of all tokens, and the belief after the last column, in float32 at least.
 
     Raises:
-        ValueError: shapes that do not fit, values out of range, an unknown ``impl`` or one that cannot serve the call.
+        ValueError: a transition that does not fit, a variance out of range, an ``impl`` that cannot serve the call.
     """
     q, k, v = fitted_tokens(q, k, v)
     B, H, T, _ = k.shape
@@ -94,8 +92,6 @@ def filter_memory(
     _check_variance("observation_noise", observation_noise)
     _check_variance("prior_variance", prior_variance)
     prior_variance = beside(v, prior_variance).expand(B, H)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}; give the length of a chunk, 1 or more")
     transition = fitted_transition(transition, k)
     path = choose(impl, FILTER, v, key_width=k.shape[-1], transition=transition)
     trace: MemoryTrace = path(
@@ -122,7 +118,7 @@ def _check_variance(name: str, x: float | Tensor, *, or_zero: bool = False) -> N
 
 
 @dataclass(frozen=True, kw_only=True)
-class BayesianConfig:
+class BayesianConfig(MixerOptions):
     """How the memory moves and is seen (the ``mixing`` section of a config).
 
     Args:
@@ -132,9 +128,11 @@ class BayesianConfig:
         noise_groups: G, observation noises per head; divides the head width.
         process_noise, observation_noise: ell2 and r2 at the start, in units of the prior variance.
         prior_variance: s at the start; None means 1 / K, as of the REML estimator.
-        key_precision: weigh a write by its incoming precision, (2).
+        key_precision: weigh a write by its incoming precision, (9.25).
         chunk_size: the longest chunk that the filter is evaluated in; None leaves it to the kernel.
     """
+
+    only_with_precision = ("key_precision", "prior_variance")
 
     transition: Literal["identity", "scalar", "diagonal", "complex_pairs"] = "diagonal"
     retention: float = 0.98
@@ -152,20 +150,15 @@ class BayesianConfig:
         check_range("observation_noise", self.observation_noise, above=0)
         check_range("prior_variance", self.prior_variance, above=0)
         check_range("chunk_size", self.chunk_size, at_least=1)
-        if self.transition == "identity" and self.retention != BayesianConfig.retention:
-            raise UserError("retention has no effect with transition 'identity', which keeps everything; leave it out")
+        if self.transition == "identity":
+            refuse_idle(self, ("retention",), "with transition 'identity', which keeps everything; leave it out")
 
 
-class BayesianMixer(nn.Module):
-    """Equations (1) to (4) over a packed batch; the memory begins anew with every history.
+class BayesianMixer(Mixer):
+    """Equations (9.15) to (9.18) over a packed batch; the memory begins anew with every history.
 
     Args:
-        hidden_size: D.
-        n_heads: H, divides D.
         config: how the memory moves and is seen.
-        output_projection: W_out of (3).
-        gives_precision: whether to report lobs of (4).
-        cap: lam_max.
 
     Raises:
         UserError: a head width that noise groups or pairs of rows do not divide.
@@ -179,7 +172,7 @@ class BayesianMixer(nn.Module):
         *,
         output_projection: bool = False,
         gives_precision: bool = True,
-        cap: float = 100.0,
+        lam_max: float = 100.0,
     ) -> None:
         super().__init__()
         K, G = hidden_size // n_heads, config.noise_groups
@@ -188,7 +181,8 @@ class BayesianMixer(nn.Module):
                 f"noise_groups is {G}, which does not divide the head width {K} (hidden size {hidden_size} / {n_heads} "
                 f"heads); give a divisor of {K}"
             )
-        self.n_heads, self.config, self.gives_precision, self.cap = n_heads, config, gives_precision, cap
+        self.n_heads, self.config, self.lam_max = n_heads, config, lam_max
+        self.gives_precision, self.mixes_heads = gives_precision, output_projection
         self.maps = KeysAndValues(hidden_size, n_heads, pairs=config.transition == "complex_pairs")
         self.transition = Transition(hidden_size, n_heads, config.transition, start=config.retention)
         self.process = Noise(hidden_size, n_heads, start=config.process_noise, floor=PROCESS_FLOOR)
@@ -208,14 +202,7 @@ class BayesianMixer(nn.Module):
         ramp: float = 1.0,
         source: Tensor | None = None,
     ) -> Observation:
-        """Observe every position.
-
-        Args:
-            x: normalised input, (B, T, D).
-            precision: incoming precision, (B, T, D), or None for equal trust in every write.
-            context: where histories begin; causal, the tokens of a history side by side in order of position.
-            ramp: w of (2), in [0, 1].
-            source: what keys and values are read from, (B, T, D); ``x`` unless given.
+        """Observe every position, as ``Mixer`` says; the tokens of a history stand side by side in order of position.
 
         Raises:
             UserError: the context is not causal.
@@ -236,38 +223,6 @@ class BayesianMixer(nn.Module):
         real = context.valid[..., None]
         return self._observation(trace.readout, trace.readout_variance, x).each(lambda part: part * real)
 
-    def initial_state(self, num_histories: int) -> MemoryState:
-        """The memories of histories without a token yet, for ``step``."""
-        weight = self.maps.value.weight
-        H, G = self.n_heads, self.config.noise_groups
-        K = weight.shape[0] // H
-        empty = weight.new_zeros(num_histories, H * G, K, dtype=torch.promote_types(weight.dtype, torch.float32))
-        return prior(empty, empty[..., : K // G], empty.new_ones(()))
-
-    def step(
-        self,
-        state: MemoryState,
-        x: Tensor,
-        precision: Tensor | None = None,
-        *,
-        ramp: float = 1.0,
-        source: Tensor | None = None,
-    ) -> tuple[MemoryState, Observation]:
-        """Observe one more token of each history, (B, D), from the belief that the tokens before it left: O(K^2)."""
-        x, source = x[:, None], x[:, None] if source is None else source[:, None]
-        event = self._events(x, None if precision is None else precision[:, None], ramp, source)
-        dtype = state.mean.dtype
-        q, k, v, ell2, r2 = (
-            part[:, :, 0].to(dtype)
-            for part in (event.query, event.key, event.value, event.process_noise, event.observation_noise)
-        )
-        a = fitted_transition(event.transition, event.key.to(dtype))
-        event = MemoryEvent(q, k, v, None if a is None else a[:, :, 0], ell2, r2)
-        state, reading = step(state, event)
-        check_positive(reading.readout_variance, reading.gain, event.observation_noise)
-        seen = self._observation(reading.readout[:, :, None], reading.readout_variance[:, :, None], x)
-        return state, seen.each(lambda part: part[:, 0])
-
     def _events(self, x: Tensor, precision: Tensor | None, ramp: float, source: Tensor) -> MemoryEvent:
         """What every token writes and reads, each group of noise a head of its own: (B, H G, T, ...)."""
         q, k, v = self.maps(x, source)
@@ -282,12 +237,12 @@ class BayesianMixer(nn.Module):
         return MemoryEvent(q, k, v, a, ell2, r2)
 
     def _observation(self, readout: Tensor, variance: Tensor, x: Tensor) -> Observation:
-        """(3) and (4) from what the groups read, (B, H G, T, K / G) and (B, H G, T)."""
+        """(9.17) and (9.18) from what the groups read, (B, H G, T, K / G) and (B, H G, T)."""
         innovation = joined(readout).to(x.dtype)
         found = None
         if self.log_scale is not None:
             scale = self.log_scale.exp().repeat_interleave(self.config.noise_groups)[:, None]
             spread = scale * (variance.clamp(min=0) + self.observation(x))  # (B, H G, T)
-            found = spread.clamp(min=1 / self.cap).reciprocal().mT.repeat_interleave(readout.shape[-1], dim=-1)
+            found = spread.clamp(min=1 / self.lam_max).reciprocal().mT.repeat_interleave(readout.shape[-1], dim=-1)
             found = found.to(x.dtype)
-        return projected(Observation(innovation, found), self.out, cap=self.cap)
+        return projected(Observation(innovation, found), self.out, cap=self.lam_max)

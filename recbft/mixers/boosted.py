@@ -1,12 +1,12 @@
 """Gradient-boosted attention and twicing: later passes attend to what the first one missed.
 
-    boosted   F = Attn_0(x);   for m = 1 .. M-1:   c = Attn_m(queries from x - F, keys and values from x)     (1)
-              F = F + g * c;   innovation = W_out F, or F without an output map                               (2)
-              g = sigmoid(W [F ; c] + b)  |  one learned number per round  |  1                               (3)
-    twicing   innovation = (2 A - A^2) V = A V + A (V - A V), one set of maps                                 (4)
+    boosted   F = Attn_0(x);   for m = 1 .. M-1:   c = Attn_m(queries from x - F, keys and values from x)  (9.26)
+              F = F + g * c;   innovation = W_out F, or F without an output map
+              g = sigmoid(W [F ; c] + b)  |  one learned number per round  |  1                            (9.27)
+    twicing   innovation = (2 A - A^2) V = A V + A (V - A V), one set of maps                              (9.28)
 
 Every round has maps of its own. The observation precision is the estimate from the last round's weights, which see
-the values of that round's map; that of (4) is the estimate from A. Through W_out it goes by squared weights.
+the values of that round's map; that of (9.28) is the estimate from A. Through W_out it goes by squared weights.
 
 Source: Gradient Boosting within a Single Attention Layer, section 3 and algorithm 1; Abdullaev and Nguyen, Transformer
 Meets Twicing (2025).
@@ -28,8 +28,7 @@ from recbft.config.fields import check_range
 from recbft.core import Estimator, SequenceContext
 from recbft.errors import UserError
 from recbft.mixers.attention import SoftmaxAttention
-from recbft.mixers.heads import by_head
-from recbft.mixers.interface import Observation, projected
+from recbft.mixers.interface import Mixer, MixerOptions, Observation, by_head, projected
 
 Gate = Literal["mlp", "scalar", "none"]
 
@@ -37,11 +36,11 @@ SHRINKAGE_START = 0.5  # of gate scalar: where the sigmoid of gate mlp starts
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoostedConfig:
+class BoostedConfig(MixerOptions):
     """Rounds and gate of gradient-boosted attention (the ``mixing`` section of a config)."""
 
     rounds: int = 2  # M; 1 is plain attention
-    gate: Gate = "mlp"  # the share of a correction that is taken up, (3)
+    gate: Gate = "mlp"  # the share of a correction that is taken up, (9.27)
 
     def __post_init__(self) -> None:
         check_range("rounds", self.rounds, at_least=1)
@@ -49,16 +48,14 @@ class BoostedConfig:
             raise UserError(f"gate has no effect with rounds 1 (got {self.gate!r}); leave it out or take 2 rounds")
 
 
-class BoostedAttention(nn.Module):
-    """Equations (1) to (3) over a packed batch; arguments as those of ``SoftmaxAttention``.
+class BoostedAttention(Mixer):
+    """Equations (9.26) and (9.27) over a packed batch; arguments as those of ``SoftmaxAttention``.
 
     Args:
-        hidden_size: D.
-        n_heads: H, divides D.
         config: rounds and gate.
-        dropout, recency_decay, kriging: of every round, each with a decay of its own.
         output_projection: W_out.
-        estimator, prior_dof, prior_variance, cap: of the last round's observation precision.
+        estimator: of the last round's observation precision.
+        attention: of every round, each with a recency decay of its own.
     """
 
     def __init__(
@@ -67,32 +64,22 @@ class BoostedAttention(nn.Module):
         n_heads: int,
         config: BoostedConfig | None = None,
         *,
-        dropout: float = 0.0,
         output_projection: bool = False,
-        recency_decay: float | None = None,
         estimator: Estimator | None = None,
-        prior_dof: float = 1.0,
-        prior_variance: float | None = None,
-        cap: float = 100.0,
-        kriging: Literal["scalar", "per_dimension"] = "scalar",
+        lam_max: float = 100.0,
+        **attention: Any,
     ) -> None:
         super().__init__()
         config = BoostedConfig() if config is None else config
-        self.estimator, self.cap = estimator, cap
+        last = config.rounds - 1
         self.rounds = nn.ModuleList(
             SoftmaxAttention(
-                hidden_size,
-                n_heads,
-                dropout=dropout,
-                recency_decay=recency_decay,
-                estimator=estimator if number == config.rounds - 1 else None,
-                prior_dof=prior_dof,
-                prior_variance=prior_variance,
-                cap=cap,
-                kriging=kriging,
+                hidden_size, n_heads, estimator=estimator if number == last else None, lam_max=lam_max, **attention
             )
             for number in range(config.rounds)
         )
+        self.n_heads, self.by_coordinate = n_heads, attention.get("kriging") == "per_dimension"
+        self.gives_precision, self.mixes_heads, self.lam_max = estimator is not None, output_projection, lam_max
         self.gates = nn.ModuleList(_GATES[config.gate](hidden_size) for _ in range(config.rounds - 1))
         self.out = nn.Linear(hidden_size, hidden_size) if output_projection else None
 
@@ -105,10 +92,10 @@ class BoostedAttention(nn.Module):
         ramp: float = 1.0,
         source: Tensor | None = None,
     ) -> Observation:
-        """Observe every position; arguments as those of ``SoftmaxAttention.forward``."""
+        """Observe every position, as ``Mixer`` says."""
         source = x if source is None else source
         total, found = self._after(len(self.rounds), x, precision, context, ramp, source)
-        return projected(Observation(total, found), self.out, cap=self.cap)
+        return projected(Observation(total, found), self.out, cap=self.lam_max)
 
     def attention(
         self,
@@ -126,6 +113,13 @@ class BoostedAttention(nn.Module):
             x = x - self._after(len(self.rounds) - 1, x, precision, context, ramp, source).innovation
         return last.attention(x, precision, context, ramp=ramp, source=source)
 
+    @property
+    def recency_decay(self) -> Tensor | None:
+        """rho of the last round."""
+        last = self.rounds[-1]
+        assert isinstance(last, SoftmaxAttention)
+        return last.recency_decay
+
     def _after(
         self,
         rounds: int,
@@ -135,23 +129,31 @@ class BoostedAttention(nn.Module):
         ramp: float,
         source: Tensor,
     ) -> Observation:
-        """F of (2) after so many rounds, and the precision where the last of them estimates one."""
+        """F of (9.26) after so many rounds, and the precision where the last of them estimates one."""
         total, found = self.rounds[0](x, precision, context, ramp=ramp, source=source)
         for attend, gate in zip(self.rounds[1:rounds], self.gates, strict=False):
-            correction, found = attend(x - total, precision, context, ramp=ramp, source=source)  # (1)
-            total = gate(total, correction)  # (2)
+            correction, found = attend(x - total, precision, context, ramp=ramp, source=source)
+            total = gate(total, correction)  # (9.26)
         return Observation(total, found)
 
 
-class TwicingAttention(nn.Module):
-    """Equation (4) over a packed batch; arguments as those of ``SoftmaxAttention``."""
+class TwicingAttention(Mixer):
+    """Equation (9.28) over a packed batch; arguments as those of ``SoftmaxAttention``."""
 
     def __init__(
-        self, hidden_size: int, n_heads: int, *, output_projection: bool = False, cap: float = 100.0, **attention: Any
+        self,
+        hidden_size: int,
+        n_heads: int,
+        *,
+        output_projection: bool = False,
+        lam_max: float = 100.0,
+        **attention: Any,
     ) -> None:
         super().__init__()
-        self.smoother = SoftmaxAttention(hidden_size, n_heads, cap=cap, **attention)
-        self.estimator, self.cap = self.smoother.estimator, cap
+        self.smoother = SoftmaxAttention(hidden_size, n_heads, lam_max=lam_max, **attention)
+        self.n_heads, self.by_coordinate = n_heads, self.smoother.by_coordinate
+        self.gives_precision, self.mixes_heads = self.smoother.gives_precision, output_projection
+        self.lam_max = lam_max
         self.out = nn.Linear(hidden_size, hidden_size) if output_projection else None
 
     def forward(
@@ -163,12 +165,12 @@ class TwicingAttention(nn.Module):
         ramp: float = 1.0,
         source: Tensor | None = None,
     ) -> Observation:
-        """Observe every position; arguments as those of ``SoftmaxAttention.forward``."""
+        """Observe every position, as ``Mixer`` says."""
         q, k, v = self.smoother.project(x, source)
         smooth, found = self.smoother.observe(q, k, v, precision, context, ramp=ramp)
         again = by_head(smooth, self.smoother.n_heads)
         twice = self.smoother.observe(q, k, again, precision, context, ramp=ramp, estimate=False).innovation
-        return projected(Observation(2 * smooth - twice, found), self.out, cap=self.cap)
+        return projected(Observation(2 * smooth - twice, found), self.out, cap=self.lam_max)
 
     def attention(
         self,
@@ -183,9 +185,14 @@ class TwicingAttention(nn.Module):
         weights = self.smoother.attention(x, precision, context, ramp=ramp, source=source)
         return 2 * weights - weights @ weights
 
+    @property
+    def recency_decay(self) -> Tensor | None:
+        """rho, learned."""
+        return self.smoother.recency_decay
+
 
 class MlpGate(nn.Module):
-    """F + g * c with g per coordinate from both, (3)."""
+    """F + g * c with g per coordinate from both, (9.27)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -1,32 +1,38 @@
-"""What the heads of robust filter attention learn beside their maps: dynamics, the worth of evidence, a gate.
+"""Frequencies, decays and noises of heads, and what the heads of robust filter attention learn beside their maps.
 
-    mu, s2, eta2, gamma2, tau = softplus of free numbers,   nu = K softplus                                  (1)
-    lobs_t = min(c_h p_t, lam_max)                                                                           (2)
-    z_t <- g_t z_t + (1 - g_t) v_t,   g_t = sigmoid(s log p_t - log p0)                                      (3)
+    w_i  = base^(-i / n), i = 0 .. n - 1      n frequencies, falling geometrically from 1             (9.5)
+    mu_h = b max(w_h)                         decay of a head over the highest frequency of its band  (9.4)
+    mu, s2, eta2, gamma2, tau = softplus of free numbers,   nu = K softplus                             (a)
+    z_t <- g_t z_t + (1 - g_t) v_t,   g_t = sigmoid(s log p_t - log p0)                              (9.13)
+    lobs_t = min(c_h p_t, lam_max)                                                                   (9.14)
 
-Noises start in the integrative regime, eta2 > s2, and nu at 4 K, where the kernel is nearly Gaussian. The gate starts
-open.
+One range of frequencies is repeated in every head, or cut into one band per head, the highest first. Noises start in
+the integrative regime, eta2 > s2, and nu at 4 K, where the kernel is nearly Gaussian. The gate starts open.
 
-Source: Robust Filter Attention (paper), appendices C.4 and D.2.
-Shapes: B rows, H heads, T tokens, K complex coordinates per head.
+Source: RoFormer (arXiv 2104.09864), section 3.2.2; Robust Filter Attention (paper), section 3.4, appendices C.1, C.4,
+D.1, D.2.
+Shapes: B rows, H heads, T tokens, n frequencies per head, K complex coordinates per head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recbft.autograd.full_precision import HALVES
 from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.kernels.robust_filter import Dynamics, Variant
-from recbft.mixers.frequencies import DAMPING, Constants, HeadDecay, frequency_range, spread_decays
-from recbft.mixers.positive import positive, raw_of
+from recbft.mixers.interface import MixerOptions, refuse_idle
 
 OnOff = Literal["on", "off"]
 
+SMALLEST = 1e-6  # of what is learned as a positive number
+DAMPING = 0.05  # b unless given
 DAY = 86_400.0  # seconds
 
 # Where the noises start: measurement above process noise, the integrative regime; about 1 in sum.
@@ -37,7 +43,7 @@ GATE_SCALE_START, GATE_PRIOR_START = 0.1, -5.0  # a gate that is open
 
 
 @dataclass(frozen=True, kw_only=True)
-class RobustFilterConfig:
+class RobustFilterConfig(MixerOptions):
     """Parts and starting values of robust filter attention.
 
     Args:
@@ -54,9 +60,11 @@ class RobustFilterConfig:
         time_unit: how much of the data's time makes one unit; a day of seconds unless given.
         learn_time_unit: learn it, starting there.
         horizon: units of time after the query that the estimate is for, added to every lag but that of the rotation.
-        confidence_gate: take the token's own value where there is little evidence, (3).
+        confidence_gate: take the token's own value where there is little evidence, (9.13).
         latent_sampling: draw the state from its distribution, in training.
     """
+
+    only_with_precision = ("key_precision",)
 
     kernel: Literal["student", "gaussian"] = "student"
     precision_prior: Literal["on", "flat"] = "on"
@@ -83,16 +91,98 @@ class RobustFilterConfig:
         check_range("time_unit", self.time_unit, above=0)
         check_range("horizon", self.horizon, at_least=0)
         if not self.time:
-            for name, default in (("time_unit", DAY), ("learn_time_unit", False)):
-                if getattr(self, name) != default:
-                    raise UserError(f"{name} has no effect without real times; leave it out or set time: true")
+            why = "without real times; leave it out or set time: true"
+            refuse_idle(self, ("time_unit", "learn_time_unit"), why)
         if self.rotate == "off" and self.rotate_values == "off":
             raise UserError("rotate_values has no effect with rotate off; leave it out or set rotate: on")
+
+    @property
+    def reads_times(self) -> bool:
+        """Whether lags are measured in real time."""
+        return self.time
 
     @property
     def variant(self) -> Variant:
         """The settings that the kernel needs."""
         return Variant(self.kernel, self.multiplicative == "on", self.rotate_values == "on", self.horizon)
+
+
+def frequency_range(n_heads: int, count: int, base: float, *, in_bands: bool) -> Tensor:
+    """(9.5) for every head, (H, n): one range of n for each, or one of H n cut into bands; in the default dtype."""
+    count, repeats = (n_heads * count, 1) if in_bands else (count, n_heads)
+    exponent = -torch.arange(count, dtype=torch.float32) / count
+    # Rounded to float32 whatever the dtype: frequencies are not saved, and have to be those a run was trained with.
+    falling = torch.pow(torch.tensor(base, dtype=torch.float64), exponent).float()
+    return falling.to(torch.get_default_dtype()).repeat(repeats).view(n_heads, -1)
+
+
+def spread_decays(n_heads: int, base: float, damping: float, undamped: int | None) -> Tensor:
+    """(9.4) of the bands, (H,), and 0 in the last heads, a quarter of them unless ``undamped`` says how many.
+
+    Raises:
+        UserError: more undamped heads than heads, or a damping that no head is left for.
+    """
+    undamped = n_heads // 4 if undamped is None else undamped
+    if undamped > n_heads:
+        raise UserError(
+            f"undamped_heads is {undamped}, and there are {n_heads} heads; give a whole number <= {n_heads}"
+        )
+    if undamped == n_heads and damping != DAMPING:
+        raise UserError(f"damping has no effect with {undamped} undamped_heads of {n_heads} heads; leave it out")
+    decay = damping * frequency_range(n_heads, 1, base, in_bands=True)[:, 0]
+    decay[n_heads - undamped :] = 0.0
+    return decay
+
+
+class Constants(nn.Module):
+    """A module whose buffers are no weights: half precision would round them, and turns of long lags with them."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Constants:
+        before = dict(self._buffers)
+        moved: Constants = super()._apply(fn, recurse)
+        for name, wide in before.items():
+            now = self._buffers[name]
+            if wide is not None and now is not None and now.dtype in HALVES:
+                self._buffers[name] = wide.to(now.device)
+        return moved
+
+
+class HeadDecay(nn.Module):
+    """The decay of each head: as it starts, or learned from there; a decay of 0 stays 0.
+
+    Raises:
+        UserError: a learned decay that starts so low that it could not be learned.
+    """
+
+    start: Tensor
+
+    def __init__(self, start: Tensor, *, learned: bool) -> None:
+        super().__init__()
+        self.register_buffer("start", start, persistent=False)
+        learned = learned and bool((start > 0).any())
+        lowest = float(start[start > 0].min()) if learned else 1.0
+        if lowest <= SMALLEST:
+            raise UserError(
+                f"damping and frequency_base give a head a decay of {lowest:.2g}, and a learned one must start above "
+                f"{SMALLEST:g}; raise damping, lower frequency_base, or take more undamped_heads"
+            )
+        self.raw = nn.Parameter(raw_of(torch.where(start > 0, start, start.amax()))) if learned else None
+
+    def forward(self) -> Tensor:
+        """(H,), >= 0."""
+        return self.start if self.raw is None else positive(self.raw) * (self.start > 0)
+
+
+def positive(raw: Tensor) -> Tensor:
+    """softplus(raw) + 1e-6."""
+    return F.softplus(raw) + SMALLEST
+
+
+def raw_of(value: Tensor) -> Tensor:
+    """The numbers whose ``positive`` is ``value``, > 1e-6, in the default dtype."""
+    above = value.double() - SMALLEST
+    raw = above + torch.log(-torch.expm1(-above))  # log(exp(x) - 1), without its overflow
+    return raw.to(torch.get_default_dtype())
 
 
 class HeadDynamics(Constants):
@@ -146,7 +236,7 @@ class HeadDynamics(Constants):
 
 
 class EvidencePrecision(nn.Module):
-    """(2): evidence times a learned positive scale per head, at most the cap."""
+    """(9.14): evidence times a learned positive scale per head, at most the cap."""
 
     def __init__(self, n_heads: int, start: float) -> None:
         super().__init__()
@@ -158,7 +248,7 @@ class EvidencePrecision(nn.Module):
 
 
 class ConfidenceGate(nn.Module):
-    """(3): the estimate where the evidence carries it, the token's own value elsewhere."""
+    """(9.13): the estimate where the evidence carries it, the token's own value elsewhere."""
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()

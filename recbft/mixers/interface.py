@@ -1,13 +1,22 @@
-"""What every mixer returns: an innovation and, where it has one, how precise it is."""
+"""What a mixer gives and takes: the interface of what moves information along T in a layer.
+
+Shapes: B rows, T tokens, D model width, H heads, K head width, N tokens that are wanted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import abc
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from recbft.core import pick, projected_precision
+from recbft.core import Estimator, SequenceContext, pick, projected_precision
+from recbft.errors import UserError
+
+Group = Literal["backbone", "precision", "dynamics"]  # of the optimiser
+Kriging = Literal["scalar", "per_dimension"]
 
 
 class Observation(NamedTuple):
@@ -25,8 +34,158 @@ class Observation(NamedTuple):
         return self.each(lambda part: pick(part, only))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Estimation:
+    """How a layer with a precision channel estimates the precision of what it observes.
+
+    Args:
+        lam_max: the largest precision.
+        estimator: observation precision from attention weights; None for a mixer without an estimator.
+        prior_dof, prior_variance: nu and s0 of the estimator; s0 None means 1 / K.
+        kriging: whether a key is weighed by its mean precision, or each coordinate of it by its own.
+        centre: m of the sandwich estimator.
+    """
+
+    lam_max: float
+    estimator: Estimator | None = None
+    prior_dof: float = 1.0
+    prior_variance: float | None = None
+    kriging: Kriging = "scalar"
+    centre: Literal["root", "innovation"] = "root"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerOptions:
+    """A mixer's own settings (the ``mixing`` section of a config): none, unless a class derived from this has some."""
+
+    only_with_precision: ClassVar[tuple[str, ...]] = ()  # settings that have an effect under a precision channel alone
+
+    @property
+    def reads_times(self) -> bool:
+        """Whether the mixer needs the time of every event."""
+        return False
+
+
+class Part(nn.Module):
+    """A part of a model that says how its parameters are trained.
+
+    ``groups`` names the optimiser group of a parameter or submodule of this part; the others are in the group of what
+    holds the part. ``penalty`` holds what a pass in training adds to the loss.
+    """
+
+    groups: Mapping[str, Group] = {}
+    penalty: PenaltySlot | None = None
+
+
+class Mixer(Part, abc.ABC):
+    """What moves information along T; its constructor takes D and H, which divides D.
+
+    A mixer defines ``forward``, and changes what else is said here where it differs. ``gives_precision`` says whether
+    its observations have a precision, which the Kalman update needs. ``takes_only`` says that ``forward`` accepts
+    ``only``: tokens, counted through the rows, whose observation, (N, D), is all that is wanted, as of each history's
+    last in evaluation. ``n_heads`` and ``by_coordinate`` (a weight per coordinate, not per head) give the shape of
+    ``attention``; ``mixes_heads`` says that an output map follows the heads. Of what constructors are told,
+    ``output_projection`` asks for that map, ``gives_precision`` for a precision, and ``lam_max`` is the largest one.
+    """
+
+    gives_precision: bool = False
+    takes_only: bool = False
+    n_heads: int = 1
+    by_coordinate: bool = False
+    mixes_heads: bool = False
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        x: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        source: Tensor | None = None,
+    ) -> Observation:
+        """Observe every position.
+
+        Args:
+            x: normalised input, (B, T, D).
+            precision: incoming precision, (B, T, D), or None for equal trust in every key.
+            context: which token may read which, and when.
+            ramp: w, the warm-up of the precision and recency biases, in [0, 1].
+            source: what keys and values are read from, (B, T, D); ``x`` unless given.
+        """
+
+    def attention(
+        self,
+        x: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        source: Tensor | None = None,
+    ) -> Tensor | None:
+        """The weights behind ``forward``, before dropout: (B, H, T, T), or (B, D, T, T) by coordinate; None if none."""
+        return None
+
+    @property
+    def recency_decay(self) -> Tensor | None:
+        """rho of (2.2), the factor by which a key's weight falls with every position of lag."""
+        return None
+
+
+class PenaltySlot:
+    """Holds one scalar from a part's last pass in training until the loss takes it.
+
+    Copies and pickles of a slot are empty: the scalar belongs to one pass and its gradient.
+    """
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def leave(self, value: Tensor) -> None:
+        """Put a scalar here, in place of one that nobody took."""
+        self.value = value
+
+    def take(self) -> Tensor | None:
+        """The scalar, once."""
+        value, self.value = self.value, None
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PenaltySlot, ()
+
+
+def take_penalties(model: nn.Module) -> Tensor | None:
+    """The sum of what the parts of a model have left in their slots, or None where there is nothing."""
+    slots = [part.penalty for part in model.modules() if isinstance(part, Part) and part.penalty is not None]
+    left = [value for value in (slot.take() for slot in slots) if value is not None]
+    return sum(left[1:], left[0]) if left else None
+
+
+def optimiser_groups(model: nn.Module) -> dict[str, Group]:
+    """The group of every parameter by its name: the one that the innermost part around it says."""
+    said = {
+        f"{path}.{name}".lstrip("."): group
+        for path, part in model.named_modules()
+        if isinstance(part, Part)
+        for name, group in part.groups.items()
+    }
+    found: dict[str, Group] = {}
+    for name, _ in model.named_parameters():
+        path = name.split(".")
+        around = (said.get(".".join(path[:end])) for end in range(len(path), 0, -1))
+        found[name] = next((group for group in around if group is not None), "backbone")
+    return found
+
+
+def refuse_idle(config: Any, names: Collection[str], why: str) -> None:
+    """Refuse settings of a config that were changed and would have no effect."""
+    for field in fields(config):
+        if field.name in names and getattr(config, field.name) != field.default:
+            raise UserError(f"{field.name} has no effect {why}")
+
+
 def projected(observation: Observation, out: nn.Linear | None, *, cap: float) -> Observation:
-    """An observation through a mixer's output map, if it has one: precision through the squared weights.
+    """An observation through a mixer's output map, if it has one: precision through the squared weights, (2.13).
 
     Args:
         cap: largest precision.
@@ -36,3 +195,14 @@ def projected(observation: Observation, out: nn.Linear | None, *, cap: float) ->
         return observation
     found = None if precision is None else projected_precision(precision, out.weight, cap=cap)
     return Observation(out(innovation), found)
+
+
+def by_head(x: Tensor, n_heads: int) -> Tensor:
+    """(B, T, H K) -> (B, H, T, K)."""
+    heads: Tensor = x.unflatten(-1, (n_heads, -1))
+    return heads.transpose(1, 2)
+
+
+def joined(heads: Tensor) -> Tensor:
+    """(B, H, T, K) -> (B, T, H K)."""
+    return heads.transpose(1, 2).flatten(2)

@@ -11,12 +11,12 @@
     gla                the same                                             diag(a_t)
     mamba2             the same                                             a_t I
 
-    reset      M = A M + k (eta * (v - (A M)' k))'     eta = lam / (r2 + lam |k|^2)                        (1)
-    additive   M = A M + k (omega * v)'                omega = lam / (lam + r2)                            (2)
-    innovation = M_t' q_t of all heads, or W_out of them                                                   (3)
-    reset      lobs = min(1 / (s_h (q_t' P_t q_t + r2_t)), lam_max), with P_t the covariance after the write     (4)
+    reset      M = A M + k (eta * (v - (A M)' k))'     eta = lam / (r2 + lam |k|^2)             (9.19)
+    additive   M = A M + k (omega * v)'                omega = lam / (lam + r2)                 (9.21)
+    innovation = M_t' q_t of all heads, or W_out of them                                        (9.17)
+    reset      lobs = min(1 / (s_h (q_t' P_t q_t + r2_t)), lam_max), by (9.20) after the write  (9.18)
 
-lam is 1 and noise in its units, as in ``bayesian``; keys and queries have length 1. (4) knows the last write alone:
+lam is 1 and noise in its units, as in ``bayesian``; keys and queries have length 1. (9.18) knows the last write alone:
 what earlier ones resolved is what the reset forgets. The additive rules have no belief about the memory, and so no
 precision. The recurrences are those of the named architectures without convolutions, output gates and norms.
 
@@ -35,12 +35,10 @@ from torch import Tensor, nn
 from recbft.autograd.eager import eagerly
 from recbft.config.fields import check_choice, check_range
 from recbft.core import SequenceContext
-from recbft.errors import UserError
 from recbft.kernels.dispatch import choose
 from recbft.kernels.memory import UNFILTERED, Rule, UnfilteredTrace
-from recbft.kernels.memory.reference import unfiltered_reading, unfiltered_step, write_share
-from recbft.mixers.heads import joined
-from recbft.mixers.interface import Observation, projected
+from recbft.kernels.memory.reference import unfiltered_reading, write_share
+from recbft.mixers.interface import Mixer, MixerOptions, Observation, joined, projected, refuse_idle
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
     OBSERVATION_FLOOR,
@@ -93,7 +91,7 @@ def unfiltered_memory(
     first: Tensor | None = None,
     impl: str = "auto",
 ) -> UnfilteredTrace:
-    """A memory by (1) or (2), read with q after each token. Linear in T.
+    """A memory by (9.19) or (9.21), read with q after each token. Linear in T.
 
     Args:
         q, k: queries and keys, (B, H, T, K).
@@ -106,10 +104,8 @@ def unfiltered_memory(
         impl: ``auto``, ``reference`` (the loop) or ``chunked``.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown ``rule`` or ``impl``, or one that cannot serve the call.
+        ValueError: a transition that does not fit, an unknown ``impl``, or one that cannot serve the call.
     """
-    if rule not in ("reset", "additive"):
-        raise ValueError(f"rule is {rule!r}; choose reset or additive")
     q, k, v = fitted_tokens(q, k, v)
     if transition is not None and transition.is_complex():
         raise ValueError("a memory without a covariance takes real transitions, got complex ones; use filter_memory")
@@ -128,15 +124,17 @@ def unfiltered_memory(
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryFamilyConfig:
+class MemoryFamilyConfig(MixerOptions):
     """Where the learned parts of a design model start (the ``mixing`` section of a config).
 
     Args:
         observation_noise: r2, in units of lam.
         retention: what is kept of the memory at each token, where that is learned.
-        prior_variance: s of (4); None means 1 / K, as of the REML estimator.
+        prior_variance: s of (9.18); None means 1 / K, as of the REML estimator.
         key_precision: divide the noise of a write by its mean incoming precision^w.
     """
+
+    only_with_precision = ("key_precision", "prior_variance")
 
     observation_noise: float = 0.1
     retention: float = 0.98
@@ -149,17 +147,12 @@ class MemoryFamilyConfig:
         check_range("prior_variance", self.prior_variance, above=0)
 
 
-class MemoryFamilyMixer(nn.Module):
+class MemoryFamilyMixer(Mixer):
     """A line of the table over a packed batch; the memory begins anew with every history.
 
     Args:
-        hidden_size: D.
-        n_heads: H, divides D.
         config: where learned parts start.
         design: a key of ``DESIGN_MODELS``.
-        output_projection: W_out of (3).
-        gives_precision: whether to report lobs of (4), where the design has one.
-        cap: lam_max.
 
     Raises:
         UserError: an unknown design, or a setting that has no effect in it.
@@ -174,15 +167,18 @@ class MemoryFamilyMixer(nn.Module):
         design: str,
         output_projection: bool = False,
         gives_precision: bool = True,
-        cap: float = 100.0,
+        lam_max: float = 100.0,
     ) -> None:
         super().__init__()
         check_choice("design", design, DESIGN_MODELS)
         model = DESIGN_MODELS[design]
-        _refuse_idle(config, design, model)
-        self.n_heads, self.config, self.cap = n_heads, config, cap
+        if model.transition in ("identity", "retention"):
+            refuse_idle(config, ("retention",), f"in {design!r}, whose transition is not learned; leave it out")
+        if not model.has_precision:
+            refuse_idle(config, ("prior_variance",), f"in {design!r}, which has no precision; leave it out")
+        self.n_heads, self.config, self.lam_max = n_heads, config, lam_max
         self.design, self.model = design, model
-        self.gives_precision = gives_precision and model.has_precision
+        self.gives_precision, self.mixes_heads = gives_precision and model.has_precision, output_projection
         K = hidden_size // n_heads
         self.maps = KeysAndValues(hidden_size, n_heads)
         self.transition = Transition(hidden_size, n_heads, model.transition, start=config.retention)
@@ -203,7 +199,7 @@ class MemoryFamilyMixer(nn.Module):
         ramp: float = 1.0,
         source: Tensor | None = None,
     ) -> Observation:
-        """Observe every position; arguments and errors as of ``BayesianMixer.forward``."""
+        """Observe every position; as ``BayesianMixer.forward``."""
         first = history_starts(context, self.design)
         source = x if source is None else source
         q, k, v = self.maps(x, source)
@@ -220,59 +216,18 @@ class MemoryFamilyMixer(nn.Module):
         real = context.valid[..., None]
         return self._observation(trace.readout, trace.readout_variance, x).each(lambda part: part * real)
 
-    def initial_state(self, num_histories: int) -> Tensor:
-        """The memories (B, H, K, K) of histories without a token yet, for ``step``."""
-        weight = self.maps.value.weight
-        K = weight.shape[0] // self.n_heads
-        return weight.new_zeros(
-            num_histories, self.n_heads, K, K, dtype=torch.promote_types(weight.dtype, torch.float32)
-        )
-
-    def step(
-        self,
-        state: Tensor,
-        x: Tensor,
-        precision: Tensor | None = None,
-        *,
-        ramp: float = 1.0,
-        source: Tensor | None = None,
-    ) -> tuple[Tensor, Observation]:
-        """Observe one more token of each history, (B, D), from the memory that the tokens before it left."""
-        x = x[:, None]
-        source = x if source is None else source[:, None]
-        q, k, v = (y[:, :, 0].to(state.dtype) for y in self.maps(x, source))
-        a = self.transition(source)
-        noise = self._noise(source, None if precision is None else precision[:, None], ramp)[:, :, 0].to(state.dtype)
-        noise = noise if self.model.by_column else noise[..., None]
-        lam, rule = torch.ones_like(noise), self.model.rule
-        share = write_share(k, noise, lam, rule)
-        at = None if a is None else a[:, :, 0].to(state.dtype)
-        state, readout = unfiltered_step(state, q, k, v, at, share, rule)
-        spread, _ = unfiltered_reading(q, k, share, lam, rule)
-        if spread is not None:
-            spread = spread[:, :, None] if self.model.by_column else spread
-        return state, self._observation(readout[:, :, None], spread, x).each(lambda part: part[:, 0])
-
     def _noise(self, source: Tensor, precision: Tensor | None, ramp: float) -> Tensor:
         """r2 of writes or, without precision, of readouts: (B, H, T), or by column (B, H, T, K)."""
         noise: Tensor = self.observation(source, precision if self.config.key_precision == "on" else None, ramp)
         return noise.unflatten(1, (self.n_heads, -1)).mT if self.model.by_column else noise
 
     def _observation(self, readout: Tensor, variance: Tensor | None, x: Tensor) -> Observation:
-        """(3) and (4) from what heads read, (B, H, T, K) and (B, H, T), or by column (B, H, T, K)."""
+        """(9.17) and (9.18) from what heads read, (B, H, T, K) and (B, H, T), or by column (B, H, T, K)."""
         innovation = joined(readout).to(x.dtype)
         found = None
         if self.log_scale is not None and variance is not None:
             spread = variance + self._noise(x, None, 1.0)
             spread = spread if self.model.by_column else spread[..., None].expand_as(readout)
             spread = spread * self.log_scale.exp()[:, None, None]
-            found = joined(spread.clamp(min=1 / self.cap).reciprocal()).to(x.dtype)
-        return projected(Observation(innovation, found), self.out, cap=self.cap)
-
-
-def _refuse_idle(config: MemoryFamilyConfig, design: str, model: DesignModel) -> None:
-    defaults = MemoryFamilyConfig()
-    if model.transition in ("identity", "retention") and config.retention != defaults.retention:
-        raise UserError(f"retention has no effect in {design!r}, whose transition is not learned; leave it out")
-    if not model.has_precision and config.prior_variance is not None:
-        raise UserError(f"prior_variance has no effect in {design!r}, which has no precision; leave it out")
+            found = joined(spread.clamp(min=1 / self.lam_max).reciprocal()).to(x.dtype)
+        return projected(Observation(innovation, found), self.out, cap=self.lam_max)

@@ -1,12 +1,12 @@
 """What memory mixers read off their input: keys, queries and values, how the memory moves, and how noisy writes are.
 
-    q, k    linear maps y, as y / sqrt(|y|^2 + 1e-6) per head          v    a linear map                   (1)
-    a_t   = a0 + (1 - a0) sigmoid(W x_t + b), a0 = 0.01, the same for a head or one per row               (2)
-    pairs   a_t e^{i theta_t}, theta_t = theta + W' x_t; keys and queries on the first row of each pair   (3)
-    noise = softplus(W x_t + b) lbar_t^-w + floor, lbar_t the mean incoming precision of what is written  (4)
+    q, k    linear maps y, as y / sqrt(|y|^2 + 1e-6) per head          v    a linear map                  (9.22)
+    a_t   = a0 + (1 - a0) sigmoid(W x_t + b), a0 = 0.01, the same for a head or one per row               (9.23)
+    pairs   a_t e^{i theta_t}, theta_t = theta + W' x_t; keys and queries on the first row of each pair   (9.24)
+    noise = softplus(W x_t + b) lbar_t^-w + floor, lbar_t the mean incoming precision of what is written  (9.25)
 
-x_t is what is written, the input of keys and values; the noise of a readout, ``bayesian`` (4), is (4) of the query's
-input. The floor is 1e-4 for an observation and 1e-6 for the process. W of (2) to (4) is small at the start, and b such
+x_t is what is written, the input of keys and values; the noise of a readout, in (9.18), is (9.25) of the query's
+input. The floor is 1e-4 for an observation and 1e-6 for the process. W of (9.23) to (9.25) starts small, and b such
 that noise and transition start where they are asked to; theta starts at the angles of rotary positions.
 
 Source: Dowling et al., Memory by Design, section 2.2 and appendix D.
@@ -25,19 +25,19 @@ from torch import Tensor, nn
 from recbft.autograd.full_precision import in_full_precision
 from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.mixers.heads import by_head
+from recbft.mixers.interface import by_head
 
 Transitions = Literal["identity", "retention", "scalar", "diagonal", "complex_pairs"]
 
 LEAST_TRANSITION = 0.01  # a0: a memory that a head clears in a few tokens, and chunks of 17 in float32
 ROTARY_BASE = 10_000.0
-LEAST_SQUARE = 1e-6  # of (1)
+LEAST_SQUARE = 1e-6  # of (9.22)
 # The least noise, in units of the prior variance, that float32 can tell from none in a chunk.
 PROCESS_FLOOR, OBSERVATION_FLOOR = 1e-6, 1e-4
 
 
 class KeysAndValues(nn.Module):
-    """Equation (1): (B, T, D) -> three of (B, H, T, K).
+    """Equation (9.22): (B, T, D) -> three of (B, H, T, K).
 
     Args:
         hidden_size, n_heads: D and H.
@@ -63,12 +63,12 @@ class KeysAndValues(nn.Module):
 
 
 class Transition(nn.Module):
-    """Equations (2) and (3): (B, T, D) -> what ``kernels.memory`` takes as a transition.
+    """Equations (9.23) and (9.24): (B, T, D) -> what ``kernels.memory`` takes as a transition.
 
     Args:
         kind: ``identity`` keeps everything; ``retention`` keeps 1 - 2^(-5 - h) in head h, whatever the input;
             ``scalar`` one share per head, ``diagonal`` one per row, ``complex_pairs`` one and an angle per pair.
-        start: where (2) starts, between a0 and 1.
+        start: where (9.23) starts, between a0 and 1.
 
     Raises:
         UserError: pairs of an odd head width.
@@ -112,7 +112,7 @@ class Transition(nn.Module):
 
 
 class Noise(nn.Module):
-    """Equation (4): (B, T, D) -> (B, width, T), >= ``floor``; it begins at ``start`` + ``floor``."""
+    """Equation (9.25): (B, T, D) -> (B, width, T), >= ``floor``; it begins at ``start`` + ``floor``."""
 
     def __init__(self, hidden_size: int, width: int, *, start: float, floor: float) -> None:
         super().__init__()
@@ -146,17 +146,7 @@ def history_starts(context: SequenceContext, mixer: str) -> Tensor | None:
 
 
 def fitted_tokens(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, (B, H, T, .), in float32 at least.
-
-    Raises:
-        ValueError: they do not fit, or there is no token.
-    """
-    if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"q, k and v must agree but in width, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if k.shape[2] == 0:
-        raise ValueError("a history needs at least one token, got 0")
+    """Queries, keys and values, (B, H, T, .), in float32 at least."""
     dtype = torch.promote_types(v.dtype, torch.float32)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 

@@ -1,13 +1,13 @@
 """Pointwise SiLU attention as a mixer (HSTU): gated, biased by position and, where asked for, by elapsed time.
 
-    u, v, q, k = SiLU(W x + b), each split into H heads of width K where heads are needed             (1)
-    s_tj = q_t . k_j / sqrt(K) + p[t - j] + g[bucket(t, j)] + w log lbar_j + w lag_tj log rho         (2)
-    a_tj = SiLU(s_tj) / N over the keys that t may read;  e_t = sum_j a_tj v_j                        (3)
-    innovation = W_out (Norm(e_t) * u_t), or Norm(e_t) * u_t without an output map                    (4)
-    bucket(t, j) = min(floor(ln(max(|time_t - time_j|, 1)) / 0.301), 127)                             (5)
+    u, v, q, k = SiLU(W x + b), each split into H heads of width K where heads are needed      (8.1)
+    s_tj = q_t . k_j / sqrt(K) + p[t - j] + g[bucket(t, j)] + w log lbar_j + w lag_tj log rho  (8.2)
+    a_tj = SiLU(s_tj) / N over the keys that t may read;  e_t = sum_j a_tj v_j                 (8.3)
+    innovation = W_out (Norm(e_t) * u_t), or Norm(e_t) * u_t without an output map             (8.4)
+    bucket(t, j) = min(floor(ln(max(|time_t - time_j|, 1)) / 0.301), 127)                      (8.5)
 
 p and g are learned per layer and shared by the heads. The observation precision is the sandwich estimate of e_t; the
-norm and the gate of (4) are taken as precision-preserving, an output map carries it through its squared weights.
+norm and the gate of (8.4) are taken as precision-preserving, an output map carries it through its squared weights.
 
 Source: Zhai et al., Actions Speak Louder than Words (arXiv 2402.17152), section 3; Precision Tracked Transformer
 (arXiv 2605.18832), section 5.1 and appendix D.
@@ -17,6 +17,7 @@ Shapes: B rows, T tokens, D model width, H heads, K head width, N the configured
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,28 +40,23 @@ from recbft.kernels.filter_step import sandwich_precision
 from recbft.kernels.layer_norm import LayerNorm
 from recbft.kernels.log_mean import scalar_log_precision
 from recbft.kernels.silu_moments.bias import look_up
-from recbft.mixers.heads import by_head, joined
-from recbft.mixers.interface import Observation
+from recbft.mixers.interface import Group, Mixer, Observation, by_head, joined
 
 BUCKET_WIDTH = 0.301  # as in the authors' code
 NUM_BUCKETS = 128
 BIAS_STD = 0.02
 
 
-class PointwiseAttention(nn.Module):
+class PointwiseAttention(Mixer):
     """Gated pointwise attention over a packed batch of histories.
 
     Args:
-        hidden_size: D.
-        n_heads: H, divides D.
-        length: N of (3), and the number of distances that (2) tells apart; the longest history a token can stand in.
+        length: N of (8.3), and the number of distances that (8.2) tells apart; the longest history.
         dropout: of the gated innovation, before the output map.
-        output_projection: whether there is an output map.
-        norm_eps: of the norm in (4).
-        time_bias: learn g of (2); the context must have times.
+        norm_eps: of the norm in (8.4).
+        time_bias: learn g of (8.2); the context must have times.
         recency_decay: start of the learned rho in (0, 1), or None for no decay.
         estimator: how the observation precision is estimated (``sandwich``), or None for the plain layer.
-        cap: lam_max of the estimator.
         centre: m of the estimator, as ``core.sandwich_precision`` explains it.
 
     Raises:
@@ -68,7 +64,8 @@ class PointwiseAttention(nn.Module):
     """
 
     weights = "silu"  # which estimators are defined: core.ESTIMATORS
-    takes_only = True  # ``forward`` can be asked for some tokens alone
+    takes_only = True
+    groups: Mapping[str, Group] = {"decay_logit": "precision"}
 
     def __init__(
         self,
@@ -82,14 +79,15 @@ class PointwiseAttention(nn.Module):
         time_bias: bool = False,
         recency_decay: float | None = None,
         estimator: str | None = None,
-        cap: float = 100.0,
+        lam_max: float = 100.0,
         centre: str = "root",
     ) -> None:
         super().__init__()
         if estimator is not None:
             check_estimator(estimator, self.weights)
         self.n_heads, self.length, self.dropout, self.estimator = n_heads, length, dropout, estimator
-        self.cap, self.centre = cap, centre
+        self.lam_max, self.centre = lam_max, centre
+        self.gives_precision, self.mixes_heads = estimator is not None, output_projection
         self.gate = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
         self.query = nn.Linear(hidden_size, hidden_size)
@@ -110,21 +108,15 @@ class PointwiseAttention(nn.Module):
         context: SequenceContext,
         *,
         ramp: float = 1.0,
+        source: Tensor | None = None,
         only: Tensor | None = None,
     ) -> Observation:
-        """Observe every position.
-
-        Args:
-            x: normalised input, (B, T, D).
-            precision: incoming precision, (B, T, D), or None for equal trust in every key.
-            context: which token may read which; positions below ``length``.
-            ramp: w, the warm-up of the precision and recency biases, in [0, 1].
-            only: tokens, counted through the rows, whose observation is all that is wanted, (N, D).
-        """
+        """Observe every position, or the tokens ``only``, as ``Mixer`` says; positions are below ``length``."""
+        source = x if source is None else source
         if only is None:
-            return self._observe(x, x, precision, context, ramp)
+            return self._observe(x, source, precision, context, ramp)
         readers = Readers.of(only, *x.shape[:2])
-        seen = self._observe(readers.take(x), x, precision, readers.context(context), ramp)
+        seen = self._observe(readers.take(x), source, precision, readers.context(context), ramp)
         return seen.at(readers.place)
 
     def _observe(
@@ -143,26 +135,40 @@ class PointwiseAttention(nn.Module):
             q, k, v = q.float(), k.float(), v.float()
         moments = silu_moments(q, k, v, context, length=self.length, **known)
         innovation = self._innovation(moments.mean.to(x.dtype) if halved else moments.mean, gate)
-        found = joined(sandwich_precision(moments, cap=self.cap, centre=self.centre)).to(x.dtype)
+        found = joined(sandwich_precision(moments, cap=self.lam_max, centre=self.centre)).to(x.dtype)
         return Observation(
-            innovation, found if self.out is None else projected_precision(found, self.out.weight, cap=self.cap)
+            innovation, found if self.out is None else projected_precision(found, self.out.weight, cap=self.lam_max)
         )
 
     def _innovation(self, mean: Tensor, gate: Tensor) -> Tensor:
-        """Equation (4)."""
+        """Equation (8.4)."""
         gated: Tensor = self.norm(joined(mean)) * gate
         if self.out is None:
             return gated
         projected: Tensor = self.out(drop(gated, self.dropout if self.training else 0.0))
         return projected
 
-    def attention(self, x: Tensor, precision: Tensor | None, context: SequenceContext, *, ramp: float = 1.0) -> Tensor:
+    @property
+    def recency_decay(self) -> Tensor | None:
+        """rho, learned."""
+        return None if self.decay_logit is None else torch.sigmoid(self.decay_logit)
+
+    def attention(
+        self,
+        x: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        *,
+        ramp: float = 1.0,
+        source: Tensor | None = None,
+    ) -> Tensor:
         """The weights behind ``forward``, (B, H, T, T); of any sign, and they need not sum to one."""
-        q, k = (by_head(F.silu(part(x)), self.n_heads) for part in (self.query, self.key))
+        read = ((self.query, x), (self.key, x if source is None else source))
+        q, k = (by_head(F.silu(part(y)), self.n_heads) for part, y in read)
         return silu_weights(q, k, context, length=self.length, **self._biases(precision, context, ramp))
 
     def _biases(self, precision: Tensor | None, context: SequenceContext, ramp: float) -> dict[str, Any]:
-        """What (2) adds to the products: the learned biases, the log precision of keys, the log recency decay."""
+        """What (8.2) adds to the products: the learned biases, the log precision of keys, the log recency decay."""
         return {
             "bias": self._time_bias(context),
             "lag_bias": self.position_table[:, 0],
@@ -171,8 +177,8 @@ class PointwiseAttention(nn.Module):
         }
 
     def _time_bias(self, context: SequenceContext) -> Tensor | None:
-        """g of (2), (B, 1, T, T)."""
+        """g of (8.2), (B, 1, T, T)."""
         if self.time_table is None:
             return None
-        bucket = (context.log_elapsed / BUCKET_WIDTH).long()  # (5)
+        bucket = (context.log_elapsed / BUCKET_WIDTH).long()  # (8.5)
         return look_up(self.time_table[:, 0], bucket)[:, None]  # the last one of all that lies beyond the table

@@ -1,9 +1,9 @@
 """Softmax attention that knows places by rotation or by distance: rope, alibi, decayed_rope, sc_rope.
 
-    rope          q_t, k_j turned by -w t and -w j: products depend on the lag, w one range in every head      (1)
-    alibi         logits - m_h |t - j|,   m_h = 2^(-8 h / H), h = 1 .. H                                     (2)
-    decayed_rope  (1) and logits - mu_h |t - j|: weights decay by exp(-mu_h |t - j|), mu_h learned           (3)
-    sc_rope       (3) with w cut into a band per head and mu_h = b max(w_h), fixed                           (4)
+    rope          q_t, k_j turned by -w t and -w j: products depend on the lag, w one range in every head  (9.1)
+    alibi         logits - m_h |t - j|,   m_h = 2^(-8 h / H), h = 1 .. H                                   (9.2)
+    decayed_rope  (9.1) and logits - mu_h |t - j|: weights decay by exp(-mu_h |t - j|), mu_h learned       (9.3)
+    sc_rope       (9.3) with w cut into a band per head and mu_h = b max(w_h), fixed                       (9.4)
 
 Decays enter the logits, so the rows of weights still sum to one and every estimator of softmax attention is defined.
 (The paper's decay also scales the products; robust filter attention has it so.) Neighbouring coordinates are turned
@@ -15,11 +15,12 @@ Shapes: B rows, T tokens, D model width, H heads, K head width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recbft.autograd.complex_pairs import as_complex, real
 from recbft.autograd.eager import eagerly
@@ -28,8 +29,8 @@ from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.robust_filter import Clock, read_clock, turns
 from recbft.mixers.attention import SoftmaxAttention
-from recbft.mixers.frequencies import DAMPING, Constants, HeadDecay, frequency_range, spread_decays
-from recbft.mixers.interface import Observation
+from recbft.mixers.head_dynamics import DAMPING, Constants, HeadDecay, frequency_range, spread_decays
+from recbft.mixers.interface import Group, Mixer, MixerOptions, Observation, refuse_idle
 
 Scheme = Literal["rope", "alibi", "decayed_rope", "sc_rope"]
 
@@ -42,7 +43,7 @@ _READ_BY: dict[str, tuple[Scheme, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PositionalConfig:
+class PositionalConfig(MixerOptions):
     """Frequencies and decays of the positional schemes.
 
     Args:
@@ -61,18 +62,18 @@ class PositionalConfig:
         check_range("undamped_heads", self.undamped_heads, at_least=0)
 
 
-class PositionalAttention(nn.Module):
+class PositionalAttention(Mixer):
     """Softmax attention with one of the schemes; other arguments as those of ``SoftmaxAttention``.
 
     Args:
-        hidden_size: D.
-        n_heads: H, divides D.
         config: frequencies and decays.
-        scheme: (1), (2), (3) or (4).
+        scheme: (9.1), (9.2), (9.3) or (9.4).
 
     Raises:
         UserError: an unknown scheme, a head of odd width that is to be turned, or a setting that has no effect.
     """
+
+    groups: Mapping[str, Group] = {"sde": "dynamics"}
 
     def __init__(
         self,
@@ -86,9 +87,12 @@ class PositionalAttention(nn.Module):
         super().__init__()
         check_choice("scheme", scheme, get_args(Scheme))
         config = PositionalConfig() if config is None else config
-        _refuse_idle(config, scheme)
+        for name, schemes in _READ_BY.items():
+            if scheme not in schemes:
+                refuse_idle(config, (name,), f"with {scheme}; leave it out or take {', '.join(schemes)}")
         self.reader = SoftmaxAttention(hidden_size, n_heads, **attention)
-        self.estimator = self.reader.estimator
+        self.gives_precision, self.mixes_heads = self.reader.gives_precision, self.reader.mixes_heads
+        self.n_heads, self.by_coordinate = n_heads, self.reader.by_coordinate
         self.sde = HeadPlaces(hidden_size // n_heads, n_heads, config, scheme)
 
     def forward(
@@ -100,7 +104,7 @@ class PositionalAttention(nn.Module):
         ramp: float = 1.0,
         source: Tensor | None = None,
     ) -> Observation:
-        """Observe every position; arguments as those of ``SoftmaxAttention.forward``."""
+        """Observe every position, as ``Mixer`` says."""
         q, k, v = self.reader.project(x, source)
         q, k, bias = self._placed(q, k, context, x.dtype)
         return self.reader.observe(q, k, v, precision, context, ramp=ramp, bias=bias)
@@ -159,9 +163,3 @@ class HeadPlaces(Constants):
             q, k = (real(as_complex(x) * turn) for x in (q, k))
         slope = self.slope if self.decay is None else self.decay()
         return q, k, None if slope is None else -slope[:, None, None] * clock.lag.abs()[:, None]
-
-
-def _refuse_idle(config: PositionalConfig, scheme: Scheme) -> None:
-    for name, schemes in _READ_BY.items():
-        if scheme not in schemes and getattr(config, name) != getattr(PositionalConfig(), name):
-            raise UserError(f"{name} has no effect with {scheme}; leave it out or take {', '.join(schemes)}")

@@ -1,9 +1,9 @@
 """Softmax attention with a regime prior: fuzzy memberships, aligned with soft blocks of the history, bias the logits.
 
-    mu_t   = memberships of W x_t + b in R regimes                                                          (1)
-    a_tj   = (1 - mix) mu_t P phi_j(n_t) - mix beta |t - j| / (n_t - 1)                                     (2)
-    logits + clip((a_tj - m) / d, +-4) / tau * min(1, step / warm-in),      tau in [0.6, 1.6] learned       (3)
-    innovation = W_out (2 s(W_eta mu_t) * 2 s(W_h mu_t) * e_th)             residual gate, value gate       (4)
+    mu_t   = memberships of W x_t + b in R regimes                                                     (9.29)
+    b_tj   = (1 - mix) mu_t P phi_j(n_t) - mix beta |t - j| / (n_t - 1)                                (9.33)
+    logits + clip((b_tj - m) / d, +-4) / tau * min(1, step / warm-in),      tau in [0.6, 1.6] learned  (9.34)
+    innovation = W_out (2 s(W_eta mu_t) * 2 s(W_h mu_t) * e_th)             residual gate, value gate  (9.35)
 
 P is the alignment of regimes with blocks: the Sinkhorn matrix of S = mean over histories of sum_t mu_t phi_t(n)'. In
 the paper's listing a position sees other sequences and later positions through P, m, d and the mean over the batch.
@@ -12,10 +12,10 @@ of which the first hundred count alike and later ones 0.01, constants for gradie
 packed row: in training and in evaluation a position depends on what it may read alone. So does the length of the basis:
 n_t counts the positions that t may read, not those that will follow.
 
-The gates of (4) start near 1, and like the gate of pointwise attention they are taken as precision-preserving. What
-concentrates memberships too much is held back by a penalty on the training loss (``mixers.penalty``),
+The gates of (9.35) start near 1, and like the gate of pointwise attention they are taken as precision-preserving. What
+concentrates memberships too much is held back by a penalty on the training loss,
 
-    weight / 2 (1 + pressure) max(0, floor log R - mean H(mu)) + drift (tau - tau_before)^2                 (5)
+    weight / 2 (1 + pressure) max(0, floor log R - mean H(mu)) + drift (tau - tau_before)^2            (9.36)
 
 whose last three numbers a controller may set (``training.controllers.guardian``); without one they are 0.
 
@@ -43,34 +43,33 @@ from recbft.core.regimes import BiasTerms, block_table, memberships, sinkhorn, s
 from recbft.errors import UserError
 from recbft.kernels.compiled.heads import statistics_of
 from recbft.mixers.attention import SoftmaxAttention
-from recbft.mixers.interface import Observation, projected
-from recbft.mixers.penalty import PenaltySlot
+from recbft.mixers.interface import Mixer, MixerOptions, Observation, PenaltySlot, projected
 
 TEMPERATURES = (0.6, 1.6)
 LIMIT = 4.0  # of the standardised bias
 MOMENTUM = 0.01  # of the running means, after the first hundred batches
-SAMPLED_ROWS = 4  # one row in so many tells the mean and deviation of (3)
-LEAST_DEVIATION = 1e-3  # of (3): memberships that say nothing yet are not blown up
+SAMPLED_ROWS = 4  # one row in so many tells the mean and deviation of (9.34)
+LEAST_DEVIATION = 1e-3  # of (9.34): memberships that say nothing yet are not blown up
 DISTANCE_START = 0.2  # beta
 SATURATED = 0.95  # a token whose largest membership is above this counts as saturated
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegimeConfig:
+class RegimeConfig(MixerOptions):
     """The regime prior (the ``mixing`` section of a config)."""
 
     regimes: int = 4  # R, 3 to 8 as a rule
-    width: int | None = 16  # of the projection (1); None means hidden_size, as in the paper, at more cost
-    type2: bool = False  # memberships of uncertain width, core.regimes (2)
+    width: int | None = 16  # of the projection (9.29); None means hidden_size, as in the paper, at more cost
+    type2: bool = False  # memberships of uncertain width, (9.30)
     alignment_temperature: float = 0.7  # tau of the Sinkhorn matrix
     sweeps: int = 8  # of Sinkhorn
     temperature: float = 1.0  # start of tau, in [0.6, 1.6]
     warm_in_steps: int = 1200  # batches over which the bias is let in; 0 means at once
     distance_mix: float = 0.1  # share of the distance prior; 0 leaves it out
-    residual_gate: bool = True  # the first factor of (4)
+    residual_gate: bool = True  # the first factor of (9.35)
     value_gate: bool = True  # the second
     entropy_floor: float = 0.5  # share of log R below which the mean entropy is penalised
-    entropy_weight: float = 0.02  # of that penalty, (5)
+    entropy_weight: float = 0.02  # of that penalty, (9.36)
 
     def __post_init__(self) -> None:
         low, high = TEMPERATURES
@@ -86,7 +85,7 @@ class RegimeConfig:
 
 
 class GaussianMemberships(nn.Module):
-    """Equation (1).
+    """Equation (9.29), or (9.30) with ``type2``.
 
     Args:
         hidden_size: D.
@@ -122,12 +121,10 @@ class Diagnosis(NamedTuple):
     saturated: float  # share of tokens with one membership above ``SATURATED``
 
 
-class RegimeAttention(nn.Module):
-    """Equations (1) to (5) over a packed batch; the other arguments are those of ``SoftmaxAttention``.
+class RegimeAttention(Mixer):
+    """Equations (9.29) to (9.36) over a packed batch; the other arguments are those of ``SoftmaxAttention``.
 
     Args:
-        hidden_size: D.
-        n_heads: H, divides D.
         config: the regime prior.
         length: the longest history; there cannot be more regimes.
 
@@ -135,6 +132,7 @@ class RegimeAttention(nn.Module):
         UserError: there are more regimes than positions.
     """
 
+    penalty: PenaltySlot
     alignment: Tensor
     bias_mean: Tensor
     bias_variance: Tensor
@@ -154,7 +152,7 @@ class RegimeAttention(nn.Module):
         length: int = 50,
         output_projection: bool = False,
         estimator: Estimator | None = None,
-        cap: float = 100.0,
+        lam_max: float = 100.0,
         **attention: Any,
     ) -> None:
         super().__init__()
@@ -164,8 +162,10 @@ class RegimeAttention(nn.Module):
             raise UserError(
                 f"regimes is {R}, but a history has at most {length} positions; take fewer, or raise max_length to {R}"
             )
-        self.config, self.n_heads, self.estimator, self.cap = config, n_heads, estimator, cap
-        self.reader = SoftmaxAttention(hidden_size, n_heads, estimator=estimator, cap=cap, **attention)
+        self.config, self.n_heads, self.lam_max = config, n_heads, lam_max
+        self.reader = SoftmaxAttention(hidden_size, n_heads, estimator=estimator, lam_max=lam_max, **attention)
+        self.mixes_heads = output_projection
+        self.gives_precision, self.by_coordinate = self.reader.gives_precision, self.reader.by_coordinate
         self.memberships = GaussianMemberships(hidden_size, R, width=config.width, type2=config.type2)
         low, high = TEMPERATURES
         share = (config.temperature - low) / (high - low)
@@ -189,7 +189,7 @@ class RegimeAttention(nn.Module):
         ramp: float = 1.0,
         source: Tensor | None = None,
     ) -> Observation:
-        """Observe every position; arguments as those of ``SoftmaxAttention.forward``.
+        """Observe every position, as ``Mixer`` says.
 
         A pass in training moves the running means, for the passes after it.
         """
@@ -205,7 +205,7 @@ class RegimeAttention(nn.Module):
         if self.training:
             self._leave_penalty(mu, context)
             self._remember(mu.detach(), moments, context)
-        return projected(Observation(innovation, found), self.out, cap=self.cap)
+        return projected(Observation(innovation, found), self.out, cap=self.lam_max)
 
     def attention(
         self,
@@ -221,8 +221,13 @@ class RegimeAttention(nn.Module):
         return self.reader.attention(x, precision, context, ramp=ramp, source=source, bias=bias)
 
     @property
+    def recency_decay(self) -> Tensor | None:
+        """rho, learned."""
+        return self.reader.recency_decay
+
+    @property
     def temperature(self) -> Tensor:
-        """tau of (3)."""
+        """tau of (9.34)."""
         low, high = TEMPERATURES
         return low + (high - low) * torch.sigmoid(self.temperature_logit)
 
@@ -239,7 +244,7 @@ class RegimeAttention(nn.Module):
 
     @in_full_precision
     def _terms(self, mu: Tensor, context: SequenceContext) -> BiasTerms:
-        """What (3) adds to the logits."""
+        """What (9.34) adds to the logits."""
         mix = self.config.distance_mix
         shares = (1 - mix) * (mu @ self.alignment.clone())  # as it stood before this batch
         if self.log_distance is not None:
@@ -258,7 +263,7 @@ class RegimeAttention(nn.Module):
         )
 
     def _gated(self, mean: Tensor, mu: Tensor) -> Tensor:
-        """Equation (4) before W_out; (B, T, D)."""
+        """Equation (9.35) before W_out; (B, T, D)."""
         gates = [2 * torch.sigmoid(gate(mu)) for gate in (self.residual_gate, self.value_gate) if gate is not None]
         if not gates:
             return mean
@@ -267,7 +272,7 @@ class RegimeAttention(nn.Module):
 
     @in_full_precision
     def _leave_penalty(self, mu: Tensor, context: SequenceContext) -> None:
-        """Equation (5)."""
+        """Equation (9.36)."""
         # Not entr: its gradient at a membership of 0 is infinite, and the clamp below makes that NaN.
         least = torch.finfo(mu.dtype).tiny
         entropy = _mean_over_tokens(-torch.special.xlogy(mu, mu.clamp(min=least)).sum(dim=-1), context)
@@ -319,7 +324,7 @@ _BUFFERS = {
 
 
 def _written_out(bias: BiasTerms, context: SequenceContext) -> tuple[Tensor, Tensor]:
-    """What (3) adds to the logits, (B, 1, T, T), and a of (2) without gradients, (B, T, T)."""
+    """What (9.34) adds to the logits, (B, 1, T, T), and b of (9.33) without gradients, (B, T, T)."""
     shares = bias.shares.movedim(-1, 0)
     terms = _terms_of_pairs(bias.table, bias.reach, context)[: len(shares)]
     made, raw = standardised_bias(
@@ -330,7 +335,7 @@ def _written_out(bias: BiasTerms, context: SequenceContext) -> tuple[Tensor, Ten
 
 @eagerly
 def _terms_of_pairs(table: Tensor, reach: Tensor, context: SequenceContext) -> Tensor:
-    """phi_j(n_t) of (2) and |t - j| / (n_t - 1) for all pairs, (R + 1, B, T, T)."""
+    """phi_j(n_t) of (9.33) and |t - j| / (n_t - 1) for all pairs, (R + 1, B, T, T)."""
 
     def make() -> Tensor:
         index = (reach * table.shape[-1])[:, :, None] + context.position[:, None, :]
@@ -343,7 +348,7 @@ def _terms_of_pairs(table: Tensor, reach: Tensor, context: SequenceContext) -> T
 
 
 def _moments_of(raw: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
-    """Mean and variance of a of (2) over the pairs of some rows."""
+    """Mean and variance of b of (9.33) over the pairs of some rows."""
     keep, raw = context.allowed[::SAMPLED_ROWS].to(raw.dtype), raw[::SAMPLED_ROWS]
     pairs = keep.sum().clamp(min=1)
     mean = torch.dot(raw.flatten(), keep.flatten()) / pairs
@@ -352,7 +357,7 @@ def _moments_of(raw: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
 
 @eagerly
 def _places(context: SequenceContext, regimes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``block_table`` of the longest history, and n - 1 of (2), the last place a token may read: (B, T) int32."""
+    """``block_table`` of the longest history, and n - 1 of (9.33), the last place a token may read: (B, T) int32."""
 
     def make() -> tuple[Tensor, Tensor]:
         position = context.position

@@ -6,23 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from torch import nn
-
 from recbft.config.fields import check_choice
+from recbft.core import ESTIMATORS
 from recbft.errors import UserError
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer
 from recbft.mixers.boosted import BoostedAttention, BoostedConfig, TwicingAttention
+from recbft.mixers.interface import Estimation, Mixer, MixerOptions
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyConfig, MemoryFamilyMixer
 from recbft.mixers.pointwise import PointwiseAttention
 from recbft.mixers.positional import PositionalAttention, PositionalConfig
 from recbft.mixers.regime import RegimeAttention, RegimeConfig
 from recbft.mixers.rfa import RobustFilterAttention, RobustFilterConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """The options of a mixer that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +29,7 @@ class Place:
         dropout: probability of dropping an attention weight.
         output_projection: a linear map after the heads are joined.
         recency_decay: start of the learned decay with the lag, or None for none.
-        estimation: estimator, prior_dof, prior_variance, kriging and cap; None for a layer without precision.
+        estimation: of the observation precision; None for a layer without precision.
     """
 
     hidden_size: int
@@ -43,7 +38,7 @@ class Place:
     dropout: float = 0.0
     output_projection: bool = False
     recency_decay: float | None = None
-    estimation: Mapping[str, Any] | None = None
+    estimation: Estimation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +58,8 @@ class MixerSpec:
     """
 
     summary: str
-    kind: type[nn.Module]
-    options: type = NoOptions
+    kind: type[Mixer]
+    options: type = MixerOptions
     fixed: Mapping[str, Any] = field(default_factory=dict)
     precision: Literal["softmax", "silu", "own", "none"] = "softmax"
     hears: tuple[str, ...] = ("dropout", "output_projection", "recency_decay")
@@ -77,23 +72,33 @@ class MixerSpec:
             raise UserError(f"hears is the text {self.hears!r}; give a tuple of names, such as ({self.hears!r},)")
         for name in self.hears:
             check_choice("hears", name, [field.name for field in fields(Place)])
+        for name, found, base in (("kind", self.kind, Mixer), ("options", self.options, MixerOptions)):
+            if not issubclass(found, base):
+                raise UserError(f"{name} is {found.__name__}; derive it from recbft.mixers.{base.__name__}")
 
-    def make(self, place: Place, options: Any = None) -> nn.Module:
-        """The mixer of one layer.
+    def make(self, place: Place, options: MixerOptions | None = None, **more: Any) -> Mixer:
+        """The mixer of one layer, with the defaults of its options unless given; ``more``: arguments of its kind alone.
 
         Raises:
-            UserError: options or an estimator that are not defined here.
+            UserError: an estimator that is not defined here.
         """
-        given: dict[str, Any] = {name: getattr(place, name) for name in self.hears} | dict(self.fixed)
-        if self.options is not NoOptions:
+        given: dict[str, Any] = {name: getattr(place, name) for name in self.hears} | dict(self.fixed) | more
+        if self.options is not MixerOptions:
             given["config"] = self.options() if options is None else options
-        if self.precision in ("softmax", "silu"):
-            given |= place.estimation or {}
-        else:
-            given["gives_precision"] = place.estimation is not None
-            if place.estimation is not None:
-                given["cap"] = place.estimation["cap"]
+        estimation = place.estimation
+        if self.precision not in ESTIMATORS:
+            given["gives_precision"] = estimation is not None
+        if estimation is not None:
+            heard = _HEARD_OF_ESTIMATION.get(self.precision, ("lam_max",))
+            given |= {name: getattr(estimation, name) for name in heard}
         return self.kind(place.hidden_size, place.n_heads, **given)
+
+
+# What the constructor of a mixer is told of an ``Estimation``; of others the largest precision alone.
+_HEARD_OF_ESTIMATION = {
+    "softmax": ("lam_max", "estimator", "prior_dof", "prior_variance", "kriging"),
+    "silu": ("lam_max", "estimator", "centre"),
+}
 
 
 def _positional(summary: str, scheme: str) -> MixerSpec:

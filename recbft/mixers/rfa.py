@@ -1,16 +1,17 @@
 """Robust filter attention: past tokens as noisy sightings of one state that rotates, decays and diffuses (rfa, sc_rfa).
 
-    q, k, v    complex linear maps of the normalised input, K complex coordinates per head                   (1)
-    L_tj     = log P_tj - kappa log(1 + P_tj |q_t - carried k_j|^2 / nu),   kappa = (nu + K) / K             (2)
-    z_t      = sum_j softmax_j(tau L_tj + w log lbar_j) carried v_j                                          (3)
-    p_t      = sum_j exp(L_tj)                                  evidence: the reweighted precisions          (4)
-    z_t     <- g_t z_t + (1 - g_t) v_t,   g_t = sigmoid(s log p_t - log p0)         confidence gate          (5)
-    innovation = Re(W z),   lobs = min(c_h p_t, lam_max) on the coordinates of head h                        (6)
+    q, k, v    complex linear maps of the normalised input, K complex coordinates per head              (a)
+    L_tj     = log P_tj - kappa log(1 + P_tj |q_t - carried k_j|^2 / nu),   kappa = (nu + K) / K      (9.9)
+    z_t      = sum_j softmax_j(tau L_tj + w log lbar_j) carried v_j                                  (9.11)
+    p_t      = sum_j exp(L_tj)                                  evidence: the reweighted precisions  (9.12)
+    z_t     <- g_t z_t + (1 - g_t) v_t,   g_t = sigmoid(s log p_t - log p0)         confidence gate  (9.13)
+    innovation = Re(W z),   lobs = min(c_h p_t, lam_max) on the coordinates of head h                (9.14)
 
-P = 1 / V with V and the carrying of ``kernels.robust_filter.dynamics``, by the lag in positions or in real time. The
-weighing of keys by their incoming precision in (3) is the one of softmax attention; the evidence leaves it out. W maps
-each head's state to that head's own coordinates and starts as the real part; with an output projection W joins the
-heads and lobs passes through its squared weights. c_h starts where one key that fits exactly gives 2 D / H.
+Without tails L is (9.10). P = 1 / V with V and the carrying of ``kernels.robust_filter.dynamics``, by the lag in
+positions or in real time. The weighing of keys by their incoming precision in (9.11) is the one of softmax attention;
+the evidence leaves it out. W maps each head's state to that head's own coordinates and starts as the
+real part; with an output projection W joins the heads and lobs passes through its squared weights. c_h starts where
+one key that fits exactly gives 2 D / H.
 
 ``rfa`` learns the decay of each head, and every head has the whole range of frequencies w. In ``sc_rfa`` each head
 has a band of them, and decays at b times the highest. Frequencies stand in pairs w, -w. The last heads (a quarter of
@@ -22,6 +23,7 @@ Shapes: B rows, T tokens, D model width, H heads, K complex coordinates per head
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -42,7 +44,7 @@ from recbft.mixers.head_dynamics import (
     HeadDynamics,
     RobustFilterConfig,
 )
-from recbft.mixers.interface import Observation
+from recbft.mixers.interface import Group, Mixer, Observation
 
 __all__ = ["RfaOutput", "RobustFilterAttention", "RobustFilterConfig", "robust_filter_attention", "sample_state"]
 
@@ -75,7 +77,7 @@ def robust_filter_attention(
     time_unit: float | Tensor = 1.0,
     variant: Variant = NO_CHANGE,
 ) -> RfaOutput:
-    """Equations (2) to (4), without a weighing of the keys.
+    """Equations (9.9) to (9.12), without a weighing of the keys.
 
     Args:
         q, k, v: queries, keys and values, (B, H, T, K) complex.
@@ -92,10 +94,9 @@ def robust_filter_attention(
         variant: parts of the mechanism to leave out, for study.
 
     Raises:
-        ValueError: shapes that do not fit, scalars out of range, an unknown ``impl`` or one that cannot serve the call.
+        ValueError: scalars out of range, an unknown ``impl`` or one that cannot serve the call.
         UserError: no times, or a negative elapsed time.
     """
-    _check_shapes(q, k, v, frequency)
     real_type = q.real.dtype
     tau = torch.as_tensor(temperature, dtype=real_type, device=q.device).expand(q.shape[1])
     dynamics = Dynamics(frequency, decay, process, key_noise, query_noise, dof, tau)
@@ -130,19 +131,17 @@ def sample_state(
     return value + torch.view_as_complex(noise * deviation)
 
 
-class RobustFilterAttention(nn.Module):
+class RobustFilterAttention(Mixer):
     """Robust filter attention over a packed batch.
 
     Args:
-        hidden_size: D.
-        n_heads: H, divides D.
         config: parts and starting values.
         coupled: ``sc_rfa``: frequencies in bands, decay bound to them.
-        dropout: probability of dropping a weight of (3); evidence always uses all.
-        output_projection: W of (6) joins the heads.
-        gives_precision: whether to report lobs of (6); without it the evidence is not computed unless (5) needs it.
-        cap: lam_max.
+        dropout: probability of dropping a weight of (9.11); evidence always uses all.
+        gives_precision: whether to report lobs of (9.14); without it evidence is computed for (9.13) alone.
     """
+
+    groups: Mapping[str, Group] = {"sde": "dynamics", "precision": "precision"}
 
     def __init__(
         self,
@@ -154,14 +153,14 @@ class RobustFilterAttention(nn.Module):
         dropout: float = 0.0,
         output_projection: bool = False,
         gives_precision: bool = True,
-        cap: float = 100.0,
+        lam_max: float = 100.0,
     ) -> None:
         super().__init__()
         config = RobustFilterConfig() if config is None else config
         width = hidden_size // n_heads
         K = width if config.latent_width is None else config.latent_width
         self.n_heads, self.config, self.dropout = n_heads, config, dropout
-        self.gives_precision, self.cap = gives_precision, cap
+        self.gives_precision, self.mixes_heads, self.lam_max = gives_precision, output_projection, lam_max
         self.sde = HeadDynamics(n_heads, K, config, coupled=coupled)
         # Real and imaginary part of a coordinate next to each other.
         self.query = nn.Linear(hidden_size, 2 * n_heads * K)
@@ -184,15 +183,7 @@ class RobustFilterAttention(nn.Module):
         ramp: float = 1.0,
         source: Tensor | None = None,
     ) -> Observation:
-        """Observe every position.
-
-        Args:
-            x: normalised input, (B, T, D).
-            precision: incoming precision, (B, T, D), or None for equal trust in every key.
-            context: which token may read which; with times where the config reads them.
-            ramp: w, the warm-up of the weighing by precision, in [0, 1].
-            source: what keys and values are read from, (B, T, D); ``x`` unless given.
-        """
+        """Observe every position, as ``Mixer`` says; the context has times where the config reads them."""
         source = x if source is None else source
         v = self._heads(self.value(source))
         sampled = self.training and self.config.latent_sampling
@@ -211,11 +202,11 @@ class RobustFilterAttention(nn.Module):
             with_evidence=self.gives_precision or sampled or self.gate is not None,
         )
         if self.gate is not None:
-            value = self.gate(value, v, evidence, context.valid)  # (5)
+            value = self.gate(value, v, evidence, context.valid)  # (9.13)
         if sampled:
             value = sample_state(value, evidence, dynamics.query_noise, valid=context.valid)
         latent = real(value.transpose(1, 2)).flatten(2).to(x.dtype)  # (B, T, 2 H K)
-        found = None if self.precision is None else self._carried(self.precision(evidence, self.cap).to(x.dtype))
+        found = None if self.precision is None else self._carried(self.precision(evidence, self.lam_max).to(x.dtype))
         return Observation(self._read_out(latent), found)
 
     def attention(
@@ -270,7 +261,7 @@ class RobustFilterAttention(nn.Module):
             assert self.read is not None
             return per_token.repeat_interleave(self.read.shape[1], dim=-1)
         columns = self.out.weight.shape[1] // self.n_heads
-        return projected_precision(per_token.repeat_interleave(columns, dim=-1), self.out.weight, cap=self.cap)
+        return projected_precision(per_token.repeat_interleave(columns, dim=-1), self.out.weight, cap=self.lam_max)
 
     def _heads(self, x: Tensor) -> Tensor:  # (B, T, 2 H K) -> (B, H, T, K) complex
         return as_complex(x.unflatten(-1, (self.n_heads, -1))).transpose(1, 2)
@@ -287,17 +278,6 @@ def _real_parts(n_heads: int, width: int, K: int) -> Tensor:
     row = torch.arange(width)
     read[:, row, 2 * (row % K)] = 1.0
     return read
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, frequency: Tensor) -> None:
-    if not (q.is_complex() and k.is_complex() and v.is_complex()):
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give complex tensors")
-    if not (q.dim() == 4 and q.shape == k.shape == v.shape):
-        raise ValueError(
-            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; give one (B, H, T, K)"
-        )
-    if frequency.shape != (q.shape[1], q.shape[3]):
-        raise ValueError(f"frequency has shape {tuple(frequency.shape)}; give (H, K) = {(q.shape[1], q.shape[3])}")
 
 
 def _check_scalars(dynamics: Dynamics) -> None:

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.datasets.batches import EpochBatches, TrainingBatches
-from recbft.mixers import MIXERS, MixerSpec
+from recbft.mixers import MIXERS, MixerOptions, MixerSpec
 from recbft.models.backbone import BackboneConfig
 from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
-from recbft.models.fuzzy_moe import FuzzyMoEConfig
+from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.hstu import HSTUConfig, hstu
 from recbft.models.layers import Mixing
 from recbft.models.popularity import Popularity, PopularityConfig
-from recbft.models.precision_config import CoreConfig
+from recbft.models.precision_channel import CoreConfig
 from recbft.models.sasrec import SASRecConfig, sasrec
 
 
@@ -26,10 +26,18 @@ from recbft.models.sasrec import SASRecConfig, sasrec
 class ModelSpec:
     """How a model is configured and made.
 
-    ``build(config, core, training_counts, seed=...)`` returns the module; ``batches(config, items, start, stop,
-    num_items=..., batch_size=..., seed=..., times=...)`` what it is trained on; ``arms`` holds each arm's own defaults
-    of the backbone's keys; only ``precision_arms`` take a ``core`` section, whose defaults of this model are ``core``.
-    ``takes`` says which mixers its layers can have.
+    Args:
+        summary, arm_summaries: for ``recbft models``.
+        config: the class of the ``backbone`` section.
+        build: ``build(config, core, training_counts, seed=..., mixing=..., moe=...)`` returns the module. ``core`` None
+            leaves the precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give
+            equal weights to the parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice.
+        batches: ``batches(config, items, start, stop, num_items=..., batch_size=..., seed=..., times=...)`` returns
+            what the model is trained on.
+        arms: each arm's own defaults of the backbone's keys.
+        precision_arms: the arms that take a ``core`` section.
+        core: the model's own defaults of that section.
+        takes: which mixers its layers can have.
     """
 
     summary: str
@@ -56,7 +64,7 @@ class ModelSpec:
         *,
         seed: int,
         mixer: str | None = None,
-        mixing: Any = None,
+        mixing: MixerOptions | None = None,
         moe: FuzzyMoEConfig | None = None,
     ) -> nn.Module:
         """The module, with ``mixer`` and its options where the model leaves a choice, and experts where there are."""
@@ -78,7 +86,7 @@ def next_item_batches(
     **order: Any,
 ) -> TrainingBatches:
     """The batches of models that predict the next item at every position; ``order``: batch_size, seed and times."""
-    shown = getattr(config, "show_target_time", False)
+    shown = isinstance(config, HSTUConfig) and config.show_target_time
     return TrainingBatches(items, start, stop, max_length=config.max_length, with_next_times=shown, **order)
 
 

@@ -1,7 +1,7 @@
 """What SASRec, BERT4Rec and HSTU share: embed items and positions, stack blocks, score the vocabulary.
 
-    h_0 = s emb(item) + pos(position), normalised where the backbone has a norm there; pos can be off  (1)
-    h_L by L blocks;   state = read_out(h_L);   score(i) = state . emb_i + bias_i                     (2)
+    h_0 = s emb(item) + pos(position), normalised where the backbone has a norm there; pos can be off  (6.1)
+    h_L by L blocks;   state = read_out(h_L);   score(i) = state . emb_i + bias_i                      (6.2)
 
 A backbone is put together from parts: its blocks, a read-out, whether it looks both ways, whether a token (a mask) is
 appended at prediction. Positions count from the oldest event that is read, or back from the latest.
@@ -13,7 +13,7 @@ Shapes: B rows, T tokens, D model width, V items, S histories, N training positi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,12 +29,12 @@ from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.kernels.layer_norm import LayerNorm
-from recbft.mixers.penalty import take_penalties
+from recbft.mixers.interface import Group, take_penalties
 from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
-from recbft.models.losses import ItemLoss, LossName, Negatives, check_loss
-from recbft.models.precision_channel import ItemPrecision
-from recbft.models.precision_config import CoreConfig
+from recbft.models.feed_forward import FeedForward
+from recbft.models.losses import ItemLoss, Negatives, check_loss
+from recbft.models.precision_channel import CoreConfig, ItemPrecision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class BackboneConfig:
     norm_eps: float = 1e-8
     recency_decay: bool = True  # a learned decay of attention with the lag
     output_projection: bool = False  # a linear map after the heads are joined
-    loss: LossName = "ce"
+    loss: str = "ce"  # a name of ``losses.LOSSES``
     num_negatives: int | None = None  # None means 512 for sampled_softmax, 1 for bce, 256 for gbce
     negatives: Negatives | None = None  # of sampled_softmax; None means uniform
     gbce_t: float | None = None  # calibration of gbce in [0, 1]; None means 0.75
@@ -84,11 +84,11 @@ class Backbone(TrainableModel):
         core: the precision channel, or None.
         training_counts: (V + 1,) counts of each item in training, index 0 padding.
         blocks: the layers.
-        embedding_scale: s of (1).
+        embedding_scale: s of (6.1).
         seed: equal seeds give equal weights to the parameters that two arms share.
         read_out: from the last layer's mean to the state; a LayerNorm unless given.
-        norm_embedding: normalise (1), before dropout.
-        item_bias: learn the bias of (2).
+        norm_embedding: normalise (6.1), before dropout.
+        item_bias: learn the bias of (6.2).
         both_ways: tokens see their whole history, and a mask stands at the end when predicting: the item V + 1 of
             count 0, the last of ``max_length`` tokens.
         positions: counted from the ``oldest`` token that is read, or back from the ``latest``.
@@ -96,6 +96,7 @@ class Backbone(TrainableModel):
     """
 
     ramp: Tensor
+    groups: Mapping[str, Group] = {"item_precision": "precision"}
     per_item = (
         "item_embedding.weight",
         "item_bias",
@@ -236,16 +237,8 @@ class Backbone(TrainableModel):
         """Bring what is kept from the weights up to date: at the start of an epoch and before evaluation."""
         for block in self.blocks:
             assert isinstance(block, Block)
-            if block.precision is not None and block.moe is None:
-                block.precision.refresh(block.inner.weight, block.outer.weight)
-
-    def is_dynamics_parameter(self, name: str) -> bool:
-        """Whether a parameter belongs to the optimiser's group of stochastic dynamics (robust filter attention)."""
-        return "sde" in name.split(".")
-
-    def is_precision_parameter(self, name: str) -> bool:
-        """Whether a parameter belongs to the optimiser's precision group."""
-        return "precision" in name.split(".") or "item_precision" in name or "decay_logit" in name
+            if block.precision is not None and isinstance(network := block.network, FeedForward):
+                block.precision.refresh(network.inner.weight, network.outer.weight)
 
     def _positions(self, batch: Batch) -> Tensor:
         """(B, T) rows of the position embedding."""
@@ -266,10 +259,13 @@ class Backbone(TrainableModel):
     def _initialise(self, seed: int) -> None:
         """Normal weights, zero biases; one generator for what arms share, another for the precision channel."""
         shared, own = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
+        # Update rules start where they say, and draw nothing that arms share.
+        rules = {f"blocks.{number}.update." for number in range(len(self.blocks))}
+        groups = self.optimiser_groups()
         for name, parameter in self.named_parameters():
-            if "update" in name.split("."):  # starts where its rule says, and draws nothing that arms share
+            if any(name.startswith(rule) for rule in rules):
                 continue
-            generator = own if self.is_precision_parameter(name) else shared
+            generator = own if groups[name] == "precision" else shared
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
             elif name.endswith("bias"):

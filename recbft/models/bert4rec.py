@@ -1,7 +1,7 @@
 """BERT4Rec: a Transformer that looks both ways, trained to find masked items, asked with a mask at the end.
 
-    h_0 = s emb(item) + pos(position)                                                            (1)
-    h_L by L blocks that see the whole history;   state = read_out(h_L);   score(i) = state . emb_i + b_i   (2)
+    h_0 = s emb(item) + pos(position)                                                                      (6.1)
+    h_L by L blocks that see the whole history;   state = read_out(h_L);   score(i) = state . emb_i + b_i  (6.2)
 
 The mask is the item V + 1: it is embedded as items are, its training count is 0, so its initial precision is that of an
 item never seen, an unreliable key. At prediction a history's last N - 1 items are read and the mask after them.
@@ -28,9 +28,9 @@ from recbft.datasets.batches import ClozeBatches
 from recbft.errors import UserError
 from recbft.kernels.layer_norm import LayerNorm
 from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
-from recbft.models.fuzzy_moe import FuzzyMoEConfig
+from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.layers import ATTENTION, Mixing, make_blocks, mixer_maker
-from recbft.models.precision_config import CoreConfig
+from recbft.models.precision_channel import CoreConfig
 
 OF_RUN = 2**32  # above all seeds that are given: what a run's own seed draws is its order
 
@@ -70,16 +70,7 @@ def bert4rec(
     mixing: Mixing = ATTENTION,
     moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
-    """The model; ``core`` None leaves the precision channel out (arms ``published`` and ``matched``).
-
-    Args:
-        config: shape of the backbone.
-        core: the precision channel, or None.
-        training_counts: (V + 1,) counts of each item in training, index 0 padding.
-        seed: equal seeds give equal weights to the parameters that two arms share.
-        mixing: what moves information along the history, softmax attention unless given.
-        moe: experts in the place of the feed-forward network, or None.
-    """
+    """The model; arguments as ``ModelSpec`` says."""
     if core is not None and config.layer != "pre_norm":
         raise UserError(
             f"backbone.layer is {config.layer!r}, but arm 'bft' needs 'pre_norm'; leave it out, or take arm matched or "

@@ -1,6 +1,6 @@
 """What evaluation and recommendation ask of a model: a state per history and a table of items.
 
-    score(user, item) = state_user . weight_item + bias_item                                     (1)
+    score(user, item) = state_user . weight_item + bias_item  (6.2)
 
 Shapes: S histories, V items, D state width (a model's own).
 """
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch, history_batches
 from recbft.errors import UserError
+from recbft.mixers.interface import Group, Part, optimiser_groups
+from recbft.models.precision_channel import CoreConfig
 
 IntArray = NDArray[np.int64]
 
@@ -29,29 +31,28 @@ class UserStates(NamedTuple):
 
 
 class ItemTable(NamedTuple):
-    """The item side of (1); row 0 is padding and never a candidate."""
+    """The item side of (6.2); row 0 is padding and never a candidate."""
 
     weight: Tensor  # (V + 1, D)
     bias: Tensor | None  # (V + 1,)
 
 
-class SequenceModel(Protocol):
-    """A model that can be evaluated and can recommend.
+class SequenceModel(abc.ABC):
+    """A model that can be evaluated and can recommend: it reads the last ``max_length`` tokens of a history."""
 
-    What it reads of a history is its last ``max_length`` events, unless it says more by these attributes, which it may
-    leave out: ``append`` (an item index put after the last event, such as a mask, one of the ``max_length`` tokens),
-    ``reads_times`` (it needs the time of every event) and ``shows_target_time`` (and that of the event after each).
-    """
+    max_length: int
+    append: int | None = None  # an item put after the last event, such as a mask, one of the ``max_length`` tokens
+    reads_times: bool = False  # whether it needs the time of every event
+    shows_target_time: bool = False  # and that of the event after each
+    core: CoreConfig | None = None  # the settings of its precision channel, where it has one
 
-    max_length: int  # tokens of a history that it reads, the last ones
-
+    @abc.abstractmethod
     def user_states(self, batch: Batch) -> UserStates:
         """One state per history of the batch, in the batch's order."""
-        ...
 
+    @abc.abstractmethod
     def item_table(self) -> ItemTable:
         """The item side of the score."""
-        ...
 
 
 def read_histories(
@@ -73,8 +74,7 @@ def read_histories(
     Raises:
         UserError: the model reads times and there are none.
     """
-    reads_times = getattr(model, "reads_times", False)
-    if reads_times and times is None:
+    if model.reads_times and times is None:
         raise UserError(
             f"the model reads event times (time_bias or mixing.time is true), but {source} has no real times; "
             "give data with a time column (in a shell --time names it), or train without it"
@@ -86,27 +86,15 @@ def read_histories(
         max_length=model.max_length,
         times=times,
         histories_per_batch=histories_per_batch,
-        with_next_times=getattr(model, "shows_target_time", False),
-        append=getattr(model, "append", None),
+        with_next_times=model.shows_target_time,
+        append=model.append,
     )
 
 
-class TrainableModel(nn.Module, abc.ABC):
+class TrainableModel(Part, SequenceModel):
     """A ``SequenceModel`` that the training loop can train."""
 
-    max_length: int
-    append: int | None = None
-    reads_times: bool = False
-    shows_target_time: bool = False
     per_item: tuple[str, ...] = ()  # parameters and buffers with a row per token: padding, the items, then what is none
-
-    @abc.abstractmethod
-    def user_states(self, batch: Batch) -> UserStates:
-        """One state per history of the batch, in the batch's order."""
-
-    @abc.abstractmethod
-    def item_table(self) -> ItemTable:
-        """The item side of the score."""
 
     @abc.abstractmethod
     def loss(self, batch: Batch) -> Tensor:
@@ -120,10 +108,6 @@ class TrainableModel(nn.Module, abc.ABC):
     def refresh(self) -> None:
         """Bring what is kept from the weights up to date: at the start of an epoch and before evaluation."""
 
-    @abc.abstractmethod
-    def is_precision_parameter(self, name: str) -> bool:
-        """Whether a parameter, by its full name, belongs to the optimiser's precision group."""
-
-    @abc.abstractmethod
-    def is_dynamics_parameter(self, name: str) -> bool:
-        """Whether a parameter belongs to the optimiser's group of stochastic dynamics."""
+    def optimiser_groups(self) -> dict[str, Group]:
+        """The optimiser group of every parameter by its name, as the model's parts say."""
+        return optimiser_groups(self)

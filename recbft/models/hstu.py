@@ -1,13 +1,13 @@
 """HSTU: gated pointwise attention over a user's items, scored against the item embeddings.
 
-    h_0 = sqrt(D) emb(item) + pos(position)                                                      (1)
-    h  <- h + innovation(Norm(h))                     ``mixers.pointwise``                       (2)
-    h  <- h + FFN(Norm(h))                            where there is a feed-forward network      (3)
-    state = Norm(h_L);   score(i) = state . emb_i                                                (4)
+    h_0 = sqrt(D) emb(item) + pos(position)                                                  (6.1)
+    h  <- h + innovation(Norm(h))                     ``mixers.pointwise``              (3.3, 8.4)
+    h  <- h + FFN(Norm(h))                            where there is a feed-forward network  (4.1)
+    state = Norm(h_L);   score(i) = state . emb_i                                            (6.2)
 
-Three arms of the same code: ``published`` (the authors' layer: an output map in (2), no (3)), ``matched`` ((3) put
-back, no output map, the precision channel off: the control that separates (3) from precision) and ``bft`` (precision
-tracked by the sandwich estimator, which needs no weights that sum to one).
+Three arms of the same code: ``published`` (the authors' layer: an output map in (8.4), no (4.1)), ``matched`` ((4.1)
+put back, no output map, the precision channel off: the control that separates (4.1) from precision) and ``bft``
+(precision tracked by the sandwich estimator, which needs no weights that sum to one).
 
 Source: Zhai et al., Actions Speak Louder than Words (arXiv 2402.17152); Precision Tracked Transformer
 (arXiv 2605.18832), section 5.1 and appendices D and M.
@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from recbft.errors import UserError
-from recbft.mixers import PointwiseAttention
+from recbft.mixers import MIXERS, Mixer
 from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
-from recbft.models.fuzzy_moe import FuzzyMoEConfig
-from recbft.models.layers import RECENCY_START, make_blocks
-from recbft.models.precision_config import CoreConfig, check_core
+from recbft.models.feed_forward import FuzzyMoEConfig
+from recbft.models.layers import make_blocks, place_in
+from recbft.models.precision_channel import CoreConfig, check_core
 
 DROPOUT_CAP = 0.2
 
@@ -70,16 +70,8 @@ def hstu(
     seed: int = 0,
     moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
-    """The model; ``core`` None leaves the precision channel out (arms ``published`` and ``matched``).
-
-    Args:
-        config: shape of the backbone.
-        core: the precision channel, or None.
-        training_counts: (V + 1,) counts of each item in training, index 0 padding.
-        seed: equal seeds give equal weights to the parameters that two arms share.
-        moe: experts in the place of the feed-forward network, or None.
-    """
-    estimation: dict[str, Any] = {}
+    """The model; arguments as ``ModelSpec`` says."""
+    spec = MIXERS["pointwise"]
     if core is not None:
         for key, needed in (("feed_forward", True), ("activation", "gelu")):
             if (found := getattr(config, key)) != needed:
@@ -87,21 +79,11 @@ def hstu(
                     f"backbone.{key} is {str(found).lower()}, but arm 'bft' needs {str(needed).lower()}, to predict "
                     "precision through the feed-forward network; leave it out, or take arm matched or published"
                 )
-        check_core(core, PointwiseAttention.weights, config.max_length)
-        estimation = {"estimator": core.estimator, "cap": core.lam_max, "centre": core.sandwich_centre}
+        check_core(core, spec.precision, config.max_length)
+    place = place_in(config, core, dropout=config.dropout)
 
-    def mixer() -> PointwiseAttention:
-        return PointwiseAttention(
-            config.hidden_size,
-            config.n_heads,
-            length=config.max_length,
-            dropout=config.dropout,
-            output_projection=config.output_projection,
-            norm_eps=config.norm_eps,
-            time_bias=config.time_bias,
-            recency_decay=RECENCY_START if config.recency_decay else None,
-            **estimation,
-        )
+    def mixer() -> Mixer:
+        return spec.make(place, norm_eps=config.norm_eps, time_bias=config.time_bias)
 
     blocks = make_blocks(
         config,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
-
-from torch import nn
+from typing import NamedTuple
 
 from recbft.errors import UserError
-from recbft.mixers import MIXERS, Place
+from recbft.mixers import MIXERS, Mixer, MixerOptions, Place
+from recbft.mixers.interface import refuse_idle
 from recbft.models.backbone import BackboneConfig
 from recbft.models.block import Block, Layer
-from recbft.models.fuzzy_moe import FuzzyMoE, FuzzyMoEConfig
-from recbft.models.precision_channel import LayerPrecision
-from recbft.models.precision_config import CoreConfig, check_core
+from recbft.models.feed_forward import Activation, FuzzyMoE, FuzzyMoEConfig
+from recbft.models.precision_channel import CoreConfig, LayerPrecision, check_core
 from recbft.models.update_rules import make_update, without_precision
 
 RECENCY_START = 0.99
@@ -22,11 +20,11 @@ RECENCY_START = 0.99
 def make_blocks(
     config: BackboneConfig,
     core: CoreConfig | None,
-    make_mixer: Callable[[], nn.Module],
+    make_mixer: Callable[[], Mixer],
     *,
     inner_size: int | None,
     innovation_dropout: float | None = None,
-    activation: Literal["gelu", "relu"] = "gelu",
+    activation: Activation = "gelu",
     layer: Layer = "pre_norm",
     moe: FuzzyMoEConfig | None = None,
 ) -> list[Block]:
@@ -40,10 +38,10 @@ def make_blocks(
         kind = layer if layer != "pre_norm" else "feed_forward false"
         raise UserError(f"experts need a pre-norm layer with a feed-forward network, got {kind}; leave them out")
     if moe is not None and core is not None:
-        core.refuse_idle(("jacobian_rank",), "with experts, whose Jacobian is exact; leave it out")
+        refuse_idle(core, ("jacobian_rank",), "with experts, whose Jacobian is exact; leave it out")
     if core is not None and config.n_layers == 1:
         why = "with n_layers 1: no score depends on what the last layer predicts; leave it out or take more layers"
-        core.refuse_idle(("jacobian_detach",), why)
+        refuse_idle(core, ("jacobian_detach",), why)
     if moe is not None and activation != "gelu":
         raise UserError(f"activation {activation} has no effect with experts, whose activation is gelu; leave it out")
     blocks = []
@@ -75,12 +73,12 @@ class Mixing(NamedTuple):
     """Which mixer the layers have, and its own options; None stands for its defaults."""
 
     name: str = "attention"
-    options: Any = None
+    options: MixerOptions | None = None
 
     @property
     def reads_times(self) -> bool:
         """Whether it looks at real event times."""
-        return bool(getattr(self.options, "time", False))
+        return self.options is not None and self.options.reads_times
 
 
 ATTENTION = Mixing()
@@ -93,7 +91,7 @@ def mixer_maker(
     *,
     attention_dropout: float | None,
     default_dropout: float,
-) -> Callable[[], nn.Module]:
+) -> Callable[[], Mixer]:
     """What makes the mixer of each layer of SASRec and BERT4Rec.
 
     Args:
@@ -109,30 +107,25 @@ def mixer_maker(
     # `bft` has the decay by default, so that there it is left out where a mixer has a decay of its own, or none.
     if core is None and config.recency_decay and "recency_decay" not in spec.hears:
         raise UserError(f"recency_decay has no effect with mixer {mixing.name!r}; leave it out (and `+recency`)")
-    if core is None and getattr(mixing.options, "key_precision", "on") == "off":
-        raise UserError("key_precision has no effect in an arm without precision, where no key has one; leave it out")
-    if core is None and getattr(mixing.options, "prior_variance", None) is not None:  # the unit of what is not asked
-        raise UserError("prior_variance has no effect in an arm without precision; leave it out")
-    estimation: dict[str, Any] | None = None
+    if core is None and mixing.options is not None:
+        why = "in an arm without precision; leave it out"
+        refuse_idle(mixing.options, mixing.options.only_with_precision, why)
     if core is not None:
         check_core(core, spec.precision, config.max_length)
         if core.update == "kalman" and spec.precision == "none":
             raise without_precision(f"mixer {mixing.name}")
-        estimation = {"cap": core.lam_max}
-        if spec.precision == "softmax":
-            estimation |= {
-                "estimator": core.estimator,
-                "prior_dof": core.prior_dof,
-                "prior_variance": core.prior_variance,
-                "kriging": core.kriging,
-            }
-    place = Place(
+    place = place_in(config, core, dropout=default_dropout if attention_dropout is None else attention_dropout)
+    return lambda: spec.make(place, mixing.options)
+
+
+def place_in(config: BackboneConfig, core: CoreConfig | None, *, dropout: float) -> Place:
+    """What a backbone tells the mixers of its layers."""
+    return Place(
         hidden_size=config.hidden_size,
         n_heads=config.n_heads,
         length=config.max_length,
-        dropout=default_dropout if attention_dropout is None else attention_dropout,
+        dropout=dropout,
         output_projection=config.output_projection,
         recency_decay=RECENCY_START if config.recency_decay else None,
-        estimation=estimation,
+        estimation=None if core is None else core.estimation,
     )
-    return lambda: spec.make(place, mixing.options)

@@ -2,25 +2,29 @@
 
 With l_i = x . w_i + b_i the score of item i and y the target of a position,
 
-    ce               -l_y + log sum_i exp l_i                                                          (1)
-    sampled_softmax  -l_y + log(exp l_y + sum_j exp(l_j - log E_j)),  j over the negatives except y     (2)
-    gbce             -(beta log s(l_y) + sum_j log(1 - s(l_j))) / (k + 1),  s the logistic function     (3)
+    ce               -l_y + log sum_i exp l_i                                                        (6.3)
+    sampled_softmax  -l_y + log(exp l_y + sum_j exp(l_j - log E_j)),  j over the negatives except y  (6.4)
+    bce              (6.6) with beta = 1                                                             (6.5)
+    gbce             -(beta log s(l_y) + sum_j log(1 - s(l_j))) / (k + 1),  s the logistic function  (6.6)
                      beta = alpha (t (1 - 1/alpha) + 1/alpha),  alpha = min(1, k / (V - 1))
-    bce              (3) with beta = 1
+    smoothed ce      (1 - e) CE(y) + (e / V) sum_i CE(i)  =  CE(y) + e x . (w_y - mean_i w_i)       (10.4)
 
-In (2) the m negatives are shared by all positions of a batch and E_j is how often item j is expected among them: m / V
-for ``uniform``, m times the item's share of the training events for ``in_batch`` (negatives drawn from the batch's own
-targets). So the sum in (2) has that of (1) as its expectation; negatives may repeat. In (3) each position draws k
-negatives of its own, uniformly from all items but its target. All draws come from PyTorch's default generator.
+In (6.4) the m negatives are shared by all positions of a batch and E_j is how often item j is expected among them:
+m / V for ``uniform``, m times the item's share of the training events for ``in_batch`` (negatives drawn from the
+batch's own targets). So the sum in (6.4) has that of (6.3) as its expectation; negatives may repeat. In (6.6) each
+position draws k negatives of its own, uniformly from all items but its target. All draws come from PyTorch's default
+generator.
 
-Source: Bengio and Senecal (2008) for (2); Kang and McAuley, SASRec (arXiv 1808.09781) for bce; Petrov and Macdonald,
-gSASRec (arXiv 2308.07192) for (3).
+Source: Bengio and Senecal (2008) for (6.4); Kang and McAuley, SASRec (arXiv 1808.09781) for bce; Petrov and Macdonald,
+gSASRec (arXiv 2308.07192) for (6.6).
 Shapes: N positions, V items, D width, m shared negatives, k negatives per position.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -30,15 +34,12 @@ from torch import Tensor
 from recbft.autograd.eager import eagerly
 from recbft.autograd.full_precision import in_full_precision
 from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable
-from recbft.config.fields import check_range
+from recbft.config.fields import check_choice, check_range
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
-from recbft.models.label_smoothing import smoothing_term
 
-LossName = Literal["ce", "sampled_softmax", "bce", "gbce"]
 Negatives = Literal["uniform", "in_batch"]
 
-NUM_NEGATIVES: dict[str, int] = {"sampled_softmax": 512, "bce": 1, "gbce": 256}  # where none is given
 GBCE_T = 0.75
 BLOCK_ELEMENTS = 4_000_000  # of gathered item vectors at a time
 
@@ -47,7 +48,7 @@ class LossSettings(Protocol):
     """The keys of a config that choose a loss; None means the loss's own default."""
 
     @property
-    def loss(self) -> LossName: ...
+    def loss(self) -> str: ...
     @property
     def negatives(self) -> Negatives | None: ...
     @property
@@ -64,12 +65,12 @@ def check_loss(settings: LossSettings) -> None:
     """
     check_range("num_negatives", settings.num_negatives, at_least=1)
     check_range("gbce_t", settings.gbce_t, at_least=0, at_most=1)
-    served = {"num_negatives": tuple(NUM_NEGATIVES), "negatives": ("sampled_softmax",), "gbce_t": ("gbce",)}
-    for key, losses in served.items():
-        if getattr(settings, key) is not None and settings.loss not in losses:
-            raise UserError(
-                f"{key} has no effect with loss {settings.loss!r}; leave it out or choose loss {' or '.join(losses)}"
-            )
+    check_choice("loss", settings.loss, LOSSES)
+    given = {"num_negatives": settings.num_negatives, "negatives": settings.negatives, "gbce_t": settings.gbce_t}
+    for key, value in given.items():
+        if value is not None and key not in LOSSES[settings.loss].reads:
+            losses = " or ".join(name for name, loss in LOSSES.items() if key in loss.reads)
+            raise UserError(f"{key} has no effect with loss {settings.loss!r}; leave it out or choose loss {losses}")
 
 
 class ItemLoss:
@@ -83,11 +84,11 @@ class ItemLoss:
     """
 
     def __init__(self, settings: LossSettings, training_counts: Tensor) -> None:
-        self.name, self.in_batch = settings.loss, settings.negatives == "in_batch"
+        self.name, self.spec, self.in_batch = settings.loss, LOSSES[settings.loss], settings.negatives == "in_batch"
         self.num_items = training_counts.numel() - 1
-        if self.name != "ce" and self.num_items < 2:
+        if self.spec.num_negatives and self.num_items < 2:
             raise UserError(f"loss {self.name!r} needs items to draw from, but there is only one; take loss 'ce'")
-        self.num_negatives = settings.num_negatives or NUM_NEGATIVES.get(self.name, 0)
+        self.num_negatives = settings.num_negatives or self.spec.num_negatives
         self.gbce_t = GBCE_T if settings.gbce_t is None else settings.gbce_t
         counts = training_counts[1:].double()
         # No target of a training batch is without events; one that is found elsewhere is as rare as an item of one.
@@ -102,24 +103,16 @@ class ItemLoss:
             weight, bias: item vectors (V, D) and item biases (V,) or None.
             target: row of ``weight`` that each position should find, (N,).
         """
-        states, weight = with_bias(states, weight, bias)
-        if self.name == "ce":
-            loss = full_cross_entropy(states, weight, target)
-            if self.label_smoothing:
-                loss = loss + self.label_smoothing * smoothing_term(states, weight, target)
-            return loss
-        if self.name == "sampled_softmax":
-            return sampled_softmax(states, weight, target, *self._shared_negatives(target, states.dtype))
-        beta = 1.0
-        if self.name == "gbce":
-            beta = gbce_beta(self.num_negatives, self.num_items, self.gbce_t)
-        # Uniform over all items but the target: whatever is not below it moves up by one.
-        drawn = torch.randint(self.num_items - 1, (target.numel(), self.num_negatives), device=target.device)
-        drawn += drawn >= target[:, None]
-        return binary_cross_entropy(states, weight, target, drawn, beta=beta)
+        return self.spec.mean(self, *with_bias(states, weight, bias), target)
 
-    def _shared_negatives(self, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Negatives of (2), (m,), and log E of each."""
+    def own_negatives(self, target: Tensor) -> Tensor:
+        """Negatives of (6.6), (N, k): uniform over all items but the target."""
+        drawn = torch.randint(self.num_items - 1, (target.numel(), self.num_negatives), device=target.device)
+        drawn += drawn >= target[:, None]  # whatever is not below it moves up by one
+        return drawn
+
+    def shared_negatives(self, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Negatives of (6.4), (m,), and log E of each."""
         m = self.num_negatives
         if not self.in_batch:
             drawn = torch.randint(self.num_items, (m,), device=target.device)
@@ -130,6 +123,49 @@ class ItemLoss:
         return drawn, share[drawn] + math.log(drawn.numel())
 
 
+def _cross_entropy(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    mean = full_cross_entropy(states, weight, target)
+    if loss.label_smoothing:
+        mean = mean + loss.label_smoothing * smoothing_term(states, weight, target)
+    return mean
+
+
+def _sampled_softmax(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return sampled_softmax(states, weight, target, *loss.shared_negatives(target, states.dtype))
+
+
+def _bce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return binary_cross_entropy(states, weight, target, loss.own_negatives(target))
+
+
+def _gbce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    beta = gbce_beta(loss.num_negatives, loss.num_items, loss.gbce_t)
+    return binary_cross_entropy(states, weight, target, loss.own_negatives(target), beta=beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec:
+    """A loss by name.
+
+    Args:
+        mean: from the configured loss, states, item vectors and targets to the mean over positions.
+        num_negatives: that are drawn unless the config says; 0 for a loss that draws none.
+        reads: the settings that have an effect.
+    """
+
+    mean: Callable[[ItemLoss, Tensor, Tensor, Tensor], Tensor]
+    num_negatives: int = 0
+    reads: tuple[str, ...] = ()
+
+
+LOSSES: dict[str, LossSpec] = {
+    "ce": LossSpec(mean=_cross_entropy),
+    "sampled_softmax": LossSpec(mean=_sampled_softmax, num_negatives=512, reads=("num_negatives", "negatives")),
+    "bce": LossSpec(mean=_bce, num_negatives=1, reads=("num_negatives",)),
+    "gbce": LossSpec(mean=_gbce, num_negatives=256, reads=("num_negatives", "gbce_t")),
+}
+
+
 def with_bias(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """An item bias as one more coordinate of items, (.., V, D), which every state has at 1."""
     if bias is None:
@@ -137,8 +173,13 @@ def with_bias(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     return torch.cat([states, torch.ones_like(states[:, :1])], dim=1), torch.cat([weight, bias[..., None]], dim=-1)
 
 
+def smoothing_term(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The factor of e in (10.4), its mean over positions; arguments as those of ``ItemLoss``, biases a column."""
+    return (states * (weight[target] - weight.mean(dim=0))).sum(dim=1).mean()
+
+
 def sampled_softmax(states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, log_expected: Tensor) -> Tensor:
-    """Equation (2).
+    """Equation (6.4).
 
     Args:
         states, weight, target: as in ``ItemLoss``.
@@ -154,7 +195,7 @@ def sampled_softmax(states: Tensor, weight: Tensor, target: Tensor, negatives: T
 def binary_cross_entropy(
     states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, *, beta: float = 1.0
 ) -> Tensor:
-    """Equation (3), ``negatives`` (N, k) for each position its own."""
+    """Equation (6.6), ``negatives`` (N, k) for each position its own."""
     positive = (states * weight[target]).sum(dim=1)
     scores = gathered_scores(states, weight, negatives)
     total = -beta * F.logsigmoid(positive).sum() - F.logsigmoid(-scores).sum()
@@ -162,7 +203,7 @@ def binary_cross_entropy(
 
 
 def gbce_beta(num_negatives: int, num_items: int, t: float) -> float:
-    """beta of (3): 1 at t = 0 (plain bce), the sampling rate at t = 1 (calibrated as the full softmax)."""
+    """beta of (6.6): 1 at t = 0 (plain bce), the sampling rate at t = 1 (calibrated as the full softmax)."""
     alpha = min(1.0, num_negatives / (num_items - 1))
     return alpha * (t * (1 - 1 / alpha) + 1 / alpha)
 

@@ -1,6 +1,6 @@
 """Popularity: every user gets the items by training count, the reference that a model must beat.
 
-    state_u = 1      weight_i = training events of item i                       (1)
+    state_u = 1      weight_i = training events of item i  (6.2)
 
 Shapes: S histories, V items.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.datasets.batches import Batch
-from recbft.models.contract import ItemTable, UserStates
+from recbft.models.contract import ItemTable, SequenceModel, UserStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class PopularityConfig:
     """Nothing to choose."""
 
 
-class Popularity(nn.Module):
+class Popularity(nn.Module, SequenceModel):
     """Scores an item by its training count, whoever asks.
 
     Args:

@@ -1,10 +1,16 @@
-"""The learned side of the precision channel: where precision starts and how a layer carries it on.
+"""The precision channel: its settings, where precision starts and how a layer carries it on.
 
-    tau_i = tau_range * tau_base_i + softplus(MLP(emb_i))        initial: hybrid                 (1)
-          = (tau_range * tau_base_i + ln 2) exp(4 tanh(Z_i p_i / 4))     credibility,  Z_i = c_i / (c_i + n0)
-    lam  <- kappa * lam0 * lam / mu                              prior_scale: per_layer          (2)
-    lam'' by ``core.predict_precision`` with J from the feed-forward slope                       (3)
-    lam'' = delta lam'  or  exp(-c) lam'                         propagation: discount, decay    (4)
+    tau_i = tau_range * tau_base_i + softplus(MLP(emb_i))                     initial: hybrid        (5.1)
+    tau_i = tau_range * tau_base_i + ln 2                                     count                  (5.4)
+    tau_i = 1 + softplus(p_i)                                                 table                  (5.5)
+    tau_i = (tau_range * tau_base_i + ln 2) exp(4 tanh(Z_i p_i / 4)),  Z_i = c_i / (c_i + n0)
+                                                                              credibility            (5.6)
+    tau_i = 1                                                                 uniform                (5.7)
+    tau_i = (c_i + nu0) / (c + nu0)                                           empirical_bayes        (5.8)
+    lam  <- kappa * lam0 * lam / mu                                           prior_scale per_layer  (3.6)
+    lam'' from J, the slope of the feed-forward network                                              (4.3)
+    lam'' = delta lam'                                                        propagation: discount  (4.6)
+    lam'' = exp(-c) lam'                                                      propagation: decay     (4.7)
 
 mu and the mean Jacobian are running means over the real training positions of earlier batches (momentum 0.99), 1 and 0
 before the first.
@@ -17,7 +23,8 @@ Shapes: B rows, T tokens, D model width, F feed-forward width, V items.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +32,13 @@ from torch import Tensor, nn
 
 from recbft.autograd.full_precision import in_full_precision
 from recbft.autograd.transforms import transformed
+from recbft.config.fields import check_range
 from recbft.core import (
+    ESTIMATORS,
+    MAX_TOKENS,
+    Estimator,
     SequenceContext,
+    check_estimator,
     count_quantiles,
     decay_precision,
     discount_precision,
@@ -35,12 +47,13 @@ from recbft.core import (
     initial_scale,
     jacobian_factors,
 )
-from recbft.errors import RunError
+from recbft.errors import RunError, UserError
 from recbft.kernels.count_precision import count_precision
 from recbft.kernels.filter_step import predict_by_logits, predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
 from recbft.kernels.running_mean import mean_over_tokens, remember, remember_tokens
-from recbft.models.precision_config import CoreConfig, JacobianMode
+from recbft.mixers import Estimation
+from recbft.mixers.interface import refuse_idle
 
 LAM_MIN = 1e-3
 LARGEST_LOG_FACTOR = 4.0  # 55 times more or less than the count says
@@ -48,9 +61,139 @@ SAMPLED_ROWS = 4  # where only the mean Jacobian is wanted, every fourth row of 
 Q_LOGIT_START = -9.0
 DISCOUNT_START = 0.99
 
+JacobianMode = Literal["exact", "low_rank", "running_mean", "off"]
+
+_PRIOR = ("prior_dof", "prior_variance")
+_WITH_PRIOR = ("reml", "design_effect")  # estimators that shrink to it
+# (key, value, what only counts where the key has that value)
+_ONLY_WITH: tuple[tuple[str, str | bool, tuple[str, ...]], ...] = (
+    ("estimator", "sandwich", ("sandwich_centre",)),
+    ("update", "fixed", ("fixed_gain",)),
+    ("update", "gate", ("gate",)),
+    ("initial", "credibility", ("prior_events",)),
+    ("process_noise", True, ("q_max",)),
+    (
+        "propagation",
+        "jacobian",
+        ("jacobian", "jacobian_in_evaluation", "jacobian_rank", "jacobian_detach", "process_noise", "q_max"),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreConfig:
+    """Observe, update and predict: what is estimated and how.
+
+    Args:
+        estimator: observation precision from the attention weights and residuals.
+        prior_dof: nu, the observations the estimator's prior is worth.
+        prior_variance: s0, the variance it expects; None means 1 / head width.
+        sandwich_centre: m of the sandwich estimator; ``innovation`` is the paper's.
+        kriging: whether attention weighs a key by its mean precision, or each coordinate of it by its own.
+        update: the gain, from precision or one of those it is compared with.
+        fixed_gain: the gain of update ``fixed``.
+        gate: whether update ``gate`` learns a gain per head or per coordinate.
+        initial: precision of an item before the first layer.
+        prior_events: n0 of initial ``credibility``: how many events its count prior is worth.
+        initial_gain: K0, the gain an item of full count starts with, and every gain of update ``gate``.
+        prior_scale: ``per_layer`` rescales each layer's incoming precision so that its gain starts at about K0.
+        lam_max: the largest precision before and after a layer.
+        propagation: how precision leaves a layer; ``discount`` and ``decay`` learn one factor per layer instead.
+        jacobian: the feed-forward slope in training.
+        jacobian_in_evaluation: the same in evaluation; ``running_mean`` costs nothing per token.
+        jacobian_rank: rank of ``low_rank``.
+        jacobian_detach: treat the slope as a constant for gradients.
+        process_noise: learn the variance each layer adds.
+        q_max: scale of the process noise.
+    """
+
+    estimator: Estimator = "reml"
+    prior_dof: float = 1.0
+    prior_variance: float | None = None
+    sandwich_centre: Literal["root", "innovation"] = "root"
+    kriging: Literal["scalar", "per_dimension"] = "scalar"
+    update: Literal["kalman", "residual", "gate", "fixed"] = "kalman"
+    fixed_gain: float = 0.9
+    gate: Literal["elementwise", "headwise"] = "elementwise"
+    initial: Literal["hybrid", "count", "table", "credibility", "uniform", "empirical_bayes"] = "count"
+    prior_events: float = 100.0
+    initial_gain: float = 0.9
+    prior_scale: Literal["off", "per_layer"] = "off"
+    lam_max: float = 100.0
+    propagation: Literal["jacobian", "discount", "decay"] = "jacobian"
+    jacobian: JacobianMode = "low_rank"
+    jacobian_in_evaluation: JacobianMode = "running_mean"
+    jacobian_rank: int = 16
+    jacobian_detach: bool = False
+    process_noise: bool = True
+    q_max: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key, value, dependent in _ONLY_WITH:
+            if getattr(self, key) != value:
+                refuse_idle(self, dependent, f"with {key} {getattr(self, key)!r}; leave it out or take {key} {value}")
+        if self.jacobian_in_evaluation != "low_rank" and self.jacobian not in ("low_rank", "running_mean"):
+            refuse_idle(self, ("jacobian_rank",), f"with jacobian {self.jacobian!r}; leave it out or take low_rank")
+        if self.jacobian in ("running_mean", "off"):
+            refuse_idle(self, ("jacobian_detach",), f"with jacobian {self.jacobian!r}, which passes no gradient")
+        if not self.starts_from_gain:
+            without = f"with initial {self.initial!r} and prior_scale 'off'"
+            if self.update != "gate":
+                refuse_idle(self, ("initial_gain",), without)
+            if self.estimator not in _WITH_PRIOR:
+                refuse_idle(self, _PRIOR, f"{without} and estimator {self.estimator!r}")
+        check_range("fixed_gain", self.fixed_gain, above=0, at_most=1)
+        check_range("prior_dof", self.prior_dof, above=0)
+        check_range("prior_variance", self.prior_variance, above=0)
+        check_range("prior_events", self.prior_events, above=0)
+        check_range("initial_gain", self.initial_gain, above=0, below=1)
+        check_range("lam_max", self.lam_max, at_least=1e-3)  # what precision is held above anywhere
+        check_range("jacobian_rank", self.jacobian_rank, at_least=1)
+        check_range("q_max", self.q_max, above=0)
+
+    @property
+    def estimation(self) -> Estimation:
+        """What mixers are told: the one way of ``lam_max`` and the estimator to a layer."""
+        return Estimation(
+            lam_max=self.lam_max,
+            estimator=self.estimator,
+            prior_dof=self.prior_dof,
+            prior_variance=self.prior_variance,
+            kriging=self.kriging,
+            centre=self.sandwich_centre,
+        )
+
+    @property
+    def starts_from_gain(self) -> bool:
+        """Whether lam0, which follows from K0 and the estimator's prior, is where some precision starts."""
+        return self.initial in ("hybrid", "count", "credibility") or self.prior_scale == "per_layer"
+
+
+def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
+    """Refuse what is not defined, has no effect or would not fit with a mixer's kind of weights.
+
+    Args:
+        weights: a key of ``core.ESTIMATORS``, or another word for a mixer whose precision no estimator makes.
+        max_length: the longest row of tokens.
+    """
+    if weights not in ESTIMATORS:
+        idle = ("estimator", "sandwich_centre", "kriging", *(() if core.starts_from_gain else _PRIOR))
+        refuse_idle(core, idle, "with a mixer that has no attention weights")
+        return
+    check_estimator(core.estimator, weights)
+    if weights == "softmax" and core.sandwich_centre != "root":
+        raise UserError("core.sandwich_centre has no effect with softmax weights, which sum to one; leave it out")
+    if core.kriging == "per_dimension" and weights != "softmax":
+        raise UserError(f"core.kriging per_dimension is not defined for {weights} weights; take scalar")
+    if core.kriging == "per_dimension" and max_length > MAX_TOKENS:
+        raise UserError(
+            f"core.kriging per_dimension keeps a weight per pair of tokens and coordinate, so max_length is at most "
+            f"{MAX_TOKENS}, got {max_length}; lower it or take kriging scalar"
+        )
+
 
 class ItemPrecision(nn.Module):
-    """Precision of an item before the first layer, (1) and its alternatives.
+    """Precision of an item before the first layer, (5.1) or (5.4) to (5.8).
 
     Args:
         core: which of ``hybrid | count | table | credibility | uniform | empirical_bayes``.
@@ -100,7 +243,7 @@ class ItemPrecision(nn.Module):
 
 
 class LayerPrecision(nn.Module):
-    """What one layer learns and remembers about precision: (2) before the update, (3) or (4) after it."""
+    """What one layer learns and remembers about precision: (3.6) before the update, (4.3), (4.6) or (4.7) after it."""
 
     mean_precision: Tensor
     mean_jacobian: Tensor
@@ -108,7 +251,7 @@ class LayerPrecision(nn.Module):
 
     def __init__(self, core: CoreConfig, *, hidden_size: int, head_width: int, is_last: bool = False) -> None:
         super().__init__()
-        self.core, self.is_last = core, is_last
+        self.core, self.lam_max, self.is_last = core, core.lam_max, is_last
         self.first_precision = _first_precision(core, head_width)
         with_noise = core.process_noise and core.propagation == "jacobian"
         self.noise_logits = nn.Parameter(torch.full((hidden_size,), Q_LOGIT_START)) if with_noise else None
@@ -172,14 +315,14 @@ class LayerPrecision(nn.Module):
                 kept.copy_(new)
 
     def prior(self, precision: Tensor, context: SequenceContext) -> Tensor:
-        """Equation (2): the incoming precision a layer works with, (B, T, D)."""
+        """Equation (3.6): the incoming precision a layer works with, (B, T, D)."""
         if self.log_kappa is None:
             return precision
         # The mean as it stood before this batch: what a token gets must not depend on its batch mates.
         scale = self.log_kappa.exp() * self.first_precision / self.mean_precision.clone()
         if self.training and not transformed():
             remember(self.mean_precision, mean_over_tokens(precision.detach(), context.valid).mean(), self.updates)
-        return (scale * precision).clamp(LAM_MIN, self.core.lam_max)
+        return (scale * precision).clamp(LAM_MIN, self.lam_max)
 
     def activate(self, a: Tensor, w1: Tensor, w2: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """GELU of the pre-activation, (B, T, F), and the network's Jacobian: (B, T, D), or (D,) or scalar for all."""
@@ -206,15 +349,15 @@ class LayerPrecision(nn.Module):
         return jacobian.detach() if self.core.jacobian_detach else jacobian
 
     def predict(self, precision: Tensor, jacobian: Tensor) -> Tensor:
-        """Equation (3) or (4): precision after the feed-forward network; the Jacobian as ``activate`` gave it."""
+        """Precision after the feed-forward network, (4.3), (4.6) or (4.7); the Jacobian as ``activate`` gave it."""
         if self.training and not transformed():
             self.updates += 1
         if self.core.propagation == "discount":
             discount = torch.sigmoid(self.discount_logit)
-            return discount_precision(precision, discount, cap=self.core.lam_max).clamp(min=LAM_MIN)
+            return discount_precision(precision, discount, cap=self.lam_max).clamp(min=LAM_MIN)
         if self.core.propagation == "decay":
-            return decay_precision(precision, self.decay_rate, cap=self.core.lam_max).clamp(min=LAM_MIN)
-        bounds = {"low": LAM_MIN, "cap": self.core.lam_max}
+            return decay_precision(precision, self.decay_rate, cap=self.lam_max).clamp(min=LAM_MIN)
+        bounds = {"low": LAM_MIN, "cap": self.lam_max}
         if self.noise_logits is None:
             return predict_precision(precision, jacobian, precision.new_zeros(()), **bounds)
         return predict_by_logits(precision, jacobian, self.noise_logits, q_max=self.core.q_max, **bounds)

@@ -1,7 +1,7 @@
 """SASRec: a causal Transformer over a user's items, scored against the item embeddings.
 
-    h_0 = s emb(item) + pos(position)       s = sqrt(D) unless asked otherwise                   (1)
-    h_L by L blocks;   state = Norm(h_L);   score(i) = state . emb_i                             (2)
+    h_0 = s emb(item) + pos(position)       s = sqrt(D) unless asked otherwise  (6.1)
+    h_L by L blocks;   state = Norm(h_L);   score(i) = state . emb_i            (6.2)
 
 Three arms of the same code: ``published`` (the authors' layer: normalised queries over raw keys and values, residual
 from the normalised stream, no output projection, ReLU feed-forward of width D), ``matched`` (the pre-norm layer with
@@ -22,9 +22,9 @@ from torch import Tensor
 from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
-from recbft.models.fuzzy_moe import FuzzyMoEConfig
+from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.layers import ATTENTION, Mixing, make_blocks, mixer_maker
-from recbft.models.precision_config import CoreConfig
+from recbft.models.precision_channel import CoreConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,7 @@ def sasrec(
     mixing: Mixing = ATTENTION,
     moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
-    """The model; ``core`` None leaves the precision channel out (arms ``published`` and ``matched``).
-
-    Args:
-        config: shape of the backbone.
-        core: the precision channel, or None.
-        training_counts: (V + 1,) counts of each item in training, index 0 padding.
-        seed: equal seeds give equal weights to the parameters that two arms share.
-        mixing: what moves information along the history, softmax attention unless given.
-        moe: experts in the place of the feed-forward network, or None.
-    """
+    """The model; arguments as ``ModelSpec`` says."""
     for key, needed in (("layer", "pre_norm"), ("activation", "gelu")):
         if core is not None and getattr(config, key) != needed:
             raise UserError(

@@ -26,6 +26,7 @@ from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropies
 from recbft.kernels.dropout import Dropout
 from recbft.mixers import SoftmaxAttention
+from recbft.mixers.interface import Group
 from recbft.models.backbone import Backbone
 from recbft.models.block import Block
 from recbft.models.losses import with_bias
@@ -64,13 +65,9 @@ class Stacked:
         """The stacked parameters by the names they have in each model."""
         yield from self.parameters.items()
 
-    def is_precision_parameter(self, name: str) -> bool:
+    def optimiser_groups(self) -> dict[str, Group]:
         """As ``Backbone``."""
-        return self.models[0].is_precision_parameter(name)
-
-    def is_dynamics_parameter(self, name: str) -> bool:
-        """As ``Backbone``."""
-        return self.models[0].is_dynamics_parameter(name)
+        return self.models[0].optimiser_groups()
 
     def set_ramp(self, ramp: float) -> None:
         """As ``Backbone``, for all seeds."""

@@ -1,11 +1,11 @@
 """Update rules: what share of the innovation a position takes up, and what its precision becomes.
 
-    kalman     gain = r / (lam + r)             needs the mixer's observation precision r            (1)
-    residual   gain = 1                         the plain residual connection                        (2)
-    gate       gain = sigmoid(W x + b)          learned per head or per coordinate: gated attention  (3)
-    fixed      gain = constant                                                                       (4)
+    kalman     gain = r / (lam + r)             needs the mixer's observation precision r            (3.1)
+    residual   gain = 1                         the plain residual connection                        (3.3)
+    gate       gain = sigmoid(W x + b)          learned per head or per coordinate: gated attention  (3.4)
+    fixed      gain = constant                                                                       (3.5)
 
-All start from the plain residual connection at ramp 0 and add r to the precision where the mixer gives one. In (3) W
+All start from the plain residual connection at ramp 0 and add r to the precision where the mixer gives one. In (3.4) W
 starts at 0 and b where the gain is K0, so that the rules can be compared from one starting point.
 
 Source: Precision Tracked Transformer (arXiv 2605.18832), equation 3 and section 4.2; Qiu et al. (arXiv 2505.06708).
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from recbft.core import ESTIMATORS, Belief, gain_update, gate
 from recbft.errors import UserError
 from recbft.kernels.filter_step import kalman_update
-from recbft.mixers import MIXERS, Observation
-from recbft.models.precision_config import CoreConfig
+from recbft.mixers import MIXERS, Mixer, Observation
+from recbft.models.precision_channel import CoreConfig
 
 
 class KalmanUpdate(nn.Module):
-    """Equation (1)."""
+    """Equation (3.1)."""
 
     def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Belief:
         """Belief before, what the mixer saw (innovation after dropout), the normalised belief it read, the warm-up."""
@@ -37,7 +37,7 @@ class KalmanUpdate(nn.Module):
 
 
 class FixedUpdate(nn.Module):
-    """Equations (4) and, with gain 1, (2)."""
+    """Equations (3.5) and, with gain 1, (3.3)."""
 
     def __init__(self, gain: float = 1.0) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class FixedUpdate(nn.Module):
 
 
 class GateUpdate(nn.Module):
-    """Equation (3).
+    """Equation (3.4).
 
     Args:
         hidden_size: D.
@@ -78,10 +78,9 @@ def make_update(core: CoreConfig, *, hidden_size: int, n_heads: int) -> nn.Modul
     return FixedUpdate(core.fixed_gain if core.update == "fixed" else 1.0)
 
 
-def check_update(update: nn.Module, mixer: nn.Module) -> None:
+def check_update(update: nn.Module, mixer: Mixer) -> None:
     """Refuse the Kalman update over a mixer that does not say how precise its innovation is."""
-    gives = getattr(mixer, "estimator", None) is not None or getattr(mixer, "gives_precision", False)
-    if isinstance(update, KalmanUpdate) and not gives:
+    if isinstance(update, KalmanUpdate) and not mixer.gives_precision:
         raise without_precision(type(mixer).__name__)
 
 

@@ -99,7 +99,7 @@ def check_asked(model: SequenceModel, k: Any) -> None:
     """UserError for a k that is no positive whole number, and for a model that cannot recommend."""
     if not (is_whole(k) and k >= 1):
         raise UserError(f"k is {k!r}; give a whole number of at least 1, the length of the lists")
-    if getattr(model, "shows_target_time", False):
+    if model.shows_target_time:
         raise UserError(
             "this model was trained with show_target_time: true, but the time of the next event is not known when "
             "recommending; train with show_target_time: false"
@@ -115,7 +115,7 @@ def check_filter_seen(filter_seen: Any) -> None:
 
 def reads_times(model: SequenceModel) -> bool:
     """Whether the model needs the time of every event."""
-    return bool(getattr(model, "reads_times", False))
+    return model.reads_times
 
 
 def blocks_of_lists(

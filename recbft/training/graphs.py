@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from recbft.datasets.batches import Batch
 from recbft.errors import RunError, UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
-from recbft.mixers.penalty import take_penalties
+from recbft.mixers.interface import take_penalties
 from recbft.models.backbone import Backbone
 from recbft.models.losses import with_bias
 from recbft.system.memory import is_shortage

@@ -10,30 +10,30 @@ appendix E.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from recbft.mixers.interface import Group
+from recbft.models.contract import TrainableModel
 from recbft.training.config import TrainingConfig
 
 
 class Parametrised(Protocol):
-    """What has named parameters and tells which of them belong to the precision group: a ``TrainableModel``."""
+    """What has named parameters and tells the group of each: a ``TrainableModel``, or several at once."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
-    def is_precision_parameter(self, name: str) -> bool: ...
-
-    def is_dynamics_parameter(self, name: str) -> bool: ...
+    def optimiser_groups(self) -> Mapping[str, Group]: ...
 
 
 DYNAMICS: dict[str, Any] = {"betas": (0.0, 0.999), "eps": 1e-7, "weight_decay": 0.0, "clip_norm": 1e-4}
 
 
 def make_optimizer(model: Parametrised, config: TrainingConfig) -> torch.optim.Adam:
-    """The optimiser of a model that tells its precision parameters by ``is_precision_parameter(name)``."""
+    """The optimiser of a model that tells the group of each of its parameters."""
     groups = parameter_groups(model, config)
     return torch.optim.Adam(groups, lr=config.learning_rate, fused=True, capturable=bool(config.cuda_graphs))
 
@@ -43,11 +43,9 @@ def parameter_groups(model: Parametrised, config: TrainingConfig) -> list[dict[s
     backbone: list[Tensor] = []
     precision: list[Tensor] = []
     dynamics: list[Tensor] = []
+    group_of, lists = model.optimiser_groups(), {"backbone": backbone, "precision": precision, "dynamics": dynamics}
     for name, parameter in model.named_parameters():
-        if model.is_dynamics_parameter(name):
-            dynamics.append(parameter)
-        else:
-            (precision if model.is_precision_parameter(name) else backbone).append(parameter)
+        lists[group_of[name]].append(parameter)
     groups: list[dict[str, Any]] = [{"params": backbone, "weight_decay": config.weight_decay}]
     if precision:
         rate = config.learning_rate * config.precision_lr_multiplier
@@ -57,14 +55,14 @@ def parameter_groups(model: Parametrised, config: TrainingConfig) -> list[dict[s
     return groups
 
 
-def idle_settings(model: Parametrised, config: TrainingConfig) -> dict[str, str]:
+def idle_settings(model: TrainableModel, config: TrainingConfig) -> dict[str, str]:
     """The settings of precision and recency that were changed and have no effect, with the reason."""
     usual = TrainingConfig()
     idle = {}
-    learned = any(model.is_precision_parameter(name) for name, _ in model.named_parameters())
+    learned = "precision" in model.optimiser_groups().values()
     if not learned:
         idle["precision_lr_multiplier"] = "this model has neither precision nor recency to learn"
-    if not learned and getattr(model, "core", None) is None:  # precision of which nothing is learned is ramped in too
+    if not learned and model.core is None:  # precision of which nothing is learned is ramped in too
         idle["warmup_steps"] = idle["precision_lr_multiplier"]
     elif config.warm_start is not None:
         idle["warmup_steps"] = "precision and recency begin from what warm_start has learned"

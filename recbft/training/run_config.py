@@ -24,10 +24,10 @@ from recbft.config.yaml_text import parse_setting, place, read_yaml, to_yaml
 from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
 from recbft.evaluation.metrics import EvaluationConfig, cutoff
-from recbft.mixers import MIXERS, NoOptions
+from recbft.mixers import MIXERS, MixerOptions
 from recbft.models import MODELS
-from recbft.models.fuzzy_moe import FuzzyMoEConfig
-from recbft.models.precision_config import CoreConfig
+from recbft.models.feed_forward import FuzzyMoEConfig
+from recbft.models.precision_channel import CoreConfig
 from recbft.training.config import TrainingConfig
 from recbft.training.controllers import ControllersConfig
 
@@ -265,7 +265,7 @@ def sections_of(model: str, mixer: str | None = None) -> dict[str, type]:
 
 
 def _options_of(mixer: str | None) -> type:
-    return NoOptions if mixer is None else MIXERS[mixer].options
+    return MixerOptions if mixer is None else MIXERS[mixer].options
 
 
 def _translated(

@@ -12,7 +12,7 @@ from recbft.evaluation import evaluate as evaluating
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.views import evaluation_mode, histories_at_once, view_of
-from recbft.models.contract import ItemTable, UserStates
+from recbft.models.contract import ItemTable, SequenceModel, UserStates
 from recbft.models.popularity import Popularity
 from recbft.training.run_config import load_run_config
 
@@ -29,7 +29,7 @@ def draw_dataset(seed, num_users=40, num_items=30):
     )
 
 
-class SumModel(nn.Module):
+class SumModel(nn.Module, SequenceModel):
     """State: the sum of the embeddings read, so that what was read shows in the scores; whole numbers, so exactly."""
 
     def __init__(self, num_items, *, max_length=50, seed=0):

@@ -19,6 +19,7 @@ from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.strata import item_frequency
 from recbft.evaluation.trace import trace
 from recbft.evaluation.views import batches_of_view
+from recbft.mixers import Mixer
 from recbft.models import MODELS
 from recbft.models.contract import read_histories
 from recbft.models.popularity import Popularity
@@ -365,5 +366,5 @@ def test_every_mixer_of_every_model_can_be_looked_into(lab, number, model, mixer
     made.refresh()
     found = mechanism(made, lab.dataset, quantiles=BINS)
     assert len(found["layers"]) == 2 and json_text(found)
-    attends = hasattr(made.blocks[0].mixer, "attention")
+    attends = type(made.blocks[0].mixer).attention is not Mixer.attention
     assert all((layer["first_position"] is not None) == attends for layer in found["layers"])

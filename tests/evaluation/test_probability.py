@@ -11,7 +11,7 @@ from scipy import optimize, special, stats
 from recbft.datasets import Dataset
 from recbft.evaluation import probability
 from recbft.evaluation.probability import best_lapse, calibrations, fit
-from recbft.models.contract import ItemTable, UserStates
+from recbft.models.contract import ItemTable, SequenceModel, UserStates
 
 
 def drawn(seed, N=400, V=30, *, bias=False):
@@ -170,7 +170,7 @@ def test_one_item_or_equal_scores_need_no_care():
     assert all(np.isfinite(found).all() and 0 <= found.lapse <= 1 for found in (one, equal))
 
 
-class Known(torch.nn.Module):
+class Known(torch.nn.Module, SequenceModel):
     """The state of a user is that of the last item of the history."""
 
     def __init__(self, states, table):

@@ -46,8 +46,7 @@ def dense(mixer, x, precision, ramp):
     return weights, v
 
 
-@pytest.mark.parametrize("ramp", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "ramp"), [(0, 0.0), (1, 0.3), (2, 1.0)])
 def test_the_observation_is_the_dense_weighted_statistic(seed, ramp):
     mixer = make(seed, estimator="reml", recency_decay=0.8)
     x, precision = drawn(seed)
@@ -77,8 +76,8 @@ def precision_by_hand(estimator, a, v, trust):
 
 @pytest.mark.parametrize("kriging", ["scalar", "per_dimension"])
 @pytest.mark.parametrize("estimator", ["reml", "reml_naive", "sandwich", "delta", "design_effect"])
-@pytest.mark.parametrize("ramp", [0.4, 1.0])
-def test_every_estimator_reads_the_weights_it_is_meant_to(estimator, kriging, ramp):
+def test_every_estimator_reads_the_weights_it_is_meant_to(estimator, kriging):
+    ramp = 0.4
     mixer = make(3, estimator=estimator, kriging=kriging, recency_decay=0.8)
     x, precision = drawn(3)
     innovation, found = mixer(x, precision, context(), ramp=ramp)
@@ -123,6 +122,8 @@ def test_dropping_weights_changes_the_innovation_and_not_its_precision(estimator
     mixer = make(estimator=estimator, dropout=0.5)
     x, precision = drawn()
     still, certain = mixer(x, precision, context())
+    undropped = make(estimator=estimator)(x, precision, context())
+    assert torch.equal(still, undropped.innovation), "evaluation drops nothing"
     mixer.train()
     torch.manual_seed(3)
     shaken, as_certain = mixer(x, precision, context())
@@ -135,7 +136,7 @@ def test_the_first_token_meets_the_largest_reml_precision():
     _, found = mixer(*drawn(), context())
     torch.testing.assert_close(found[0, 0], torch.full((D,), 2.0 * K, dtype=torch.float64), rtol=1e-6, atol=0)
     assert (found <= 2 * K + T / (1 / K)).all()
-    naive = make(estimator="reml_naive", cap=30.0)(*drawn(), context()).precision
+    naive = make(estimator="reml_naive", lam_max=30.0)(*drawn(), context()).precision
     assert (naive[0, 0] == 30).all() and (naive <= 30).all()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -46,11 +44,8 @@ def dense_round(attend, query, source, precision, ramp, context):
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-@pytest.mark.parametrize("ramp", [0.0, 0.7])
+@pytest.mark.parametrize(("rounds", "ramp"), [(2, 0.0), (3, 0.7)])
 def test_rounds_correct_what_the_ones_before_left(gate, rounds, ramp):
-    if rounds == 1 and gate != "mlp":
-        return
     mixer = boosted(rounds, rounds, gate, estimator="reml", recency_decay=0.8, output_projection=True)
     (x, precision), where = drawn(rounds), context((4, 3))
     total = torch.zeros_like(x)
@@ -76,10 +71,9 @@ def test_rounds_correct_what_the_ones_before_left(gate, rounds, ramp):
     "settings",
     [
         {},
-        {"estimator": "reml"},
         {"estimator": "sandwich", "recency_decay": 0.9},
         {"estimator": "reml", "kriging": "per_dimension"},
-        {"estimator": "reml", "output_projection": True, "recency_decay": 0.9, "prior_dof": 2.0, "cap": 5.0},
+        {"estimator": "reml", "output_projection": True, "recency_decay": 0.9, "prior_dof": 2.0, "lam_max": 5.0},
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -94,9 +88,10 @@ def test_one_round_is_softmax_attention_bit_for_bit(settings, dtype):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kriging", ["scalar", "per_dimension"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("estimator", [None, "reml", "sandwich"])
+@pytest.mark.parametrize(
+    ("estimator", "causal", "kriging"),
+    [(None, True, "scalar"), ("reml", False, "scalar"), ("sandwich", True, "per_dimension")],
+)
 def test_twicing_is_twice_the_smoother_less_its_square(estimator, causal, kriging):
     torch.manual_seed(1)
     settings = {"estimator": estimator, "recency_decay": 0.8, "kriging": kriging}
@@ -131,15 +126,6 @@ def test_twicing_a_projection_changes_nothing():
     torch.testing.assert_close(found, mixer.smoother.value(x[:, :1]).expand_as(x))
 
 
-def test_keys_and_values_of_every_round_can_be_read_from_elsewhere():
-    mixer = boosted(gate="none")
-    (x, _), (source, _) = drawn(0), drawn(1)
-    first, second = mixer.rounds
-    total = first(x, None, context(), source=source).innovation
-    expected = total + second(x - total, None, context(), source=source).innovation
-    torch.testing.assert_close(mixer(x, None, context(), source=source).innovation, expected)
-
-
 def test_the_gate_has_the_gradients_of_its_formula():
     torch.manual_seed(0)
     gate = MlpGate(3).double()
@@ -154,25 +140,10 @@ def test_the_gate_has_the_gradients_of_its_formula():
 
 
 @pytest.mark.parametrize("make", [boosted, lambda **s: TwicingAttention(D, H, **s).double()])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_gradients_are_those_of_the_function(make, seed):
-    torch.manual_seed(seed)
+def test_gradients_are_those_of_the_function(make):
     mixer = make(estimator="reml", recency_decay=0.8)
-    x, precision = (value[:, :4].requires_grad_() for value in drawn(seed))
+    x, precision = (value[:, :4].requires_grad_() for value in drawn())
     assert torch.autograd.gradcheck(lambda *a: tuple(mixer(*a, context((2, 2)), ramp=0.7)), (x, precision), atol=1e-6)
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("make", [lambda: boosted(rounds=3, estimator="reml"), lambda: TwicingAttention(D, H).double()])
-def test_a_position_knows_its_own_history_up_to_itself_alone(make, training):
-    mixer = make().train(training)
-    (x, precision), where = drawn(T=9), context((5, 4))
-    changed = x.clone()
-    changed[:, 3:5], changed[:, 5:] = 20.0, -3.0
-    one, two = (copy.deepcopy(mixer)(value, precision, where).innovation for value in (x, changed))
-    torch.testing.assert_close(one[:, :3], two[:, :3], rtol=1e-12, atol=1e-13)
-    alone = mixer(x[:, :5], precision[:, :5], context((5,))).innovation
-    torch.testing.assert_close(alone, one[:, :5], rtol=1e-12, atol=1e-13)
 
 
 def test_a_gate_without_a_second_round_and_rounds_below_one_are_refused():

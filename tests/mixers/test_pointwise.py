@@ -54,10 +54,10 @@ def weights_by_hand(mixer, x, precision, ramp):
 
 
 @pytest.mark.parametrize("centre", ["root", "innovation"])
-@pytest.mark.parametrize("ramp", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("ramp", [0.0, 0.4])
 @pytest.mark.parametrize("settings", [{}, {"time_bias": True, "recency_decay": 0.8, "output_projection": True}])
 def test_the_observation_is_the_gated_sum_and_its_sandwich_precision(settings, ramp, centre):
-    mixer = make(estimator="sandwich", cap=1e6, centre=centre, **settings)
+    mixer = make(estimator="sandwich", lam_max=1e6, centre=centre, **settings)
     x, precision = drawn()
     innovation, found = mixer(x, precision, CONTEXT, ramp=ramp)
     a = weights_by_hand(mixer, x, precision, ramp)

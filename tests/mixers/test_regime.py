@@ -14,7 +14,7 @@ from recbft.errors import UserError
 from recbft.kernels import compiled
 from recbft.kernels.compiled.heads import statistics_of
 from recbft.mixers import SoftmaxAttention
-from recbft.mixers.penalty import take_penalties
+from recbft.mixers.interface import take_penalties
 from recbft.mixers.regime import LIMIT, GaussianMemberships, RegimeAttention, RegimeConfig, _written_out
 
 D, H, T, R = 6, 2, 9, 3
@@ -105,10 +105,9 @@ def dense(mixer, x, precision, where, ramp):
     "options",
     [{}, {"distance_mix": 0.0}, {"type2": True}, {"residual_gate": False, "value_gate": False}, {"warm_in_steps": 0}],
 )
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_observation_is_the_formula_pair_by_pair(seed, options, causal):
-    mixer = regime(seed, estimator="reml", **options)
-    (x, precision), where = drawn(seed, B=2), context((5, 4), (9,), causal=causal)
+def test_the_observation_is_the_formula_pair_by_pair(options, causal):
+    mixer = regime(estimator="reml", **options)
+    (x, precision), where = drawn(B=2), context((5, 4), (9,), causal=causal)
     for found, expected in zip(
         mixer(x, precision, where, ramp=0.7), dense(mixer, x, precision, where, 0.7), strict=True
     ):
@@ -175,7 +174,7 @@ def test_sinkhorn_is_doubly_stochastic_and_never_overflows(scale):
     torch.testing.assert_close(P, torch.tensor([[r, 1.0], [1.0, r]]).double() / (1 + r))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0])
 def test_the_standardised_bias_has_the_gradients_of_its_formula(seed):
     generator = torch.Generator().manual_seed(seed)
     shares = torch.randn(3, 2, 4, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -191,17 +190,15 @@ def test_the_standardised_bias_has_the_gradients_of_its_formula(seed):
     assert torch.autograd.gradcheck(run, (shares, scale))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("type2", [False, True])
-def test_gradients_are_those_of_the_function(seed, type2):
-    mixer = regime(seed, estimator="reml", output_projection=True, type2=type2)
-    x, precision = (value[:, :4].requires_grad_() for value in drawn(seed))
+def test_gradients_are_those_of_the_function():
+    mixer = regime(estimator="reml", output_projection=True, type2=True)
+    x, precision = (value[:, :4].requires_grad_() for value in drawn())
     where = context((2, 2))
     assert torch.autograd.gradcheck(lambda *a: tuple(mixer(*a, where, ramp=0.7)), (x, precision), atol=1e-6)
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("options", [{}, {"type2": True}, {"distance_mix": 0.0}])
+@pytest.mark.parametrize("options", [{"type2": True}, {"distance_mix": 0.0}])
 def test_a_position_knows_its_own_history_up_to_itself_alone(options, training):
     mixer = regime(estimator="reml", **options).train(training)
     (x, precision), where = drawn(3, B=2), context((5, 4), (9,))
@@ -384,14 +381,7 @@ def test_the_prior_starts_where_it_is_asked_to():
     assert RegimeAttention(D, H, RegimeConfig(type2=True)).memberships.uncertainty is not None
 
 
-def test_a_state_dict_carries_all_that_is_remembered():
-    mixer, other = regime(0, type2=True), regime(5, type2=True, experienced=False)
-    other.load_state_dict(mixer.state_dict())
-    x, precision = drawn()
-    assert torch.equal(mixer(x, precision, context((9,))).innovation, other(x, precision, context((9,))).innovation)
-
-
-@pytest.mark.parametrize("estimator", ["reml_naive", "sandwich", "delta", "design_effect"])
+@pytest.mark.parametrize("estimator", ["reml_naive", "sandwich"])
 def test_every_estimator_sees_the_biased_weights(estimator):
     mixer = regime(estimator=estimator, residual_gate=False, value_gate=False)
     (x, precision), where = drawn(), context((5, 4))
@@ -433,11 +423,15 @@ def test_a_membership_of_zero_spoils_no_gradient(floor):
 
 
 @pytest.mark.skipif(compiled.missing() is not None, reason="no kernels in C")
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("estimator", [None, "reml", "reml_naive"])
-@pytest.mark.parametrize("options", [{}, {"distance_mix": 0.0}], ids=["distance", "no distance"])
 @pytest.mark.parametrize(
-    "rows, in_order", [([(5, 4), (9,), (2, 1)], True), ([(70, 61), (129,)], True), ([(70, 61), (129,)], False)]
+    ("rows", "in_order", "options", "estimator", "causal"),
+    [
+        ([(5, 4), (9,), (2, 1)], True, {}, "reml", True),
+        ([(70, 61), (129,)], True, {"distance_mix": 0.0}, None, True),
+        ([(70, 61), (129,)], False, {}, "reml_naive", True),
+        ([(70, 61), (129,)], True, {}, "reml", False),
+        ([(5, 4), (9,)], False, {"distance_mix": 0.0}, "reml_naive", False),
+    ],
 )
 def test_the_bias_that_is_never_written_out_is_the_one_that_is(rows, in_order, options, estimator, causal):
     where = context(*rows, causal=causal)

@@ -1,4 +1,4 @@
-"""SASRec models and histories to try them on, as the fixtures ``lab`` and ``variant``."""
+"""Models and histories to try them on, as the fixture ``lab``."""
 
 from __future__ import annotations
 
@@ -10,43 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from recbft.config.fields import field_types
 from recbft.datasets.batches import pack_histories
 from recbft.models import MODELS, CoreConfig
+from recbft.models.feed_forward import FuzzyMoEConfig
 
 V, D, T = 12, 8, 10
 
-# name: arm, backbone settings, core settings
-VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "published": ("published", {}, {}),
-    "matched": ("matched", {}, {}),
-    "matched with recency": ("matched", {"recency_decay": True}, {}),
-    "matched with output": ("matched", {"output_projection": True}, {}),
-    "bft": ("bft", {}, {}),
-    "bft exact": ("bft", {}, {"jacobian": "exact", "jacobian_in_evaluation": "exact"}),
-    "bft low rank in evaluation": ("bft", {}, {"jacobian_in_evaluation": "low_rank", "jacobian_rank": 3}),
-    "bft running mean": ("bft", {}, {"jacobian": "running_mean"}),
-    "bft detached": ("bft", {}, {"jacobian": "exact", "jacobian_detach": True}),
-    "bft without jacobian": ("bft", {}, {"jacobian": "off", "jacobian_in_evaluation": "off"}),
-    "bft naive": ("bft", {}, {"estimator": "reml_naive"}),
-    "bft hybrid": ("bft", {}, {"initial": "hybrid"}),
-    "bft table": ("bft", {}, {"initial": "table"}),
-    "bft credibility": ("bft", {}, {"initial": "credibility"}),
-    "bft uniform": ("bft", {}, {"initial": "uniform"}),
-    "bft per layer": ("bft", {}, {"prior_scale": "per_layer"}),
-    "bft without recency": ("bft", {"recency_decay": False}, {}),
-    "bft with output": ("bft", {"output_projection": True}, {}),
-    "bft without noise": ("bft", {}, {"process_noise": False}),
-    "bft sandwich": ("bft", {}, {"estimator": "sandwich"}),
-    "bft delta": ("bft", {}, {"estimator": "delta"}),
-    "bft design effect": ("bft", {}, {"estimator": "design_effect"}),
-    "bft per dimension": ("bft", {}, {"kriging": "per_dimension"}),
-    "bft discount": ("bft", {}, {"propagation": "discount"}),
-    "bft decay": ("bft", {}, {"propagation": "decay"}),
-    "bft residual": ("bft", {}, {"update": "residual"}),
-    "bft fixed": ("bft", {}, {"update": "fixed", "fixed_gain": 0.6}),
-    "bft gate": ("bft", {}, {"update": "gate"}),
-    "bft empirical bayes": ("bft", {}, {"initial": "empirical_bayes"}),
-    "bft three layers": ("bft", {"n_layers": 3, "n_heads": 1}, {"lam_max": 10.0}),
+# SASRec under other names, with the settings of its precision channel.
+NAMED: dict[str, dict[str, Any]] = {
+    "bft exact": {"jacobian": "exact", "jacobian_in_evaluation": "exact"},
+    "bft low rank in evaluation": {"jacobian_in_evaluation": "low_rank", "jacobian_rank": 3},
+    "bft per layer": {"prior_scale": "per_layer"},
 }
 
 
@@ -54,13 +29,15 @@ def counts_of(num_items=V):
     return torch.tensor([0, *range(num_items)])  # the first item is never seen in training
 
 
-def build(variant="bft", *, seed=0, counts=None, core=None, **backbone):
-    """A model with dropout 0 unless asked for."""
-    arm, settings, core_settings = VARIANTS[variant]
-    spec = MODELS["sasrec"]
-    settings = {"hidden_size": D, "max_length": T, "dropout": 0.0, **spec.arms[arm], **settings, **backbone}
-    chosen = CoreConfig(**{**core_settings, **(core or {})}) if arm in spec.precision_arms else None
-    return spec.build(spec.config(**settings), chosen, counts_of() if counts is None else counts, seed=seed)
+def build(arm="bft", model="sasrec", *, seed=0, counts=None, core=None, mixer=None, mixing=None, **backbone):
+    """A model with dropout 0 unless asked for; settings of experts are known by their names."""
+    core = {**NAMED.get(arm, {}), **(core or {})}
+    arm, spec = arm.partition(" ")[0], MODELS[model]
+    settings = {"hidden_size": D, "max_length": T, "dropout": 0.0, **spec.arms[arm], **backbone}
+    moe = FuzzyMoEConfig(**{key: settings.pop(key) for key in field_types(FuzzyMoEConfig) if key in settings})
+    chosen = CoreConfig(**{**spec.core, **core}) if arm in spec.precision_arms else None
+    counts = counts_of() if counts is None else counts
+    return spec.make(spec.config(**settings), chosen, counts, seed=seed, mixer=mixer, mixing=mixing, moe=moe)
 
 
 def shaken(model, seed=0):
@@ -75,26 +52,51 @@ def shaken(model, seed=0):
     model.set_ramp(1.0)
     model.refresh()
     with torch.no_grad():
-        model.train().encode(packed([[1, 2, 3], [4, 5]]))  # the running means have seen something
+        model.train().encode(packed([[1, 2, 3], [4, 5]], model))  # the running means have seen something
     return model
 
 
-def packed(histories, *, with_targets=False):
+def packed(histories, model=None, *, with_targets=False):
+    """A batch with the times of events, which follow from a history's own items, and what the model appends."""
     lengths = np.array([len(history) for history in histories])
+    items = np.array([item for history in histories for item in [*history, 1]], dtype=np.int64)
+    times = np.concatenate([np.cumsum([100 + 37 * item**2 for item in [*history, 1]]) for history in histories])
+    stop = np.cumsum(lengths + 1) - 1
+    shown = model is not None and model.shows_target_time
+    append = None if model is None or with_targets else model.append
+    return pack_histories(
+        items,
+        stop - lengths,
+        stop - with_targets,
+        times=times,
+        with_next_times=shown,
+        with_targets=with_targets,
+        append=append,
+    )
+
+
+def training_batch(model, histories):
+    """What the model is trained on, of these histories in one batch."""
+    (spec,) = (spec for spec in MODELS.values() if spec.config is type(model.config))
     items = np.array([item for history in histories for item in history], dtype=np.int64)
-    stop = np.cumsum(lengths)
-    return pack_histories(items, stop - lengths, stop - with_targets, with_targets=with_targets)
+    stop = np.cumsum([len(history) for history in histories])
+    start = stop - [len(history) for history in histories]
+    times = np.cumsum(1000 * items)
+    (batch,) = spec.batches(
+        model.config, items, start, stop, num_items=model.num_items, batch_size=99, seed=0, times=times
+    ).epoch(0)  # fmt: skip
+    return batch
 
 
-def beliefs(model, histories, *, training=False, remember=False):
-    """Scores (length, V) and precision (length, D) at every event of each history, from one packed batch.
+def beliefs(model, histories, *, training=False, remember=False, append=True):
+    """Scores (length, V) and precision (length, D) at every token of each history, from one packed batch.
 
     The model is copied, since a pass in training moves its running means, which the next pass may use; ``remember``
     keeps what the pass moves.
     """
     model = model if remember else copy.deepcopy(model)
     model.train(training)
-    batch = packed(histories)
+    batch = packed(histories, model if append else None)
     with torch.no_grad():
         belief = model.encode(batch)
         scores = belief.mean @ model.item_table().weight[1:].T
@@ -108,7 +110,7 @@ def beliefs(model, histories, *, training=False, remember=False):
 
 def draw_histories(seed, count=6, *, shortest=1):
     rng = np.random.default_rng(seed)
-    return [rng.integers(1, V + 1, rng.integers(shortest, T + 1)).tolist() for _ in range(count)]
+    return [rng.integers(1, V + 1, rng.integers(shortest, T)).tolist() for _ in range(count)]
 
 
 def assert_same(one, two):
@@ -133,12 +135,6 @@ def watched(model, batch, *, layer=0):
 def lab():
     """The functions above, for the tests of this folder."""
     return SimpleNamespace(
-        V=V, D=D, T=T, VARIANTS=VARIANTS, build=build, shaken=shaken, packed=packed, beliefs=beliefs, watched=watched,
-        draw_histories=draw_histories, counts_of=counts_of, assert_same=assert_same,
+        V=V, D=D, T=T, build=build, shaken=shaken, packed=packed, training_batch=training_batch,
+        beliefs=beliefs, watched=watched, draw_histories=draw_histories, counts_of=counts_of, assert_same=assert_same,
     )  # fmt: skip
-
-
-@pytest.fixture(params=list(VARIANTS))
-def variant(request):
-    """Every arm and every variant of the precision channel in turn."""
-    return request.param

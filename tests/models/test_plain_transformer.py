@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from recbft.mixers import Observation
+from recbft.mixers import Mixer, Observation
 
 
 def twins(lab, seed=0, core=None, **settings):
@@ -24,7 +23,7 @@ def twins(lab, seed=0, core=None, **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"output_projection": True}, {"recency_decay": False}, {"n_layers": 3}])
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_before_the_warm_up_a_precision_layer_is_the_plain_layer_bit_for_bit(lab, settings, training, seed):
     tracked, plain = twins(lab, seed, **settings)
     for model in (tracked, plain):
@@ -35,7 +34,7 @@ def test_before_the_warm_up_a_precision_layer_is_the_plain_layer_bit_for_bit(lab
         assert torch.equal(one[0], two[0])
 
 
-class Certain(nn.Module):
+class Certain(Mixer):
     """A mixer whose innovation is beyond doubt: against precision 1 its gain is 1."""
 
     def __init__(self, mixer):
@@ -47,7 +46,7 @@ class Certain(nn.Module):
         return Observation(innovation, torch.full_like(precision, 1e300))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_with_precision_one_gain_one_and_no_noise_a_layer_is_the_plain_layer_bit_for_bit(lab, seed):
     core = {
         "initial": "uniform",
@@ -118,13 +117,14 @@ def authors_sasrec(w, history):
     ("variant", "plain"),
     [
         ("matched", pre_norm_transformer),
-        ("matched with output", lambda w, history: pre_norm_transformer(w, history, output_projection=True)),
+        ("output", lambda w, history: pre_norm_transformer(w, history, output_projection=True)),
         ("published", authors_sasrec),
     ],
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_arm_without_precision_is_the_layer_as_its_paper_writes_it(lab, variant, plain, seed):
-    model = lab.shaken(lab.build(variant), seed)
+    settings = {"output_projection": True} if variant == "output" else {}
+    model = lab.shaken(lab.build("published" if variant == "published" else "matched", **settings), seed)
     weights = model.state_dict()
     histories = lab.draw_histories(seed)
     for history, (scores, _) in zip(histories, lab.beliefs(model, histories), strict=True):
@@ -140,12 +140,6 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_item_over_all_items(lab)
         losses += [-torch.log_softmax(row, -1)[target - 1] for row, target in zip(scores, history[1:], strict=True)]
     found = model.train().loss(lab.packed(histories, with_targets=True))
     torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("arm", ["published", "matched"])
-def test_the_published_feed_forward_width_is_that_of_the_model_and_four_times_it_elsewhere(lab, arm):
-    assert lab.build(arm).blocks[0].inner.out_features == (lab.D if arm == "published" else 4 * lab.D)
-    assert lab.build(arm, inner_size=5).blocks[0].inner.out_features == 5
 
 
 def test_the_embedding_scale_is_the_root_of_the_width_unless_asked_otherwise(lab):

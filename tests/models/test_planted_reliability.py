@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from scipy import stats
 
@@ -16,8 +15,7 @@ from recbft.training.run_config import load_run_config
 SETTINGS = ["hidden_size=32", "batch_size=32", "dropout=0.3", "epochs=12", "training.threads=1"]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_credibility_finds_which_items_are_noise(seed, tmp_path):
+def test_credibility_finds_which_items_are_noise(tmp_path):
     planted = generate(
         SyntheticConfig(
             num_users=800,
@@ -26,12 +24,12 @@ def test_credibility_finds_which_items_are_noise(seed, tmp_path):
             item_shares=(0.5, 0.5),
             user_reliabilities=(1.0,),
             user_shares=(1.0,),
-            seed=seed,
+            seed=0,
         )
     )
     dataset = Dataset.from_frame(planted.events, name="planted", time="timestamp")
     config = load_run_config(
-        None, [*SETTINGS, "core.initial=credibility", "core.prior_events=30"], model="sasrec", arm="bft", seed=seed
+        None, [*SETTINGS, "core.initial=credibility", "core.prior_events=30"], model="sasrec", arm="bft", seed=0
     )
     *_, model = load_trained(train(config, tmp_path / "run", dataset=dataset).path)
     items = torch.arange(1, dataset.num_items + 1)

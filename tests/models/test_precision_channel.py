@@ -23,25 +23,6 @@ from recbft.models.precision_channel import LayerPrecision
 # Starting values -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, 5])
-def test_equal_seeds_give_the_weights_that_arms_share_equal_values(lab, seed):
-    torch.manual_seed(99)  # the global state must not matter
-    matched = lab.build("matched", seed=seed).state_dict()
-    for variant in ("bft", "bft table", "bft credibility", "bft per layer", "bft uniform", "bft gate", "bft discount"):
-        torch.manual_seed(seed)
-        tracked = lab.build(variant, seed=seed).state_dict()
-        assert set(matched) <= set(tracked)
-        for name, value in matched.items():
-            assert torch.equal(tracked[name], value), f"{variant}: {name}"
-    other = lab.build("matched", seed=seed + 1).state_dict()
-    assert not torch.equal(other["item_embedding.weight"], matched["item_embedding.weight"])
-
-
-def test_equal_seeds_give_equal_models_altogether(lab):
-    one, two = (lab.build("bft", seed=3).state_dict() for _ in range(2))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 @pytest.mark.parametrize("gain", [0.5, 0.8, 0.9])
 @pytest.mark.parametrize("initial", ["hybrid", "count"])
 def test_an_item_of_full_count_starts_with_about_the_asked_gain(lab, gain, initial):
@@ -120,14 +101,27 @@ def test_what_is_learned_of_an_item_counts_by_how_often_it_was_seen(lab):
 # The precision channel --------------------------------------------------------------------------------
 
 
+CORES = [
+    {},
+    {"initial": "hybrid", "propagation": "discount"},
+    {"initial": "table", "jacobian": "exact", "jacobian_in_evaluation": "exact"},
+    {"initial": "credibility", "prior_scale": "per_layer"},
+    {"initial": "uniform", "propagation": "decay"},
+    {"estimator": "delta", "jacobian": "off", "jacobian_in_evaluation": "off", "lam_max": 10.0},
+]
+over_cores = pytest.mark.parametrize("core", CORES, ids=str)
+
+
+@over_cores
 @pytest.mark.parametrize("training", [False, True])
-def test_precision_stays_within_its_bounds_whatever_is_learned(lab, variant, training):
+def test_precision_stays_within_its_bounds_whatever_is_learned(lab, core, training):
     found = []
     for seed, size in ((0, 1.0), (1, 30.0)):
-        model = lab.shaken(lab.build(variant), seed)
+        model = lab.shaken(lab.build(core=core), seed)
+        groups = model.optimiser_groups()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if model.is_precision_parameter(name):
+                if groups[name] == "precision":
                     parameter.mul_(size)
         found.clear()
         for block in model.blocks:
@@ -135,23 +129,22 @@ def test_precision_stays_within_its_bounds_whatever_is_learned(lab, variant, tra
         for _, precision in lab.beliefs(model, lab.draw_histories(seed), training=training):
             assert torch.isfinite(precision).all()
         for precision in found:
-            assert precision.min() >= 1e-3 and precision.max() <= (model.core.lam_max if model.core else 1)
+            assert precision.min() >= 1e-3 and precision.max() <= model.core.lam_max
 
 
-def test_running_means_are_updated_in_training_and_in_training_alone(lab, variant):
-    model = lab.shaken(lab.build(variant))
+@over_cores
+def test_running_means_are_updated_in_training_and_in_training_alone(lab, core):
+    model = lab.shaken(lab.build(core=core))
     histories = lab.draw_histories(0)
     before = {name: value.clone() for name, value in model.named_buffers()}
     lab.beliefs(model, histories, training=False, remember=True)  # of this model, not of a copy
     assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
     lab.beliefs(model, histories, training=True, remember=True)
     changed = {name.split(".")[-1] for name, value in model.named_buffers() if not torch.equal(before[name], value)}
-    expected = set()
-    if model.core is not None:
-        expected = {"updates"}
-        with_jacobian = model.core.propagation == "jacobian" and model.core.jacobian != "off"
-        expected |= {"mean_jacobian"} if with_jacobian else set()
-        expected |= {"mean_precision"} if model.core.prior_scale == "per_layer" else set()
+    expected = {"updates"}
+    with_jacobian = model.core.propagation == "jacobian" and model.core.jacobian != "off"
+    expected |= {"mean_jacobian"} if with_jacobian else set()
+    expected |= {"mean_precision"} if model.core.prior_scale == "per_layer" else set()
     assert changed == expected
 
 

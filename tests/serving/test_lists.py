@@ -18,14 +18,14 @@ from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import ColdStartError, UserError
 from recbft.evaluation.probability import Calibration
-from recbft.models.contract import ItemTable, UserStates
+from recbft.models.contract import ItemTable, SequenceModel, UserStates
 from recbft.serving.lists import joined, recommend_in_blocks, summed
 
 LETTERS = Vocabulary(np.array(list("abcdef"), dtype=object))
 NUMBERS = Vocabulary(np.array([10, 20, 30, 40, 50, 60]))
 
 
-class Echo(nn.Module):
+class Echo(nn.Module, SequenceModel):
     """Scores item i by i, and 100 more if it is the last one read; as precise as the number of events read."""
 
     def __init__(self, *, max_length=50, precise=True):

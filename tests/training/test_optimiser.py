@@ -70,11 +70,8 @@ class Dynamic(torch.nn.Module):
         super().__init__()
         self.weight, self.precision, self.decay = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
 
-    def is_precision_parameter(self, name):
-        return name in ("precision", "decay")
-
-    def is_dynamics_parameter(self, name):
-        return name == "decay"
+    def optimiser_groups(self):
+        return {"weight": "backbone", "precision": "precision", "decay": "dynamics"}
 
 
 def test_stochastic_dynamics_take_half_the_rate_no_momentum_and_no_weight_decay():
@@ -129,7 +126,7 @@ def test_weight_decay_pulls_at_the_backbone_and_not_at_precision():
     optimizer.step()
     for name, parameter in model.named_parameters():
         moved = not torch.equal(parameter, before[name])
-        assert moved == (not model.is_precision_parameter(name) and bool(before[name].any())), name
+        assert moved == (model.optimiser_groups()[name] != "precision" and bool(before[name].any())), name
 
 
 def test_the_warm_up_is_linear_from_nothing_to_all():

@@ -132,7 +132,7 @@ def test_experts_take_the_place_of_the_feed_forward_network():
     config = load_run_config(arm="matched", experts=3, hidden_size=8, max_length=4)
     assert (config.moe.experts, config.moe.experts_per_token) == (3, 2)
     blocks = config.build(torch.arange(5)).blocks
-    assert all(block.moe is not None and not hasattr(block, "inner") for block in blocks)
+    assert all(block.moe is not None and block.inner is None for block in blocks)
     plain = load_run_config(arm="matched", hidden_size=8, max_length=4).build(torch.arange(5))
     assert all(block.moe is None for block in plain.blocks)
 

@@ -1,24 +1,25 @@
-"""A mixture of feed-forward networks whose gates are read from fuzzy memberships: the predict step of a regime model.
+"""What predicts the next belief of a layer: one feed-forward network, or experts with gates from fuzzy memberships.
 
-    p      = softmax((G mu_t + gumbel) / 0.5)              over E experts; no noise in evaluation             (1)
-    g      = p on the top k experts, divided by its sum there, 0 elsewhere                                    (2)
-    y_t    = sum_e g_te (W2_e phi(W1_e x_t + b1_e) + b2_e)           phi = GELU                               (3)
-    penalty on the training loss   balance * mean_e (mean_t g_te - 1/E)^2                                     (4)
-    J_t    = sum_e g_te (W2_e * W1_e') phi'(a_te)          diagonal of the Jacobian, gates held fixed         (5)
+    y      = W2 phi(W1 x + b1) + b2                                  one network                        (4.1)
+    p      = softmax((G mu_t + gumbel) / 0.5)              over E experts; no noise in evaluation      (9.37)
+    g      = p on the top k experts, divided by its sum there, 0 elsewhere                             (9.38)
+    y_t    = sum_e g_te (W2_e phi(W1_e x_t + b1_e) + b2_e)           phi = GELU                        (9.39)
+    penalty on the training loss   balance * mean_e (mean_t g_te - 1/E)^2                              (9.40)
+    J_t    = sum_e g_te (W2_e * W1_e') phi'(a_te)          diagonal of the Jacobian, gates held fixed  (9.41)
 
-The memberships are those of ``mixers.regime``, of the token that the network reads, so that the network serves behind
-any mixer. An expert is run on the tokens that chose it, and padding chooses none. In the paper's listing the noise is
-drawn in evaluation too and (4) passes no gradient; here scores are not random, and (4) trains the gates. It is the only
+The memberships are those of ``mixers.regime``, of the token that the network reads, so that experts serve behind any
+mixer. An expert is run on the tokens that chose it, and padding chooses none. In the paper's listing the noise is drawn
+in evaluation too and (9.40) passes no gradient; here scores are not random, and (9.40) trains the gates. It is the only
 thing that other tokens have a part in, and it is no part of any output.
 
 Source: Fuzzy-Gated Training for Transformers, section 2.3 and listing 6; Shazeer et al. (2017).
-Shapes: B rows, T tokens, D model width, F width of an expert, E experts, R regimes, N tokens of one expert.
+Shapes: B rows, T tokens, D model width, F width of a network, E experts, R regimes, N tokens of one expert.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +28,14 @@ from torch import Tensor, nn
 from recbft.autograd.full_precision import in_full_precision
 from recbft.autograd.transforms import transformed
 from recbft.config.fields import check_range
-from recbft.core import ffn_jacobian
+from recbft.core import SequenceContext, ffn_jacobian, pick
 from recbft.errors import UserError
-from recbft.mixers.penalty import PenaltySlot
+from recbft.mixers.interface import Part, PenaltySlot, refuse_idle
 from recbft.mixers.regime import GaussianMemberships
+from recbft.models.precision_channel import LayerPrecision
 
-SHARPNESS = 0.5  # of (1)
+SHARPNESS = 0.5  # of (9.37)
+Activation = Literal["gelu", "relu"]
 _slope = in_full_precision(ffn_jacobian)
 
 
@@ -45,13 +48,12 @@ class FuzzyMoEConfig:
     gate_regimes: int = 4  # R
     gate_width: int | None = 16  # of the memberships' projection; None means hidden_size
     gate_noise: bool = True  # Gumbel noise on the gates in training
-    load_balance: float = 0.01  # weight of the load-balance penalty (4)
+    load_balance: float = 0.01  # weight of the load-balance penalty (9.40)
 
     def __post_init__(self) -> None:
         if self.experts == 0:
-            for field in fields(self):
-                if getattr(self, field.name) != field.default:
-                    raise UserError(f"{field.name} has no effect without experts; leave it out or set experts: 4")
+            names = [field.name for field in fields(self)]
+            refuse_idle(self, names, "without experts; leave it out or set experts: 4")
             return
         check_range("experts", self.experts, at_least=2)
         check_range("experts_per_token", self.experts_per_token, at_least=2)  # the share of one is 1: nothing learns
@@ -66,20 +68,56 @@ class FuzzyMoEConfig:
 
 
 class Prediction(NamedTuple):
-    """What the network adds to the stream, and its slope where it was asked for."""
+    """What is added to the stream, and its slope where it was asked for."""
 
-    output: Tensor  # as the input, 0 at padding
-    jacobian: Tensor | None  # likewise, J of (5)
+    output: Tensor  # as the input; of experts 0 at padding
+    jacobian: Tensor | None  # likewise, or (D,) or a number for all tokens
 
 
-class FuzzyMoE(nn.Module):
-    """Equations (1) to (5).
+class FeedForward(NamedTuple):
+    """One network, (4.1), of the maps that a layer holds.
+
+    Args:
+        inner, outer: W1 with b1, and W2 with b2.
+        activation: phi; a precision channel needs gelu.
+        dropout: inside the network, or None.
+    """
+
+    inner: nn.Linear
+    outer: nn.Linear
+    activation: Activation = "gelu"
+    dropout: nn.Module | None = None
+
+    def predict(
+        self, x: Tensor, context: SequenceContext, precision: LayerPrecision | None = None, only: Tensor | None = None
+    ) -> Prediction:
+        """From the normalised stream, with the Jacobian that a precision channel works with.
+
+        Args:
+            x: (B, T, D), or (N, D) where ``only`` names tokens, counted through the rows.
+        """
+        a, jacobian = self.inner(x), None
+        if precision is not None:
+            hidden, jacobian = precision.activate(a, self.inner.weight, self.outer.weight, context)
+        else:
+            hidden = F.gelu(a) if self.activation == "gelu" else F.relu(a)
+        return Prediction(self.outer(hidden if self.dropout is None else self.dropout(hidden)), jacobian)
+
+    def jacobian(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """(4.2) at every token, (B, T, D), from all of the weights."""
+        return ffn_jacobian(self.inner(x), self.inner.weight, self.outer.weight)
+
+
+class FuzzyMoE(Part):
+    """Experts, (9.37) to (9.41).
 
     Args:
         hidden_size: D.
         inner_size: F, of each expert.
         config: the experts.
     """
+
+    penalty: PenaltySlot
 
     def __init__(self, hidden_size: int, inner_size: int, config: FuzzyMoEConfig) -> None:
         super().__init__()
@@ -96,7 +134,7 @@ class FuzzyMoE(nn.Module):
         Args:
             x: (B, T, D), or tokens alone, (N, D).
             valid: (B, T) or (N,), True for real tokens.
-            with_jacobian: also return (5).
+            with_jacobian: also return (9.41).
         """
         gates = self.gates(self.memberships(x)) * valid[..., None]
         if self.training:
@@ -109,14 +147,27 @@ class FuzzyMoE(nn.Module):
             chosen = _choosers(shares[:, expert])  # (N,)
             share = shares[chosen, expert, None]
             a = inner(tokens[chosen])
-            output = output.index_add(0, chosen, (share * outer(F.gelu(a))).to(output.dtype))  # (3)
+            output = output.index_add(0, chosen, (share * outer(F.gelu(a))).to(output.dtype))  # (9.39)
             if jacobian is not None:
                 slope = _slope(a, inner.weight.detach(), outer.weight.detach())
-                jacobian = jacobian.index_add(0, chosen, (share * slope).to(jacobian.dtype))  # (5)
+                jacobian = jacobian.index_add(0, chosen, (share * slope).to(jacobian.dtype))  # (9.41)
         return Prediction(output.view_as(x), None if jacobian is None else jacobian.view_as(x))
 
+    def predict(
+        self, x: Tensor, context: SequenceContext, precision: LayerPrecision | None = None, only: Tensor | None = None
+    ) -> Prediction:
+        """As ``FeedForward``."""
+        asked = precision is not None and precision.needs_jacobian
+        output, jacobian = self(x, pick(context.valid, only), with_jacobian=asked)
+        return Prediction(output, None if precision is None else precision.take(jacobian, context))
+
+    def jacobian(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """(9.41) at every token, (B, T, D)."""
+        jacobian: Tensor = self(x, context.valid, with_jacobian=True).jacobian
+        return jacobian
+
     def gates(self, memberships: Tensor) -> Tensor:
-        """Equations (1) and (2): (B, T, R) -> (B, T, E), sums of 1."""
+        """Equations (9.37) and (9.38): (B, T, R) -> (B, T, E), sums of 1."""
         logits = self.route(memberships)
         if self.training and self.config.gate_noise:
             noise = torch.empty_like(logits).exponential_().clamp_(min=torch.finfo(logits.dtype).tiny)
@@ -134,7 +185,7 @@ def _choosers(share: Tensor) -> Tensor:
 
 
 def load_imbalance(gates: Tensor, valid: Tensor) -> Tensor:
-    """The mean square of (4) over real tokens; 0 where all experts carry alike.
+    """The mean square of (9.40) over real tokens; 0 where all experts carry alike.
 
     Args:
         gates: (B, T, E), 0 at padding.
