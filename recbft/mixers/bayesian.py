@@ -27,9 +27,8 @@ from recbft.autograd.transforms import transformed
 from recbft.config.fields import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.kernels.dispatch import choose
-from recbft.kernels.memory import FILTER, MemoryEvent, MemoryState, MemoryTrace
-from recbft.kernels.memory.positivity import check_positive
+from recbft.kernels import memory
+from recbft.kernels.memory import MemoryEvent, MemoryState, MemoryTrace, check_positive
 from recbft.kernels.memory.reference import prior, step
 from recbft.mixers.heads import joined
 from recbft.mixers.interface import Observation, projected
@@ -97,8 +96,7 @@ def filter_memory(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; give the length of a chunk, 1 or more")
     transition = fitted_transition(transition, k)
-    path = choose(impl, FILTER, v, key_width=k.shape[-1], transition=transition)
-    trace: MemoryTrace = path(
+    return memory.filter_memory(
         q,
         k,
         v,
@@ -108,9 +106,8 @@ def filter_memory(
         prior_variance=prior_variance,
         first=first,
         chunk=chunk,
+        impl=impl,
     )
-    check_positive(trace.readout_variance, trace.gain, observation_noise)
-    return trace
 
 
 def _check_variance(name: str, x: float | Tensor, *, or_zero: bool = False) -> None:

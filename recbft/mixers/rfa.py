@@ -30,9 +30,7 @@ from torch import Tensor, nn
 
 from recbft.autograd.complex_pairs import as_complex, real
 from recbft.autograd.eager import eagerly
-from recbft.core import SequenceContext, projected_precision
-from recbft.core.moments import ramped
-from recbft.kernels.log_mean import scalar_log_precision
+from recbft.core import SequenceContext, projected_precision, ramped, scalar_log_precision
 from recbft.kernels.robust_filter import Clock, Dynamics, Variant, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,

@@ -3,7 +3,7 @@
     tau_i = tau_range * tau_base_i + softplus(MLP(emb_i))        initial: hybrid                 (1)
           = (tau_range * tau_base_i + ln 2) exp(4 tanh(Z_i p_i / 4))     credibility,  Z_i = c_i / (c_i + n0)
     lam  <- kappa * lam0 * lam / mu                              prior_scale: per_layer          (2)
-    lam'' by ``core.predict_precision`` with J from the feed-forward slope                       (3)
+    lam'' by ``predict_precision`` with J from the feed-forward slope                       (3)
     lam'' = delta lam'  or  exp(-c) lam'                         propagation: discount, decay    (4)
 
 mu and the mean Jacobian are running means over the real training positions of earlier batches (momentum 0.99), 1 and 0
@@ -34,12 +34,13 @@ from recbft.core import (
     fit_pseudo_count,
     initial_scale,
     jacobian_factors,
+    mean_over_tokens,
+    process_noise,
+    remember,
 )
 from recbft.errors import RunError
-from recbft.kernels.count_precision import count_precision
-from recbft.kernels.filter_step import predict_by_logits, predict_precision
+from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
-from recbft.kernels.running_mean import mean_over_tokens, remember, remember_tokens
 from recbft.models.precision_config import CoreConfig, JacobianMode
 
 LAM_MIN = 1e-3
@@ -85,8 +86,6 @@ class ItemPrecision(nn.Module):
         """Initial precision of every token: (B, T) items and (B, T, D) embeddings -> (B, T, 1)."""
         if self.mode == "uniform":
             return torch.ones_like(embedded[..., :1]).clamp(max=self.lam_max)
-        if self.mode == "count":
-            return count_precision(self.range, self.base, items, low=LAM_MIN, cap=self.lam_max)
         if self.mode == "table":
             tau = 1 + F.softplus(self.table[items])[..., None]
         elif self.mode == "empirical_bayes":
@@ -214,10 +213,9 @@ class LayerPrecision(nn.Module):
             return discount_precision(precision, discount, cap=self.core.lam_max).clamp(min=LAM_MIN)
         if self.core.propagation == "decay":
             return decay_precision(precision, self.decay_rate, cap=self.core.lam_max).clamp(min=LAM_MIN)
-        bounds = {"low": LAM_MIN, "cap": self.core.lam_max}
-        if self.noise_logits is None:
-            return predict_precision(precision, jacobian, precision.new_zeros(()), **bounds)
-        return predict_by_logits(precision, jacobian, self.noise_logits, q_max=self.core.q_max, **bounds)
+        logits = self.noise_logits
+        noise = precision.new_zeros(()) if logits is None else process_noise(logits, self.core.q_max)
+        return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=self.core.lam_max)
 
     @in_full_precision
     def _jacobian(self, reduced: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -245,7 +243,9 @@ class LayerPrecision(nn.Module):
         assert jacobian is not None
         if transformed():
             return self.mean_jacobian.clone()
-        return remember_tokens(self.mean_jacobian, jacobian.detach(), context, self.updates, every=every)
+        before = self.mean_jacobian.clone()
+        remember(self.mean_jacobian, mean_over_tokens(jacobian.detach(), context.valid[::every]), self.updates)
+        return before
 
 
 def _bounded(log_factor: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from recbft.config.fields import from_dict
 from recbft.core import SequenceContext
 from recbft.datasets.batches import pack_histories
 from recbft.errors import UserError
-from recbft.kernels.memory import reference
-from recbft.kernels.memory.positivity import check_positive
+from recbft.kernels.memory import check_positive, reference
 from recbft.mixers import bayesian
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer, MemoryEvent, MemoryState, filter_memory, step
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyConfig, MemoryFamilyMixer, unfiltered_memory

@@ -2,9 +2,9 @@
 
 The Bayesian layer, which carries a covariance:
 
-    Pb = A P A' + ell2 D     u = Pb k     beta = 1 / (r2 + k' u)                                  (1)
-    M  = A M + beta u (v - (A M)' k)'     P = Pb - beta u u'                                      (2)
-    y  = M' q     its variance q' P q     gain = beta k' u                                        (3)
+    Pb = A P A' + ell2 D     u = Pb k     beta = 1 / (r2 + k' u)                                  (9.15)
+    M  = A M + beta u (v - (A M)' k)'     P = Pb - beta u u'                                      (9.16)
+    y  = M' q     its variance q' P q     gain = beta k' u                                        (9.17)
 
 M = 0 and P = p0 I before a history's first token. A is diagonal, or turns and damps the pairs of rows (0, 1), (2, 3),
 ...; D is the identity, with pairs the identity on the first row of each.
@@ -12,9 +12,9 @@ M = 0 and P = p0 I before a history's first token. A is diagonal, or turns and d
 Memories without: where Pb is reset to lam I before every write (delta rules), or the write is not about the memory but
 an input to it (additive rules). r2, and with it what follows from it, may differ from column to column of the values:
 
-    reset     eta = lam / (r2 + lam |k|^2)     M = A M + k (eta * (v - (A M)' k))'                (4)
-              q' P q = lam (|q|^2 - eta (q' k)^2) after the write     gain = eta |k|^2            (5)
-    additive  omega = lam / (lam + r2)         M = A M + k (omega * v)'     gain = omega          (6)
+    reset     eta = lam / (r2 + lam |k|^2)     M = A M + k (eta * (v - (A M)' k))'                (9.19)
+              q' P q = lam (|q|^2 - eta (q' k)^2) after the write     gain = eta |k|^2            (9.20)
+    additive  omega = lam / (lam + r2)         M = A M + k (omega * v)'     gain = omega          (9.21)
 
 Source: Dowling et al., Memory by Design, equations 9 to 13, proposition 2, table 1, appendices A and D.
 Shapes: B rows, H heads, T tokens, K key width, M value width.
@@ -41,15 +41,15 @@ def step(state: MemoryState, event: MemoryEvent) -> tuple[MemoryState, MemoryRea
     P = P + torch.diag_embed(ell2[..., None] * noisy_rows(k, a))
     u = torch.einsum("...ij,...j->...i", P, k)
     spread = (k * u).sum(-1)  # k' u
-    beta = 1 / (r2 + spread)  # (1)
+    beta = 1 / (r2 + spread)  # (9.15)
     gain = beta[..., None] * u
     innovation = v - torch.einsum("...km,...k->...m", M, k)
     M = M + gain[..., :, None] * innovation[..., None, :]
-    P = P - gain[..., :, None] * u[..., None, :]  # (2)
+    P = P - gain[..., :, None] * u[..., None, :]  # (9.16)
     P = (P + P.mT) / 2
     readout = torch.einsum("...km,...k->...m", M, q)
     variance = torch.einsum("...i,...ij,...j->...", q, P, q)
-    return MemoryState(M, P), MemoryReading(readout, variance, beta * spread)  # (3)
+    return MemoryState(M, P), MemoryReading(readout, variance, beta * spread)  # (9.17)
 
 
 def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> MemoryState:
@@ -61,7 +61,7 @@ def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> MemoryState:
     )
 
 
-def filter_memory(
+def filter_memory_ref(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -94,7 +94,7 @@ def filter_memory(
 def unfiltered_step(
     mean: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, share: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """One token of a memory (..., K, M) by (4) or (6), ``share`` eta or omega, (..., M or 1): the memory and M' q."""
+    """One token of a memory (..., K, M) by (9.19) or (9.21), ``share`` eta or omega, (..., M or 1): memory and M' q."""
     mean = mean if a is None else advance(a, mean)
     written = v - torch.einsum("...km,...k->...m", mean, k) if rule == "reset" else v
     mean = mean + k[..., None] * (share * written)[..., None, :]
@@ -110,7 +110,7 @@ def write_share(k: Tensor, observation_noise: Tensor, variance: Tensor, rule: Ru
 def unfiltered_reading(
     q: Tensor, k: Tensor, share: Tensor, variance: Tensor, rule: Rule
 ) -> tuple[Tensor | None, Tensor]:
-    """The variance of (5), None by the additive rule, and the gain; both as ``share`` is shaped."""
+    """The variance of (9.20), None by the additive rule, and the gain; both as ``share`` is shaped."""
     if rule == "additive":
         return None, share
     overlap = (q * k).sum(-1, keepdim=True)
@@ -118,7 +118,7 @@ def unfiltered_reading(
     return spread, share * k.square().sum(-1, keepdim=True)
 
 
-def unfiltered_memory(
+def unfiltered_memory_ref(
     q: Tensor, k: Tensor, v: Tensor, *, transition: Tensor | None, share: Tensor, rule: Rule, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What every token reads, (B, H, T, M), and the memory after the last column, (B, H, K, M)."""

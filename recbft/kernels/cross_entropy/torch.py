@@ -3,32 +3,39 @@
 A block of logits that stays in the cache becomes exp(l - shift) in place; with z its row sums and r = 1 / (N z),
 
     loss = mean(shift + log z - l_target)
-    dX   = r * (exp(l - shift) W) - W_target / N        dW = exp(l - shift)' (r X) - scatter(X_target / N)     (1)
+    dX   = r * (exp(l - shift) W) - W_target / N        dW = exp(l - shift)' (r X) - scatter(X_target / N)     (a)
 
 so probabilities are never normalised one by one. The shift is 0 where no logit can leave the range in which exp is
 safe (|l| <= max|x| max|w|), the row maximum elsewhere. dW is added up as (D, V), the way its product is fastest.
-Where a block of rows would not fit the cache, ``tiles`` cuts the vocabulary too. Several seeds are taken one after
-another.
+Several seeds are taken one after another.
 
-Shapes: N positions, V items, D width, S seeds.
+A row of a million logits lies in memory, not in the cache, and so does dW, which every block of rows would go through.
+Where rows are that long, tiles of positions by items are taken instead, so that all that is touched at a time stays in
+the cache; the price is a second product x . w, since a position's sum is known only after its last tile. With m the
+largest logit of a position:
+
+    first     m, z over all tiles
+    second    dX += exp(l - m) / z W        dW' += (X / z)' exp(l - m)        for each tile of W       (b)
+
+Shapes: N positions, V items, D width, S seeds; a tile has n positions by v items.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from recbft.autograd.transforms import applied, once_differentiable
-from recbft.kernels.cross_entropy import tiles
 from recbft.kernels.cross_entropy.exponentials import exponentials
 from recbft.kernels.product import add_product, common_size, fastest_layout, product
 
 BLOCK_ELEMENTS = 1_600_000  # about 6 MB in float32: the block of logits stays in a shared cache
 LONGEST_ROW = 50_000  # of logits; from here on tiles are faster: 1.1 times at 50,000 items, 3.4 times at 1,000,000
+POSITIONS, ITEMS = 256, 4096  # of a tile: 4 MB of logits in float32
 SAFE_LOGIT = 60.0  # exp(+-60) times a vocabulary of any size is far from float32's limits
 
 
@@ -127,14 +134,14 @@ def _in_tiles(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The same from tiles of positions by items."""
     N = len(states)
-    states = _filled_up(states, tiles.POSITIONS)
-    sums = tiles.exponential_sums(states, weight, bounded=bounded)
+    states = _filled_up(states, POSITIONS)
+    sums = _exponential_sums(states, weight, bounded=bounded)
     loss = sums.total[:N].log().sum(dtype=torch.float64)
     if sums.shift is not None:
         loss = loss + sums.shift[:N].sum(dtype=torch.float64)
     if not with_gradients:
         return loss, None, None
-    d_states, d_weight = tiles.gradients(states, weight, sums, count=N)
+    d_states, d_weight = _gradients(states, weight, sums, count=N)
     return loss, d_states[:N], d_weight
 
 
@@ -147,3 +154,49 @@ def _filled_up(states: Tensor, rows: int) -> Tensor:
 def _largest_norm(rows: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1)
     return norms.amax()
+
+
+class _Sums(NamedTuple):
+    """What a position's exponentials add up to: total * exp(shift)."""
+
+    shift: Tensor | None  # (N, 1), the largest logit; None where exp needs no shift
+    total: Tensor  # (N, 1)
+
+
+def _exponential_sums(states: Tensor, weight: Tensor, *, bounded: bool) -> _Sums:
+    """The first pass; ``bounded`` says that no logit can leave the range in which exp is safe."""
+    total = states.new_zeros(len(states), 1)
+    shift = None if bounded else states.new_full((len(states), 1), float("-inf"))
+    for items in _pieces(len(weight), ITEMS):
+        for rows in _pieces(len(states), POSITIONS):
+            logits = product(states[rows], weight[items])
+            if shift is not None:
+                higher = torch.maximum(shift[rows], logits.amax(dim=1, keepdim=True))
+                total[rows] *= (shift[rows] - higher).exp_()
+                shift[rows] = higher
+                logits -= higher
+            total[rows] += exponentials(logits, shifted=False)[1]
+    return _Sums(shift, total)
+
+
+def _gradients(states: Tensor, weight: Tensor, sums: _Sums, *, count: int) -> tuple[Tensor, Tensor]:
+    """The second pass: dX (N, D) and dW (V, D) of the mean of log z + m over ``count`` positions, the others' x 0."""
+    share = 1 / (count * sums.total)
+    scaled = states * share
+    d_states, d_weight = torch.zeros_like(states), torch.empty_like(weight)
+    for items in _pieces(len(weight), ITEMS):
+        columns = weight[items].T.contiguous()
+        d_columns = torch.zeros_like(columns)  # (D, v), the way its product is fastest
+        for rows in _pieces(len(states), POSITIONS):
+            logits = product(states[rows], weight[items])
+            if sums.shift is not None:
+                logits -= sums.shift[rows]
+            odds, _, _ = exponentials(logits, shifted=False)
+            add_product(d_states[rows], odds, columns)
+            add_product(d_columns, scaled[rows].T, odds.T)
+        d_weight[items] = d_columns.T
+    return d_states.mul_(share), d_weight
+
+
+def _pieces(num: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, num)) for first in range(0, num, size)]

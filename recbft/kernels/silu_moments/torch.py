@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recbft.autograd.transforms import applied, once_differentiable
-from recbft.core.belief import SequenceContext
-from recbft.core.statistics import SiluMoments
+from recbft.core.belief import SequenceContext, SiluMoments
 
 
 def silu_moments(

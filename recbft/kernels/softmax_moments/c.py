@@ -1,4 +1,4 @@
-"""Softmax moments in C (``compiled/softmax.c``, which has the equations): weights live in the cache and are never kept.
+"""Softmax moments in C (``kernel.c``, which has the equations): weights live in the cache and are never kept.
 
 Forward keeps the operands, n and the log of the sums; backward forms the weights again. Memory grows with T,
 but for a bias per pair and its gradient, and short histories that share a row cost what they would alone. A recency
@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from recbft.autograd.transforms import applied, once_differentiable
-from recbft.core.belief import SequenceContext
+from recbft.core.belief import Moments, SequenceContext
 from recbft.core.observation_precision import epsilon_of
 from recbft.core.regimes import BiasTerms
-from recbft.core.statistics import Moments
-from recbft.kernels import compiled
-from recbft.kernels.compiled import pointer
-from recbft.kernels.compiled.heads import (
+from recbft.kernels import c_library
+from recbft.kernels.c_library import pointer
+from recbft.kernels.c_library.heads import (
     Batch,
     PairBias,
     Spans,
@@ -43,7 +42,7 @@ def decline(q: Tensor, *, dropout: float, read_by_all: bool = True) -> str | Non
     """Why this path cannot serve a call, or None where it can."""
     if dropout > 0:
         return "attention dropout is left to another path"
-    return compiled.decline(q)
+    return c_library.decline(q)
 
 
 def softmax_moments(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, **call: Any) -> Moments:
@@ -162,7 +161,7 @@ class _Softmax(torch.autograd.Function):
         call.pairs = (
             PairBias.of(bias, q, k.shape[2]) if terms is None else PairBias.made_of(Terms.of(terms, spans.causal))
         )
-        run(compiled.library().softmax_forward, call, q)
+        run(c_library.library().softmax_forward, call, q)
         ctx.spans, ctx.estimate, ctx.terms = spans, estimate, terms
         ctx.save_for_backward(q, k, v, key_bias, log_decay, bias, shares, mean, second, size, log_total)
         if estimate.kind == MEAN:
@@ -191,7 +190,7 @@ class _Softmax(torch.autograd.Function):
         if ctx.terms is not None:
             d_shares, d_scale = q.new_empty(*q.shape[:3], shares.shape[-1]), q.new_empty(q.shape[:3])
             call.pairs = PairBias.made_of(Terms.of(ctx.terms, ctx.spans.causal, d_shares, d_scale))
-        run(compiled.library().softmax_backward, call, q)
+        run(c_library.library().softmax_backward, call, q)
         d_shares = None if d_shares is None else d_shares.sum(dim=1)
         d_scale = None if d_scale is None else d_scale.sum()
         d_key = None if d_key is None else d_key.sum(dim=1)

@@ -1,4 +1,4 @@
-/* Kalman update and prediction in one pass over memory each; the equations are those of filter_step/analytic.py.
+/* Prediction in one pass over memory in each direction; the equations are (4.3) and (c) of filter_step/torch.py.
  *
  * Shapes: N tokens, D model width.
  */
@@ -6,31 +6,6 @@
 #include "vectors.h"
 
 #define TOKENS 64 /* of a sum over tokens */
-
-/* lam' = lam + r, h' = h + (1 - w (1 - r / lam')) e; all of `size` elements. */
-void update_forward(int64_t size, float w, const float *h, const float *lam, const float *e, const float *r,
-                    float *h_after, float *lam_after)
-{
-#pragma omp parallel for simd schedule(static) if (size > 32768)
-    for (int64_t i = 0; i < size; i++) {
-        float after = lam[i] + r[i];
-        lam_after[i] = after;
-        h_after[i] = h[i] + (1 - w * (1 - r[i] / after)) * e[i];
-    }
-}
-
-void update_backward(int64_t size, float w, const float *e, const float *r, const float *lam_after, const float *g_h,
-                     const float *g_after, float *d_lam, float *d_e, float *d_r)
-{
-#pragma omp parallel for simd schedule(static) if (size > 32768)
-    for (int64_t i = 0; i < size; i++) {
-        float inverse = 1 / lam_after[i], share = r[i] * inverse;
-        float p = w * g_h[i] * e[i] * inverse, d = g_after[i] - p * share;
-        d_lam[i] = d;
-        d_r[i] = d + p;
-        d_e[i] = g_h[i] * (1 - w * (1 - share));
-    }
-}
 
 /* lam'' = lam / (max((1 + J)^2, floor) + Q lam), clamped; J of all tokens, or (D) where `each` is 0. */
 void predict_forward(int64_t N, int64_t D, int64_t each, float floor, float low, float cap, const float *lam,

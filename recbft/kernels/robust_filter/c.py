@@ -1,7 +1,7 @@
-"""Isotropic robust filter attention in C (``compiled/robust_filter.c``, which has the equations).
+"""Isotropic robust filter attention in C (``kernel.c``, which has the equations).
 
 Weights live in the cache and are never kept, so that memory grows with T. What depends on the lag is a table by lag;
-real elapsed times, of which every pair has its own, are left to ``cpu``.
+real elapsed times, of which every pair has its own, are left to the plain form.
 
 Shapes: B rows, H heads, T tokens, K complex coordinates per head, L lags.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 from recbft.autograd.complex_pairs import as_complex, real
 from recbft.autograd.transforms import applied, once_differentiable, transformed
 from recbft.core.belief import SequenceContext
-from recbft.kernels import compiled
-from recbft.kernels.compiled import pointer
-from recbft.kernels.compiled.heads import Batch, Spans, View, check, run, spans_of
+from recbft.kernels import c_library
+from recbft.kernels.c_library import pointer
+from recbft.kernels.c_library.heads import Batch, Spans, View, check, run, spans_of
 from recbft.kernels.layout import by_tokens, readable
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
-from recbft.kernels.robust_filter.isotropic import Tables, tables_of
+from recbft.kernels.robust_filter.reference import Tables, tables_of
 
 
 def decline(q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> str | None:
@@ -33,7 +33,7 @@ def decline(q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> str
         return "real elapsed times are left to another path"
     if q.dtype != torch.complex64:
         return f"serves complex64, got {str(q.dtype).removeprefix('torch.')}"
-    return compiled.missing()
+    return c_library.missing()
 
 
 def robust_filter(
@@ -145,7 +145,7 @@ class _RobustFilter(torch.autograd.Function):
         evidence = torch.empty_like(log_total) if how.with_evidence else None
         call = _call(q, k, v, scalars, key_bias, turned_real, spans, how, log_total)
         call.mean, call.evidence = View.of(mean), pointer(evidence)
-        run(compiled.library().robust_filter_forward, call, q)
+        run(c_library.library().robust_filter_forward, call, q)
         ctx.save_for_backward(q, k, v, key_bias, log_total, *scalars, *turned_real)
         ctx.constants = spans, how
         return (mean,) if evidence is None else (mean, evidence)
@@ -167,7 +167,7 @@ class _RobustFilter(torch.autograd.Function):
         d_bias = q.new_empty(k.shape[:3]) if ctx.needs_input_grad[8] else None
         for name, x in zip((*Tables._fields, "kappa", "temperature", "key_bias"), (*sums, d_bias), strict=True):
             setattr(call, f"d_{name}", pointer(x))
-        run(compiled.library().robust_filter_backward, call, q)
+        run(c_library.library().robust_filter_backward, call, q)
         d_scalars = (x.sum(dim=0) for x in sums)
         return d_q, d_k, d_v, *d_scalars, None if d_bias is None else d_bias.sum(dim=1), None, None, None
 

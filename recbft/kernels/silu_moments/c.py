@@ -1,4 +1,4 @@
-"""SiLU moments in C (``compiled/silu.c``, which has the equations): weights live in the cache and are never kept.
+"""SiLU moments in C (``kernel.c``, which has the equations): weights live in the cache and are never kept.
 
 Shapes: B rows, H heads, T tokens that read, J keys, K head width, L lags.
 """
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from recbft.autograd.transforms import applied, once_differentiable
-from recbft.core.belief import SequenceContext
-from recbft.core.statistics import SiluMoments
-from recbft.kernels import compiled
-from recbft.kernels.compiled import pointer
-from recbft.kernels.compiled.heads import (
+from recbft.core.belief import SequenceContext, SiluMoments
+from recbft.kernels import c_library
+from recbft.kernels.c_library import pointer
+from recbft.kernels.c_library.heads import (
     Batch,
     PairBias,
     Spans,
@@ -32,13 +31,13 @@ from recbft.kernels.layout import by_tokens, readable
 
 def decline(q: Tensor, *, read_by_all: bool = True) -> str | None:
     """Why this path cannot serve a call, or None where it can."""
-    return compiled.decline(q)
+    return c_library.decline(q)
 
 
 def silu_moments(
     q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, **biases: Tensor | None
 ) -> SiluMoments:
-    """The same as the reference of all biases that ``core.silu_moments`` takes."""
+    """The same as the reference of all biases that ``silu_moments`` takes."""
     return SiluMoments(*applied(_Silu, q, k, v, *_biases(q, context, **biases), spans_of(context), length, False))
 
 
@@ -112,7 +111,7 @@ class _Silu(torch.autograd.Function):
             call.square_mean, call.square_second = View.of(square_mean), View.of(square_second)
             call.weight_sum, call.square_sum = pointer(weight_sum), pointer(square_sum)
             outputs = (mean, weight_sum, square_sum, square_mean, square_second)
-        run(compiled.library().silu_forward, call, q)
+        run(c_library.library().silu_forward, call, q)
         ctx.save_for_backward(q, k, v, bias, *biases)
         ctx.constants = spans, length, mean_alone
         return outputs
@@ -138,7 +137,7 @@ class _Silu(torch.autograd.Function):
         )
         call.pairs = PairBias.of(bias, q, k.shape[2], d_pairs)
         call.d_key_bias, call.d_lag_bias, call.d_log_decay = map(pointer, (d_key, d_lag, d_decay))
-        run(compiled.library().silu_backward, call, q)
+        run(c_library.library().silu_backward, call, q)
         return (
             d_q,
             d_k,

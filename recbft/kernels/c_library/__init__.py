@@ -1,6 +1,6 @@
-"""Fast paths in C, built where they run: by the compiler at hand, once, for this processor.
+"""The library in C: each mechanism's ``kernel.c``, built by the compiler at hand, once, for this processor.
 
-The first process that wants them builds the sources beside this file into the user's cache, in a few seconds; later
+The first process that wants it builds the sources of ``recbft/kernels`` into the user's cache, in a few seconds; later
 ones load what stands there. A build is known by its sources, its compiler and its processor, so that machines may share
 a home, and by its own content, so that none is loaded that a crash has cut. What another user owns or may write is
 never loaded, be it the cache or a file in it: the process then builds for itself. Without a compiler, or elsewhere than
@@ -35,6 +35,7 @@ from torch import Tensor
 from recbft.autograd.full_precision import HALVES, autocast_device
 
 SWITCH = "RECBFT_COMPILED"
+KERNELS = Path(__file__).parents[1]
 FLAGS = [
     "-O3",
     "-march=native",
@@ -60,7 +61,7 @@ class UnavailableError(Exception):
 
 
 def missing() -> str | None:
-    """Why there are no compiled paths on this machine, or None."""
+    """Why there are no kernels in C on this machine, or None."""
     found = _found()
     return found if isinstance(found, str) else None
 
@@ -71,11 +72,6 @@ def decline(tensor: Tensor) -> str | None:
     if tensor.dtype != torch.float32 and not widened:
         return f"serves float32, got {str(tensor.dtype).removeprefix('torch.')}"
     return missing()
-
-
-def serves(tensor: Tensor) -> bool:
-    """Whether they can serve a tensor."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and missing() is None
 
 
 def library() -> ctypes.CDLL:
@@ -112,7 +108,7 @@ def _loaded() -> ctypes.CDLL:
         raise UnavailableError(f"they are built on Linux, and this is {platform.system()}")
     _share_openmp()
     compiler = _compiler()
-    sources = sorted(Path(__file__).parent.glob("*.[ch]"))
+    sources = sorted(KERNELS.rglob("*.[ch]"))
     stem = f"kernels-{_key(compiler, sources)}"
     log = getLogger("recbft")
     with _cache() as folder:
@@ -157,9 +153,10 @@ def _build(compiler: list[str], sources: list[Path], folder: Path, stem: str) ->
         tempfile.TemporaryDirectory(dir=folder, prefix="build-") as kept,
     ):
         compiled = [source for source in sources if source.suffix == ".c"]
-        objects = [str(Path(made) / f"{source.stem}.o") for source in compiled]
+        objects = [str(Path(made) / f"{source.parent.name}-{source.stem}.o") for source in compiled]
+        found_in = f"-I{Path(__file__).parent}"
         pairs = zip(compiled, objects, strict=True)
-        commands = [[*compiler, *FLAGS, *_wide(), "-c", str(source), "-o", out] for source, out in pairs]
+        commands = [[*compiler, *FLAGS, *_wide(), found_in, "-c", str(source), "-o", out] for source, out in pairs]
         with ThreadPoolExecutor(os.cpu_count()) as at_once:
             list(at_once.map(_call, commands))
         # Without -fopenmp: linked to its own OpenMP, the build would bring a second set of threads.

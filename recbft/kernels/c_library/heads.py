@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from recbft.autograd.eager import eagerly
-from recbft.kernels import compiled
-from recbft.kernels.compiled import pointer
+from recbft.kernels import c_library
+from recbft.kernels.c_library import pointer
 from recbft.kernels.layout import readable
 
 if TYPE_CHECKING:  # core picks the kernels that need this file
@@ -47,7 +47,7 @@ def _find_spans(context: SequenceContext) -> Spans:
     start, stop, gaps = (torch.empty_like(history) for _ in range(3))
     found = (history, place, key_history, key_place, start, stop, gaps)
     sizes = [ctypes.c_int64(n) for n in (*history.shape, key_history.shape[1], context.causal)]
-    compiled.library().spans_of_tokens(*sizes, *compiled.pointers(*found))
+    c_library.library().spans_of_tokens(*sizes, *c_library.pointers(*found))
     first = context.first.to(torch.int32).contiguous()
     return Spans(start, stop, gaps, first, history, place, key_history, key_place, context.causal)
 
@@ -106,7 +106,7 @@ def statistics_of(terms: BiasTerms, context: SequenceContext, *, every: int) -> 
     spans = spans_of(context)
     sums = torch.zeros(len(spans.start), 3, dtype=torch.float64)
     asked = ctypes.byref(Batch.of(spans, 1, 1)), ctypes.byref(Terms.of(terms, spans.causal)), ctypes.c_int64(every)
-    compiled.library().statistics_of_terms(*asked, *compiled.pointers(sums))
+    c_library.library().statistics_of_terms(*asked, *c_library.pointers(sums))
     pairs, total, squares = sums.sum(dim=0)
     off = total / pairs.clamp(min=1)
     variance = squares / pairs.clamp(min=1) - off.square()

@@ -1,4 +1,4 @@
-"""GELU and a product with its slope in C (``compiled/gelu.c``).
+"""GELU and a product with its slope in C (``kernel.c``).
 
 Shapes: N tokens, F feed-forward width, r columns, S seeds.
 """
@@ -12,12 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recbft.kernels import compiled
-
-
-def serves(a: Tensor, factor: Tensor) -> bool:
-    """Whether a call is for this path."""
-    return compiled.serves(a) and factor.dtype == a.dtype and a.numel() > 0
+from recbft.kernels import c_library
 
 
 def forward(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,10 +49,10 @@ def _by_seed(factor: Tensor, *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _padded(matrix: Tensor) -> Tensor:
     """With rows of whole vectors, as this machine has them."""
     width = matrix.shape[1]
-    return F.pad(matrix, (0, compiled.library().gelu_padded(c_int64(width)) - width)).contiguous()
+    return F.pad(matrix, (0, c_library.library().gelu_padded(c_int64(width)) - width)).contiguous()
 
 
 def _run(name: str, factor: Tensor, padded: Tensor, a: Tensor, *tensors: Tensor | None) -> None:
     sizes = (c_int64(n) for n in (len(a), *factor.shape))
-    if getattr(compiled.library(), name)(*sizes, *compiled.pointers(a, padded, *tensors)):
+    if getattr(c_library.library(), name)(*sizes, *c_library.pointers(a, padded, *tensors)):
         raise MemoryError(f"no memory for {factor.shape[0]} features of a few tokens; lower inner_size")
