@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recbft.core import SequenceContext, per_dimension_weights, softmax_mean, softmax_moments, softmax_weights
+from recbft.core import SequenceContext, per_dimension_weights, softmax_weights
+from recbft.kernels.softmax_moments import softmax_mean, softmax_moments
 
-IMPLS = ("cpu", "reference")  # those serve float64 on the CPU
+IMPLS = ("torch", "reference")  # those serve float64 on the CPU
 B, H, T, K = 2, 3, 5, 4
-SHAPES = [(B, H, T, T), (B, 1, T, T), (1, H, T, T), (1, 1, T, T)]
+SHAPES = [(B, H, T, T), (1, 1, T, T)]
 
 
 def context(causal=True):

@@ -127,7 +127,6 @@ def test_a_gpu_that_triton_does_not_serve_takes_another_path(capability, hip, re
     with caplog.at_level(logging.INFO, logger="recbft"):
         assert choose("auto", paths, q)() == ("fast" if reason is None else "plain")
     assert caplog.messages == ([] if reason is None else [f"triton path declined: {reason}"])
-    assert dispatch.serves_steps(q) is (reason is None)
     if reason is not None:
         with pytest.raises(ValueError, match=f"triton path declined: {reason}"):
             choose("triton", paths, q)
@@ -167,7 +166,7 @@ def test_where_triton_can_launch_nothing_another_path_is_taken(error, told, monk
     try:
         with caplog.at_level(logging.INFO, logger="recbft"):
             assert [choose("auto", paths, q)() for _ in range(2)] == ["fast" if error is None else "plain"] * 2
-        assert dispatch.serves_steps(q) is (error is None) and len(asked) == 1
+        assert len(asked) == 1
         if error is not None:
             reason = rf"triton path declined: Triton cannot build what launches kernels here \({told}\); install gcc"
             assert len(caplog.messages) == 1

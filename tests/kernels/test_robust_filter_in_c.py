@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from recbft.core import SequenceContext
-from recbft.kernels import compiled
+from recbft.kernels import c_library
 from recbft.kernels.dispatch import choose
 from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, read_clock
 
-REASON = compiled.missing()
+REASON = c_library.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 VARIANTS = {
@@ -80,7 +80,7 @@ def test_it_equals_the_isotropic_form_in_values_and_gradients(T, K, shuffled, ca
     inputs = drawn(4, 2, T, K, seed=T)
     for with_evidence in (True, False):
         exact = run("isotropic", inputs, context, VARIANTS[variant], torch.float64, with_evidence=with_evidence)
-        found = run("compiled", inputs, context, VARIANTS[variant], torch.float32, with_evidence=with_evidence)
+        found = run("c", inputs, context, VARIANTS[variant], torch.float32, with_evidence=with_evidence)
         assert_near(found, exact)
 
 
@@ -89,7 +89,7 @@ def test_learned_frequencies_have_their_gradients():
     inputs = drawn(2, 2, 6, 3)
     exact, found = (
         run(path, inputs, context, Variant(), dtype, learned=("frequency",))
-        for path, dtype in (("isotropic", torch.float64), ("compiled", torch.float32))
+        for path, dtype in (("isotropic", torch.float64), ("c", torch.float32))
     )
     assert found["d frequency"].abs().max() > 0
     assert_near(found, exact)
@@ -102,7 +102,7 @@ def test_the_logarithm_of_a_misfit_is_exact_over_its_range():
     inputs["q"][:, 0, 0, 0, 0] = torch.logspace(-3, 4, N).double()
     context = packed([[1]] * N, 1, causal=True)
     exact = run("isotropic", inputs, context, Variant(), torch.float64)["evidence"].log()
-    found = run("compiled", inputs, context, Variant(), torch.float32)["evidence"].log()
+    found = run("c", inputs, context, Variant(), torch.float32)["evidence"].log()
     assert ((found - exact).abs() / (1 + exact.abs())).max() < 4e-7
 
 
@@ -110,9 +110,9 @@ def test_keys_without_a_bias_weigh_as_they_do_with_one_of_0():
     context = packed([[6], [2, 4]], 6, causal=True)
     inputs = drawn(2, 2, 6, 3)
     inputs["key_bias"].zero_()
-    biased = run("compiled", inputs, context, Variant(), torch.float32)
+    biased = run("c", inputs, context, Variant(), torch.float32)
     del inputs["key_bias"]
-    for name, found in run("compiled", inputs, context, Variant(), torch.float32).items():
+    for name, found in run("c", inputs, context, Variant(), torch.float32).items():
         assert torch.equal(found, biased[name])
 
 
@@ -127,7 +127,7 @@ def test_positions_may_have_holes(causal):
     inputs = drawn(3, 2, 40, 5)
     exact, found = (
         run(path, inputs, context, Variant(), dtype)
-        for path, dtype in (("isotropic", torch.float64), ("compiled", torch.float32))
+        for path, dtype in (("isotropic", torch.float64), ("c", torch.float32))
     )
     assert_near(found, exact)
 
@@ -135,7 +135,7 @@ def test_positions_may_have_holes(causal):
 def test_positions_that_begin_late_are_those_that_begin_at_0():
     inputs = drawn(2, 2, 6, 3)
     early, late = (packed([[6], [2, 4]], 6, causal=True, offset=offset) for offset in (0, 900))
-    one, two = (run("compiled", inputs, context, Variant(), torch.float32) for context in (early, late))
+    one, two = (run("c", inputs, context, Variant(), torch.float32) for context in (early, late))
     for name, found in two.items():
         torch.testing.assert_close(found, one[name], rtol=1e-4, atol=1e-4)
 
@@ -147,7 +147,7 @@ def test_a_key_without_weight_counts_in_the_evidence(causal):
     inputs["key_bias"][context.position == 1] = float("-inf")
     exact, found = (
         run(path, inputs, context, Variant(), dtype)
-        for path, dtype in (("isotropic", torch.float64), ("compiled", torch.float32))
+        for path, dtype in (("isotropic", torch.float64), ("c", torch.float32))
     )
     for name, value in found.items():
         torch.testing.assert_close(value, exact[name], rtol=1e-4, atol=1e-4, msg=name)
@@ -159,7 +159,7 @@ def test_runs_and_numbers_of_threads_give_the_same_bits():
     try:
         for count in (1, 1, 2, 3):
             torch.set_num_threads(count)
-            runs.append(run("compiled", inputs, context, Variant(), torch.float32))
+            runs.append(run("c", inputs, context, Variant(), torch.float32))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(other[name], value) for other in runs[1:] for name, value in runs[0].items())
@@ -168,21 +168,21 @@ def test_runs_and_numbers_of_threads_give_the_same_bits():
 def test_what_is_not_a_number_stays_visible():
     inputs = drawn(1, 1, 4, 3)
     inputs["q"][0, 0, 1, 2, 0] = float("nan")
-    found = run("compiled", inputs, packed([[4]], 4, causal=True), Variant(), torch.float32)
+    found = run("c", inputs, packed([[4]], 4, causal=True), Variant(), torch.float32)
     assert torch.isnan(found["mean"][0, 0, 1]).any() and torch.isnan(found["evidence"][0, 0, 1])
 
 
 def test_what_it_cannot_serve_goes_to_another_path():
     q = torch.zeros(1, 1, 2, 2, dtype=torch.complex64)
-    assert choose("auto", PATHS, q) is PATHS["compiled"].load()
+    assert choose("auto", PATHS, q) is PATHS["c"].load()
     for tensor, call, reason in (
         (q.to(torch.complex128), {}, "serves complex64, got complex128"),
         (q, {"dropout": 0.1}, "attention dropout is left to another path"),
         (q, {"by_position": False}, "real elapsed times are left to another path"),
     ):
-        assert choose("auto", PATHS, tensor, **call) is PATHS["cpu"].load()
-        with pytest.raises(ValueError, match=f"compiled path declined: {reason}"):
-            choose("compiled", PATHS, tensor, **call)
+        assert choose("auto", PATHS, tensor, **call) is PATHS["isotropic"].load()
+        with pytest.raises(ValueError, match=f"c path declined: {reason}"):
+            choose("c", PATHS, tensor, **call)
     context = packed([[2]], 2, causal=True)
     with pytest.raises(ValueError, match=r"values torch.complex128; this path takes complex64"):
-        run("compiled", drawn(1, 1, 2, 3), context, Variant(), torch.float64)
+        run("c", drawn(1, 1, 2, 3), context, Variant(), torch.float64)
