@@ -85,7 +85,7 @@ def robust_filter_attention(
         dof: nu, (H,), > 0.
         temperature: tau, an inverse temperature, a number or (H,).
         impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the tensor form), ``isotropic``,
-            ``compiled``, ``cpu`` and ``triton`` force one.
+            ``c`` and ``triton`` force one.
         use_time, time_unit: read real times in this unit, not positions.
         variant: parts of the mechanism to leave out, for study.
 

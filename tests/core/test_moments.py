@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from recbft.core import SequenceContext
+from recbft.core import SequenceContext, per_dimension_weights, softmax_weights
 from recbft.kernels.softmax_moments import softmax_mean, softmax_moments
 from recbft.kernels.softmax_moments.torch import blocks_of
+from tests.tolerances import assert_same
 
 IMPLS = ("torch", "reference")  # those that serve float64 on the CPU
 
@@ -77,18 +78,42 @@ def test_moments_equal_dense_weighted_statistics(impl, bias, causal):
     context = packed_context([[3, 1, 2], [6], [4]], 7, causal=causal)
     q, k, v, log_precision, log_decay = random_inputs(3, 2, 7, 5, seed=1, bias=bias)
     found = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
-    for ours, theirs in zip(found, dense_moments(q, k, v, context, log_precision, log_decay), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert_same(found, dense_moments(q, k, v, context, log_precision, log_decay))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [(3, 2, 7, 7), (1, 1, 7, 7)])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_bias_per_pair_is_one_more_term_of_the_logits(impl, shape, causal):
+    """As if the product of a further coordinate of queries and keys were it."""
+    context = packed_context([[3, 1, 2], [6], [4]], 7, causal=causal)
+    q, k, v, log_precision, log_decay = random_inputs(3, 2, 7, 5, seed=1)
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    known = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
+    eye = torch.eye(7, dtype=q.dtype).expand(3, 2, 7, 7)
+    wide_q = torch.cat([q * (12 / 5) ** 0.5, bias.expand(3, 2, 7, 7) * 12**0.5], dim=-1)
+    wide_k, wide_v = torch.cat([k, eye], dim=-1), torch.cat([v, 0 * eye], dim=-1)
+    mean, variance, size = dense_moments(wide_q, wide_k, wide_v, context, log_precision, log_decay)
+    found = softmax_moments(q, k, v, context, **known, impl=impl)
+    assert_same(found, [mean[..., :5], variance[..., :5], size])
+    weights = softmax_weights(q, k, context, **known)
+    assert_same([softmax_mean(q, k, v, context, **known), weights @ v], [found.mean, found.mean])
+    each = per_dimension_weights(
+        q, k, context, log_precision=log_precision[..., None].expand(3, 7, 10), log_decay=log_decay, bias=bias
+    )
+    assert_same([each], [weights.repeat_interleave(5, dim=1)])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_each_path_passes_gradcheck(impl, seed):
     context = packed_context([[2, 2], [3]], 4, causal=seed != 1)
-    inputs = [x.requires_grad_() for x in random_inputs(2, 1, 4, 3, seed=seed)]
+    bias = torch.randn([(2, 1, 4, 4), (1, 1, 4, 4)][seed], generator=torch.Generator().manual_seed(2)).double()
+    inputs = [x.requires_grad_() for x in (*random_inputs(2, 1, 4, 3, seed=seed), bias)]
 
-    def run(q, k, v, log_precision, log_decay):
-        return softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
+    def run(q, k, v, log_precision, log_decay, bias):
+        known = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias, "impl": impl}
+        return (*softmax_moments(q, k, v, context, **known), softmax_mean(q, k, v, context, **known))
 
     assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
 
@@ -106,7 +131,7 @@ def test_cpu_path_equals_the_reference_in_values_and_gradients(T, causal):
         loss = sum((m * torch.randn(m.shape, generator=g, dtype=m.dtype)).sum() for m in moments)
         results[impl] = [*moments, *torch.autograd.grad(loss, inputs)]
     for ours, theirs in zip(results["torch"], results["reference"], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        assert_same([ours], [theirs])
 
 
 @pytest.fixture
@@ -136,8 +161,7 @@ def test_rows_in_blocks_pass_gradcheck_and_equal_the_reference(causal, bias_shap
 
     assert len(blocks_of(context, num_heads=2)) == 9
     assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
-    for ours, theirs in zip(run(*inputs), run(*inputs, impl="reference"), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert_same(run(*inputs), run(*inputs, impl="reference"))
 
 
 def test_blocks_hold_every_pair_that_may_be_read_once_and_leave_out_later_keys(monkeypatch):
@@ -169,8 +193,7 @@ def test_strided_inputs_give_the_same_moments(impl):
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     plain = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
     other = softmax_moments(*strided, context, log_precision=log_precision, log_decay=log_decay, impl=impl)
-    for one, two in zip(plain, other, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
+    assert_same(plain, other)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

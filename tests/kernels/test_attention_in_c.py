@@ -180,16 +180,6 @@ def test_silu_moments_with_few_biases_or_none(given):
 
 
 @pytest.mark.parametrize("function", [moments, silu])
-def test_a_batch_without_rows_is_served(function):
-    inputs = [x.float().requires_grad_() for x in drawn(0, 2, 5, 4, seed=1)]
-    context = packed([], 5)
-    outputs = function("c", *inputs, context)
-    assert {tuple(x.shape) for x in outputs} == {(0, 2, 5, 4), (0, 2, 5)}
-    assert sum(x.sum() for x in outputs) == 0
-    sum(x.sum() for x in outputs).backward()
-
-
-@pytest.mark.parametrize("function", [moments, silu])
 def test_odd_strides_and_expanded_gradients_change_nothing(function):
     context = packed([[6], [2, 4]], 6)
     inputs = [x.float() for x in drawn(2, 3, 6, 8, seed=5)]

@@ -207,13 +207,6 @@ def test_one_chunk_passes_gradcheck(kind):
     assert torch.autograd.gradcheck(run, [state[0].requires_grad_(), state[1].requires_grad_(), *one, decay])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_history_at_all_is_filtered_too(kind):
-    inputs = drawn(20, B=0, kind=kind)
-    trace = values_and_gradients(chunked.filter_memory(**inputs, first=None), inputs)
-    assert trace[0].shape == (0, 2, 20, 5) and trace[4].shape == (0, 2, 6, 6)
-
-
 def test_a_history_leaves_nothing_to_the_one_behind_it():
     inputs = drawn(24, kind="diagonal")
     first = torch.zeros(2, 24, dtype=torch.bool)
@@ -304,8 +297,8 @@ def test_a_step_at_a_time_equals_the_batch(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process_noise", [1e-6])
-def test_covariance_stays_positive_over_100_000_random_steps_in_float32(process_noise):
-    T, K = 100_000, 8
+def test_covariance_stays_positive_over_50_000_random_steps_in_float32(process_noise):
+    T, K = 50_000, 8
     g = torch.Generator().manual_seed(0)
     k = normalize(torch.randn(1, 1, T, K, generator=g), dim=-1)
     how = {

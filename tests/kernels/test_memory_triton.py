@@ -115,11 +115,6 @@ def test_the_public_filter_takes_the_kernels_where_they_are_asked_for():
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
-def test_no_history_at_all_is_filtered_too():
-    found = values_and_gradients(fast.filter_memory, drawn(5, B=0))
-    assert found["readout"].shape == (0, 2, 5, M) and found["covariance"].shape == (0, 2, K, K)
-
-
 def test_two_runs_are_equal_bit_by_bit():
     one, two = (values_and_gradients(fast.filter_memory, drawn(CHUNK + 2, H=1)) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -70,9 +70,8 @@ def assert_near(found, exact):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize(("T", "K"), [(1, 1), (2, 3), (9, 4), (64, 16), (65, 5), (130, 32)])
+@pytest.mark.parametrize(("causal", "shuffled"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("T", "K"), [(1, 1), (9, 4), (65, 17)])
 def test_it_equals_the_isotropic_form_in_values_and_gradients(T, K, shuffled, causal, variant):
     order = torch.randperm(T, generator=torch.Generator().manual_seed(T)) if shuffled else None
     lengths = [[T], [T // 2, T - T // 2] if T > 1 else [1], [max(1, T - 1)], []]

@@ -219,22 +219,6 @@ def complexes(B, T, *, width=K):
     return [torch.randn(B, H, T, width, dtype=torch.complex64, device=DEVICE) for _ in range(3)]
 
 
-def test_strides_do_not_matter():
-    q, k, v = complexes(2, 3)
-    context = on(DEVICE, one_history(3, B=2))
-    expected = filtered(q, k, v, context)
-    views = {
-        "heads last": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        "every other coordinate": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
-        "a slice of a wider one": lambda x: torch.cat((x, x, x), dim=-1)[..., K : 2 * K],
-        "conjugate twice": lambda x: torch.conj(x.conj().resolve_conj()),
-    }
-    for name, view in views.items():
-        for inputs in ((view(q), view(k), view(v)), (view(q), k, v)):
-            for one, two in zip(filtered(*inputs, context), expected, strict=True):
-                assert torch.equal(one, two), name
-
-
 def test_a_history_hears_nothing_of_the_others_in_its_row():
     context = packed()
     context = on(DEVICE, SequenceContext(context.segment[2:], context.position[2:], context.time[2:]))

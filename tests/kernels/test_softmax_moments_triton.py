@@ -107,16 +107,6 @@ def test_squares_that_overflow_half_precision_are_no_small_variance(larger_of_nu
     assert not (S[0, 0, 1:, 0] < 255).any() and not (precision[0, 0, 1:, 0] > 0.1).any()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_tiles_of_unequal_sides_give_the_same(causal, small_tiles):
-    context = packed([[41], [3, 30, 4]], 41, causal=causal)
-    inputs = drawn(context)
-    small_tiles["OTHER"] = 2 * TILE
-    check(inputs, context)
-    small_tiles.update(OWN=4 * TILE, OTHER=TILE)
-    check(inputs, context)
-
-
 @pytest.mark.parametrize("leave_out", [("log_precision",), ("log_decay",), ("log_precision", "log_decay")])
 def test_biases_that_are_not_given_are_not_needed(leave_out):
     context = packed([[12, 9]], 21, causal=len(leave_out) == 1)
@@ -187,13 +177,6 @@ def test_the_reml_precision_is_that_of_the_moments(nu, cap):
     assert cap == 100.0 or (exact == cap).any()
     check(inputs, context, function=fused, plain=composed)
     check(inputs, context, function=fused, plain=composed, only=[1])
-
-
-def test_no_rows_give_no_moments():
-    context = SequenceContext(torch.zeros(0, 5, dtype=torch.long), torch.zeros(0, 5, dtype=torch.long))
-    names, found = values_and_gradients(path.softmax_moments, drawn(context), context, torch.float32)
-    assert found[0].shape == (0, 1, 5, 8)
-    assert found[names.index("log_decay")] == 0
 
 
 def test_padding_gets_zeros_and_passes_no_gradient():

@@ -1,7 +1,7 @@
 /* A bias of pairs that is made of a few terms where it is read, so that nothing of tokens by keys is kept.
  *
- *     x_tj = sum_r s_tr table_r[n_t, place_j] + s_tR |place_t - place_j| / max(1, n_t)          (1)
- *     bias = clip((x - m) / d, +-limit) scale                                                   (2)
+ *     x_tj = sum_r s_tr table_r[n_t, place_j] + s_tR |place_t - place_j| / max(1, n_t)       (9.33)
+ *     bias = clip((x - m) / d, +-limit) scale                                                (9.34)
  *
  * Shapes: B rows, T tokens that read, J keys, N terms, the last of which may be the distance.
  */
@@ -18,7 +18,7 @@ typedef struct {
     const float *table;         /* (tables, length, length) */
     const int32_t *reach;       /* n, (B, T) */
     int64_t num, tables, length; /* N; N, or one less where there is a distance */
-    float mean, sharpness, limit, scale; /* of (2); 1 / d */
+    float mean, sharpness, limit, scale; /* of (9.34); 1 / d */
     float *d_shares, *d_scale;  /* (B, H, T, N), (B, H, T) */
 } Terms;
 
@@ -61,7 +61,7 @@ INLINE const float *term_of(const Terms *terms, int64_t r, const Reads *reads, i
     return room;
 }
 
-/* (2) of some keys before the scale, in whole vectors whose rest is any number. */
+/* (9.34) of some keys before the scale, in whole vectors whose rest is any number. */
 INLINE void standardised(const Terms *terms, const Reads *reads, int64_t from, int64_t count, float *x)
 {
     const float limit = terms->limit, *shares = terms->shares + reads->token * terms->num;
@@ -81,7 +81,7 @@ INLINE void standardised(const Terms *terms, const Reads *reads, int64_t from, i
     }
 }
 
-/* Add (2) to the logits of a token's keys. */
+/* Add (9.34) to the logits of a token's keys. */
 INLINE void add_terms(const Terms *terms, Reads reads, float *row)
 {
     float x[STRETCH];

@@ -1,6 +1,6 @@
 /* Exponentials of a block of logits in their place, and their sums: of each row
  *
- *     m = its largest, or 0 where no shift is asked for       x <- exp(x - m)       total = sum x           (1)
+ *     m = its largest, or 0 where no shift is asked for       x <- exp(x - m)       total = sum x           (a)
  */
 
 #include "vectors.h"

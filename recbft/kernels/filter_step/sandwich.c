@@ -1,7 +1,7 @@
 /* The sandwich precision of an innovation from the sums of silu.c, token by token:
  *
  *     d = max(s1^2, 1e-6 s2 + 1e-12)    m = e s1 / d, or e    spread = max(w2 - 2 m w1 + m^2 s2, 0)
- *     r = 1 / max(spread / d, 1 / cap), 0 where nothing is read                                               (1)
+ *     r = 1 / max(spread / d, 1 / cap), 0 where nothing is read                                       (2.7, 2.10)
  *
  * Shapes: B rows, H heads, T tokens, K head width.
  */

@@ -1,7 +1,7 @@
 /* GELU and a product with its slope, a few tokens at a time, so that the slope is never written to memory.
  *
- *     y = a Phi(a)        z = phi'(a) M            phi'(a) = Phi(a) + a N(a)                                (1)
- *     d_a = phi'(a) * g_y + phi''(a) * (g_z M')    phi''(a) = N(a) (2 - a^2)                                (2)
+ *     y = a Phi(a)        z = phi'(a) M            phi'(a) = Phi(a) + a N(a)                         (4.1, 4.2)
+ *     d_a = phi'(a) * g_y + phi''(a) * (g_z M')    phi''(a) = N(a) (2 - a^2)                                (a)
  *
  * Phi(-|a|) = exp(-a^2 / 2) t P(t), t = 1 / (1 + c |a|): P is fitted to half of exp(x^2) erfc(x), x = |a| / sqrt(2),
  * to a relative error of 1.2e-7.
@@ -28,7 +28,7 @@ INLINE Normal normal(float a)
     return (Normal){a > 0 ? 1.0f - tail : tail, peak * density};
 }
 
-/* Equation (1); M (F, R) with rows padded to whole vectors, z (N, R); y may be NULL. */
+/* Equation (4.1, 4.2); M (F, R) with rows padded to whole vectors, z (N, R); y may be NULL. */
 int gelu_forward(int64_t N, int64_t F, int64_t R, const float *a, const float *M, float *y, float *z)
 {
     const int64_t Rp = padded(R);
@@ -64,7 +64,7 @@ int gelu_forward(int64_t N, int64_t F, int64_t R, const float *a, const float *M
     return failed;
 }
 
-/* Equation (2); M' (R, F) with rows padded to whole vectors. */
+/* Equation (a); M' (R, F) with rows padded to whole vectors. */
 int gelu_backward(int64_t N, int64_t F, int64_t R, const float *a, const float *M_columns, const float *g_y,
                   const float *g_z, float *d_a)
 {

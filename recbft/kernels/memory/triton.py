@@ -4,18 +4,18 @@ For the backward pass the beliefs at the entries of chunks are stored, and the f
 a chunk is made again.
 
 A program carries the belief, backwards its gradient, from chunk to chunk without leaving the chip. What one chunk does
-is equations (1) to (5) of ``chunk`` forwards and (6) to (8) backwards. Its keys, queries and noise are taken to the
+is equations (a) to (e) of ``chunk`` forwards and (f) to (h) backwards. Its keys, queries and noise are taken to the
 chunk's entry as in ``transport``, with sums over tokens as products with ``same``, the 0 and 1 of which tokens are of
 the same history and not later:
 
-    c = same log a     U = same (e^-2c ell2) + p0 where the history began in the chunk     S = e^2c U      (1)
-    K = e^c k          Q = e^c q          s = e^c U k         read = rowsum(S q^2)                         (2)
+    c = same log a     U = same (e^-2c ell2) + p0 where the history began in the chunk     S = e^2c U      (i)
+    K = e^c k          Q = e^c q          s = e^c U k         read = rowsum(S q^2)                         (j)
 
 and backwards, with g_K, g_Q, g_s from the chunk, g_read, and what the exit sends to c and S of the last token,
 
-    g_S = g_read q^2    g_U = g_s e^c k + g_S e^2c    g_N = same' g_U    g_ell2 = rowsum(g_N e^-2c)        (3)
-    g_c = g_K K + g_Q Q + g_s s + 2 g_S S - 2 g_N e^-2c ell2     g_log a = same' g_c     g_p0 = sum g_U    (4)
-    g_k = (g_K + g_s U) e^c    g_q = g_Q e^c + 2 g_read S q                                                (5)
+    g_S = g_read q^2    g_U = g_s e^c k + g_S e^2c    g_N = same' g_U    g_ell2 = rowsum(g_N e^-2c)        (k)
+    g_c = g_K K + g_Q Q + g_s s + 2 g_S S - 2 g_N e^-2c ell2     g_log a = same' g_c     g_p0 = sum g_U    (l)
+    g_k = (g_K + g_s U) e^c    g_q = g_Q e^c + 2 g_read S q                                                (m)
 
 c stays within what the host allows, so that e^-2c is far from the bounds of float32. Where rounding leaves no positive
 pivot, it is raised to r2, its least value, and counted.
@@ -184,7 +184,7 @@ def _transport(
     a, tokens, inside, columns, ell2, p0, same, entry, K,
     DECAYS: tl.constexpr, PER_ROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """a, e^c, e^-2c and U of (1), (C, K) each."""
+    """a, e^c, e^-2c and U of (i), (C, K) each."""
     kept = tl.zeros([tokens.shape[0], columns.shape[0]], tl.float32) + 1.0
     out, back, sums = kept, kept, same.to(tl.float32)
     if DECAYS:
@@ -355,7 +355,7 @@ def backwards(
         F = tl.dot(Li, R, input_precision=PRECISION)
         E = tl.dot(Li, Y, input_precision=PRECISION)
         B = tl.where(same, tl.dot(Q, tl.trans(F), input_precision=PRECISION), 0.0)
-        # The exit: (5) of the chunk.
+        # The exit: (e) of the chunk.
         decay = _last_row(out)
         g_P = 0.5 * (g_P + tl.trans(g_P))
         g_noise, left = _diagonal(g_P), F * decay[None, :] * goes_on
@@ -366,7 +366,7 @@ def backwards(
         g_exit = tl.sum(f * F, axis=0) * decay + 2 * tl.sum(g_P * P * both, axis=1)
         g_exit += tl.sum(g_X * X, axis=1) * decay * stays
         f, g_P, g_X = f * decay[None, :], g_P * both, g_X * decay[:, None] * stays
-        # Readings: (4) and (6).
+        # Readings: (d) and (f).
         gy = _load(g_readout, tokens, M, values, inside)
         g_rho = tl.load(g_spread + tokens, mask=inside, other=0.0)
         g_B = -tl.dot(gy, tl.trans(E), input_precision=PRECISION) - 2 * B * g_rho[:, None]
@@ -379,7 +379,7 @@ def backwards(
         g_Q += tl.dot(gy, tl.trans(X), input_precision=PRECISION) * entry
         g_P = tl.dot(tl.trans(weighted), seen, g_P, input_precision=PRECISION)
         g_X = tl.dot(tl.trans(seen), gy, g_X, input_precision=PRECISION)
-        # The factor: (7) and (8).
+        # The factor: (g) and (h).
         g_g, pivots = tl.load(g_gain + tokens, mask=inside, other=0.0), _diagonal(Li)
         pivots = 1 / (pivots * pivots)
         Z = tl.dot(e, tl.trans(E), input_precision=PRECISION)
@@ -398,7 +398,7 @@ def backwards(
         write = tl.trans(kt * entry)
         g_P = tl.dot(write, g_R, g_P, input_precision=PRECISION)
         g_X -= tl.dot(write, g_V, input_precision=PRECISION)
-        # Transport: (3) to (5).
+        # Transport: (k) to (m).
         end = (rows == C - 1)[:, None]
         g_S = g_rho[:, None] * raw_q * raw_q + tl.where(end, g_noise[None, :], 0.0)
         g_U = g_R * kt + g_S * out * out

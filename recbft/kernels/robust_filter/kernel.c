@@ -3,16 +3,16 @@
  * Coordinates are complex, real and imaginary parts next to each other, turned on the way in and back on the way out.
  * With E, P and s of the lag, and Q, K, V turned,
  *
- *     R2 = |Q|^2 + E^2 |K|^2 - 2 E Q . K      x = s R2      y = log(1 + x), or x      L = log P - kappa y        (1)
- *     a = softmax(tau L + b)                  mean = sum a E V                        evidence = sum exp(L)      (2)
+ *     R2 = |Q|^2 + E^2 |K|^2 - 2 E Q . K      x = s R2      y = log(1 + x), or x      L = log P - kappa y        (9.8, 9.9)
+ *     a = softmax(tau L + b)                  mean = sum a E V                        evidence = sum exp(L)      (9.11, 9.12)
  *
- * and backwards, with g and g_e the gradients of the mean, turned, and of the evidence, as in robust_filter/cpu.py,
+ * and backwards, with g and g_e the gradients of the mean, turned, and of the evidence,
  *
- *     da = (g V') E    dl = a (da - sum a da)    dL = tau dl + g_e exp(L)                                        (3)
- *     dy = -kappa dL   dx = dy / (1 + x) or dy   dR2 = dx s    dc = E dR2                                        (4)
- *     dQ = 2 (Q sum_j dR2 - dc K)    dK = 2 (K sum_t E dc - dc' Q)    dV = (a E)' g                              (5)
- *     d log E = 2 dc (E |K|^2 - Q . K) + da a    d log P = dL    d s = dx R2                                     (6)
- *     d kappa = -sum dL y    d tau = sum dl L                                                                    (7)
+ *     da = (g V') E    dl = a (da - sum a da)    dL = tau dl + g_e exp(L)                                        (a)
+ *     dy = -kappa dL   dx = dy / (1 + x) or dy   dR2 = dx s    dc = E dR2                                        (b)
+ *     dQ = 2 (Q sum_j dR2 - dc K)    dK = 2 (K sum_t E dc - dc' Q)    dV = (a E)' g                              (c)
+ *     d log E = 2 dc (E |K|^2 - Q . K) + da a    d log P = dL    d s = dx R2                                     (d)
+ *     d kappa = -sum dL y    d tau = sum dl L                                                                    (e)
  *
  * Shapes: B rows, H heads, T tokens that read, J keys, K real coordinates, L lags.
  */
@@ -142,7 +142,7 @@ static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int 
     }
 }
 
-/* Equation (1) of a token, the r-th of its tile, from its products; L and the scores, tau L + b, are -inf where it may
+/* Equation (9.8, 9.9) of a token, the r-th of its tile, from its products; L and the scores, tau L + b, are -inf where it may
  * not read. Returns the largest score, or 0 where nothing is read. */
 static float logits(Room *room, const FilterCall *call, int64_t b, int64_t h, int64_t t, Tile tile, int64_t r,
                     const float *cross, float *score)
@@ -209,7 +209,7 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
     }
 }
 
-/* Equations (3), (4), (6) and (7) of a token: a E over its products, dc over g V'; the sum of dR2. */
+/* Equations (a), (b), (d) and (e) of a token: a E over its products, dc over g V'; the sum of dR2. */
 static float backward_token(Room *room, const FilterCall *call, int64_t b, int64_t h, int64_t t, Tile tile, float *row,
                             float *d)
 {
@@ -339,8 +339,8 @@ static void forward_head(void *room, const void *call, int64_t b, int64_t h)
 
 static const Mechanism mechanism = {take, forward_head, backward_head};
 
-/* Equations (1) and (2); 0, or 1 where memory is short. */
+/* Equations (9.8, 9.9) and (9.11, 9.12); 0, or 1 where memory is short. */
 int robust_filter_forward(const FilterCall *call) { return each_head(&mechanism, &call->of, call, 0); }
 
-/* Equations (3) to (7). */
+/* Equations (a) to (e). */
 int robust_filter_backward(const FilterCall *call) { return each_head(&mechanism, &call->of, call, 1); }

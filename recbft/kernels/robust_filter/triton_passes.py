@@ -15,13 +15,13 @@ exp(m - m') when the largest score m grows to m'. Kept are the mean and the log 
 Backward, with g the gradient of the mean turned as values are, g_e that of the evidence, D = Re(conj(g) . mean) and
 the letters above:
 
-    w = (g v') drop      dl = a (w E - D)      dL = tau dl + g_e exp(L)      dx = -kappa dL / (1 + x) or -kappa dL  (1)
-    dR2 = dx / (nu V)    dV = -(dL + dx x) / V; without multiplying dR2 = dx / nu, dV = -dL / V                     (2)
-    dq = 2 (q sum_j dR2 - (dR2 E) k)     dk = 2 (k sum_t dR2 E^2 - (dR2 E)' q)     dv = (a E drop)' g               (3)
-    d log E = E (a w + 2 dR2 (E |k|^2 - q k'))     d span = -E^2 dV (eta2 - s2), without s2 where mu = 0            (4)
-    d mu = sum e (2 d span - d log E)    d scale = sum |lag| (mu (2 d span - d log E) + s2 dV where mu = 0)         (5)
-    d s2 = sum dV S    d eta2 = sum dV E^2    d gamma2 = sum dV    d tau = sum dl L    d b_j = sum dl_tj            (6)
-    d kappa = -sum dL y                  d nu = -sum dx x / nu beside what comes through kappa = (nu + K) / K       (7)
+    w = (g v') drop      dl = a (w E - D)      dL = tau dl + g_e exp(L)      dx = -kappa dL / (1 + x) or -kappa dL  (d)
+    dR2 = dx / (nu V)    dV = -(dL + dx x) / V; without multiplying dR2 = dx / nu, dV = -dL / V                     (e)
+    dq = 2 (q sum_j dR2 - (dR2 E) k)     dk = 2 (k sum_t dR2 E^2 - (dR2 E)' q)     dv = (a E drop)' g               (f)
+    d log E = E (a w + 2 dR2 (E |k|^2 - q k'))     d span = -E^2 dV (eta2 - s2), without s2 where mu = 0            (g)
+    d mu = sum e (2 d span - d log E)    d scale = sum |lag| (mu (2 d span - d log E) + s2 dV where mu = 0)         (h)
+    d s2 = sum dV S    d eta2 = sum dV E^2    d gamma2 = sum dV    d tau = sum dl L    d b_j = sum dl_tj            (i)
+    d kappa = -sum dL y                  d nu = -sum dx x / nu beside what comes through kappa = (nu + K) / K       (j)
 
 One kernel goes over keys for each tile of readers, one over readers for each tile of keys, so that every number is
 written once and nothing is added up in an order of chance. span is 2 mu e, and g v' a product of real parts.
@@ -101,7 +101,7 @@ def _weights_and_gradients(
     STUDENT: tl.constexpr, MULTIPLICATIVE: tl.constexpr, WITH_EVIDENCE: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What (1) and (2) need of a tile, and give."""
+    """What (d) and (e) need of a tile, and give."""
     cross, k_square = product(q_real, q_imag, k_real, k_imag, PRECISION), squared(k_real, k_imag)
     x, y, L = likelihood(
         cross, squared(q_real, q_imag), k_square, E, V, nu, kappa, STUDENT, MULTIPLICATIVE
@@ -363,7 +363,7 @@ def distances(late, late_rest, early, early_rest):
 
 @triton.jit
 def spread(elapsed, mu, s2, eta2, gamma2):
-    """E, S and V of (2)."""
+    """E, S and V of (b)."""
     E = tl.exp(-mu * elapsed)
     span = 2 * mu * elapsed
     # With a small decay 1 - E^2 would be rounding, times a large s2.
@@ -376,7 +376,7 @@ def spread(elapsed, mu, s2, eta2, gamma2):
 
 @triton.jit
 def likelihood(cross, reader_square, key_square, E, V, nu, kappa, STUDENT: tl.constexpr, MULTIPLICATIVE: tl.constexpr):
-    """x, y and L of (3)."""
+    """x, y and L of (c)."""
     # A difference of near numbers can round below 0; what is no number stays so, and is no perfect match.
     x = reader_square[:, None] + E * (E * key_square[None, :] - 2 * cross)
     x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) / nu

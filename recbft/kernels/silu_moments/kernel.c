@@ -1,12 +1,12 @@
 /* SiLU moments of a packed batch, head by head in the cache: nothing of tokens by keys is kept.
  *
- *     s = q k' / sqrt(K) + bias of the key + bias of the lag + lag * log decay    a = s sigmoid(s) / N        (1)
- *     e = sum a v    s1 = sum a    s2 = sum a^2    w1 = sum a^2 v    w2 = sum a^2 v^2                         (2)
+ *     s = q k' / sqrt(K) + bias of the key + bias of the lag + lag * log decay    a = s sigmoid(s) / N        (8.2, 8.3)
+ *     e = sum a v    s1 = sum a    s2 = sum a^2    w1 = sum a^2 v    w2 = sum a^2 v^2                  (8.3, 8.6)
  *
- * and backwards, with g, g1, g2, h1 and h2 the gradients of (2), as in silu_moments/cpu.py,
+ * and backwards, with g, g1, g2, h1 and h2 the gradients of (8.3, 8.6), as in silu_moments/torch.py,
  *
- *     dA = g v' + g1 + 2 a * (g2 + h1 v' + h2 (v^2)')        ds = silu'(s) * dA / N                           (3)
- *     dq = ds k / sqrt(K)    dk = ds' q / sqrt(K)    dv = a' g + (a^2)' h1 + 2 v * ((a^2)' h2)                (4)
+ *     dA = g v' + g1 + 2 a * (g2 + h1 v' + h2 (v^2)')        ds = silu'(s) * dA / N                           (a)
+ *     dq = ds k / sqrt(K)    dk = ds' q / sqrt(K)    dv = a' g + (a^2)' h1 + 2 v * ((a^2)' h2)                (b)
  *
  * Shapes: B rows, H heads, T tokens that read, J keys, K head width, L lags.
  */
@@ -269,8 +269,8 @@ static void forward_head(void *room, const void *call, int64_t b, int64_t h)
 
 static const Mechanism mechanism = {take, forward_head, backward_head};
 
-/* Equations (1) and (2); 0, or 1 where memory is short. */
+/* Equations (8.2, 8.3) and (8.3, 8.6); 0, or 1 where memory is short. */
 int silu_forward(const SiluCall *call) { return each_head(&mechanism, &call->of, call, 0); }
 
-/* Equations (3) and (4). */
+/* Equations (a) and (b). */
 int silu_backward(const SiluCall *call) { return each_head(&mechanism, &call->of, call, 1); }

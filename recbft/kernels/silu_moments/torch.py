@@ -2,8 +2,8 @@
 
 With g the gradient of e, and g1, g2, h1, h2 those of sum a, sum a^2, sum a^2 v and sum a^2 v^2:
 
-    dA = g v' + g1 + 2 a * (g2 + h1 v' + h2 (v^2)')        ds = silu'(s) * dA / N                     (1)
-    dq = ds k / sqrt(K)    dk = ds' q / sqrt(K)    dv = a' g + (a^2)' h1 + 2 v * ((a^2)' h2)          (2)
+    dA = g v' + g1 + 2 a * (g2 + h1 v' + h2 (v^2)')        ds = silu'(s) * dA / N                     (a)
+    dq = ds k / sqrt(K)    dk = ds' q / sqrt(K)    dv = a' g + (a^2)' h1 + 2 v * ((a^2)' h2)          (b)
 
 Shapes: B rows, H heads, T tokens, K head width.
 """
@@ -98,7 +98,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
 def _through_scores(
     ctx: Any, d_weights: Tensor, q: Tensor, k: Tensor, scores: Tensor, shares: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k and the bias from those of the weights: the right of (1), and (2)."""
+    """Gradients of q, k and the bias from those of the weights: the right of (a), and (b)."""
     d_scores = torch.ops.aten.silu_backward(d_weights, scores).mul_(shares)
     scale = 1 / math.sqrt(q.shape[-1])
     d_q = torch.matmul(d_scores, k).mul_(scale)

@@ -97,7 +97,7 @@ def _attend(
 class _Estimate(NamedTuple):
     kind: int
     prior_dof: float = 0.0
-    constant: float = 0.0  # c of equation (2)
+    constant: float = 0.0  # c of equation (2.8)
     cap: float = 0.0
 
 

@@ -2,13 +2,13 @@
  *
  * With u = v - the value of the first token of the history, and l the logits,
  *
- *     a = softmax(l)    o = sum a u    e = o + first value    S = sum a u^2 - o^2    n = 1 / sum a^2           (1)
- *     r = min((n + nu) / (S + c), cap), 0 where nothing is read                        REML, where asked for   (2)
+ *     a = softmax(l)    o = sum a u    e = o + first value    S = sum a u^2 - o^2    n = 1 / sum a^2  (2.3 to 2.6)
+ *     r = min((n + nu) / (S + c), cap), 0 where nothing is read                        REML, where asked for   (2.8)
  *
- * and backwards, with G = g_e - 2 g_S o, as in cpu.py,
+ * and backwards, with G = g_e - 2 g_S o, as in torch.py,
  *
- *     dA = G u' + g_S (u^2)' - 2 g_n n^2 a             dl = a (dA - sum a dA)                                  (3)
- *     dq = dl k / sqrt(K)    dk = dl' q / sqrt(K)      dv = a' G + 2 u (a' g_S)                                (4)
+ *     dA = G u' + g_S (u^2)' - 2 g_n n^2 a             dl = a (dA - sum a dA)                                  (a)
+ *     dq = dl k / sqrt(K)    dk = dl' q / sqrt(K)      dv = a' G + 2 u (a' g_S)                                (b)
  *
  * Weights are formed in blocks of tokens, against the keys from the first to the last that a few neighbouring tokens
  * may read: short histories that share a row cost what they would cost alone, and a causal row half.
@@ -23,7 +23,7 @@ enum { MEAN, MOMENTS, REML };
 typedef struct {
     Batch of;
     int64_t kind;
-    float scale, nu, constant, cap; /* of the logits, 1 / sqrt(K); of (2) */
+    float scale, nu, constant, cap; /* of the logits, 1 / sqrt(K); of (2.8) */
     View q, k, v;
     const float *key_bias;  /* (B, J) or NULL */
     const float *log_decay; /* (B) or NULL: per step of the lag */
@@ -316,8 +316,8 @@ static void forward_head(void *room, const void *call, int64_t b, int64_t h)
 
 static const Mechanism mechanism = {take, forward_head, backward_head};
 
-/* Equations (1) and (2); 0, or 1 where memory is short. */
+/* Equations (2.3 to 2.6) and (2.8); 0, or 1 where memory is short. */
 int softmax_forward(const Call *call) { return each_head(&mechanism, &call->of, call, 0); }
 
-/* Equations (3) and (4). */
+/* Equations (a) and (b). */
 int softmax_backward(const Call *call) { return each_head(&mechanism, &call->of, call, 1); }

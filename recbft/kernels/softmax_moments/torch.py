@@ -3,9 +3,9 @@
 With u = v - mu, mu the value of the first token of the history (any constant gives the same S), so that
 sum_j a u = e - mu, and G = g_e - 2 g_S (e - mu), the gradient of the weights and what follows from it are
 
-    dA = G u' + g_S (u^2)' - 2 g_n n^2 a        dl = a * (dA - sum_j a dA)                     (1)
-    dq = dl k / sqrt(K)    dk = dl' q / sqrt(K)    dv = a' G + 2 u * (a' g_S)                  (2)
-    d key_bias_j = sum over heads and tokens of dl_tj                                          (3)
+    dA = G u' + g_S (u^2)' - 2 g_n n^2 a        dl = a * (dA - sum_j a dA)                     (a)
+    dq = dl k / sqrt(K)    dk = dl' q / sqrt(K)    dv = a' G + 2 u * (a' g_S)                  (b)
+    d key_bias_j = sum over heads and tokens of dl_tj                                          (c)
 
 When causal, lag_tj = position_t - position_j and softmax ignores what is constant along j: the recency decay is a key
 bias -position_j * log_decay like log precision. In both directions it is a bias per pair, as is the bias
@@ -240,11 +240,11 @@ class _Gradients:
 
     def add(self, block: Block, weights: Tensor, d_weights: Tensor) -> None:
         """Take in the gradient of the weights of a block."""
-        d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)  # (1)
+        d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)  # (a)
         self.d_q.put(torch.matmul(d_logits, self.k[block.read]).mul_(1 / math.sqrt(self.q.shape[-1])), *block.own)
         self.d_k.add(torch.matmul(d_logits.mT, self.q[block.own]), *block.read)  # q is kept scaled
         if self.d_key is not None:
-            self.d_key.add(d_logits.sum(dim=(1, 2)), block.rows, block.keys)  # (3)
+            self.d_key.add(d_logits.sum(dim=(1, 2)), block.rows, block.keys)  # (c)
         if self.d_pair is not None:
             shape = [1 if n == 1 else size for n, size in zip(self.pair_shape, d_logits.shape, strict=True)]
             self.d_pair.add(d_logits.sum_to_size(shape), *block.pairs(self.pair_shape))

@@ -131,7 +131,7 @@ def _find_spans(segment: Tensor, position: Tensor, *, causal: bool) -> Spans:
 
 
 class _Reml(NamedTuple):
-    """How S and n become a precision, equation (3) of the forward kernel."""
+    """How S and n become a precision, equation (2.8) of the forward kernel."""
 
     nu: float = 0.0
     c: float = 0.0
