@@ -8,8 +8,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.ptx.launches import running
-from recbft.core import SequenceContext
-from recbft.kernels.softmax_moments import reference
+from recbft.core import SequenceContext, softmax_moments_ref
 from recbft.kernels.softmax_moments import triton as path
 
 T, K = 128, 16
@@ -28,7 +27,7 @@ def check_many_tiles(capability: int) -> None:
         given = (x.to(dtype) for x in (q, k, v))
         return function(*given, context, log_precision=trust.to(dtype), log_decay=None, dropout=0.0)
 
-    exact, plain = (moments(reference.softmax_moments, dtype) for dtype in (torch.float64, torch.float32))
+    exact, plain = (moments(softmax_moments_ref, dtype) for dtype in (torch.float64, torch.float32))
     with torch.no_grad(), patch.object(path, "_tiles", lambda *_, **__: SMALL), running(capability):
         found = moments(path.softmax_moments, torch.float32)
     for name, ours, theirs, truth in zip(exact._fields, found, plain, exact, strict=True):

@@ -149,7 +149,7 @@ def test_the_dry_run_goes_through_all_parts(tmp_path, monkeypatch, capsys):
     assert {"correctness", "attention", "vocabulary", "steps", "seeds", "mechanisms", "kernels"} <= set(found)
     assert {row["kernel"] for row in found["mechanisms"] if row["way"] == "recbft" and row["both_ms"] > 0} == {
         "SiLU moments", "robust filter attention", "Bayesian layer", "update and prediction", "GELU with its slope",
-        "precision channel", "layer norm",
+        "layer norm",
     }  # fmt: skip
     assert all(row["seeds"] == 2 and row["loss_apart"] < 1e-5 for row in found["seeds"])
     arms = {arm + autocast for arm in ("matched", "bft") for autocast in ("", "[training.autocast=bf16]")}

@@ -11,27 +11,12 @@ from recbft.core import Readers, SequenceContext
 from recbft.kernels import c_library, filter_step
 from recbft.kernels.silu_moments import silu_mean, silu_moments
 from recbft.kernels.softmax_moments import softmax_mean, softmax_moments, softmax_reml
+from tests.packed_rows import packed
 from tests.tolerances import assert_as_near_as
 
 REASON = c_library.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 PRIOR = {"prior_scale": 0.2, "prior_dof": 1.0, "cap": 20.0}
-
-
-def packed(lengths_by_row, width, *, causal=True, order=None):
-    """Rows of histories one after another, padded at the end; ``order`` takes the columns apart."""
-    segment = torch.full((len(lengths_by_row), width), -1)
-    position = torch.zeros(len(lengths_by_row), width, dtype=torch.long)
-    number = 0
-    for row, lengths in enumerate(lengths_by_row):
-        column = 0
-        for length in lengths:
-            segment[row, column : column + length] = number
-            position[row, column : column + length] = torch.arange(length)
-            column, number = column + length, number + 1
-    if order is not None:
-        segment, position = segment[:, order], position[:, order]
-    return SequenceContext(segment, position, causal=causal)
 
 
 def drawn(B, H, T, K, *, seed, num_queries=None):

@@ -9,6 +9,7 @@ from recbft.core import SequenceContext
 from recbft.kernels import c_library
 from recbft.kernels.dispatch import choose
 from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, read_clock
+from tests.packed_rows import packed
 
 REASON = c_library.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -19,21 +20,6 @@ VARIANTS = {
     "still": Variant(multiplicative=False, rotate_values=False, horizon=1.0),
 }
 SCALARS = ("decay", "process", "key_noise", "query_noise", "dof", "temperature")
-
-
-def packed(lengths_by_row, width, *, causal, order=None, offset=0):
-    """Rows of histories one after another whose positions begin at ``offset``."""
-    segment = torch.full((len(lengths_by_row), width), -1)
-    position = torch.zeros(len(lengths_by_row), width, dtype=torch.long)
-    for row, lengths in enumerate(lengths_by_row):
-        column = 0
-        for number, length in enumerate(lengths):
-            segment[row, column : column + length] = 10 * row + number
-            position[row, column : column + length] = offset + torch.arange(length)
-            column += length
-    if order is not None:
-        segment, position = segment[:, order], position[:, order]
-    return SequenceContext(segment, position, causal=causal)
 
 
 def drawn(B, H, T, K, *, seed=0):

@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton", minversion="3.3")
 
-from recbft.core import SequenceContext, SiluMoments
+from recbft.core import SiluMoments
 from recbft.kernels.silu_moments import silu_mean, silu_moments
 from recbft.kernels.silu_moments import triton as kernels
+from tests import packed_rows
 
 pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
 
@@ -29,17 +30,8 @@ def small_tiles(monkeypatch):
 
 def packed(*rows, T, causal=True, shuffled=False):
     """Rows of histories of these lengths, padding behind; shuffled, the tokens of a row stand in any order."""
-    segment, position = torch.full((len(rows), T), -1), torch.zeros(len(rows), T, dtype=torch.long)
-    for row, lengths in enumerate(rows):
-        column = 0
-        for number, length in enumerate(lengths):
-            segment[row, column : column + length] = number
-            position[row, column : column + length] = torch.arange(length)
-            column += length
-    if shuffled:
-        order = torch.randperm(T, generator=torch.Generator().manual_seed(0))
-        segment, position = segment[:, order], position[:, order]
-    return SequenceContext(segment.to(DEVICE), position.to(DEVICE), causal=causal)
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(0)) if shuffled else None
+    return packed_rows.packed(rows, T, causal=causal, order=order, device=DEVICE)
 
 
 def drawn(B, T, *, H=2, K=6, bias="rows", dtype=torch.float32, seed=0):

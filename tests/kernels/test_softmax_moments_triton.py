@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,10 +13,12 @@ from recbft.core import SequenceContext, reml_precision_ref, softmax_mean_ref, s
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.softmax_moments import MOMENTS, softmax_moments, softmax_reml
 from recbft.kernels.softmax_moments import triton as path
+from tests import packed_rows
 
 pytestmark = pytest.mark.skipif(not (interpreted() or torch.cuda.is_available()), reason="needs a GPU")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 16
+packed = partial(packed_rows.packed, device=DEVICE)
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-5}  # float32, relative to values and gradients of order one
 NAMES = ("q", "k", "v", "log_precision", "log_decay", "bias")
 
@@ -34,20 +38,6 @@ def memory_full_of_nan(monkeypatch):
         return torch.full(shape, float("nan") if dtype.is_floating_point else 10**6, dtype=dtype, device=like.device)
 
     monkeypatch.setattr(path, "_output", filled)
-
-
-def packed(rows, width, *, causal=True):
-    """Histories of the given lengths one after another in each row, padding at the end."""
-    segment = torch.full((len(rows), width), -1)
-    position = torch.zeros(len(rows), width, dtype=torch.long)
-    number = 0
-    for row, lengths in enumerate(rows):
-        column = 0
-        for length in lengths:
-            segment[row, column : column + length] = number
-            position[row, column : column + length] = torch.arange(length)
-            column, number = column + length, number + 1
-    return SequenceContext(segment.to(DEVICE), position.to(DEVICE), causal=causal)
 
 
 def drawn(context, *, H=1, K=8, seed=0, leave_out=(), bias_shape=None, per_row=False):

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from recbft.kernels.dispatch import Path, choose, late, late_decline
 from recbft.kernels.memory import chunked, reference
-from recbft.kernels.memory.reference import Rule
-from recbft.kernels.memory.trace import (
+from recbft.kernels.memory.reference import (
     MemoryEvent,
     MemoryReading,
     MemoryState,
     MemoryTrace,
+    Rule,
     UnfilteredTrace,
     check_positive,
 )

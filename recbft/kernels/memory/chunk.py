@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from recbft.autograd.transforms import once_differentiable
-from recbft.kernels.memory.trace import report_loss
+from recbft.kernels.memory.reference import report_loss
 
 
 class ChunkMasks(NamedTuple):

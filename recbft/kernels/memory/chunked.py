@@ -27,8 +27,7 @@ from torch import Tensor
 
 from recbft.autograd.transforms import applied, behind_transforms, once_differentiable, transformed, untransformed
 from recbft.kernels.memory.chunk import ChunkMasks, FilterChunk
-from recbft.kernels.memory.reference import Rule
-from recbft.kernels.memory.trace import MemoryTrace
+from recbft.kernels.memory.reference import MemoryTrace, Rule
 from recbft.kernels.memory.transport import restarted_sum, transport, turn_back
 
 CHUNK = 32

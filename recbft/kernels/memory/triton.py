@@ -37,7 +37,7 @@ from torch import Tensor
 from recbft.autograd.transforms import applied, once_differentiable, transformed
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.memory.chunked import chunk_length, decay_refusal
-from recbft.kernels.memory.trace import MemoryTrace, report_loss
+from recbft.kernels.memory.reference import MemoryTrace, report_loss
 
 CHUNK = 16  # the factor takes as many steps whatever the length, and shorter chunks leave registers to the belief
 MAX_WIDTH = 64  # what a belief and its gradient may take of the chip
