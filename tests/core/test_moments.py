@@ -102,7 +102,7 @@ def test_each_path_passes_gradcheck(impl, seed):
         known = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias, "impl": impl}
         return (*softmax_moments(q, k, v, context, **known), softmax_mean(q, k, v, context, **known))
 
-    assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("T", [1, 2, 101])
@@ -147,7 +147,7 @@ def test_rows_in_blocks_pass_gradcheck_and_equal_the_reference(causal, bias_shap
         return (*softmax_moments(q, k, v, context, **known, impl=impl), softmax_mean(q, k, v, context, **known))
 
     assert len(blocks_of(context, num_heads=2)) == 9
-    assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
     assert_same(run(*inputs), run(*inputs, impl="reference"))
 
 

@@ -79,7 +79,7 @@ def test_each_path_passes_gradcheck(impl):
             q, k, v, CONTEXT, length=5, bias=bias, log_precision=log_precision, log_decay=log_decay, impl=impl
         )
 
-    assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

