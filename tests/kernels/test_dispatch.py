@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager, nullcontext
+from pathlib import Path as File
 from subprocess import CalledProcessError
 from types import SimpleNamespace
 
@@ -174,3 +175,9 @@ def test_where_triton_can_launch_nothing_another_path_is_taken(error, told, monk
                 choose("triton", paths, q)
     finally:
         dispatch._launch_hindrance.cache_clear()
+
+
+def test_where_a_folder_has_a_torch_py_its_init_does_not_call_pytorch_by_that_name():
+    # The name would become that of the file as soon as it is imported.
+    for file in File(dispatch.__file__).parent.glob("*/torch.py"):
+        assert "\nimport torch\n" not in file.with_name("__init__.py").read_text(encoding="utf-8"), file
