@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +15,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recbft import core
-from recbft.core import Belief, SequenceContext, silu_moments, softmax_mean, softmax_moments
-from recbft.kernels.count_precision import count_precision
+from recbft.core import Belief, SequenceContext
 from recbft.kernels.cross_entropy import full_cross_entropy
-from recbft.kernels.filter_step import predict_by_logits
-from recbft.kernels.filter_step.fused import Fused
-from recbft.kernels.gelu import gelu_with_slope, gelu_with_slope_reference
-from recbft.kernels.log_mean import scalar_log_precision
-from recbft.kernels.running_mean import remember_tokens
-from recbft.kernels.softmax_moments.reml import softmax_reml
+from recbft.kernels.filter_step import kalman_update, predict_precision
+from recbft.kernels.gelu import gelu_with_slope
+from recbft.kernels.layer_norm import layer_norms
+from recbft.kernels.silu_moments import silu_moments
+from recbft.kernels.softmax_moments import softmax_mean, softmax_moments, softmax_reml
 from recbft.mixers.bayesian import filter_memory
 from recbft.mixers.rfa import robust_filter_attention
 
@@ -130,7 +125,7 @@ def reml(B: int, H: int, T: int, K: int) -> Case:
         terms = {name: _as_taken(x[name], x["q"], impl) for name in ("log_precision", "log_decay", "bias")}
         if impl == "reference":
             mean, S, n = softmax_moments(*heads, context, **terms, impl=impl)
-            return mean, core.reml_precision(S, n, **prior)
+            return mean, core.reml_precision_ref(S, n, **prior)
         return softmax_reml(*heads, context, **terms, **prior, impl=impl)
 
     leaves = dict(kriging(B, H, T, K).leaves) | {"bias": _normal(1, H, T, T, seed=4, scale=0.3)}
@@ -201,50 +196,20 @@ def filter_step(N: int, D: int) -> Case:
 
     def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
         before, observed, noise = Belief(x["mean"], x["precision"].exp()), x["observed"].exp(), x["noise"].exp()
-        if impl == "reference":
-            after = core.kalman_update(before, x["innovation"], observed, ramp=0.7)[0]
-            return (*after, core.predict_precision(after.precision, x["jacobian"], noise, cap=20.0).clamp(min=0.01))
-        step = Fused(import_module("recbft.kernels.filter_step.triton"))
-        after = step.kalman_update(before, x["innovation"], observed, ramp=0.7)
-        return (*after, step.predict_precision(after.precision, x["jacobian"], noise, low=0.01, cap=20.0))
+        after, _ = kalman_update(before, x["innovation"], observed, ramp=0.7, impl=impl)
+        bounds = {"low": 0.01, "cap": 20.0}
+        return (*after, predict_precision(after.precision, x["jacobian"], noise, **bounds, impl=impl))
 
     names = ("mean", "precision", "innovation", "observed", "jacobian")
     leaves = {name: _normal(N, D, seed=seed) for seed, name in enumerate(names)}
     return Case("update and prediction", leaves | {"noise": _normal(D, seed=9)}, run, half=False)
 
 
-def channel(B: int, T: int, D: int) -> Case:
-    """What a layer does with precision beside update and attention: item precision, log mean, noise, running mean."""
-    bounds = {"low": 1e-3, "cap": 20.0}
-
-    @cache  # what is timed is not to wait for copies
-    def constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        items = torch.randint(30, (B, T), generator=torch.Generator().manual_seed(9))
-        return torch.linspace(0, 1, 30, device=device, dtype=dtype), items.to(device)
-
-    def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
-        J, lam = x["jacobian"], x["precision"].exp()
-        context = packed(B, T, device=str(J.device))
-        with patch("recbft.kernels.dispatch.serves_steps", lambda _: impl != "reference"):  # in the interpreter too
-            tau = count_precision(x["range"], *constants(J.device, J.dtype), **bounds)
-            after = predict_by_logits(lam * tau, J, x["logits"], q_max=1.0, **bounds)
-            means = [torch.full_like(x["logits"], 0.5) for _ in range(2)]
-            for updates, mean in enumerate(means):
-                remember_tokens(mean, J.detach(), context, torch.full((), updates, device=J.device))
-            return (tau, after, scalar_log_precision(after), *means)
-
-    leaves = {"precision": _normal(B, T, D, seed=0), "jacobian": _normal(B, T, D, seed=1), "logits": _normal(D, seed=2)}
-    return Case("precision channel", leaves | {"range": torch.tensor(2.0, dtype=torch.float64)}, run, half=False)
-
-
 def norm(S: int, N: int, D: int) -> Case:
     """Layer normalisation with weights of each seed."""
 
     def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
-        if impl == "reference":
-            each = zip(x["x"], x["weight"], x["bias"], strict=True)
-            return (torch.stack([F.layer_norm(rows, (D,), w, b) for rows, w, b in each]),)
-        return (import_module("recbft.kernels.layer_norm.triton").layer_norm(x["x"], x["weight"], x["bias"], 1e-5),)
+        return (layer_norms(x["x"], x["weight"], x["bias"], eps=1e-5, impl=impl),)
 
     leaves = {"x": _normal(S, N, D, seed=0) + 1, "weight": _normal(S, D, seed=1), "bias": _normal(S, D, seed=2)}
     return Case("layer norm", leaves, run, half=False)
@@ -256,11 +221,7 @@ def gelu(N: int, width: int, rank: int) -> Case:
 
     def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
         a, right = x["a"], factor.to(x["a"])
-        if impl == "reference":
-            return gelu_with_slope_reference(a, right)
-        kernels = import_module("recbft.kernels.gelu.triton")
-        with patch("recbft.kernels.gelu._fused", lambda *_: kernels):  # in the interpreter too
-            return gelu_with_slope(a, right)
+        return gelu_with_slope(a, right, impl=impl)
 
     return Case("GELU with its slope", {"a": _normal(N, width, seed=0, scale=2.0)}, run, half=False)
 
@@ -280,7 +241,6 @@ def all_cases(*, small: bool) -> list[Case]:
         memory(B, H, T, K),
         filter_step(*((70, 16) if small else (12_800, 64))),
         gelu(*((70, 16, 4) if small else (12_800, 256, 16))),
-        channel(*((5, 14, 16) if small else (256, 50, 64))),
         norm(*((2, 70, 16) if small else (2, 12_800, 64))),
     ]
     return cases if small else [*cases, kriging(4, 4, 1000, 64), vocabulary(500, 100_003, 64)]
@@ -296,11 +256,10 @@ def timed_cases(*, small: bool) -> list[tuple[Case, torch.dtype]]:
     heads = [(2, 1, 20, 16)] if small else [(256, 2, 50, 32), (128, 4, 200, 32)]
     filtered = [(70, 16)] if small else [(12_800, 64)]
     widened = [(70, 16, 4)] if small else [(12_800, 256, 16)]
-    rows = [(5, 14, 16)] if small else [(256, 50, 64)]
     normed = [(1, 70, 16)] if small else [(1, 12_800, 64), (1, 51_200, 64)]
     makers: list[tuple[Callable[..., Case], list[Any]]] = [
         (silu, heads), (robust_filter, heads), (memory, heads), (filter_step, filtered), (gelu, widened),
-        (channel, rows), (norm, normed),
+        (norm, normed),
     ]  # fmt: skip
     made, half = [], torch.float16 if small else torch.bfloat16
     for maker, shapes in makers:

@@ -49,7 +49,7 @@ def attention(shapes: Sequence[Shape]) -> dict[str, dict[str, Way]]:
     found: dict[str, dict[str, Way]] = {}
     for shape in shapes:
         q, k, v = (torch.randn(*shape, requires_grad=True) for _ in "qkv")
-        contestants = gpu_cases.contestants(shape.B, shape.T, "cpu", impl="auto", others=["cpu"])
+        contestants = gpu_cases.contestants(shape.B, shape.T, "cpu", impl="auto", others=["torch"])
         found[str(shape)] = {
             name: Way(lambda run=run, q=q, k=k, v=v: run(q, k, v), (q, k, v))  # type: ignore[misc]
             for name, run in contestants.items()
@@ -62,7 +62,7 @@ def vocabulary(sizes: Sequence[tuple[int, int, int]] = VOCABULARY) -> dict[str, 
     found = {}
     for N, V, D in sizes:
         states, weight = (torch.randn(n, D, requires_grad=True) for n in (N, V))
-        ways = gpu_cases.losses(states, weight, torch.randint(V, (N,)), impl="cpu")
+        ways = gpu_cases.losses(states, weight, torch.randint(V, (N,)), impl="torch")
         found[f"{N}x{V}x{D}"] = {name: Way(run, (states, weight)) for name, run in ways.items()}
     return found
 

@@ -29,7 +29,7 @@ from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.uncertainty import uncertainty
-from recbft.kernels import compiled
+from recbft.kernels import c_library
 from recbft.runs.folder import RunFolder
 from recbft.serving.explanations import explanation_table
 from recbft.serving.histories import Histories
@@ -383,7 +383,7 @@ class Recommender:
         Raises:
             UserError: there is no run, it has no weights yet, or a file is damaged.
         """
-        compiled.missing()  # builds them now if ever, not while the first request waits
+        c_library.missing()  # builds them now if ever, not while the first request waits
         recommender = cls.__new__(cls)
         recommender._open(Path(path), None if data_root is None else str(data_root))
         return recommender

@@ -1,8 +1,39 @@
-"""Belief in, belief out, as pure functions: observe, update, predict. Equations: docs/method.md."""
+"""Belief in, belief out, as pure functions: observe, update, predict. Equations: docs/method.md.
 
-from recbft.core.belief import Belief, SequenceContext
-from recbft.core.gain import gain_update, gate, kalman_update
-from recbft.core.moments import scalar_log_precision, softmax_mean, softmax_moments
+Where ``recbft.kernels`` has a faster form, the function here ends in ``_ref``: it is the reference, and the public call
+of the operation is the one of ``kernels``.
+"""
+
+from recbft.core.belief import Belief, Moments, SequenceContext, SiluMoments
+from recbft.core.filter_step import (
+    decay_precision,
+    discount_precision,
+    ffn_jacobian,
+    gain_update,
+    gate,
+    gelu_slope,
+    jacobian_factors,
+    kalman_update_ref,
+    low_rank_jacobian,
+    mean_over_tokens,
+    predict_precision_ref,
+    process_noise,
+    remember,
+)
+from recbft.core.moments import (
+    MAX_TOKENS,
+    effective_sample_size,
+    key_variance,
+    per_dimension_weights,
+    propagated_variance,
+    ramped,
+    residual_variance,
+    scalar_log_precision,
+    softmax_mean_ref,
+    softmax_moments_ref,
+    softmax_weights,
+    weight_sums,
+)
 from recbft.core.observation_precision import (
     ESTIMATORS,
     Estimator,
@@ -11,31 +42,12 @@ from recbft.core.observation_precision import (
     design_effect_precision,
     projected_precision,
     reml_naive_precision,
-    reml_precision,
-    sandwich_precision,
+    reml_precision_ref,
+    sandwich_precision_ref,
 )
 from recbft.core.prior import count_quantiles, empirical_bayes_precision, fit_pseudo_count, initial_scale
-from recbft.core.process import (
-    decay_precision,
-    discount_precision,
-    ffn_jacobian,
-    gelu_slope,
-    jacobian_factors,
-    low_rank_jacobian,
-    predict_precision,
-    process_noise,
-)
 from recbft.core.readers import Readers, pick
-from recbft.core.silu import silu_mean, silu_moments, silu_weights
-from recbft.core.statistics import Moments, SiluMoments
-from recbft.core.weights import (
-    MAX_TOKENS,
-    key_variance,
-    per_dimension_weights,
-    propagated_variance,
-    weight_sums,
-)
-from recbft.kernels.softmax_moments.reference import effective_sample_size, residual_variance, softmax_weights
+from recbft.core.silu import look_up, silu_mean_ref, silu_moments_ref, silu_weights
 
 __all__ = [
     "ESTIMATORS",
@@ -61,25 +73,29 @@ __all__ = [
     "gelu_slope",
     "initial_scale",
     "jacobian_factors",
-    "kalman_update",
+    "kalman_update_ref",
     "key_variance",
+    "look_up",
     "low_rank_jacobian",
+    "mean_over_tokens",
     "per_dimension_weights",
     "pick",
-    "predict_precision",
+    "predict_precision_ref",
     "process_noise",
     "projected_precision",
     "propagated_variance",
+    "ramped",
+    "remember",
     "reml_naive_precision",
-    "reml_precision",
+    "reml_precision_ref",
     "residual_variance",
-    "sandwich_precision",
+    "sandwich_precision_ref",
     "scalar_log_precision",
-    "silu_mean",
-    "silu_moments",
+    "silu_mean_ref",
+    "silu_moments_ref",
     "silu_weights",
-    "softmax_mean",
-    "softmax_moments",
+    "softmax_mean_ref",
+    "softmax_moments_ref",
     "softmax_weights",
     "weight_sums",
 ]

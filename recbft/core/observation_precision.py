@@ -1,20 +1,19 @@
 """How precise is the innovation? Estimators of its precision from the residuals of the attention that made it.
 
-    reml         Var(e) = (S + nu s0) / (n + nu)        the residual variance shrunk to a prior of nu observations   (1)
-    reml_naive   Var(e) = S / (n - 1)                   without the prior; infinite precision at n = 1               (2)
-    sandwich     Var(e) = sum_j a^2 (v_j - m)^2 / s1^2, m = e / s1     weights of any kind                           (3)
-    delta        Var(e) = sum_j a^2 / lbar_j            a linear map of keys that are as precise as they say         (4)
-    design_effect  Var(e) = (U + nu s0) / n             U the unweighted variance of the keys, 1 / n Kish's effect   (5)
-    projected    Var(W e)_i = sum_k W_ik^2 Var(e)_k     carried through a linear map                                 (6)
+    reml         Var(e) = (S + nu s0) / (n + nu)        the residual variance shrunk to a prior of nu observations(2.8)
+    reml_naive   Var(e) = S / (n - 1)                   without the prior; infinite precision at n = 1            (2.9)
+    sandwich     Var(e) = sum_j a^2 (v_j - m)^2 / s1^2, m = e / s1     weights of any kind                        (2.10)
+    delta        Var(e) = sum_j a^2 / lbar_j            a linear map of keys that are as precise as they say      (2.11)
+    design_effect  Var(e) = (U + nu s0) / n             U the unweighted variance of the keys, 1 / n Kish's effect(2.12)
+    projected    Var(W e)_i = sum_k W_ik^2 Var(e)_k     carried through a linear map                              (2.13)
 
-with s1 = sum a. (1), (2), (4) and (5) take weights that are positive and sum to one; ``ESTIMATORS`` says which
-estimator is defined for which weights. (3) is formed from the expanded square (w2 - 2 m w1 + m^2 sum a^2) / s1^2, s1^2
-floored.
+with s1 = sum a. All but (2.10) take weights that are positive and sum to one; ``ESTIMATORS`` says which estimator is
+defined for which weights. (2.10) is formed from the expanded square (w2 - 2 m w1 + m^2 sum a^2) / s1^2, s1^2 floored.
 
-The observation precision is min(1 / Var(e), cap), and 0 where nothing was read (n = 0), so that such a position keeps
-its belief. With (1) it never exceeds (1 + nu) / (nu s0) at n = 1: 2 K for nu = 1 and s0 = 1 / K. S in (1) and (2), U in
-(5), precision and variance in (6) are widened by 1e-12 in double and 1e-8 in single precision; in (2) an n within 1e-6
-of 1 counts as 1.
+The observation precision is min(1 / Var(e), cap) (2.7), and 0 where nothing was read (n = 0), so that such a position
+keeps its belief. With (2.8) it never exceeds (1 + nu) / (nu s0) at n = 1: 2 K for nu = 1 and s0 = 1 / K. S in (2.8) and
+(2.9), U in (2.12), precision and variance in (2.13) are widened by 1e-12 in double and 1e-8 in single precision; in
+(2.9) an n within 1e-6 of 1 counts as 1. Functions in ``_ref`` are the plain form of ``kernels.filter_step``.
 
 Source: Precision Tracked Transformer (arXiv 2605.18832), sections 3.1 and 4.1, appendix D; REML: Patterson and
 Thompson (1971); sandwich: Huber (1967), White (1980); design effect: Kish, Survey Sampling (1965), section 8.2.
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from recbft.autograd.full_precision import in_full_precision
-from recbft.core.statistics import SiluMoments
+from recbft.core.belief import SiluMoments
 from recbft.errors import UserError
 
 Estimator = Literal["reml", "reml_naive", "sandwich", "delta", "design_effect"]
@@ -56,7 +55,7 @@ def check_estimator(estimator: str, weights: str) -> None:
         raise UserError(f"estimator {estimator!r} is not defined for {weights} weights{why}; choose {_either(defined)}")
 
 
-def reml_precision(
+def reml_precision_ref(
     residual_variance: Tensor,
     effective_sample_size: Tensor,
     *,
@@ -64,7 +63,7 @@ def reml_precision(
     prior_dof: float | Tensor = 1.0,
     cap: float = 100.0,
 ) -> Tensor:
-    """Equation (1): restricted maximum likelihood with a conjugate prior.
+    """Equation (2.8): restricted maximum likelihood with a conjugate prior.
 
     Args:
         residual_variance: S, weighted variance of the values, (..., T, K), >= 0.
@@ -82,15 +81,15 @@ def reml_precision(
 
 
 def reml_naive_precision(residual_variance: Tensor, effective_sample_size: Tensor, *, cap: float = 100.0) -> Tensor:
-    """Equation (2), for study: the cap where n = 1 or the residuals vanish. Shapes as above."""
+    """Equation (2.9), for study: the cap where n = 1 or the residuals vanish. Shapes as above."""
     size = effective_sample_size[..., None]
     precision = (size - 1) / (residual_variance + epsilon_of(residual_variance))
     alone = size - 1 <= 1e-6
     return torch.where(alone, torch.full_like(precision, cap), precision.clamp(max=cap)) * (size > 0)
 
 
-def sandwich_precision(moments: SiluMoments, *, cap: float = 100.0, centre: str = "root") -> Tensor:
-    """Equation (3): valid for weights that are negative or do not sum to one.
+def sandwich_precision_ref(moments: SiluMoments, *, cap: float = 100.0, centre: str = "root") -> Tensor:
+    """Equation (2.10): valid for weights that are negative or do not sum to one.
 
     Args:
         moments: sums over the weights, as ``silu_moments`` returns them.
@@ -117,7 +116,7 @@ def sandwich_precision(moments: SiluMoments, *, cap: float = 100.0, centre: str 
 
 
 def delta_precision(propagated_variance: Tensor, *, cap: float = 100.0) -> Tensor:
-    """Equation (4): what the keys' own precision leaves of the innovation's; residuals play no part.
+    """Equation (2.11): what the keys' own precision leaves of the innovation's; residuals play no part.
 
     Args:
         propagated_variance: sum_j a^2 / lbar_j, (..., T), 0 where nothing was read.
@@ -137,7 +136,7 @@ def design_effect_precision(
     prior_dof: float | Tensor = 1.0,
     cap: float = 100.0,
 ) -> Tensor:
-    """Equation (5): the spread of all keys, whatever their weight, over the number that they count for.
+    """Equation (2.12): the spread of all keys, whatever their weight, over the number that they count for.
 
     Args:
         key_variance: U, unweighted variance of the values that may be read, (..., T, K), >= 0.
@@ -154,7 +153,7 @@ def design_effect_precision(
 
 @in_full_precision
 def projected_precision(precision: Tensor, weight: Tensor, *, cap: float = 100.0) -> Tensor:
-    """Equation (6): the precision of ``W e`` from that of ``e``.
+    """Equation (2.13): the precision of ``W e`` from that of ``e``.
 
     Args:
         precision: (..., D_in), >= 0; a position whose precisions are all 0 (nothing was read) stays at 0.

@@ -1,13 +1,13 @@
 """The precision an item starts with: what its training count says, and how that sets the first gain.
 
-    tau_base = rank quantile of the item's training count, mid-ranks for ties                     (1)
-    scale    = lam_obs (1 - K0) / K0,  lam_obs = (1 + nu) / (nu s0)                               (2)
-    tau_i    = (c_i + nu0) / (c + nu0),  c the mean count                                         (3)
-    nu0      = argmax sum_i log NB(c_i; nu0, c)                                                   (4)
+    tau_base = rank quantile of the item's training count, mid-ranks for ties                     (5.2)
+    scale    = lam_obs (1 - K0) / K0,  lam_obs = (1 + nu) / (nu s0)                               (5.3)
+    tau_i    = (c_i + nu0) / (c + nu0),  c the mean count                                         (5.8)
+    nu0      = argmax sum_i log NB(c_i; nu0, c)                                                   (5.9)
 
-(2) makes an item of full count meet the largest REML precision with gain K0. (3) is empirical Bayes: with counts
+(5.3) makes an item of full count meet the largest REML precision with gain K0. (5.8) is empirical Bayes: with counts
 c_i ~ Poisson(theta_i) and rates theta_i ~ Gamma(shape nu0, mean c), it is E[theta_i | c_i] / c. With the rates
-integrated out a count is negative binomial, mean c and variance c + c^2 / nu0, and (4) maximises that likelihood; for
+integrated out a count is negative binomial, mean c and variance c + c^2 / nu0, and (5.9) maximises that likelihood; for
 every nu0 it is largest at the mean of the sample, so nothing else is fitted.
 
 Source: Precision Tracked Transformer (arXiv 2605.18832), section 3.3 and table 1; Gamma-Poisson: Robbins (1956), Efron,
@@ -27,7 +27,7 @@ _PSEUDO_COUNT_BOUNDS = (1e-4, 1e8)
 
 
 def count_quantiles(counts: Tensor) -> Tensor:
-    """Equation (1), (rank - 1) / (n - 1) among the n items ever seen; 0 for items never seen.
+    """Equation (5.2), (rank - 1) / (n - 1) among the n items ever seen; 0 for items never seen.
 
     Args:
         counts: training counts, (..., V), >= 0; ranks are taken along the last dimension among the counts above 0.
@@ -50,7 +50,7 @@ def count_quantiles(counts: Tensor) -> Tensor:
 def initial_scale(
     gain: float, *, head_width: int, prior_dof: float = 1.0, prior_variance: float | None = None
 ) -> float:
-    """Equation (2): the precision that meets the largest REML precision with the given gain.
+    """Equation (5.3): the precision that meets the largest REML precision with the given gain.
 
     Args:
         gain: K0, in (0, 1).
@@ -62,7 +62,7 @@ def initial_scale(
 
 
 def empirical_bayes_precision(counts: Tensor, pseudo_count: float) -> Tensor:
-    """Equation (3): 1 on average over the items; counts of any shape, the mean over all of them.
+    """Equation (5.8): 1 on average over the items; counts of any shape, the mean over all of them.
 
     Args:
         counts: training counts, (V,), >= 0.
@@ -78,7 +78,7 @@ def empirical_bayes_precision(counts: Tensor, pseudo_count: float) -> Tensor:
 
 
 def fit_pseudo_count(counts: Tensor) -> float:
-    """Equation (4): the worth of the prior, in events, that makes the counts most likely; the same on every call.
+    """Equation (5.9): the worth of the prior, in events, that makes the counts most likely; the same on every call.
 
     Args:
         counts: training counts, (V,), >= 0.

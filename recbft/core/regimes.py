@@ -1,17 +1,17 @@
 """Fuzzy regimes: how far a token belongs to each, where in a history each lives, and the attention bias that follows.
 
-    mu_r   = softmax_r(-|z - c_r|^2 / (2 sigma_r^2))                       memberships, on the simplex              (1)
-    mu_r   = mean of (1) at sigma_r (1 + u) and at sigma_r / (1 + u)       interval type-2, u in [0, 1]             (2)
+    mu_r   = softmax_r(-|z - c_r|^2 / (2 sigma_r^2))                       memberships, on the simplex           (9.29)
+    mu_r   = mean of (9.29) at sigma_r (1 + u) and at sigma_r / (1 + u)       interval type-2, u in [0, 1]       (9.30)
     phi_jk = (1 + cos(pi min(|j - m_k| / w, 1))) / 2, rows divided by their sum;
-             m = linspace(0, T - 1, R),  w = max(1, 1.5 T / R)             soft blocks that tile a length T         (3)
-    P      = sweeps of: divide rows, then columns, of exp(S / tau) by their sums                                    (4)
-    bias   = clip((sum_k s_k b_k - m) / d, +-limit) * scale                standardised by constants m and d        (5)
+             m = linspace(0, T - 1, R),  w = max(1, 1.5 T / R)             soft blocks that tile a length T      (9.31)
+    P      = sweeps of: divide rows, then columns, of exp(S / tau) by their sums                                 (9.32)
+    bias   = clip((sum_k s_k b_k - m) / d, +-limit) * scale                standardised by constants m and d     (9.34)
 
-(1) leaves the clamps of the paper's listing out: a softmax is not moved by what is added to all its logits, and at
-large widths they make all memberships equal. (4) works in logarithms, so that no score overflows.
+(9.29) leaves the clamps of the paper's listing out: a softmax is not moved by what is added to all its logits, and at
+large widths they make all memberships equal. (9.32) works in logarithms, so that no score overflows.
 
-Source: Fuzzy-Gated Training for Transformers, section 2 and listings 1, 2 and 5; (2): Nie and Tan (2008); (4): Cuturi,
-Sinkhorn Distances (2013).
+Source: Fuzzy-Gated Training for Transformers, section 2 and listings 1, 2 and 5; (9.30): Nie and Tan (2008); (9.32):
+Cuturi, Sinkhorn Distances (2013).
 Shapes: B rows, T tokens, Z width of z, R regimes (and blocks), N terms of a bias.
 """
 
@@ -27,11 +27,11 @@ from torch import Tensor
 from recbft.autograd.eager import eagerly
 from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable, untransformed
 
-HALF_WIDTH = 1.5  # of a block of (3), in T / R
+HALF_WIDTH = 1.5  # of a block of (9.31), in T / R
 
 
 def memberships(z: Tensor, centres: Tensor, log_width: Tensor, uncertainty: Tensor | None = None) -> Tensor:
-    """Equation (1), or (2) with an uncertainty.
+    """Equation (9.29), or (9.30) with an uncertainty.
 
     Args:
         z: (..., Z).
@@ -57,7 +57,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 def soft_blocks(length: int, num_blocks: int) -> Tensor:
-    """Equation (3): (T, R) in float64, rows sum to 1."""
+    """Equation (9.31): (T, R) in float64, rows sum to 1."""
     place = torch.arange(length, dtype=torch.float64)
     middle = torch.linspace(0, length - 1, num_blocks, dtype=torch.float64)
     width = max(1.0, HALF_WIDTH * length / num_blocks)
@@ -69,7 +69,7 @@ def soft_blocks(length: int, num_blocks: int) -> Tensor:
 @lru_cache(maxsize=4)
 @untransformed
 def block_table(longest: int, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(3) for every length: (R + 1, longest, longest), entry [k, T - 1, j] is phi_jk at length T, 0 where j >= T.
+    """(9.31) for every length: (R + 1, longest, longest), entry [k, T - 1, j] is phi_jk at length T, 0 where j >= T.
 
     The last of the R + 1 is the distance from the end, (T - 1 - j) / (T - 1).
     """
@@ -82,7 +82,7 @@ def block_table(longest: int, num_blocks: int, dtype: torch.dtype, device: torch
 
 
 def sinkhorn(scores: Tensor, *, sweeps: int) -> Tensor:
-    """Equation (4) of S / tau: (R, R), columns sum to 1, rows the nearer to it the more sweeps."""
+    """Equation (9.32) of S / tau: (R, R), columns sum to 1, rows the nearer to it the more sweeps."""
     log = scores
     for _ in range(sweeps):
         log = log - log.logsumexp(dim=1, keepdim=True)
@@ -91,7 +91,7 @@ def sinkhorn(scores: Tensor, *, sweeps: int) -> Tensor:
 
 
 class BiasTerms(NamedTuple):
-    """A bias by (5) that is not written out: its terms are read from a table, and the last may be the distance."""
+    """A bias by (9.34) that is not written out: its terms are read from a table, and the last may be the distance."""
 
     shares: Tensor  # s, (B, T, N)
     table: Tensor  # ``block_table``: the term of a token of some reach and a key of some place
@@ -106,7 +106,7 @@ class BiasTerms(NamedTuple):
 def standardised_bias(
     shares: Tensor, terms: Tensor, *, mean: Tensor, deviation: Tensor, limit: float, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Equation (5), and the sum in it.
+    """The clipped term of (9.34), and the sum in it.
 
     Args:
         shares: s, (N, B, T), what each attending token takes of each term.

@@ -3,7 +3,7 @@
 The hooks are put on copies of the model's modules, with its own weights in them: another thread may ask the model
 meanwhile. Every layer is run for all tokens, where a model only asked for states leaves out what no state needs.
 
-    gain      the layer's own update rule asked for h' with h = 0 and e = 1, since h' = h + gain * e           (1)
+    gain      as the layer's update rule gave it                                                               (1)
     J         the diagonal of the feed-forward network's Jacobian at the token, ``core.ffn_jacobian``          (2)
     share     |a_tj| / sum_i |a_ti|, the share of the attention of t that j gets; a_tj where weights are
               positive and sum to one                                                                          (3)
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from recbft.core import Belief, process_noise
 from recbft.datasets.batches import Batch
-from recbft.mixers import Observation
 from recbft.models.backbone import Backbone
 from recbft.models.block import Block
 from recbft.models.contract import SequenceModel, UserStates
@@ -79,15 +78,10 @@ class LayerTrace:
         precision: Tensor = self._calls["block"].output.precision
         return precision if self.tracks_precision else None
 
-    @cached_property
+    @property
     def gain(self) -> Tensor | None:
         """(B, T, D), equation (1)."""
-        if self.block.update is None:
-            return None
-        belief, observation, x, ramp = self._calls["update"].arguments
-        mean = torch.zeros_like(belief.mean)
-        asked = Observation(torch.ones_like(mean), observation.precision)
-        gain: Tensor = self.block.update(Belief(mean, belief.precision), asked, x, ramp).mean
+        gain: Tensor | None = self._calls["update"].output.gain if self.tracks_precision else None
         return gain
 
     @cached_property

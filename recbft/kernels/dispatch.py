@@ -136,16 +136,6 @@ def missing(name: str) -> str | None:
     return None
 
 
-def serves_steps(x: Tensor) -> bool:
-    """Whether small steps like this tensor's are one Triton launch: float32 on a GPU."""
-    return x.is_cuda and x.dtype == torch.float32 and (missing("triton") or _refuses("triton", x)) is None
-
-
-def fuses_steps(x: Tensor) -> bool:
-    """``serves_steps``, without torch.func or torch.compile at work, which see through plain operations alone."""
-    return not (torch.compiler.is_compiling() or transformed()) and serves_steps(x)
-
-
 def capability(x: Tensor) -> tuple[int, int] | None:
     """The compute capability of the NVIDIA GPU that a tensor lies on, or None elsewhere."""
     if x.device.type != "cuda" or torch.version.hip is not None:

@@ -34,21 +34,17 @@ from recbft.core import (
     key_variance,
     per_dimension_weights,
     propagated_variance,
+    ramped,
     reml_naive_precision,
     residual_variance,
-    sandwich_precision,
-    softmax_mean,
-    softmax_moments,
+    scalar_log_precision,
     softmax_weights,
     weight_sums,
 )
-from recbft.core.moments import ramped
 from recbft.core.regimes import BiasTerms
 from recbft.kernels.dropout import dropout as drop
-from recbft.kernels.filter_step import reml_precision
-from recbft.kernels.log_mean import scalar_log_precision
-from recbft.kernels.softmax_moments import takes_terms
-from recbft.kernels.softmax_moments.reml import softmax_reml
+from recbft.kernels.filter_step import reml_precision, sandwich_precision
+from recbft.kernels.softmax_moments import softmax_mean, softmax_moments, softmax_reml, takes_terms
 from recbft.mixers.interface import Group, Kriging, Mixer, Observation, by_head, joined, projected
 
 

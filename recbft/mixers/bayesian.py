@@ -27,9 +27,8 @@ from recbft.autograd.transforms import transformed
 from recbft.config.fields import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.kernels.dispatch import choose
-from recbft.kernels.memory import FILTER, MemoryEvent, MemoryTrace
-from recbft.kernels.memory.positivity import check_positive
+from recbft.kernels import memory
+from recbft.kernels.memory import MemoryEvent, MemoryTrace
 from recbft.mixers.interface import Mixer, MixerOptions, Observation, joined, projected, refuse_idle
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
@@ -93,8 +92,7 @@ def filter_memory(
     _check_variance("prior_variance", prior_variance)
     prior_variance = beside(v, prior_variance).expand(B, H)
     transition = fitted_transition(transition, k)
-    path = choose(impl, FILTER, v, key_width=k.shape[-1], transition=transition)
-    trace: MemoryTrace = path(
+    return memory.filter_memory(
         q,
         k,
         v,
@@ -104,9 +102,8 @@ def filter_memory(
         prior_variance=prior_variance,
         first=first,
         chunk=chunk,
+        impl=impl,
     )
-    check_positive(trace.readout_variance, trace.gain, observation_noise)
-    return trace
 
 
 def _check_variance(name: str, x: float | Tensor, *, or_zero: bool = False) -> None:

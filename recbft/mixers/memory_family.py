@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from recbft.autograd.eager import eagerly
 from recbft.config.fields import check_choice, check_range
 from recbft.core import SequenceContext
-from recbft.kernels.dispatch import choose
-from recbft.kernels.memory import UNFILTERED, Rule, UnfilteredTrace
+from recbft.kernels import memory
+from recbft.kernels.memory import Rule, UnfilteredTrace
 from recbft.kernels.memory.reference import unfiltered_reading, write_share
 from recbft.mixers.interface import Mixer, MixerOptions, Observation, joined, projected, refuse_idle
 from recbft.mixers.memory_maps import (
@@ -115,8 +115,9 @@ def unfiltered_memory(
     lam = beside(v, variance).expand(B, H)[..., None, None]
     share = write_share(k, noise, lam, rule)
     transition = fitted_transition(transition, k)
-    path = choose(impl, UNFILTERED, v, key_width=k.shape[-1], transition=transition)
-    readout, mean = path(q, k, v, transition=transition, share=share, rule=rule, first=first)
+    readout, mean = memory.unfiltered_memory(
+        q, k, v, transition=transition, share=share, rule=rule, first=first, impl=impl
+    )
     spread, gain = unfiltered_reading(q, k, share, lam, rule)
     if not by_column:
         spread, gain = None if spread is None else spread[..., 0], gain[..., 0]

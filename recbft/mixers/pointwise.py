@@ -29,17 +29,16 @@ from recbft.core import (
     Readers,
     SequenceContext,
     check_estimator,
+    look_up,
     projected_precision,
-    silu_mean,
-    silu_moments,
+    ramped,
+    scalar_log_precision,
     silu_weights,
 )
-from recbft.core.moments import ramped
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import sandwich_precision
 from recbft.kernels.layer_norm import LayerNorm
-from recbft.kernels.log_mean import scalar_log_precision
-from recbft.kernels.silu_moments.bias import look_up
+from recbft.kernels.silu_moments import silu_mean, silu_moments
 from recbft.mixers.interface import Group, Mixer, Observation, by_head, joined
 
 BUCKET_WIDTH = 0.301  # as in the authors' code
@@ -57,7 +56,7 @@ class PointwiseAttention(Mixer):
         time_bias: learn g of (8.2); the context must have times.
         recency_decay: start of the learned rho in (0, 1), or None for no decay.
         estimator: how the observation precision is estimated (``sandwich``), or None for the plain layer.
-        centre: m of the estimator, as ``core.sandwich_precision`` explains it.
+        centre: m of the estimator, as ``core.sandwich_precision_ref`` explains it.
 
     Raises:
         UserError: the estimator is not defined for weights that need not sum to one.

@@ -41,7 +41,7 @@ from recbft.config.fields import check_range
 from recbft.core import Estimator, SequenceContext
 from recbft.core.regimes import BiasTerms, block_table, memberships, sinkhorn, standardised_bias
 from recbft.errors import UserError
-from recbft.kernels.compiled.heads import statistics_of
+from recbft.kernels.c_library.heads import statistics_of
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.interface import Mixer, MixerOptions, Observation, PenaltySlot, projected
 

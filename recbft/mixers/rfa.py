@@ -32,9 +32,7 @@ from torch import Tensor, nn
 
 from recbft.autograd.complex_pairs import as_complex, real
 from recbft.autograd.eager import eagerly
-from recbft.core import SequenceContext, projected_precision
-from recbft.core.moments import ramped
-from recbft.kernels.log_mean import scalar_log_precision
+from recbft.core import SequenceContext, projected_precision, ramped, scalar_log_precision
 from recbft.kernels.robust_filter import Clock, Dynamics, Variant, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,
@@ -89,7 +87,7 @@ def robust_filter_attention(
         dof: nu, (H,), > 0.
         temperature: tau, an inverse temperature, a number or (H,).
         impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the tensor form), ``isotropic``,
-            ``compiled``, ``cpu`` and ``triton`` force one.
+            ``c`` and ``triton`` force one.
         use_time, time_unit: read real times in this unit, not positions.
         variant: parts of the mechanism to leave out, for study.
 

@@ -46,12 +46,13 @@ from recbft.core import (
     fit_pseudo_count,
     initial_scale,
     jacobian_factors,
+    mean_over_tokens,
+    process_noise,
+    remember,
 )
 from recbft.errors import RunError, UserError
-from recbft.kernels.count_precision import count_precision
-from recbft.kernels.filter_step import predict_by_logits, predict_precision
+from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
-from recbft.kernels.running_mean import mean_over_tokens, remember, remember_tokens
 from recbft.mixers import Estimation
 from recbft.mixers.interface import refuse_idle
 
@@ -228,8 +229,6 @@ class ItemPrecision(nn.Module):
         """Initial precision of every token: (B, T) items and (B, T, D) embeddings -> (B, T, 1)."""
         if self.mode == "uniform":
             return torch.ones_like(embedded[..., :1]).clamp(max=self.lam_max)
-        if self.mode == "count":
-            return count_precision(self.range, self.base, items, low=LAM_MIN, cap=self.lam_max)
         if self.mode == "table":
             tau = 1 + F.softplus(self.table[items])[..., None]
         elif self.mode == "empirical_bayes":
@@ -357,10 +356,9 @@ class LayerPrecision(nn.Module):
             return discount_precision(precision, discount, cap=self.lam_max).clamp(min=LAM_MIN)
         if self.core.propagation == "decay":
             return decay_precision(precision, self.decay_rate, cap=self.lam_max).clamp(min=LAM_MIN)
-        bounds = {"low": LAM_MIN, "cap": self.lam_max}
-        if self.noise_logits is None:
-            return predict_precision(precision, jacobian, precision.new_zeros(()), **bounds)
-        return predict_by_logits(precision, jacobian, self.noise_logits, q_max=self.core.q_max, **bounds)
+        logits = self.noise_logits
+        noise = precision.new_zeros(()) if logits is None else process_noise(logits, self.core.q_max)
+        return predict_precision(precision, jacobian, noise, low=LAM_MIN, cap=self.lam_max)
 
     @in_full_precision
     def _jacobian(self, reduced: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -388,7 +386,9 @@ class LayerPrecision(nn.Module):
         assert jacobian is not None
         if transformed():
             return self.mean_jacobian.clone()
-        return remember_tokens(self.mean_jacobian, jacobian.detach(), context, self.updates, every=every)
+        before = self.mean_jacobian.clone()
+        remember(self.mean_jacobian, mean_over_tokens(jacobian.detach(), context.valid[::every]), self.updates)
+        return before
 
 
 def _bounded(log_factor: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.core import SequenceContext, decay_precision, discount_precision, process_noise
+from recbft.core import SequenceContext, decay_precision, discount_precision, process_noise, remember
 from recbft.datasets.side_by_side import SideBySide
 from recbft.kernels import per_seed
 from recbft.kernels.dropout import mask_of, random_bits
 from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
-from recbft.kernels.running_mean import remember
+from recbft.kernels.layer_norm import layer_norms
 from recbft.models.precision_channel import LAM_MIN, SAMPLED_ROWS, LayerPrecision
 
 
@@ -105,7 +105,7 @@ class SeedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(R, T, D)."""
-        return per_seed.layer_norm(self.seeds.apart(x), self.weight, self.bias, eps=self.eps).view_as(x)
+        return layer_norms(self.seeds.apart(x), self.weight, self.bias, eps=self.eps).view_as(x)
 
 
 class SeedEmbedding(nn.Module):

@@ -15,6 +15,7 @@ Shapes: B rows, T tokens, D model width, H heads.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +27,23 @@ from recbft.mixers import MIXERS, Mixer, Observation
 from recbft.models.precision_channel import CoreConfig
 
 
+class Updated(NamedTuple):
+    """The belief after an update, and the share of the innovation that it took up."""
+
+    mean: Tensor  # (B, T, D)
+    precision: Tensor  # (B, T, D)
+    gain: Tensor  # (B, T, D)
+
+
 class KalmanUpdate(nn.Module):
     """Equation (3.1)."""
 
-    def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Belief:
+    def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Updated:
         """Belief before, what the mixer saw (innovation after dropout), the normalised belief it read, the warm-up."""
         if observation.precision is None:  # check_update has asked the mixer
             raise UserError("the mixer says that it gives a precision, and returned None in its place; return one")
-        return kalman_update(belief, observation.innovation, observation.precision, ramp=ramp)
+        after, gain = kalman_update(belief, observation.innovation, observation.precision, ramp=ramp)
+        return Updated(*after, gain)
 
 
 class FixedUpdate(nn.Module):
@@ -43,9 +53,10 @@ class FixedUpdate(nn.Module):
         super().__init__()
         self.gain = gain
 
-    def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Belief:
+    def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Updated:
         """As ``KalmanUpdate``."""
-        return gain_update(belief, observation.innovation, self.gain, observation.precision, ramp=ramp)
+        after, gain = gain_update(belief, observation.innovation, self.gain, observation.precision, ramp=ramp)
+        return Updated(*after, gain)
 
 
 class GateUpdate(nn.Module):
@@ -62,10 +73,11 @@ class GateUpdate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_gains, hidden_size))
         self.offset = nn.Parameter(torch.full((num_gains,), math.log(initial_gain / (1 - initial_gain))))
 
-    def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Belief:
+    def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Updated:
         """As ``KalmanUpdate``."""
         gain = gate(x, self.weight, self.offset)
-        return gain_update(belief, observation.innovation, gain, observation.precision, ramp=ramp)
+        after, gain = gain_update(belief, observation.innovation, gain, observation.precision, ramp=ramp)
+        return Updated(*after, gain)
 
 
 def make_update(core: CoreConfig, *, hidden_size: int, n_heads: int) -> nn.Module:

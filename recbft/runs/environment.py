@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from recbft.kernels import compiled
+from recbft.kernels import c_library
 from recbft.system import recbft_version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +43,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         # Both are the process's; they decide digits.
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "matmul_precision": matmul_precision(),
-        "kernels": "plain" if compiled.missing() else "compiled",  # on a CPU
+        "kernels": "plain" if c_library.missing() else "compiled",  # on a CPU
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recbft.core import Readers, SequenceContext, pick
@@ -33,6 +33,7 @@ def packed(generator, B, T, *, causal):
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("causal", [True, False])
 @given(seed=st.integers(0, 2**16), B=st.integers(1, 4), T=st.integers(1, 9), N=st.integers(1, 12))
+@settings(max_examples=25)
 def test_what_some_tokens_observe_is_their_share_of_what_all_observe(name, causal, seed, B, T, N):
     generator = torch.Generator().manual_seed(seed)
     context = packed(generator, B, T, causal=causal)

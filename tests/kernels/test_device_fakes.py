@@ -94,7 +94,7 @@ def made(arm, mixer, *settings, model=None):
 
 
 @pytest.mark.parametrize("arm, mixer", [("matched", "attention"), ("matched", "gla"), *(("bft", name) for name in (
-    "attention", "rope", "rfa", "bayesian", "kda", "boosted", "regime", "pointwise"))])  # fmt: skip
+    "attention", "rfa", "bayesian", "regime", "pointwise"))])  # fmt: skip
 def test_a_step_and_an_evaluation_keep_to_one_device(arm, mixer, pretended):
     config, dataset, net, batches = made(arm, mixer)
     with Launches():

@@ -9,7 +9,8 @@ import torch
 
 from recbft.kernels.robust_filter import Dynamics, Variant, decayed_weights, read_clock
 from recbft.kernels.robust_filter.dynamics import residual_variance
-from tests.kernels.test_robust_filter import PATHS, head, one_history, randoms
+from recbft.kernels.robust_filter.reference import isotropic
+from tests.kernels.test_robust_filter import head, one_history, randoms
 
 
 def weights_and_logits(q, k, dynamics, kernel="student"):
@@ -23,9 +24,9 @@ def test_as_decay_goes_to_zero_the_filter_goes_to_the_one_without_decay(process)
     q, k, v = (randoms(1, 1, 9, 2, seed=s) for s in range(3))
     context = one_history(9)
     clock = read_clock(context, dtype=torch.float64)
-    still = PATHS["cpu"](q, k, v, context, head(decay=0.0, process=process), clock, Variant())
+    still = isotropic(q, k, v, context, head(decay=0.0, process=process), clock, Variant())
     for decay, tolerance in ((1e-3, 2e-2), (1e-6, 2e-5), (1e-9, 2e-8)):
-        nearly = PATHS["cpu"](q, k, v, context, head(decay=decay, process=process / (2 * decay)), clock, Variant())
+        nearly = isotropic(q, k, v, context, head(decay=decay, process=process / (2 * decay)), clock, Variant())
         for one, two in zip(nearly, still, strict=True):
             torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
 
@@ -82,7 +83,7 @@ def test_a_trajectory_without_noise_is_its_own_estimate():
     carry = torch.exp((-0.13 + 1j * d.frequency) * t[:, None])  # (9, 2)
     state = (carry * randoms(2, seed=5))[None, None]
     context = one_history(9)
-    value, evidence = PATHS["cpu"](state, state, state, context, d, read_clock(context, dtype=torch.float64), Variant())
+    value, evidence = isotropic(state, state, state, context, d, read_clock(context, dtype=torch.float64), Variant())
     torch.testing.assert_close(value, state)
     precision = 1 / residual_variance(t, Dynamics(*(x[0] for x in d)))
     torch.testing.assert_close(evidence[0, 0], precision.cumsum(0))
@@ -118,5 +119,5 @@ def test_an_estimate_for_later_is_the_present_one_decayed_where_the_variance_has
     context, d = one_history(6), head(process=0.5, key_noise=0.5)  # the same variance at every lag
     clock = read_clock(context, dtype=torch.float64)
     nothing = torch.zeros_like(v)
-    now, later = (PATHS["cpu"](nothing, nothing, v, context, d, clock, Variant(horizon=x))[0] for x in (0.0, 3.0))
+    now, later = (isotropic(nothing, nothing, v, context, d, clock, Variant(horizon=x))[0] for x in (0.0, 3.0))
     torch.testing.assert_close(later, now * math.exp(-0.1 * 3))

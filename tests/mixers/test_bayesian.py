@@ -11,8 +11,7 @@ from torch.nn.functional import normalize, softplus
 
 from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.kernels.memory import MemoryEvent, MemoryState, reference
-from recbft.kernels.memory.positivity import check_positive
+from recbft.kernels.memory import MemoryEvent, MemoryState, check_positive, reference
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer, filter_memory
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyConfig, MemoryFamilyMixer, unfiltered_memory
 from recbft.mixers.memory_maps import KeysAndValues

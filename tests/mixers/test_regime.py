@@ -11,8 +11,8 @@ import torch
 from recbft.core import SequenceContext
 from recbft.core.regimes import BiasTerms, block_table, memberships, sinkhorn, soft_blocks, standardised_bias
 from recbft.errors import UserError
-from recbft.kernels import compiled
-from recbft.kernels.compiled.heads import statistics_of
+from recbft.kernels import c_library
+from recbft.kernels.c_library.heads import statistics_of
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.interface import take_penalties
 from recbft.mixers.regime import LIMIT, GaussianMemberships, RegimeAttention, RegimeConfig, _written_out
@@ -422,7 +422,7 @@ def test_a_membership_of_zero_spoils_no_gradient(floor):
     assert penalty.isfinite() and mu.grad.isfinite().all()
 
 
-@pytest.mark.skipif(compiled.missing() is not None, reason="no kernels in C")
+@pytest.mark.skipif(c_library.missing() is not None, reason="no kernels in C")
 @pytest.mark.parametrize(
     ("rows", "in_order", "options", "estimator", "causal"),
     [
@@ -465,7 +465,7 @@ def test_the_bias_that_is_never_written_out_is_the_one_that_is(rows, in_order, o
             torch.testing.assert_close(found[0][name] / size, exact / size, rtol=0, atol=2e-4, msg=name)
 
 
-@pytest.mark.skipif(compiled.missing() is not None, reason="no kernels in C")
+@pytest.mark.skipif(c_library.missing() is not None, reason="no kernels in C")
 def test_statistics_of_rows_that_are_alike_are_those_of_one():
     where = context((5, 4), (5, 4), (5, 4))
     shares = torch.rand(1, 9, 4, generator=torch.Generator().manual_seed(0)).expand(3, 9, 4).contiguous()

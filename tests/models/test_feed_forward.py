@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recbft.core import Belief, SequenceContext, gelu_slope, kalman_update, predict_precision, process_noise
+from recbft.core import Belief, SequenceContext, gelu_slope, kalman_update_ref, predict_precision_ref, process_noise
 from recbft.errors import UserError
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.interface import take_penalties
@@ -91,13 +91,13 @@ def test_a_layer_with_experts_adds_their_mixture_and_predicts_through_its_slope(
     before = Belief(drawn(), torch.full((2, 5, D), 3.0).double())
     found = block(before, context, 1.0)
     observed = mixer(block.norm_mixer(before.mean), before.precision if tracked else None, context)
-    updated = kalman_update(before, *observed)[0] if tracked else Belief(before.mean + observed.innovation, 3.0)
+    updated = kalman_update_ref(before, *observed)[0] if tracked else Belief(before.mean + observed.innovation, 3.0)
     predicted = block.moe(block.norm_ffn(updated.mean), context.valid, with_jacobian=True)
     torch.testing.assert_close(found.mean, updated.mean + predicted.output)
     expected = before.precision
     if tracked:
         noise = process_noise(precision.noise_logits, 1.0)
-        expected = predict_precision(updated.precision, predicted.jacobian, noise)
+        expected = predict_precision_ref(updated.precision, predicted.jacobian, noise)
     torch.testing.assert_close(found.precision, expected)
 
 

@@ -13,7 +13,7 @@ from recbft.datasets import SyntheticConfig, synthetic_dataset
 from recbft.datasets.batches import pack_histories
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments.arms import parse_arms
-from recbft.kernels import compiled
+from recbft.kernels import c_library
 from recbft.training import graphs, one_run
 from recbft.training.build import build_model, training_batches
 from recbft.training.graphs import GraphedSteps, cut, pad, padded_loss
@@ -87,7 +87,7 @@ def made(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(graphs, "check_recordable", lambda model, device: None)
-    monkeypatch.setattr(compiled, "missing", lambda: "played")
+    monkeypatch.setattr(c_library, "missing", lambda: "played")
     return found
 
 

@@ -1,46 +1,73 @@
-"""Cross-entropy over the whole item vocabulary."""
+"""Cross-entropy over the whole item vocabulary.
+
+    loss = mean_n( log sum_v exp(x_n . w_v) - x_n . w_target(n) )                                (6.3)
+
+Shapes: N positions, V items, D width, S seeds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import (
+    Tensor,
+    bfloat16,
+    dtype,
+    float16,
+    float32,
+    get_autocast_dtype,
+    is_autocast_enabled,
+    promote_types,
+    stack,
+)
 
 from recbft.autograd.eager import eagerly
-from recbft.kernels.cross_entropy import cpu, reference
+from recbft.kernels.cross_entropy import torch as by_torch
 from recbft.kernels.dispatch import Path, choose, late
 
 TRITON_ROW_BYTES = 1024  # of a state in the type that is multiplied; a program holds several
 
 
 def _triton_declines(states: Tensor, *, weight: Tensor) -> str | None:
-    dtype = product_dtype(states, weight)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"needs float32, bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
-    widest = TRITON_ROW_BYTES // dtype.itemsize
+    kind = product_dtype(states, weight)
+    name = str(kind).removeprefix("torch.")
+    if kind not in (float32, bfloat16, float16):
+        return f"needs float32, bfloat16 or float16, got {name}"
+    widest = TRITON_ROW_BYTES // kind.itemsize
     if states.shape[-1] > widest:
-        return f"needs a width of at most {widest} in {str(dtype).removeprefix('torch.')}, got {states.shape[-1]}"
+        return f"needs a width of at most {widest} in {name}, got {states.shape[-1]}"
     return None
 
 
-def product_dtype(states: Tensor, weight: Tensor) -> torch.dtype:
+def product_dtype(states: Tensor, weight: Tensor) -> dtype:
     """The type in which ``states @ weight.T`` is multiplied: autocast's where it is on."""
-    if torch.is_autocast_enabled(states.device.type):
-        return torch.get_autocast_dtype(states.device.type)
-    return torch.promote_types(states.dtype, weight.dtype)
+    if is_autocast_enabled(states.device.type):
+        return get_autocast_dtype(states.device.type)
+    return promote_types(states.dtype, weight.dtype)
 
 
-def _paths(name: str) -> dict[str, Path]:
+def full_cross_entropy_ref(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The plain form of ``full_cross_entropy``."""
+    return F.cross_entropy(states @ weight.T, target)  # (6.3)
+
+
+def full_cross_entropies_ref(states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int]) -> Tensor:
+    """The plain form of ``full_cross_entropies``."""
+    parts = zip(states.split(list(counts)), weight, target.split(list(counts)), strict=True)
+    return stack([full_cross_entropy_ref(*own) for own in parts])
+
+
+def _paths(name: str, reference: Callable[..., Tensor]) -> dict[str, Path]:
     return {
         "triton": Path(late("cross_entropy", name), "cuda", _triton_declines, opened=True, takes_halves=True),
-        "cpu": Path(lambda: getattr(cpu, name), "cpu", opened=True),
-        "reference": Path(lambda: getattr(reference, name)),
+        "torch": Path(lambda: getattr(by_torch, name), "cpu", opened=True),
+        "reference": Path(lambda: reference),
     }
 
 
-PATHS = _paths("full_cross_entropy")
-SEVERAL = _paths("full_cross_entropies")
+PATHS = _paths("full_cross_entropy", full_cross_entropy_ref)
+SEVERAL = _paths("full_cross_entropies", full_cross_entropies_ref)
 
 
 @eagerly
@@ -51,10 +78,10 @@ def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: 
         states: (N, D), N >= 1.
         weight: item vectors, (V, D).
         target: row of ``weight`` each position should find, (N,), in [0, V).
-        impl: ``auto`` takes the fastest path for the device; ``triton``, ``cpu`` and ``reference`` force one.
+        impl: ``auto`` takes the fastest path for the device; ``triton``, ``torch`` and ``reference`` force one.
 
     Returns:
-        A scalar, float32 from ``triton``; ``cpu`` forms gradients in the forward pass and supports one backward pass.
+        A scalar, float32 from ``triton``; ``torch`` forms gradients in the forward pass and supports one backward pass.
     """
     loss: Tensor = choose(impl, PATHS, states, weight=weight)(states, weight, target)
     return loss

@@ -2,15 +2,15 @@
 
 With l_nv = x_n . w_v, one pass over the vocabulary finds for every position
 
-    m = max_v l    z = sum_v exp(l - m)    o = sum_v exp(l - m) w_v                                (1)
-    loss = m + log z - l_target            dx = (o / z - w_target) / N                             (2)
+    m = max_v l    z = sum_v exp(l - m)    o = sum_v exp(l - m) w_v                                (a)
+    loss = m + log z - l_target            dx = (o / z - w_target) / N                             (b)
 
 and one pass over the positions finds for every item
 
-    dw_v = sum_n (exp(l_nv - m_n - log z_n) - [v = target_n]) x_n / N                              (3)
+    dw_v = sum_n (exp(l_nv - m_n - log z_n) - [v = target_n]) x_n / N                              (c)
 
-Where there are few positions, (1) is done for parts of the vocabulary, which are merged in their order, and where there
-are few items, (3) for parts of the positions, which are added up. Every number is written once, by one program that
+Where there are few positions, (a) is done for parts of the vocabulary, which are merged in their order, and where there
+are few items, (c) for parts of the positions, which are added up. Every number is written once, by one program that
 adds in a fixed order, so two runs are equal bit for bit. Products take operands of the type of the inputs (of autocast,
 where it is on); sums, losses and what is kept are float32. Logits are counted in units of log 2, since the machine's
 exponential has base 2.
@@ -243,7 +243,7 @@ def _sums_of_parts(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """(1) for a tile of one seed's positions and a part of the vocabulary."""
+    """(a) for a tile of one seed's positions and a part of the vocabulary."""
     part, seed = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     stop = tl.load(offsets + seed + 1)
     first = tl.load(offsets + seed) + tl.program_id(0).to(tl.int64) * ROWS
@@ -286,7 +286,7 @@ def _merge(
     LEARNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
 ):
     # fmt: on
-    """(2) for a tile of one seed's positions; NaN for a target that is no item."""
+    """(b) for a tile of one seed's positions; NaN for a target that is no item."""
     seed = tl.program_id(1).to(tl.int64)
     stop = tl.load(offsets + seed + 1)
     first = tl.load(offsets + seed) + tl.program_id(0).to(tl.int64) * ROWS
@@ -333,7 +333,7 @@ def _gradient_of_items(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """(3) for a tile of one seed's items and a part of its positions."""
+    """(c) for a tile of one seed's items and a part of its positions."""
     part, seed, num_seeds = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     items = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     weight += seed * seed_stride

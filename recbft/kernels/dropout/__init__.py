@@ -1,6 +1,6 @@
 """Dropout whose random bits are drawn 64 at a time: PyTorch's own draws them element by element on the CPU.
 
-    keep_i = [bits_i >= p 2^16]        y_i = x_i keep_i / (1 - p')                              (1)
+    keep_i = [bits_i >= p 2^16]        y_i = x_i keep_i / (1 - p')                              (a)
 
 with 16 random bits per element and p' the share of 2^16 that is dropped: p to within 2^-17. The scale uses p', so the
 mean is exact. The bits come from PyTorch's default generator, which a checkpoint keeps, unless another is given.
@@ -18,20 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.autograd.eager import eagerly
-from recbft.autograd.transforms import once_differentiable, transformed
-from recbft.kernels import compiled
+from recbft.autograd.transforms import once_differentiable
+from recbft.kernels import c_library
+from recbft.kernels.dispatch import Path, choose
 
 LEVELS = 2**16
 
 
 @eagerly
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Equation (1); on other devices, and under torch.func, PyTorch's own."""
+    """Equation (a); on other devices, and under torch.func, PyTorch's own."""
     if p <= 0:
         return x
-    if x.device.type != "cpu" or transformed():
-        return F.dropout(x, p)
-    return _Dropout.apply(x, p)  # type: ignore[no-any-return]
+    y: Tensor = choose("auto", PATHS, x)(x, p)
+    return y
 
 
 def scaled_mask(like: Tensor, p: float) -> Tensor:
@@ -47,7 +47,7 @@ def random_bits(shape: Sequence[int], generator: torch.Generator | None = None) 
 
 
 def mask_of(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    """keep / (1 - p') of (1), in the shape of ``bits``."""
+    """keep / (1 - p') of (a), in the shape of ``bits``."""
     least, scale = _kept(p)
     if dtype in (torch.float32, torch.float64):  # the same numbers in a third of the time: these hold 16 bits exactly
         keep = bits.to(dtype).sub_(least - 1).clamp_(0, 1)
@@ -63,22 +63,17 @@ def _kept(p: float) -> tuple[int, float]:
 
 
 def _by_bits(x: Tensor, bits: Tensor, p: float) -> Tensor:
-    """Equation (1) in C (``compiled/dropout.c``): the same numbers in one pass over memory."""
+    """Equation (a) in C (``kernel.c``): the same numbers in one pass over memory."""
     least, scale = _kept(p)
     x = x.contiguous()
     y = torch.empty_like(x)
-    compiled.library().dropout(c_int64(x.numel()), c_int32(least), c_float(scale), *compiled.pointers(bits, x, y))
+    c_library.library().dropout(c_int64(x.numel()), c_int32(least), c_float(scale), *c_library.pointers(bits, x, y))
     return y
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        if compiled.serves(x):
-            bits = random_bits(x.shape)
-            ctx.save_for_backward(bits)
-            ctx.p = p
-            return _by_bits(x, bits, p)
         mask = scaled_mask(x, p)
         ctx.save_for_backward(mask)
         return x * mask
@@ -86,8 +81,34 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (kept,) = ctx.saved_tensors
-        return (_by_bits(grad, kept, ctx.p) if kept.dtype == torch.int16 else grad * kept), None
+        return grad * ctx.saved_tensors[0], None
+
+
+class _DropoutInC(torch.autograd.Function):
+    """The same, which keeps the bits, half as large as the mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        bits = random_bits(x.shape)
+        ctx.save_for_backward(bits)
+        ctx.p = p
+        return _by_bits(x, bits, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _by_bits(grad, ctx.saved_tensors[0], ctx.p), None
+
+
+def _decline(x: Tensor) -> str | None:
+    return c_library.missing() if x.dtype == torch.float32 else f"serves float32, got {x.dtype}"
+
+
+PATHS = {
+    "c": Path(lambda: _DropoutInC.apply, "cpu", _decline, takes_halves=True),
+    "torch": Path(lambda: _Dropout.apply, "cpu", takes_halves=True),
+    "reference": Path(lambda: F.dropout, takes_halves=True),
+}
 
 
 class Dropout(nn.Module):

@@ -1,10 +1,7 @@
 """Update and prediction on a GPU: one launch in each direction instead of some twenty.
 
-    Q = softplus(q) Q_max,   softplus(q) = max(q, 0) + log(1 + exp(-|q|))                        (1)
-    log(1 + e) = 2 (z + z^3 / 3 + z^5 / 5 + ..),   z = e / (2 + e) <= 1/3                        (2)
-
-1 + exp(-|q|) would round off the digits that a small noise is made of, which (2) keeps. Sums over tokens are made of
-parts that are added up in one order, so that two runs are equal bit for bit.
+Sums over tokens are made of parts that are added up in one order, so that two runs are equal bit for bit. Equations are
+those of ``torch.py``.
 
 Shapes: N tokens, D model width; the tokens' axes come first.
 """
@@ -13,7 +10,7 @@ Shapes: N tokens, D model width; the tokens' axes come first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
 from typing import Any
 
 import torch
@@ -21,42 +18,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recbft.core.process import FLOOR
+from recbft.autograd.transforms import applied, once_differentiable
+from recbft.core.belief import Belief
+from recbft.core.filter_step import FLOOR
 from recbft.kernels.dispatch import launched_beside
-from recbft.kernels.triton_parts import added, cut, own_columns
+from recbft.kernels.filter_step.torch import predict_by
 
 ELEMENTS = 1024  # of a program
 SUMMED = 2048  # elements of a program that adds up over tokens
 
 
-def update(h: Tensor, lam: Tensor, e: Tensor, r: Tensor, updated: Tensor, after: Tensor, ramp: float) -> None:
-    """As ``fused.Passes`` says."""
-    _launched(_update, h)(h, lam, e, r, updated, after, ramp, h.numel(), ELEMENTS=ELEMENTS)
+def kalman_update(
+    belief: Belief, innovation: Tensor, observation_precision: Tensor, *, ramp: float
+) -> tuple[Belief, Tensor]:
+    """The same as ``core.kalman_update_ref``; operands of one shape."""
+    mean, precision, gain = applied(_Update, *belief, innovation, observation_precision, ramp)
+    return Belief(mean, precision), gain
 
 
-def update_gradients(given: tuple[Tensor | None, ...], found: tuple[Tensor, ...], ramp: float) -> None:
-    """As ``fused.Passes`` says."""
-    like = found[0]
-    _launched(_update_gradients, like)(*given, *found, ramp, like.numel(), ELEMENTS=ELEMENTS)
+def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
+    """The same as ``core.predict_precision_ref``, kept at ``low`` or above."""
+    return predict_by(sys.modules[__name__], precision, jacobian, process_noise, low=low, cap=cap)
 
 
-def predict(
-    lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float, *, q_max: float | None = None
-) -> None:
-    """As ``fused.Passes`` says; with ``q_max``, Q is q of (1)."""
+def predict(lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float) -> None:
+    """As ``torch.Passes`` says."""
     sizes, each = (lam.numel(), lam.shape[-1]), J.shape == lam.shape
-    _launched(_predict, lam)(lam, J, Q, predicted, low, cap, q_max, *sizes, EACH=each, FLOOR=FLOOR, ELEMENTS=ELEMENTS)
+    _launched(_predict, lam)(lam, J, Q, predicted, low, cap, *sizes, EACH=each, FLOOR=FLOOR, ELEMENTS=ELEMENTS)
 
 
 def predict_gradients(given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float) -> Tensor:
-    """As ``fused.Passes`` says."""
-    return _gradients_and_parts(given, d_lam, d_J, low, cap, q_max=None).sum(dim=0)
-
-
-def _gradients_and_parts(
-    given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float, *, q_max: float | None
-) -> Tensor:
-    """Parts of the gradient of Q, (parts, D); with ``q_max`` q of (1) was given in its place."""
+    """As ``torch.Passes`` says."""
     lam, J, Q = given[:3]
     D = lam.shape[-1]
     N = lam.numel() // max(D, 1)
@@ -65,31 +57,34 @@ def _gradients_and_parts(
     parts = Q.new_empty(triton.cdiv(N, tokens), D)
     if len(parts):
         launched_beside(lam, _predict_gradients[(len(parts),)])(
-            *(*given, d_lam, d_J, parts, low, cap, q_max, N, D),
+            *(*given, d_lam, d_J, parts, low, cap, N, D),
             EACH=J.shape == lam.shape, FLOOR=FLOOR, TOKENS=tokens, COLUMNS=columns,
         )  # fmt: skip
-    return parts
+    return parts.sum(dim=0)
 
 
-@dataclass(frozen=True)
-class LearnedNoise:
-    """What ``fused.Passes`` has for a prediction, which is given q of (1) in the place of Q."""
+class _Update(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, lam: Tensor, e: Tensor, r: Tensor, ramp: float) -> tuple[Tensor, Tensor, Tensor]:
+        h, lam, e, r = (x.contiguous() for x in (h, lam, e, r))
+        ctx.set_materialize_grads(False)  # nothing is made of the precision after the last layer
+        updated, after, gain = torch.empty_like(h), torch.empty_like(lam), torch.empty_like(lam)
+        _launched(_update, h)(h, lam, e, r, updated, after, gain, ramp, h.numel(), ELEMENTS=ELEMENTS)
+        ctx.save_for_backward(e, r, after)
+        ctx.ramp = ramp
+        ctx.mark_non_differentiable(gain)
+        return updated, after, gain
 
-    q_max: float
-
-    def predict(self, *given: Any) -> None:
-        """As ``fused.Passes`` says, with q."""
-        predict(*given, q_max=self.q_max)
-
-    def predict_gradients(self, given: tuple[Tensor, ...], *found_and_bounds: Any) -> Tensor:
-        """As ``fused.Passes`` says, with q and its gradient."""
-        parts = _gradients_and_parts(given, *found_and_bounds, q_max=self.q_max)
-        q = given[2]
-        d_q = torch.empty_like(q)
-        if len(q):
-            grid, constants = cut(*parts.shape)
-            launched_beside(q, _logit_gradients[grid])(parts, q, d_q, self.q_max, *parts.shape, **constants)
-        return d_q
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_h: Tensor | None, g_after: Tensor | None, _: Tensor | None) -> Any:
+        e, r, after = ctx.saved_tensors
+        g_h = torch.zeros_like(after) if g_h is None else g_h.contiguous()
+        g_after = None if g_after is None else g_after.contiguous()
+        d_lam, d_e, d_r = (torch.empty_like(after) for _ in range(3))
+        read, written = (e, r, after, g_h, g_after), (d_lam, d_e, d_r)
+        _launched(_update_gradients, after)(*read, *written, ctx.ramp, after.numel(), ELEMENTS=ELEMENTS)
+        return g_h, d_lam, d_e, d_r, None
 
 
 def _launched(kernel: Any, x: Tensor) -> Any:
@@ -101,7 +96,7 @@ def _launched(kernel: Any, x: Tensor) -> Any:
 @triton.jit
 def _update(
     means, precisions, innovations, observed,  # read
-    updated, after,  # written
+    updated, after, gains,  # written
     ramp, size, ELEMENTS: tl.constexpr,
 ):
     # fmt: on
@@ -114,6 +109,7 @@ def _update(
     e = tl.load(innovations + at, mask=real, other=0.0)
     tl.store(updated + at, h + gain * e, mask=real)
     tl.store(after + at, total, mask=real)
+    tl.store(gains + at, gain, mask=real)
 
 
 # fmt: off
@@ -138,24 +134,12 @@ def _update_gradients(
     tl.store(d_innovation + at, g * (1 - ramp * (1 - share)), mask=real)
 
 
-@triton.jit
-def _noise(noises, q_max):
-    """(1), or what is given where there is no ``q_max``."""
-    if q_max is not None:
-        e = tl.exp(-tl.abs(noises))
-        z = e / (2 + e)
-        s = z * z
-        series = 1 + s * (1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13 + s / 15))))))
-        noises = (tl.where(noises < 0, 0.0, noises) + 2 * z * series) * q_max
-    return noises
-
-
 # fmt: off
 @triton.jit
 def _predict(
     precisions, jacobians, noises,  # read
     predicted,  # written
-    low, cap, q_max, size, width, EACH: tl.constexpr, FLOOR: tl.constexpr, ELEMENTS: tl.constexpr,
+    low, cap, size, width, EACH: tl.constexpr, FLOOR: tl.constexpr, ELEMENTS: tl.constexpr,
 ):
     # fmt: on
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -164,7 +148,7 @@ def _predict(
     stretch = 1 + tl.load(jacobians + (at if EACH else column), mask=real, other=0.0)
     square = stretch * stretch
     slope = tl.where(square < FLOOR, FLOOR, square)  # not maximum, which drops what is not a number
-    found = lam / (slope + _noise(tl.load(noises + column, mask=real, other=0.0), q_max) * lam)
+    found = lam / (slope + tl.load(noises + column, mask=real, other=0.0) * lam)
     found = tl.where(found < low, low, found)
     tl.store(predicted + at, tl.where(found > cap, cap, found), mask=real)
 
@@ -174,7 +158,7 @@ def _predict(
 def _predict_gradients(
     precisions, jacobians, noises, predicted, of_predicted,  # read
     d_precision, d_jacobian, d_noises,  # written; d_jacobian may be None; d_noises by program
-    low, cap, q_max, num_tokens, width,
+    low, cap, num_tokens, width,
     EACH: tl.constexpr, FLOOR: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     # fmt: on
@@ -191,7 +175,7 @@ def _predict_gradients(
         stretch = 1 + tl.load(jacobians + columns, mask=inside, other=0.0)[None, :]
     square = stretch * stretch
     slope = tl.where(square < FLOOR, FLOOR, square)
-    divisor = slope + _noise(tl.load(noises + columns, mask=inside, other=0.0), q_max)[None, :] * lam
+    divisor = slope + tl.load(noises + columns, mask=inside, other=0.0)[None, :] * lam
     p = tl.load(of_predicted + at, mask=real, other=0.0) / (divisor * divisor)
     p = tl.where((after > low) & (after < cap), p, 0.0)
     tl.store(d_precision + at, p * slope, mask=real)
@@ -199,15 +183,3 @@ def _predict_gradients(
     if d_jacobian is not None:
         tl.store(d_jacobian + at, tl.where(square > FLOOR, -2 * p * stretch, 0.0), mask=real)
     tl.store(d_noises + tl.program_id(0) * width + columns, -tl.sum(p * lam, 0), mask=inside)
-
-
-@triton.jit
-def _logit_gradients(parts, logits, d_logits, q_max, num_parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """From the parts of the gradient of Q."""
-    columns = own_columns(COLUMNS)
-    inside = columns < width
-    q = tl.load(logits + columns, mask=inside, other=0.0)
-    e = tl.exp(-tl.abs(q))
-    slope = tl.where(q < 0, e, 1.0) / (1 + e)
-    total = added(parts, num_parts, columns, width, ROWS, COLUMNS)
-    tl.store(d_logits + columns, total * slope * q_max, mask=inside)

@@ -89,7 +89,7 @@ def _gelu_product(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):
     # fmt: on
-    """(1) for some rows of one seed, whose slopes stay here; ``values`` may be None."""
+    """(4.1) for some rows of one seed, whose slopes stay here; ``values`` may be None."""
     seed, ranks = tl.program_id(1).to(tl.int64), tl.arange(0, RANK)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     known, kept = rows < num_rows, ranks < rank
@@ -118,7 +118,7 @@ def _product_gradient(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):
     # fmt: on
-    """(2) for some rows of one seed."""
+    """(a) for some rows of one seed."""
     seed, ranks = tl.program_id(1).to(tl.int64), tl.arange(0, RANK)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     known, kept = rows < num_rows, ranks < rank
@@ -139,7 +139,7 @@ def _product_gradient(
 
 @triton.jit
 def _gelu(points, values, slopes, size, ELEMENTS: tl.constexpr):
-    """phi and phi' of (1); the first may be None."""
+    """phi and phi' of (4.1); the first may be None."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     real = at < size
     a = tl.load(points + at, mask=real, other=0.0)
@@ -151,7 +151,7 @@ def _gelu(points, values, slopes, size, ELEMENTS: tl.constexpr):
 
 @triton.jit
 def _gelu_gradient(points, of_values, of_slopes, d_points, size, ELEMENTS: tl.constexpr):
-    """(2)."""
+    """(a)."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     real = at < size
     a = tl.load(points + at, mask=real, other=0.0)

@@ -1,10 +1,11 @@
-"""Layer normalisation on a GPU: a program takes some tokens; gradients of w and b are added up part by part.
+"""Layer normalisation on a GPU: a program takes some tokens; gradients of w and b are added up part by part,
+in one order: bit for bit the same in every run.
 
 With n = (x - m) s, what is normed, and g = d_y * w,
 
-    d_x = s (g - sum_d g_d / D - n sum_d (g_d n_d) / D)    d_w = sum_tokens d_y * n    d_b = sum_tokens d_y (1)
+    d_x = s (g - sum_d g_d / D - n sum_d (g_d n_d) / D)    d_w = sum_tokens d_y * n    d_b = sum_tokens d_y (b)
 
-Shapes: S seeds, N tokens of each, D width.
+Shapes: S seeds, N tokens of each, D width, P parts, W columns of them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,14 +21,14 @@ from torch import Tensor
 
 from recbft.autograd.transforms import once_differentiable
 from recbft.kernels.dispatch import launched_beside
-from recbft.kernels.triton_parts import added, cut, own_columns
 
-ELEMENTS = 4096  # of a tile of a program
+ELEMENTS = 4096  # of a tile of a program, and of parts that it reads at once
+COLUMNS = 16  # of parts that a program adds up, at most
 MOST_PARTS = 512  # of a seed: a few for each multiprocessor; the last launch reads them all
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Equation (1) of the mechanism.
+    """Equation (a) of the mechanism.
 
     Args:
         x: (S, N, D), something, of any strides.
@@ -62,7 +63,7 @@ class _LayerNorm(torch.autograd.Function):
         launched_beside(x, _backward[num_parts, S])(
             g.contiguous(), x, weight, mean, scale, d_x, parts, N, D, of_part, ROWS=rows, COLUMNS=columns
         )
-        [grid], constants = cut(num_parts, 2 * D)
+        [grid], constants = _cut(num_parts, 2 * D)
         launched_beside(x, _add_up[grid, S])(parts, d_both, num_parts, D, **constants)
         return d_x, *d_both, None
 
@@ -73,6 +74,13 @@ def _tile(D: int) -> tuple[int, int]:
     return max(1, ELEMENTS // columns), columns
 
 
+def _cut(num_parts: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """The grid over the columns of (P, W) parts, and what ``added`` is compiled for."""
+    columns = min(COLUMNS, triton.next_power_of_2(max(1, width)))
+    rows = min(ELEMENTS // columns, triton.next_power_of_2(max(1, num_parts)))
+    return (triton.cdiv(width, columns),), {"ROWS": rows, "COLUMNS": columns}
+
+
 # fmt: off
 @triton.jit
 def _forward(
@@ -81,7 +89,7 @@ def _forward(
     eps, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     # fmt: on
-    """(1) of the mechanism for a tile of tokens of one seed."""
+    """(a) of the mechanism for a tile of tokens of one seed."""
     seed, columns = tl.program_id(1).to(tl.int64), tl.arange(0, COLUMNS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     known, inside = rows < num_rows, columns < width
@@ -105,7 +113,7 @@ def _backward(
     num_rows, width, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     # fmt: on
-    """(1) for a part of the tokens of one seed."""
+    """(b) for a part of the tokens of one seed."""
     seed, columns = tl.program_id(1).to(tl.int64), tl.arange(0, COLUMNS)
     inside = columns < width
     w = tl.load(weight + seed * width + columns, mask=inside, other=0.0)[None, :]
@@ -129,9 +137,21 @@ def _backward(
 
 
 @triton.jit
+def _added(parts, num_parts, columns, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums of the given columns over all parts, (COLUMNS,); 0 without parts."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, num_parts, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+        real = (rows < num_parts)[:, None] & (columns < width)[None, :]
+        total += tl.load(parts + at, mask=real, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def _add_up(parts, sums, num_parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The gradients of w and b of one seed, from (S, P, 2, D) to (2, S, D)."""
-    seed, columns = tl.program_id(1).to(tl.int64), own_columns(COLUMNS)
-    found = added(parts + seed * num_parts * 2 * width, num_parts, columns, 2 * width, ROWS, COLUMNS)
+    seed, columns = tl.program_id(1).to(tl.int64), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    found = _added(parts + seed * num_parts * 2 * width, num_parts, columns, 2 * width, ROWS, COLUMNS)
     at = (columns // width * tl.num_programs(1) + seed) * width + columns % width
     tl.store(sums + at, found, mask=columns < 2 * width)

@@ -1,22 +1,72 @@
-"""Associative memories as filters: the paths there are."""
+"""Associative memories as filters: the Bayesian layer (9.15 to 9.18), delta and additive rules (9.19 to 9.21)."""
 
 from __future__ import annotations
 
-from recbft.kernels.dispatch import Path, late, late_decline
-from recbft.kernels.memory import chunked, reference, unfiltered
-from recbft.kernels.memory.reference import Rule
-from recbft.kernels.memory.trace import MemoryEvent, MemoryReading, MemoryState, MemoryTrace, UnfilteredTrace
+from torch import Tensor
 
-# Each mechanism's paths, by name.
+from recbft.kernels.dispatch import Path, choose, late, late_decline
+from recbft.kernels.memory import chunked, reference
+from recbft.kernels.memory.reference import (
+    MemoryEvent,
+    MemoryReading,
+    MemoryState,
+    MemoryTrace,
+    Rule,
+    UnfilteredTrace,
+    check_positive,
+)
+
 FILTER = {
     "triton": Path(late("memory", "filter_memory"), "cuda", late_decline("memory"), opened=True),
     "chunked": Path(lambda: chunked.filter_memory, decline=chunked.decline, opened=True),
-    "reference": Path(lambda: reference.filter_memory),
+    "reference": Path(lambda: reference.filter_memory_ref),
 }
 UNFILTERED = {
-    "chunked": Path(lambda: unfiltered.unfiltered_memory, decline=chunked.decline, opened=True),
-    "reference": Path(lambda: reference.unfiltered_memory),
+    "chunked": Path(lambda: chunked.unfiltered_memory, decline=chunked.decline, opened=True),
+    "reference": Path(lambda: reference.unfiltered_memory_ref),
 }
+
+
+def filter_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    transition: Tensor | None,
+    process_noise: Tensor,
+    observation_noise: Tensor,
+    prior_variance: Tensor,
+    first: Tensor | None,
+    chunk: int | None = None,
+    impl: str = "auto",
+) -> MemoryTrace:
+    """The Bayesian layer; arguments as those of ``reference.filter_memory_ref``, ``chunk`` the longest chunk.
+
+    A covariance that rounding has made negative is warned about.
+    """
+    path = choose(impl, FILTER, v, key_width=k.shape[-1], transition=transition)
+    noises = {"process_noise": process_noise, "observation_noise": observation_noise, "prior_variance": prior_variance}
+    trace: MemoryTrace = path(q, k, v, transition=transition, **noises, first=first, chunk=chunk)
+    check_positive(trace.readout_variance, trace.gain, observation_noise)
+    return trace
+
+
+def unfiltered_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    transition: Tensor | None,
+    share: Tensor,
+    rule: Rule,
+    first: Tensor | None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """A memory without a covariance; arguments as those of ``reference.unfiltered_memory_ref``."""
+    path = choose(impl, UNFILTERED, v, key_width=k.shape[-1], transition=transition)
+    readout, mean = path(q, k, v, transition=transition, share=share, rule=rule, first=first)
+    return readout, mean
+
 
 __all__ = [
     "FILTER",
@@ -27,4 +77,7 @@ __all__ = [
     "MemoryTrace",
     "Rule",
     "UnfilteredTrace",
+    "check_positive",
+    "filter_memory",
+    "unfiltered_memory",
 ]

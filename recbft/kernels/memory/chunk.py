@@ -3,11 +3,11 @@
 Keys k_i, queries and the noise s_j gathered since the entry are in the coordinates of the chunk's entry
 (``transport``), where the memory stands still. With P and M the belief there,
 
-    R = K P + s         covariance of those coordinates with what token j observes              (C, K)     (1)
-    G = tril(K R') + diag(r2)     covariance of the observations                                (C, C)     (2)
-    G = L L'     F = L^-1 R     E = L^-1 (K M - V)      F_j = u_j sqrt(beta_j) at the entry                (3)
-    B = tril(Q F')      y = Q M - B E      q' P q = rowsum(Q P * Q) - rowsum(B^2) + q' S q                 (4)
-    exit: Y = F A      P <- A P A - Y' Y + S      M <- A M - Y' E      gain_i = 1 - r2_i / L_ii^2          (5)
+    R = K P + s         covariance of those coordinates with what token j observes              (C, K)     (a)
+    G = tril(K R') + diag(r2)     covariance of the observations                                (C, C)     (b)
+    G = L L'     F = L^-1 R     E = L^-1 (K M - V)      F_j = u_j sqrt(beta_j) at the entry                (c)
+    B = tril(Q F')      y = Q M - B E      q' P q = rowsum(Q P * Q) - rowsum(B^2) + q' S q                 (d)
+    exit: Y = F A      P <- A P A - Y' Y + S      M <- A M - Y' E      gain_i = 1 - r2_i / L_ii^2          (e)
 
 A = diag(e^c) from entry to exit and S the noise gathered there; q' S q is added by the caller. Where several histories
 share a row, B and G are masked to pairs of one history (then L is too), only tokens whose history began before the
@@ -17,14 +17,14 @@ noise gathered.
 
 Backward, with g_ before a gradient, f and e those of F and E, and half() the lower triangle with its diagonal halved:
 
-    g_B = -mask(g_y E' + 2 B g_rho)     f = g_B' Q - (2 Y g_P + E g_M') A     e = -B' g_y - Y g_M          (6)
-    Z = diag(g_gain r2 / L_ii^2) - half(f F' + e E')     W = L^-T Z L^-1     g_G = half(W + W')            (7)
-    g_R = L^-T f + g_G' K      g_V = -L^-T e      g_K = g_G R + g_R P - g_V M'                             (8)
+    g_B = -mask(g_y E' + 2 B g_rho)     f = g_B' Q - (2 Y g_P + E g_M') A     e = -B' g_y - Y g_M          (f)
+    Z = diag(g_gain r2 / L_ii^2) - half(f F' + e E')     W = L^-T Z L^-1     g_G = half(W + W')            (g)
+    g_R = L^-T f + g_G' K      g_V = -L^-T e      g_K = g_G R + g_R P - g_V M'                             (h)
 
 A token that does not see the entry or write to the exit has no part in the terms with P and M, or with Y.
 
 Source: Dowling et al., Memory by Design, appendix D, for the filter; the Cholesky factor of the covariance of the
-observations is the prediction error decomposition of a Kalman filter, and (7) the usual adjoint of that factor.
+observations is the prediction error decomposition of a Kalman filter, and (g) the usual adjoint of that factor.
 Shapes: N rows times heads, C tokens, K key width, M value width.
 """
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from recbft.autograd.transforms import once_differentiable
-from recbft.kernels.memory.positivity import report_loss
+from recbft.kernels.memory.reference import report_loss
 
 
 class ChunkMasks(NamedTuple):
@@ -49,7 +49,7 @@ class ChunkMasks(NamedTuple):
 
 
 class _Filtered(NamedTuple):
-    """A chunk by (1) to (4)."""
+    """A chunk by (a) to (d)."""
 
     R: Tensor  # (N, C, K)
     Li: Tensor  # (N, C, C), L^-1
@@ -151,7 +151,7 @@ def _filter(
     *,
     mended: bool,
 ) -> tuple[_Filtered, Tensor]:
-    """A chunk by (1) to (4), and where its factor was not found."""
+    """A chunk by (a) to (d), and where its factor was not found."""
     if P is None or M is None:
         R, Y = s, v.neg()
     else:
@@ -179,7 +179,7 @@ def _filter(
 def _leave(
     P: Tensor | None, M: Tensor | None, F: Tensor, log_decay: Tensor | None, masks: ChunkMasks
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Y of (5), the same of the tokens that write to the exit, and what is carried there of P and M."""
+    """Y of (e), the same of the tokens that write to the exit, and what is carried there of P and M."""
     Y, carried = F, None if P is None or M is None else (P, M)
     if log_decay is not None:
         decay = log_decay.exp()[:, None]  # (N, 1, K or 1)
@@ -201,7 +201,7 @@ def _exit_gradients(
     g_P: Any,
     g_M: Any,
 ) -> tuple[Tensor | None, ...]:
-    """What (5) sends back: f and e of (6), and the gradients of P, M, c, S and skew; None where nothing comes back."""
+    """What (e) sends back: f and e of (f), and the gradients of P, M, c, S and skew; None where nothing comes back."""
     if g_P is None and g_M is None:
         return (None,) * 7
     Y, left, carried = _leave(P, M, row.F, log_decay, masks)
@@ -236,7 +236,7 @@ def _reading_gradients(
     row: _Filtered,
     masks: ChunkMasks,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """f, e and g_B of (6)."""
+    """f, e and g_B of (f)."""
     g_B = torch.zeros_like(row.B) if g_y is None else torch.bmm(g_y, row.E.mT)
     if g_rho is not None:
         g_B.addcmul_(row.B, g_rho[..., None], value=2)
@@ -258,7 +258,7 @@ def _seen_gradients(
     g_P: Tensor | None,
     g_M: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What reading the entry's P and M in (4) adds to the gradients of q, P and M."""
+    """What reading the entry's P and M in (d) adds to the gradients of q, P and M."""
     seen = _masked(q, entry)
     if g_rho is not None:
         weighted = seen * g_rho[..., None]
@@ -279,7 +279,7 @@ def _factor_gradients(
     row: _Filtered,
     masks: ChunkMasks,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(7) and (8) without the entry's terms: gradients of K, R, V and r2."""
+    """(g) and (h) without the entry's terms: gradients of K, R, V and r2."""
     f = torch.zeros_like(row.F) if f is None else f
     e = torch.zeros_like(row.E) if e is None else e
     Z = torch.bmm(f, row.F.mT).baddbmm_(e, row.E.mT).tril_().neg_()
@@ -298,7 +298,7 @@ def _factor_gradients(
 
 
 def _raised_cholesky(G: Tensor, r2: Tensor, *, total: int) -> Tensor:
-    """L of (3) where rounding left no positive pivot: pivots are raised to r2, their least value, and reported."""
+    """L of (c) where rounding left no positive pivot: pivots are raised to r2, their least value, and reported."""
     L, count, worst = torch.zeros_like(G), 0, 0.0
     for j in range(G.shape[-1]):
         column = G[:, j:, j] - torch.einsum("nil,nl->ni", L[:, j:, :j], L[:, j, :j])

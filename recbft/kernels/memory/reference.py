@@ -2,9 +2,9 @@
 
 The Bayesian layer, which carries a covariance:
 
-    Pb = A P A' + ell2 D     u = Pb k     beta = 1 / (r2 + k' u)                                  (1)
-    M  = A M + beta u (v - (A M)' k)'     P = Pb - beta u u'                                      (2)
-    y  = M' q     its variance q' P q     gain = beta k' u                                        (3)
+    Pb = A P A' + ell2 D     u = Pb k     beta = 1 / (r2 + k' u)                                  (9.15)
+    M  = A M + beta u (v - (A M)' k)'     P = Pb - beta u u'                                      (9.16)
+    y  = M' q     its variance q' P q     gain = beta k' u                                        (9.17)
 
 M = 0 and P = p0 I before a history's first token. A is diagonal, or turns and damps the pairs of rows (0, 1), (2, 3),
 ...; D is the identity, with pairs the identity on the first row of each.
@@ -12,9 +12,11 @@ M = 0 and P = p0 I before a history's first token. A is diagonal, or turns and d
 Memories without: where Pb is reset to lam I before every write (delta rules), or the write is not about the memory but
 an input to it (additive rules). r2, and with it what follows from it, may differ from column to column of the values:
 
-    reset     eta = lam / (r2 + lam |k|^2)     M = A M + k (eta * (v - (A M)' k))'                (4)
-              q' P q = lam (|q|^2 - eta (q' k)^2) after the write     gain = eta |k|^2            (5)
-    additive  omega = lam / (lam + r2)         M = A M + k (omega * v)'     gain = omega          (6)
+    reset     eta = lam / (r2 + lam |k|^2)     M = A M + k (eta * (v - (A M)' k))'                (9.19)
+              q' P q = lam (|q|^2 - eta (q' k)^2) after the write     gain = eta |k|^2            (9.20)
+    additive  omega = lam / (lam + r2)         M = A M + k (omega * v)'     gain = omega          (9.21)
+
+A covariance that rounding has made negative somewhere is warned about (``check_positive``), never hidden.
 
 Source: Dowling et al., Memory by Design, equations 9 to 13, proposition 2, table 1, appendices A and D.
 Shapes: B rows, H heads, T tokens, K key width, M value width.
@@ -22,14 +24,62 @@ Shapes: B rows, H heads, T tokens, K key width, M value width.
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+import warnings
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recbft.kernels.memory.trace import MemoryEvent, MemoryReading, MemoryState, MemoryTrace
+from recbft.autograd.transforms import transformed
 
 Rule = Literal["reset", "additive"]
+TOLERATED = 1e-3  # of the observation noise: below this a negative variance moves no gain by more
+
+
+class MemoryState(NamedTuple):
+    """The belief about a memory: N(mean, I (x) covariance), every column of values with the same covariance."""
+
+    mean: Tensor  # (..., K, M)
+    covariance: Tensor  # (..., K, K), symmetric
+
+
+class MemoryEvent(NamedTuple):
+    """One token: what is written, what is read, and how the memory moves and is seen."""
+
+    query: Tensor  # (..., K)
+    key: Tensor  # (..., K)
+    value: Tensor  # (..., M)
+    transition: Tensor | None  # (..., K) in (0, 1]; complex (..., K / 2) for damped rotations of pairs; None keeps all
+    process_noise: Tensor  # (...), the variance added to every row, of pairs to their first row; >= 0
+    observation_noise: Tensor  # (...), the variance of a value about what its key reads; > 0
+
+
+class MemoryReading(NamedTuple):
+    """What one token reads after its own write."""
+
+    readout: Tensor  # (..., M)
+    readout_variance: Tensor  # (...), q' P q
+    gain: Tensor  # (...), share of the innovation taken up at the key, in [0, 1)
+
+
+class MemoryTrace(NamedTuple):
+    """What every token of every history reads, and the belief after the last column."""
+
+    readout: Tensor  # (B, H, T, M)
+    readout_variance: Tensor  # (B, H, T), q' P q
+    gain: Tensor  # (B, H, T), beta k' u, the share of the innovation taken up at the key, in [0, 1)
+    mean: Tensor  # (B, H, K, M)
+    covariance: Tensor  # (B, H, K, K)
+
+
+class UnfilteredTrace(NamedTuple):
+    """The same of a memory without a covariance; with noise by column, variance and gain are by column too."""
+
+    readout: Tensor  # (B, H, T, M)
+    readout_variance: Tensor | None  # (B, H, T) or (B, H, T, M); None by the additive rule
+    gain: Tensor  # (B, H, T) or (B, H, T, M)
+    mean: Tensor  # (B, H, K, M)
 
 
 def step(state: MemoryState, event: MemoryEvent) -> tuple[MemoryState, MemoryReading]:
@@ -41,15 +91,15 @@ def step(state: MemoryState, event: MemoryEvent) -> tuple[MemoryState, MemoryRea
     P = P + torch.diag_embed(ell2[..., None] * noisy_rows(k, a))
     u = torch.einsum("...ij,...j->...i", P, k)
     spread = (k * u).sum(-1)  # k' u
-    beta = 1 / (r2 + spread)  # (1)
+    beta = 1 / (r2 + spread)  # (9.15)
     gain = beta[..., None] * u
     innovation = v - torch.einsum("...km,...k->...m", M, k)
     M = M + gain[..., :, None] * innovation[..., None, :]
-    P = P - gain[..., :, None] * u[..., None, :]  # (2)
+    P = P - gain[..., :, None] * u[..., None, :]  # (9.16)
     P = (P + P.mT) / 2
     readout = torch.einsum("...km,...k->...m", M, q)
     variance = torch.einsum("...i,...ij,...j->...", q, P, q)
-    return MemoryState(M, P), MemoryReading(readout, variance, beta * spread)  # (3)
+    return MemoryState(M, P), MemoryReading(readout, variance, beta * spread)  # (9.17)
 
 
 def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> MemoryState:
@@ -61,7 +111,7 @@ def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> MemoryState:
     )
 
 
-def filter_memory(
+def filter_memory_ref(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -94,7 +144,7 @@ def filter_memory(
 def unfiltered_step(
     mean: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, share: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """One token of a memory (..., K, M) by (4) or (6), ``share`` eta or omega, (..., M or 1): the memory and M' q."""
+    """One token of a memory (..., K, M) by (9.19) or (9.21), ``share`` eta or omega, (..., M or 1): memory and M' q."""
     mean = mean if a is None else advance(a, mean)
     written = v - torch.einsum("...km,...k->...m", mean, k) if rule == "reset" else v
     mean = mean + k[..., None] * (share * written)[..., None, :]
@@ -110,7 +160,7 @@ def write_share(k: Tensor, observation_noise: Tensor, variance: Tensor, rule: Ru
 def unfiltered_reading(
     q: Tensor, k: Tensor, share: Tensor, variance: Tensor, rule: Rule
 ) -> tuple[Tensor | None, Tensor]:
-    """The variance of (5), None by the additive rule, and the gain; both as ``share`` is shaped."""
+    """The variance of (9.20), None by the additive rule, and the gain; both as ``share`` is shaped."""
     if rule == "additive":
         return None, share
     overlap = (q * k).sum(-1, keepdim=True)
@@ -118,7 +168,7 @@ def unfiltered_reading(
     return spread, share * k.square().sum(-1, keepdim=True)
 
 
-def unfiltered_memory(
+def unfiltered_memory_ref(
     q: Tensor, k: Tensor, v: Tensor, *, transition: Tensor | None, share: Tensor, rule: Rule, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What every token reads, (B, H, T, M), and the memory after the last column, (B, H, K, M)."""
@@ -149,3 +199,30 @@ def noisy_rows(k: Tensor, a: Tensor | None) -> Tensor:
     if a is not None and a.is_complex():
         rows[1::2] = 0
     return rows
+
+
+def check_positive(readout_variance: Tensor, gain: Tensor, observation_noise: Tensor) -> None:
+    """Warn where a variance that cannot be negative is: q' P q, or k' Pb k as the gain shows it; not under torch.func.
+
+    Args:
+        readout_variance, gain, observation_noise: of every token, alike in shape.
+    """
+    if transformed():
+        return
+    margin = readout_variance.detach() / observation_noise.detach()
+    lost = (margin < -TOLERATED) | (gain.detach() < -TOLERATED)
+    if bool(lost.any()):
+        predicted = gain.detach() / (1 - gain.detach())  # k' Pb k over the noise
+        worst = torch.minimum(margin, predicted)[lost]
+        told = worst[worst.isfinite()]
+        report_loss(int(lost.sum()), lost.numel(), told.min().item() if told.numel() else -math.inf)
+
+
+def report_loss(count: int, total: int, worst: float) -> None:
+    """Warn of ``count`` steps with a negative variance, the worst of them in units of the observation noise."""
+    warnings.warn(
+        f"the covariance of a memory lost positive definiteness at {count:,} of {total:,} steps (worst variance "
+        f"{worst:.3g} times the observation noise); raise the process or observation noise, or use float64",
+        RuntimeWarning,
+        stacklevel=3,
+    )

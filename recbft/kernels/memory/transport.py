@@ -1,16 +1,16 @@
 """Keys, queries and noise of chunks taken back to the chunk's entry, where the memory stands still.
 
-    c_i = sum_l log a_l               k_i <- e^{c_i} k_i        q_i <- e^{c_i} q_i                       (1)
-    S_i = a_i^2 S_{i-1} + ell2_i      s_i = e^{-c_i} S_i k_i    read_i = q_i' S_i q_i                    (2)
+    c_i = sum_l log a_l               k_i <- e^{c_i} k_i        q_i <- e^{c_i} q_i                       (a)
+    S_i = a_i^2 S_{i-1} + ell2_i      s_i = e^{-c_i} S_i k_i    read_i = q_i' S_i q_i                    (b)
 
-with k and q on the right of (2) those before (1), and S_{i-1} = 0 at the entry and p0 where a history begins. Sums are
+with k and q on the right of (b) those before (a), and S_{i-1} = 0 at the entry and p0 where a history begins. Sums are
 over the chunk's tokens up to i of the same history, so that nothing of one history is in the numbers of another.
 
 Rotations of pairs of rows commute, so they are undone for good, from a history's first token on: with Theta_i the sum
-of angles, keys and queries are turned by -Theta_i and only moduli are left in (1). The noise on the first row of a pair
+of angles, keys and queries are turned by -Theta_i and only moduli are left in (a). The noise on the first row of a pair
 then no longer has the same variance in all directions; as complex numbers, pair by pair,
 
-    S_i k = sigma_i k + zeta_i conj(k)        both by the recursion of (2)                               (3)
+    S_i k = sigma_i k + zeta_i conj(k)        both by the recursion of (b)                               (c)
 
 sigma from ell2 / 2 and p0, zeta from e^{-2i Theta} ell2 / 2 and 0.
 
@@ -29,7 +29,7 @@ from recbft.autograd.transforms import applied, once_differentiable
 
 
 class Transported(NamedTuple):
-    """Chunks of a sequence by (1) to (3)."""
+    """Chunks of a sequence by (a) to (c)."""
 
     query: Tensor  # (N, n, C, K)
     key: Tensor  # (N, n, C, K)
@@ -70,7 +70,7 @@ def turn_back(mean: Tensor, covariance: Tensor, turn: Tensor) -> tuple[Tensor, T
 
 
 class _Decay(torch.autograd.Function):
-    """(1) and (2) for real transitions. Backward, with G_i the gradient of S_i as an input of (2) alone:
+    """(a) and (b) for real transitions. Backward, with G_i the gradient of S_i as an input of (b) alone:
 
     adj_i = G_i + a_{i+1}^2 adj_{i+1}      g_ell2 = adj_i      g_p0 = a_i^2 adj_i at starts
     g_log a_i = sum_{l >= i} g_c_l + 2 (S_i - ell2_i) adj_i
@@ -126,7 +126,7 @@ def _turned(q: Tensor, k: Tensor, a: Tensor, ell2: Tensor, prior: Tensor, first:
     zeta = _gather(half * back.square(), decay, torch.zeros_like(prior, dtype=a.dtype), first)
     c = restarted_sum(log_a, first)
     out = c.exp()
-    # (3); not divided by e^c, whose gradient would have e^-2c
+    # (c); not divided by e^c, whose gradient would have e^-2c
     s = (sigma * k + zeta * k.conj()) * (-c).exp()
     read = (sigma * q.abs().square() + (zeta * q.conj().square()).real).sum(-1)
     at_exit, skewed = sigma[:, :, -1], zeta[:, :, -1]
@@ -143,7 +143,7 @@ def _turned(q: Tensor, k: Tensor, a: Tensor, ell2: Tensor, prior: Tensor, first:
 
 
 def _gather(noise: Tensor, decay: Tensor | None, prior: Tensor, first: Tensor | None) -> Tensor:
-    """S of (2) for all chunks at once: noise (N, n, C, 1 or K) and decay a^2 alike, or None -> (N, n, C, K or 1)."""
+    """S of (b) for all chunks at once: noise (N, n, C, 1 or K) and decay a^2 alike, or None -> (N, n, C, K or 1)."""
     start = prior[:, None, None]  # (N, 1, 1)
     S = torch.cat((start, start.new_zeros(len(noise), noise.shape[1] - 1, 1)), dim=1)
     steps = []

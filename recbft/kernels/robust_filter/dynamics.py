@@ -1,12 +1,12 @@
 """The linear stochastic dynamics that robust filter attention supposes, and the clock that it reads them by.
 
-    dx = A x dt + G dw,   A = -mu + i w                                  a decaying rotation per coordinate      (1)
-    E(dt) = exp(-mu dt)   turn(t) = exp(-i w t)                          decay and rotation of what was seen     (2)
-    V(dt) = s2 (1 - E^2) + eta2 E^2 + gamma2        mu > 0               variance of query minus carried key     (3)
-    V(dt) = s2 dt + eta2 + gamma2                   mu = 0                                                       (4)
+    dx = A x dt + G dw,   A = -mu + i w                                  a decaying rotation per coordinate      (a)
+    E(dt) = exp(-mu dt)   turn(t) = exp(-i w t)                          decay and rotation of what was seen   (9.6)
+    V(dt) = s2 (1 - E^2) + eta2 E^2 + gamma2        mu > 0               variance of query minus carried key   (9.7)
+    V(dt) = s2 dt + eta2 + gamma2                   mu = 0                                                     (9.7)
 
-s2 is what the process noise adds up to: its steady state in (3), and in (4), where there is none, the variance added
-per unit of time. (3) with s2 = rate / (2 mu) tends to (4) with s2 = rate as mu goes to 0.
+s2 is what the process noise adds up to. Where mu > 0 that is its steady state; where mu = 0 there is none, and s2 is
+the variance added per unit of time. (9.7) for mu > 0 with s2 = rate / (2 mu) tends to (9.7) for mu = 0 with s2 = rate.
 
 Time is the position in the history, or real elapsed time in units of ``time_unit``. A negative elapsed time is refused.
 
@@ -33,7 +33,7 @@ class Dynamics(NamedTuple):
 
     frequency: Tensor  # (H, K)  w, radians per unit of time
     decay: Tensor  # (H,)  mu, >= 0
-    process: Tensor  # (H,)  s2 of (3) and (4), >= 0
+    process: Tensor  # (H,)  s2 of (9.7), >= 0
     key_noise: Tensor  # (H,)  eta2, >= 0
     query_noise: Tensor  # (H,)  gamma2, >= 0
     dof: Tensor  # (H,)  nu, > 0
@@ -112,7 +112,7 @@ def _read_times(context: SequenceContext, time_unit: float | Tensor, dtype: torc
 
 
 def residual_variance(elapsed: Tensor, dynamics: Dynamics) -> Tensor:
-    """Equations (3) and (4), with fields that broadcast against ``elapsed``; kept off 0 by a rounding's breadth."""
+    """Equation (9.7), with fields that broadcast against ``elapsed``; kept off 0 by a rounding's breadth."""
     span = 2 * dynamics.decay * elapsed
     # expm1: with a small decay 1 - E^2 would be rounding, times a large s2.
     diffused = torch.where(dynamics.decay > 0, -torch.expm1(-span), elapsed)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from recbft.autograd.full_precision import exact_products
 from recbft.autograd.transforms import applied, once_differentiable
-from recbft.core.belief import SequenceContext
-from recbft.core.statistics import SiluMoments
+from recbft.core.belief import SequenceContext, SiluMoments
 from recbft.kernels import dispatch
 from recbft.kernels.layout import readable
 from recbft.kernels.silu_moments import product_dtype

@@ -1,10 +1,10 @@
 """The passes of SiLU moments over tiles of readers (tokens that read) and keys, for ``triton.py``.
 
-    s = q . k scale + bias      w = SiLU(s) where t may read j, else 0                                (1)
-    forward     sum w v    sum w    sum w^2    sum w^2 v    sum w^2 v^2,  times share or share^2       (2)
-    da = g v' + g1 + 2 w share (g2 + h1 v' + h2 (v^2)')         ds = silu'(s) da share                 (3)
-    readers     dq = ds k scale     dbias = ds                                                        (4)
-    keys        dk = ds' q scale    dv = (w' g + (w^2)' h1 share + 2 v * ((w^2)' h2) share) share      (5)
+    s = q . k scale + bias      w = SiLU(s) where t may read j, else 0                         (8.2, 8.3)
+    forward     sum w v    sum w    sum w^2    sum w^2 v    sum w^2 v^2,  times share or share^2       (8.3, 8.6)
+    da = g v' + g1 + 2 w share (g2 + h1 v' + h2 (v^2)')         ds = silu'(s) da share                 (a)
+    readers     dq = ds k scale     dbias = ds                                                        (b)
+    keys        dk = ds' q scale    dv = (w' g + (w^2)' h1 share + 2 v * ((w^2)' h2) share) share      (c)
 
 scale is 1 / sqrt(K) and share 1 / N. Nothing assumes that the histories of a row stand together or in order: from the
 segments and positions of its tile a program finds the first and the last column that it can have to do with, and masks
@@ -35,7 +35,7 @@ def forward_pass(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """(2) for a tile of readers."""
+    """(8.3, 8.6) for a tile of readers."""
     tile, row, head = _place(H, T, OWN)
     readers = tile * OWN + tl.arange(0, OWN)
     own_segment, own_place = _history(segment, position, row, readers, T)
@@ -81,7 +81,7 @@ def readers_pass(
     OTHER: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """(4) for a tile of readers; where it can read nothing, dbias stays as it was."""
+    """(b) for a tile of readers; where it can read nothing, dbias stays as it was."""
     tile, row, head = _place(H, T, OWN)
     readers = tile * OWN + tl.arange(0, OWN)
     own_segment, own_place = _history(segment, position, row, readers, T)
@@ -131,7 +131,7 @@ def keys_pass(
     OTHER: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """(5) for a tile of keys; tiles of pairs are (keys, readers)."""
+    """(c) for a tile of keys; tiles of pairs are (keys, readers)."""
     tile, row, head = _place(H, T, OWN)
     keys = tile * OWN + tl.arange(0, OWN)
     own_segment, own_place = _history(segment, position, row, keys, T)
@@ -245,7 +245,7 @@ def _store(pointer, columns, found, stride, T, K: tl.constexpr, W: tl.constexpr)
 
 @triton.jit
 def _weights(scores, bias, readers, keys, bias_t, bias_j, T, allowed):
-    """w of (1), and its slope silu'(s), zero where a token may not read."""
+    """w of (8.2, 8.3), and its slope silu'(s), zero where a token may not read."""
     if bias is not None:
         inside = (readers < T) & (keys < T)
         scores += tl.load(bias + readers * bias_t + keys * bias_j, mask=inside, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
 """Softmax moments on a GPU, in Triton: nothing of T x T tokens is ever stored.
 
-The forward is one kernel, the backward two (``triton_forward``, ``triton_backward``); all walk over tiles of tokens and
-form the weights as they go, from values that are centred before (``triton_columns``). Which tiles need a visit is found
+The forward is one kernel, the backward two (``triton_passes``); all walk over tiles of tokens and
+form the weights as they go, from values that are centred before (``triton_tiles``). Which tiles need a visit is found
 on the device, once per batch (``triton_tiles``). Inputs may be float32, float16 or bfloat16 with any strides; the mean
 has the type of the values, S and n are float32. Only a bias per pair that wants a gradient takes memory by T x T, as it
 does itself.
@@ -19,15 +19,12 @@ import triton
 from torch import Tensor
 
 from recbft.autograd.transforms import applied, once_differentiable
-from recbft.core.belief import SequenceContext
+from recbft.core.belief import Moments, SequenceContext
 from recbft.core.observation_precision import epsilon_of
-from recbft.core.statistics import Moments
 from recbft.kernels import dispatch
 from recbft.kernels.layout import by_tokens
-from recbft.kernels.softmax_moments.triton_backward import key_kernel, query_kernel
-from recbft.kernels.softmax_moments.triton_columns import columns_kernel
-from recbft.kernels.softmax_moments.triton_forward import forward_kernel
-from recbft.kernels.softmax_moments.triton_tiles import spans_kernel
+from recbft.kernels.softmax_moments.triton_passes import forward_kernel, key_kernel, query_kernel
+from recbft.kernels.softmax_moments.triton_tiles import columns_kernel, spans_kernel
 
 SPANS_TILE, COLUMNS_TILE = 32, 64
 
@@ -134,7 +131,7 @@ def _find_spans(segment: Tensor, position: Tensor, *, causal: bool) -> Spans:
 
 
 class _Reml(NamedTuple):
-    """How S and n become a precision, equation (3) of the forward kernel."""
+    """How S and n become a precision, equation (2.8) of the forward kernel."""
 
     nu: float = 0.0
     c: float = 0.0

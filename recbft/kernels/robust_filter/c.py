@@ -1,0 +1,196 @@
+"""Isotropic robust filter attention in C (``kernel.c``, which has the equations).
+
+Weights live in the cache and are never kept, so that memory grows with T. What depends on the lag is a table by lag;
+real elapsed times, of which every pair has its own, are left to the plain form.
+
+Shapes: B rows, H heads, T tokens, K complex coordinates per head, L lags.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recbft.autograd.complex_pairs import as_complex, real
+from recbft.autograd.transforms import applied, once_differentiable, transformed
+from recbft.core.belief import SequenceContext
+from recbft.kernels import c_library
+from recbft.kernels.c_library import pointer
+from recbft.kernels.c_library.heads import Batch, Spans, View, check, run, spans_of
+from recbft.kernels.layout import by_tokens, readable
+from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
+from recbft.kernels.robust_filter.reference import Tables, tables_of
+
+
+def decline(q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> str | None:
+    """Why this path cannot serve a call, or None where it can."""
+    if dropout > 0:
+        return "attention dropout is left to another path"
+    if not by_position:
+        return "real elapsed times are left to another path"
+    if q.dtype != torch.complex64:
+        return f"serves complex64, got {str(q.dtype).removeprefix('torch.')}"
+    return c_library.missing()
+
+
+def robust_filter(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    dynamics: Dynamics,
+    clock: Clock,
+    variant: Variant,
+    *,
+    key_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    with_evidence: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The same as the reference with scalars (H,)."""
+    assert dropout == 0 and clock.by_position
+    if not (q.dtype == k.dtype == v.dtype == torch.complex64):
+        raise ValueError(f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}; this path takes complex64")
+    d = Dynamics(*(x.float() for x in dynamics))
+    turned, back = _Turns(*turns_of(d.frequency, clock)), None
+    outside = turned.query.requires_grad or transformed()  # frequencies that torch.func may ask about
+    if outside:
+        q, k = q * turned.query, k * turned.key
+        if variant.rotate_values:
+            v, back = v * turned.key, turned.query.conj()
+    kappa = (d.dof + q.shape[-1]) / q.shape[-1]
+    tables = _tables(context, clock, d, variant)
+    bias = None if key_bias is None else key_bias.float().expand(context.segment.shape)
+    how = _How(variant.kernel == "student", variant.rotate_values, with_evidence)
+    spans = spans_of(context)
+    found = applied(
+        _RobustFilter,
+        *map(real, (q, k, v)),
+        *tables,
+        kappa,
+        d.temperature,
+        bias,
+        None if outside else turned,
+        spans,
+        how,
+    )
+    mean = as_complex(found[0])
+    return mean if back is None else mean * back, found[1] if with_evidence else None
+
+
+def _tables(context: SequenceContext, clock: Clock, dynamics: Dynamics, variant: Variant) -> Tables:
+    """By lag, (H, L)."""
+    longest = clock.lag.shape[-1] - 1
+    if not clock.in_columns and context.position.numel():
+        longest = int(context.position.max() - context.position.min())
+    lags = torch.arange(longest + 1, dtype=torch.float32)[None, None, None]
+    return Tables(*(x[0, :, 0] for x in tables_of(lags, dynamics, variant)))
+
+
+class _Turns(NamedTuple):
+    """exp(-i w t), (B or 1, H, T, K)."""
+
+    query: Tensor
+    key: Tensor
+
+
+class _How(NamedTuple):
+    student: bool
+    turns_values: bool
+    with_evidence: bool
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("of", Batch),
+        *((name, ctypes.c_int64) for name in ("student", "turns_values", "L")),
+        *((name, View) for name in ("q", "k", "v")),
+        *((name, ctypes.c_void_p) for name in ("turn_query", "turn_key")),
+        *((name, ctypes.c_int64) for name in ("turn_query_row", "turn_key_row")),
+        *((name, ctypes.c_void_p) for name in (*Tables._fields, "kappa", "temperature", "key_bias")),
+        ("mean", View),
+        *((name, ctypes.c_void_p) for name in ("evidence", "log_total")),
+        ("grad_mean", View),
+        ("grad_evidence", ctypes.c_void_p),
+        *((name, View) for name in ("d_q", "d_k", "d_v")),
+        *((f"d_{name}", ctypes.c_void_p) for name in (*Tables._fields, "kappa", "temperature", "key_bias")),
+    )
+
+
+class _RobustFilter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        log_precision: Tensor,
+        sharpness: Tensor,
+        kappa: Tensor,
+        temperature: Tensor,
+        key_bias: Tensor | None,
+        turned: _Turns | None,
+        spans: Spans,
+        how: _How,
+    ) -> tuple[Tensor, ...]:
+        check(q, k, v, spans)
+        q, k, v = (readable(x) for x in (q, k, v))
+        scalars = [x.contiguous() for x in (log_decay, log_precision, sharpness, kappa, temperature)]
+        key_bias = None if key_bias is None else key_bias.contiguous()
+        turned_real = [] if turned is None else [real(x).contiguous() for x in turned]
+        mean, log_total = by_tokens(q), q.new_empty(q.shape[:3])
+        evidence = torch.empty_like(log_total) if how.with_evidence else None
+        call = _call(q, k, v, scalars, key_bias, turned_real, spans, how, log_total)
+        call.mean, call.evidence = View.of(mean), pointer(evidence)
+        run(c_library.library().robust_filter_forward, call, q)
+        ctx.save_for_backward(q, k, v, key_bias, log_total, *scalars, *turned_real)
+        ctx.constants = spans, how
+        return (mean,) if evidence is None else (mean, evidence)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_mean: Tensor, grad_evidence: Tensor | None = None) -> Any:
+        q, k, v, key_bias, log_total, *rest = ctx.saved_tensors
+        scalars, turned_real = rest[:5], rest[5:]
+        spans, how = ctx.constants
+        call = _call(q, k, v, scalars, key_bias, turned_real, spans, how, log_total)
+        grad_mean = readable(grad_mean)
+        grad_evidence = None if grad_evidence is None else grad_evidence.contiguous()
+        call.grad_mean, call.grad_evidence = View.of(grad_mean), pointer(grad_evidence)
+        d_q, d_k, d_v = (by_tokens(x) for x in (q, k, v))
+        call.d_q, call.d_k, call.d_v = map(View.of, (d_q, d_k, d_v))
+        B = q.shape[0]
+        sums = [x.new_empty(B, *x.shape) for x in scalars]
+        d_bias = q.new_empty(k.shape[:3]) if ctx.needs_input_grad[8] else None
+        for name, x in zip((*Tables._fields, "kappa", "temperature", "key_bias"), (*sums, d_bias), strict=True):
+            setattr(call, f"d_{name}", pointer(x))
+        run(c_library.library().robust_filter_backward, call, q)
+        d_scalars = (x.sum(dim=0) for x in sums)
+        return d_q, d_k, d_v, *d_scalars, None if d_bias is None else d_bias.sum(dim=1), None, None, None
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scalars: list[Tensor],
+    key_bias: Tensor | None,
+    turned_real: list[Tensor],
+    spans: Spans,
+    how: _How,
+    log_total: Tensor,
+) -> _Call:
+    """What both directions know; the tensors stay with the caller."""
+    call = _Call(Batch.of(spans, q.shape[1], q.shape[3]), how.student, how.turns_values, scalars[0].shape[1])
+    call.q, call.k, call.v = map(View.of, (q, k, v))
+    for name, x in zip((*Tables._fields, "kappa", "temperature", "key_bias"), (*scalars, key_bias), strict=True):
+        setattr(call, name, pointer(x))
+    if turned_real:
+        query, key = turned_real
+        call.turn_query, call.turn_key = pointer(query), pointer(key)
+        call.turn_query_row, call.turn_key_row = (x.stride(0) if x.shape[0] > 1 else 0 for x in turned_real)
+    call.log_total = pointer(log_total)
+    return call
