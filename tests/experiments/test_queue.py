@@ -130,8 +130,13 @@ def begun(monkeypatch):
 def test_a_run_that_another_command_trains_is_waited_for(events, tmp_path, begun):
     jobs, watch, elsewhere = jobs_of(events, tmp_path, "bft"), Watch(), set()
     theirs = locks.acquire(tmp_path / "queue", jobs[0].path.name)
-    watch.look = lambda running, waiting: elsewhere.update(run.job.name for run in running if run.elsewhere)
-    watch.finished = lambda job, seconds: theirs.release()
+
+    def look(running, waiting):
+        elsewhere.update(run.job.name for run in running if run.elsewhere)
+        if elsewhere:
+            theirs.release()
+
+    watch.look = look
     assert train_all(jobs, data_of(jobs), tmp_path / "queue", 2, watch) == []
     assert elsewhere == {jobs[0].name} and len(begun) == 2, "no process is begun for a run that is locked"
 
