@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recbft.reporting.tables import table
 from recbft_cli.options import (
     Columns,
     DataRoot,
@@ -81,6 +80,7 @@ class Target(str, Enum):
 def list_datasets(data_root: DataRoot = None) -> None:
     """List the data sets that recbft knows by name."""
     from recbft.datasets import cards
+    from recbft.reporting.tables import table
 
     rows: list[list[object]] = []
     for name in cards.card_names():

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from recbft.reporting.tables import table
-
 EXAMPLES = """Example: recbft models sasrec --arm bft --mixer rfa"""
 
 
@@ -22,6 +20,7 @@ def models(
     from recbft.errors import UserError
     from recbft.mixers import MIXERS
     from recbft.models import MODELS
+    from recbft.reporting.tables import table
     from recbft.training.run_config import load_run_config
 
     if name is not None:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft.errors import UserError
-from recbft.reporting.probe_tables import mechanism_lines, uncertainty_lines
-from recbft.reporting.tables import short, signed, table
 from recbft_cli.evaluate import Part, counted_in, say_long, say_unfinished
 from recbft_cli.options import (
     Columns,
@@ -118,6 +116,7 @@ def _write(found: dict[str, Any], run: Path, out: Path | None, other: str | None
 
 def _show(found: dict[str, Any], counts: str) -> None:
     from recbft.evaluation.protocol import protocol_lines
+    from recbft.reporting.probe_tables import mechanism_lines, uncertainty_lines
 
     for lines in (
         [*mechanism_lines(found["mechanism"]), *([counts, ""] if counts else [])],
@@ -140,6 +139,7 @@ def _other_than_the_run_s(users: int | None, part: Part, *, own: bool, finished:
 
 def _explain(recommender: Recommender, dataset: Dataset, user: str, part: str, as_json: bool) -> None:
     """Print which of a user's events speak for the best items."""
+    from recbft.reporting.tables import short, signed, table
     from recbft.system.files import json_text
 
     history = _history(dataset, user, part)

@@ -297,7 +297,7 @@ def test_the_function_filters_by_any_path():
     frequency = torch.tensor([[0.4, -0.4]]).double()
     found = {
         impl: robust_filter_attention(q, k, v, context, frequency=frequency, **scalars(), impl=impl)
-        for impl in ("auto", "cpu", "isotropic", "reference")
+        for impl in ("auto", "isotropic", "reference")
     }
     for output in found.values():
         torch.testing.assert_close(output, found["reference"])

@@ -30,7 +30,14 @@ def made_up(ranks, content="a"):
         for name, each in ranks.items()
     }
     zeros = np.zeros(users, dtype=np.int64)
-    protocol = {"items": 12345, "content_hash": content, "dataset": content, "filter_seen": False, "config": {}}
+    protocol = {
+        "items": 12345,
+        "content_hash": content,
+        "target_hash": content,
+        "dataset": content,
+        "filter_seen": False,
+        "config": {},
+    }
     return Comparison(None, protocol, zeros, zeros, zeros, zeros, arms, "matched", numbers, ())
 
 
