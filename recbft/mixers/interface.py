@@ -66,7 +66,7 @@ class MixerOptions:
         return False
 
 
-class Part(nn.Module):
+class TrainedPart(nn.Module):
     """A part of a model that says how its parameters are trained.
 
     ``groups`` names the optimiser group of a parameter or submodule of this part; the others are in the group of what
@@ -77,7 +77,7 @@ class Part(nn.Module):
     penalty: PenaltySlot | None = None
 
 
-class Mixer(Part, abc.ABC):
+class Mixer(TrainedPart, abc.ABC):
     """What moves information along T; its constructor takes D and H, which divides D.
 
     A mixer defines ``forward``, and changes what else is said here where it differs. ``gives_precision`` says whether
@@ -156,7 +156,7 @@ class PenaltySlot:
 
 def take_penalties(model: nn.Module) -> Tensor | None:
     """The sum of what the parts of a model have left in their slots, or None where there is nothing."""
-    slots = [part.penalty for part in model.modules() if isinstance(part, Part) and part.penalty is not None]
+    slots = [part.penalty for part in model.modules() if isinstance(part, TrainedPart) and part.penalty is not None]
     left = [value for value in (slot.take() for slot in slots) if value is not None]
     return sum(left[1:], left[0]) if left else None
 
@@ -166,7 +166,7 @@ def optimiser_groups(model: nn.Module) -> dict[str, Group]:
     said = {
         f"{path}.{name}".lstrip("."): group
         for path, part in model.named_modules()
-        if isinstance(part, Part)
+        if isinstance(part, TrainedPart)
         for name, group in part.groups.items()
     }
     found: dict[str, Group] = {}

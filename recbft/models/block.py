@@ -26,7 +26,7 @@ from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.kernels.layer_norm import LayerNorm
 from recbft.mixers import Mixer, Observation
-from recbft.mixers.interface import Group, Part
+from recbft.mixers.interface import Group, TrainedPart
 from recbft.models.feed_forward import Activation, FeedForward, FuzzyMoE, Prediction
 from recbft.models.precision_channel import LayerPrecision
 from recbft.models.update_rules import KalmanUpdate, check_update
@@ -34,7 +34,7 @@ from recbft.models.update_rules import KalmanUpdate, check_update
 Layer = Literal["pre_norm", "post_norm", "original"]
 
 
-class Block(Part):
+class Block(TrainedPart):
     """Observe, update, predict.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch, history_batches
 from recbft.errors import UserError
-from recbft.mixers.interface import Group, Part, optimiser_groups
+from recbft.mixers.interface import Group, TrainedPart, optimiser_groups
 from recbft.models.precision_channel import CoreConfig
 
 IntArray = NDArray[np.int64]
@@ -91,7 +91,7 @@ def read_histories(
     )
 
 
-class TrainableModel(Part, SequenceModel):
+class TrainableModel(TrainedPart, SequenceModel):
     """A ``SequenceModel`` that the training loop can train."""
 
     per_item: tuple[str, ...] = ()  # parameters and buffers with a row per token: padding, the items, then what is none

@@ -30,7 +30,7 @@ from recbft.autograd.transforms import transformed
 from recbft.config.fields import check_range
 from recbft.core import SequenceContext, ffn_jacobian, pick
 from recbft.errors import UserError
-from recbft.mixers.interface import Part, PenaltySlot, refuse_idle
+from recbft.mixers.interface import PenaltySlot, TrainedPart, refuse_idle
 from recbft.mixers.regime import GaussianMemberships
 from recbft.models.precision_channel import LayerPrecision
 
@@ -108,7 +108,7 @@ class FeedForward(NamedTuple):
         return ffn_jacobian(self.inner(x), self.inner.weight, self.outer.weight)
 
 
-class FuzzyMoE(Part):
+class FuzzyMoE(TrainedPart):
     """Experts, (9.37) to (9.41).
 
     Args:

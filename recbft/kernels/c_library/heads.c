@@ -26,7 +26,7 @@ void spans_of_tokens(int64_t B, int64_t T, int64_t J, int64_t causal, const int3
 
 /* A bias of terms before it is standardised, over the pairs of every few rows: how many these are, and the sums of
  * x - m and of its square; (B, 3), 0 for rows that are left out. */
-void statistics_of_terms(const Batch *of, const Terms *terms, int64_t every, double *sums)
+void statistics_of_terms(const Packing *of, const Terms *terms, int64_t every, double *sums)
 {
     Terms plain = *terms;
     plain.sharpness = 1, plain.limit = INFINITY;

@@ -13,7 +13,7 @@
 typedef struct { /* (B, H, tokens, K); the last stride is 1 */
     float *data;
     int64_t row, head, token;
-} View;
+} HeadView;
 
 typedef struct { /* a bias per pair, (B, H, T, J), and its gradient; either may be NULL, and strides 0 */
     const float *data;
@@ -29,14 +29,14 @@ typedef struct {
     const int32_t *first;        /* (B, J) the column of the first token of the key's history */
     const int32_t *token_history, *token_place, *key_history, *key_place; /* (B, T) and (B, J) */
     int64_t causal;
-} Batch;
+} Packing;
 
-INLINE float *at(View view, int64_t b, int64_t h) { return view.data + b * view.row + h * view.head; }
+INLINE float *at(HeadView view, int64_t b, int64_t h) { return view.data + b * view.row + h * view.head; }
 
 #define LINE 16 /* floats of what a cache holds as one */
 
 /* Have the K elements of a token brought near that are read with the next head, which is the thread's next. */
-INLINE void ask_for(View view, int64_t H, int64_t b, int64_t h, int64_t t, int64_t K)
+INLINE void ask_for(HeadView view, int64_t H, int64_t b, int64_t h, int64_t t, int64_t K)
 {
     const float *next = h + 1 < H ? at(view, b, h + 1) : at(view, b + 1, 0);
     for (int64_t i = 0; i < K; i += LINE)
@@ -44,7 +44,7 @@ INLINE void ask_for(View view, int64_t H, int64_t b, int64_t h, int64_t t, int64
 }
 
 /* The same of tokens of this head that are written soon. */
-INLINE void make_room(View view, int64_t b, int64_t h, int64_t from, int64_t count, int64_t K)
+INLINE void make_room(HeadView view, int64_t b, int64_t h, int64_t from, int64_t count, int64_t K)
 {
     float *to = at(view, b, h) + from * view.token;
     for (int64_t t = 0; t < count; t++, to += view.token)
@@ -53,7 +53,7 @@ INLINE void make_room(View view, int64_t b, int64_t h, int64_t from, int64_t cou
 }
 
 /* The K elements of each token of a head, scaled, in `rows` of `width` whose rest is 0. */
-INLINE void fetch_rows(const Batch *of, View view, int64_t b, int64_t h, int64_t tokens, float scale, float *to,
+INLINE void fetch_rows(const Packing *of, HeadView view, int64_t b, int64_t h, int64_t tokens, float scale, float *to,
                        int64_t rows, int64_t width)
 {
     const int64_t K = of->K, H = of->H;
@@ -69,7 +69,7 @@ INLINE void fetch_rows(const Batch *of, View view, int64_t b, int64_t h, int64_t
 }
 
 /* The bias of each key of a row, or 0. */
-INLINE void fetch_bias(const Batch *of, const float *key_bias, int64_t b, float *to)
+INLINE void fetch_bias(const Packing *of, const float *key_bias, int64_t b, float *to)
 {
     memset(to, 0, padded(of->J) * sizeof(float));
     if (key_bias)
@@ -85,13 +85,13 @@ INLINE void blank_rest(float *row, int64_t before, int64_t width, int64_t after)
         row[j] = 0;
 }
 
-INLINE int32_t lag(const Batch *of, int64_t b, int64_t token, int64_t j)
+INLINE int32_t lag(const Packing *of, int64_t b, int64_t token, int64_t j)
 {
     return abs(of->key_place[b * of->J + j] - of->token_place[token]);
 }
 
 /* Of a key within the span of a token that has gaps; tokens are counted through the rows. */
-INLINE int may_read(const Batch *of, int64_t b, int64_t token, int64_t j)
+INLINE int may_read(const Packing *of, int64_t b, int64_t token, int64_t j)
 {
     const int64_t key = b * of->J + j;
     return of->key_history[key] == of->token_history[token] &&
@@ -99,14 +99,14 @@ INLINE int may_read(const Batch *of, int64_t b, int64_t token, int64_t j)
 }
 
 /* What a token reads of keys within its span. */
-INLINE Reads reads_in_span(const Batch *of, int64_t b, int64_t t)
+INLINE Reads reads_in_span(const Packing *of, int64_t b, int64_t t)
 {
     const int64_t token = b * of->T + t, start = of->start[token];
     return reads_of(token, of->token_place[token], of->key_place + b * of->J + start, most(0, of->stop[token] - start));
 }
 
 /* Add what is given for the pairs of a token within its span; columns are counted from `low`. */
-INLINE void add_pairs(const PairBias *bias, const Batch *of, int64_t b, int64_t h, int64_t t, int64_t low, float *row)
+INLINE void add_pairs(const PairBias *bias, const Packing *of, int64_t b, int64_t h, int64_t t, int64_t low, float *row)
 {
     if (bias->terms)
         add_terms(bias->terms, reads_in_span(of, b, t), row + of->start[b * of->T + t] - low);
@@ -118,7 +118,7 @@ INLINE void add_pairs(const PairBias *bias, const Batch *of, int64_t b, int64_t 
 }
 
 /* Write the gradient of a token's pairs: 0 but for those that `row` has. */
-INLINE void keep_pairs(const PairBias *bias, const Batch *of, int64_t b, int64_t h, int64_t t, int64_t low,
+INLINE void keep_pairs(const PairBias *bias, const Packing *of, int64_t b, int64_t h, int64_t t, int64_t low,
                        int64_t width, const float *row)
 {
     const int64_t place = (b * of->H + h) * of->T + t;
@@ -137,7 +137,7 @@ typedef struct {
     int64_t from, count, low, width, skip, depth;
 } Tile;
 
-INLINE Tile tile_of(const Batch *of, int64_t b, int64_t from, int64_t end)
+INLINE Tile tile_of(const Packing *of, int64_t b, int64_t from, int64_t end)
 {
     int64_t low = of->J, high = 0;
     for (int64_t t = from; t < end; t++) {
@@ -207,7 +207,7 @@ typedef struct {
 #define ROOM_BYTES 512 /* of the pointers of any mechanism */
 
 /* All heads, each by one thread; 0, or 1 where memory is short. */
-INLINE int each_head(const Mechanism *mechanism, const Batch *of, const void *call, int backward)
+INLINE int each_head(const Mechanism *mechanism, const Packing *of, const void *call, int backward)
 {
     int failed = 0;
 #pragma omp parallel
@@ -232,14 +232,14 @@ typedef void (*TileStep)(void *room, const void *call, int64_t b, int64_t h, Til
 typedef void (*KeyStep)(void *room, const void *call, int64_t from, Tile readers, int64_t key, int64_t column);
 
 /* The tokens of a head in tiles, without more. */
-INLINE void each_tile(const Batch *of, int64_t b, int64_t h, void *room, const void *call, ForwardStep step)
+INLINE void each_tile(const Packing *of, int64_t b, int64_t h, void *room, const void *call, ForwardStep step)
 {
     for (int64_t from = 0; from < of->T; from += TALL)
         step(room, call, b, h, tile_of(of, b, from, least(from + TALL, of->T)));
 }
 
 /* The tokens of a head in blocks: tile by tile, then TALL keys at a time against those that may read them. */
-INLINE void each_block(const Batch *of, int64_t b, int64_t h, void *room, const void *call, TileStep step, KeyStep keys)
+INLINE void each_block(const Packing *of, int64_t b, int64_t h, void *room, const void *call, TileStep step, KeyStep keys)
 {
     for (int64_t from = 0; from < of->T; from += BLOCK) {
         Tile block = tile_of(of, b, from, least(from + BLOCK, of->T)), tiles[BLOCK / TALL];

@@ -52,18 +52,18 @@ def _find_spans(context: SequenceContext) -> Spans:
     return Spans(start, stop, gaps, first, history, place, key_history, key_place, context.causal)
 
 
-class View(ctypes.Structure):
+class HeadView(ctypes.Structure):
     """A tensor (B, H, tokens, K) whose elements of a token stand side by side."""
 
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("row", "head", "token")))
 
     @classmethod
-    def of(cls, x: Tensor) -> View:
+    def of(cls, x: Tensor) -> HeadView:
         """Of a tensor that the caller keeps."""
         return cls(x.data_ptr(), *x.stride()[:3])
 
 
-class Batch(ctypes.Structure):
+class Packing(ctypes.Structure):
     """Sizes, and who reads whom."""
 
     _fields_ = (
@@ -73,7 +73,7 @@ class Batch(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, spans: Spans, H: int, K: int) -> Batch:
+    def of(cls, spans: Spans, H: int, K: int) -> Packing:
         """Of heads; the spans stay with the caller."""
         B, T = spans.token_history.shape
         return cls(B, H, T, spans.key_history.shape[1], K, *map(pointer, spans[:8]), spans.causal)
@@ -105,7 +105,7 @@ def statistics_of(terms: BiasTerms, context: SequenceContext, *, every: int) -> 
     """Mean and variance of a bias before it is standardised, over the pairs of every few rows."""
     spans = spans_of(context)
     sums = torch.zeros(len(spans.start), 3, dtype=torch.float64)
-    asked = ctypes.byref(Batch.of(spans, 1, 1)), ctypes.byref(Terms.of(terms, spans.causal)), ctypes.c_int64(every)
+    asked = ctypes.byref(Packing.of(spans, 1, 1)), ctypes.byref(Terms.of(terms, spans.causal)), ctypes.c_int64(every)
     c_library.library().statistics_of_terms(*asked, *c_library.pointers(sums))
     pairs, total, squares = sums.sum(dim=0)
     off = total / pairs.clamp(min=1)

@@ -18,7 +18,7 @@ from recbft.core.belief import SiluMoments
 from recbft.core.filter_step import FLOOR
 from recbft.kernels import c_library
 from recbft.kernels.c_library import pointer, pointers
-from recbft.kernels.c_library.heads import View
+from recbft.kernels.c_library.heads import HeadView
 from recbft.kernels.filter_step.torch import predict_by
 from recbft.kernels.layout import by_tokens, readable
 
@@ -74,9 +74,9 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("B", "H", "T", "K", "root")),
         ("cap", ctypes.c_float),
-        *((name, View) for name in ("mean", "square_mean", "square_second", "precision")),
+        *((name, HeadView) for name in ("mean", "square_mean", "square_second", "precision")),
         *((name, ctypes.c_void_p) for name in ("weight_sum", "square_sum")),
-        *((name, View) for name in ("grad_precision", "d_mean", "d_square_mean", "d_square_second")),
+        *((name, HeadView) for name in ("grad_precision", "d_mean", "d_square_mean", "d_square_second")),
         *((name, ctypes.c_void_p) for name in ("d_weight_sum", "d_square_sum")),
     )
 
@@ -85,7 +85,7 @@ class _Call(ctypes.Structure):
         """On moments that the caller keeps."""
         call = cls(*moments.mean.shape, root, cap)
         for name in PER_COORDINATE:
-            setattr(call, name, View.of(getattr(moments, name)))
+            setattr(call, name, HeadView.of(getattr(moments, name)))
         call.weight_sum, call.square_sum = pointer(moments.weight_sum), pointer(moments.square_sum)
         return call
 
@@ -99,7 +99,7 @@ class _Sandwich(torch.autograd.Function):
         moments = SiluMoments(next(wide), s1.contiguous(), s2.contiguous(), *wide)
         precision = by_tokens(mean)
         call = _Call.of(moments, *how)
-        call.precision = View.of(precision)
+        call.precision = HeadView.of(precision)
         c_library.library().sandwich_forward(ctypes.byref(call))
         ctx.save_for_backward(*moments)
         ctx.how = how
@@ -118,9 +118,9 @@ class _Sandwich(torch.autograd.Function):
             by_tokens(grad),
         )
         call = _Call.of(moments, *ctx.how)
-        call.grad_precision = View.of(grad)
+        call.grad_precision = HeadView.of(grad)
         for name in PER_COORDINATE:
-            setattr(call, f"d_{name}", View.of(getattr(found, name)))
+            setattr(call, f"d_{name}", HeadView.of(getattr(found, name)))
         call.d_weight_sum, call.d_square_sum = pointer(found.weight_sum), pointer(found.square_sum)
         c_library.library().sandwich_backward(ctypes.byref(call))
         return *found, None, None

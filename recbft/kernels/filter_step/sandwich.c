@@ -12,9 +12,9 @@ typedef struct {
     int64_t B, H, T, K;
     int64_t root; /* m = e s1 / d */
     float cap;
-    View mean, square_mean, square_second, precision;
+    HeadView mean, square_mean, square_second, precision;
     const float *weight_sum, *square_sum; /* (B, H, T) */
-    View grad_precision, d_mean, d_square_mean, d_square_second;
+    HeadView grad_precision, d_mean, d_square_mean, d_square_second;
     float *d_weight_sum, *d_square_sum;
 } SandwichCall;
 

@@ -19,7 +19,7 @@ from recbft.autograd.transforms import applied, once_differentiable, transformed
 from recbft.core.belief import SequenceContext
 from recbft.kernels import c_library
 from recbft.kernels.c_library import pointer
-from recbft.kernels.c_library.heads import Batch, Spans, View, check, run, spans_of
+from recbft.kernels.c_library.heads import HeadView, Packing, Spans, check, run, spans_of
 from recbft.kernels.layout import by_tokens, readable
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
 from recbft.kernels.robust_filter.reference import Tables, tables_of
@@ -104,17 +104,17 @@ class _How(NamedTuple):
 
 class _Call(ctypes.Structure):
     _fields_ = (
-        ("of", Batch),
+        ("of", Packing),
         *((name, ctypes.c_int64) for name in ("student", "turns_values", "L")),
-        *((name, View) for name in ("q", "k", "v")),
+        *((name, HeadView) for name in ("q", "k", "v")),
         *((name, ctypes.c_void_p) for name in ("turn_query", "turn_key")),
         *((name, ctypes.c_int64) for name in ("turn_query_row", "turn_key_row")),
         *((name, ctypes.c_void_p) for name in (*Tables._fields, "kappa", "temperature", "key_bias")),
-        ("mean", View),
+        ("mean", HeadView),
         *((name, ctypes.c_void_p) for name in ("evidence", "log_total")),
-        ("grad_mean", View),
+        ("grad_mean", HeadView),
         ("grad_evidence", ctypes.c_void_p),
-        *((name, View) for name in ("d_q", "d_k", "d_v")),
+        *((name, HeadView) for name in ("d_q", "d_k", "d_v")),
         *((f"d_{name}", ctypes.c_void_p) for name in (*Tables._fields, "kappa", "temperature", "key_bias")),
     )
 
@@ -144,7 +144,7 @@ class _RobustFilter(torch.autograd.Function):
         mean, log_total = by_tokens(q), q.new_empty(q.shape[:3])
         evidence = torch.empty_like(log_total) if how.with_evidence else None
         call = _call(q, k, v, scalars, key_bias, turned_real, spans, how, log_total)
-        call.mean, call.evidence = View.of(mean), pointer(evidence)
+        call.mean, call.evidence = HeadView.of(mean), pointer(evidence)
         run(c_library.library().robust_filter_forward, call, q)
         ctx.save_for_backward(q, k, v, key_bias, log_total, *scalars, *turned_real)
         ctx.constants = spans, how
@@ -159,9 +159,9 @@ class _RobustFilter(torch.autograd.Function):
         call = _call(q, k, v, scalars, key_bias, turned_real, spans, how, log_total)
         grad_mean = readable(grad_mean)
         grad_evidence = None if grad_evidence is None else grad_evidence.contiguous()
-        call.grad_mean, call.grad_evidence = View.of(grad_mean), pointer(grad_evidence)
+        call.grad_mean, call.grad_evidence = HeadView.of(grad_mean), pointer(grad_evidence)
         d_q, d_k, d_v = (by_tokens(x) for x in (q, k, v))
-        call.d_q, call.d_k, call.d_v = map(View.of, (d_q, d_k, d_v))
+        call.d_q, call.d_k, call.d_v = map(HeadView.of, (d_q, d_k, d_v))
         B = q.shape[0]
         sums = [x.new_empty(B, *x.shape) for x in scalars]
         d_bias = q.new_empty(k.shape[:3]) if ctx.needs_input_grad[8] else None
@@ -184,8 +184,8 @@ def _call(
     log_total: Tensor,
 ) -> _Call:
     """What both directions know; the tensors stay with the caller."""
-    call = _Call(Batch.of(spans, q.shape[1], q.shape[3]), how.student, how.turns_values, scalars[0].shape[1])
-    call.q, call.k, call.v = map(View.of, (q, k, v))
+    call = _Call(Packing.of(spans, q.shape[1], q.shape[3]), how.student, how.turns_values, scalars[0].shape[1])
+    call.q, call.k, call.v = map(HeadView.of, (q, k, v))
     for name, x in zip((*Tables._fields, "kappa", "temperature", "key_bias"), (*scalars, key_bias), strict=True):
         setattr(call, name, pointer(x))
     if turned_real:

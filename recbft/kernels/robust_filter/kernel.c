@@ -20,19 +20,19 @@
 #include "lag_tables.h"
 
 typedef struct {
-    Batch of;
+    Packing of;
     int64_t student, turns_values, L;
-    View q, k, v;
+    HeadView q, k, v;
     const float *turn_query, *turn_key; /* (B or 1, H, T, K), or NULL: cosine and sine of each coordinate's turn */
     int64_t turn_query_row, turn_key_row;
     const float *log_decay, *log_precision, *sharpness; /* (H, L): log E, log P, s */
     const float *kappa, *temperature;                   /* (H) */
     const float *key_bias;                              /* (B, J) or NULL */
-    View mean;
+    HeadView mean;
     float *evidence, *log_total; /* (B, H, T); the evidence or NULL */
-    View grad_mean;
+    HeadView grad_mean;
     const float *grad_evidence; /* or NULL */
-    View d_q, d_k, d_v;
+    HeadView d_q, d_k, d_v;
     float *d_log_decay, *d_log_precision, *d_sharpness; /* (B, H, L) */
     float *d_kappa, *d_temperature;                     /* (B, H) */
     float *d_key_bias;                                  /* (B, H, J) or NULL */
@@ -147,7 +147,7 @@ static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int 
 static float logits(Room *room, const FilterCall *call, int64_t b, int64_t h, int64_t t, Tile tile, int64_t r,
                     const float *cross, float *score)
 {
-    const Batch *of = &call->of;
+    const Packing *of = &call->of;
     const int64_t token = b * of->T + t, start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
     const float *k_square = room->k_square + tile.low, *bias = room->bias + tile.low;
     const float q_square = room->q_square[t], kappa = call->kappa[h], temperature = call->temperature[h];
@@ -178,7 +178,7 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
 {
     Room *room = given;
     const FilterCall *call = of_call;
-    const Batch *of = &call->of;
+    const Packing *of = &call->of;
     const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp;
     float *weights = room->weights, top[TALL];
     make_room(call->mean, b, h, tile.from, tile.count, K);
@@ -213,7 +213,7 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
 static float backward_token(Room *room, const FilterCall *call, int64_t b, int64_t h, int64_t t, Tile tile, float *row,
                             float *d)
 {
-    const Batch *of = &call->of;
+    const Packing *of = &call->of;
     const int64_t head = b * of->H + h, own = head * of->T + t;
     const float kappa = call->kappa[h], temperature = call->temperature[h], total = call->log_total[own];
     const float g_e = call->grad_evidence ? call->grad_evidence[own] : 0;
@@ -258,7 +258,7 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
 {
     Room *room = given;
     const FilterCall *call = of_call;
-    const Batch *of = &call->of;
+    const Packing *of = &call->of;
     const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp;
     const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
     float *weights = room->weights + row * Jp, *d_cross = room->d_cross + row * Jp, d_square[TALL];
@@ -304,7 +304,7 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
 {
     Room *room = given;
     const FilterCall *call = of_call;
-    const Batch *of = &call->of;
+    const Packing *of = &call->of;
     const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, head = b * of->H + h;
     fetch(room, call, b, h, 1);
     memset(room->d_k, 0, Jp * Kp * sizeof(float));

@@ -26,7 +26,7 @@ INLINE int64_t width_of_table(int64_t L, int64_t Jp) { return padded(2 * L - 1 +
 INLINE int64_t centre(const LagTables *tables) { return tables->Jp + tables->L - 1; }
 
 /* Lay out the tables of a head, (L) each, of which the first is given by its log. */
-static void lay_tables(LagTables *tables, const Batch *of, int64_t b, const float *const *by_lag)
+static void lay_tables(LagTables *tables, const Packing *of, int64_t b, const float *const *by_lag)
 {
     const int32_t *place = of->key_place + b * of->J;
     memset(tables->values, 0, TABLES * tables->width * sizeof(float));
@@ -40,7 +40,7 @@ static void lay_tables(LagTables *tables, const Batch *of, int64_t b, const floa
 }
 
 /* Where the first key of a token's tile stands in a table, if its keys stand one after another; or -1. */
-INLINE int64_t place_in_table(const LagTables *tables, const Batch *of, int64_t b, int64_t t, Tile tile)
+INLINE int64_t place_in_table(const LagTables *tables, const Packing *of, int64_t b, int64_t t, Tile tile)
 {
     const int64_t token = b * of->T + t, start = of->start[token], count = of->stop[token] - start;
     if (count <= 0 || tables->in_order[start] < count)
@@ -50,13 +50,13 @@ INLINE int64_t place_in_table(const LagTables *tables, const Batch *of, int64_t 
 }
 
 /* The place of a key in a table; longer lags lie in gaps. */
-INLINE int64_t place_of_key(const LagTables *tables, const Batch *of, int64_t b, int64_t token, int64_t key)
+INLINE int64_t place_of_key(const LagTables *tables, const Packing *of, int64_t b, int64_t token, int64_t key)
 {
     return centre(tables) + least(lag(of, b, token, key), tables->L - 1);
 }
 
 /* The tables of the keys of a token, the r-th of its tile. */
-static void find_tables(LagTables *tables, const Batch *of, int64_t b, int64_t t, Tile tile, int64_t r)
+static void find_tables(LagTables *tables, const Packing *of, int64_t b, int64_t t, Tile tile, int64_t r)
 {
     const int64_t token = b * of->T + t, place = tables->place[r] = place_in_table(tables, of, b, t, tile);
     for (int i = 0; i < TABLES; i++) {
@@ -72,7 +72,7 @@ static void find_tables(LagTables *tables, const Batch *of, int64_t b, int64_t t
 }
 
 /* Add what a token gives to the tables that were found for it, 0 for keys that it does not read. */
-static void add_to_tables(LagTables *tables, const Batch *of, int64_t b, int64_t t, Tile tile, int64_t r,
+static void add_to_tables(LagTables *tables, const Packing *of, int64_t b, int64_t t, Tile tile, int64_t r,
                           const float *const *given)
 {
     const int64_t token = b * of->T + t, place = tables->place[r];

@@ -17,10 +17,10 @@ from recbft.core.belief import SequenceContext, SiluMoments
 from recbft.kernels import c_library
 from recbft.kernels.c_library import pointer
 from recbft.kernels.c_library.heads import (
-    Batch,
+    HeadView,
+    Packing,
     PairBias,
     Spans,
-    View,
     check,
     pairs_readable,
     run,
@@ -67,17 +67,17 @@ def _biases(
 
 class _Call(ctypes.Structure):
     _fields_ = (
-        ("of", Batch),
+        ("of", Packing),
         *((name, ctypes.c_int64) for name in ("mean_alone", "L")),
         *((name, ctypes.c_float) for name in ("scale", "share")),
-        *((name, View) for name in ("q", "k", "v")),
+        *((name, HeadView) for name in ("q", "k", "v")),
         *((name, ctypes.c_void_p) for name in ("key_bias", "lag_bias", "log_decay")),
         ("pairs", PairBias),
-        *((name, View) for name in ("mean", "square_mean", "square_second")),
+        *((name, HeadView) for name in ("mean", "square_mean", "square_second")),
         *((name, ctypes.c_void_p) for name in ("weight_sum", "square_sum")),
-        *((name, View) for name in ("grad_mean", "grad_square_mean", "grad_square_second")),
+        *((name, HeadView) for name in ("grad_mean", "grad_square_mean", "grad_square_second")),
         *((name, ctypes.c_void_p) for name in ("grad_weight_sum", "grad_square_sum")),
-        *((name, View) for name in ("d_q", "d_k", "d_v")),
+        *((name, HeadView) for name in ("d_q", "d_k", "d_v")),
         *((name, ctypes.c_void_p) for name in ("d_key_bias", "d_lag_bias", "d_log_decay")),
     )
 
@@ -103,12 +103,12 @@ class _Silu(torch.autograd.Function):
         call = _call(q, k, v, biases, spans, length, mean_alone)
         call.pairs = PairBias.of(bias, q, k.shape[2])
         mean = by_tokens(q)
-        call.mean = View.of(mean)
+        call.mean = HeadView.of(mean)
         outputs: Any = mean
         if not mean_alone:
             square_mean, square_second = by_tokens(q), by_tokens(q)
             weight_sum, square_sum = q.new_empty(q.shape[:3]), q.new_empty(q.shape[:3])
-            call.square_mean, call.square_second = View.of(square_mean), View.of(square_second)
+            call.square_mean, call.square_second = HeadView.of(square_mean), HeadView.of(square_second)
             call.weight_sum, call.square_sum = pointer(weight_sum), pointer(square_sum)
             outputs = (mean, weight_sum, square_sum, square_mean, square_second)
         run(c_library.library().silu_forward, call, q)
@@ -122,14 +122,14 @@ class _Silu(torch.autograd.Function):
         q, k, v, bias, *biases = ctx.saved_tensors
         call = _call(q, k, v, biases, *ctx.constants)
         grad_mean = readable(grad_mean)
-        call.grad_mean = View.of(grad_mean)
+        call.grad_mean = HeadView.of(grad_mean)
         if others:
             g1, g2 = (x.contiguous() for x in others[:2])
             h1, h2 = (readable(x) for x in others[2:])
             call.grad_weight_sum, call.grad_square_sum = pointer(g1), pointer(g2)
-            call.grad_square_mean, call.grad_square_second = View.of(h1), View.of(h2)
+            call.grad_square_mean, call.grad_square_second = HeadView.of(h1), HeadView.of(h2)
         d_q, d_k, d_v = (by_tokens(x) for x in (q, k, v))
-        call.d_q, call.d_k, call.d_v = map(View.of, (d_q, d_k, d_v))
+        call.d_q, call.d_k, call.d_v = map(HeadView.of, (d_q, d_k, d_v))
         wanted = ctx.needs_input_grad[3:7]
         ends = ((k.shape[2],), (call.L,), (q.shape[2],), (q.shape[2], k.shape[2]))
         d_key, d_lag, d_decay, d_pairs = (
@@ -156,8 +156,8 @@ def _call(
     q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor | None], spans: Spans, length: int, mean_alone: bool
 ) -> _Call:
     """What both directions know; the tensors stay with the caller."""
-    call = _Call(Batch.of(spans, q.shape[1], q.shape[3]), mean_alone, 0 if biases[1] is None else len(biases[1]))
+    call = _Call(Packing.of(spans, q.shape[1], q.shape[3]), mean_alone, 0 if biases[1] is None else len(biases[1]))
     call.scale, call.share = 1 / math.sqrt(q.shape[-1]), 1 / length
-    call.q, call.k, call.v = map(View.of, (q, k, v))
+    call.q, call.k, call.v = map(HeadView.of, (q, k, v))
     call.key_bias, call.lag_bias, call.log_decay = map(pointer, biases)
     return call

@@ -14,19 +14,19 @@
 #include "heads.h"
 
 typedef struct {
-    Batch of;
+    Packing of;
     int64_t mean_alone, L;
     float scale, share; /* 1 / sqrt(K); 1 / N */
-    View q, k, v;
+    HeadView q, k, v;
     const float *key_bias;  /* (B, J) or NULL */
     const float *lag_bias;  /* (L) or NULL: of the lag, the last for all that are longer */
     const float *log_decay; /* (B) or NULL: per step of the lag */
     PairBias pairs;
-    View mean, square_mean, square_second;
+    HeadView mean, square_mean, square_second;
     float *weight_sum, *square_sum; /* (B, H, T) */
-    View grad_mean, grad_square_mean, grad_square_second;
+    HeadView grad_mean, grad_square_mean, grad_square_second;
     const float *grad_weight_sum, *grad_square_sum;
-    View d_q, d_k, d_v;
+    HeadView d_q, d_k, d_v;
     float *d_key_bias, *d_lag_bias, *d_log_decay; /* (B, H, J), (B, H, L), (B, H, T), or NULL */
 } SiluCall;
 
@@ -80,7 +80,7 @@ static void fetch(Room *room, const SiluCall *call, int64_t b, int64_t h, int ba
 /* Add the biases to the scores of a token; what it may not read gets a score of 0, whose weight is 0. */
 static void complete(const Room *room, const SiluCall *call, int64_t b, int64_t h, int64_t t, Tile tile, float *row)
 {
-    const Batch *of = &call->of;
+    const Packing *of = &call->of;
     const int64_t token = b * of->T + t;
     const int64_t start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
     const float *bias = room->bias + tile.low;
@@ -148,7 +148,7 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
 {
     Room *room = given;
     const SiluCall *call = of_call;
-    const Batch *of = &call->of;
+    const Packing *of = &call->of;
     const int64_t K = of->K, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp, wide = Kp + Vp;
     const int64_t before = tile.low - block.low, after = block.width - before - tile.width;
     float *kept[] = {room->weights + row * Jp, room->d_scores + row * Jp, room->squares + row * Jp};
@@ -157,7 +157,7 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     memset(pull, 0, tile.count * wide * sizeof(float));
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r;
-        const View *views[] = {&call->grad_mean, &call->grad_square_mean, &call->grad_square_second};
+        const HeadView *views[] = {&call->grad_mean, &call->grad_square_mean, &call->grad_square_second};
         for (int i = 0; i < (call->mean_alone ? 1 : 3); i++) {
             ask_for(*views[i], of->H, b, h, t, K);
             memcpy(pull + r * wide + i * Kp, at(*views[i], b, h) + t * views[i]->token, K * sizeof(float));
@@ -235,7 +235,7 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
 {
     Room *room = given;
     const SiluCall *call = of_call;
-    const Batch *of = &call->of;
+    const Packing *of = &call->of;
     const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
     fetch(room, call, b, h, 1);
     make_room(call->d_k, b, h, 0, J, K);

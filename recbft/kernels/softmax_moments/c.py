@@ -23,11 +23,11 @@ from recbft.core.regimes import BiasTerms
 from recbft.kernels import c_library
 from recbft.kernels.c_library import pointer
 from recbft.kernels.c_library.heads import (
-    Batch,
+    HeadView,
+    Packing,
     PairBias,
     Spans,
     Terms,
-    View,
     check,
     pairs_readable,
     run,
@@ -119,17 +119,17 @@ def _biases(
 
 class _Call(ctypes.Structure):
     _fields_ = (
-        ("of", Batch),
+        ("of", Packing),
         ("kind", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "nu", "constant", "cap")),
-        *((name, View) for name in ("q", "k", "v")),
+        *((name, HeadView) for name in ("q", "k", "v")),
         *((name, ctypes.c_void_p) for name in ("key_bias", "log_decay")),
         ("pairs", PairBias),
-        *((name, View) for name in ("mean", "second")),
+        *((name, HeadView) for name in ("mean", "second")),
         *((name, ctypes.c_void_p) for name in ("size", "log_total")),
-        *((name, View) for name in ("grad_mean", "grad_second")),
+        *((name, HeadView) for name in ("grad_mean", "grad_second")),
         ("grad_size", ctypes.c_void_p),
-        *((name, View) for name in ("d_q", "d_k", "d_v")),
+        *((name, HeadView) for name in ("d_q", "d_k", "d_v")),
         *((name, ctypes.c_void_p) for name in ("d_key_bias", "d_log_decay")),
     )
 
@@ -183,8 +183,11 @@ class _Softmax(torch.autograd.Function):
         d_decay = q.new_empty(q.shape[:3]) if wants_decay else None
         d_pairs = q.new_empty(*q.shape[:3], k.shape[2]) if wants_pairs else None
         call = _call(q, k, v, key_bias, log_decay, ctx.spans, ctx.estimate, *results)
-        call.grad_mean, call.grad_second, call.grad_size = *map(View.of, (grad_mean, grad_second)), pointer(grad_size)
-        call.d_q, call.d_k, call.d_v = map(View.of, (d_q, d_k, d_v))
+        call.grad_mean, call.grad_second, call.grad_size = (
+            *map(HeadView.of, (grad_mean, grad_second)),
+            pointer(grad_size),
+        )
+        call.d_q, call.d_k, call.d_v = map(HeadView.of, (d_q, d_k, d_v))
         call.d_key_bias, call.d_log_decay = pointer(d_key), pointer(d_decay)
         call.pairs, d_shares, d_scale = PairBias.of(bias, q, k.shape[2], d_pairs), None, None
         if ctx.terms is not None:
@@ -213,9 +216,9 @@ def _call(
     log_total: Tensor,
 ) -> _Call:
     """What both directions know; the tensors stay with the caller."""
-    call = _Call(Batch.of(spans, q.shape[1], q.shape[3]), estimate.kind, 1 / math.sqrt(q.shape[-1]))
+    call = _Call(Packing.of(spans, q.shape[1], q.shape[3]), estimate.kind, 1 / math.sqrt(q.shape[-1]))
     call.nu, call.constant, call.cap = estimate.prior_dof, estimate.constant, estimate.cap
-    call.q, call.k, call.v, call.mean, call.second = map(View.of, (q, k, v, mean, second))
+    call.q, call.k, call.v, call.mean, call.second = map(HeadView.of, (q, k, v, mean, second))
     call.key_bias, call.log_decay = pointer(key_bias), pointer(log_decay)
     call.size, call.log_total = pointer(size), pointer(log_total)
     return call

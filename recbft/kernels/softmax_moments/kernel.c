@@ -21,18 +21,18 @@
 enum { MEAN, MOMENTS, REML };
 
 typedef struct {
-    Batch of;
+    Packing of;
     int64_t kind;
     float scale, nu, constant, cap; /* of the logits, 1 / sqrt(K); of (2.8) */
-    View q, k, v;
+    HeadView q, k, v;
     const float *key_bias;  /* (B, J) or NULL */
     const float *log_decay; /* (B) or NULL: per step of the lag */
     PairBias pairs;
-    View mean, second;       /* e; S or r */
+    HeadView mean, second;       /* e; S or r */
     float *size, *log_total; /* n and log sum exp l, (B, H, T) */
-    View grad_mean, grad_second;
+    HeadView grad_mean, grad_second;
     const float *grad_size; /* (B, H, T), of MOMENTS */
-    View d_q, d_k, d_v;
+    HeadView d_q, d_k, d_v;
     float *d_key_bias, *d_log_decay; /* (B, H, J), (B, H, T), or NULL */
 } Call;
 
@@ -66,7 +66,7 @@ static void *take(void *given, const void *of_call, int backward)
 static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backward)
 {
     const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
-    const Batch *of = &call->of;
+    const Packing *of = &call->of;
     fetch_rows(of, call->q, b, h, of->T, call->scale, room->q, of->T, Kp);
     fetch_rows(of, call->k, b, h, of->J, 1, room->k, Jp, Kp);
     fetch_rows(of, call->v, b, h, of->J, 1, room->u, Jp, Up);
@@ -169,7 +169,7 @@ static float pull_of(Room *room, const Call *call, int64_t b, int64_t h, int64_t
 {
     const int64_t K = call->of.K, own = (b * call->of.H + h) * call->of.T + t;
     const float *g = at(call->grad_mean, b, h) + t * call->grad_mean.token;
-    const View *read[] = {&call->grad_mean, &call->grad_second, &call->second, &call->mean};
+    const HeadView *read[] = {&call->grad_mean, &call->grad_second, &call->second, &call->mean};
     for (int i = 0; i < (call->kind == MEAN ? 1 : 4); i++)
         ask_for(*read[i], call->of.H, b, h, t, K);
     memset(pull, 0, room->Up * sizeof(float));
