@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 
 from benchmarks.command import finish, parser
-from benchmarks.study.choose import difference, mean_and_spread, percent
+from benchmarks.study.choose import difference, percent
 from benchmarks.study.ledger import arms_of, check_alike, read
 from benchmarks.study.overview import ITEMS, PUBLISHED, VALIDATION, Arms, comparisons
 from recbft.errors import UserError, did_you_mean
@@ -83,7 +83,6 @@ class Summary:
 SUMMARIES = {
     "initial": Summary(first="arm", num_rows=4),
     "planted": Summary(first="unreliable, share, arm", num_rows=5),
-    "mask-trust": Summary(first="BERT4Rec, Instruments"),
     "uncertainty": Summary(
         first="AUROC of a hit in the first ten",
         columns=["SASRec, Instruments (20)", "SASRec, ML-1M (5)", "SASRec, Beauty (4)"],
@@ -91,7 +90,6 @@ SUMMARIES = {
     ),
     "probabilities": Summary(first="data, lists of ten from", num_rows=3, beside="calibration-error"),
     "mechanism": Summary(first="data"),
-    "tried": Summary(first="idea"),
 }
 
 
@@ -129,12 +127,12 @@ def gains(reports: Path) -> str:
             f"{percent(lead)} ({_interval(lead)})",
             p_text(lead.p_t),
             p_text(p),
-            _said(_lead(arms, "bft", DECAY, VALIDATION)),
+            _bold(_lead(arms, "bft", DECAY, VALIDATION)),
         ]
         for (key, arms), lead, p in zip(found.items(), leads, adjusted, strict=True)
     ]
     head = ["model", "data", "seeds", f"`{DECAY}`", "`bft`", "difference (95 % interval)", "p", "Holm p"]
-    return markdown_table([*head, "on validation"], rows)
+    return markdown_table([*head, "on validation, %"], rows)
 
 
 def steps(reports: Path) -> str:
@@ -145,23 +143,8 @@ def steps(reports: Path) -> str:
     rows = []
     for key, arms in comparisons(read(reports / "runs.csv")).items():
         leads = [_lead(arms, arm, base, f"ndcg@10 {items}") for (_, arm, base), items in columns]
-        cells = [percent(lead).removesuffix(" %") for lead in leads]
-        bold = [f"**{cell}**" if lead.p_t < 0.05 else cell for cell, lead in zip(cells, leads, strict=True)]
-        rows.append([*_named(key), *bold, f"{_papers_gain(*key):+.1f}"])
+        rows.append([*_named(key), *map(_bold, leads), f"{_papers_gain(*key):+.1f}"])
     return markdown_table(["model", "data", *(f"{part[0]}, {items}" for part, items in columns), "paper's gain"], rows)
-
-
-def length(reports: Path) -> str:
-    """SASRec on ML-1M with 200 events of a history instead of 50."""
-    arms = comparisons(read(reports / "runs.csv"))["sasrec", "ml-1m"]
-    base = f"{DECAY}[backbone.max_length=200]"
-    rows = []
-    for arm in ("published", "matched", DECAY, "bft"):
-        name = f"{arm}[backbone.max_length=200]"
-        cells = [mean_and_spread(arms[name][f"ndcg@10 {items}"].tolist()) for items in ITEMS]
-        lead = "" if arm == DECAY else _said(_lead(arms, name, base, NDCG))
-        rows.append([f"`{arm}`", str(len(arms[name])), *cells, lead])
-    return markdown_table(["arm", "seeds", *(f"NDCG@10, {items}" for items in ITEMS), f"from `{DECAY}`"], rows)
 
 
 def checks(reports: Path) -> str:
@@ -194,7 +177,6 @@ def summary(reports: Path, name: str) -> str:
 COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "gains": gains,
     "steps": steps,
-    "length": length,
     "checks": checks,
 }
 
@@ -226,7 +208,7 @@ def _papers_gain(model: str, data: str) -> float:
     theirs = {one["name"]: one["values"][1] for one in own}
     after = theirs.pop("paper's BFT")
     before = list(theirs.values())[-1]  # of HSTU the layer with a feed-forward network, as `matched` has one
-    return 100 * (after / before - 1)
+    return float(100 * (after / before - 1))
 
 
 def _named(key: tuple[str, str]) -> list[str]:
@@ -242,8 +224,10 @@ def _interval(lead: SeedComparison) -> str:
     return f"{low} to {high}"
 
 
-def _said(lead: SeedComparison) -> str:
-    return f"{percent(lead)} (p {p_text(lead.p_t)})"
+def _bold(lead: SeedComparison) -> str:
+    """A difference in percent, bold where p < .05."""
+    told = percent(lead).removesuffix(" %")
+    return f"**{told}**" if lead.p_t < 0.05 else told
 
 
 def _cell(line: Mapping[str, str]) -> str:

@@ -319,8 +319,8 @@ def test_links_of_the_study_lead_somewhere():
 
 
 def rows_of_results(made):
-    """The rows of docs/results.md that ``overview --all`` has the figures of, all NDCG@10: the arms and the paper's among
-    all items, the arms masked, and each other published figure."""
+    """The rows of docs/results.md that ``overview --all`` has the figures of, all NDCG@10: the arms and the paper's
+    among all items, the arms masked, and each other published figure."""
     lines, rows = {}, []
     for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in made.splitlines() if row.startswith("| ")):
         first, name, seeds, *ranked, _, apart = cells
