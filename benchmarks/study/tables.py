@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 
 from benchmarks.command import finish, parser
-from benchmarks.study.choose import difference, mean_and_spread, percent
+from benchmarks.study.choose import difference, percent
 from benchmarks.study.ledger import arms_of, check_alike, read
 from benchmarks.study.overview import ITEMS, PUBLISHED, VALIDATION, Arms, comparisons
 from recbft.errors import UserError, did_you_mean
@@ -42,7 +42,6 @@ NAMES = {
 NDCG = "ndcg@10 all items"
 DECAY = "matched+recency"
 INSTRUMENTS = ("amazon-instruments",)
-LONG = "training.epochs=1000,training.patience=100"
 THIRDS = ("beauty-third-1", "beauty-third-2", "beauty-third-3")
 
 
@@ -58,20 +57,15 @@ class Pairs(NamedTuple):
 
 
 CHECKS = [
-    Pairs("sasrec", "Instruments", INSTRUMENTS, file="runs.csv"),
     Pairs("sasrec", "only seeds 30-49", INSTRUMENTS, seeds=range(30, 50), file="runs.csv"),
     Pairs("sasrec", "last two events left out", ["instruments-cut2"]),
     Pairs("sasrec", "binary cross-entropy", INSTRUMENTS, "backbone.loss=bce"),
     Pairs("sasrec", "sampled softmax", INSTRUMENTS, "backbone.loss=sampled_softmax"),
     Pairs("sasrec", "thirds of Beauty", THIRDS),
-    Pairs("bert4rec", "Instruments", INSTRUMENTS, file="runs.csv"),
     Pairs("bert4rec", "last two events left out", ["instruments-cut2"]),
     Pairs("bert4rec", "patience 100", INSTRUMENTS),
-    Pairs("bert4rec", "patience 100, 60 % masked", INSTRUMENTS, "backbone.mask_probability=0.6"),
     Pairs("bert4rec", "patience 100, 80 % masked", INSTRUMENTS, "backbone.mask_probability=0.8"),
     Pairs("bert4rec", "thirds of Beauty", THIRDS),
-    Pairs("bert4rec", "two thirds, patience 100", THIRDS[:2], LONG),
-    Pairs("bert4rec", "two thirds, patience 100, 80 % masked", THIRDS[:2], f"backbone.mask_probability=0.8,{LONG}"),
 ]
 
 
@@ -81,8 +75,7 @@ class Summary:
 
     first: str  # head of the first column
     columns: Sequence[str] = ()  # unless given, all
-    rows: Sequence[str] = ()  # unless given, the first ``num_rows``
-    num_rows: int | None = None  # unless given, all
+    num_rows: int | None = None  # the first ones; unless given, all
     with_spread: bool = True
     beside: str = ""  # another table, whose values follow in brackets
 
@@ -90,17 +83,13 @@ class Summary:
 SUMMARIES = {
     "initial": Summary(first="arm", num_rows=4),
     "planted": Summary(first="unreliable, share, arm", num_rows=5),
-    "corrupted": Summary(
-        first="noise in, share",
-        columns=["`matched`", f"`{DECAY}`", "`bft`"],
-        rows=["nowhere, 0", "test, 0.3", "training, 0.3", "both, 0.3"],
+    "uncertainty": Summary(
+        first="AUROC of a hit in the first ten",
+        columns=["SASRec, Instruments (20)", "SASRec, ML-1M (5)", "SASRec, Beauty (4)"],
+        with_spread=False,
     ),
-    "strata": Summary(first="model, data, arms", num_rows=3),
-    "mask-trust": Summary(first="BERT4Rec, Instruments"),
-    "uncertainty": Summary(first="AUROC of a hit in the first ten", with_spread=False),
     "probabilities": Summary(first="data, lists of ten from", num_rows=3, beside="calibration-error"),
     "mechanism": Summary(first="data"),
-    "tried": Summary(first="idea"),
 }
 
 
@@ -138,64 +127,34 @@ def gains(reports: Path) -> str:
             f"{percent(lead)} ({_interval(lead)})",
             p_text(lead.p_t),
             p_text(p),
-            _said(_lead(arms, "bft", DECAY, VALIDATION)),
+            _bold(_lead(arms, "bft", DECAY, VALIDATION)),
         ]
         for (key, arms), lead, p in zip(found.items(), leads, adjusted, strict=True)
     ]
     head = ["model", "data", "seeds", f"`{DECAY}`", "`bft`", "difference (95 % interval)", "p", "Holm p"]
-    return markdown_table([*head, "on validation"], rows)
+    return markdown_table([*head, "on validation, %"], rows)
 
 
 def steps(reports: Path) -> str:
-    """What each of the three steps from `published` to `bft` brings."""
-    pairs = [("matched", "published"), (DECAY, "matched"), ("bft", DECAY)]
+    """What each step from `published` to `bft` brings, in percent, bold where p < .05, and what the paper reports."""
+    parts = [("layer", "matched", "published"), ("recency decay", DECAY, "matched"), ("precision", "bft", DECAY)]
+    columns = [(part, items) for part in parts for items in ITEMS]
+    columns.remove((parts[-1], "all items"))  # which ``gains`` has
     rows = []
     for key, arms in comparisons(read(reports / "runs.csv")).items():
-        cells = [_said(_lead(arms, arm, base, f"ndcg@10 {items}")) for arm, base in pairs for items in ITEMS]
-        rows.append([*_named(key), *cells])
-    head = [f"{what}, {items}" for what in ("layer", "recency decay", "precision") for items in ITEMS]
-    return markdown_table(["model", "data", *head], rows)
-
-
-def paper(reports: Path) -> str:
-    """The gain that the paper reports beside ours, over the layer without and with the recency decay."""
-    published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["figures"]
-    rows = []
-    for (model, data), arms in comparisons(read(reports / "runs.csv")).items():
-        own = [one for one in published if (one["model"], one["dataset"], one["source"]) == (model, data, "long")]
-        theirs = {one["name"]: one["values"] for one in own}
-        after = theirs.pop("paper's BFT")
-        before = list(theirs.values())[-1]  # of HSTU the layer with a feed-forward network, as `matched` has one
-        gain = " / ".join(f"{100 * (a / b - 1):+.1f} %" for a, b in zip(after[:2], before[:2], strict=True))
-        ours = [
-            " / ".join(percent(_lead(arms, "bft", base, f"{metric} all items")) for metric in ("hr@10", "ndcg@10"))
-            for base in ("matched", DECAY)
-        ]
-        rows.append([*_named((model, data)), gain, *ours])
-    return markdown_table(["model", "data", "paper", "ours, from `matched`", f"ours, from `{DECAY}`"], rows)
-
-
-def length(reports: Path) -> str:
-    """SASRec on ML-1M with 200 events of a history instead of 50."""
-    arms = comparisons(read(reports / "runs.csv"))["sasrec", "ml-1m"]
-    names = [f"{name}[backbone.max_length=200]" for name in ("published", "matched", DECAY, "bft")]
-    rows = []
-    for name in names:
-        cells = [mean_and_spread(arms[name][f"ndcg@10 {items}"].tolist()) for items in ITEMS]
-        leads = ["" if name == base else _said(_lead(arms, name, base, NDCG)) for base in names[1:3]]
-        rows.append([f"`{name.split('[')[0]}`", str(len(arms[name])), *cells, *leads])
-    head = ["arm", "seeds", *(f"NDCG@10, {items}" for items in ITEMS), "from `matched`", f"from `{DECAY}`"]
-    return markdown_table(head, rows)
+        leads = [_lead(arms, arm, base, f"ndcg@10 {items}") for (_, arm, base), items in columns]
+        rows.append([*_named(key), *map(_bold, leads), f"{_papers_gain(*key):+.1f}"])
+    return markdown_table(["model", "data", *(f"{part[0]}, {items}" for part, items in columns), "paper's gain"], rows)
 
 
 def checks(reports: Path) -> str:
     """The two gains looked at again: other seeds, events, losses, data."""
     rows = []
     for one in CHECKS:
-        test, validation = (_pooled(reports, one, metric) for metric in (NDCG, VALIDATION))
-        shown = [f"{percent(test)} ({_interval(test)})", p_text(test.p_t), _said(validation)]
-        rows.append([NAMES[one.model], one.text, str(test.num_seeds), *shown])
-    return markdown_table(["model", "what changes", "pairs", "difference (95 % interval)", "p", "on validation"], rows)
+        test = _pooled(reports, one, NDCG)
+        lead = f"{percent(test)} ({_interval(test)})"
+        rows.append([NAMES[one.model], one.text, str(test.num_seeds), lead, p_text(test.p_t)])
+    return markdown_table(["model", "what changes", "pairs", "difference (95 % interval)", "p"], rows)
 
 
 def summary(reports: Path, name: str) -> str:
@@ -209,7 +168,7 @@ def summary(reports: Path, name: str) -> str:
     beside = lines[lines["table"] == shape.beside].to_dict("records")
     for line in beside:
         own[line["row"], line["column"]] += f" ({line['value']})"
-    rows = shape.rows or list(dict.fromkeys(row for row, _ in own))[: shape.num_rows]
+    rows = list(dict.fromkeys(row for row, _ in own))[: shape.num_rows]
     columns = shape.columns or list(dict.fromkeys(column for _, column in own))
     cells = [[row, *(own.get((row, column), "") for column in columns)] for row in rows]
     return markdown_table([shape.first, *columns], cells)
@@ -218,8 +177,6 @@ def summary(reports: Path, name: str) -> str:
 COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "gains": gains,
     "steps": steps,
-    "paper": paper,
-    "length": length,
     "checks": checks,
 }
 
@@ -244,6 +201,16 @@ def _lead(arms: Arms, arm: str, baseline: str, metric: str) -> SeedComparison:
     return difference(arms[arm][metric].to_dict(), arms[baseline][metric].to_dict())
 
 
+def _papers_gain(model: str, data: str) -> float:
+    """What precision adds to NDCG@10, all items, in the paper, in percent."""
+    published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["figures"]
+    own = [one for one in published if (one["model"], one["dataset"], one["source"]) == (model, data, "long")]
+    theirs = {one["name"]: one["values"][1] for one in own}
+    after = theirs.pop("paper's BFT")
+    before = list(theirs.values())[-1]  # of HSTU the layer with a feed-forward network, as `matched` has one
+    return float(100 * (after / before - 1))
+
+
 def _named(key: tuple[str, str]) -> list[str]:
     return [NAMES[part] for part in key]
 
@@ -257,8 +224,10 @@ def _interval(lead: SeedComparison) -> str:
     return f"{low} to {high}"
 
 
-def _said(lead: SeedComparison) -> str:
-    return f"{percent(lead)} (p {p_text(lead.p_t)})"
+def _bold(lead: SeedComparison) -> str:
+    """A difference in percent, bold where p < .05."""
+    told = percent(lead).removesuffix(" %")
+    return f"**{told}**" if lead.p_t < 0.05 else told
 
 
 def _cell(line: Mapping[str, str]) -> str:
