@@ -72,7 +72,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward without a gradient of its own, refused where one may be asked for.
 
     PyTorch's decorator of this name refuses later, and not always: where what comes in has no gradient, as at a loss,
-    and in ``autograd.grad``, the second derivative of a model would lack a part without a word.
+    and in ``autograd.grad``, the second derivative of a model would silently lack a part.
     """
 
     @wraps(backward)

@@ -1,8 +1,8 @@
 """One answer from several data sets: Fisher's pooled p of the same comparison made on each.
 
-    X = -2 sum_k log p_k  ~  chi-square with 2 k degrees of freedom where nothing differs on any data set         (1)
+    X = -2 sum_k log p_k  ~  chi-square with 2 k degrees of freedom where nothing differs on any data set         (a)
 
-(1) asks whether there is a difference somewhere, whichever way: a gain here and a loss there add up to a small p too.
+(a) asks whether there is a difference somewhere, whichever way: a gain here and a loss there add up to a small p too.
 So the number of data sets on which the arm is better stands beside it. Holm's adjustment is over the rows of the table.
 
 Source: Fisher, Statistical Methods for Research Workers (1925), section 21.1.

@@ -224,7 +224,7 @@ def dates_in(text: Any, name: str, source: str) -> Any:
 
 
 def _cast_dates(text: Any, kind: Any) -> Any:
-    """Arrow's cast, which up to version 21 at least lets what nanoseconds do not reach run over without a word."""
+    """Arrow's cast. Up to version 21 at least it overflows silently where nanoseconds do not reach."""
     stamps = text.cast(kind)
     days = pc.min_max(pc.utf8_slice_codeunits(text, 0, len(_LAST_DAY))).as_py()
     if days["min"] < _FIRST_DAY or days["max"] > _LAST_DAY:

@@ -1,9 +1,9 @@
 """A seeded generator of event logs whose noise is known: Zipf popularity, drifting tastes, unreliable items and users.
 
-    taste     s_u(t) = c s_u(t') + sqrt(1 - c^2) w,   c = exp(-(t - t') / drift),   w ~ N(0, I)                   (1)
-    proposal  P(i | u, t)  proportional to  pop_i exp(focus s_u(t) . v_i / sqrt(K)),   pop_i = rank_i^-zipf         (2)
+    taste     s_u(t) = c s_u(t') + sqrt(1 - c^2) w,   c = exp(-(t - t') / drift),   w ~ N(0, I)                   (a)
+    proposal  P(i | u, t)  proportional to  pop_i exp(focus s_u(t) . v_i / sqrt(K)),   pop_i = rank_i^-zipf         (b)
     event     the proposed item with probability r_u r_i; otherwise noise: an item of the same reliability as the
-              proposed one, drawn by popularity alone                                                             (3)
+              proposed one, drawn by popularity alone                                                             (c)
 
 The reliability r in (0, 1] is the truth: how far an event of this user, on this item, is to be believed as a sign of
 taste. Because noise stays within a reliability level, the items of level r receive taste and noise in the shares r and
@@ -47,7 +47,7 @@ class SyntheticConfig:
         mean_length: mean events per user; the shortest history has 5 events, the longest a quarter of the items.
         num_factors: K, the width of taste.
         focus: how sharply taste decides, from 0, where nothing but popularity is left, to 1e30.
-        drift_days: time constant of (1); small is fast.
+        drift_days: time constant of (a); small is fast.
         zipf: exponent of popularity, >= 0; at most 103 / ln num_items.
         item_reliabilities, item_shares: levels r_i and the share of items at each.
         user_reliabilities, user_shares: levels r_u and the share of users at each.
@@ -178,7 +178,7 @@ def _histories(
         drawn.append((active, item, time[active].copy(), follows))
         pause = np.where(rng.random(U) < 0.6, SESSION_SECONDS, PAUSE_SECONDS) * rng.exponential(size=U)
         time = time + pause.astype(np.int64)
-        keep = np.exp(-pause / (config.drift_days * 86_400.0))[:, None]  # (1)
+        keep = np.exp(-pause / (config.drift_days * 86_400.0))[:, None]  # (a)
         taste = (keep * taste + np.sqrt(1 - keep**2) * rng.standard_normal(taste.shape)).astype(np.float32)
     user, item, when, follows = (np.concatenate(columns) for columns in zip(*drawn, strict=True))
     return user, item, when, follows

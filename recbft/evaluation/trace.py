@@ -3,13 +3,13 @@
 The hooks are put on copies of the model's modules, with its own weights in them: another thread may ask the model
 meanwhile. Every layer is run for all tokens, where a model only asked for states leaves out what no state needs.
 
-    gain      as the layer's update rule gave it                                                               (1)
-    J         the diagonal of the feed-forward network's Jacobian at the token, ``core.ffn_jacobian``          (2)
+    gain      as the layer's update rule gave it                                                             (3.1)
+    J         the diagonal of the feed-forward network's Jacobian at the token, ``core.ffn_jacobian``        (4.2)
     share     |a_tj| / sum_i |a_ti|, the share of the attention of t that j gets; a_tj where weights are
-              positive and sum to one                                                                          (3)
-    n_t       (sum_j a_tj)^2 / sum_j a_tj^2, Kish's effective sample size                                      (4)
+              positive and sum to one                                                                          (a)
+    n_t       (sum_j a_tj)^2 / sum_j a_tj^2, Kish's effective sample size                                      (b)
 
-Weights of softmax attention are positive and sum to one, so (4) is 1 / sum a^2; of weights of both signs (HSTU) it can
+Weights of softmax attention are positive and sum to one, so (b) is 1 / sum a^2; of weights of both signs (HSTU) it can
 be below 1.
 
 Source: Kish, Survey Sampling (1965), section 8.2; Precision Tracked Transformer (arXiv 2605.18832), equations 1 to 4.
@@ -80,13 +80,13 @@ class LayerTrace:
 
     @property
     def gain(self) -> Tensor | None:
-        """(B, T, D), equation (1)."""
+        """(B, T, D), equation (3.1)."""
         gain: Tensor | None = self._calls["update"].output.gain if self.tracks_precision else None
         return gain
 
     @cached_property
     def jacobian(self) -> Tensor | None:
-        """(B, T, D), equation (2); None where precision is not predicted through the feed-forward network."""
+        """(B, T, D), equation (4.2); None where precision is not predicted through the feed-forward network."""
         if self.block.precision is None or self.block.precision.mode == "off":
             return None
         assert self.block.network is not None
@@ -94,7 +94,7 @@ class LayerTrace:
 
     @cached_property
     def jacobian_used(self) -> Tensor | None:
-        """What stood for (2) in this pass, (B, T, D) or (D,) for all tokens."""
+        """What stood for (4.2) in this pass, (B, T, D) or (D,) for all tokens."""
         if self.jacobian is None or self.block.precision is None:
             return None
         assert self.block.network is not None
@@ -122,7 +122,7 @@ class LayerTrace:
 
     @cached_property
     def shares(self) -> Tensor | None:
-        """(B, G, T, T), equation (3)."""
+        """(B, G, T, T), equation (a)."""
         if self.weights is None:
             return None
         size = self.weights.abs()
@@ -131,7 +131,7 @@ class LayerTrace:
 
     @cached_property
     def effective_sample_size(self) -> Tensor | None:
-        """(B, G, T), equation (4); 0 where nothing is read."""
+        """(B, G, T), equation (b); 0 where nothing is read."""
         if self.weights is None:
             return None
         squares = self.weights.square().sum(dim=-1)

@@ -3,15 +3,15 @@
 ``best`` is the validation metric of the weights that the run kept. ``tail`` adds a share of what that metric gained in
 the last epochs: a run that still improves at the end is worth more than its best.
 
-    paper, lower is better     score = CE_final - alpha max(0, CE_{e*-W} - CE_{e*})                                (1)
-    here, higher is better     value = M_E + alpha max(0, M_E - M_{E-W})                                           (2)
+    paper, lower is better     score = CE_final - alpha max(0, CE_{e*-W} - CE_{e*})                                (a)
+    here, higher is better     value = M_E + alpha max(0, M_E - M_{E-W})                                        (10.9)
 
 M_t is the validation metric of the weights that a run has kept after epoch t, its best so far. E is the last epoch that
 the run may have (``training.epochs``), W the window and alpha what a gain within it is worth, in the metric's own unit.
 
 Source: Fuzzy-Gated Training for Transformers, section 5 (W in 5..10, alpha about 0.2).
 **choice**: a metric, its sign turned, takes the cross-entropy's place, and the paper does not say what e* is. With the
-best epoch, (1) would pay most to a run that peaks soon after its start, and its maximum would have no effect. With the
+best epoch, (a) would pay most to a run that peaks soon after its start, and its maximum would have no effect. With the
 last epoch it pays for progress near the end of a fixed amount of work, which is what the paper says it is for. A run
 that stopped early is held at what it kept: it earns something only if it was still improving within the window.
 """
@@ -38,7 +38,7 @@ def best_validation(job: Job) -> float:
 
 
 def best_and_tail(job: Job) -> float:
-    """Equation (2) for a finished run.
+    """Equation (10.9) for a finished run.
 
     Raises:
         UserError: its history has no validation.
@@ -61,7 +61,7 @@ def tail_value(
     window: int = WINDOW,
     alpha: float = ALPHA,
 ) -> float:
-    """Equation (2); M_E alone where nothing was validated up to epoch E - W.
+    """Equation (10.9); M_E alone where nothing was validated up to epoch E - W.
 
     Args:
         history: rows of ``history.csv``; an epoch without validation has no value, and keeps what the one before kept.

@@ -28,7 +28,7 @@ from recbft.experiments.processes import LOST, Processes, ended_by_system, last_
 from recbft.experiments.worker import ELSEWHERE, log_of, work
 from recbft.runs.folder import Row, RunFolder
 
-WORDLESS = "ended without a word"  # the reason of a worker that gave none
+WORDLESS = "ended without a message"  # the reason of a worker that gave none
 _TICK = 0.5  # seconds between two looks at what is going on
 _PATIENCE = 20.0  # seconds that a worker gets to end
 

@@ -163,7 +163,7 @@ class Block(TrainedPart):
 
 
 def _checked(observed: Observation, shape: tuple[int, ...], mixer: Mixer) -> Observation:
-    """What a mixer of anyone's returned: a size that is missing would be filled up without a word."""
+    """What a mixer of anyone's returned: a missing axis would be broadcast silently."""
     name = f"mixer {type(mixer).__name__}"
     if not isinstance(observed, Observation):
         raise UserError(f"{name} returns a {type(observed).__name__}; return Observation(innovation, precision)")

@@ -225,7 +225,7 @@ def take_up(model: nn.Module, state: Mapping[str, Tensor], *, folder: str | Path
     """Give a model the parameters and buffers that were saved, to train it on.
 
     Raises:
-        UserError: they are of another model, or of another dtype, to which PyTorch would convert them without a word.
+        UserError: they are of another model, or of another dtype, to which PyTorch would convert them silently.
     """
     for name, own in model.state_dict().items():
         if name in state and state[name].dtype != own.dtype:

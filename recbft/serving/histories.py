@@ -130,7 +130,7 @@ def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_un
 
 
 def as_frame(histories: Any) -> Any:
-    """A table of another library (polars, pyarrow) as a data frame; what is no table is returned as it is."""
+    """A table of another library (polars, pyarrow) as a data frame; anything else is returned unchanged."""
     is_table = hasattr(histories, "__arrow_c_stream__") and hasattr(histories, "columns")  # a column has none
     if isinstance(histories, pd.DataFrame) or not is_table:
         return histories

@@ -1,9 +1,9 @@
 """Users and items as vectors whose products are the scores: for an index of neighbours, or as features elsewhere.
 
-    score(user, item) = x_user . y_item        x = state,       y = weight                           (1)
-                                               x = (state, 1),  y = (weight, bias)   with item biases (2)
+    score(user, item) = x_user . y_item        x = state,       y = weight                           (a)
+                                               x = (state, 1),  y = (weight, bias)   with item biases (b)
 
-Shapes: S histories, V items, D width of (1), or one more in (2).
+Shapes: S histories, V items, D width of (a), or one more in (b).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def user_vectors(
         for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):
             own = slice(first, min(first + HISTORIES_AT_ONCE, len(encoded.users)))
             state, precision = states_of(model, encoded, own, table.weight.device)
-            if table.bias is not None:  # (2)
+            if table.bias is not None:  # (b)
                 state = torch.cat([state, torch.ones_like(state[:, :1])], dim=1)
             blocks.append((state.cpu().numpy(), precision.cpu().numpy()))
     vectors, precisions = (np.concatenate(parts) for parts in zip(*blocks, strict=True))

@@ -4,7 +4,7 @@ A graph does again what was recorded once, with the memory and the numbers of th
 shapes, each of which has a graph of its own. Rows and histories that are added are padding as any; a position that is
 added has a state of zeros, whose loss is log V and moves no weight:
 
-    loss = (P mean - (P - N) log V) / N        mean over P positions, of which N are real                     (1)
+    loss = (P mean - (P - N) log V) / N        mean over P positions, of which N are real                     (a)
 
 The first batch of a shape is trained on without one, so that what is made at first use (compiled kernels, room that
 libraries work in) is there when the second is recorded. The warm-up ramp is a number that a graph would repeat: until
@@ -173,7 +173,7 @@ def check_recordable(model: nn.Module, device: torch.device) -> None:
 
 
 def padded_loss(model: Backbone, padded: Padded) -> Tensor:
-    """``model.loss`` of a padded batch, equation (1)."""
+    """``model.loss`` of a padded batch, equation (a)."""
     batch, learned, wanted = padded
     mean = model.encode(batch).mean.flatten(0, 1)  # (R T, D)
     real = (wanted >= 0).to(mean.dtype)

@@ -3,7 +3,7 @@
 All of them read the same batches, of which process r takes every n-th row. PyTorch's DistributedDataParallel averages
 gradients over the n processes, so each loss is weighted by the targets behind it, and the step is that of the batch:
 
-    gradient = sum_r (N_r / N) gradient_r          N_r of the batch's N targets are in share r                    (1)
+    gradient = sum_r (N_r / N) gradient_r          N_r of the batch's N targets are in share r                    (a)
 
 Dropout and negatives are drawn by each process for its share (``in_batch`` negatives from its share's targets): the
 numbers are those of another draw than one process would make, and without draws the same but for rounding. What is no
@@ -222,7 +222,7 @@ def share_of(batch: Batch, rank: int, size: int) -> tuple[Batch, float]:
 
 
 class SharedLoss:
-    """The loss of a batch, whose gradient (1) all processes work out together.
+    """The loss of a batch, whose gradient (a) all processes work out together.
 
     Args:
         team: several processes.

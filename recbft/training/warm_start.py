@@ -1,13 +1,13 @@
 """Begin a run from the weights of an older one, so that what it learned goes on being used as its data grow.
 
-    w = keep w_older + (1 - keep) w_initial                                                      (1)
+    w = keep w_older + (1 - keep) w_initial                                                      (a)
 
 Initial weights are those that the run would have begun with. Of what has a row per item, rows go together that stand
 for one item, by its raw id, and items that the older run has not keep their initial rows. Running means and the warm-up
 are taken over; what is counted in the data, such as where precision starts, is that of the new data.
 
 With ``keep`` 1 a run stays near where the older one ended, and can generalise worse than one begun from scratch;
-shrunk and perturbed as in (1) it is not shown to, and is still done sooner (docs/serving.md has the figures).
+shrunk and perturbed as in (a) it is not shown to, and is still done sooner (docs/serving.md has the figures).
 
 Source: Ash and Adams, On Warm-Starting Neural Network Training (arXiv 1910.08475).
 Shapes: V items of the new data.
@@ -38,7 +38,7 @@ KEEP = 0.4
 
 
 def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> dict[str, Any] | None:
-    """Give a new model (1) of the best weights of the run that ``training.warm_start`` names.
+    """Give a new model (a) of the best weights of the run that ``training.warm_start`` names.
 
     Args:
         model: of ``config`` and ``dataset``, with its initial weights.

@@ -377,7 +377,7 @@ def spread(elapsed, mu, s2, eta2, gamma2):
 @triton.jit
 def likelihood(cross, reader_square, key_square, E, V, nu, kappa, STUDENT: tl.constexpr, MULTIPLICATIVE: tl.constexpr):
     """x, y and L of (c)."""
-    # A difference of near numbers can round below 0; what is no number stays so, and is no perfect match.
+    # A difference of near numbers can round below 0; NaN stays NaN and is no perfect match.
     x = reader_square[:, None] + E * (E * key_square[None, :] - 2 * cross)
     x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) / nu
     if MULTIPLICATIVE:

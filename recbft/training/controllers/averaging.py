@@ -1,11 +1,11 @@
 """Averages of weights: exponential over steps, or plain over the epochs that gained enough.
 
-    ema    w' = d w' + (1 - d) w  after every step, d = min(decay, (1 + n) / (10 + n)), n steps before it      (1)
-    swa    w' = mean of w after the epochs e > start E with  v_e - v_{e-1} >= gain |v_{e-1}|                     (2)
+    ema    w' = d w' + (1 - d) w  after every step, d = min(decay, (1 + n) / (10 + n)), n steps before it      (10.6)
+    swa    w' = mean of w after the epochs e > start E with  v_e - v_{e-1} >= gain |v_{e-1}|                  (10.7)
 
 v is a validation value that should rise, read after each validated epoch. Parameters are averaged; buffers (running
-means, counters) are taken as they are. (1) begins with the weights after the first step, and is what is validated and
-kept; (2) is offered once, after the last epoch, to be kept if it is better than the best epoch.
+means, counters) are taken as they are. (10.6) begins with the weights after the first step. Its average is
+validated and kept. (10.7) is offered once, after the last epoch, and kept if it is better than the best epoch.
 
 Source: Izmailov et al. (2018); Fuzzy-Gated Training for Transformers, section 4.
 """
@@ -29,7 +29,7 @@ from recbft.training.controllers.hooks import Moment, value_of
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    """Equation (1)."""
+    """Equation (10.6)."""
 
     decay: float = 0.999
 
@@ -39,7 +39,7 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SwaConfig:
-    """Equation (2)."""
+    """Equation (10.7)."""
 
     start: float = 0.5  # share of the epochs after which averaging may begin
     gain: float = 0.002  # least relative gain of an epoch over the validation before it
@@ -56,7 +56,7 @@ class SwaConfig:
 
 
 class Ema:
-    """Equation (1)."""
+    """Equation (10.6)."""
 
     def __init__(self, config: EmaConfig) -> None:
         self.config, self.steps = config, 0
@@ -83,7 +83,7 @@ class Ema:
 
 
 class SelectiveSwa:
-    """Equation (2)."""
+    """Equation (10.7)."""
 
     def __init__(self, config: SwaConfig) -> None:
         self.config, self.epochs = config, 0

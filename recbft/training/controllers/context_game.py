@@ -1,7 +1,7 @@
 """A population game over history lengths: which lengths to train on follows from what they earn.
 
-    q(c) proportional to q(c) exp(eta u(c))                            once per epoch                           (1)
-    u(c) = -loss(c) - l_s max(0, sat(c) - s_0) + l_h H(c) / log R      means over the steps that played c       (2)
+    q(c) proportional to q(c) exp(eta u(c))                            once per epoch                        (10.2)
+    u(c) = -loss(c) - l_s max(0, sat(c) - s_0) + l_h H(c) / log R      means over the steps that played c       (a)
 
 Each step draws c from q and cuts the histories of its batch to their last c events; where no target would be left (of
 masked items there may be few), the batch stays whole and c is not played. A length that no step played earns the mean
@@ -31,7 +31,7 @@ from recbft.training.controllers.hooks import Moment
 
 @dataclass(frozen=True, kw_only=True)
 class ContextGameConfig:
-    """Equations (1) and (2)."""
+    """Equations (10.2) and (a)."""
 
     lengths: tuple[int, ...]  # c, two or more
     eta: float = 0.5  # how fast shares follow what lengths earn
@@ -50,15 +50,15 @@ class ContextGameConfig:
 
 
 class ContextGame:
-    """Equations (1) and (2).
+    """Equations (10.2) and (a).
 
     Args:
         config: lengths and utility.
-        model: whose regime mixers are asked for (2).
+        model: whose regime mixers are asked for (a).
         seed: of its draws; the default generator is left alone.
 
     Raises:
-        UserError: the model reads no history that one of the lengths would cut, or a key of (2) is changed that has
+        UserError: the model reads no history that one of the lengths would cut, or a key of (a) is changed that has
             no effect in it.
     """
 
@@ -98,7 +98,7 @@ class ContextGame:
         return shorter
 
     def after_step(self, moment: Moment, loss: float) -> None:
-        """What the step earned, (2)."""
+        """What the step earned, (a)."""
         if self.chosen is None:
             return
         c, utility = self.config, -loss
@@ -111,7 +111,7 @@ class ContextGame:
         self.played[self.chosen] += 1
 
     def on_epoch_end(self, moment: Moment, row: Mapping[str, Any]) -> None:
-        """Equation (1)."""
+        """Equation (10.2)."""
         played = self.played > 0
         if bool(played.any()):
             utility = self.earned / self.played.clamp(min=1)

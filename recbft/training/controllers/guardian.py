@@ -1,13 +1,13 @@
 """A small policy that sharpens attention while validation rewards it.
 
-    state   (change of the mean temperature, saturated share, membership entropy, validation loss L)            (1)
-    action  a ~ N(mean(state), diag(std^2)):   tau += 0.03 b a_0,   drift += 0.01 b a_1,   pressure += 0.01 b a_2   (2)
-    reward  r = -L_e + l1 max(0, L_{e-1} - L_e) + l2 sigmoid(g (L_zone - L_e))                                  (3)
-    loss    -r log pi(a | state), one step of Adam: REINFORCE                                                   (4)
-    L       = mean over users of  -score(user, y) + log sum_i exp score(user, i),  y the validation item        (5)
+    state   (change of the mean temperature, saturated share, membership entropy, validation loss L)            (a)
+    action  a ~ N(mean(state), diag(std^2)):   tau += 0.03 b a_0,   drift += 0.01 b a_1,   pressure += 0.01 b a_2   (b)
+    reward  r = -L_e + l1 max(0, L_{e-1} - L_e) + l2 sigmoid(g (L_zone - L_e))                                  (c)
+    loss    -r log pi(a | state), one step of Adam: REINFORCE                                                   (d)
+    L       = mean over users of  -score(user, y) + log sum_i exp score(user, i),  y the validation item        (e)
 
-Once per validated epoch the last action is rewarded by (3) and the next is taken; actions are cut at +-3, b decays from
-epoch to epoch, and every quantity of (2) keeps its bounds. The policy reads and moves ``mixers.regime.RegimeAttention``
+Once per validated epoch the last action is rewarded by (c) and the next is taken; actions are cut at +-3, b decays from
+epoch to epoch, and every quantity of (b) keeps its bounds. The policy reads and moves ``mixers.regime.RegimeAttention``
 alone, between epochs: the temperature is a weight of the model, the two penalties act in its training loss.
 
 Source: Fuzzy-Gated Training for Transformers, section 3 and listing 7; Williams (1992).
@@ -37,12 +37,12 @@ LARGEST_ACTION = 3.0
 TEMPERATURE_STEP, PENALTY_STEP = 0.03, 0.01
 LARGEST_DRIFT, LARGEST_PRESSURE = 1.0, 0.6
 HIDDEN = 64
-BLOCK_SCORES = 4_000_000  # at a time, of (5)
+BLOCK_SCORES = 4_000_000  # at a time, of (e)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardianConfig:
-    """Reward (3) and policy (4)."""
+    """Reward (c) and policy (d)."""
 
     learning_rate: float = 1e-3  # of the policy
     gain_weight: float = 0.6  # l1
@@ -59,7 +59,7 @@ class GuardianConfig:
 
 
 class Guardian:
-    """Equations (1) to (4).
+    """Equations (a) to (d).
 
     Args:
         config: reward and policy.
@@ -125,7 +125,7 @@ class Guardian:
         self.last_temperature = state["last_temperature"]
 
     def _state(self, loss: float) -> Tensor:
-        """Equation (1); the temperature's change is that of the epoch."""
+        """Equation (a); the temperature's change is that of the epoch."""
         seen = [mixer.diagnosis() for mixer in self.guarded]
         saturated, entropy = (
             sum(part) / len(seen) for part in ((d.saturated for d in seen), (d.entropy for d in seen))
@@ -135,7 +135,7 @@ class Guardian:
         return torch.tensor([change, saturated, entropy, loss])
 
     def _learn(self, reward: float) -> None:
-        """Equation (4)."""
+        """Equation (d)."""
         assert self.taken is not None
         state, action = self.taken
         self.optimizer.zero_grad()
@@ -164,14 +164,14 @@ class GaussianPolicy(nn.Module):
 
 
 def reward(loss: float, last_loss: float, zone: float, config: GuardianConfig) -> float:
-    """Equation (3)."""
+    """Equation (c)."""
     near = 1 / (1 + math.exp(min(700.0, -config.zone_sharpness * (zone - loss))))
     return -loss + config.gain_weight * max(0.0, last_loss - loss) + config.zone_weight * near
 
 
 @torch.no_grad()
 def act(guarded: Sequence[RegimeAttention], action: Tensor) -> None:
-    """Equation (2) with b inside the action, within the bounds of each quantity."""
+    """Equation (b) with b inside the action, within the bounds of each quantity."""
     warmer, drift, pressure = action.tolist()
     for mixer in guarded:
         mixer.move_temperature(TEMPERATURE_STEP * warmer)
@@ -181,7 +181,7 @@ def act(guarded: Sequence[RegimeAttention], action: Tensor) -> None:
 
 
 def validation_cross_entropy(model: SequenceModel, dataset: Dataset, *, most_users: int = 4096) -> float:
-    """Equation (5) over the users of the data set, or over so many of them at equal distances."""
+    """Equation (e) over the users of the data set, or over so many of them at equal distances."""
     num_users = dataset.num_users
     chosen = np.unique(np.linspace(0, num_users - 1, min(num_users, most_users)).astype(np.int64))
     view = view_of(dataset, "validation", chosen)

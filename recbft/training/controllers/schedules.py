@@ -1,12 +1,12 @@
 """Schedules: a learning rate with a floor, label smoothing that decays, dropout that glides down, a shaken rate.
 
-    lr        1 up to ``flat`` of the steps, then  f + (1 - f) (1 + cos(pi u)) / 2,  u from 0 to 1             (1)
-    smoothing e_T + (e_0 - e_T) max(0, 1 - progress / until)                                                    (2)
-    dropout   p_T + (p_0 - p_T) max(0, 1 - progress / until)     where p_0 >= p_T; else left alone              (3)
-    chaos     x_{t+1} = r x_t (1 - x_t),   a_t = amplitude exp(-decay t),   factor = 1 - a_t + a_t x_t          (4)
+    lr        1 up to ``flat`` of the steps, then  f + (1 - f) (1 + cos(pi u)) / 2,  u from 0 to 1          (10.3)
+    smoothing e_T + (e_0 - e_T) max(0, 1 - progress / until)                                                 (10.4)
+    dropout   p_T + (p_0 - p_T) max(0, 1 - progress / until)     where p_0 >= p_T; else left alone           (10.5)
+    chaos     x_{t+1} = r x_t (1 - x_t),   a_t = amplitude exp(-decay t),   factor = 1 - a_t + a_t x_t       (10.1)
 
-(1) to (3) are functions of where training stands and have no state of their own. (4) is the logistic map, a shake of
-the learning rate that is deterministic and decays, with t = 1 in the first step; its factor lies in [1 - amplitude, 1].
+(10.3) to (10.5) are functions of where training stands and have no state of their own. (10.1) is the logistic map,
+a deterministic, decaying shake of the learning rate. t = 1 in the first step; the factor lies in [1 - amplitude, 1].
 
 Source: Fuzzy-Gated Training for Transformers, sections 4 and 10.4 and listing 8.
 """
@@ -28,7 +28,7 @@ from recbft.training.controllers.hooks import Moment
 
 @dataclass(frozen=True, kw_only=True)
 class LrFloorConfig:
-    """Equation (1)."""
+    """Equation (10.3)."""
 
     flat: float = 0.4  # share of the steps at the full rate
     floor: float = 0.1  # of the full rate, kept at the end
@@ -40,7 +40,7 @@ class LrFloorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSmoothingConfig:
-    """Equation (2)."""
+    """Equation (10.4)."""
 
     start: float = 0.015  # e_0
     floor: float = 0.01  # e_T
@@ -54,7 +54,7 @@ class LabelSmoothingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutGlideConfig:
-    """Equation (3)."""
+    """Equation (10.5)."""
 
     floor: float = 0.08  # p_T
     until: float = 0.6  # share of the steps after which the floor is reached
@@ -66,7 +66,7 @@ class DropoutGlideConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosConfig:
-    """Equation (4)."""
+    """Equation (10.1)."""
 
     r: float = 3.9
     start: float = 0.721  # x_0
@@ -92,7 +92,7 @@ class _Stateless:
 
 
 class LrFloor(_Stateless):
-    """Equation (1)."""
+    """Equation (10.3)."""
 
     def __init__(self, config: LrFloorConfig) -> None:
         self.config = config
@@ -104,7 +104,7 @@ class LrFloor(_Stateless):
 
 
 class LabelSmoothing(_Stateless):
-    """Equation (2), put into ``model.item_loss.label_smoothing`` at the start of an epoch.
+    """Equation (10.4), put into ``model.item_loss.label_smoothing`` at the start of an epoch.
 
     Raises:
         UserError: the model's loss is not ``ce``, the only one that is smoothed.
@@ -130,7 +130,7 @@ class LabelSmoothing(_Stateless):
 
 
 class DropoutGlide(_Stateless):
-    """Equation (3) for every dropout of the model, those inside mixers included; p_0 is the rate it was built with.
+    """Equation (10.5) for every dropout of the model, those inside mixers included; p_0 is the rate it was built with.
 
     Raises:
         UserError: no rate is above the floor.
@@ -158,7 +158,7 @@ class DropoutGlide(_Stateless):
 
 
 class ChaosSchedule:
-    """Equation (4), one step of the map per optimiser step."""
+    """Equation (10.1), one step of the map per optimiser step."""
 
     def __init__(self, config: ChaosConfig) -> None:
         self.config, self.x, self.steps = config, config.start, 0
