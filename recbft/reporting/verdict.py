@@ -122,7 +122,7 @@ def terms(found: Sequence[Finding], num_arms: int) -> dict[str, str]:
         if one.setting == "unfiltered"
         else "items that the user already had are left out of the ranking.",
         "95 % interval": "the range of differences that fit these seeds.",
-        "p": "how often chance alone would give a difference this large. Below 0.05 a difference is called significant.",
+        "p": "how often chance alone would give a difference this large. Below 0.05 it is called significant.",
     }
     if num_arms > 1:
         told["Holm"] = "a correction of p: with more arms, chance has more tries."

@@ -390,6 +390,6 @@ def test_of_warnings_from_one_place_the_first_and_their_number_are_told(monkeypa
 
 
 def test_workers_that_say_nothing_are_reported_so(tmp_path):
-    assert queue._last_line(tmp_path / "no.log") == "ended without a word"
+    assert queue._last_line(tmp_path / "no.log") == "ended without a message"
     (tmp_path / "a.log").write_text("some\nerror: the disk is full\n\n")
     assert queue._last_line(tmp_path / "a.log") == "the disk is full"
