@@ -126,11 +126,11 @@ def read_per_user(run: RunFolder) -> pd.DataFrame:
         UserError: the file is missing or damaged.
     """
     path = run.per_user_file
+    if not path.is_file():  # a pipe would be waited for
+        raise UserError(f"{path} is missing, which holds every user's rank; restore it, or train again")
     try:
         with open(path, "rb") as file:  # the path itself need not be UTF-8
             return pd.read_parquet(file)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing, which holds every user's rank; restore it, or train again") from None
     except (pa.ArrowInvalid, OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())}); restore it, or train again") from None
 

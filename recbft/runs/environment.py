@@ -18,7 +18,7 @@ import torch
 from recbft.kernels import c_library
 from recbft.system import recbft_version
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:

@@ -24,3 +24,7 @@ def test_the_commit_is_found_whatever_its_folder_is_called(name, tmp_path, monke
         subprocess.run(["git", *own, *command], cwd=root, check=True, capture_output=True)
     monkeypatch.setattr(environment, "ROOT", root)
     assert len(environment.commit()) == 12
+
+
+def test_the_root_is_that_of_the_checkout():
+    assert (environment.ROOT / "recbft" / "errors.py").is_file()
