@@ -22,7 +22,7 @@ from recbft.kernels.layout import by_tokens
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
 
-OWN, STEP = 16, 16  # tokens of a program, and those it goes over at once: larger tiles spill (benchmarks.gpu_registers)
+OWN, STEP = 16, 16  # tokens of a program, and those it goes over at once: larger tiles spill registers
 MAX_WIDTH = 64  # complex coordinates that the registers hold
 NUM_SCALARS = 8  # mu, s2, eta2, gamma2, nu, kappa, tau, scale
 

@@ -40,9 +40,9 @@ class Tile(NamedTuple):
 
 
 # By W, in half precision, of the forward kernel there where another is faster, and in single precision. Those of width
-# 64 are the fastest of nine each and of five on an H100, the others have few instructions per pair of tokens
-# (benchmarks.gpu_rehearsal) with little spilled (benchmarks.gpu_registers). Four warps for 64 tokens: products then
-# leave a token's row to one warp, and its maximum and sums need no barrier.
+# 64 are the fastest of nine each and of five on an H100, the others have few instructions per pair of tokens with few
+# registers spilled. Four warps for 64 tokens: products then leave a token's row to one warp, and its maximum and sums
+# need no barrier.
 HALF_TILES = {
     16: Tile(64, 64, 4, 2),
     32: Tile(64, 64, 4, 2),
