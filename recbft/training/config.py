@@ -20,6 +20,7 @@ class TrainingConfig:
     batch_targets: int | None = None  # in place of batch_size: as many histories as hold about so many targets
     learning_rate: float = 1e-3
     weight_decay: float = 0.0  # not applied to the precision parameters
+    optimizer: Literal["adam", "adamw"] = "adam"  # adamw: weight decay apart from the gradient
     precision_lr_multiplier: float = 100.0  # learning rate of the precision and recency parameters, relative
     warmup_steps: int = 50  # optimiser steps over which precision and recency are ramped in; 0 means at once
     warm_start: str | None = None  # a run whose best weights this one begins from, ramped in already
@@ -41,6 +42,8 @@ class TrainingConfig:
         check_range("batch_targets", self.batch_targets, at_least=1)
         check_range("learning_rate", self.learning_rate, above=0)
         check_range("weight_decay", self.weight_decay, at_least=0)
+        if self.optimizer == "adamw" and not self.weight_decay:
+            raise UserError("optimizer adamw has no effect with weight_decay 0; leave it out, or set weight_decay")
         check_range("precision_lr_multiplier", self.precision_lr_multiplier, above=0)
         check_range("warmup_steps", self.warmup_steps, at_least=0)
         check_range("clip_norm", self.clip_norm, above=0)

@@ -354,7 +354,7 @@ class _Stack:
             memory[own] = {"step": step, **{name: moment[n] for name, moment in moments.items()}}
 
 
-def _optimizer(session: Session) -> torch.optim.Adam:
+def _optimizer(session: Session) -> torch.optim.Optimizer:
     assert session.optimizer is not None  # a Backbone has one
     return session.optimizer
 

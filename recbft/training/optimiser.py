@@ -1,4 +1,4 @@
-"""Adam in groups: the backbone; the precision channel at a higher rate; stochastic dynamics with care.
+"""Adam or AdamW in groups: the backbone; the precision channel at a higher rate; stochastic dynamics with care.
 
 Precision parameters have ``precision_lr_multiplier`` times the rate and no weight decay. The parameters of a mixer's
 stochastic differential equation take half the rate, no momentum and a gradient clipped by its norm, since a decay or a
@@ -32,10 +32,11 @@ class Parametrised(Protocol):
 DYNAMICS: dict[str, Any] = {"betas": (0.0, 0.999), "eps": 1e-7, "weight_decay": 0.0, "clip_norm": 1e-4}
 
 
-def make_optimizer(model: Parametrised, config: TrainingConfig) -> torch.optim.Adam:
+def make_optimizer(model: Parametrised, config: TrainingConfig) -> torch.optim.Optimizer:
     """The optimiser of a model that tells the group of each of its parameters."""
     groups = parameter_groups(model, config)
-    return torch.optim.Adam(groups, lr=config.learning_rate, fused=True, capturable=bool(config.cuda_graphs))
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=config.learning_rate, fused=True, capturable=bool(config.cuda_graphs))
 
 
 def parameter_groups(model: Parametrised, config: TrainingConfig) -> list[dict[str, Any]]:

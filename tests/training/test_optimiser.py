@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recbft.errors import UserError
 from recbft.models import CoreConfig
 from recbft.models.layers import Mixing
 from recbft.models.sasrec import SASRecConfig, sasrec
@@ -51,6 +52,22 @@ def test_the_precision_parameters_are_a_group_of_their_own_at_a_higher_rate_with
     assert (backbone["lr"], backbone["weight_decay"]) == (1e-3, 0.1)
     assert (precision["lr"], precision["weight_decay"]) == (pytest.approx(0.05), 0.0)
     assert backbone["betas"] == precision["betas"] == (0.9, 0.999)
+
+
+def test_adamw_decays_weights_apart_from_the_gradient():
+    moved = {}
+    for kind in ("adam", "adamw"):
+        model = build(None, recency_decay=False)
+        before = model.item_embedding.weight.detach().clone()
+        optimizer = make_optimizer(model, TrainingConfig(learning_rate=0.1, weight_decay=0.5, optimizer=kind))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        moved[kind] = model.item_embedding.weight.detach() - before
+    torch.testing.assert_close(moved["adamw"], -0.05 * before)
+    assert moved["adam"].abs().max() > 0.09, "a step of Adam is as long as the rate, however small the gradient"
+    with pytest.raises(UserError, match="optimizer adamw has no effect with weight_decay 0"):
+        TrainingConfig(optimizer="adamw")
 
 
 def test_recency_decay_alone_is_learned_at_the_precision_rate_too():

@@ -1,6 +1,7 @@
-"""Schedules: a learning rate with a floor, label smoothing that decays, dropout that glides down, a shaken rate.
+"""Schedules of the learning rate, of label smoothing and of dropout.
 
-    lr        1 up to ``flat`` of the steps, then  f + (1 - f) (1 + cos(pi u)) / 2,  u from 0 to 1          (10.3)
+    lr        from 0 to 1 in ``warmup`` of the steps, 1 up to ``flat`` of them, then
+              f + (1 - f) (1 + cos(pi u)) / 2,  u from 0 to 1                                               (10.3)
     smoothing e_T + (e_0 - e_T) max(0, 1 - progress / until)                                                 (10.4)
     dropout   p_T + (p_0 - p_T) max(0, 1 - progress / until)     where p_0 >= p_T; else left alone           (10.5)
     chaos     x_{t+1} = r x_t (1 - x_t),   a_t = amplitude exp(-decay t),   factor = 1 - a_t + a_t x_t       (10.1)
@@ -30,11 +31,13 @@ from recbft.training.controllers.hooks import Moment
 class LrFloorConfig:
     """Equation (10.3)."""
 
-    flat: float = 0.4  # share of the steps at the full rate
+    warmup: float = 0.0  # share of the steps in which the rate rises from 0; 0 begins with the full rate
+    flat: float = 0.4  # share of the steps, warm-up included, before the rate falls
     floor: float = 0.1  # of the full rate, kept at the end
 
     def __post_init__(self) -> None:
         check_range("flat", self.flat, at_least=0, below=1)
+        check_range("warmup", self.warmup, at_least=0, at_most=self.flat)
         check_range("floor", self.floor, at_least=0, at_most=1)
 
 
@@ -98,7 +101,9 @@ class LrFloor(_Stateless):
         self.config = config
 
     def lr_factor(self, moment: Moment) -> float:
-        """In [floor, 1]."""
+        """In (0, 1], and from ``floor`` once warmed up."""
+        if self.config.warmup and moment.progress < self.config.warmup:
+            return (moment.progress + 1 / moment.total_steps) / self.config.warmup
         u = max(0.0, moment.progress - self.config.flat) / (1 - self.config.flat)
         return self.config.floor + (1 - self.config.floor) * (1 + math.cos(math.pi * u)) / 2
 
