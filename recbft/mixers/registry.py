@@ -18,6 +18,7 @@ from recbft.mixers.pointwise import PointwiseAttention
 from recbft.mixers.positional import PositionalAttention, PositionalConfig
 from recbft.mixers.regime import RegimeAttention, RegimeConfig
 from recbft.mixers.rfa import RobustFilterAttention, RobustFilterConfig
+from recbft.mixers.spectral import SpectralConfig, SpectralMixer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +173,12 @@ MIXERS: dict[str, MixerSpec] = {
         options=BoostedConfig,
     ),
     "twicing": MixerSpec(summary="twicing attention, (2A - A^2) V", kind=TwicingAttention),
+    "spectral": MixerSpec(
+        summary="a causal low-pass filter over the history, joined with softmax attention (BSARec)",
+        kind=SpectralMixer,
+        options=SpectralConfig,
+        hears=("length", "dropout", "output_projection", "recency_decay"),
+    ),
     "regime": MixerSpec(
         summary="softmax attention with an additive prior of fuzzy regimes",
         kind=RegimeAttention,

@@ -47,6 +47,7 @@ class BackboneConfig:
     inner_size: int | None = None  # of the feed-forward network; None means 4 hidden_size
     max_length: int = 50  # tokens of a history that are read, the last ones
     absolute_positions: bool = True  # a learned vector per position; False for mixers that know the lag
+    positions: Literal["oldest", "latest"] = "oldest"  # the event that is read from which positions are counted
     dropout: float = 0.5
     embedding_scale: float | None = None  # None means the backbone's own
     initializer_range: float = 0.02  # standard deviation of the initial weights
@@ -67,6 +68,8 @@ def check_backbone(config: BackboneConfig) -> None:
     check_range("embedding_scale", config.embedding_scale, above=0)
     check_range("initializer_range", config.initializer_range, above=0)
     check_range("norm_eps", config.norm_eps, above=0)
+    if config.positions != type(config).positions and not config.absolute_positions:
+        raise UserError("positions has no effect without absolute_positions; leave it out")
     if config.hidden_size % config.n_heads:
         divisors = [str(n) for n in range(1, config.hidden_size + 1) if config.hidden_size % n == 0]
         raise UserError(

@@ -45,7 +45,7 @@ class BERT4RecConfig(BackboneConfig):
     attention_dropout: float | None = None  # None means 0, or dropout in the post-norm layer
     layer: Literal["pre_norm", "post_norm"] = "pre_norm"
     head: Literal["tied", "gelu"] = "tied"  # gelu: Linear, GELU and norm before the items, which have biases
-    positions: Literal["oldest", "latest"] = "latest"  # where positions are counted from
+    positions: Literal["oldest", "latest"] = "latest"
     mask_probability: float = 0.2  # of an item in training
     last_item_probability: float = 0.5  # of cutting a history at random and masking its last item only
     mask_seed: int | None = 0  # of what is masked; None means that it follows the run's seed
@@ -53,8 +53,6 @@ class BERT4RecConfig(BackboneConfig):
     def __post_init__(self) -> None:
         check_backbone(self)
         check_range("max_length", self.max_length, at_least=2)  # an item and the mask
-        if self.positions != "latest" and not self.absolute_positions:
-            raise UserError("positions has no effect without absolute_positions; leave it out")
         check_range("attention_dropout", self.attention_dropout, at_least=0, below=1)
         check_range("mask_probability", self.mask_probability, above=0, below=1)
         check_range("last_item_probability", self.last_item_probability, at_least=0, at_most=1)
@@ -121,7 +119,7 @@ def cloze_batches(
     num_items: int,
     **order: Any,
 ) -> ClozeBatches:
-    """The batches that BERT4Rec is trained on; ``order`` is their batch_size, seed, times and cut."""
+    """The batches that BERT4Rec is trained on; ``order`` is their samples, batch_size, seed, times and cut."""
     mask_seed = OF_RUN + order["seed"] if config.mask_seed is None else config.mask_seed
     return ClozeBatches(
         items,

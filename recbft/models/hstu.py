@@ -102,6 +102,7 @@ def hstu(
         blocks,
         embedding_scale=root_of_width(config),
         seed=seed,
+        positions=config.positions,
         reads_times=config.time_bias,
         shows_target_time=config.show_target_time,
     )

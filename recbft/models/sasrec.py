@@ -86,5 +86,6 @@ def sasrec(
         blocks,
         embedding_scale=root_of_width(config),
         seed=seed,
+        positions=config.positions,
         reads_times=mixing.reads_times,
     )

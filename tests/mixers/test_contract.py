@@ -16,6 +16,7 @@ from recbft.mixers.memory_family import MemoryFamilyConfig
 from recbft.mixers.positional import PositionalConfig
 from recbft.mixers.regime import RegimeConfig
 from recbft.mixers.rfa import RobustFilterConfig
+from recbft.mixers.spectral import SpectralConfig
 from tests.mixers.histories import D, H, inputs, packed
 from tests.tolerances import TOLERANCE
 
@@ -48,6 +49,10 @@ SETTINGS = {
     "regime": [
         {**settings, "config": RegimeConfig(regimes=3, warm_in_steps=0, type2=type2), "length": 6}
         for settings, type2 in zip(SOFTMAX, (True, False), strict=True)
+    ],
+    "spectral": [
+        *({**settings, "length": 6} for settings in SOFTMAX),
+        {"estimator": "reml", "config": SpectralConfig(share=0.4, frequencies=1), "recency_decay": 0.9, "length": 5},
     ],
     "rfa": [
         *OWN[:2],
