@@ -11,6 +11,7 @@ Shapes: S histories, B rows, T tokens per row.
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-IntArray = NDArray[np.int64]
+from recbft.datasets.samples import IntArray, SampleKind, Samples, ranges
+
 HISTORIES_PER_BATCH = 256  # read at once in evaluation; on a CPU more take more memory and no less time
 
 
@@ -44,6 +46,13 @@ class Batch(NamedTuple):
             joined = joined.pin_memory()
         parts = iter(joined.to(device, non_blocking=True).split([x.numel() for x in own]))
         return Batch(*(None if x is None else next(parts).view(x.shape) for x in self))  # type: ignore[arg-type]
+
+    def with_last_targets(self) -> Batch:
+        """The batch with the target of each history's last token alone."""
+        assert self.target is not None
+        target = torch.zeros_like(self.target).flatten()
+        target[self.last] = self.target.flatten()[self.last]
+        return self._replace(target=target.view_as(self.target))
 
     def of_rows(self, rows: Tensor) -> Batch:
         """What some rows hold, (R,), as a batch of its own, whose histories are counted anew."""
@@ -140,28 +149,24 @@ def history_batches(
 class EpochBatches(abc.ABC):
     """What the training loop asks of its batches. They depend on the seed and the epoch's number alone.
 
-    So a resumed run continues with the batches it would have seen.
+    So a resumed run continues with the batches it would have seen. An epoch always has as many batches, over which its
+    pieces of histories are spread, some more or fewer to a batch where their number varies.
     """
 
-    batch_size: int  # histories per batch
+    batch_size: int  # pieces per batch
     seed: int
-    start: IntArray  # (S,) the events that are read of each history
-    stop: IntArray  # (S,)
-
-    @property
-    def num_histories(self) -> int:
-        """Histories per epoch."""
-        return self.start.size
+    samples: Samples
 
     @property
     def num_batches(self) -> int:
         """Optimiser steps per epoch."""
-        return -(-self.num_histories // self.batch_size)
+        return -(-self.samples.num_pieces // self.batch_size)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens read per epoch, at most."""
-        return int((self.stop - self.start).sum())
+        """Tokens read per epoch, at most; as the first epoch does."""
+        start, stop = self.samples.of_epoch(0)
+        return int((stop - start).sum())
 
     @property
     @abc.abstractmethod
@@ -172,18 +177,21 @@ class EpochBatches(abc.ABC):
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
 
-    def _chosen(self, epoch: int) -> Iterator[IntArray]:
-        """The histories of each batch of an epoch."""
-        seed, count = self.seed, self.num_histories
-        order = np.random.default_rng([seed, epoch]).permutation(count)
-        for first in range(0, order.size, self.batch_size):
-            yield order[first : first + self.batch_size]
+    def _chosen(self, epoch: int, num_pieces: int) -> Iterator[IntArray]:
+        """The pieces of each batch of an epoch."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(num_pieces)
+        usual, number = self.samples.num_pieces, self.num_batches
+        cuts = [min(num_pieces, round(n * self.batch_size * num_pieces / usual)) for n in range(number)]
+        for first, stop in itertools.pairwise([*cuts, num_pieces]):
+            yield order[first:stop]
 
 
 class TrainingBatches(EpochBatches):
     """Batches for next-item models: every user with two or more training events.
 
-    A history's last ``max_length`` + 1 training events give ``max_length`` inputs and their next items.
+    A piece of at most ``max_length`` events gives as many inputs, whose targets are their next events; of a prefix, the
+    last input alone has one. With ``windows`` and ``prefixes`` every training event but a history's first is a target
+    once an epoch, with ``last`` the last ``max_length`` of them are.
     """
 
     def __init__(
@@ -195,6 +203,7 @@ class TrainingBatches(EpochBatches):
         max_length: int,
         batch_size: int,
         seed: int,
+        samples: SampleKind = "last",
         times: IntArray | None = None,
         with_next_times: bool = False,
     ) -> None:
@@ -202,32 +211,35 @@ class TrainingBatches(EpochBatches):
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
         self.with_next_times = with_next_times
         # Inputs end one event before the last training event, which is the last target.
-        self.stop = stop[trainable] - 1
-        self.start = np.maximum(start[trainable], self.stop - max_length)
+        self.samples = Samples(samples, start[trainable], stop[trainable] - 1, length=max_length, seed=seed)
 
     @property
     def num_targets(self) -> float:
-        """One per token."""
-        return self.num_tokens
+        """One per token, or per prefix."""
+        return self.samples.num_pieces if self.samples.kind == "prefixes" else self.num_tokens
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
         how: dict[str, Any] = {"times": self.times, "with_targets": True, "with_next_times": self.with_next_times}
-        for chosen in self._chosen(epoch):
-            yield pack_histories(self.items, self.start[chosen], self.stop[chosen], **how)
+        start, stop = self.samples.of_epoch(epoch)
+        for chosen in self._chosen(epoch, start.size):
+            batch = pack_histories(self.items, start[chosen], stop[chosen], **how)
+            yield batch.with_last_targets() if self.samples.kind == "prefixes" else batch
 
 
 class ClozeBatches(EpochBatches):
     """Batches of the Cloze objective: masked items to be found from both sides.
 
-    Every user with two or more training events is read once an epoch, its last ``max_length`` of them. With probability
-    ``last_item_probability`` the history is cut after a random event and that event alone is masked, which is what
-    prediction asks (without ``cut`` the history stays whole, and its last event alone is masked); otherwise each event
-    is masked with ``mask_probability``, and at least one. What is masked depends on (mask_seed, epoch) and the
-    histories, not on their order. A masked last event has the time of the one before it, as the mask has at prediction.
+    Users with two or more training events are read, in pieces of two to ``max_length`` of them. With probability
+    ``last_item_probability`` a piece is cut after a random event and that event alone is masked, which is what
+    prediction asks (a prefix stays whole, and its last event alone is masked); otherwise each event is masked with
+    ``mask_probability``, and at least one. What is masked depends on (mask_seed, epoch) and the pieces, not on their
+    order; for prefixes, on their order too. A masked last event has the time of the one before it, as the mask has at
+    prediction.
 
     Args:
         mask: the item index that stands for a masked item.
+        cut: False leaves all pieces whole, as prefixes are.
     """
 
     def __init__(
@@ -240,6 +252,7 @@ class ClozeBatches(EpochBatches):
         batch_size: int,
         seed: int,
         mask: int,
+        samples: SampleKind = "last",
         mask_probability: float = 0.2,
         last_item_probability: float = 0.5,
         mask_seed: int = 0,
@@ -248,39 +261,47 @@ class ClozeBatches(EpochBatches):
     ) -> None:
         trainable = stop - start >= 2
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
-        self.stop = stop[trainable]
-        self.start = np.maximum(start[trainable], self.stop - max_length)
+        self.samples = Samples(samples, start[trainable], stop[trainable], length=max_length, least=2, seed=seed)
         self.mask, self.mask_seed = mask, mask_seed
         self.mask_probability, self.last_item_probability = mask_probability, last_item_probability
-        self.cut = cut
+        self.cut = cut and samples != "prefixes"
 
     @property
     def num_targets(self) -> float:
-        """Events expected to be masked per epoch: of a history of L events last + (1 - last) (L p + (1 - p)^L)."""
-        lengths, p = self.stop - self.start, self.mask_probability
+        """Events expected to be masked per epoch: of a piece of L events last + (1 - last) (L p + (1 - p)^L)."""
+        start, stop = self.samples.of_epoch(0)
+        lengths, p = stop - start, self.mask_probability
         several = lengths * p + (1 - p) ** lengths  # the second term: where none would be masked, one is
         return float((self.last_item_probability + (1 - self.last_item_probability) * several).sum())
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
-        masked, ends = self._draw(epoch)
-        hidden = np.where(masked, self.mask, self.items)
-        targets = np.where(masked, self.items, 0)
-        times = self.times
-        if times is not None:
-            asked = (ends - 1)[masked[ends - 1]]
-            times = times.copy()
-            times[asked] = times[asked - 1]
-        for chosen in self._chosen(epoch):
-            start, stop = self.start[chosen], ends[chosen]
-            batch = pack_histories(hidden, start, stop, times=times)
-            yield batch._replace(target=pack_histories(targets, start, stop).items)
+        start, stop = self.samples.of_epoch(epoch)
+        at_once = None if self.samples.kind == "prefixes" else self._draw([self.mask_seed, epoch], stop - start)
+        for number, chosen in enumerate(self._chosen(epoch, start.size)):
+            masks = None if at_once is None else at_once.of(chosen)
+            if masks is None:  # the tokens of all prefixes are many times the events: a batch of masks at a time
+                masks = self._draw([self.mask_seed, epoch, 1 + number], (stop - start)[chosen])
+            yield self._masked(start[chosen], masks)
 
-    def _draw(self, epoch: int) -> tuple[NDArray[np.bool_], IntArray]:
-        """The events that are masked in this epoch, (E,) True, and where each history ends in it, (S,)."""
-        rng = np.random.default_rng([self.mask_seed, epoch])
-        lengths = self.stop - self.start
-        first = np.cumsum(lengths) - lengths  # of each history among the tokens that are read
+    def _masked(self, start: IntArray, masks: _Masks) -> Batch:
+        """The batch of pieces that begin at these events."""
+        kept = masks.kept
+        event = ranges(start, start + kept)
+        masked = masks.masked[ranges(masks.first, masks.first + kept)]
+        items = self.items[event]
+        end = np.cumsum(kept)
+        times = None if self.times is None else self.times[event]
+        if times is not None:
+            asked = (end - 1)[masked[end - 1]]
+            times[asked] = times[asked - 1]
+        batch = pack_histories(np.where(masked, self.mask, items), end - kept, end, times=times)
+        return batch._replace(target=pack_histories(np.where(masked, items, 0), end - kept, end).items)
+
+    def _draw(self, entropy: list[int], lengths: IntArray) -> _Masks:
+        """What is masked of pieces of these lengths."""
+        rng = np.random.default_rng(entropy)
+        first = np.cumsum(lengths) - lengths
         draw = rng.random(int(lengths.sum()))
         least = np.repeat(np.minimum.reduceat(draw, first), lengths) if lengths.size else draw
         chosen = (draw < self.mask_probability) | (draw == least)
@@ -289,9 +310,19 @@ class ClozeBatches(EpochBatches):
         kept = np.where(only_last & self.cut, rng.integers(2, lengths + 1), lengths)
         chosen[np.repeat(only_last, lengths)] = False
         chosen[(first + kept - 1)[only_last]] = True
-        masked = np.zeros(self.items.size, dtype=np.bool_)
-        masked[np.repeat(self.start - first, lengths) + np.arange(chosen.size)] = chosen
-        return masked, self.start + kept
+        return _Masks(chosen, first, kept)
+
+
+class _Masks(NamedTuple):
+    """Which events of some pieces are masked, and how much of each is read."""
+
+    masked: NDArray[np.bool_]  # of all pieces end to end
+    first: IntArray  # where each begins there
+    kept: IntArray  # its events that are read
+
+    def of(self, chosen: IntArray) -> _Masks:
+        """Those of some pieces."""
+        return _Masks(self.masked, self.first[chosen], self.kept[chosen])
 
 
 def place_histories(lengths: IntArray, width: int | None = None) -> tuple[IntArray, IntArray, int, int]:

@@ -32,7 +32,8 @@ class ModelSpec:
         build: ``build(config, core, training_counts, seed=..., mixing=..., moe=...)`` returns the module. ``core`` None
             leaves the precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give
             equal weights to the parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice.
-        batches: ``batches(config, items, start, stop, num_items=..., batch_size=..., seed=..., times=...)`` returns
+        batches: ``batches(config, items, start, stop, num_items=..., samples=..., batch_size=..., seed=...,
+            times=...)`` returns
             what the model is trained on.
         arms: each arm's own defaults of the backbone's keys.
         precision_arms: the arms that take a ``core`` section.
@@ -85,7 +86,7 @@ def next_item_batches(
     num_items: int,
     **order: Any,
 ) -> TrainingBatches:
-    """The batches of models that predict the next item at every position; ``order``: batch_size, seed and times."""
+    """The batches of models that predict the next item; ``order`` is their samples, batch_size, seed and times."""
     shown = isinstance(config, HSTUConfig) and config.show_target_time
     return TrainingBatches(items, start, stop, max_length=config.max_length, with_next_times=shown, **order)
 

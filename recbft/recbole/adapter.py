@@ -98,10 +98,7 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         )
         [batch] = batches.epoch(draw)
         if self.recommender.append is None:  # a next-item model: the last target is the row's own
-            assert batch.target is not None
-            own = torch.zeros_like(batch.target).flatten()
-            own[batch.last] = batch.target.flatten()[batch.last]
-            batch = batch._replace(target=own.view_as(batch.target))
+            batch = batch.with_last_targets()
         loss: Tensor = self.recommender.loss(batch.to(self.device))
         return loss
 

@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
     model: nn.Module
     batches: EpochBatches | None
-    optimizer: torch.optim.Adam | None
+    optimizer: torch.optim.Optimizer | None
     controllers: Controllers
     graphs: GraphedSteps | None  # where ``training.cuda_graphs`` asks for them
     begun_from: dict[str, Any] | None  # the older run whose weights the model has, as ``warm_start`` returns it
@@ -121,6 +121,7 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
         split.training_start,
         split.training_stop,
         num_items=dataset.num_items,
+        samples=config.training.samples,
         batch_size=config.training.batch_size,
         seed=config.seed,
         times=dataset.times,
@@ -131,7 +132,10 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
             "(two to train, one to validate, one to test)"
         )
     if config.training.batch_targets is not None:
-        batches.batch_size = max(1, round(config.training.batch_targets * batches.num_histories / batches.num_targets))
+        pieces = batches.samples.num_pieces
+        # A prefix is there for one target, whatever else is masked in it.
+        targets = pieces if config.training.samples == "prefixes" else batches.num_targets
+        batches.batch_size = max(1, round(config.training.batch_targets * pieces / targets))
     return batches
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recbft.config.fields import check_range
+from recbft.datasets.samples import SampleKind
 from recbft.errors import UserError
 from recbft.evaluation.metrics import METRIC
 
@@ -16,8 +17,9 @@ class TrainingConfig:
     """Adam on the loss of the backbone, stopped early when a validation metric no longer improves."""
 
     epochs: int = 200  # at most
-    batch_size: int = 256  # histories per step
-    batch_targets: int | None = None  # in place of batch_size: as many histories as hold about so many targets
+    samples: SampleKind = "last"  # read in an epoch: the last max_length events, windows of all events, or each prefix
+    batch_size: int = 256  # samples per step: histories, windows or prefixes
+    batch_targets: int | None = None  # in place of batch_size: as many samples as hold about so many targets
     learning_rate: float = 1e-3
     weight_decay: float = 0.0  # not applied to the precision parameters
     optimizer: Literal["adam", "adamw"] = "adam"  # adamw: weight decay apart from the gradient

@@ -89,6 +89,15 @@ def test_our_own_keys_may_stand_among_recboles_and_options_win(read):
     assert read("model: SASRec\narm: matched").arm == "matched"
 
 
+def test_the_samples_are_the_prefixes_that_recbole_makes_unless_told_otherwise(read):
+    text = "model: SASRec\ntrain_batch_size: 64\n"
+    assert read(text).training.samples == "prefixes"
+    assert read(f"{text}samples: windows").training.samples == "windows"
+    assert read(f"{text}training: {{samples: last}}").training.samples == "last"
+    assert read(text, samples="windows").training.samples == "windows"
+    assert read("model: sasrec\nbatch_size: 64").training.samples == "last", "a config of recbft"
+
+
 def test_recboles_own_defaults_written_out_are_read_as_they_are(read):
     text = (
         "model: SASRec\nn_layers: 2\nn_heads: 2\nhidden_size: 64\ninner_size: 256\nhidden_dropout_prob: 0.5\n"

@@ -105,14 +105,14 @@ def assert_close_runs(found, expected):
     "settings",
     [
         {"arm": "published", "attention_dropout": 0.0},
-        {"arm": "matched", "recency_decay": True, "clip_norm": 0.5, "weight_decay": 0.01},
-        {"model": "bert4rec", "arm": "bft"},
+        {"arm": "matched", "recency_decay": True, "clip_norm": 0.5, "weight_decay": 0.01, "optimizer": "adamw"},
+        {"model": "bert4rec", "arm": "bft", "samples": "windows", "max_length": 4},
         {"estimator": "reml_naive", "initial": "count", "jacobian": "exact", "jacobian_detach": True},
         {"estimator": "sandwich", "jacobian": "running_mean", "process_noise": False},
         {"estimator": "delta", "propagation": "discount", "initial": "uniform", "lam_max": 2.0},
         {"estimator": "design_effect", "propagation": "decay", "initial": "empirical_bayes"},
         {"prior_scale": "per_layer", "update": "residual", "jacobian": "off", "dropout": 0.0},
-        {"kriging": "per_dimension", "update": "fixed"},
+        {"kriging": "per_dimension", "update": "fixed", "samples": "prefixes", "batch_size": 60},
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values()),
 )
