@@ -35,6 +35,8 @@ class Batch(NamedTuple):
     target: Tensor | None  # (B, T) the next item where there is one to learn, 0 elsewhere; None in evaluation
     last: Tensor  # (S,) flat index (row * T + column) of each history's last token
     next_time: Tensor | None = None  # (B, T) time of the event after each token, for models that are shown it
+    earlier: Tensor | None = None  # (E,) items that stand before what is read, history by history; None where not asked
+    num_earlier: Tensor | None = None  # (S,) how many of them are each history's
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, in one copy that is not waited for where the device allows it."""
@@ -60,7 +62,12 @@ class Batch(NamedTuple):
         new_row = self.items.new_full((num_rows,), -1).index_copy_(0, rows, torch.arange(len(rows)))
         row = new_row[self.last // width]  # (S,), -1 where a history is left out
         number = (row >= 0).cumsum(0) - 1
-        chosen = Batch(*(None if x is None or x is self.last else x[rows] for x in self))  # type: ignore[arg-type]
+        whole = (self.last, self.earlier, self.num_earlier)  # what is not a grid of tokens
+        grids = (None if x is None or any(x is other for other in whole) else x[rows] for x in self)
+        chosen = Batch(*grids)  # type: ignore[arg-type]
+        if self.earlier is not None and self.num_earlier is not None:
+            earlier = self.earlier[(row >= 0).repeat_interleave(self.num_earlier)]
+            chosen = chosen._replace(earlier=earlier, num_earlier=self.num_earlier[row >= 0])
         return chosen._replace(
             segment=torch.where(chosen.segment >= 0, number[chosen.segment.clamp(min=0)], -1),
             last=(row * width + self.last % width)[row >= 0],
@@ -76,6 +83,7 @@ def pack_histories(
     with_targets: bool = False,
     with_next_times: bool = False,
     append: int | None = None,
+    first: IntArray | None = None,
 ) -> Batch:
     """Pack ``items[start:stop]`` of each history into rows; with targets, event t+1 is the target of token t.
 
@@ -86,6 +94,7 @@ def pack_histories(
         with_targets: the history's target at its last token is ``items[stop]``, which the caller warrants to exist.
         with_next_times: every token gets the time of the event after it, with the same warrant for ``times[stop]``.
         append: an item put after each history's last event, such as a mask, at the time of that event.
+        first: the first event of what each history is the end of, (S,); the batch knows the items before it then.
 
     Returns:
         The batch, rows as wide as the longest history.
@@ -120,6 +129,8 @@ def pack_histories(
         target=fill(items[event + 1], 0) if with_targets else None,
         last=torch.from_numpy(row * width + column + lengths - 1),
         next_time=fill(times[event + 1], 0) if times is not None and with_next_times else None,
+        earlier=None if first is None else torch.from_numpy(items[ranges(first, start)]),
+        num_earlier=None if first is None else torch.from_numpy(start - first),
     )
 
 
@@ -165,8 +176,8 @@ class EpochBatches(abc.ABC):
     @property
     def num_tokens(self) -> int:
         """Tokens read per epoch, at most; as the first epoch does."""
-        start, stop = self.samples.of_epoch(0)
-        return int((stop - start).sum())
+        pieces = self.samples.of_epoch(0)
+        return int((pieces.stop - pieces.start).sum())
 
     @property
     @abc.abstractmethod
@@ -206,10 +217,11 @@ class TrainingBatches(EpochBatches):
         samples: SampleKind = "last",
         times: IntArray | None = None,
         with_next_times: bool = False,
+        with_earlier: bool = False,
     ) -> None:
         trainable = stop - start >= 2
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
-        self.with_next_times = with_next_times
+        self.with_next_times, self.with_earlier = with_next_times, with_earlier
         # Inputs end one event before the last training event, which is the last target.
         self.samples = Samples(samples, start[trainable], stop[trainable] - 1, length=max_length, seed=seed)
 
@@ -221,8 +233,9 @@ class TrainingBatches(EpochBatches):
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
         how: dict[str, Any] = {"times": self.times, "with_targets": True, "with_next_times": self.with_next_times}
-        start, stop = self.samples.of_epoch(epoch)
+        start, stop, first = self.samples.of_epoch(epoch)
         for chosen in self._chosen(epoch, start.size):
+            how["first"] = first[chosen] if self.with_earlier else None
             batch = pack_histories(self.items, start[chosen], stop[chosen], **how)
             yield batch.with_last_targets() if self.samples.kind == "prefixes" else batch
 
@@ -258,34 +271,35 @@ class ClozeBatches(EpochBatches):
         mask_seed: int = 0,
         times: IntArray | None = None,
         cut: bool = True,
+        with_earlier: bool = False,
     ) -> None:
         trainable = stop - start >= 2
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
         self.samples = Samples(samples, start[trainable], stop[trainable], length=max_length, least=2, seed=seed)
         self.mask, self.mask_seed = mask, mask_seed
         self.mask_probability, self.last_item_probability = mask_probability, last_item_probability
-        self.cut = cut and samples != "prefixes"
+        self.cut, self.with_earlier = cut and samples != "prefixes", with_earlier
 
     @property
     def num_targets(self) -> float:
         """Events expected to be masked per epoch: of a piece of L events last + (1 - last) (L p + (1 - p)^L)."""
-        start, stop = self.samples.of_epoch(0)
-        lengths, p = stop - start, self.mask_probability
+        pieces = self.samples.of_epoch(0)
+        lengths, p = pieces.stop - pieces.start, self.mask_probability
         several = lengths * p + (1 - p) ** lengths  # the second term: where none would be masked, one is
         return float((self.last_item_probability + (1 - self.last_item_probability) * several).sum())
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
-        start, stop = self.samples.of_epoch(epoch)
+        start, stop, first = self.samples.of_epoch(epoch)
         at_once = None if self.samples.kind == "prefixes" else self._draw([self.mask_seed, epoch], stop - start)
         for number, chosen in enumerate(self._chosen(epoch, start.size)):
             masks = None if at_once is None else at_once.of(chosen)
             if masks is None:  # the tokens of all prefixes are many times the events: a batch of masks at a time
                 masks = self._draw([self.mask_seed, epoch, 1 + number], (stop - start)[chosen])
-            yield self._masked(start[chosen], masks)
+            yield self._masked(start[chosen], first[chosen], masks)
 
-    def _masked(self, start: IntArray, masks: _Masks) -> Batch:
-        """The batch of pieces that begin at these events."""
+    def _masked(self, start: IntArray, whole: IntArray, masks: _Masks) -> Batch:
+        """The batch of pieces that begin at these events, of histories that begin at ``whole``."""
         kept = masks.kept
         event = ranges(start, start + kept)
         masked = masks.masked[ranges(masks.first, masks.first + kept)]
@@ -296,6 +310,9 @@ class ClozeBatches(EpochBatches):
             asked = (end - 1)[masked[end - 1]]
             times[asked] = times[asked - 1]
         batch = pack_histories(np.where(masked, self.mask, items), end - kept, end, times=times)
+        if self.with_earlier:
+            earlier = torch.from_numpy(self.items[ranges(whole, start)])
+            batch = batch._replace(earlier=earlier, num_earlier=torch.from_numpy(start - whole))
         return batch._replace(target=pack_histories(np.where(masked, items, 0), end - kept, end).items)
 
     def _draw(self, entropy: list[int], lengths: IntArray) -> _Masks:

@@ -28,6 +28,7 @@ class Pieces(NamedTuple):
 
     start: IntArray  # (P,)
     stop: IntArray  # (P,) after the last event
+    first: IntArray  # (P,) the first event of the history that each is a part of
 
 
 class Samples:
@@ -60,12 +61,12 @@ class Samples:
     def of_epoch(self, epoch: int) -> Pieces:
         """The pieces of one epoch, in the order of the histories; they depend on the seed and the epoch alone."""
         if self.kind == "last":
-            return Pieces(np.maximum(self.start, self.stop - self.length), self.stop)
+            return Pieces(np.maximum(self.start, self.stop - self.length), self.stop, self.start)
         if self.kind == "prefixes":
             first = self.start + self.least
             stop = ranges(first, np.maximum(self.stop + 1, first))
             owner = np.repeat(self.start, np.maximum(self.stop + 1 - first, 0))
-            return Pieces(np.maximum(owner, stop - self.length), stop)
+            return Pieces(np.maximum(owner, stop - self.length), stop, owner)
         return self._windows(np.random.default_rng([self.seed, epoch, 1]))
 
     def _windows(self, rng: np.random.Generator) -> Pieces:
@@ -81,10 +82,11 @@ class Samples:
         end = np.minimum(start + first + number * N, stop)
         begin = np.where(number == 0, start, start + first + (number - 1) * N)
         kept = end - begin >= self.least
-        return Pieces(begin[kept], end[kept])
+        return Pieces(begin[kept], end[kept], start[kept])
 
 
 def ranges(start: IntArray, stop: IntArray) -> IntArray:
     """``start[0] .. stop[0] - 1, start[1] .. stop[1] - 1, ...`` in one array."""
     size = stop - start
-    return np.arange(int(size.sum())) + np.repeat(start - (np.cumsum(size) - size), size)
+    within: IntArray = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
+    return within + np.repeat(start, size)

@@ -75,6 +75,13 @@ def lay_side_by_side(batches: Sequence[Batch]) -> SideBySide:
         target=join("target", 0),
         last=torch.from_numpy(np.concatenate(new_last)),
         next_time=join("next_time", 0),
+        earlier=_end_to_end([batch.earlier for batch in batches]),
+        num_earlier=_end_to_end([batch.num_earlier for batch in batches]),
     )
     widths = [int(batch.items.shape[1]) for batch in batches]
     return SideBySide(batch, len(batches), torch.from_numpy(origin), place, widths, sizes)
+
+
+def _end_to_end(parts: Sequence[Tensor | None]) -> Tensor | None:
+    given = [part for part in parts if part is not None]
+    return torch.cat(given) if given else None

@@ -17,6 +17,7 @@ from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
 from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.hstu import HSTUConfig, hstu
 from recbft.models.layers import Mixing
+from recbft.models.losses import LOSSES
 from recbft.models.popularity import Popularity, PopularityConfig
 from recbft.models.precision_channel import CoreConfig
 from recbft.models.sasrec import SASRecConfig, sasrec
@@ -88,7 +89,9 @@ def next_item_batches(
 ) -> TrainingBatches:
     """The batches of models that predict the next item; ``order`` is their samples, batch_size, seed and times."""
     shown = isinstance(config, HSTUConfig) and config.show_target_time
-    return TrainingBatches(items, start, stop, max_length=config.max_length, with_next_times=shown, **order)
+    earlier = LOSSES[config.loss].leaves_out_seen
+    how = {"max_length": config.max_length, "with_next_times": shown, "with_earlier": earlier, **order}
+    return TrainingBatches(items, start, stop, **how)
 
 
 def _popularity(config: PopularityConfig, core: None, training_counts: Tensor, *, seed: int = 0) -> nn.Module:

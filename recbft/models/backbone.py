@@ -33,7 +33,7 @@ from recbft.mixers.interface import Group, take_penalties
 from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
-from recbft.models.losses import ItemLoss, Negatives, check_loss
+from recbft.models.losses import ItemLoss, Negatives, check_loss, seen_items
 from recbft.models.precision_channel import CoreConfig, ItemPrecision
 
 
@@ -189,7 +189,10 @@ class Backbone(TrainableModel):
         learn = target.nonzero().squeeze(1)  # (N,); a device is waited for here, before it has much to do
         mean = self.encode(batch).mean.flatten(0, 1)
         weight, bias = self.item_table()
-        loss = self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], target[learn] - 1)
+        wanted, seen = target[learn] - 1, None
+        if self.item_loss.spec.leaves_out_seen:
+            seen = seen_items(batch, learn, wanted, num_items=self.num_items, causal=not self.both_ways)
+        loss = self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], wanted, seen)
         penalties = take_penalties(self)  # of mixers that have some; none at all for most
         return loss if penalties is None else loss + penalties
 

@@ -30,6 +30,7 @@ from recbft.kernels.layer_norm import LayerNorm
 from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
 from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.layers import ATTENTION, Mixing, make_blocks, mixer_maker
+from recbft.models.losses import LOSSES
 from recbft.models.precision_channel import CoreConfig
 
 OF_RUN = 2**32  # above all seeds that are given: what a run's own seed draws is its order
@@ -130,5 +131,6 @@ def cloze_batches(
         mask_probability=config.mask_probability,
         last_item_probability=config.last_item_probability,
         mask_seed=mask_seed,
+        with_earlier=LOSSES[config.loss].leaves_out_seen,
         **order,
     )

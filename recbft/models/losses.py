@@ -3,11 +3,15 @@
 With l_i = x . w_i + b_i the score of item i and y the target of a position,
 
     ce               -l_y + log sum_i exp l_i                                                        (6.3)
+    ce_unseen        the same, i over y and the items that the history does not hold                 (6.10)
     sampled_softmax  -l_y + log(exp l_y + sum_j exp(l_j - log E_j)),  j over the negatives except y  (6.4)
     bce              (6.6) with beta = 1                                                             (6.5)
     gbce             -(beta log s(l_y) + sum_j log(1 - s(l_j))) / (k + 1),  s the logistic function  (6.6)
                      beta = alpha (t (1 - 1/alpha) + 1/alpha),  alpha = min(1, k / (V - 1))
     smoothed ce      (1 - e) CE(y) + (e / V) sum_i CE(i)  =  CE(y) + e x . (w_y - mean_i w_i)       (10.4)
+
+(6.10) asks what a list without seen items is judged by. What a position has seen are the tokens that it reads and the
+events before them, whether they are read or not.
 
 In (6.4) the m negatives are shared by all positions of a batch and E_j is how often item j is expected among them:
 m / V for ``uniform``, m times the item's share of the training events for ``in_batch`` (negatives drawn from the
@@ -17,7 +21,7 @@ generator.
 
 Source: Bengio and Senecal (2008) for (6.4); Kang and McAuley, SASRec (arXiv 1808.09781) for bce; Petrov and Macdonald,
 gSASRec (arXiv 2308.07192) for (6.6).
-Shapes: N positions, V items, D width, m shared negatives, k negatives per position.
+Shapes: N positions, V items, D width, m shared negatives, k negatives per position; B rows, T tokens, P pairs.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from recbft.autograd.eager import eagerly
 from recbft.autograd.full_precision import in_full_precision
 from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable
 from recbft.config.fields import check_choice, check_range
+from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
 
@@ -95,15 +100,18 @@ class ItemLoss:
         self.log_share = (counts.clamp(min=1) / counts.sum().clamp(min=1)).log()  # (V,)
         self.label_smoothing = 0.0  # of ``ce``; a training-time controller may set it
 
-    def __call__(self, states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+    def __call__(
+        self, states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, seen: Tensor | None = None
+    ) -> Tensor:
         """The mean over positions.
 
         Args:
             states: (N, D).
             weight, bias: item vectors (V, D) and item biases (V,) or None.
             target: row of ``weight`` that each position should find, (N,).
+            seen: of (6.10), as ``seen_items`` gives it.
         """
-        return self.spec.mean(self, *with_bias(states, weight, bias), target)
+        return self.spec.mean(self, *with_bias(states, weight, bias), target, seen)
 
     def own_negatives(self, target: Tensor) -> Tensor:
         """Negatives of (6.6), (N, k): uniform over all items but the target."""
@@ -123,22 +131,22 @@ class ItemLoss:
         return drawn, share[drawn] + math.log(drawn.numel())
 
 
-def _cross_entropy(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    mean = full_cross_entropy(states, weight, target)
+def _cross_entropy(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: Tensor | None) -> Tensor:
+    mean = full_cross_entropy(states, weight, target, left_out=seen)
     if loss.label_smoothing:
         mean = mean + loss.label_smoothing * smoothing_term(states, weight, target)
     return mean
 
 
-def _sampled_softmax(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def _sampled_softmax(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None) -> Tensor:
     return sampled_softmax(states, weight, target, *loss.shared_negatives(target, states.dtype))
 
 
-def _bce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def _bce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None) -> Tensor:
     return binary_cross_entropy(states, weight, target, loss.own_negatives(target))
 
 
-def _gbce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def _gbce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None) -> Tensor:
     beta = gbce_beta(loss.num_negatives, loss.num_items, loss.gbce_t)
     return binary_cross_entropy(states, weight, target, loss.own_negatives(target), beta=beta)
 
@@ -148,18 +156,21 @@ class LossSpec:
     """A loss by name.
 
     Args:
-        mean: from the configured loss, states, item vectors and targets to the mean over positions.
+        mean: from the configured loss, states, item vectors, targets and seen items to the mean over positions.
         num_negatives: that are drawn unless the config says; 0 for a loss that draws none.
         reads: the settings that have an effect.
+        leaves_out_seen: whether items that a history holds are no rivals of its targets.
     """
 
-    mean: Callable[[ItemLoss, Tensor, Tensor, Tensor], Tensor]
+    mean: Callable[..., Tensor]
     num_negatives: int = 0
     reads: tuple[str, ...] = ()
+    leaves_out_seen: bool = False
 
 
 LOSSES: dict[str, LossSpec] = {
     "ce": LossSpec(mean=_cross_entropy),
+    "ce_unseen": LossSpec(mean=_cross_entropy, leaves_out_seen=True),
     "sampled_softmax": LossSpec(mean=_sampled_softmax, num_negatives=512, reads=("num_negatives", "negatives")),
     "bce": LossSpec(mean=_bce, num_negatives=1, reads=("num_negatives",)),
     "gbce": LossSpec(mean=_gbce, num_negatives=256, reads=("num_negatives", "gbce_t")),
@@ -171,6 +182,34 @@ def with_bias(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     if bias is None:
         return states, weight
     return torch.cat([states, torch.ones_like(states[:, :1])], dim=1), torch.cat([weight, bias[..., None]], dim=-1)
+
+
+def seen_items(batch: Batch, learn: Tensor, target: Tensor, *, num_items: int, causal: bool) -> Tensor:
+    """What each position has seen but for its target, (2, P): the number of the position, ascending, and the item.
+
+    Args:
+        batch: knows the items before what is read, where there are any.
+        learn: flat index of each position in the batch, (N,).
+        target: the row of the item table less padding that each should find, (N,).
+        num_items: V; what is above is a mask.
+        causal: whether a token reads itself and earlier ones alone.
+    """
+    row = learn.div(batch.items.shape[1], rounding_mode="floor")
+    segment, position = batch.segment.flatten()[learn], batch.position.flatten()[learn]
+    read = (batch.segment[row] == segment[:, None]) & (batch.items[row] <= num_items)  # (N, T)
+    if causal:
+        read &= batch.position[row] <= position[:, None]
+    who, column = read.nonzero(as_tuple=True)
+    seen = batch.items[row[who], column]
+    if batch.earlier is not None and batch.num_earlier is not None:
+        before = batch.num_earlier[segment]  # (N,)
+        begin = (batch.num_earlier.cumsum(0) - batch.num_earlier)[segment]
+        other = torch.arange(len(learn), device=learn.device).repeat_interleave(before)
+        within = torch.arange(len(other), device=learn.device) - (before.cumsum(0) - before)[other]
+        who, order = torch.cat([who, other]).sort(stable=True)
+        seen = torch.cat([seen, batch.earlier[begin[other] + within]])[order]
+    others = seen - 1 != target[who]
+    return torch.stack([who[others], seen[others] - 1])
 
 
 def smoothing_term(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:

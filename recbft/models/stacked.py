@@ -29,7 +29,7 @@ from recbft.mixers import SoftmaxAttention
 from recbft.mixers.interface import Group
 from recbft.models.backbone import Backbone
 from recbft.models.block import Block
-from recbft.models.losses import with_bias
+from recbft.models.losses import LOSSES, seen_items, with_bias
 from recbft.models.precision_channel import LayerPrecision
 from recbft.models.seed_parts import SeedDropout, SeedEmbedding, SeedLinear, SeedNorm, SeedPrecision, SeedRows
 
@@ -99,7 +99,11 @@ class Stacked:
         table = embeddings[:, 1 : self.body.num_items + 1]
         bias = self.parameters.get("item_bias")
         states, table = with_bias(states, table, None if bias is None else bias[:, 1:])
-        return full_cross_entropies(states, table, wanted, counts)
+        seen = None
+        if self.body.item_loss.spec.leaves_out_seen:
+            causal = not self.body.both_ways
+            seen = seen_items(batch, at, wanted, num_items=self.body.num_items, causal=causal)
+        return full_cross_entropies(states, table, wanted, counts, left_out=seen)
 
     def _exchange(self, module: nn.Module, path: str) -> None:
         """Put parts that keep S parameters in the place of those that keep one."""
@@ -136,8 +140,8 @@ def _check(model: nn.Module) -> None:
     """Refuse what is known not to be stackable; parameters of parts that are not known are refused as they come."""
     if not isinstance(model, Backbone):
         raise _refused(f"models of kind {type(model).__name__}")
-    if model.config.loss != "ce":
-        raise _refused(f"loss {model.config.loss!r} (ce alone draws no negatives)")
+    if LOSSES[model.config.loss].num_negatives:
+        raise _refused(f"loss {model.config.loss!r}, which draws negatives")
     for block in model.blocks:
         assert isinstance(block, Block)
         if block.moe is not None:

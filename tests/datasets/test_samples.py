@@ -73,7 +73,8 @@ def test_the_first_cut_moves_so_that_an_event_stands_everywhere_in_its_window_eq
     place = np.zeros((length, N))
     counts = []
     for epoch in range(epochs):
-        start, stop = samples.of_epoch(epoch)
+        start, stop, first = samples.of_epoch(epoch)
+        assert not first.any()
         counts.append(start.size)
         for a, b in zip(start, stop, strict=True):
             place[np.arange(a, b), np.arange(b - a)] += 1

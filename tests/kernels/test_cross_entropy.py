@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from recbft.kernels import dispatch
 from recbft.kernels.cross_entropy import full_cross_entropies, full_cross_entropies_ref, full_cross_entropy
@@ -248,3 +249,36 @@ def test_an_exponential_is_exact_to_two_units_in_the_last_place(impl):
     beyond = torch.tensor([[-87.001, -1e30, -torch.inf, 88.001, 1e30, torch.inf, torch.nan]])
     found, *_ = exponentials(beyond, shifted=False)
     assert found[0].tolist()[:6] == [0, 0, 0, *[torch.inf] * 3] and found[0, 6].isnan()
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("counts", [[1], [17], [100, 1, 40]])
+def test_what_is_left_out_weighs_nothing_and_learns_nothing(counts, scale, pieces):
+    states, weight, target = drawn(counts, 31, 8, scale=scale)
+    chosen = torch.rand(len(target), 31, generator=torch.Generator().manual_seed(1)) < 0.4
+    chosen[0] = True  # all rivals of a position
+    chosen[torch.arange(len(target)), target.cpu()] = False
+    left_out = chosen.nonzero().T.contiguous().to(DEVICE)
+
+    def dense(states, weight, target, counts):
+        parts = zip(states.split(counts), weight, target.split(counts), chosen.to(DEVICE).split(counts), strict=True)
+        logits = [(s @ w.T).masked_fill(out, float("-inf")) for s, w, _, out in parts]
+        return torch.stack([F.cross_entropy(x, t) for x, t in zip(logits, target.split(counts), strict=True)])
+
+    exact = losses_and_gradients(dense, states.double(), weight.double(), target, counts)
+    plain = losses_and_gradients(dense, states, weight, target, counts)
+    for impl in ("torch", "reference") if DEVICE == "cpu" else ("reference",):
+        found = losses_and_gradients(
+            lambda *given, impl=impl: full_cross_entropies(*given, left_out=left_out, impl=impl),
+            states, weight, target, counts,
+        )  # fmt: skip
+        assert_as_near_as(found, plain, exact, slack=1e-6, least=scale * 30)
+        one = full_cross_entropy(states[: counts[0]], weight[0], target[: counts[0]], impl=impl,
+                                 left_out=left_out[:, left_out[0] < counts[0]])  # fmt: skip
+        torch.testing.assert_close(one.double(), found[0][0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_of_some_items_is_not_for_triton():
+    states, weight, target = drawn([3], 5, 4)
+    with pytest.raises(ValueError, match="triton path declined"):
+        full_cross_entropy(states, weight[0], target, left_out=torch.tensor([[0], [1]]), impl="triton")

@@ -5,11 +5,23 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from recbft.models.losses import ItemLoss, binary_cross_entropy, gathered_scores, gbce_beta, sampled_softmax
+from recbft.datasets.batches import ClozeBatches, TrainingBatches, pack_histories
+from recbft.datasets.samples import SAMPLE_KINDS
+from recbft.datasets.side_by_side import lay_side_by_side
+from recbft.models.losses import (
+    ItemLoss,
+    binary_cross_entropy,
+    gathered_scores,
+    gbce_beta,
+    sampled_softmax,
+    seen_items,
+)
+from recbft.models.sasrec import SASRecConfig, sasrec
 
 N, V, D = 7, 11, 5
 
@@ -206,3 +218,63 @@ def test_draws_come_from_the_default_generator():
             torch.manual_seed(seed)
             values.append(loss_of(name, num_negatives=3)(states, weight, None, target).item())
         assert values[0] == values[1] != values[2] and math.isfinite(values[0])
+
+
+@pytest.mark.parametrize("cloze", [False, True])
+@pytest.mark.parametrize("samples", SAMPLE_KINDS)
+def test_items_that_a_history_holds_are_no_rivals_of_its_targets(samples, cloze):
+    rng = np.random.default_rng(3)
+    stop = np.cumsum([9, 4, 14])
+    items, start, V = rng.integers(1, 12, stop[-1]), stop - [9, 4, 14], 12  # some items repeat
+    items[:9] = [1, 2, 3, 4, 5, 6, 7, 1, 8]
+    settings = {"max_length": 4, "batch_size": 5, "seed": 0, "samples": samples, "with_earlier": True}
+    if cloze:
+        batches = ClozeBatches(items, start, stop, mask=V + 1, **settings)
+    else:
+        batches = TrainingBatches(items, start, stop, **settings)
+    whole = [items[a:b].tolist() for a, b in zip(start, stop, strict=True)]
+    for batch in batches.epoch(1):
+        target = batch.target.flatten()
+        learn = target.nonzero().squeeze(1)
+        who, seen = seen_items(batch, learn, target[learn] - 1, num_items=V, causal=not cloze)
+        assert (who.diff() >= 0).all()
+        earlier = batch.earlier.split(batch.num_earlier.tolist())
+        for n, at in enumerate(learn.tolist()):
+            row, column = divmod(at, batch.items.shape[1])
+            number = int(batch.segment[row, column])
+            own = batch.segment[row] == number
+            before = earlier[number].tolist()
+            piece = batch.items[row, own].where(batch.target[row, own] == 0, batch.target[row, own]).tolist()
+            if not cloze:
+                own &= batch.position[row] <= batch.position[row, column]
+                piece = batch.items[row, own].tolist()
+            assert any(h[: len(before) + len(piece)] == before + piece for h in whole), "all events up to here"
+            expected = set(before) | set(batch.items[row, own].tolist())
+            assert set((seen[who == n] + 1).tolist()) == expected - {int(target[at]), V + 1}
+
+
+def test_the_loss_over_unseen_items_is_that_of_a_list_without_them():
+    torch.manual_seed(0)
+    model = sasrec(SASRecConfig(hidden_size=8, max_length=4, dropout=0.0, loss="ce_unseen"), None, torch.ones(7)).eval()
+    items = np.array([1, 2, 3, 4, 5, 2, 6])
+    batch = pack_histories(items, np.array([2]), np.array([6]), with_targets=True, first=np.array([0]))
+    scores = model.encode(batch).mean[0] @ model.item_table().weight[1:].T
+    for token, seen in enumerate(([1, 2, 3], [1, 2, 3, 4], [1, 3, 4, 5], [1, 2, 3, 4, 5])):  # 2 is a target once more
+        scores[token, torch.tensor(seen) - 1] = float("-inf")
+    expected = F.cross_entropy(scores, torch.tensor([4, 5, 2, 6]) - 1)
+    torch.testing.assert_close(model.loss(batch), expected)
+
+
+def test_rows_and_seeds_keep_the_items_before_their_histories():
+    items, bounds = np.arange(1, 31), np.array([0, 10, 20])
+    batch = pack_histories(
+        items, bounds + np.array([1, 5, 2]), bounds + np.array([4, 8, 9]), with_targets=True, first=bounds
+    )
+    rows = torch.arange(1, len(batch.items))
+    some = batch.of_rows(rows)
+    kept = [n for n in range(3) if int(batch.last[n]) // batch.items.shape[1] in rows.tolist()]
+    parts = batch.earlier.split(batch.num_earlier.tolist())
+    assert some.earlier.tolist() == [x for n in kept for x in parts[n].tolist()]
+    assert some.num_earlier.tolist() == [len(parts[n]) for n in kept]
+    side = lay_side_by_side([batch, some])
+    assert side.batch.earlier.tolist() == batch.earlier.tolist() + some.earlier.tolist()

@@ -133,7 +133,16 @@ def test_two_epochs_and_two_more_equal_four_bit_for_bit(stop, whole, dataset, tm
 RESUMED = [
     ("published", {}),
     ("matched", {"recency_decay": True, "clip_norm": 0.5, "weight_decay": 0.01, "eval_every": 3}),
-    ("matched", {"output_projection": True, "attention_dropout": 0.2, "samples": "windows", "max_length": 3}),
+    (
+        "matched",
+        {
+            "output_projection": True,
+            "attention_dropout": 0.2,
+            "samples": "windows",
+            "max_length": 3,
+            "loss": "ce_unseen",
+        },
+    ),
     ("matched", {"samples": "prefixes", "optimizer": "adamw", "weight_decay": 0.1, "batch_size": 64}),
     ("bft", {"prior_scale": "per_layer", "jacobian": "running_mean", "initial": "table", "recency_decay": False}),
     ("bft", {"jacobian": "exact", "jacobian_in_evaluation": "low_rank", "patience": 1, "learning_rate": 0.05}),

@@ -2,7 +2,9 @@
 
     loss = mean_n( log sum_v exp(x_n . w_v) - x_n . w_target(n) )                                (6.3)
 
-Shapes: N positions, V items, D width, S seeds.
+A position may leave items out of its sum.
+
+Shapes: N positions, V items, D width, S seeds, P pairs that are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from recbft.kernels.dispatch import Path, choose, late
 TRITON_ROW_BYTES = 1024  # of a state in the type that is multiplied; a program holds several
 
 
-def _triton_declines(states: Tensor, *, weight: Tensor) -> str | None:
+def _triton_declines(states: Tensor, *, weight: Tensor, left_out: Tensor | None) -> str | None:
+    if left_out is not None:
+        return "leaves no item out"
     kind = product_dtype(states, weight)
     name = str(kind).removeprefix("torch.")
     if kind not in (float32, bfloat16, float16):
@@ -47,14 +51,20 @@ def product_dtype(states: Tensor, weight: Tensor) -> dtype:
     return promote_types(states.dtype, weight.dtype)
 
 
-def full_cross_entropy_ref(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def full_cross_entropy_ref(states: Tensor, weight: Tensor, target: Tensor, left_out: Tensor | None = None) -> Tensor:
     """The plain form of ``full_cross_entropy``."""
-    return F.cross_entropy(states @ weight.T, target)  # (6.3)
+    logits = states @ weight.T
+    if left_out is not None:
+        logits = logits.index_put(tuple(left_out), logits.new_tensor(float("-inf")))
+    return F.cross_entropy(logits, target)  # (6.3)
 
 
-def full_cross_entropies_ref(states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int]) -> Tensor:
+def full_cross_entropies_ref(
+    states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], left_out: Tensor | None = None
+) -> Tensor:
     """The plain form of ``full_cross_entropies``."""
-    parts = zip(states.split(list(counts)), weight, target.split(list(counts)), strict=True)
+    own_pairs = by_torch.split(left_out, counts)
+    parts = zip(states.split(list(counts)), weight, target.split(list(counts)), own_pairs, strict=True)
     return stack([full_cross_entropy_ref(*own) for own in parts])
 
 
@@ -71,25 +81,35 @@ SEVERAL = _paths("full_cross_entropies", full_cross_entropies_ref)
 
 
 @eagerly
-def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: str = "auto") -> Tensor:
+def full_cross_entropy(
+    states: Tensor, weight: Tensor, target: Tensor, *, left_out: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
     """Mean cross-entropy of ``softmax(states @ weight.T)`` at the targets.
 
     Args:
         states: (N, D), N >= 1.
         weight: item vectors, (V, D).
         target: row of ``weight`` each position should find, (N,), in [0, V).
+        left_out: positions, ascending, and the row of ``weight`` that each leaves out of its sum, (2, P); no target.
         impl: ``auto`` takes the fastest path for the device; ``triton``, ``torch`` and ``reference`` force one.
 
     Returns:
         A scalar, float32 from ``triton``; ``torch`` forms gradients in the forward pass and supports one backward pass.
     """
-    loss: Tensor = choose(impl, PATHS, states, weight=weight)(states, weight, target)
+    path = choose(impl, PATHS, states, weight=weight, left_out=left_out)
+    loss: Tensor = path(states, weight, target, *(() if left_out is None else (left_out,)))
     return loss
 
 
 @eagerly
 def full_cross_entropies(
-    states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], *, impl: str = "auto"
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    counts: Sequence[int],
+    *,
+    left_out: Tensor | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """``full_cross_entropy`` of several seeds, (S,).
 
@@ -97,7 +117,8 @@ def full_cross_entropies(
         states, target: of all seeds, one after another, (N, D) and (N,).
         weight: (S, V, D).
         counts: positions of each seed, at least 1; their sum is N.
-        impl: as above.
+        left_out, impl: as above.
     """
-    losses: Tensor = choose(impl, SEVERAL, states, weight=weight)(states, weight, target, counts)
+    path = choose(impl, SEVERAL, states, weight=weight, left_out=left_out)
+    losses: Tensor = path(states, weight, target, counts, *(() if left_out is None else (left_out,)))
     return losses
