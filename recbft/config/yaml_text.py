@@ -130,9 +130,6 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
         tree: changed in place; section -> {name: value}.
         top: keys that belong to no section.
         sections: section name -> config class, whose fields are its names.
-
-    Raises:
-        UserError: the key is unknown, belongs to more than one section, or stands in the tree already.
     """
     section, dot, name = key.partition(".")
     if dot:
@@ -185,9 +182,6 @@ def parse_yaml(text: str, source: str) -> Any:
 
     Args:
         source: where it stands, for messages.
-
-    Raises:
-        UserError: it is not YAML, or its aliases repeat too much.
     """
     loader = None
     try:
@@ -215,9 +209,6 @@ def refuse_repetition(tree: Any, source: str) -> None:
     Args:
         tree: a YAML node, or lists and mappings read from one.
         source: where it stands, for the message.
-
-    Raises:
-        UserError: values that stand once and are named again are more than ``MOST_REPEATED``, or one holds itself.
     """
     sizes: dict[int, float] = {}
 

@@ -106,11 +106,7 @@ def root_folder(data_root: str | Path | None) -> Path | None:
 
 
 def find(known: Card, data_root: str | Path | None) -> tuple[Path, CardFile]:
-    """The first of a card's files that exists.
-
-    Raises:
-        UserError: none exists; the message names the places looked at and how to get the data.
-    """
+    """The first of a card's files that exists."""
     folder = root_folder(data_root)
     if found := _first_file(known, folder):
         return found

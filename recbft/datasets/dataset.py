@@ -233,11 +233,7 @@ class Dataset:
         return self.vocabulary.encode(raw_ids)
 
     def numbered_as(self, vocabulary: Vocabulary) -> Dataset:
-        """The same histories with the items' indices of another vocabulary, or this data set where it has these.
-
-        Raises:
-            UserError: it lacks some of the items.
-        """
+        """The same histories with the items' indices of another vocabulary, or this data set where it has these."""
         index = vocabulary.encode(self.item_ids)
         if unknown := int((index == 0).sum()):
             raise UserError(

@@ -141,11 +141,7 @@ def _whole_numbers(column: Any, name: str, source: str, not_whole: str) -> NDArr
 
 
 def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
-    """An arrow column of times as ``Events`` keep them, and their unit where they are dates.
-
-    Raises:
-        UserError: as ``Events.from_table``, of times.
-    """
+    """An arrow column of times as ``Events`` keep them, and their unit where they are dates."""
     kind, unit = column.type, None
     refuse_first(is_blank(column), column, name, source, BLANK_TIME)
     if is_text(kind):
@@ -201,11 +197,7 @@ def are_dates(text: Any) -> bool:
 
 
 def dates_in(text: Any, name: str, source: str) -> Any:
-    """The dates of a column that begins with one, spaces around them left out, as arrow's timestamps in nanoseconds.
-
-    Raises:
-        UserError: a value is no date, or has an offset from UTC where the first has none, or the other way round.
-    """
+    """The dates of a column that begins with one, spaces around them left out, as arrow's timestamps in nanoseconds."""
     first = text[0].as_py()
     written = pc.replace_substring_regex(text, _UTC, "Z") if re.search(_UTC, first) else text
     kind = pa.timestamp("ns", tz="UTC" if _OFFSET.match(written[0].as_py()) else None)
@@ -269,14 +261,11 @@ def guessed_unit(latest: int) -> str:
 def check_unit(times: NDArray[np.int64], own: str, source: str, *, stacklevel: int) -> None:
     """Hold whole numbers against the unit of the dates that a model was trained on.
 
-    Those that are dates of our time in a coarser unit lie in early 1970 in the model's, which some data do on purpose:
-    a warning says so.
+    Dates of our time in a finer unit are refused. Those in a coarser one lie in early 1970 in the model's, which some
+    data do on purpose: a warning says so.
 
     Args:
         stacklevel: 1 for the function that calls this one.
-
-    Raises:
-        UserError: they are dates of our time in a finer unit alone.
     """
     latest = int(times.max(initial=0))
     unit = guessed_unit(latest)

@@ -94,11 +94,7 @@ def find_events(
 
 
 def source_file_of(name_or_path: str | Path, data_root: str | Path | None) -> Path | None:
-    """The file that is read for a name; None if nothing is read.
-
-    Raises:
-        UserError: as for the data set itself, where there is none.
-    """
+    """The file that is read for a name; None if nothing is read."""
     return None if str(name_or_path) == SYNTHETIC else _locate(name_or_path, data_root)[0]
 
 

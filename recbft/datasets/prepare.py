@@ -102,11 +102,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(events: Events, preparation: Preparation) -> Prepared:
-    """Turn events into histories.
-
-    Raises:
-        UserError: a filter column is missing or not numeric, or no user is left with 3 events.
-    """
+    """Turn events into histories."""
     kept = np.flatnonzero(satisfying(events, preparation))
     users, user_names = _codes(events.user, kept)
     items, item_names = _codes(events.item, kept)
@@ -165,11 +161,7 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
 
 
 def satisfying(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
-    """Which events the row filter keeps; all where there is none.
-
-    Raises:
-        UserError: a filter column is missing or not numeric.
-    """
+    """Which events the row filter keeps; all where there is none."""
     keep = np.ones(len(events), dtype=bool)
     for name, sign, number in preparation.conditions():
         column = events.extra[name]

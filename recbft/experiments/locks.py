@@ -29,12 +29,7 @@ class Lock:
 
 
 def acquire(folder: Path, name: str) -> Lock | None:
-    """Take the lock ``name``; None where another holds it.
-
-    Raises:
-        UserError: the folder or the lock's file may not be written.
-        RunError: the disk is full.
-    """
+    """Take the lock ``name``; None where another holds it."""
     path = _file(folder, name)
     with explained(path):
         folder.mkdir(parents=True, exist_ok=True)

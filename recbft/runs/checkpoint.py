@@ -6,6 +6,7 @@
 
 ``state.json`` is the one point where a state becomes the current one. A tensor file is named for its content, so
 writing never touches the file in use; only after ``state.json`` names the new files are the superseded ones removed.
+Whatever is read is checked against its size and hash: a ``UserError`` names the file that is missing or changed.
 """
 
 from __future__ import annotations
@@ -136,11 +137,7 @@ def exists(folder: str | Path) -> bool:
 
 
 def load(folder: str | Path) -> Loaded:
-    """The state saved last, checked against its sizes and hashes.
-
-    Raises:
-        UserError: there is none, or a file is missing, truncated or changed.
-    """
+    """The state saved last, checked against its sizes and hashes."""
     content = _read_state(Path(folder))
     tensors = _read_tensors(Path(folder), content["tensors"])
     try:
@@ -157,20 +154,12 @@ def load(folder: str | Path) -> Loaded:
 
 
 def load_state(folder: str | Path) -> TrainState:
-    """The plain part of the state saved last.
-
-    Raises:
-        UserError: there is none, or its file is damaged.
-    """
+    """The plain part of the state saved last."""
     return TrainState(**_read_state(Path(folder))["state"])
 
 
 def load_best(folder: str | Path) -> dict[str, Tensor]:
-    """Parameters and buffers of the best epoch.
-
-    Raises:
-        UserError: there is none, or a file is missing, truncated or changed.
-    """
+    """Parameters and buffers of the best epoch."""
     folder = Path(folder)
     best = _read_state(folder)["best"]
     while best is not None:
@@ -185,11 +174,7 @@ def load_best(folder: str | Path) -> dict[str, Tensor]:
 
 
 def best_digest(folder: str | Path) -> str:
-    """SHA-256 of the file with the best weights.
-
-    Raises:
-        UserError: there is none, or the state is damaged.
-    """
+    """SHA-256 of the file with the best weights."""
     best = _read_state(Path(folder))["best"]
     if best is None:
         raise _no_best(folder)
@@ -203,11 +188,7 @@ def _no_best(folder: str | Path) -> UserError:
 def check_dataset(
     state: TrainState, *, dataset: str, content_hash: str, vocabulary_hash: str, folder: str | Path
 ) -> None:
-    """Refuse to go on training with data other than the checkpoint's.
-
-    Raises:
-        UserError: the vocabulary or the content differs.
-    """
+    """Refuse to go on training with data other than the checkpoint's."""
     if state.vocabulary_hash != vocabulary_hash:
         other = "a changed vocabulary of" if state.dataset == dataset else "another data set,"
         raise UserError(

@@ -96,11 +96,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """The run in an existing folder.
-
-        Raises:
-            UserError: there is no such folder, or no run in it.
-        """
+        """The run in an existing folder."""
         path = Path(path)
         if not path.is_dir():
             settle(Path(os.path.realpath(path)).parent)

@@ -37,11 +37,7 @@ _NAMES = {
 
 
 def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The JSON of ``value``; its tensors are added to ``tensors`` under names that start with ``name``.
-
-    Raises:
-        TypeError: there is something that is neither plain nor a tensor.
-    """
+    """The JSON of ``value``; its tensors are added to ``tensors`` under names that start with ``name``."""
     if isinstance(value, Tensor):
         assert name not in tensors, f"two tensors are called {name}"
         tensors[name] = value

@@ -35,11 +35,7 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """Which of them this one is, by its environment; alone where torchrun has not begun it.
-
-    Raises:
-        UserError: the environment speaks of several processes, but not of which this one is.
-    """
+    """Which of them this one is, by its environment; alone where torchrun has not begun it."""
     size = _number("WORLD_SIZE", 1)
     if size <= 1:
         return Process()
@@ -60,9 +56,6 @@ def refuse_several(what: str) -> None:
 
     Args:
         what: it, as the subject of a sentence.
-
-    Raises:
-        UserError: this is one of several processes.
     """
     size = this_process().size
     if size > 1:
