@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 
 from recbft.datasets import Dataset
 from recbft.errors import UserError
-from recbft.experiments import locks
 from recbft.experiments.plan import Job, status
 from recbft.experiments.processes import LOST, Processes, ended_by_system, last_word, single_threaded, terminable
 from recbft.experiments.worker import ELSEWHERE, log_of, work
+from recbft.runs import locks
 from recbft.runs.folder import Row, RunFolder
 
 WORDLESS = "ended without a message"  # the reason of a worker that gave none

@@ -36,7 +36,7 @@ from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.protocol import headline_setting
 from recbft.runs import checkpoint
-from recbft.runs.lock import locked
+from recbft.runs.locks import locked
 from recbft.system.files import json_text, new_folder, read_json, write_atomic, write_json, write_parquet
 from recbft.system.torchrun import Process
 

@@ -14,8 +14,9 @@ import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError
-from recbft.experiments import locks, tuning
+from recbft.experiments import tuning
 from recbft.experiments.search_space import parse_space
+from recbft.runs import locks
 from recbft.runs.folder import RunFolder
 from tests.cli.conftest import SETTINGS, run
 from tests.experiments.conftest import begin, wait_for
