@@ -110,7 +110,7 @@ def test_no_run_is_trained_on_data_that_changed_since_the_command_began(events, 
 @pytest.mark.parametrize(("option", "said"), [("workers", "--jobs"), ("batch_seeds", "--batch-seeds")])
 def test_a_number_of_processes_or_seeds_below_one_is_refused(events, tmp_path, option, said):
     jobs = jobs_of(events, tmp_path)
-    with pytest.raises(UserError, match=f"{said} is 0; give a whole number of at least 1"):
+    with pytest.raises(UserError, match=f"{said} is 0; give a whole number >= 1"):
         train_missing(jobs, data_of(jobs), tmp_path, watch=Watch(), **{"workers": 1, option: 0})
 
 
