@@ -161,8 +161,8 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to its end."""
-        return self.metrics_file.is_file()
+        """Whether the run came to its end; whatever stands in the metrics' place is refused when it is read."""
+        return self.metrics_file.exists()
 
     @property
     def has_checkpoint(self) -> bool:
