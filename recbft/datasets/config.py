@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from recbft.datasets.cards import default_dataset
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.formats import ending
+from recbft.datasets.loading import default_dataset
 from recbft.datasets.prepare import Preparation
 from recbft.errors import UserError
 

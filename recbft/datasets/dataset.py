@@ -27,10 +27,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.cards import SYNTHETIC, Counts
 from recbft.datasets.columns import SPREADSHEET_NUMBER, check_columns, flat, from_pandas, stands_for_nothing
 from recbft.datasets.events import USUAL_TIME, Events
-from recbft.datasets.loading import METADATA_KEY, find_events
+from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, find_events
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
@@ -253,9 +252,6 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
     """The wanted columns as a pyarrow table; a column arrow cannot hold is refused by name."""
     if isinstance(frame, pd.DataFrame):
         frame = frame.set_axis([str(column) for column in frame.columns], axis=1)
-        for column in wanted:
-            if column in frame.index.names and column not in frame.columns:
-                raise UserError(f"{name}: {column!r} is no column but the index; give the frame's .reset_index()")
         check_columns(list(frame.columns), wanted, name)
         return pa.table({column: from_pandas(frame[column], column, name) for column in dict.fromkeys(wanted)})
     if isinstance(frame, pa.Table):

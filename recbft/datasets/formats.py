@@ -244,8 +244,6 @@ def _with_unit_separators(path: Path, separator: str) -> bytes:
     """The file with one character in place of a separator that arrow does not take."""
     with open_bytes(path) as file:
         content = file.read()
-    if UNIT_SEPARATOR in content:
-        raise UserError(f"{path}: holds the character 0x1f, so separator {separator!r} cannot be used; replace either")
     return content.removeprefix(BYTE_ORDER_MARK).replace(separator.encode(), UNIT_SEPARATOR)
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from recbft.datasets.cards import SYNTHETIC
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.loading import source_file_of
+from recbft.datasets.loading import SYNTHETIC, source_file_of
 from recbft.datasets.synth import SyntheticConfig, generate, synthetic_events, truth_files
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError

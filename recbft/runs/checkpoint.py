@@ -116,7 +116,7 @@ def write(folder: str | Path, snapshot: Snapshot) -> None:
     """
     folder = Path(folder)
     folder.mkdir(exist_ok=True)
-    epoch, best = snapshot.state["epoch"], _recorded_best(folder)
+    epoch, best = snapshot.state["epoch"], _read_state(folder)["best"] if exists(folder) else None
     if snapshot.best is not None:
         best = _write_tensors(folder, f"best-{epoch:05d}", snapshot.best)
     content = {
@@ -289,13 +289,6 @@ def _read_tensors(folder: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
         raise UserError(f"{path} was changed after it was written (its SHA-256 differs); {_START_AFRESH}")
     tensors: dict[str, Tensor] = safetensors.torch.load(data)
     return tensors
-
-
-def _recorded_best(folder: Path) -> dict[str, Any] | None:
-    if not exists(folder):
-        return None
-    best: dict[str, Any] | None = _read_state(folder)["best"]
-    return best
 
 
 def tidy(folder: str | Path) -> None:

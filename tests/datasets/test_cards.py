@@ -20,8 +20,8 @@ from recbft.datasets import (
     is_available,
     loading,
 )
-from recbft.datasets.cards import Counts, find
 from recbft.datasets.config import DataConfig
+from recbft.datasets.loading import Counts, find
 from recbft.errors import UserError
 
 INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"

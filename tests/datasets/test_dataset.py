@@ -262,14 +262,6 @@ def test_a_time_column_that_nobody_named_may_be_damaged(tmp_path):
         Dataset.load(tmp_path / "a.csv", time="timestamp")
 
 
-def test_a_column_that_is_the_frame_s_index_is_said_to_be_it():
-    frame = pd.DataFrame({"user_id": [1] * 3, "item_id": [1, 2, 3], "when": [3, 2, 1]})
-    for index, how in (("user_id", {}), ("when", {"time": "when"}), (["user_id", "item_id"], {})):
-        with pytest.raises(UserError, match=r"frame: '.*' is no column but the index; give the frame's .reset_index()"):
-            Dataset.from_frame(frame.set_index(index), **how)
-    assert Dataset.from_frame(frame.set_index("user_id", drop=False)).num_users == 1
-
-
 def test_the_same_events_give_the_same_hashes_in_every_format(tmp_path):
     frame = pd.DataFrame({"user_id": [1, 2] * 4, "item_id": [5, 5, 6, 7, 7, 8, 9, 6], "timestamp": range(8)})
     frame.to_parquet(tmp_path / "a.parquet")

@@ -229,13 +229,6 @@ def test_settings_that_do_not_fit_the_format_are_refused(tmp_path):
             read_table(tmp_path / "a.txt", WANTED, separator=separator)
 
 
-def test_what_stands_for_a_long_separator_may_not_stand_in_the_file(tmp_path):
-    path = write(tmp_path / "a.dat", "1::2\x1f3\n")
-    with pytest.raises(UserError, match=r"a\.dat: holds the character 0x1f, so separator '::' cannot be used"):
-        read_table(path, ["user_id", "item_id"], separator="::", columns=["user_id", "item_id"])
-    assert read_table(path, ["user_id", "item_id"], separator="\x1f", columns=["user_id", "item_id"]).num_rows == 1
-
-
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [

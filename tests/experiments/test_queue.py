@@ -117,14 +117,14 @@ def test_a_number_of_processes_or_seeds_below_one_is_refused(events, tmp_path, o
 @pytest.fixture
 def begun(monkeypatch):
     """The ids of the processes that a queue of this process has begun."""
-    start, pids = processes.Processes.start, []
+    start, pids = processes.start, []
 
     def started(*arguments):
         process, said = start(*arguments)
         pids.append(process.pid)
         return process, said
 
-    monkeypatch.setattr(processes.Processes, "start", started)
+    monkeypatch.setattr(processes, "start", started)
     return pids
 
 
@@ -159,14 +159,14 @@ def test_a_killed_worker_is_started_again_and_its_run_is_the_same(events, tmp_pa
 
 
 def test_a_worker_killed_again_and_again_without_progress_counts_as_failed(events, tmp_path, begun, monkeypatch):
-    jobs, start = jobs_of(events, tmp_path, "bft", (0,)), processes.Processes.start
+    jobs, start = jobs_of(events, tmp_path, "bft", (0,)), processes.start
 
     def started(*arguments):
         process, said = start(*arguments)
         process.kill()
         return process, said
 
-    monkeypatch.setattr(processes.Processes, "start", started)
+    monkeypatch.setattr(processes, "start", started)
     failed = train_all(jobs, data_of(jobs), tmp_path / "queue", 1, Watch())
     assert [failure.reason for failure in failed] == ["ended by signal 9"] and len(begun) == 2
 
