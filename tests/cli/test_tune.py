@@ -29,7 +29,7 @@ def untrained(monkeypatch, worth=lambda trial: 0.5):
 
     def evaluate(trial, *_):
         value = worth(trial)
-        trial.set_user_attr("validation", value)
+        trial.set_user_attr("validation", -value)
         return value
 
     monkeypatch.setattr(tuning, "_evaluate", evaluate)
@@ -98,8 +98,10 @@ def test_no_point_of_a_small_space_is_tried_twice(capsys, monkeypatch, events, t
     command = ["tune", "-d", events, *SETTINGS, *space, "--seeds", "0", "--out", tmp_path]
     for trials, said in (("4", ""), ("9", "all 6 points of the space were tried"), ("9", "all 6 points")):
         code, out, err = run(capsys, *command, "--trials", trials)
-        found = [str(trial["settings"]) for trial in json.loads((tmp_path / "tune.json").read_text())["trials"]]
-        assert code == 0 and said in err and len(set(found)) == len(found) == min(int(trials), 6)
+        found = json.loads((tmp_path / "tune.json").read_text())["trials"]
+        assert code == 0 and said in err and len({str(trial["settings"]) for trial in found}) == len(found)
+        assert len(found) == min(int(trials), 6)
+        assert [trial["value"] for trial in found] == sorted((-trial["validation"] for trial in found), reverse=True)
     assert "6 trials, 0 pruned, 0 failed" in out
 
 
@@ -137,35 +139,12 @@ def test_ctrl_c_ends_a_search_in_the_midst_of_a_trial_and_the_same_command_goes_
     assert code == 0 and err.startswith(told.splitlines()[0]) and "1 trial, 0 pruned, 0 failed" in out
 
 
-def tail(run, epochs=7):
-    """The tail objective of a run by hand: the best validation, and a fifth of what the last 5 epochs added to it."""
-    values = [row["valid_ndcg@10"] for row in run.read_history()]
-    return max(values) + 0.2 * (max(values) - max(values[: epochs - 5]))
-
-
-@pytest.mark.slow
-def test_with_the_tail_objective_trials_are_ranked_by_it(capsys, events, tmp_path):
-    rates = ["--set", "epochs=7", "--space", "training.learning_rate=0.03,0.001,1e-9"]
-    command = ["tune", "-d", events, *SETTINGS, *rates, "--seeds", "0-1", "--trials", "3", "--out", tmp_path]
-    code, out, _ = run(capsys, *command, "--objective", "tail")
-    assert code == 0 and "with its tail" in out and "Best by validation with its tail: --set" in out
-    result = json.loads((tmp_path / "tune.json").read_text())
-    assert result["objective"] == "tail"
-    values = [trial["value"] for trial in result["trials"]]
-    assert values == sorted(values, reverse=True)
-    runs = {}
-    for path in tmp_path.glob("runs/trial-*"):
-        runs.setdefault(path.name.rpartition("-")[0], []).append(RunFolder(path))
-    assert sorted(values) == pytest.approx(sorted(mean(map(tail, each)) for each in runs.values()))
-    best = [mean(one.metrics["validation"]["unfiltered"]["ndcg@10"] for one in each) for each in runs.values()]
-    assert sorted(trial["validation"] for trial in result["trials"]) == pytest.approx(sorted(best))
-    assert any(trial["value"] > trial["validation"] for trial in result["trials"])
-
-
 def test_a_study_goes_on_with_the_objective_it_was_begun_with(capsys, monkeypatch, events, tmp_path):
     untrained(monkeypatch)
     epochs = ["--set", "epochs=6", "--seeds", "0", "--trials", "1"]
-    assert run(capsys, *tune(events, tmp_path, *epochs, "--objective", "tail"))[0] == 0
+    code, out, _ = run(capsys, *tune(events, tmp_path, *epochs, "--objective", "tail"))
+    assert code == 0 and "Best by validation with its tail: --set" in out
+    assert json.loads((tmp_path / "tune.json").read_text())["objective"] == "tail"
     code, out, err = run(capsys, *tune(events, tmp_path, *epochs))
     assert (code, out) == (2, "") and err == (
         "error: the study in --out was begun with --objective tail, and best is asked for; give another --out, "
@@ -343,10 +322,6 @@ def test_a_file_that_holds_no_study_is_refused_by_its_name(capsys, events, tmp_p
     code, _, err = run(capsys, *tune(events, tmp_path))
     assert code == 2 and f"{study} cannot be read as a study (" in err and "file is not a database" in err
     assert err.count("\n") == 1 and "move it away to begin anew, or give another --out" in err
-    study.unlink()
-    study.mkdir()
-    code, _, err = run(capsys, *tune(events, tmp_path))
-    assert code == 2 and f"{study} cannot be read as a study (" in err
 
 
 def test_a_second_search_in_one_folder_is_refused(capsys, events, tmp_path):
@@ -374,19 +349,10 @@ def test_a_point_that_no_run_can_have_is_a_failed_trial_and_not_the_end(capsys, 
 
 def test_a_point_whose_parts_do_not_go_together_is_none_that_a_run_can_have(capsys, events, tmp_path):
     space = ["--space", "mixer=linear_attention,gla", "--trials", "2", "--seeds", "0-1", "--out", tmp_path]
-    code, _, err = run(capsys, "tune", "-d", events, *SETTINGS, *space)
     why = "error: none of the 2 trials can be run; the last: update 'kalman' needs an observation precision"
-    assert code == 2 and err.splitlines()[-1].startswith(why) and not (tmp_path / "runs").exists()
-
-
-def test_points_none_of_which_a_run_can_have_end_in_one_line(capsys, events, tmp_path):
-    settings = [*SETTINGS, "--set", "epochs=1", "--set", "n_heads=2"]
-    odd = ",".join(map(str, range(9, 201, 2)))  # all but the first, which is looked at before the search begins
-    space = ["--space", f"backbone.hidden_size=8,{odd}", "--trials", "2"]
-    why = "error: none of the 2 trials can be run; the last: arm bft: backbone.n_heads is 2, which does not divide"
     for _ in range(2):
-        code, _, err = run(capsys, "tune", "-d", events, *settings, *space, "--seeds", "0-1", "--out", tmp_path)
-        assert code == 2 and err.splitlines()[-1].startswith(why)
+        code, _, err = run(capsys, "tune", "-d", events, *SETTINGS, *space)
+        assert code == 2 and err.splitlines()[-1].startswith(why) and not (tmp_path / "runs").exists()
         assert err.endswith("; give another --out, and values that go together\n") and "queue" not in err
 
 

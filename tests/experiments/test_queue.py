@@ -350,13 +350,6 @@ def test_a_run_with_another_config_is_refused_by_its_field(events, trained, sett
         status(job, data_of([job]))
 
 
-def test_a_run_of_another_seed_is_refused(events, copied):
-    (job,) = jobs_of(events, copied, "matched", (7,))
-    (copied / "runs" / "matched-seed0").rename(job.path)
-    with pytest.raises(UserError, match="matched-seed7 holds a run with seed 0, and 7 is asked for"):
-        status(job, data_of([job]))
-
-
 def test_a_run_on_other_data_or_of_another_version_is_refused(events, copied, tmp_path):
     shorter = tmp_path / "tiny.parquet"
     pd.read_parquet(events)[:-1].to_parquet(shorter)
