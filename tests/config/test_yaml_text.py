@@ -65,14 +65,6 @@ def test_a_setting_of_signs_alone_is_a_separator_not_yaml(separator):
     assert config.data.separator == separator
 
 
-def test_a_setting_may_be_nothing():
-    assert [parse_setting(f"a={value}")[1] for value in ("", "~", "null", "[]", "{}", "''")] == [None] * 3 + [
-        [],
-        {},
-        "",
-    ]
-
-
 def test_a_setting_that_cannot_be_read_is_refused_in_one_line():
     for text in ("epochs", "=3"):
         with pytest.raises(UserError, match="is not key=value; write for example epochs=50"):

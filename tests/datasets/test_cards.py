@@ -134,12 +134,10 @@ def test_the_data_set_that_recbole_carries_is_sorted_by_exact_time_without_impor
     assert "recbole" not in sys.modules
 
 
-def test_the_default_is_synthetic_with_a_notice_where_recbole_is_missing(tmp_path, monkeypatch):
+def test_the_default_is_synthetic_with_a_notice_where_recbole_is_missing(monkeypatch):
     without_recbole(monkeypatch)
     name, notice = default_dataset()
     assert name == "synthetic" and "RecBole, which carries it, is not installed" in notice
-    (tmp_path / "ml-100k.inter").write_text(INTER)
-    assert default_dataset(tmp_path) == ("ml-100k", None)
 
 
 def test_the_default_is_looked_for_where_the_config_says_that_data_lie(tmp_path, monkeypatch):

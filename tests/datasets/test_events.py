@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recbft.datasets import Dataset, Events
-from recbft.datasets.columns import check_columns, stands_for_nothing
+from recbft.datasets.columns import stands_for_nothing
 from recbft.datasets.events import check_unit, in_unit, read_times
 from recbft.errors import UserError
 
@@ -113,18 +113,11 @@ def test_a_date_that_is_none_or_unlike_the_first_is_refused_by_its_value(times):
         read_times(pa.array(times), "timestamp", "log")
 
 
-def test_times_of_another_type_are_refused():
+def test_a_day_is_its_first_second_and_times_of_another_type_are_refused():
+    days = events_of(timestamp=[datetime.date(2020, 1, 1)] * 3)
+    assert (days.time_unit, days.time.tolist()) == ("s", [1577836800] * 3)
     with pytest.raises(UserError, match="column 'timestamp' has type bool, but times must be whole numbers or dates"):
         events_of(timestamp=[True, True, False])
-
-
-def test_dates_become_ticks_of_the_coarsest_unit_that_loses_nothing():
-    day = datetime.datetime(2020, 1, 1)
-    whole = events_of(timestamp=[day + datetime.timedelta(seconds=s) for s in range(3)])
-    assert (whole.time_unit, whole.time.tolist()) == ("s", [1577836800, 1577836801, 1577836802])
-    fine = events_of(timestamp=[day + datetime.timedelta(milliseconds=s) for s in range(3)])
-    assert (fine.time_unit, fine.time.tolist()) == ("ms", [1577836800000, 1577836800001, 1577836800002])
-    assert events_of(timestamp=[day.date()] * 3).time.tolist() == [1577836800] * 3
 
 
 @pytest.mark.parametrize(
@@ -242,20 +235,6 @@ def test_a_table_without_rows_has_no_events_whatever_the_types(kind):
     assert len(Events.from_table(table, source="log", user="user_id", item="item_id")) == 0
     with pytest.raises(UserError, match=r"no user has 3 events after filtering \(0 events of 0 users read"):
         Dataset.from_frame(table)
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (["user_id;item_id"], "there is one column, 'user_id;item_id': if ';' stands between its fields, give it as"),
-        (["user", "item"], r"f: no column 'user_id'; did you mean 'user'\? \(columns: user, item\)"),
-        (["x", "y"], "f: no column 'user_id'; choose one of x, y"),
-        (["user_id", "user_id"], "f: column 'user_id' occurs 2 times; rename all but one"),
-    ],
-)
-def test_a_missing_column_is_explained_by_those_that_are_there(names, said):
-    with pytest.raises(UserError, match=said):
-        check_columns(names, ["user_id"], "f")
 
 
 @pytest.mark.parametrize(

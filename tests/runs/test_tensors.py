@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import safetensors.torch
@@ -58,12 +57,6 @@ def test_plain_values_tuples_and_whole_number_keys_come_back_as_they_were():
     back, tensors = round_trip(value)
     assert back == value and tensors == {}
     assert isinstance(back[0]["betas"], tuple) and back[0]["amsgrad"] is False
-
-
-def test_numbers_come_back_bit_for_bit():
-    value = [math.pi, 1e-300, 0.1 + 0.2, -0.0, 2**62]
-    back, _ = round_trip(value)
-    assert [math.copysign(1, a) for a in back] == [math.copysign(1, a) for a in value] and back == value
 
 
 def test_tensors_are_named_by_their_place():
