@@ -178,11 +178,7 @@ def _nearest(name: str, names: Collection[str], beyond: Collection[str] = ()) ->
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """What YAML text holds.
-
-    Args:
-        source: where it stands, for messages.
-    """
+    """What YAML text holds; messages say that it stands in ``source``."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -202,9 +198,7 @@ def parse_yaml(text: str, source: str) -> Any:
 def refuse_repetition(tree: Any, source: str) -> None:
     """Refuse what becomes huge where it is written out: aliases of lists of aliases, in a few lines of YAML.
 
-    Args:
-        tree: a YAML node, or lists and mappings read from one.
-        source: where it stands, for the message.
+    The tree is a YAML node, or lists and mappings read from one.
     """
     number, left = 1, [tree]
     while left:

@@ -264,11 +264,7 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
 
 
 def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, Any]:
-    """The columns of a frame, apart from the wanted ones, that by their names hold times, where they can be read.
-
-    Args:
-        table: what ``_as_table`` made of it.
-    """
+    """The columns of a frame, apart from the wanted ones, that by their names hold times, where they can be read."""
     is_pandas, found = isinstance(frame, pd.DataFrame), {}
     for name in time_columns([str(column) for column in frame.columns] if is_pandas else table.column_names):
         with contextlib.suppress(UserError):  # a column that nobody named may hold anything
@@ -278,12 +274,7 @@ def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, An
 
 
 def _warn_of_lost_ids(ids: NDArray[Any], counts: NDArray[np.int64], source: str) -> None:
-    """Warn of ids in the place of lost ones: all events whose own is lost are then those of one user, or one item.
-
-    Args:
-        ids: raw ids, each once.
-        counts: their numbers of events.
-    """
+    """Warn of ids in the place of lost ones: all events whose own is lost are then those of one user, or one item."""
     if ids.dtype != object:
         return
     texts = pa.array(ids, pa.large_string())

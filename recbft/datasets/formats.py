@@ -86,11 +86,7 @@ def read_table(
 
 
 def column_names(path: str | Path, separator: str | None = None) -> list[str]:
-    """The names a file gives its columns; none for formats without names (or whose first line cannot be read).
-
-    Args:
-        separator: as in ``read_table``.
-    """
+    """The names a file gives its columns; none for formats without names (or whose first line cannot be read)."""
     path = atomic_file(Path(path))
     if not path.is_file():
         return []

@@ -90,11 +90,7 @@ def dataset_names() -> list[str]:
 
 
 def card(name: str) -> Card:
-    """The card of a data set.
-
-    Raises:
-        UserError: no card has that name; the message lists those that exist.
-    """
+    """The card of a data set; for a name without one, a ``UserError`` lists those that exist."""
     if name not in _cards():
         raise _unknown(name)
     return _cards()[name]
@@ -166,11 +162,7 @@ def find_events(
     preparation: Preparation,
     **named: str | None,
 ) -> FoundEvents:
-    """The events of a file that ``Dataset.load`` makes a data set of; the arguments are explained there.
-
-    Args:
-        named: user, item and time.
-    """
+    """The events of a file that ``Dataset.load`` makes a data set of; the arguments are explained there."""
     path, file, known = _locate(name_or_path, data_root)
     how: dict[str, Any] = {**named, "separator": separator, "columns": columns}
     asked = {key: value for key, value in how.items() if value is not None}

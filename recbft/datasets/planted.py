@@ -35,7 +35,6 @@ def planted_reliability(
     """The truth behind a data set, or None where there is none or it is not at hand.
 
     Args:
-        dataset: the data.
         source: what it was loaded from: ``synthetic``, whose truth is generated anew and taken if the events are the
             same, or a file of ``save_synthetic``, which has its truth beside it.
         data_root: as in ``Dataset.load``.

@@ -241,10 +241,7 @@ def _hold_minimums(
 
 
 def _drop_last(users: NDArray[np.int64], alive: NDArray[np.bool_], number: int) -> tuple[NDArray[np.bool_], int, int]:
-    """Leave out the last events of each user, and who has fewer than 3 then.
-
-    Args:
-        users: user by user, each in order.
+    """Leave out the last events of each user, and who has fewer than 3 then; users stand one after the other.
 
     Returns:
         The events that stay, how many were the last ones of their user, and how many users are gone.

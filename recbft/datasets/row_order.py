@@ -50,7 +50,6 @@ def warn_if_out_of_order(
 
     Args:
         users: their numbers, one per row.
-        columns: arrow arrays by name.
         order: the rows', in a word or two.
         advice: how to sort by a column.
         stacklevel: 1 for the function that calls this one.
@@ -108,9 +107,7 @@ def warn_if_newest_first(
 def steps_back(users: NDArray[np.int64], times: Any) -> int | None:
     """How often a row has an earlier time than the row of the same user before it; None if the column holds no times.
 
-    Args:
-        users: their numbers, one per row.
-        times: an arrow array, of any type; rows without a time count as not there.
+    Rows without a time count as not there.
     """
     if is_text(times.type):
         times = pc.utf8_trim_whitespace(times.cast(pa.large_string()))

@@ -49,8 +49,7 @@ def prepare(
         batch_seeds: as in ``train_missing``.
 
     Raises:
-        UserError: an arm cannot be configured, is not trained, is another's equal or cannot be compared, a folder holds
-            another run, or what is missing cannot begin on these data, or not with its seeds together.
+        UserError: an arm cannot be trained or compared, or a folder holds another run.
     """
     refuse_several(SIDE_BY_SIDE)
     jobs = plan(arms, seeds, out / "runs", configure)
@@ -80,7 +79,7 @@ def train_missing(
         batch_seeds: most runs of an arm, which differ in their seed alone, that one process trains together.
 
     Raises:
-        UserError: ``workers`` or ``batch_seeds`` is not positive, or another command put another run in a job's place.
+        UserError: another command put another run in a job's place.
         RunError: runs failed, or the user broke it off; the message says how to go on.
     """
     check_range("--jobs", workers, at_least=1)

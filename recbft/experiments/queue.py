@@ -81,7 +81,6 @@ def train_all(
     """Train what is not finished in ``workers`` processes at a time; returns the runs that failed.
 
     Args:
-        dataset: the data of all jobs.
         queue: folder for locks and logs; shared by all commands that share the runs.
         batch_seeds: most runs of an arm that one process trains together.
 

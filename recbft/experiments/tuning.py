@@ -61,9 +61,7 @@ def search(
         objective: a name of ``OBJECTIVES``, what trials are ranked and pruned by.
 
     Raises:
-        UserError: Optuna is missing, ``workers`` is not positive, one seed leaves nothing to ``prune``, the study is of
-            another search or other data, in another command's hands or unreadable, a setting is named twice or has no
-            such value, runs are too short for the objective, or no trial has values that go together.
+        UserError: Optuna is missing, the study is of another search, or no run can have what is asked for.
         RunInterruptedError: the user stopped it; the same command goes on.
         RunError: the study cannot be written, or every trial failed.
     """

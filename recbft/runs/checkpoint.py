@@ -106,14 +106,7 @@ def snapshot(
 
 
 def write(folder: str | Path, snapshot: Snapshot) -> None:
-    """Make this the state that ``load`` finds.
-
-    Args:
-        folder: made if it is missing; its parent must exist.
-
-    Raises:
-        RunError: the disk is full; the state saved last is untouched.
-    """
+    """Make this the state that ``load`` finds; where the disk is full, the state saved last is untouched."""
     folder = Path(folder)
     folder.mkdir(exist_ok=True)
     epoch, best = snapshot.state["epoch"], _read_state(folder)["best"] if exists(folder) else None
@@ -205,8 +198,7 @@ def check_dataset(
 def take_up(model: nn.Module, state: Mapping[str, Tensor], *, folder: str | Path) -> None:
     """Give a model the parameters and buffers that were saved, to train it on.
 
-    Raises:
-        UserError: they are of another model, or of another dtype, to which PyTorch would convert them silently.
+    Those of another dtype are refused: PyTorch would convert them silently.
     """
     for name, own in model.state_dict().items():
         if name in state and state[name].dtype != own.dtype:

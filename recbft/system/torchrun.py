@@ -52,11 +52,7 @@ def this_process() -> Process:
 
 
 def refuse_several(what: str) -> None:
-    """Refuse work that makes processes of its own, or that one process does.
-
-    Args:
-        what: it, as the subject of a sentence.
-    """
+    """Refuse work, ``what``, that makes processes of its own, or that one process does."""
     size = this_process().size
     if size > 1:
         raise UserError(f"WORLD_SIZE is {size}: {what}; begin it without torchrun")
