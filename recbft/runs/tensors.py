@@ -67,7 +67,7 @@ def restore(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def file_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
-    """What the file of contiguous tensors on the CPU holds, part by part; those of tensors are views of their memory."""
+    """The file of contiguous tensors on the CPU, part by part; the parts of tensors are views of their memory."""
     header, start, views = {}, 0, []
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         shape, stop = list(tensor.shape), start + tensor.numel() * tensor.element_size()
