@@ -116,12 +116,6 @@ def test_where_files_cannot_be_locked_a_run_is_trained_with_a_warning(begun, mon
         pass
 
 
-def test_a_config_that_may_not_be_written_can_be_locked(begun):
-    begun.config_file.chmod(0o444)
-    with begun.locked(), pytest.raises(UserError, match=TAKEN), begun.locked():
-        pass
-
-
 def test_a_run_on_a_file_system_that_may_only_be_read_can_be_locked_for_a_copy(begun, monkeypatch):
     def read_only(path, mode="r", *more, **how):
         if "+" in mode:
