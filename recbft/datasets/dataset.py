@@ -142,20 +142,13 @@ class Dataset:
         Raises:
             UserError: unknown name, missing or damaged file, bad data.
         """
+        how = {"user": user, "item": item, "time": time, "separator": separator, "columns": columns}
+        asked = {key: value for key, value in how.items() if value is not None}
         if str(name_or_path) == SYNTHETIC:
-            if any((user, item, time, separator, columns)) or preparation != DEFAULT_PREPARATION:
+            if asked or preparation != DEFAULT_PREPARATION:
                 raise UserError("the synthetic data set has no file: columns and filters do not apply; leave them out")
             return cls.from_events(synthetic_events(SyntheticConfig()), name=SYNTHETIC)
-        found = find_events(
-            name_or_path,
-            data_root=data_root,
-            user=user,
-            item=item,
-            time=time,
-            separator=separator,
-            columns=columns,
-            preparation=preparation,
-        )
+        found = find_events(name_or_path, data_root, asked, preparation)
         made = cls.from_events(found.events, name=found.name, preparation=found.preparation)
         if found.check is not None:
             counts = Counts(users=made.num_users, items=made.num_items, events=made.num_events)

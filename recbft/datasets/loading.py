@@ -16,7 +16,7 @@ import importlib.util
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -84,11 +84,6 @@ def card_names() -> list[str]:
     return sorted(_cards())
 
 
-def dataset_names() -> list[str]:
-    """All names ``Dataset.load`` knows."""
-    return sorted([*_cards(), SYNTHETIC])
-
-
 def card(name: str) -> Card:
     """The card of a data set; for a name without one, a ``UserError`` lists those that exist."""
     if name not in _cards():
@@ -98,7 +93,7 @@ def card(name: str) -> Card:
 
 def _unknown(name: str) -> UserError:
     """The error for a name that is neither a card nor a file."""
-    nearest = did_you_mean(name, dataset_names(), listed_as="data sets")
+    nearest = did_you_mean(name, [*card_names(), SYNTHETIC], listed_as="data sets")
     return UserError(f"unknown data set {name!r}; {nearest}, or give a file")
 
 
@@ -154,18 +149,14 @@ class FoundEvents(NamedTuple):
 
 
 def find_events(
-    name_or_path: str | Path,
-    *,
-    data_root: str | Path | None,
-    separator: str | None,
-    columns: Sequence[str] | None,
-    preparation: Preparation,
-    **named: str | None,
+    name_or_path: str | Path, data_root: str | Path | None, asked: Mapping[str, Any], preparation: Preparation
 ) -> FoundEvents:
-    """The events of a file that ``Dataset.load`` makes a data set of; the arguments are explained there."""
+    """The events of a file that ``Dataset.load`` makes a data set of.
+
+    Args:
+        asked: those of its arguments user, item, time, separator and columns that are given.
+    """
     path, file, known = _locate(name_or_path, data_root)
-    how: dict[str, Any] = {**named, "separator": separator, "columns": columns}
-    asked = {key: value for key, value in how.items() if value is not None}
     chosen = replace(file, **asked)
     stored = _stored_record(path)
     earlier = None if stored is None else stored["preparation"]
@@ -179,8 +170,8 @@ def find_events(
     events = read_events(path, chosen)
     if known is None and stored is None:
         named = {"user": chosen.user, "item": chosen.item, "time": chosen.time}
-    elif untouched:  # the card or the canonical file alone stands for these data
-        named = {}
+    else:  # untouched, the card or the canonical file alone stands for these data
+        named = {} if untouched else {key: asked.get(key) for key in ("user", "item", "time")}
     record: dict[str, Any] = {"source": path.name, "time": chosen.time}
     if earlier is not None:
         unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None

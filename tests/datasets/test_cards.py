@@ -15,7 +15,6 @@ from recbft.datasets import (
     Preparation,
     card,
     card_names,
-    dataset_names,
     default_dataset,
     is_available,
     loading,
@@ -52,7 +51,6 @@ def without_recbole(monkeypatch):
 def test_there_is_a_card_for_each_published_data_set():
     amazon = [f"amazon-{name}" for name in ("beauty", "games", "instruments", "sports", "toys")]
     assert card_names() == [*amazon, "ml-100k", "ml-1m"]
-    assert dataset_names() == [*card_names(), "synthetic"]
     for name in card_names():
         known = card(name)
         assert known.name == name
