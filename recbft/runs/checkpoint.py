@@ -7,6 +7,18 @@
 ``state.json`` is the one point where a state becomes the current one. A tensor file is named for its content, so
 writing never touches the file in use; only after ``state.json`` names the new files are the superseded ones removed.
 Whatever is read is checked against its size and hash: a ``UserError`` names the file that is missing or changed.
+
+An optimiser's ``state_dict()`` mixes numbers with tensors, tuples and whole-number keys, which JSON does not keep. A
+mapping becomes ``{"map": [[key, value], ...]}``, a tuple ``{"tuple": [...]}``, a tensor ``{"tensor": name}``; lists,
+text, numbers, booleans and None stand for themselves.
+
+A tensor file is written straight from where the tensors lie, so writing a model does not take its memory twice:
+
+    8 bytes     the length of the header, least byte first
+    header      JSON by name: dtype, shape, first and last byte after the header; blanks up to a multiple of 8
+    the rest    the numbers, tensors of wider numbers first so that each stands at a multiple of its width
+
+Source: https://huggingface.co/docs/safetensors, which also reads it; its own writer first makes copies of all tensors.
 """
 
 from __future__ import annotations
@@ -21,18 +33,30 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.autograd.on_host import on_host
 from recbft.errors import UserError
-from recbft.runs.tensors import file_parts, flatten, restore
 from recbft.system import recbft_version
 from recbft.system.files import plain, read_json, write_atomic
 
 STATE_FILE = "state.json"
 FORMAT = 2
 _FILE_NAME = re.compile(r"(epoch|best)-\d{5,}-[0-9a-f]{8}\.safetensors")  # as ``_write_tensors`` makes it
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.float64: "F64",
+}
 _START_AFRESH = "the checkpoint is damaged: restore the file from a copy, or train again into a new folder"
 
 
@@ -223,6 +247,49 @@ def vocabulary_hash(item_ids: NDArray[Any]) -> str:
         text = str(raw).encode()
         digest.update(len(text).to_bytes(4, "little") + text)
     return digest.hexdigest()
+
+
+def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON of ``value``; its tensors are added to ``tensors`` under names that start with ``name``."""
+    if isinstance(value, Tensor):
+        assert name not in tensors, f"two tensors are called {name}"
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {"map": [[key, flatten(part, f"{name}.{key}", tensors)] for key, part in value.items()]}
+    if isinstance(value, (list, tuple)):
+        parts = [flatten(part, f"{name}.{place}", tensors) for place, part in enumerate(value)]
+        return {"tuple": parts} if isinstance(value, tuple) else parts
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{name} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def restore(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of ``flatten``."""
+    if isinstance(tree, list):
+        return [restore(part, tensors) for part in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(restore(part, tensors) for part in content)
+    return {key: restore(part, tensors) for key, part in content}
+
+
+def file_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
+    """The file of contiguous tensors on the CPU, part by part; the parts of tensors are views of their memory."""
+    header, start, views = {}, 0, []
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        shape, stop = list(tensor.shape), start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [start, stop]}
+        views.append(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [memoryview(len(text).to_bytes(8, "little") + text), *views]
 
 
 def _write_tensors(folder: Path, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
