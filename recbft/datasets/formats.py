@@ -142,10 +142,8 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (UnicodeDecodeError, pa.ArrowException, OSError, EOFError, zlib.error, csv.Error) as error:
         said = " ".join(str(error).split())[:300]
-        if isinstance(error, UnicodeDecodeError) or "utf8" in said.lower().replace("-", ""):
-            advice = "save it as UTF-8, or if it is packed, unpack it (a gzipped file's name must end in .gz)"
-            raise UserError(f"{path}: is not UTF-8 text ({said}); {advice}") from None
-        raise UserError(f"{path}: cannot be read: {said}; check that the file is whole and may be read") from None
+        advice = "check that the file is whole, may be read and is UTF-8 (a gzipped file's name must end in .gz)"
+        raise UserError(f"{path}: cannot be read: {said}; {advice}") from None
 
 
 def is_gzip(path: Path) -> bool:

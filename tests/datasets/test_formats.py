@@ -144,7 +144,7 @@ def test_json_numbers_may_mix_whole_and_float_times(tmp_path):
     assert Dataset.load(path, time="timestamp").times.tolist() == [3, 4, 5]
 
 
-UTF8 = r" is not UTF-8 text \(.*\); save it as UTF-8, or if it is packed, unpack it"
+UTF8 = r": cannot be read: .*(?i:utf-?8).*; check that the file is whole, may be read and is UTF-8"
 DAMAGED = {
     "empty.csv": ("", ": the file is empty"),
     "empty.txt": ("\n  \n", ": the file is empty"),
