@@ -79,15 +79,15 @@ class Target(str, Enum):
 @app.command("list", epilog="Example: recbft data list --data-root DIR")
 def list_datasets(data_root: DataRoot = None) -> None:
     """List the data sets that recbft knows by name."""
-    from recbft.datasets import cards
+    from recbft.datasets import loading
     from recbft.reporting.tables import table
 
     rows: list[list[object]] = []
-    for name in cards.card_names():
-        card = cards.card(name)
-        found = "yes" if cards.is_available(card, data_root) else "no"
+    for name in loading.card_names():
+        card = loading.card(name)
+        found = "yes" if loading.is_available(card, data_root) else "no"
         rows.append([name, found, card.expected.users, card.expected.items, card.expected.events, card.title])
-    rows.append([cards.SYNTHETIC, "yes", None, None, None, "generated from a seed"])
+    rows.append([loading.SYNTHETIC, "yes", None, None, None, "generated from a seed"])
     typer.echo(table(["name", "found", "users", "items", "events", "title"], rows))
     if any(row[1] == "no" for row in rows):
         typer.echo("\nrecbft data show NAME says where to get one that is not found.")
@@ -110,10 +110,10 @@ def show(
     drop_last_events: DropLastEvents = None,
 ) -> None:
     """Print counts, history lengths, density and ties of a data set."""
-    from recbft.datasets import cards
+    from recbft.datasets import loading
 
-    if source in cards.card_names():
-        card = cards.card(source)
+    if source in loading.card_names():
+        card = loading.card(source)
         typer.echo(f"{card.title}\nsource   {card.source}\nlicence  {card.licence}\n")
     _print_statistics(_load(locals()))
 

@@ -142,6 +142,8 @@ def _ending(error: BaseException) -> tuple[str, int]:
         # The reader has gone; keep Python from complaining again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return "", 1
+    if isinstance(error, PermissionError) and error.filename:
+        return f"{error.filename} cannot be opened: permission denied; ask for the right to it, or name another", 2
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or _one_line(error)}", 1

@@ -1,1 +1,1 @@
-"""Data set cards, one YAML file each; read by ``recbft.datasets.cards``. No data lies here."""
+"""Data set cards, one YAML file each; read by ``recbft.datasets.loading``. No data lies here."""

@@ -74,9 +74,11 @@ def to_dict(config: Any) -> dict[str, Any]:
     }
 
 
-def verbatim(tree: Mapping[str, Any]) -> dict[str, Any]:
+def verbatim(tree: Any) -> Any:
     """What ``to_dict`` made, for ``from_dict``: null is null there, and each text means itself."""
-    return {key: _verbatim(value) for key, value in tree.items()}
+    if isinstance(tree, Mapping):
+        return {key: verbatim(value) for key, value in tree.items()}
+    return Verbatim(tree) if isinstance(tree, str) else tree
 
 
 def by_setting(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,12 +234,6 @@ def _convert_plain(value: Any, annotation: Any, name: str) -> Any:
     if annotation is float and kind is str and _NUMBER.fullmatch(value) and math.isfinite(float(value)):
         return float(value)
     raise UserError(f"{name} is {value!r}; give {_WORDS[annotation]}")
-
-
-def _verbatim(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return verbatim(value)
-    return Verbatim(value) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> Any:

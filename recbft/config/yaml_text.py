@@ -23,7 +23,7 @@ from recbft.errors import UserError, did_you_mean
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
 RECBOLE_NAMES = NAMED | {key: NAMED.get(meant, meant) for key, meant in OTHER_WORDS.items()}
 MOST_BYTES = 2**18  # of a file of settings
-MOST_REPEATED = 1000  # values that stand in a file once and are named again by its aliases
+MOST_VALUES = 20_000  # that a file or a setting stands for
 
 
 class _Loader(yaml.SafeLoader):
@@ -130,9 +130,6 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
         tree: changed in place; section -> {name: value}.
         top: keys that belong to no section.
         sections: section name -> config class, whose fields are its names.
-
-    Raises:
-        UserError: the key is unknown, belongs to more than one section, or stands in the tree already.
     """
     section, dot, name = key.partition(".")
     if dot:
@@ -181,15 +178,7 @@ def _nearest(name: str, names: Collection[str], beyond: Collection[str] = ()) ->
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """What YAML text holds.
-
-    Args:
-        source: where it stands, for messages.
-
-    Raises:
-        UserError: it is not YAML, or its aliases repeat too much.
-    """
-    loader = None
+    """What YAML text holds; messages say that it stands in ``source``."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -204,37 +193,23 @@ def parse_yaml(text: str, source: str) -> Any:
     except (RecursionError, ValueError, KeyError, AttributeError, TypeError):
         # Nested too deeply; a tag that its value does not fit, such as `!!int abc`; a number of 5,000 digits.
         raise UserError(f"{source}: has a value that cannot be read; correct the YAML") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def refuse_repetition(tree: Any, source: str) -> None:
     """Refuse what becomes huge where it is written out: aliases of lists of aliases, in a few lines of YAML.
 
-    Args:
-        tree: a YAML node, or lists and mappings read from one.
-        source: where it stands, for the message.
-
-    Raises:
-        UserError: values that stand once and are named again are more than ``MOST_REPEATED``, or one holds itself.
+    The tree is a YAML node, or lists and mappings read from one.
     """
-    sizes: dict[int, float] = {}
-
-    def size(part: Any) -> float:
+    number, left = 1, [tree]
+    while left:
+        part = left.pop()
         inner = part.value if isinstance(part, yaml.Node) else part
         if isinstance(inner, Mapping):
             inner = [*inner.keys(), *inner.values()]
-        if not isinstance(inner, (list, tuple)):
-            return 1
-        if id(part) not in sizes:
-            sizes[id(part)] = math.inf  # while its parts are counted: it may be one of them
-            sizes[id(part)] = 1 + sum(map(size, inner))
-            once.append(1 + sum(not isinstance(each, (list, tuple, Mapping, yaml.CollectionNode)) for each in inner))
-        return sizes[id(part)]
-
-    once: list[int] = []
-    if size(tree) - sum(once) > MOST_REPEATED:
-        raise UserError(
-            f"{source}: its aliases (*name) repeat more than {MOST_REPEATED:,} values; write the values out"
-        )
+        if isinstance(inner, (list, tuple)):
+            number += len(inner)
+            left += inner
+        if number > MOST_VALUES:
+            raise UserError(
+                f"{source}: has more than {MOST_VALUES:,} values, its aliases (*name) written out; give fewer"
+            )

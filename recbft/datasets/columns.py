@@ -55,9 +55,6 @@ def from_pandas(column: Any, name: str, source: str) -> Any:
 
     In a column of objects arrow would cut off what is finer than a microsecond, and the time of day where a mere day
     stands before it; it would take numbers beside dates for ticks, and dates without a time zone beside others for UTC.
-
-    Raises:
-        UserError: arrow has no type for the values, or would lose a part of some.
     """
     try:
         array = pa.Array.from_pandas(column)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from recbft.datasets.cards import default_dataset
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.formats import ending
+from recbft.datasets.loading import default_dataset
 from recbft.datasets.prepare import Preparation
 from recbft.errors import UserError
 
@@ -75,9 +75,6 @@ class DataConfig:
                 names, which say how the run's own file is written, go with files of its ending alone.
             data_root: where to look for it.
             how: its columns, separator or column names where they are not those of the run's own.
-
-        Raises:
-            UserError: the data cannot be loaded; for the run's own, the message says how to give others.
         """
         try:
             own = self.dataset if dataset is None else dataset
@@ -94,11 +91,7 @@ class DataConfig:
             ) from None
 
     def check_prepared(self, dataset: Dataset) -> None:
-        """Refuse settings that would have made another data set than one that is given.
-
-        Raises:
-            UserError: naming the setting.
-        """
+        """Refuse settings that would have made another data set than one that is given."""
         made = dataset.preparation.get("filters", {})
         for key in ("user", "item", "time", "separator", "columns"):
             if getattr(self, key) not in (None, dataset.columns.get(key)):

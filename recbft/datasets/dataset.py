@@ -27,10 +27,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.cards import SYNTHETIC, Counts
 from recbft.datasets.columns import SPREADSHEET_NUMBER, check_columns, flat, from_pandas, stands_for_nothing
 from recbft.datasets.events import USUAL_TIME, Events
-from recbft.datasets.loading import METADATA_KEY, find_events
+from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, find_events
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
@@ -143,20 +142,13 @@ class Dataset:
         Raises:
             UserError: unknown name, missing or damaged file, bad data.
         """
+        how = {"user": user, "item": item, "time": time, "separator": separator, "columns": columns}
+        asked = {key: value for key, value in how.items() if value is not None}
         if str(name_or_path) == SYNTHETIC:
-            if any((user, item, time, separator, columns)) or preparation != DEFAULT_PREPARATION:
+            if asked or preparation != DEFAULT_PREPARATION:
                 raise UserError("the synthetic data set has no file: columns and filters do not apply; leave them out")
             return cls.from_events(synthetic_events(SyntheticConfig()), name=SYNTHETIC)
-        found = find_events(
-            name_or_path,
-            data_root=data_root,
-            user=user,
-            item=item,
-            time=time,
-            separator=separator,
-            columns=columns,
-            preparation=preparation,
-        )
+        found = find_events(name_or_path, data_root, asked, preparation)
         made = cls.from_events(found.events, name=found.name, preparation=found.preparation)
         if found.check is not None:
             counts = Counts(users=made.num_users, items=made.num_items, events=made.num_events)
@@ -233,11 +225,7 @@ class Dataset:
         return self.vocabulary.encode(raw_ids)
 
     def numbered_as(self, vocabulary: Vocabulary) -> Dataset:
-        """The same histories with the items' indices of another vocabulary, or this data set where it has these.
-
-        Raises:
-            UserError: it lacks some of the items.
-        """
+        """The same histories with the items' indices of another vocabulary, or this data set where it has these."""
         index = vocabulary.encode(self.item_ids)
         if unknown := int((index == 0).sum()):
             raise UserError(
@@ -257,9 +245,6 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
     """The wanted columns as a pyarrow table; a column arrow cannot hold is refused by name."""
     if isinstance(frame, pd.DataFrame):
         frame = frame.set_axis([str(column) for column in frame.columns], axis=1)
-        for column in wanted:
-            if column in frame.index.names and column not in frame.columns:
-                raise UserError(f"{name}: {column!r} is no column but the index; give the frame's .reset_index()")
         check_columns(list(frame.columns), wanted, name)
         return pa.table({column: from_pandas(frame[column], column, name) for column in dict.fromkeys(wanted)})
     if isinstance(frame, pa.Table):
@@ -272,11 +257,7 @@ def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
 
 
 def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, Any]:
-    """The columns of a frame, apart from the wanted ones, that by their names hold times, where they can be read.
-
-    Args:
-        table: what ``_as_table`` made of it.
-    """
+    """The columns of a frame, apart from the wanted ones, that by their names hold times, where they can be read."""
     is_pandas, found = isinstance(frame, pd.DataFrame), {}
     for name in time_columns([str(column) for column in frame.columns] if is_pandas else table.column_names):
         with contextlib.suppress(UserError):  # a column that nobody named may hold anything
@@ -286,12 +267,7 @@ def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, An
 
 
 def _warn_of_lost_ids(ids: NDArray[Any], counts: NDArray[np.int64], source: str) -> None:
-    """Warn of ids in the place of lost ones: all events whose own is lost are then those of one user, or one item.
-
-    Args:
-        ids: raw ids, each once.
-        counts: their numbers of events.
-    """
+    """Warn of ids in the place of lost ones: all events whose own is lost are then those of one user, or one item."""
     if ids.dtype != object:
         return
     texts = pa.array(ids, pa.large_string())

@@ -46,9 +46,9 @@ NO_TIME = (
     "but a time must be a whole number from 0 to 2**63 (where seconds have a fraction, give whole milliseconds) or a "
     "date since 1970, such as 2024-01-31 or 2024-01-31 12:30:00"
 )
-NO_DATE = (
-    "which is not a date written like the first one; write all dates alike, such as 2024-01-31 or 2024-01-31 12:30:00, "
-    "up to the year 2262, all with an offset from UTC (Z, +02:00) or all without"
+ALIKE = (
+    "write all dates alike, such as 2024-01-31 or 2024-01-31 12:30:00, up to the year 2262, all with an offset from "
+    "UTC (Z, +02:00) or all without"
 )
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
@@ -141,11 +141,7 @@ def _whole_numbers(column: Any, name: str, source: str, not_whole: str) -> NDArr
 
 
 def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
-    """An arrow column of times as ``Events`` keep them, and their unit where they are dates.
-
-    Raises:
-        UserError: as ``Events.from_table``, of times.
-    """
+    """An arrow column of times as ``Events`` keep them, and their unit where they are dates."""
     kind, unit = column.type, None
     refuse_first(is_blank(column), column, name, source, BLANK_TIME)
     if is_text(kind):
@@ -201,34 +197,17 @@ def are_dates(text: Any) -> bool:
 
 
 def dates_in(text: Any, name: str, source: str) -> Any:
-    """The dates of a column that begins with one, spaces around them left out, as arrow's timestamps in nanoseconds.
-
-    Raises:
-        UserError: a value is no date, or has an offset from UTC where the first has none, or the other way round.
-    """
+    """The dates of a column that begins with one, spaces around them left out, as arrow's timestamps in nanoseconds."""
     first = text[0].as_py()
     written = pc.replace_substring_regex(text, _UTC, "Z") if re.search(_UTC, first) else text
-    kind = pa.timestamp("ns", tz="UTC" if _OFFSET.match(written[0].as_py()) else None)
     try:
-        return _cast_dates(written, kind)
-    except pa.ArrowInvalid:
-        low, high = 0, len(text)  # between which the first row lies that arrow cannot cast
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            _cast_dates(written[low:middle], kind)
-            low = middle
-        except pa.ArrowInvalid:
-            high = middle
-    raise UserError(f"{source}: row {low + 1}: column {name!r} holds {text[low].as_py()!r}, {NO_DATE}")
-
-
-def _cast_dates(text: Any, kind: Any) -> Any:
-    """Arrow's cast. Up to version 21 at least it overflows silently where nanoseconds do not reach."""
-    stamps = text.cast(kind)
-    days = pc.min_max(pc.utf8_slice_codeunits(text, 0, len(_LAST_DAY))).as_py()
-    if days["min"] < _FIRST_DAY or days["max"] > _LAST_DAY:
-        raise pa.ArrowInvalid("beyond nanoseconds")
+        stamps = written.cast(pa.timestamp("ns", tz="UTC" if _OFFSET.match(written[0].as_py()) else None))
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{source}: column {name!r}: {error}; {ALIKE}") from None
+    # Arrow up to version 21 at least overflows silently where nanoseconds do not reach.
+    days = pc.utf8_slice_codeunits(text, 0, len(_LAST_DAY))
+    beyond = pc.or_(pc.less(days, _FIRST_DAY), pc.greater(days, _LAST_DAY))
+    refuse_first(beyond, text, name, source, f"but {ALIKE}")
     return stamps
 
 
@@ -269,14 +248,11 @@ def guessed_unit(latest: int) -> str:
 def check_unit(times: NDArray[np.int64], own: str, source: str, *, stacklevel: int) -> None:
     """Hold whole numbers against the unit of the dates that a model was trained on.
 
-    Those that are dates of our time in a coarser unit lie in early 1970 in the model's, which some data do on purpose:
-    a warning says so.
+    Dates of our time in a finer unit are refused. Those in a coarser one lie in early 1970 in the model's, which some
+    data do on purpose: a warning says so.
 
     Args:
         stacklevel: 1 for the function that calls this one.
-
-    Raises:
-        UserError: they are dates of our time in a finer unit alone.
     """
     latest = int(times.max(initial=0))
     unit = guessed_unit(latest)

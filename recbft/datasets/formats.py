@@ -86,11 +86,7 @@ def read_table(
 
 
 def column_names(path: str | Path, separator: str | None = None) -> list[str]:
-    """The names a file gives its columns; none for formats without names (or whose first line cannot be read).
-
-    Args:
-        separator: as in ``read_table``.
-    """
+    """The names a file gives its columns; none for formats without names (or whose first line cannot be read)."""
     path = atomic_file(Path(path))
     if not path.is_file():
         return []
@@ -146,10 +142,8 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (UnicodeDecodeError, pa.ArrowException, OSError, EOFError, zlib.error, csv.Error) as error:
         said = " ".join(str(error).split())[:300]
-        if isinstance(error, UnicodeDecodeError) or "utf8" in said.lower().replace("-", ""):
-            advice = "save it as UTF-8, or if it is packed, unpack it (a gzipped file's name must end in .gz)"
-            raise UserError(f"{path}: is not UTF-8 text ({said}); {advice}") from None
-        raise UserError(f"{path}: cannot be read: {said}; check that the file is whole and may be read") from None
+        advice = "check that the file is whole, may be read and is UTF-8 (a gzipped file's name must end in .gz)"
+        raise UserError(f"{path}: cannot be read: {said}; {advice}") from None
 
 
 def is_gzip(path: Path) -> bool:
@@ -244,8 +238,6 @@ def _with_unit_separators(path: Path, separator: str) -> bytes:
     """The file with one character in place of a separator that arrow does not take."""
     with open_bytes(path) as file:
         content = file.read()
-    if UNIT_SEPARATOR in content:
-        raise UserError(f"{path}: holds the character 0x1f, so separator {separator!r} cannot be used; replace either")
     return content.removeprefix(BYTE_ORDER_MARK).replace(separator.encode(), UNIT_SEPARATOR)
 
 

@@ -1,4 +1,8 @@
-"""Find a data set by name or file, read its events, and say what its card expects of it.
+"""Data sets by name: their cards, where their files may lie, and the events in them.
+
+A card says what is known of a public data set. It is a YAML file in ``data/`` (installed as the package
+``recbft_cards``). Nothing is downloaded: a card says what to fetch and how to prepare it. The first file of its list
+that exists under the data root is read; counts and content hash are checked against the card afterwards.
 
 The canonical file holds one row per event in the data set's order: user_id, item_id, and timestamp where the data has
 real times; its name and preparation travel in the Parquet metadata, so that a loaded file equals the data set saved.
@@ -7,36 +11,129 @@ Libraries that keep the metadata may write other rows under it: a file of anothe
 
 from __future__ import annotations
 
+import importlib.resources
+import importlib.util
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
+import yaml
 
-from recbft.datasets.cards import (
-    SYNTHETIC,
-    Card,
-    CardFile,
-    Counts,
-    card,
-    card_names,
-    find,
-    root_folder,
-    unknown_dataset,
-)
 from recbft.datasets.columns import flat
 from recbft.datasets.events import USUAL_TIME, Events
 from recbft.datasets.formats import FORMATS, atomic_file, column_names, read_table, reading
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
+from recbft.errors import UserError, did_you_mean
 
 METADATA_KEY = b"recbft"
+DATA_ROOT_VARIABLE = "RECBFT_DATA_ROOT"
+SYNTHETIC = "synthetic"
+RECBOLE = "recbole:"  # begins the path of a file inside an installed RecBole
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFile:
+    """One place and form in which a data set may be found."""
+
+    path: str = ""  # under the data root, or ``recbole:`` and a path inside an installed RecBole
+    user: str = "user_id"
+    item: str = "item_id"
+    time: str | None = None  # the column with real times; None where the row order is all there is
+    separator: str | None = None
+    columns: Sequence[str] | None = None  # names, for a file without a header
+    preparation: Preparation = field(default_factory=Preparation)
+    content_hash: str | None = None  # of the prepared data set, where it is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Users, items and events of a prepared data set."""
+
+    users: int
+    items: int
+    events: int
+
+    def __str__(self) -> str:
+        return f"{self.users:,} users, {self.items:,} items, {self.events:,} events"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What is known of one data set."""
+
+    name: str
+    title: str
+    source: str
+    licence: str
+    how_to_get: str
+    note: str = ""
+    expected: Counts
+    files: tuple[CardFile, ...]
+
+
+def card_names() -> list[str]:
+    """The names that have a card, sorted."""
+    return sorted(_cards())
+
+
+def card(name: str) -> Card:
+    """The card of a data set; for a name without one, a ``UserError`` lists those that exist."""
+    if name not in _cards():
+        raise _unknown(name)
+    return _cards()[name]
+
+
+def _unknown(name: str) -> UserError:
+    """The error for a name that is neither a card nor a file."""
+    nearest = did_you_mean(name, [*card_names(), SYNTHETIC], listed_as="data sets")
+    return UserError(f"unknown data set {name!r}; {nearest}, or give a file")
+
+
+def root_folder(data_root: str | Path | None) -> Path | None:
+    """The folder data sets lie in: the argument, else the environment variable, else None."""
+    chosen = data_root or os.environ.get(DATA_ROOT_VARIABLE) or None
+    if chosen is None:
+        return None
+    folder = Path(os.path.expanduser(chosen))
+    if not folder.is_dir():
+        said_by = "the data root" if data_root else f"the data root (from {DATA_ROOT_VARIABLE})"
+        raise UserError(f"{folder}: {said_by} is not a folder; create it or name another")
+    return folder
+
+
+def find(known: Card, data_root: str | Path | None) -> tuple[Path, CardFile]:
+    """The first of a card's files that exists."""
+    folder = root_folder(data_root)
+    if found := _first_file(known, folder):
+        return found
+    looked_for = ", ".join(file.path for file in known.files if not file.path.startswith(RECBOLE))
+    place = f"under {folder}" if folder else f"but no data root is set (--data-root or {DATA_ROOT_VARIABLE})"
+    advice = " ".join(known.how_to_get.split())
+    raise UserError(f"data set {known.name!r} not found; looked for {looked_for} {place}; {advice}")
+
+
+def is_available(known: Card, data_root: str | Path | None = None) -> bool:
+    """Whether one of a card's files is there to be read."""
+    return _first_file(known, root_folder(data_root)) is not None
+
+
+def default_dataset(data_root: str | Path | None = None) -> tuple[str, str | None]:
+    """The data set to use when none is named, and a sentence for the user where it is the second choice."""
+    if is_available(card("ml-100k"), data_root):
+        return "ml-100k", None
+    notice = (
+        "ml-100k is not at hand (RecBole, which carries it, is not installed): "
+        "using the seeded generator's 'synthetic' data set instead"
+    )
+    return SYNTHETIC, notice
 
 
 class FoundEvents(NamedTuple):
@@ -52,22 +149,14 @@ class FoundEvents(NamedTuple):
 
 
 def find_events(
-    name_or_path: str | Path,
-    *,
-    data_root: str | Path | None,
-    separator: str | None,
-    columns: Sequence[str] | None,
-    preparation: Preparation,
-    **named: str | None,
+    name_or_path: str | Path, data_root: str | Path | None, asked: Mapping[str, Any], preparation: Preparation
 ) -> FoundEvents:
-    """The events of a file that ``Dataset.load`` makes a data set of; the arguments are explained there.
+    """The events of a file that ``Dataset.load`` makes a data set of.
 
     Args:
-        named: user, item and time.
+        asked: those of its arguments user, item, time, separator and columns that are given.
     """
     path, file, known = _locate(name_or_path, data_root)
-    how: dict[str, Any] = {**named, "separator": separator, "columns": columns}
-    asked = {key: value for key, value in how.items() if value is not None}
     chosen = replace(file, **asked)
     stored = _stored_record(path)
     earlier = None if stored is None else stored["preparation"]
@@ -81,8 +170,8 @@ def find_events(
     events = read_events(path, chosen)
     if known is None and stored is None:
         named = {"user": chosen.user, "item": chosen.item, "time": chosen.time}
-    elif untouched:  # the card or the canonical file alone stands for these data
-        named = {}
+    else:  # untouched, the card or the canonical file alone stands for these data
+        named = {} if untouched else {key: asked.get(key) for key in ("user", "item", "time")}
     record: dict[str, Any] = {"source": path.name, "time": chosen.time}
     if earlier is not None:
         unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None
@@ -94,11 +183,7 @@ def find_events(
 
 
 def source_file_of(name_or_path: str | Path, data_root: str | Path | None) -> Path | None:
-    """The file that is read for a name; None if nothing is read.
-
-    Raises:
-        UserError: as for the data set itself, where there is none.
-    """
+    """The file that is read for a name; None if nothing is read."""
     return None if str(name_or_path) == SYNTHETIC else _locate(name_or_path, data_root)[0]
 
 
@@ -114,7 +199,7 @@ def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Pat
         places = [] if folder is None else [folder / name, *(folder / f"{name}{ending}" for ending in FORMATS)]
         found = next((place for place in places if place.exists()), None)
         if found is None:
-            raise unknown_dataset(name)
+            raise _unknown(name)
         path = found
     path = atomic_file(path)
     return path, CardFile(path=str(path)), None
@@ -173,3 +258,45 @@ def _stored_record(path: Path) -> dict[str, Any] | None:
         stacklevel=2,
     )
     return None
+
+
+def _first_file(known: Card, folder: Path | None) -> tuple[Path, CardFile] | None:
+    for file in known.files:
+        in_recbole = file.path.startswith(RECBOLE)
+        place = _recbole_folder() if in_recbole else folder
+        if place is not None and (place / file.path.removeprefix(RECBOLE)).is_file():
+            return place / file.path.removeprefix(RECBOLE), file
+    return None
+
+
+def _recbole_folder() -> Path | None:
+    """Where RecBole is installed, found without importing it."""
+    try:
+        spec = importlib.util.find_spec("recbole")
+    except ValueError:  # a module put into sys.modules by hand has no spec
+        return None
+    places = list(spec.submodule_search_locations or []) if spec is not None else []
+    return Path(places[0]) if places else None
+
+
+@lru_cache(maxsize=1)
+def _cards() -> dict[str, Card]:
+    files = [file for file in _card_folder().iterdir() if file.name.endswith(".yaml")]
+    cards = [_read_card(file) for file in sorted(files, key=lambda file: str(file.name))]
+    return {known.name: known for known in cards}
+
+
+def _card_folder() -> Any:
+    """The installed cards, else those of the source tree."""
+    if importlib.util.find_spec("recbft_cards") is not None:
+        return importlib.resources.files("recbft_cards")
+    return Path(__file__).resolve().parents[2] / "data"
+
+
+def _read_card(file: Any) -> Card:
+    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    files = [
+        CardFile(**{**entry, "preparation": Preparation(**entry.get("preparation", {}))})
+        for entry in values.pop("files")
+    ]
+    return Card(**{**values, "expected": Counts(**values["expected"])}, files=tuple(files))

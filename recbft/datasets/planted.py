@@ -10,9 +10,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from recbft.datasets.cards import SYNTHETIC
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.loading import source_file_of
+from recbft.datasets.loading import SYNTHETIC, source_file_of
 from recbft.datasets.synth import SyntheticConfig, generate, synthetic_events, truth_files
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -36,7 +35,6 @@ def planted_reliability(
     """The truth behind a data set, or None where there is none or it is not at hand.
 
     Args:
-        dataset: the data.
         source: what it was loaded from: ``synthetic``, whose truth is generated anew and taken if the events are the
             same, or a file of ``save_synthetic``, which has its truth beside it.
         data_root: as in ``Dataset.load``.

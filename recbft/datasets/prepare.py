@@ -102,11 +102,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(events: Events, preparation: Preparation) -> Prepared:
-    """Turn events into histories.
-
-    Raises:
-        UserError: a filter column is missing or not numeric, or no user is left with 3 events.
-    """
+    """Turn events into histories."""
     kept = np.flatnonzero(satisfying(events, preparation))
     users, user_names = _codes(events.user, kept)
     items, item_names = _codes(events.item, kept)
@@ -165,11 +161,7 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
 
 
 def satisfying(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
-    """Which events the row filter keeps; all where there is none.
-
-    Raises:
-        UserError: a filter column is missing or not numeric.
-    """
+    """Which events the row filter keeps; all where there is none."""
     keep = np.ones(len(events), dtype=bool)
     for name, sign, number in preparation.conditions():
         column = events.extra[name]
@@ -249,10 +241,7 @@ def _hold_minimums(
 
 
 def _drop_last(users: NDArray[np.int64], alive: NDArray[np.bool_], number: int) -> tuple[NDArray[np.bool_], int, int]:
-    """Leave out the last events of each user, and who has fewer than 3 then.
-
-    Args:
-        users: user by user, each in order.
+    """Leave out the last events of each user, and who has fewer than 3 then; users stand one after the other.
 
     Returns:
         The events that stay, how many were the last ones of their user, and how many users are gone.

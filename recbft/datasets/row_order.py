@@ -20,8 +20,8 @@ from recbft.datasets.columns import as_floats, is_text, stands_for_nothing
 from recbft.datasets.events import USUAL_TIME, Events, are_dates, dates_in
 from recbft.errors import UserError
 
-# Names of the times of events in public data and in logs, as ``_plain`` leaves them. A product's own dates (released,
-# updated) are none, and neither are durations.
+# Names of the times of events in public data and in logs, in small letters and digits alone. A product's own dates
+# (released, updated) are none, and neither are durations.
 _TIME_NAME = re.compile(
     r"""(unix|utc|local|event|click|rating|review|unixreview|order|purchase|orderpurchase|invoice|transaction)?
         (timestamp|datetime|time|date)(s|ms|us|ns|utc)?
@@ -39,7 +39,11 @@ def time_columns(names: Sequence[str]) -> list[str]:
     >>> time_columns(["user_id", "InvoiceDate", "release_date", "timestamp"])
     ['timestamp', 'InvoiceDate']
     """
-    found = [name for name in names if _TIME_NAME.fullmatch(_plain(name)) and list(names).count(name) == 1]
+    found = [
+        name
+        for name in names
+        if _TIME_NAME.fullmatch(re.sub(r"[\W_]", "", name.lower())) and list(names).count(name) == 1
+    ]
     return sorted(found, key=lambda name: name != USUAL_TIME)
 
 
@@ -50,7 +54,6 @@ def warn_if_out_of_order(
 
     Args:
         users: their numbers, one per row.
-        columns: arrow arrays by name.
         order: the rows', in a word or two.
         advice: how to sort by a column.
         stacklevel: 1 for the function that calls this one.
@@ -108,9 +111,7 @@ def warn_if_newest_first(
 def steps_back(users: NDArray[np.int64], times: Any) -> int | None:
     """How often a row has an earlier time than the row of the same user before it; None if the column holds no times.
 
-    Args:
-        users: their numbers, one per row.
-        times: an arrow array, of any type; rows without a time count as not there.
+    Rows without a time count as not there.
     """
     if is_text(times.type):
         times = pc.utf8_trim_whitespace(times.cast(pa.large_string()))
@@ -130,7 +131,3 @@ def steps_back(users: NDArray[np.int64], times: Any) -> int | None:
     order = np.argsort(users, kind="stable")
     users, ticks = users[order], ticks[order]
     return int(((ticks[1:] < ticks[:-1]) & (users[1:] == users[:-1])).sum())
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\W_]", "", name.lower())

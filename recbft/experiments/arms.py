@@ -68,9 +68,6 @@ class ArmSpec:
 def parse_arms(text: str) -> list[ArmSpec]:
     """The arms of a comma-separated list.
 
-    Raises:
-        UserError: the text is not such a list, or names an arm twice.
-
     >>> parse_arms("matched+recency, bft[lam_max=10,initial=count]")[1].settings
     ('lam_max=10', 'initial=count')
     """
@@ -94,11 +91,7 @@ def parse_arms(text: str) -> list[ArmSpec]:
 
 
 def check_distinct(arms: Sequence[ArmSpec], configs: Sequence[RunConfig]) -> None:
-    """Refuse to train the same thing twice.
-
-    Raises:
-        UserError: two arms have equal configurations.
-    """
+    """Refuse to train the same thing twice."""
     seen: dict[str, str] = {}
     for arm, config in zip(arms, configs, strict=True):
         key = repr(to_dict(config))
@@ -113,9 +106,6 @@ def check_varies(option: str, key: str, *, is_ranked: bool = False) -> None:
     Args:
         is_ranked: the key's values are ranked, so what ranks them is refused, too: the data, how they are evaluated,
             and the metric that is validated.
-
-    Raises:
-        UserError: it is such a key.
     """
     section, _, name = key.strip().rpartition(".")
     if section in ("", "data") and name in _GIVEN_ELSEWHERE:

@@ -14,9 +14,6 @@ _MOST_SEEDS = 10_000
 def parse_seeds(text: str) -> list[int]:
     """Seeds from ranges and numbers.
 
-    Raises:
-        UserError: a part is neither, a range is empty, a seed is named twice, or there are too many.
-
     >>> parse_seeds("0-3,7")
     [0, 1, 2, 3, 7]
     """
@@ -53,9 +50,6 @@ def seeds_text(seeds: list[int] | tuple[int, ...]) -> str:
 
 def parse_metrics(text: str) -> tuple[str, ...]:
     """Metrics of a comma-separated list, each once: a test counts once in its family.
-
-    Raises:
-        UserError: one is unknown.
 
     >>> parse_metrics("ndcg@10,hr@5,ndcg@10")
     ('ndcg@10', 'hr@5')

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recbft.config.fields import to_dict
+from recbft.config.fields import check_range, to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.experiments.arms import ArmSpec, check_distinct
@@ -49,8 +49,7 @@ def prepare(
         batch_seeds: as in ``train_missing``.
 
     Raises:
-        UserError: an arm cannot be configured, is not trained, is another's equal or cannot be compared, a folder holds
-            another run, or what is missing cannot begin on these data, or not with its seeds together.
+        UserError: an arm cannot be trained or compared, or a folder holds another run.
     """
     refuse_several(SIDE_BY_SIDE)
     jobs = plan(arms, seeds, out / "runs", configure)
@@ -63,9 +62,9 @@ def prepare(
     settle(out / "runs")
     found = [(job, status(job, dataset)) for job in jobs]
     for arm in arms:
-        _check_begins([job.config for job, its in found if job.arm == arm and its == "missing"], dataset, arm)
-        if batch_seeds > 1:
-            _check_together([job.config for job, its in found if job.arm == arm and its != "finished"], arm)
+        missing = [job.config for job, its in found if job.arm == arm and its == "missing"]
+        unfinished = [job.config for job, its in found if job.arm == arm and its != "finished"]
+        _check_begins(missing, unfinished if batch_seeds > 1 else [], dataset, arm)
     return jobs, dataset
 
 
@@ -80,11 +79,11 @@ def train_missing(
         batch_seeds: most runs of an arm, which differ in their seed alone, that one process trains together.
 
     Raises:
-        UserError: ``workers`` or ``batch_seeds`` is not positive, or another command put another run in a job's place.
+        UserError: another command put another run in a job's place.
         RunError: runs failed, or the user broke it off; the message says how to go on.
     """
-    check_positive("--jobs", workers)
-    check_positive("--batch-seeds", batch_seeds)
+    check_range("--jobs", workers, at_least=1)
+    check_range("--batch-seeds", batch_seeds, at_least=1)
     write_commands(jobs, make_folder(out) / "commands.txt")
     train_or_say(jobs, dataset, out, workers=workers, watch=watch, batch_seeds=batch_seeds)
 
@@ -122,12 +121,6 @@ def check_devices(jobs: Sequence[Job]) -> None:
         chosen_device(config.training.device)
 
 
-def check_positive(option: str, value: int) -> None:
-    """Refuse a number of processes or runs below 1."""
-    if value < 1:
-        raise UserError(f"{option} is {value}; give a whole number of at least 1")
-
-
 def _check_comparable(jobs: Sequence[Job]) -> None:
     """Refuse before training what a comparison would refuse after it: other data, or another headline."""
     first = jobs[0]
@@ -140,26 +133,23 @@ def _check_comparable(jobs: Sequence[Job]) -> None:
             )
 
 
-def _check_begins(configs: Sequence[RunConfig], dataset: Dataset, arm: ArmSpec) -> None:
-    """Refuse before training what each run of an arm would refuse in its own process, maybe hours later."""
-    if not configs:
-        return
-    try:
-        check_begins(configs[0], dataset)
-    except UserError as error:
-        raise UserError(f"arm {arm.label}: {error}") from None
-
-
-def _check_together(configs: Sequence[RunConfig], arm: ArmSpec) -> None:
-    """Refuse before training what the process that trains seeds of an arm together would refuse."""
-    if len(configs) < 2:
-        return
-    try:
-        check_together(configs[:2])
-        check_stackable(configs[0])
-    except UserError as error:
-        raise UserError(f"--batch-seeds cannot be given with arm {arm.label}: {error}") from None
-
-
 def _compared_on(config: RunConfig) -> dict[str, Any]:
     return {"data": to_dict(config.data), "evaluation": {"filter_seen": config.evaluation.filter_seen}}
+
+
+def _check_begins(missing: Sequence[RunConfig], together: Sequence[RunConfig], dataset: Dataset, arm: ArmSpec) -> None:
+    """Refuse before training what a run of an arm would refuse in its own process, maybe hours later.
+
+    Args:
+        together: the runs that processes train together; none where each is trained by itself.
+    """
+    where = f"arm {arm.label}"
+    try:
+        if missing:
+            check_begins(missing[0], dataset)
+        if len(together) > 1:
+            where = f"--batch-seeds cannot be given with arm {arm.label}"
+            check_together(together[:2])
+            check_stackable(together[0])
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

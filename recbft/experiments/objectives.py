@@ -38,11 +38,7 @@ def best_validation(job: Job) -> float:
 
 
 def best_and_tail(job: Job) -> float:
-    """Equation (10.9) for a finished run.
-
-    Raises:
-        UserError: its history has no validation.
-    """
+    """Equation (10.9) for a finished run."""
     training, run = job.config.training, RunFolder(job.path)
     history, metric = run.read_history(), training.valid_metric
     if all(row.get(f"valid_{metric}") is None for row in history):
@@ -84,11 +80,7 @@ OBJECTIVES: dict[str, Callable[[Job], float]] = {"best": best_validation, "tail"
 
 
 def check_reach(objective: str, training: TrainingConfig) -> None:
-    """Refuse runs too short for the tail objective to differ from the best validation.
-
-    Raises:
-        UserError: nothing is validated before the window at their end.
-    """
+    """Refuse runs too short for the tail objective to differ from the best validation."""
     needed = WINDOW + training.eval_every
     if objective == "tail" and training.epochs < needed:
         raise UserError(

@@ -69,11 +69,7 @@ def plan(
 
 
 def status(job: Job, dataset: Dataset) -> Status:
-    """How far a run is.
-
-    Raises:
-        UserError: its folder holds a run with another config, other data or another version, or something else.
-    """
+    """How far a run is; what else its folder holds, as a run with another config, is refused."""
     if not os.path.lexists(job.path):  # asked first: a folder that another command makes has its config from the start
         return "missing"
     if not (job.path / "config.yaml").is_file():

@@ -26,43 +26,39 @@ LOST = 255  # the exit code that multiprocessing makes up for a process whose fo
 # What every run imports sooner or later (PyTorch's optimisers do the second): seconds, which short runs would pay each.
 _IMPORTED_ONCE = ("recbft.experiments.worker", "torch._dynamo", "scipy.stats")
 _STARTS = 5  # attempts to start a process
+_CONTEXT: Any = multiprocessing.get_context("forkserver" if FORKS else "spawn")
 
 
-class Processes:
-    """Where a command's processes come from."""
+def prepare() -> None:
+    """Begin to import what processes need, before one is wanted."""
+    if FORKS:
+        _CONTEXT.set_forkserver_preload(list(_IMPORTED_ONCE))
+        _start_server()
 
-    def __init__(self) -> None:
-        self.context: Any = multiprocessing.get_context("forkserver" if FORKS else "spawn")
 
-    def prepare(self) -> None:
-        """Begin to import what they need, before one is wanted."""
-        if FORKS:
-            self.context.set_forkserver_preload(list(_IMPORTED_ONCE))
-            _start_server()
+def start(work: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """A process in which ``work(*arguments, say)`` runs, and the other end of ``say``.
 
-    def start(self, work: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-        """A process in which ``work(*arguments, say)`` runs, and the other end of ``say``.
-
-        Raises:
-            UserError: the folder of temporary files has too long a name.
-            RunError: the fork server ends each time.
-        """
-        for attempt in range(_STARTS):
-            time.sleep(0.2 * attempt)  # the system may take a moment to say that the server is dead
-            said, say = multiprocessing.Pipe(duplex=False)
-            process = self.context.Process(target=work, args=(*arguments, say), daemon=True)
-            try:
-                with say:
-                    if not FORKS:
-                        with _deaf_to_ctrl_c():
-                            process.start()
-                    else:
-                        _start_server()
-                        process.start()  # waits for the server's imports, which Ctrl-C may break off
-                return process, said
-            except (EOFError, ConnectionError):
-                continue
-        raise RunError("the process that starts the runs is ended by the system each time; the same command goes on")
+    Raises:
+        UserError: the folder of temporary files has too long a name.
+        RunError: the fork server ends each time.
+    """
+    for attempt in range(_STARTS):
+        time.sleep(0.2 * attempt)  # the system may take a moment to say that the server is dead
+        said, say = multiprocessing.Pipe(duplex=False)
+        process = _CONTEXT.Process(target=work, args=(*arguments, say), daemon=True)
+        try:
+            with say:
+                if not FORKS:
+                    with _deaf_to_ctrl_c():
+                        process.start()
+                else:
+                    _start_server()
+                    process.start()  # waits for the server's imports, which Ctrl-C may break off
+            return process, said
+        except (EOFError, ConnectionError):
+            continue
+    raise RunError("the process that starts the runs is ended by the system each time; the same command goes on")
 
 
 def ended_by_system(code: int) -> str | None:

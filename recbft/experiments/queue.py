@@ -22,10 +22,11 @@ from typing import Any, NamedTuple, Protocol
 
 from recbft.datasets import Dataset
 from recbft.errors import UserError
-from recbft.experiments import locks
+from recbft.experiments import processes
 from recbft.experiments.plan import Job, status
-from recbft.experiments.processes import LOST, Processes, ended_by_system, last_word, single_threaded, terminable
+from recbft.experiments.processes import LOST, ended_by_system, last_word, single_threaded, terminable
 from recbft.experiments.worker import ELSEWHERE, log_of, work
+from recbft.runs import locks
 from recbft.runs.folder import Row, RunFolder
 
 WORDLESS = "ended without a message"  # the reason of a worker that gave none
@@ -80,7 +81,6 @@ def train_all(
     """Train what is not finished in ``workers`` processes at a time; returns the runs that failed.
 
     Args:
-        dataset: the data of all jobs.
         queue: folder for locks and logs; shared by all commands that share the runs.
         batch_seeds: most runs of an arm that one process trains together.
 
@@ -127,13 +127,12 @@ class _Queue:
         self.retries: dict[Path, int] = {}
         self.noted: set[str] = set()  # warnings that many runs have in common are passed on once
         self.seen_elsewhere: dict[Path, tuple[float, int]] = {}  # since when, at which epoch
-        self.processes = Processes()
 
     def work(self) -> list[Failure]:
         self.watch.look([], _count(self.waiting))
         try:
             if self.waiting:
-                self.processes.prepare()
+                processes.prepare()
             while self.waiting or self.running:
                 self._drop_finished()
                 self._start_workers()
@@ -162,7 +161,7 @@ class _Queue:
             if not jobs:
                 continue
             self.waiting = _without(self.waiting, {job.path for job in jobs})
-            process, said = self.processes.start(work, jobs, self.folder, self.dataset.content_hash)
+            process, said = processes.start(work, jobs, self.folder, self.dataset.content_hash)
             epochs, retries = _epochs(jobs), self.retries.get(jobs[0].path, 0)
             self.running[process.sentinel] = _Worker(process, said, jobs, time.monotonic(), epochs, retries)
 

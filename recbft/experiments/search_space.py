@@ -82,8 +82,7 @@ def check_each_once(space: Sequence[Dimension], config: RunConfig) -> None:
 def of_kind(dimension: Dimension, values: Mapping[str, Any]) -> Dimension:
     """A range with bounds of the kind that its setting takes: ``0..1`` is all between where that is a real number.
 
-    Raises:
-        UserError: the setting takes whole numbers and a bound is not one, so that hardly any trial could be run.
+    Bounds that are not whole are refused where the setting is: hardly any trial could be run.
     """
     if dimension.choices:
         return dimension

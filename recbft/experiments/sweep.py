@@ -34,11 +34,7 @@ class Sweep:
 
 
 def plan_sweep(vary: str, arm: str, configure: Callable[[ArmSpec], RunConfig]) -> Sweep:
-    """The arms that ``key=value,value,...`` asks for; a value that is the default is the default's arm.
-
-    Raises:
-        UserError: no such key, a key that another option gives, no value, or a value that the key cannot take.
-    """
+    """The arms that ``key=value,value,...`` asks for; a value that is the default is the default's arm."""
     key, equals, text = vary.partition("=")
     texts = [part for part in split_list(text) if part]
     if not equals or not texts:

@@ -14,22 +14,21 @@ import contextlib
 import hashlib
 import importlib
 import random
-import secrets
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recbft.config.fields import by_setting, to_dict
+from recbft.config.fields import by_setting, check_range, to_dict
 from recbft.config.yaml_text import parse_yaml
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
-from recbft.experiments import locks
 from recbft.experiments.arms import ArmSpec
-from recbft.experiments.missing_runs import SIDE_BY_SIDE, check_positive, prepare, train_or_say
+from recbft.experiments.missing_runs import SIDE_BY_SIDE, prepare, train_or_say
 from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach
 from recbft.experiments.queue import Watcher
 from recbft.experiments.search_space import Dimension, all_points, check_each_once, of_kind
+from recbft.runs import locks
 from recbft.system.files import make_folder
 from recbft.system.torchrun import refuse_several
 from recbft.training.build import check_begins
@@ -62,14 +61,12 @@ def search(
         objective: a name of ``OBJECTIVES``, what trials are ranked and pruned by.
 
     Raises:
-        UserError: Optuna is missing, ``workers`` is not positive, one seed leaves nothing to ``prune``, the study is of
-            another search or other data, in another command's hands or unreadable, a setting is named twice or has no
-            such value, runs are too short for the objective, or no trial has values that go together.
+        UserError: Optuna is missing, the study is of another search, or no run can have what is asked for.
         RunInterruptedError: the user stopped it; the same command goes on.
         RunError: the study cannot be written, or every trial failed.
     """
     refuse_several(SIDE_BY_SIDE)
-    check_positive("--jobs", workers)
+    check_range("--jobs", workers, at_least=1)
     if prune and len(seeds) < 2:
         raise UserError(
             "--prune has no effect with one seed, after which a trial is over; give more seeds or leave it out"
@@ -208,29 +205,16 @@ def _open_study(file: Path, optuna: Any, prune: bool) -> Any:
     # Optuna lets the errors of SQLAlchemy through, and has a RuntimeError for a study of another version.
     sql_errors = importlib.import_module("sqlalchemy.exc").SQLAlchemyError
     try:
-        if not file.exists():
-            _begin_study(file, optuna)
-        return optuna.load_study(study_name=_STUDY, storage=_address(file), pruner=pruner)
+        storage = optuna.storages.RDBStorage(_address(file))
+        # Asked by name: where a command was killed in the midst of the schema, the database itself would take several.
+        if _STUDY not in optuna.get_all_study_names(storage):
+            optuna.create_study(study_name=_STUDY, storage=storage, direction="maximize")
+        return optuna.load_study(study_name=_STUDY, storage=storage, pruner=pruner)
     except (sql_errors, optuna.exceptions.OptunaError, RuntimeError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{file} cannot be read as a study ({reason}); move it away to begin anew, or give another --out"
         ) from None
-
-
-def _begin_study(file: Path, optuna: Any) -> None:
-    """A file with a study, there whole or not at all: half a schema would hold several of one name."""
-    for leftover in file.parent.glob(f".{file.name}.*.tmp*"):  # of killed commands: this one is alone here
-        leftover.unlink(missing_ok=True)
-    made = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        storage = optuna.storages.RDBStorage(_address(made))
-        optuna.create_study(storage=storage, study_name=_STUDY, direction="maximize")
-        storage.remove_session()
-        storage.engine.dispose()
-        made.replace(file)
-    finally:
-        made.unlink(missing_ok=True)
 
 
 def _address(file: Path) -> str:

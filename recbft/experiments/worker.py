@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from recbft.errors import RunError, UserError
-from recbft.experiments import locks
 from recbft.experiments.plan import Job, status
 from recbft.experiments.processes import Word
+from recbft.runs import locks
 from recbft.system.files import explained
 from recbft.system.memory import keep_freed_memory
 from recbft.training.many_seeds import train_seeds

@@ -6,6 +6,19 @@
 
 ``state.json`` is the one point where a state becomes the current one. A tensor file is named for its content, so
 writing never touches the file in use; only after ``state.json`` names the new files are the superseded ones removed.
+Whatever is read is checked against its size and hash: a ``UserError`` names the file that is missing or changed.
+
+An optimiser's ``state_dict()`` mixes numbers with tensors, tuples and whole-number keys, which JSON does not keep. A
+mapping becomes ``{"map": [[key, value], ...]}``, a tuple ``{"tuple": [...]}``, a tensor ``{"tensor": name}``; lists,
+text, numbers, booleans and None stand for themselves.
+
+A tensor file is written straight from where the tensors lie, so writing a model does not take its memory twice:
+
+    8 bytes     the length of the header, least byte first
+    header      JSON by name: dtype, shape, first and last byte after the header; blanks up to a multiple of 8
+    the rest    the numbers, tensors of wider numbers first so that each stands at a multiple of its width
+
+Source: https://huggingface.co/docs/safetensors, which also reads it; its own writer first makes copies of all tensors.
 """
 
 from __future__ import annotations
@@ -20,18 +33,30 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.autograd.on_host import on_host
 from recbft.errors import UserError
-from recbft.runs.tensors import file_parts, flatten, restore
 from recbft.system import recbft_version
 from recbft.system.files import plain, read_json, write_atomic
 
 STATE_FILE = "state.json"
 FORMAT = 2
 _FILE_NAME = re.compile(r"(epoch|best)-\d{5,}-[0-9a-f]{8}\.safetensors")  # as ``_write_tensors`` makes it
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.float64: "F64",
+}
 _START_AFRESH = "the checkpoint is damaged: restore the file from a copy, or train again into a new folder"
 
 
@@ -105,17 +130,10 @@ def snapshot(
 
 
 def write(folder: str | Path, snapshot: Snapshot) -> None:
-    """Make this the state that ``load`` finds.
-
-    Args:
-        folder: made if it is missing; its parent must exist.
-
-    Raises:
-        RunError: the disk is full; the state saved last is untouched.
-    """
+    """Make this the state that ``load`` finds; where the disk is full, the state saved last is untouched."""
     folder = Path(folder)
     folder.mkdir(exist_ok=True)
-    epoch, best = snapshot.state["epoch"], _recorded_best(folder)
+    epoch, best = snapshot.state["epoch"], _read_state(folder)["best"] if exists(folder) else None
     if snapshot.best is not None:
         best = _write_tensors(folder, f"best-{epoch:05d}", snapshot.best)
     content = {
@@ -136,11 +154,7 @@ def exists(folder: str | Path) -> bool:
 
 
 def load(folder: str | Path) -> Loaded:
-    """The state saved last, checked against its sizes and hashes.
-
-    Raises:
-        UserError: there is none, or a file is missing, truncated or changed.
-    """
+    """The state saved last, checked against its sizes and hashes."""
     content = _read_state(Path(folder))
     tensors = _read_tensors(Path(folder), content["tensors"])
     try:
@@ -157,20 +171,12 @@ def load(folder: str | Path) -> Loaded:
 
 
 def load_state(folder: str | Path) -> TrainState:
-    """The plain part of the state saved last.
-
-    Raises:
-        UserError: there is none, or its file is damaged.
-    """
+    """The plain part of the state saved last."""
     return TrainState(**_read_state(Path(folder))["state"])
 
 
 def load_best(folder: str | Path) -> dict[str, Tensor]:
-    """Parameters and buffers of the best epoch.
-
-    Raises:
-        UserError: there is none, or a file is missing, truncated or changed.
-    """
+    """Parameters and buffers of the best epoch."""
     folder = Path(folder)
     best = _read_state(folder)["best"]
     while best is not None:
@@ -185,11 +191,7 @@ def load_best(folder: str | Path) -> dict[str, Tensor]:
 
 
 def best_digest(folder: str | Path) -> str:
-    """SHA-256 of the file with the best weights.
-
-    Raises:
-        UserError: there is none, or the state is damaged.
-    """
+    """SHA-256 of the file with the best weights."""
     best = _read_state(Path(folder))["best"]
     if best is None:
         raise _no_best(folder)
@@ -203,11 +205,7 @@ def _no_best(folder: str | Path) -> UserError:
 def check_dataset(
     state: TrainState, *, dataset: str, content_hash: str, vocabulary_hash: str, folder: str | Path
 ) -> None:
-    """Refuse to go on training with data other than the checkpoint's.
-
-    Raises:
-        UserError: the vocabulary or the content differs.
-    """
+    """Refuse to go on training with data other than the checkpoint's."""
     if state.vocabulary_hash != vocabulary_hash:
         other = "a changed vocabulary of" if state.dataset == dataset else "another data set,"
         raise UserError(
@@ -224,8 +222,7 @@ def check_dataset(
 def take_up(model: nn.Module, state: Mapping[str, Tensor], *, folder: str | Path) -> None:
     """Give a model the parameters and buffers that were saved, to train it on.
 
-    Raises:
-        UserError: they are of another model, or of another dtype, to which PyTorch would convert them silently.
+    Those of another dtype are refused: PyTorch would convert them silently.
     """
     for name, own in model.state_dict().items():
         if name in state and state[name].dtype != own.dtype:
@@ -250,6 +247,49 @@ def vocabulary_hash(item_ids: NDArray[Any]) -> str:
         text = str(raw).encode()
         digest.update(len(text).to_bytes(4, "little") + text)
     return digest.hexdigest()
+
+
+def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON of ``value``; its tensors are added to ``tensors`` under names that start with ``name``."""
+    if isinstance(value, Tensor):
+        assert name not in tensors, f"two tensors are called {name}"
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {"map": [[key, flatten(part, f"{name}.{key}", tensors)] for key, part in value.items()]}
+    if isinstance(value, (list, tuple)):
+        parts = [flatten(part, f"{name}.{place}", tensors) for place, part in enumerate(value)]
+        return {"tuple": parts} if isinstance(value, tuple) else parts
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{name} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def restore(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of ``flatten``."""
+    if isinstance(tree, list):
+        return [restore(part, tensors) for part in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(restore(part, tensors) for part in content)
+    return {key: restore(part, tensors) for key, part in content}
+
+
+def file_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
+    """The file of contiguous tensors on the CPU, part by part; the parts of tensors are views of their memory."""
+    header, start, views = {}, 0, []
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        shape, stop = list(tensor.shape), start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [start, stop]}
+        views.append(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [memoryview(len(text).to_bytes(8, "little") + text), *views]
 
 
 def _write_tensors(folder: Path, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -308,13 +348,6 @@ def _read_tensors(folder: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
         raise UserError(f"{path} was changed after it was written (its SHA-256 differs); {_START_AFRESH}")
     tensors: dict[str, Tensor] = safetensors.torch.load(data)
     return tensors
-
-
-def _recorded_best(folder: Path) -> dict[str, Any] | None:
-    if not exists(folder):
-        return None
-    best: dict[str, Any] | None = _read_state(folder)["best"]
-    return best
 
 
 def tidy(folder: str | Path) -> None:

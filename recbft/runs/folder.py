@@ -36,7 +36,7 @@ from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.protocol import headline_setting
 from recbft.runs import checkpoint
-from recbft.runs.lock import locked
+from recbft.runs.locks import locked
 from recbft.system.files import json_text, new_folder, read_json, write_atomic, write_json, write_parquet
 from recbft.system.torchrun import Process
 
@@ -96,11 +96,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """The run in an existing folder.
-
-        Raises:
-            UserError: there is no such folder, or no run in it.
-        """
+        """The run in an existing folder."""
         path = Path(path)
         if not path.is_dir():
             settle(Path(os.path.realpath(path)).parent)
@@ -165,8 +161,8 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to its end."""
-        return self.metrics_file.is_file()
+        """Whether the run came to its end; whatever stands in the metrics' place is refused when it is read."""
+        return self.metrics_file.exists()
 
     @property
     def has_checkpoint(self) -> bool:

@@ -67,11 +67,7 @@ def write_json(path: str | Path, value: object, *, durable: bool = True) -> None
 
 
 def json_text(value: object) -> str:
-    """Indented JSON; numpy numbers become plain ones.
-
-    Raises:
-        ValueError: a number is NaN or infinite, which JSON cannot hold.
-    """
+    """Indented JSON; numpy numbers become plain ones."""
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
 
 
@@ -126,12 +122,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 
 def make_folder(path: str | Path) -> Path:
-    """The folder ``path``, made with those above it unless it is there; it is filled bit by bit.
-
-    Raises:
-        UserError: a file is in its place, or it may not be made.
-        RunError: the disk is full.
-    """
+    """The folder ``path``, made with those above it unless it is there; it is filled bit by bit."""
     path = Path(path)
     with explained(path):
         try:
@@ -142,11 +133,7 @@ def make_folder(path: str | Path) -> Path:
 
 
 def refuse_input(out: str | Path, source: str | Path) -> None:
-    """Refuse to write ``out`` over the file that it is made from.
-
-    Raises:
-        UserError: the two are one file.
-    """
+    """Refuse to write ``out`` over the file that it is made from."""
     if os.path.exists(out) and os.path.exists(source) and os.path.samefile(out, source):
         raise UserError(f"--out {out} is the file that is read, and writing would replace it; give another --out")
 

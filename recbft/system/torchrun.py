@@ -35,11 +35,7 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """Which of them this one is, by its environment; alone where torchrun has not begun it.
-
-    Raises:
-        UserError: the environment speaks of several processes, but not of which this one is.
-    """
+    """Which of them this one is, by its environment; alone where torchrun has not begun it."""
     size = _number("WORLD_SIZE", 1)
     if size <= 1:
         return Process()
@@ -56,14 +52,7 @@ def this_process() -> Process:
 
 
 def refuse_several(what: str) -> None:
-    """Refuse work that makes processes of its own, or that one process does.
-
-    Args:
-        what: it, as the subject of a sentence.
-
-    Raises:
-        UserError: this is one of several processes.
-    """
+    """Refuse work, ``what``, that makes processes of its own, or that one process does."""
     size = this_process().size
     if size > 1:
         raise UserError(f"WORLD_SIZE is {size}: {what}; begin it without torchrun")

@@ -93,7 +93,12 @@ def test_bad_usage_is_one_line_on_stderr_and_exit_code_2(capsys, monkeypatch, tm
         (UserError("two\nlines; mend it"), 2, "error: two lines; mend it"),
         (RunError("step 3 failed; resume it"), 1, "error: step 3 failed; resume it"),
         (KeyboardInterrupt(), 1, "error: interrupted"),
-        (PermissionError(13, "Permission denied", "/x"), 1, "error: /x: Permission denied"),
+        (OSError(5, "Input/output error", "/x"), 1, "error: /x: Input/output error"),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            2,
+            "error: /x cannot be opened: permission denied; ask for the right to it, or name another",
+        ),
         (MemoryError(), 1, "error: out of memory; lower training.batch_size or evaluation.memory_mb"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1696 bytes."),
@@ -131,7 +136,7 @@ def test_what_all_processes_of_a_run_meet_is_told_once(capsys, monkeypatch, erro
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr("recbft.datasets.cards.card_names", fail)
+    monkeypatch.setattr("recbft.datasets.loading.card_names", fail)
     code, out, err = run(capsys, "data", "list")
     assert code > 0 and out == "" and err.count("error: ") == (rank in told_by)
 
@@ -148,7 +153,7 @@ def test_ctrl_c_inside_a_command_is_a_failed_run(capsys, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("recbft.datasets.cards.card_names", interrupt)
+    monkeypatch.setattr("recbft.datasets.loading.card_names", interrupt)
     code, out, err = run(capsys, "data", "list")
     assert (code, out, err.strip()) == (1, "", "error: interrupted")
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from recbft.comparing.comparison import load_comparison
-from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.experiments.plan import Job
 from recbft.experiments.sweep import plan_sweep, sweep_results
@@ -30,20 +29,10 @@ def test_a_sweep_compares_each_value_with_the_default_and_chooses_by_validation(
     assert names == {f"{arm}-seed{s}" for arm in ("bft", "bft_lam_max=0.5", "bft_lam_max=5") for s in (0, 1)}
     result = json.loads((out_dir / "sweep.json").read_text())
     assert [(row["value"], row["is_default"]) for row in result["rows"]] == [(0.5, False), (5, False), (100, True)]
-    values = {
-        name: {part: [run.metrics[part]["unfiltered"]["ndcg@10"] for run in runs] for part in ("validation", "test")}
-        for name in ("bft", "bft_lam_max=0.5")
-        for runs in [[RunFolder(out_dir / "runs" / f"{name}-seed{seed}") for seed in (0, 1)]]
-    }
     for part in ("validation", "test"):
-        d = result["rows"][0][part]["difference"]
-        expected = compare_seeds(values["bft"][part], values["bft_lam_max=0.5"][part])
-        assert d["difference"] == expected.difference and d["p_t"] == expected.p_t
-        others = [row[part]["difference"] for row in result["rows"][:2]]
-        assert [d["p_holm"] for d in others] == holm([d["p_t"] for d in others])
         for row, name in ((0, "bft_lam_max=0.5"), (2, "bft")):
-            found, of_arm = result["rows"][row][part], values[name][part]
-            assert (found["mean"], found["sd"]) == (pytest.approx(mean(of_arm)), pytest.approx(stdev(of_arm)))
+            runs = [RunFolder(out_dir / "runs" / f"{name}-seed{seed}") for seed in (0, 1)]
+            assert result["rows"][row][part]["values"] == [run.metrics[part]["unfiltered"]["ndcg@10"] for run in runs]
     assert result["rows"][2]["validation"]["difference"] is None and result["metric"] == "ndcg@10"
     best = max(result["rows"], key=lambda row: row["validation"]["mean"])
     assert result["chosen"] == best["value"] and result["key"] == "core.lam_max"
@@ -65,6 +54,7 @@ def test_a_sweep_compares_each_value_with_the_default_and_chooses_by_validation(
         (["--vary", "k_core=0,2"], "--vary cannot vary k_core: its values are judged by one metric on one data set"),
         (["--vary", "core={lam_max: 5},{q_max: 2}"], "changes core.lam_max and core.q_max; vary one setting at a time"),
         (["--vary", "lam_max=5,5.0"], "--vary names lam_max=5.0 twice; name each value once"),
+        (["--set", "ema={decay: 0.5}", "--vary", "ema={},~"], "--vary names ema=~ twice; name each value once"),
         (["--vary", "lam_max=5", "--vary", "epochs=3"], "--vary is given twice; vary one setting at a time, or search"),
         (["--vary", "lam_max=5", "--seeds", "4"], "names one seed; paired differences need at least 2"),
         (
@@ -193,11 +183,6 @@ def test_a_sweep_says_whose_p_stands_beside_one_difference_in_every_seed(tmp_pat
 def test_where_another_value_is_as_good_the_default_is_chosen(tmp_path, order):
     equal = {value: {"validation": {"unfiltered": [0.2, 0.4]}} for value in order}
     assert swept(tmp_path, equal)["chosen"] == 100.0
-
-
-def test_two_values_that_would_share_a_folder_are_refused():
-    with pytest.raises(UserError, match="--vary names ema=~ twice; name each value once"):
-        plan_sweep("ema={},~", "bft", lambda spec: spec.config(("ema={decay: 0.5}",), dataset="synthetic"))
 
 
 def test_a_sweep_over_a_controller_is_written_as_it_is_set(capsys, events, tmp_path):

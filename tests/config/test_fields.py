@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recbft.config.fields import Verbatim, check_choice, check_range, from_dict, to_dict, verbatim
+from recbft.config.fields import Verbatim, check_range, from_dict, to_dict, verbatim
 from recbft.errors import UserError
 
 
@@ -159,8 +159,3 @@ def test_a_range_says_which_kind_of_number_it_wants_and_lets_none_pass():
     with pytest.raises(UserError, match="width is 'wide'; give a number >= 1"):
         check_range("width", "wide", at_least=1)  # type: ignore[arg-type]
     check_range("clip", None, above=0)
-
-
-def test_an_unknown_choice_is_refused_with_the_list():
-    with pytest.raises(UserError, match="mode is 'zzz'; choose one of exact, off"):
-        check_choice("mode", "zzz", ("exact", "off"))

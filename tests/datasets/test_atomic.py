@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -65,15 +63,3 @@ def test_an_id_that_recbole_would_not_read_back_is_refused(tmp_path, item, messa
     with pytest.raises(UserError, match=message):
         save_atomic(Dataset.from_frame(frame), tmp_path, "some")
     assert not list(tmp_path.rglob("*.inter"))
-
-
-def test_the_text_of_a_large_file_is_never_in_memory_as_a_whole(tmp_path):
-    frame = pd.DataFrame({"user_id": np.repeat(np.arange(100), 700), "item_id": np.tile(np.arange(10), 7000)})
-    dataset = Dataset.from_frame(frame.assign(item_id=frame["item_id"].astype(str).str.zfill(400)))
-    tracemalloc.start()
-    try:
-        path = save_atomic(dataset, tmp_path, "long")
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < path.stat().st_size

@@ -17,6 +17,7 @@ from recbft.datasets.config import DataConfig
 from recbft.datasets.statistics import distinct
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
+from tests.datasets.test_prepare import histories
 
 TEXT_IDS = st.text(min_size=1, max_size=5).filter(lambda text: text.strip() != "")
 INT_IDS = st.integers(-(2**63), 2**63 - 1)
@@ -31,11 +32,6 @@ def frames(draw, ids=None):
     event = st.tuples(st.sampled_from(users), st.sampled_from(items), st.integers(0, 3) | st.integers(0, 2**62))
     rows = draw(st.lists(event, min_size=1, max_size=20)) + [(users[0], items[0], 1)] * 3
     return pd.DataFrame(draw(st.permutations(rows)), columns=["user_id", "item_id", "timestamp"])
-
-
-def histories(dataset):
-    parts = np.split(dataset.decode(dataset.items), dataset.offsets[1:-1])
-    return {user: items.tolist() for user, items in zip(dataset.user_ids.tolist(), parts, strict=True)}
 
 
 def assert_equal(one, other):
@@ -260,31 +256,6 @@ def test_a_time_column_that_nobody_named_may_be_damaged(tmp_path):
         assert Dataset.load(tmp_path / name).num_events == 3
     with pytest.raises(UserError, match="column 'timestamp' occurs 2 times"):
         Dataset.load(tmp_path / "a.csv", time="timestamp")
-
-
-def test_a_column_that_is_the_frame_s_index_is_said_to_be_it():
-    frame = pd.DataFrame({"user_id": [1] * 3, "item_id": [1, 2, 3], "when": [3, 2, 1]})
-    for index, how in (("user_id", {}), ("when", {"time": "when"}), (["user_id", "item_id"], {})):
-        with pytest.raises(UserError, match=r"frame: '.*' is no column but the index; give the frame's .reset_index()"):
-            Dataset.from_frame(frame.set_index(index), **how)
-    assert Dataset.from_frame(frame.set_index("user_id", drop=False)).num_users == 1
-
-
-def test_the_same_events_give_the_same_hashes_in_every_format(tmp_path):
-    frame = pd.DataFrame({"user_id": [1, 2] * 4, "item_id": [5, 5, 6, 7, 7, 8, 9, 6], "timestamp": range(8)})
-    frame.to_parquet(tmp_path / "a.parquet")
-    frame.to_csv(tmp_path / "a.csv", index=False)
-    frame.to_csv(tmp_path / "a.tsv.gz", index=False, sep="\t")
-    frame.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
-    atomic = frame.set_axis(["user_id:token", "item_id:token", "timestamp:float"], axis=1)
-    atomic.astype({"timestamp:float": float}).to_csv(tmp_path / "a.inter", index=False, sep="\t")
-    expected = Dataset.from_frame(frame, time="timestamp")
-    for name in ("a.parquet", "a.csv", "a.tsv.gz", "a.jsonl", "a.inter"):
-        dataset = Dataset.load(tmp_path / name, time="timestamp")
-        assert dataset.content_hash == expected.content_hash and dataset.target_hash == expected.target_hash
-    text = "".join(f"{u} {i}\n" for u, i in zip(frame.user_id, frame.item_id, strict=True))
-    (tmp_path / "a.txt").write_text(text)
-    assert Dataset.load(tmp_path / "a.txt").content_hash == Dataset.from_frame(frame).content_hash
 
 
 def test_a_run_of_a_file_without_header_reads_files_of_other_forms(tmp_path):

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recbft.datasets import Dataset, Events
-from recbft.datasets.columns import check_columns, stands_for_nothing
-from recbft.datasets.events import are_dates, check_unit, in_unit, read_times
+from recbft.datasets.columns import stands_for_nothing
+from recbft.datasets.events import check_unit, in_unit, read_times
 from recbft.errors import UserError
 
 SECOND = 1_706_704_200  # 2024-01-31 12:30:00 UTC
@@ -59,7 +59,6 @@ def test_whole_times_are_taken_exactly_however_they_are_written(times):
 
 BLANK = "but a time may not be blank; fill it in, drop the row, or name no time column"
 NO_TIME = r"but a time must be a whole number from 0 to 2\*\*63 .* or a date since 1970, such as 2024-01-31 or"
-NO_DATE = "which is not a date written like the first one; write all dates alike"
 
 
 @pytest.mark.parametrize(
@@ -72,34 +71,23 @@ NO_DATE = "which is not a date written like the first one; write all dates alike
         ([1.5, 2.0, 3.0], 1, "1.5", NO_TIME),
         ([Decimal("1.5"), Decimal(2)], 1, "'1.5'", NO_TIME),
         (pa.array([1, 2, 2**63], pa.uint64()), 3, "'9223372036854775808'", NO_TIME),
-        ([1.0, float("inf"), 3.0], 2, "inf", r"but whole numbers above 2\*\*53 are not exact"),
-        ([1.0, 1e17, 3.0], 2, r"1e\+17", r"but whole numbers above 2\*\*53 are not exact as float64; store integers"),
+        (
+            [1.0, float("inf"), 3.0],
+            2,
+            "inf",
+            r"but whole numbers above 2\*\*53 are not exact as float64; store integers",
+        ),
         (pa.array([1, 2**24], pa.float32()), 2, "16777216.0", r"but whole numbers above 2\*\*24 are not exact as fl"),
         (["1", "", "2"], 2, "''", BLANK),
-        (["1", "\\N", "2"], 2, "'.*N'", BLANK),
         (["1", "2", "3.25"], 3, "'3.25'", NO_TIME),
-        (["1", "2", "1,600"], 3, "'1,600'", NO_TIME),
         (["1", "2", "-3.0"], 3, "'-3.0'", NO_TIME),
         (["1", "2", "inf"], 3, "'inf'", NO_TIME),
         (["1", "2", "9" * 30], 3, "'9+'", NO_TIME),
-        (["1", "2", "1e400"], 3, "'1e400'", NO_TIME),
         (["1", "2", "1e-400"], 3, "'1e-400'", NO_TIME),
-        (["1", "2", "0x10"], 3, "'0x10'", NO_TIME),
         (["1", "2", "1_0"], 3, "'1_0'", NO_TIME),
-        (["1706704200", "2024-01-31"], 2, "'2024-01-31'", NO_TIME),
         (["31.01.2024"], 1, "'31.01.2024'", NO_TIME),
         (["2024-01-31x"], 1, "'2024-01-31x'", NO_TIME),
-        (["2024-01-31", "2024-02-30"], 2, "'2024-02-30'", NO_DATE),
-        (["2024-01-31T00:00Z", "9999-12-31T00:00Z"], 2, "'9999-12-31T00:00Z'", NO_DATE),
-        (["2024-01-31", "2600-01-01"], 2, "'2600-01-01'", NO_DATE),
-        (["1500-01-01"], 1, "'1500-01-01'", NO_DATE),
-        (["2024-01-31", "31.01.2024"], 2, "'31.01.2024'", NO_DATE),
-        (["2024-01-31", "2024-01-31T00:00Z"], 2, "'2024-01-31T00:00Z'", NO_DATE),
-        (["2024-01-31T00:00Z", "2024-01-31"], 2, "'2024-01-31'", NO_DATE),
-        (["2024-01-31 01:30:00 PM"], 1, "'2024-01-31 01:30:00 PM'", NO_DATE),
         (["2024-01-31", "NaT"], 2, "'NaT'", BLANK),
-        (["", "2024-01-31"], 1, "''", BLANK),
-        (["2024-01-31", "1969-12-31"], 2, "'1969-12-31'", NO_TIME),
     ],
 )
 def test_what_is_no_time_is_refused_by_row_and_value(times, row, value, complaint):
@@ -107,18 +95,29 @@ def test_what_is_no_time_is_refused_by_row_and_value(times, row, value, complain
         read_times(times if isinstance(times, pa.Array) else pa.array(times), "timestamp", "log")
 
 
-def test_times_of_another_type_are_refused():
+@pytest.mark.parametrize(
+    "times",
+    [
+        ["2024-01-31", "2024-02-30"],
+        ["2024-01-31", "31.01.2024"],
+        ["2024-01-31T00:00Z", "9999-12-31T00:00Z"],
+        ["2024-01-31", "2600-01-01"],
+        ["1500-01-01"],
+        ["2024-01-31", "2024-01-31T00:00Z"],
+        ["2024-01-31T00:00Z", "2024-01-31"],
+        ["2024-01-31 01:30:00 PM"],
+    ],
+)
+def test_a_date_that_is_none_or_unlike_the_first_is_refused_by_its_value(times):
+    with pytest.raises(UserError, match=rf"^log: .*column 'timestamp'.*'{times[-1]}'.*write all dates alike"):
+        read_times(pa.array(times), "timestamp", "log")
+
+
+def test_a_day_is_its_first_second_and_times_of_another_type_are_refused():
+    days = events_of(timestamp=[datetime.date(2020, 1, 1)] * 3)
+    assert (days.time_unit, days.time.tolist()) == ("s", [1577836800] * 3)
     with pytest.raises(UserError, match="column 'timestamp' has type bool, but times must be whole numbers or dates"):
         events_of(timestamp=[True, True, False])
-
-
-def test_dates_become_ticks_of_the_coarsest_unit_that_loses_nothing():
-    day = datetime.datetime(2020, 1, 1)
-    whole = events_of(timestamp=[day + datetime.timedelta(seconds=s) for s in range(3)])
-    assert (whole.time_unit, whole.time.tolist()) == ("s", [1577836800, 1577836801, 1577836802])
-    fine = events_of(timestamp=[day + datetime.timedelta(milliseconds=s) for s in range(3)])
-    assert (fine.time_unit, fine.time.tolist()) == ("ms", [1577836800000, 1577836800001, 1577836800002])
-    assert events_of(timestamp=[day.date()] * 3).time.tolist() == [1577836800] * 3
 
 
 @pytest.mark.parametrize(
@@ -153,24 +152,13 @@ def test_text_and_dates_agree(stamps, offset, between):
     assert (found.tolist(), own) == (wanted.tolist(), unit)
 
 
-@pytest.mark.parametrize("bad", [1, 2, 500, 999])
-def test_the_first_of_several_bad_dates_is_named(bad):
-    values = ["2024-01-31"] * bad + ["2024-02-31"] * (1000 - bad)
-    with pytest.raises(UserError, match=f"row {bad + 1}: .*2024-02-31"):
-        read_times(pa.array(values), "when", "table")
-    assert not are_dates(pa.array([], pa.string())) and not are_dates(pa.array([None], pa.string()))
-
-
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_a_file_with_dates_in_text_is_the_data_set_of_the_dates(suffix, tmp_path):
+def test_a_file_with_dates_in_text_is_the_data_set_of_the_dates(tmp_path):
     when = pd.to_datetime("2024-01-01") + pd.to_timedelta(np.random.default_rng(0).permutation(24), unit="min")
     frame = pd.DataFrame({"user_id": np.repeat(np.arange(4), 6), "item_id": np.arange(24) % 7, "timestamp": when})
     wanted = Dataset.from_frame(frame, time="timestamp")
     text = frame.assign(timestamp=frame.timestamp.dt.strftime("%Y-%m-%dT%H:%M:%SZ"))
-    path = tmp_path / f"events.{suffix}"
-    write = {"csv": text.to_csv, "jsonl": lambda to: text.to_json(to, orient="records", lines=True)}
-    write.get(suffix, text.to_parquet)(path)
-    for found in (Dataset.load(path, time="timestamp"), Dataset.from_frame(text, time="timestamp")):
+    text.to_csv(tmp_path / "events.csv")
+    for found in (Dataset.load(tmp_path / "events.csv", time="timestamp"), Dataset.from_frame(text, time="timestamp")):
         assert found.content_hash == wanted.content_hash
         assert found.preparation["time_unit"] == wanted.preparation["time_unit"] == "s"
 
@@ -247,20 +235,6 @@ def test_a_table_without_rows_has_no_events_whatever_the_types(kind):
     assert len(Events.from_table(table, source="log", user="user_id", item="item_id")) == 0
     with pytest.raises(UserError, match=r"no user has 3 events after filtering \(0 events of 0 users read"):
         Dataset.from_frame(table)
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (["user_id;item_id"], "there is one column, 'user_id;item_id': if ';' stands between its fields, give it as"),
-        (["user", "item"], r"f: no column 'user_id'; did you mean 'user'\? \(columns: user, item\)"),
-        (["x", "y"], "f: no column 'user_id'; choose one of x, y"),
-        (["user_id", "user_id"], "f: column 'user_id' occurs 2 times; rename all but one"),
-    ],
-)
-def test_a_missing_column_is_explained_by_those_that_are_there(names, said):
-    with pytest.raises(UserError, match=said):
-        check_columns(names, ["user_id"], "f")
 
 
 @pytest.mark.parametrize(

@@ -119,17 +119,14 @@ def test_a_folder_stands_for_the_atomic_file_in_it(tmp_path):
     folder = tmp_path / "ml"
     folder.mkdir()
     write(folder / "ml.inter", FILES["a.inter"])
-    write(folder / "other.inter", "junk")
+    write(folder / "a.inter", "junk")
     assert rows_of(read_table(folder, WANTED)) == ROWS
     (folder / "ml.inter").rename(folder / "third.inter")
     with pytest.raises(UserError, match=r"holds 2 \.inter files and none is called ml\.inter; name a file"):
         read_table(folder, WANTED)
     with pytest.raises(UserError, match=r"holds 0 \.inter files and none is called"):
         read_table(tmp_path, WANTED)
-    (folder / "third.inter").rename(folder / "other.inter")  # over the junk: the only one, whatever it is called
-    assert rows_of(read_table(folder, WANTED)) == ROWS
-    write(folder / "a.inter", "junk")
-    (folder / "other.inter").rename(folder / "ml.inter")
+    (folder / "third.inter").rename(folder / "a.inter")  # over the junk: the only one, whatever it is called
     assert rows_of(read_table(folder, WANTED)) == ROWS
 
 
@@ -147,16 +144,7 @@ def test_json_numbers_may_mix_whole_and_float_times(tmp_path):
     assert Dataset.load(path, time="timestamp").times.tolist() == [3, 4, 5]
 
 
-@pytest.mark.parametrize("ids", [[2**63, 5], [5, 2**70], [-(2**63) - 1, 2**64]])
-def test_json_ids_beyond_64_bits_are_kept_as_their_text(tmp_path, ids):
-    rows = [{"user_id": 1, "item_id": item, "timestamp": 2**64} for item in [*ids, ids[0]]]
-    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
-    assert Dataset.load(path).item_ids.tolist() == list(map(str, ids))
-    with pytest.raises(UserError, match=r"row 1: .* holds '18446744073709551616', but a time must be a whole"):
-        Dataset.load(path, time="timestamp")
-
-
-UTF8 = r" is not UTF-8 text \(.*\); save it as UTF-8, or if it is packed, unpack it"
+UTF8 = r": cannot be read: .*(?i:utf-?8).*; check that the file is whole, may be read and is UTF-8"
 DAMAGED = {
     "empty.csv": ("", ": the file is empty"),
     "empty.txt": ("\n  \n", ": the file is empty"),
@@ -165,6 +153,9 @@ DAMAGED = {
     "blank.csv": ("\nuser_id,item_id\n", ": the first line is blank, but it must name the columns"),
     "column.csv": ("user_id,itemid\n1,2\n", r": no column 'item_id'; did you mean 'itemid'\? \(columns: user_id, it"),
     "column.jsonl": ('{"user_id": 1, "itemid": 2}\n', ": line 1: no column 'item_id'; did you mean 'ite"),
+    "blank.jsonl": ('{"user_id": 1, "item_id": 2}\n{"user_id": 1}\n', ": row 2: column 'item_id' holds nothing"),
+    "nan.jsonl": ('{"user_id": NaN, "item_id": 1}\n{"user_id": "u", "item_id": 2}\n', ": row 1: column 'user_id'"),
+    "semicolons.csv": ("user_id;item_id\n1;2\n", ": no column 'user_id'; there is one column, 'user_id;item_id': if"),
     "headless.csv": ("ann,tea,1\nann,milk,2\n", ": no column 'user_id'; choose .* for a file without a header give"),
     "twice.csv": ("user_id,item_id,item_id\n1,2,3\n", ": column 'item_id' occurs 2 times; rename all but one"),
     "ragged.csv": ("user_id,item_id\n1,2\n1\n1,3\n", ": cannot be read: CSV parse error: .*3: Expected 2 columns"),
@@ -229,36 +220,11 @@ def test_settings_that_do_not_fit_the_format_are_refused(tmp_path):
             read_table(tmp_path / "a.txt", WANTED, separator=separator)
 
 
-def test_what_stands_for_a_long_separator_may_not_stand_in_the_file(tmp_path):
-    path = write(tmp_path / "a.dat", "1::2\x1f3\n")
-    with pytest.raises(UserError, match=r"a\.dat: holds the character 0x1f, so separator '::' cannot be used"):
-        read_table(path, ["user_id", "item_id"], separator="::", columns=["user_id", "item_id"])
-    assert read_table(path, ["user_id", "item_id"], separator="\x1f", columns=["user_id", "item_id"]).num_rows == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("a.csv", "user_id,item_id\n1,2\n,2\n", "row 2: column 'user_id' holds '', but an id may not be blank"),
-        ("c.jsonl", '{"user_id": 1, "item_id": 2}\n{"user_id": 1}\n', "row 2: column 'item_id' holds nothing, but an"),
-        (
-            "d.jsonl",
-            '{"user_id": NaN, "item_id": 1}\n{"user_id": "u", "item_id": 2}\n',
-            "row 1: column 'user_id' holds",
-        ),
-    ],
-)
-def test_a_blank_value_in_a_file_is_refused_with_file_and_row(tmp_path, name, content, told):
-    with pytest.raises(UserError, match=f"{name}: {told}"):
-        Dataset.load(write(tmp_path / name, content))
-
-
 def test_a_quoted_field_may_hold_separators_and_line_breaks(tmp_path):
     path = write(tmp_path / "a.csv", 'user_id,note,item_id\nu,"a,\nb",x\nu,"c\r\nd",y\n')
     assert read_table(path, ["user_id", "item_id"])["item_id"].to_pylist() == ["x", "y"]
 
 
-@pytest.mark.parametrize("ending", ["csv.gz"])
 @pytest.mark.parametrize(
     ("titles", "line"),
     [
@@ -269,13 +235,11 @@ def test_a_quoted_field_may_hold_separators_and_line_breaks(tmp_path):
         ({5: "too", 6: '"Heat, two'}, 8),  # the row looks too short
     ],
 )
-def test_a_quote_that_is_not_closed_is_named_and_swallows_no_rows(titles, line, ending, tmp_path):
+def test_a_quote_that_is_not_closed_is_named_and_swallows_no_rows(titles, line, tmp_path):
     rows = [f"{n // 4},{n},{titles.get(n, 'title')}\n" for n in range(12)]
-    path = tmp_path / f"a.{ending}"
-    with gzip.open(path, "wt") if ending.endswith("gz") else path.open("w") as file:
-        file.write("user_id,item_id,title\n" + "".join(rows))
+    path = write(tmp_path / "a.csv.gz", "user_id,item_id,title\n" + "".join(rows))
     longest = csv.field_size_limit()
-    with pytest.raises(UserError, match=rf"{ending}: line {line}: a quote is opened and not closed before the next"):
+    with pytest.raises(UserError, match=rf"csv.gz: line {line}: a quote is opened and not closed before the next"):
         read_table(path, ["user_id", "item_id"])
     assert csv.field_size_limit() == longest  # of the whole process
 

@@ -9,12 +9,13 @@ import textwrap
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from recbft.errors import UserError
 from recbft.runs import checkpoint
-from recbft.runs.checkpoint import TrainState, check_dataset, vocabulary_hash
+from recbft.runs.checkpoint import TrainState, check_dataset, file_parts, flatten, restore, vocabulary_hash
 
 
 def make_state(epoch=1, **changes):
@@ -67,34 +68,12 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, options):
         assert torch.equal(value, other.state_dict()[name]), name
 
 
-def test_an_optimisers_state_comes_back_exactly(tmp_path):
-    model, optimizer = make_run()
-    save(tmp_path, model, optimizer, make_state())
-    saved, loaded = optimizer.state_dict(), checkpoint.load(tmp_path).optimizer_state
-    assert loaded["param_groups"] == saved["param_groups"]
-    assert isinstance(loaded["param_groups"][0]["betas"], tuple)
-    assert list(loaded["state"]) == list(saved["state"])
-    for index, values in saved["state"].items():
-        for name, value in values.items():
-            assert value.dtype == loaded["state"][index][name].dtype and torch.equal(
-                value, loaded["state"][index][name]
-            )
-
-
 def test_the_plain_part_comes_back(tmp_path):
     model, optimizer = make_run()
     state = make_state(4, best_metric=0.1 + 0.2, best_epoch=2, bad_epochs=2)
     save(tmp_path, model, optimizer, state)
     assert checkpoint.load(tmp_path).state == checkpoint.load_state(tmp_path) == state
     assert state.recbft_version
-
-
-def test_random_state_may_be_several_tensors(tmp_path):
-    model, optimizer = make_run()
-    states = {"cpu": torch.get_rng_state(), "cuda": [torch.arange(16, dtype=torch.uint8)]}
-    save(tmp_path, model, optimizer, make_state(), rng_state=states)
-    back = checkpoint.load(tmp_path).rng_state
-    assert torch.equal(back["cpu"], states["cpu"]) and torch.equal(back["cuda"][0], states["cuda"][0])
 
 
 def test_weights_that_share_memory_are_saved(tmp_path):
@@ -199,7 +178,70 @@ def test_a_failed_save_leaves_the_state_before_it(tmp_path, monkeypatch):
     assert checkpoint.load(tmp_path).state.epoch == 2 and len(os.listdir(tmp_path)) == 3
 
 
-# Damage ---------------------------------------------------------------------------------------------------------------
+TENSORS = {
+    "empty": torch.zeros(0, 3),
+    "matrix": torch.arange(12.0).view(3, 4),
+    "number": torch.tensor(5),
+    "wide": torch.tensor([1 / 3], dtype=torch.float64),
+    "half": torch.tensor([0.5, -2.0], dtype=torch.float16),
+    "short": torch.tensor([[1.0], [float("nan")]], dtype=torch.bfloat16),
+    "mask": torch.tensor([True, False, True]),
+    "random state": torch.arange(7, dtype=torch.uint8),
+    'name with é and "quotes"': torch.ones(1, dtype=torch.int32),
+}
+
+
+def test_the_library_reads_back_every_name_type_shape_and_number():
+    found = safetensors.torch.load(b"".join(file_parts(TENSORS)))
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
+    assert found["number"] == 5
+    assert safetensors.torch.load(b"".join(file_parts({}))) == {}
+
+
+def test_the_parts_are_the_tensors_own_memory_each_at_a_multiple_of_its_width():
+    header, *parts = file_parts(TENSORS)
+    assert len(header) % 8 == 0
+    at = {part.obj.ctypes.data: len(header) + sum(map(len, parts[:i])) for i, part in enumerate(parts) if len(part)}
+    for tensor in TENSORS.values():
+        if tensor.numel():
+            assert at[tensor.data_ptr()] % tensor.element_size() == 0
+
+
+def round_trip(value):
+    tensors = {}
+    tree = json.loads(json.dumps(flatten(value, "x", tensors)))
+    return restore(tree, tensors), tensors
+
+
+def test_plain_values_tuples_and_whole_number_keys_come_back_as_they_were():
+    value = {
+        0: {"betas": (0.9, 0.999), "lr": 1e-3, "fused": None, "amsgrad": False},
+        "params": [0, 1],
+        "n": (1, (2,), []),
+    }
+    back, tensors = round_trip(value)
+    assert back == value and tensors == {}
+    assert isinstance(back[0]["betas"], tuple) and back[0]["amsgrad"] is False
+
+
+def test_tensors_are_named_by_their_place():
+    value = {"state": {0: {"step": torch.tensor(3.0)}}, "more": [torch.ones(2)]}
+    back, tensors = round_trip(value)
+    assert set(tensors) == {"x.state.0.step", "x.more.0"}
+    assert back["state"][0]["step"] is value["state"][0]["step"]
+
+
+def test_a_dictionary_that_looks_like_a_marker_is_not_taken_for_one():
+    value = {"tensor": "x", "map": [1], "tuple": []}
+    assert round_trip(value)[0] == value
+
+
+def test_what_cannot_be_held_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"x\.hook is a function, which a checkpoint cannot hold"):
+        flatten({"hook": round_trip}, "x", {})
 
 
 @pytest.fixture
@@ -293,9 +335,6 @@ def test_a_state_of_another_format_is_refused(saved):
         checkpoint.load(saved)
 
 
-# Other data -----------------------------------------------------------------------------------------------------------
-
-
 def test_data_other_than_the_checkpoints_are_refused_with_both_names():
     state = make_state()
     same = {"dataset": "small", "content_hash": "c" * 64, "vocabulary_hash": "v" * 64, "folder": "runs/a"}
@@ -319,8 +358,6 @@ def test_a_vocabulary_is_its_ids_in_order_by_their_text():
     others = ([12, 7], [71, 2], [7], [7, 12, 1])
     assert len({known, *(vocabulary_hash(np.array(one)) for one in others)}) == 5
 
-
-# Killing --------------------------------------------------------------------------------------------------------------
 
 KILLED_AGAIN_AND_AGAIN = """
     import os, random, signal, sys, time

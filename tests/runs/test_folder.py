@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +15,7 @@ import torch
 
 from recbft.errors import RunError, UserError
 from recbft.runs import checkpoint
+from recbft.runs import environment as environments
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 
@@ -71,17 +73,6 @@ def test_a_taken_folder_is_refused_with_what_stands_there_and_what_to_do(tmp_pat
     with pytest.raises(UserError, match=r"thesis.tex is a file; name another folder for the run"):
         create(tmp_path / "b" / "thesis.tex")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"] and os.listdir(tmp_path / "b") == ["thesis.tex"]
-
-
-def test_an_empty_folder_may_become_the_run(tmp_path):
-    (tmp_path / "a").mkdir()
-    assert create(tmp_path / "a").config_file.is_file()
-
-
-def test_a_run_that_cannot_be_written_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError):
-        RunFolder.create(tmp_path / "a", config=CONFIG, protocol={"x": float("nan")}, environment={})
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_run_is_replaced_when_the_new_one_stands(tmp_path, monkeypatch):
@@ -157,14 +148,6 @@ def test_what_is_not_a_run_folder_is_refused(tmp_path, make, said):
         RunFolder.open(tmp_path / "a")
 
 
-@pytest.mark.parametrize("content", ["a: [", "- 1", "a: 1\na: 2"])
-def test_a_corrupt_config_is_refused_by_name(tmp_path, content):
-    run = create(tmp_path / "a")
-    run.config_file.write_text(content)
-    with pytest.raises(UserError, match=r"config\.yaml"):
-        _ = RunFolder.open(tmp_path / "a").config
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -177,6 +160,14 @@ def test_a_corrupt_metrics_file_is_refused_by_name(tmp_path, content, said):
     run = create(tmp_path / "a")
     run.metrics_file.write_text(content)
     with pytest.raises(UserError, match=rf"metrics\.json {said}"):
+        _ = run.metrics
+
+
+def test_a_pipe_in_the_place_of_metrics_is_refused_and_a_missing_file_is_named(tmp_path):
+    run = create(tmp_path / "a")
+    os.mkfifo(run.metrics_file)
+    assert run.is_finished
+    with pytest.raises(UserError, match=r"metrics\.json is damaged \(not a file\)"):
         _ = run.metrics
     run.protocol_file.unlink()
     with pytest.raises(UserError, match=r"protocol\.json is missing; the run folder is incomplete"):
@@ -230,6 +221,22 @@ def test_an_environment_tells_how_each_backend_rounds_where_they_were_set_one_by
         assert environment()["matmul_precision"] == f"cuda tf32, mkldnn {torch.backends.mkldnn.matmul.fp32_precision}"
     finally:
         on_gpus.fp32_precision = before
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+@pytest.mark.parametrize("name", ["repository", "größe", os.fsdecode(b"caf\xe9")])
+def test_the_commit_is_found_whatever_its_folder_is_called(name, tmp_path, monkeypatch):
+    root = (tmp_path / name).resolve()
+    try:
+        root.mkdir()
+    except OSError:
+        pytest.skip("the file system takes no such name")
+    own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    for command in (["init"], ["commit", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *own, *command], cwd=root, check=True, capture_output=True)
+    assert (environments.ROOT / "recbft" / "errors.py").is_file(), "that of the checkout"
+    monkeypatch.setattr(environments, "ROOT", root)
+    assert len(environments.commit()) == 12
 
 
 def test_a_replaced_run_that_cannot_be_removed_is_named(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import torch
 from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig
 from recbft.runs import checkpoint
+from recbft.runs.checkpoint import flatten
 from recbft.runs.folder import RunFolder
-from recbft.runs.tensors import flatten
 from recbft.training import one_run
 from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config

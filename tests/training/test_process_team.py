@@ -24,8 +24,8 @@ from recbft.mixers import MIXERS
 from recbft.models import MODELS
 from recbft.models.backbone import Backbone
 from recbft.runs import checkpoint
+from recbft.runs.checkpoint import flatten
 from recbft.runs.folder import RunFolder
-from recbft.runs.tensors import flatten
 from recbft.system.torchrun import this_process
 from recbft.training import one_run, process_team
 from recbft.training.build import build_model, training_batches

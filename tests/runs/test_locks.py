@@ -1,4 +1,4 @@
-"""One process trains a run: another is refused, and nothing is left when its holder ends or dies."""
+"""One process has a lock: another is refused, and nothing is left when its holder ends or dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
-from recbft.runs import lock
+from recbft.runs import locks
 from recbft.training import one_run
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
@@ -116,19 +116,13 @@ def test_where_files_cannot_be_locked_a_run_is_trained_with_a_warning(begun, mon
         pass
 
 
-def test_a_config_that_may_not_be_written_can_be_locked(begun):
-    begun.config_file.chmod(0o444)
-    with begun.locked(), pytest.raises(UserError, match=TAKEN), begun.locked():
-        pass
-
-
 def test_a_run_on_a_file_system_that_may_only_be_read_can_be_locked_for_a_copy(begun, monkeypatch):
     def read_only(path, mode="r", *more, **how):
         if "+" in mode:
             raise OSError(errno.EROFS, "Read-only file system", str(path))
         return io.open(path, mode, *more, **how)  # noqa: UP020
 
-    monkeypatch.setattr(lock, "open", read_only, raising=False)
+    monkeypatch.setattr(locks, "open", read_only, raising=False)
     with begun.locked(alone=False), begun.locked(alone=False):
         pass
 
@@ -138,3 +132,64 @@ def test_where_files_have_no_such_locks_it_is_said_where_recbft_runs(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     said = "error: recbft trains, and opens runs, on Linux and macOS alone; on Windows run it inside WSL\n"
     assert (done.returncode, done.stderr) == (2, said)
+
+
+TAKE = (
+    "import sys; from pathlib import Path; from recbft.runs import locks\n"
+    "lock = locks.acquire(Path(sys.argv[1]), 'run'); print(int(lock is not None), flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def takers(tmp_path):
+    """Four processes of which each has tried to take the lock, by what they got: one has it."""
+    (tmp_path / "run.lock").touch()  # as a killed process leaves it
+    processes = [
+        subprocess.Popen([sys.executable, "-c", TAKE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(4)
+    ]
+    yield {process: process.stdout.readline().strip() == b"1" for process in processes}
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_lock_is_taken_once_and_given_back(tmp_path):
+    folder = tmp_path / "queue"
+    assert not locks.is_held(folder, "run")
+    lock = locks.acquire(folder, "run")
+    assert locks.is_held(folder, "run") and locks.acquire(folder, "run") is None
+    locks.clear(folder, "run")
+    assert locks.is_held(folder, "run"), "nobody gives back another's lock"
+    lock.release()
+    again = locks.acquire(folder, "run")
+    lock.release()
+    assert locks.is_held(folder, "run"), "who has given a lock back gives back no other"
+    again.release()
+    assert not locks.is_held(folder, "run") and list(folder.iterdir()) == []
+
+
+def test_of_many_processes_one_gets_a_lock_and_loses_it_when_it_is_killed(tmp_path, takers):
+    (owner,) = (process for process, got in takers.items() if got)
+    assert locks.is_held(tmp_path, "run") and locks.acquire(tmp_path, "run") is None
+    owner.kill()
+    owner.wait()
+    assert not locks.is_held(tmp_path, "run") and (tmp_path / "run.lock").exists()
+    locks.clear(tmp_path, "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_file_that_stands_there(tmp_path, monkeypatch):
+    first = locks.acquire(tmp_path, "run")
+    take, others = locks._take, []
+
+    def after_its_holder_has_given_it_back_and_another_has_it(file, how):
+        monkeypatch.setattr(locks, "_take", take)
+        first.release()
+        others.append(locks.acquire(tmp_path, "run"))
+        return take(file, how)
+
+    monkeypatch.setattr(locks, "_take", after_its_holder_has_given_it_back_and_another_has_it)
+    assert locks.acquire(tmp_path, "run") is None, "the file that stands there is another's"
+    others[0].release()
+    assert locks.acquire(tmp_path, "run") is not None
