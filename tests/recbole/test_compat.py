@@ -103,24 +103,6 @@ def test_a_program_in_the_place_of_a_checkpoint_is_refused_before_it_runs(tmp_pa
     assert not harmed.exists()
 
 
-CONFIG = b"crecbole.config.configurator\nConfig\n"
-
-
-@pytest.mark.parametrize(
-    ("pickled", "message"),
-    [
-        (CONFIG + b"(NNN}U\x01aU\x0210stR.", "calls recbole.config.configurator.Config"),
-        (b"(" + CONFIG[1:].join([b"i", b"."]), "uses pickle's INST"),
-        (b"(" + CONFIG + b"o.", "uses pickle's OBJ"),
-        (CONFIG + b"N}\x86b.", "changes recbole.config.configurator.Config"),
-    ],
-    ids=["REDUCE", "INST", "OBJ", "BUILD"],
-)
-def test_recboles_config_which_evaluates_text_is_neither_called_nor_changed(pickled, message):
-    with pytest.raises(pickle.UnpicklingError, match=f"the checkpoint {message}"):
-        checkpoints.CheckpointUnpickler(io.BytesIO(pickled)).load()
-
-
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_paths_are_read_as_whichever_python_wrote_them(module):
     pickled = b"c" + module.encode() + b"\nPosixPath\n(U\x01/U\x01atR."
