@@ -9,21 +9,8 @@ import pandas as pd
 import pytest
 
 from recbft import Dataset, Recommender
-from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
-
-SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 2, "device": "cpu", "warmup_steps": 4}
-
-
-@pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
-
-
-@pytest.fixture(scope="module")
-def fitted(dataset):
-    return Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
+from tests.serving.conftest import SMALL
 
 
 @pytest.fixture(scope="module")
