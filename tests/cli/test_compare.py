@@ -197,14 +197,8 @@ def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path)
             ["--out", "x", "--arms", "bft[core.update=kalman],bft"],
             "arms bft[core.update=kalman] and bft are the same configuration; leave one out",
         ),
-        (
-            ["--out", "x", "--arms", "bft,bft+recency", "--dry-run"],
-            "arms bft and bft+recency are the same configuration",
-        ),
-        (["--out", "x", "--arms", "bft"], "--arms 'bft' names one arm; a comparison needs at least 2"),
         (["--out", "x", "--arms", "matched,bft[lam_maxx=3]"], "arm bft[lam_maxx=3]: unknown key 'lam_maxx'"),
         (["--out", "x", "--set", "seed=3"], "--set seed has no effect, since --seeds decides it for each run; give"),
-        (["--out", "x", "--baseline", "pop"], "--baseline 'pop' is not an arm; choose one of matched, "),
         (["--out", "x", "--external", "ranks.csv"], "--external 'ranks.csv' is not NAME=FILE"),
         (["--out", "x", "--external", "bft=r.csv"], "--external has the name of an arm"),
         (
@@ -215,10 +209,6 @@ def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path)
         (["run", "--out", "x", "--external", "a\nb=r.csv"], "--external names an arm 'a\\nb'"),
         (["run", "--out", "x", "--external", "é" * 101 + "=r.csv"], "; give it a name of at most 200 bytes"),
         (
-            ["--out", "x", "--arms", "published,bft", "--seeds", "0-1", "--batch-seeds", "2"],
-            "--batch-seeds cannot be given with arm published: several seeds cannot be trained together with dropout",
-        ),
-        (
             ["--out", "x", "-m", "sasrec,hstu", "--arms", "matched,bft", "--batch-seeds", "2"],
             "--batch-seeds cannot be given with arm matched: several seeds cannot be trained together with mixer Point",
         ),
@@ -226,9 +216,7 @@ def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path)
         ([], "--out is missing; name the folder that gets the results"),
         (["run", "--out", "x"], "there is no run folder run"),
         (["run", "--out", "x", "--seeds", "0-3"], "--seeds has no effect with run folders"),
-        (["run", "--out", "x", "--dry-run"], "--dry-run has no effect with run folders"),
         (["run", "--pool", "--metrics", "hr@10"], "--metrics has no effect with --pool; give it to each comparison"),
-        (["--out", "x", "--metrics", "hr@10,auc"], "unknown metric 'auc'; give hr@K, ndcg@K"),
         (["--out", "x", "--external", "other=none.csv"], "--external other: there is no file none.csv"),
         (["run", "--pool"], "run holds no comparison.json; --pool takes folders written by recbft compare"),
     ],

@@ -10,12 +10,8 @@ import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic
 from recbft_cli.main import main
-
-SETTINGS = [
-    word
-    for setting in ["epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "time=timestamp"]
-    for word in ("--set", setting)
-]
+from tests.cli.conftest import SETTINGS
+from tests.cli.conftest import run as run_command
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +38,7 @@ def runs(events, tmp_path_factory):
 
 
 def run(capsys, *arguments):
-    capsys.readouterr()
-    code = main(["probe", *(str(argument) for argument in arguments)])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return run_command(capsys, "probe", *arguments)
 
 
 def test_a_run_is_probed_in_tables_with_words_under_them_and_a_protocol(capsys, runs):
