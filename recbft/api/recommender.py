@@ -18,8 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import pandas as pd
 
-from recbft.api.fitting import fitted_folder, free_folder, python_errors
-from recbft.api.trained_run import TrainedRun
+from recbft.api.own_run import TrainedRun, fitted_folder, free_folder, python_errors
 from recbft.config.fields import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig

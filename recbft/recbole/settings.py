@@ -57,7 +57,9 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
     """
     refuse_repetition(dict(values.items()), "the config")
     refuse_other_losses(values.get("loss_type"))
-    refuse_clipping_by_number(values.get("clip_grad_norm"))
+    clip = values.get("clip_grad_norm")
+    if clip is not None and not isinstance(clip, Mapping):  # RecBole's trainer would hand it on as named arguments
+        raise UserError(f"clip_grad_norm is {clip!r}; RecBole takes keys: write clip_grad_norm: {{max_norm: {clip}}}")
     adapted = ADAPTED[name]
     arm = adapted.arm if values.get("arm") is None else values["arm"]
     mixer = values.get("mixer")
@@ -135,12 +137,6 @@ def refuse_unmeasured(values: Mapping[str, Any], of_lists: Collection[str]) -> N
         )
 
 
-def refuse_clipping_by_number(clip: Any) -> None:
-    """Refuse what RecBole's trainer would hand on as named arguments, and is none."""
-    if clip is not None and not isinstance(clip, Mapping):
-        raise UserError(f"clip_grad_norm is {clip!r}; RecBole takes keys: write clip_grad_norm: {{max_norm: {clip}}}")
-
-
 def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbole: Collection[str]) -> None:
     """RecBole takes any key in silence: name those that neither it nor this run's model knows."""
     sections = sections_of(run.model, run.mixer)
@@ -159,14 +155,6 @@ def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbol
         else:
             meant = nearest(str(key), known)
             log.warning("unknown key %r has no effect%s", key, f"; did you mean {meant!r}?" if meant else "")
-
-
-def refuse_short_window(window: int, needed: int) -> None:
-    """Refuse a RecBole window that would cut histories which the model reads in full."""
-    if window < needed:
-        raise UserError(
-            f"MAX_ITEM_LIST_LENGTH is {window}, but the run reads {needed} events; set it to {needed} or more"
-        )
 
 
 def _bare(values: Mapping[str, Any], section: str, sections: Mapping[str, type]) -> dict[str, Any]:
