@@ -99,10 +99,7 @@ def test_a_mixer_that_keeps_back_the_precision_it_has_promised_is_told_so(regist
     ("wrong", "message"),
     [
         ({"precision": "sofmax"}, "precision is 'sofmax'; did you mean 'softmax'"),
-        (
-            {"hears": "output_projection"},
-            r"hears is the text .*; give a tuple of names, such as \('output_projection',\)",
-        ),
+        ({"hears": "output_projection"}, r"hears is the text .*; give a tuple of names, such as \('output_projectio"),
         ({"hears": ("colour",)}, "hears is 'colour'; choose one of dropout"),
         ({}, "kind is Identity; derive it from recbft.mixers.Mixer"),
     ],

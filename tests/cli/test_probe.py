@@ -174,12 +174,8 @@ def test_of_a_user_who_has_had_every_item_nothing_can_be_explained_and_nothing_i
     had = pd.DataFrame({"user_id": 999, "item_id": [*items, items[0]], "timestamp": range(len(items) + 1)})
     pd.concat([frame[["user_id", "item_id", "timestamp"]], had]).to_parquet(tmp_path / "more.parquet")
     code, out, err = run(capsys, runs(), "--explain", 999, "-d", tmp_path / "more.parquet")
-    assert (
-        code == 2
-        and out == ""
-        and err.splitlines()[-1]
-        == ("error: user '999' has had every item that the model knows, so none is left to explain; name another")
-    )
+    said = "error: user '999' has had every item that the model knows, so none is left to explain; name another"
+    assert (code, out, err.splitlines()[-1]) == (2, "", said)
     code, out, _ = run(capsys, runs(), "--explain", 999, "-d", tmp_path / "more.parquet", "--split", "validation")
     assert code == 0 and out.count(", score ") == 1
 

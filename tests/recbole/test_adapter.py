@@ -252,9 +252,7 @@ def test_a_time_bias_refuses_times_that_are_not_whole(built, at_home):
     data = write_data(at_home, "parts", [step / 8 for step in range(7)])
     _, parts, model = built("HSTU", **data)
     assert torch.isfinite(model.calculate_loss(rows_of(parts[2])))
-    with pytest.raises(
-        UserError, match=r"backbone.time_bias reads 'timestamp', which holds 0\.\d+, not a whole number"
-    ):
+    with pytest.raises(UserError, match=r"time_bias reads 'timestamp', which holds 0\.\d+, not a whole number"):
         built("HSTU", time_bias=True, **data)
 
 

@@ -77,12 +77,6 @@ def check_parity(run, dataset, config, parts, model):
         )
 
 
-@pytest.mark.parametrize(("model", "arm"), [("sasrec", "published"), ("bert4rec", "bft")])
-def test_a_run_has_equal_scores_and_metrics_in_recbole(model, arm, dataset, prepared, at_home):
-    run = trained(dataset, at_home / "run", model, arm)
-    check_parity(run, dataset, *in_recbole(run, prepared, dataset="tiny"))
-
-
 def test_a_run_with_a_time_bias_has_equal_metrics_in_recbole(dataset, prepared, at_home):
     # RecBole holds times in single precision: the bias is a function of their logarithm, so scores differ little.
     run = trained(dataset, at_home / "run", "hstu", "bft", time_bias=True)
@@ -158,7 +152,7 @@ def test_a_model_that_recbole_trained_becomes_a_run(name, built, dataset, at_hom
     assert len(listed) > 0
 
 
-@pytest.mark.parametrize(("model", "arm"), [("sasrec", "bft"), ("bert4rec", "published"), ("hstu", "bft")])
+@pytest.mark.parametrize(("model", "arm"), [("sasrec", "published"), ("bert4rec", "bft"), ("hstu", "bft")])
 def test_a_run_that_numbers_the_items_otherwise_has_equal_scores_there_and_back(model, arm, dataset, prepared, at_home):
     turned = replace(dataset, item_ids=dataset.item_ids[::-1].copy())
     other = dataset.numbered_as(turned.vocabulary)
@@ -182,9 +176,7 @@ def test_other_items_are_refused_on_the_way_back(built, dataset, at_home):
 
 def test_what_is_no_model_or_data_of_ours_is_refused_by_what_it_is(built, dataset, prepared, at_home):
     config, parts, model = built()
-    with pytest.raises(
-        UserError, match=r"dataset is a TrainDataLoader; give RecBole's data set, such as train_data\._d"
-    ):
+    with pytest.raises(UserError, match="dataset is a TrainDataLoader; give RecBole's data set, such as train_data"):
         recbft.recbole.from_run(at_home / "run", config, parts[0])
     theirs = at_home / "back"
     with pytest.raises(UserError, match=r"model is a Linear, and a run holds one of SASRecBFT, .* join a comparison"):
