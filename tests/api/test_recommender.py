@@ -166,12 +166,6 @@ def test_an_error_that_is_kept_keeps_no_model(dataset, tmp_path, monkeypatch, fa
     assert error.value.__traceback__ is not None and frame.f_locals == {"own": 1}
 
 
-def test_a_run_whose_data_had_no_file_says_how_to_give_them(dataset, tmp_path):
-    Recommender("pop").fit(replace(dataset, name="frame"), out=tmp_path / "run")
-    with pytest.raises(UserError, match=r"unknown data set 'frame'.*give it with -d, or in Python as dataset"):
-        Recommender.load(tmp_path / "run").evaluate()
-
-
 @pytest.mark.parametrize("part", ["validation", "test"])
 def test_evaluate_gives_what_the_run_recorded(fitted, dataset, part):
     for recommender in fitted.values():

@@ -264,12 +264,6 @@ def test_trials_of_pandas_agree_with_its_version():
     assert compat._filling_a_column_leaves_the_frame(None) == newer == compat._len_is_of_the_column(None)
 
 
-def test_a_requirement_that_is_missing_is_named_with_the_command():
-    explained = pytest.raises(ModuleNotFoundError, match="RecBole needs 'texttable', which is not installed; inst")
-    with explained, compat._missing_requirement_explained():
-        raise ModuleNotFoundError("No module named 'texttable'", name="texttable")
-
-
 @pytest.mark.parametrize("wrong", ["import a_module_that_is_missing", "import numpy; numpy.bool9"])
 def test_a_ray_that_does_not_start_is_done_without(wrong, tmp_path):
     assert import_beside_ray(wrong, tmp_path) == "without ray"

@@ -50,6 +50,12 @@ class Clock(Echo):
     reads_times = True
 
 
+class Shown(Clock):
+    """Has been shown the time of what it is to predict."""
+
+    shows_target_time = True
+
+
 def recommend(*asked, **how):
     return joined(recommend_in_blocks(*asked, **how))
 
@@ -312,6 +318,11 @@ def test_a_k_that_is_no_whole_number_is_refused(k):
         recommend(Echo(), LETTERS, [["a"]], k)
 
 
+def test_a_model_that_needs_the_time_of_the_next_event_is_refused():
+    with pytest.raises(UserError, match="show_target_time: true, but the time of the next event is not known"):
+        recommend(Shown(), LETTERS, [["a"]], 1)
+
+
 @pytest.mark.parametrize("memory_mb", [256.0, 1e-4])
 def test_many_users_get_the_lists_they_would_get_alone(memory_mb, monkeypatch):
     monkeypatch.setattr("recbft.serving.lists.HISTORIES_AT_ONCE", 3)
@@ -338,13 +349,6 @@ def test_users_come_back_as_they_were_given(users, at_once, monkeypatch):
     monkeypatch.setattr("recbft.serving.lists.HISTORIES_AT_ONCE", at_once)
     found = recommend(Echo(), LETTERS, {user: ["a"] for user in users}, 1)["user"].tolist()
     assert found == users and [type(user) for user in found] == [type(user) for user in users]
-
-
-def test_text_ids_and_users_of_any_script_come_back_as_they_were():
-    vocabulary = Vocabulary(np.array(["crème brûlée", "茶", "007", "x", "a", "b"], dtype=object))
-    table = recommend(Echo(), vocabulary, {"Zoë Ω": ["茶", "7"]}, 2, filter_seen=False)
-    assert table["item"].tolist() == ["茶", "b"] and table["user"].tolist() == ["Zoë Ω"] * 2
-    assert table.attrs["unknown_events"] == 1, "the number 7 is not the text 007"
 
 
 def test_a_user_whose_name_has_no_utf_8_does_not_end_the_call():
