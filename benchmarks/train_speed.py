@@ -269,11 +269,7 @@ def profile(arm: ArmSpec, config: RunConfig, dataset: Dataset, *, steps: int) ->
 def check_parity(label: str, config: RunConfig, dataset: Dataset) -> float:
     """Loss, states and shared gradients of an arm at ramp 0 against the plain layer of equal seed, on one batch.
 
-    Returns:
-        The largest difference, relative to the largest entry of its kind (loss, states, all gradients).
-
-    Raises:
-        RunError: it exceeds ``TOLERANCE``; the message says where.
+    The largest difference, relative to the largest entry of its kind (loss, states, all gradients), is returned.
     """
     plain = replace(config, arm="matched", core=None, backbone=replace(config.backbone, recency_decay=False))
     batch = _some_batch(config, dataset)

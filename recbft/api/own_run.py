@@ -43,11 +43,7 @@ class TrainedRun(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> TrainedRun:
-        """The run in a folder, with its best weights.
-
-        Raises:
-            UserError: there is no run, it has no weights yet, or a file is damaged.
-        """
+        """The run in a folder, with its best weights."""
         # One folder, wherever the program goes, and a link to the next run.
         run = RunFolder(RunFolder.open(path).path.resolve())
         # Before they are read: those that a training puts there meanwhile are not taken for them.
@@ -185,8 +181,7 @@ def _resuming(path: Path, dataset: Dataset | None) -> str:
 def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
     """Empty the frames behind an error: a notebook keeps the last one, and with it all that was on the device.
 
-    Args:
-        handled: what the caller was handling already, which is not ours.
+    Those of what the caller was ``handled``-ing already are not ours.
     """
     while error is not None and error is not handled:
         traceback.clear_frames(error.__traceback__)

@@ -126,11 +126,7 @@ def load_data_and_model(model_file: str) -> tuple[Any, ...]:
 
 
 def _model_of(config: Any, file: str) -> Any:
-    """The class of the model that a checkpoint's config names.
-
-    Raises:
-        UserError: it is no Config, or names no model, or a teacher that is none: RecBole evaluates that name.
-    """
+    """The model class that a checkpoint's config names; a teacher is checked too, as RecBole evaluates its name."""
     from recbole.config import Config
     from recbole.utils import get_model
 

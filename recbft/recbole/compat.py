@@ -15,8 +15,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,23 +28,21 @@ RUNTIME = ("texttable", "colorlog", "colorama", "tensorboard", "tqdm", "scikit-l
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Patch:
-    """A change to one module of RecBole."""
-
-    module: str
-    reason: str
-    needed: Callable[[Any], bool]
-    apply: Callable[[Any], None]
-
-
-PATCHES: list[Patch] = []  # all there are
-applied: list[Patch] = []  # in this process, in order
+PATCHES: list[tuple[str, hooks.Act]] = []  # all there are: a module of RecBole, and what considers its patch
 
 
 def patch(module: str, reason: str, needed: Callable[[Any], bool]) -> Callable[[Callable[[Any], None]], None]:
     """Enter the function below into the table: what it changes, why, and how to tell whether it is needed."""
-    return lambda apply: PATCHES.append(Patch(module, reason, needed, apply))
+
+    def enter(apply: Callable[[Any], None]) -> None:
+        def consider(imported: ModuleType) -> None:
+            if needed(imported):
+                apply(imported)
+                log.info("%s patched: %s", module, reason)
+
+        PATCHES.append((module, consider))
+
+    return enter
 
 
 @cache
@@ -55,16 +52,12 @@ def install() -> None:
     for name in ("recbole.quick_start.quick_start", "recbole.config.configurator", "recbole.trainer.trainer"):
         hooks.around_import(name, _missing_requirement_explained)
     hooks.around_import("recbole.model.exlib_recommender", _without_tree_libraries)
-    for patch in PATCHES:
-        hooks.after_import(patch.module, partial(_consider, patch))
+    for module, consider in PATCHES:
+        hooks.after_import(module, consider)
 
 
 def require_recbole() -> None:
-    """Refuse to go on without RecBole.
-
-    Raises:
-        UserError: it is not installed; the message says how to install it on this Python.
-    """
+    """Refuse to go on without RecBole, and say how to install it on this Python."""
     if not _installed("recbole"):
         raise UserError(f"RecBole is not installed; install it with: {install_command()}")
 
@@ -78,13 +71,6 @@ def install_command() -> str:
 
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-def _consider(patch: Patch, module: ModuleType) -> None:
-    if patch.needed(module):
-        patch.apply(module)
-        applied.append(patch)
-        log.info("%s patched: %s", patch.module, patch.reason)
 
 
 @contextlib.contextmanager

@@ -46,15 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
-    """The run that a RecBole config describes.
-
-    Args:
-        name: of the model, in ``ADAPTED``.
-        values: all keys of the config, RecBole's own included.
-
-    Raises:
-        UserError: a value is wrong, or has no effect in this arm.
-    """
+    """The run that a RecBole config describes: the model called ``name`` in ``ADAPTED``, all keys, RecBole's too."""
     refuse_repetition(dict(values.items()), "the config")
     refuse_other_losses(values.get("loss_type"))
     clip = values.get("clip_grad_norm")
@@ -89,9 +81,6 @@ def refuse_lost(run: RunConfig, *places: Mapping[str, Any]) -> None:
     Args:
         run: what RecBole's precedence makes of all places.
         places: what the user wrote, from low to high: each file, dictionary, command line.
-
-    Raises:
-        UserError: there is such a setting.
     """
     for section in (*MODEL_SECTIONS, "training"):
         kinds = field_types(sections_of(run.model, run.mixer)[section])
@@ -123,9 +112,6 @@ def refuse_unmeasured(values: Mapping[str, Any], of_lists: Collection[str]) -> N
     Args:
         values: all keys of the config, once RecBole has completed them.
         of_lists: the metrics, in lower case, that are measured at the lengths in ``topk`` alone.
-
-    Raises:
-        UserError: the metric is not among ``metrics``, or its length not in ``topk``.
     """
     metrics, topk, chosen = values["metrics"], values["topk"], values["valid_metric"]
     names = [str(metric).lower() for metric in metrics]

@@ -32,11 +32,7 @@ def explanation_table(
     memory_mb: float = 256.0,
     time_unit: str | None = None,
 ) -> pd.DataFrame:
-    """``Recommender.explain``; see there.
-
-    Raises:
-        UserError: as ``recommend``; more than one history, an unknown item, or an item and a k.
-    """
+    """``Recommender.explain``; see there."""
     if item is not None and k is not None:
         raise UserError(f"k is {k}, which has no effect where an item is named; give one of them")
     check_asked(model, 1 if k is None else k)

@@ -46,11 +46,7 @@ def user_vectors(
     *,
     time_unit: str | None = None,
 ) -> UserVectors:
-    """``Recommender.user_vectors``; see there.
-
-    Raises:
-        ColdStartError, UserError: as ``recommend``, of histories.
-    """
+    """``Recommender.user_vectors``; see there."""
     check_asked(model, 1)
     encoded = encode(histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit)
     table, blocks = model.item_table(), []
