@@ -19,6 +19,8 @@ from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from recbft.errors import UserError
 from recbft.recbole import checkpoints, hooks
 from recbft.recbole.hooks import Changed
@@ -128,8 +130,6 @@ def _without_tree_libraries() -> Iterator[None]:
 
 
 def _asks_for_aliases_that_numpy_lacks(configurator: Any) -> bool:
-    import numpy as np
-
     settings = getattr(configurator.Config, "compatibility_settings", None)
     return settings is not None and any(
         name.endswith("_") and not hasattr(np, name) for name in settings.__code__.co_names
@@ -143,8 +143,6 @@ def _asks_for_aliases_that_numpy_lacks(configurator: Any) -> bool:
 )
 def _set_aliases_that_numpy_has_types_for(configurator: Any) -> None:
     def compatibility_settings(self: Any) -> None:
-        import numpy as np
-
         types = {
             "bool": np.bool_, "int": np.int_, "float": np.float64, "complex": np.complex128, "object": np.object_,
             "str": np.str_, "long": np.int_, "unicode": np.str_,
@@ -192,8 +190,6 @@ def _filling_a_column_leaves_the_frame(dataset: Any) -> bool:
     _filling_a_column_leaves_the_frame,
 )
 def _fill_nan_by_assignment(dataset: Any) -> None:
-    import numpy as np
-
     kinds = dataset.FeatureType
 
     def fill_nan(self: Any) -> None:
@@ -230,7 +226,6 @@ def _len_is_of_the_column(module: Any) -> bool:
 
 @patch("recbole.data.dataset.dataset", OF_THE_COLUMN, _len_is_of_the_column)
 def _take_len_of_each_sequence_in_remap(dataset: Any) -> None:
-    import numpy as np
     import pandas as pd
 
     def remap(self: Any, remap_list: list[Any]) -> None:
