@@ -50,16 +50,6 @@ def test_the_same_command_trains_nothing_again(capsys, made, events):
     assert code == 2 and "matched-seed0 holds a run with training.epochs 2, and 3 is asked for" in err
 
 
-def test_a_run_of_another_command_is_not_compared(capsys, made, events, tmp_path, monkeypatch):
-    def meanwhile(*_):
-        shutil.copytree(made / "runs", tmp_path / "runs", dirs_exist_ok=True)
-
-    monkeypatch.setattr("recbft.experiments.missing_runs.train_all", meanwhile)
-    code, out, err = run(capsys, "compare", *comparing(events, tmp_path, "--set", "epochs=3"))
-    assert code == 2 and out == "" and "matched-seed0 holds a run with training.epochs 2, and 3 is asked for" in err
-    assert not (tmp_path / "comparison.json").exists()
-
-
 def test_a_dry_run_prints_the_commands_and_leaves_nothing(capsys, events, tmp_path):
     code, out, err = run(capsys, "compare", *comparing(events, tmp_path / "out", "--dry-run", "--data-root", tmp_path))
     assert code == 0 and err == "" and len(out.splitlines()) == 4 and list(tmp_path.iterdir()) == []
@@ -172,14 +162,6 @@ def test_comparisons_of_different_data_are_pooled(capsys, made, tmp_path):
     assert code == 2 and "two comparisons are on the same data" in err
     code, _, err = run(capsys, "compare", made, "--out", tmp_path / "x")
     assert code == 2 and "is a comparison, not a run; give its runs" in err and "--pool" in err
-
-
-def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path):
-    bad = ["-d", events, *SETTINGS, "--arms", "matched,bft[learning_rate=1e30]", "--seeds", "0-1", "--out", tmp_path]
-    code, out, err = run(capsys, "compare", *bad)
-    assert code == 1 and out == ""
-    assert "error: 2 of 4 runs failed (bft[learning_rate=1e30] seed 0, bft[learning_rate=1e30] seed 1: " in err
-    assert len(list(tmp_path.glob("runs/matched-*/metrics.json"))) == 2
 
 
 @pytest.mark.parametrize(
