@@ -56,13 +56,7 @@ class Kill:
 
 
 class Trainer:
-    """Starts, kills and resumes runs of one configuration.
-
-    Args:
-        command: arguments of ``recbft train`` but for ``--out``.
-        name: the folder that the command makes in ``--out``.
-        data_root: for resuming.
-    """
+    """Starts, kills and resumes runs of one ``recbft train`` command, which makes the folder ``name`` in ``--out``."""
 
     def __init__(self, command: Sequence[str], name: str, data_root: str | None) -> None:
         self.command, self.name = [*RECBFT, "train", *command], name
@@ -90,11 +84,7 @@ class Trainer:
         return RunFolder.open(out / self.name)
 
     def kill(self, out: Path, moment: str, patience: float, chance: random.Random) -> Kill | None:
-        """Start, and kill at a moment of this kind; None where the process was done before it.
-
-        Args:
-            patience: seconds of an uninterrupted process; no moment lies much later.
-        """
+        """Start, and kill at a moment of this kind, not much later than ``patience``; None where it was done before."""
         began, process = time.perf_counter(), self.start(out)
         run = RunFolder(out / self.name)
         earlier = set(out.rglob("*.tmp"))

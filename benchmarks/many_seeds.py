@@ -43,11 +43,7 @@ KINDS = ("one", "one_thread", "together")
 
 
 def check_equality(config: RunConfig, dataset: Dataset) -> float:
-    """The largest difference between two seeds trained together and each trained alone, for two epochs.
-
-    Raises:
-        RunError: it exceeds ``TOLERANCE``; the message says where.
-    """
+    """The largest difference between two seeds trained together and each trained alone, for two epochs."""
     short = with_training(config, epochs=2)
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:

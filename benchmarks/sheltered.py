@@ -26,12 +26,7 @@ class Unit(NamedTuple):
 
 
 class Inline:
-    """Units in this process.
-
-    Args:
-        make: gives the units.
-        arguments: what it is given.
-    """
+    """The units that ``make`` gives, in this process."""
 
     def __init__(self, make: Callable[..., Sequence[Unit]], *arguments: Any) -> None:
         self.units = list(make(*arguments))

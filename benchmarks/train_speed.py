@@ -22,11 +22,10 @@ import torch
 
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, recorded, training_parser
-from benchmarks.parity import check_parity
 from recbft.config.fields import to_dict
-from recbft.datasets import Dataset
-from recbft.datasets.batches import Batch, EpochBatches
-from recbft.errors import UserError
+from recbft.datasets import Dataset, leave_one_out
+from recbft.datasets.batches import Batch, EpochBatches, pack_histories
+from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import evaluate
 from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
 from recbft.models import MODELS
@@ -45,6 +44,9 @@ from recbft.training.run_config import RunConfig
 NAME = "train_speed"
 WARM_UP_STEPS = 3
 FOREVER = 2**31
+HISTORIES = 64  # of the batch on which arms must agree
+# float32, relative to the largest entry: two paths that add up the same terms in another order differ by about 1e-6.
+TOLERANCE = 1e-4
 
 
 @dataclass(kw_only=True)
@@ -85,8 +87,7 @@ def make_contestant(arm: ArmSpec, config: RunConfig, dataset: Dataset) -> Contes
     assert batches is not None  # checked with the options
     device = machine.device_of(config)
     torch.manual_seed(config.seed)
-    model = build_model(config, dataset).to(device)
-    assert isinstance(model, TrainableModel)  # checked with the options
+    model = trainable(config, dataset).to(device)
     optimizer = make_optimizer(model, config.training)
     state = TrainState(
         epoch=0, step=0, seed=config.seed, dataset="", content_hash="", vocabulary_hash="", config_hash=""
@@ -102,6 +103,12 @@ def make_contestant(arm: ArmSpec, config: RunConfig, dataset: Dataset) -> Contes
         random_state=torch.get_rng_state(),
         graphs=GraphedSteps.asked_for(model, optimizer, config.training),
     )
+
+
+def trainable(config: RunConfig, dataset: Dataset) -> TrainableModel:
+    model = build_model(config, dataset)
+    assert isinstance(model, TrainableModel)  # checked with the options
+    return model
 
 
 def train_steps(contestant: Contestant, batches: Iterator[Batch], num_steps: int) -> tuple[float, float]:
@@ -257,6 +264,51 @@ def profile(arm: ArmSpec, config: RunConfig, dataset: Dataset, *, steps: int) ->
     with torch.profiler.profile(activities=kinds) as seen:
         train_steps(contestant, batches, steps)
     return f"{arm.label}: {steps} training steps\n{seen.key_averages().table(sort_by=order, row_limit=25)}"
+
+
+def check_parity(label: str, config: RunConfig, dataset: Dataset) -> float:
+    """Loss, states and shared gradients of an arm at ramp 0 against the plain layer of equal seed, on one batch.
+
+    The largest difference, relative to the largest entry of its kind (loss, states, all gradients), is returned.
+    """
+    plain = replace(config, arm="matched", core=None, backbone=replace(config.backbone, recency_decay=False))
+    batch = _some_batch(config, dataset)
+    tracked, expected = (_values_and_gradients(trainable(one, dataset), batch) for one in (config, plain))
+    worst = 0.0
+    # Some gradients are 0 but for rounding (that of a key bias): what counts is their size beside the others.
+    largest = max(float(value.abs().max()) for name, value in expected.items() if name.startswith("gradient"))
+    for name, value in expected.items():
+        scale = largest if name.startswith("gradient") else float(value.abs().max())
+        difference = float((tracked[name] - value).abs().max()) / scale
+        if not difference <= TOLERANCE:  # NaN fails too
+            raise RunError(
+                f"{label} at ramp 0 differs from the plain layer by {difference:.1e} of the largest entry in {name} "
+                f"(at most {TOLERANCE:.0e}); no time is taken before they agree"
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def _some_batch(config: RunConfig, dataset: Dataset) -> Batch:
+    """The first users' training events as one batch."""
+    split = leave_one_out(dataset)
+    users = (split.training_stop - split.training_start >= 2).nonzero()[0][:HISTORIES]
+    stop = split.training_stop[users] - 1
+    start = split.training_start[users].clip(min=stop - config.backbone.max_length)
+    return pack_histories(dataset.items, start, stop, times=dataset.times, with_targets=True)
+
+
+def _values_and_gradients(model: TrainableModel, batch: Batch) -> dict[str, torch.Tensor]:
+    """Loss, user states and the gradient of every parameter, without dropout, at ramp 0."""
+    model.eval()
+    model.set_ramp(0.0)
+    model.refresh()
+    loss = model.loss(batch)
+    loss.backward()
+    with torch.no_grad():
+        state = model.user_states(batch).state
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "user states": state, **gradients}
 
 
 def main(arguments: Sequence[str]) -> int:

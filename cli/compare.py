@@ -108,7 +108,7 @@ def compare(
 
     from recbft.api.train_and_compare import plan_comparison, train_and_compare
     from recbft.experiments.missing_runs import usual_workers
-    from recbft_cli.queue_view import view_for
+    from recbft_cli.progress import view_for
 
     file = one_file(config)
 

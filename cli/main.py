@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from recbft.errors import OneProcessError, RunError, UserError
 from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
-from recbft_cli import compare, data, evaluate, models, probe, recommend, report, stratify, sweep, train, tune
+from recbft_cli import compare, data, evaluate, probe, recommend, report, sweep, train, tune
 
 _ORDER = "train evaluate recommend compare report stratify probe sweep tune data models"
 
@@ -48,12 +48,12 @@ app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("recommend", epilog=recommend.EXAMPLES)(recommend.recommend)
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.command("report", epilog=report.EXAMPLES)(report.report)
-app.command("stratify", epilog=stratify.EXAMPLES)(stratify.stratify)
+app.command("stratify", epilog=report.EXAMPLES_BY_STRATA)(report.stratify)
 app.command("probe", epilog=probe.EXAMPLES)(probe.probe)
 app.command("sweep", epilog=sweep.EXAMPLES)(sweep.sweep)
 app.command("tune", epilog=tune.EXAMPLES)(tune.tune)
 app.add_typer(data.app, name="data")
-app.command("models", epilog=models.EXAMPLES)(models.models)
+app.command("models", epilog=train.EXAMPLE_OF_MODELS)(train.models)
 
 
 def _print_version(wanted: bool) -> None:

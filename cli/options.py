@@ -84,12 +84,7 @@ def from_shell(**options: Any) -> dict[str, Any]:
 
 
 def refuse_given(context: typer.Context, parameters: Iterable[str], why: str) -> None:
-    """Refuse the first of these that the command line names; what the environment sets is meant for any command.
-
-    Args:
-        parameters: the command's, by their names in Python.
-        why: goes on from "OPTION has no effect".
-    """
+    """Refuse the first of these that the command line names; what the environment sets is meant for any command."""
     options = {parameter.name: max(parameter.opts, key=len) for parameter in context.command.params}
     for name in parameters:
         source = context.get_parameter_source(name)
@@ -106,11 +101,7 @@ def one_file(given: Sequence[Path] | None) -> Path | None:
 
 
 def refuse_set(settings: Sequence[str], options: Iterable[str]) -> None:
-    """Refuse a ``--set`` of what these options, which have values of their own, decide for each run.
-
-    Args:
-        options: such as ``--seeds``, of the key ``seed``.
-    """
+    """Refuse a ``--set`` of what these options decide for each run, such as ``--seeds`` the key ``seed``."""
     for option in options:
         key = option.removeprefix("--").removesuffix("s")
         if any(text.partition("=")[0].strip() == key for text in settings):

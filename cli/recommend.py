@@ -91,11 +91,7 @@ def recommend(
 
 @contextlib.contextmanager
 def _as_file(path: Path) -> Iterator[Path]:
-    """The file itself; for ``-`` (stdin) and other pipes a copy that is gone afterwards.
-
-    Raises:
-        UserError: what the block raises, with the pipe's name in place of the copy's.
-    """
+    """The file itself; for ``-`` (stdin) and other pipes a copy that is gone afterwards, and that no error names."""
     if path != _PIPE and not path.is_fifo():
         yield path
         return

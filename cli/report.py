@@ -1,20 +1,33 @@
-"""``recbft report``: the tables of a comparison, its plots, and one page that holds all of it."""
+"""What finished runs show: ``recbft report``, tables, plots and one page of a comparison, and ``recbft stratify``.
+
+Strata say where a metric comes from: item frequency, user activity, both, first-time items, recency.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from recbft.errors import UserError
 from recbft_cli.options import DataRoot
 
+if TYPE_CHECKING:
+    from recbft.reporting.stratified_arms import Subject
+
 EXAMPLES = """Examples:
 
 recbft report comparisons/instruments
 
 recbft report comparisons/instruments --out paper --format latex,csv
+"""
+EXAMPLES_BY_STRATA = """Examples:
+
+recbft stratify runs/sasrec-bft-ml-100k-seed0
+
+recbft stratify comparisons/instruments --by item-frequency,user-activity --quantiles 4 --out strata
 """
 
 
@@ -63,3 +76,82 @@ def report(
         typer.echo(f"written: {path}")
     for line in left_before(path for path in written if path.suffix in (".csv", ".svg")):
         typer.echo(line, err=True)
+
+
+class Setting(str, Enum):
+    """Which items the target is ranked among."""
+
+    unfiltered = "unfiltered"
+    filtered = "filtered"
+
+
+def stratify(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_COMPARISON", help="A run's folder or a comparison's.")],
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Compare a single run with this one, over users.")
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="Of item-frequency, user-activity, grid (both), first-time, recency; all if left out.",
+        ),
+    ] = None,
+    quantiles: Annotated[int, typer.Option(help="Strata per axis.")] = 5,
+    setting: Annotated[
+        Setting | None, typer.Option(help="Rank among all items, or unseen ones only; as the runs have it if left out.")
+    ] = None,
+    metric: Annotated[str, typer.Option(metavar="A,B,...", help="Such as ndcg@10,hr@10,mrr.")] = "ndcg@10,hr@10",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the tables here as Markdown, LaTeX and CSV, too.")
+    ] = None,
+    data_root: DataRoot = None,
+) -> None:
+    """Split the users into strata, and print each arm's metrics there, with tests against the baseline."""
+    from recbft.reporting.stratum_tables import available, stratified
+    from recbft.reporting.tables import left_before, text, write_tables
+
+    subject = _subject(source, baseline, data_root)
+    found, left_out = available(subject)
+    made = stratified(
+        subject,
+        by=_words(by, "--by") if by is not None else found,
+        metrics=_words(metric, "--metric"),
+        quantiles=quantiles,
+        setting=subject.setting if setting is None else setting.value,
+    )
+    for one in made:
+        typer.echo(text(one.table) + "\n")
+    if by is None:
+        for line in left_out:
+            typer.echo(line, err=True)
+    if out is not None:
+        written = write_tables([one.table for one in made], out, ("md", "latex", "csv"))
+        for path in written:
+            typer.echo(f"written: {path}")
+        for line in left_before(written, "strata-*.csv"):
+            typer.echo(line, err=True)
+
+
+def _subject(source: Path, baseline: Path | None, data_root: str | None) -> Subject:
+    """What lies in the folder: a run has a config, everything else must be a comparison."""
+    from recbft.reporting.stratified_arms import subject_of_comparison, subject_of_runs
+
+    if not source.is_dir():
+        raise UserError(f"there is no folder {source}; give a run's folder or a comparison's")
+    if (source / "config.yaml").is_file():
+        return subject_of_runs(source, baseline=baseline, data_root=data_root)
+    if baseline is not None:
+        raise UserError("--baseline has no effect on a comparison, which has its own; leave it out")
+    from recbft.comparing.comparison import load_comparison
+
+    return subject_of_comparison(load_comparison(source), data_root=data_root)
+
+
+def _words(text: str, option: str) -> list[str]:
+    from recbft.experiments.lists import each_once
+
+    words = each_once(text)
+    if not words:
+        raise UserError(f"{option} is empty; leave it out, or give one or more names")
+    return words

@@ -60,7 +60,7 @@ def sweep(
     from recbft.reporting.documents import sweep_document
     from recbft.system.files import write_atomic, write_json
     from recbft.training.run_config import load_run_config
-    from recbft_cli.queue_view import view_for
+    from recbft_cli.progress import view_for
 
     wanted = parse_seeds(seeds)
     if len(wanted) < 2:

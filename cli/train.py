@@ -1,4 +1,4 @@
-"""``recbft train``: train a model, or continue a run."""
+"""``recbft train``: train a model, or continue a run; ``recbft models``: what can be trained, with every setting."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from recbft.runs.folder import RunFolder
     from recbft.training.run_config import RunConfig
 
-# Parameters of a run that begins.
-NEW_RUN = (
-    "model", "arm", "mixer", "update", "seed", "settings", "config", "deterministic", "overwrite", "name",
-    "out", "warm_start",
-)  # fmt: skip
+OF_ANY_RUN = ("resume", "dataset", "data_root", "quiet")  # parameters that do not say what a new one is
 EXAMPLES = """Examples:
 
 recbft train -m sasrec -d amazon-beauty --arm bft --data-root DIR --set epochs=50
@@ -34,6 +30,7 @@ recbft train --resume runs/sasrec-bft-ml-100k-seed0
 
 recbft train --warm-start runs/sasrec-bft-ml-100k-seed0 -d grown.csv --name grown
 """
+EXAMPLE_OF_MODELS = "Example: recbft models sasrec --arm bft --mixer rfa"
 
 
 def train(
@@ -94,7 +91,8 @@ def train(
     With torchrun several processes train one run.
     """
     if resume is not None:
-        refuse_given(context, NEW_RUN, f"with --resume, which continues {resume} as it was; leave it out")
+        new = [one.name for one in context.command.params if one.name is not None and one.name not in OF_ANY_RUN]
+        refuse_given(context, new, f"with --resume, which continues {resume} as it was; leave it out")
 
     run = _resume(resume, dataset, data_root, quiet) if resume is not None else None
     if run is None:
@@ -157,3 +155,38 @@ def _print_results(run: RunFolder) -> None:
         targets = read_per_user(run)[COLUMNS["target_count"]]
         parts.append(format_exposure(exposure, float(targets.mean()), run.protocol))
     typer.echo("\n".join([*parts, f"run folder: {run.path}"]))
+
+
+def models(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Show every setting of this model, with its default.")
+    ] = None,
+    arm: Annotated[str | None, typer.Option(help="Show the settings of this arm.")] = None,
+    mixer: Annotated[str | None, typer.Option(help="Show the settings with this mixer.")] = None,
+) -> None:
+    """List models, arms and mixers, or the settings of one model as a YAML file for --config."""
+    from recbft.mixers import MIXERS
+    from recbft.models import MODELS
+    from recbft.reporting.tables import table
+    from recbft.training.run_config import load_run_config
+
+    if name is not None:
+        config = load_run_config(model=name, arm=arm, mixer=mixer)
+        if config.core is not None and MIXERS[str(config.mixer)].precision == "none":
+            # The default, kalman, is refused there; a file that is printed for --config is one that trains.
+            config = load_run_config(None, ["core.update=residual"], model=name, arm=arm, mixer=mixer)
+        typer.echo(config.to_yaml(), nl=False)
+        return
+    for option, value in (("--arm", arm), ("--mixer", mixer)):
+        if value is not None:
+            raise UserError(f"{option} needs a model; write for example: recbft models sasrec {option} {value}")
+    rows = []
+    for model, spec in MODELS.items():
+        rows.append([model, "", spec.summary])
+        rows += [["", key, spec.arm_summaries.get(key, "")] for key in spec.arms]
+    typer.echo(table(["model", "arm", "what it is"], rows))
+    mixers = [
+        [mixer, ", ".join(model for model, spec in MODELS.items() if mixer in spec.mixers), spec.summary]
+        for mixer, spec in MIXERS.items()
+    ]
+    typer.echo("\n" + table(["mixer", "in", "what it is"], mixers))

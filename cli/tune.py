@@ -56,7 +56,7 @@ def tune(
     from recbft.experiments.tuning import load_optuna, search
     from recbft.system.files import write_json
     from recbft.training.run_config import load_run_config
-    from recbft_cli.queue_view import view_for
+    from recbft_cli.progress import view_for
 
     load_optuna()
     named: dict[str, Any] = {"model": model, "dataset": dataset, "data_root": data_root}

@@ -21,6 +21,14 @@ class UserError(ValueError):
         super().__init__(f"{message[: LONGEST // 2]} [...] {message[-LONGEST // 4 :]}" if cut else message)
 
 
+class MissingColumnError(UserError):
+    """A table lacks a column."""
+
+    def __init__(self, message: str, column: str) -> None:
+        super().__init__(message)
+        self.column = column
+
+
 class ColdStartError(UserError):
     """No history holds an item that the model knows: a service answers these users with a list of its own."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -29,6 +30,14 @@ def registry():
     yield MIXERS
     MIXERS.clear()
     MIXERS.update(before)
+
+
+@pytest.fixture
+def mixer(registry):
+    """The class of the page's example."""
+    names: dict[str, Any] = {}
+    exec(blocks()[0], names)
+    return names["PooledMean"]
 
 
 def test_the_example_of_a_mixer_takes_less_than_sixty_lines():
@@ -66,11 +75,8 @@ RETURNED = {
 
 @pytest.mark.parametrize("arm", ["published", "matched", "bft"])
 @pytest.mark.parametrize("message", RETURNED)
-def test_a_mixer_that_returns_something_else_is_told_what_to_return(registry, data, arm, message):
-    names: dict[str, object] = {}
-    exec(blocks()[0], names)
-
-    class Mine(names["PooledMean"]):  # type: ignore[misc, name-defined]
+def test_a_mixer_that_returns_something_else_is_told_what_to_return(registry, mixer, data, arm, message):
+    class Mine(mixer):
         def forward(self, x, precision, context, **more):
             return RETURNED[message](super().forward(x, precision, context, **more))
 
@@ -79,11 +85,8 @@ def test_a_mixer_that_returns_something_else_is_told_what_to_return(registry, da
         Recommender("sasrec", arm=arm, mixer="mine", epochs=1, hidden_size=8).fit(data)
 
 
-def test_a_mixer_that_keeps_back_the_precision_it_has_promised_is_told_so(registry, data):
-    names: dict[str, object] = {}
-    exec(blocks()[0], names)
-
-    class Mine(names["PooledMean"]):  # type: ignore[misc, name-defined]
+def test_a_mixer_that_keeps_back_the_precision_it_has_promised_is_told_so(registry, mixer, data):
+    class Mine(mixer):
         def forward(self, x, precision, context, **more):
             return super().forward(x, precision, context, **more)._replace(precision=None)
 
@@ -96,10 +99,7 @@ def test_a_mixer_that_keeps_back_the_precision_it_has_promised_is_told_so(regist
     ("wrong", "message"),
     [
         ({"precision": "sofmax"}, "precision is 'sofmax'; did you mean 'softmax'"),
-        (
-            {"hears": "output_projection"},
-            r"hears is the text .*; give a tuple of names, such as \('output_projection',\)",
-        ),
+        ({"hears": "output_projection"}, r"hears is the text .*; give a tuple of names, such as \('output_projectio"),
         ({"hears": ("colour",)}, "hears is 'colour'; choose one of dropout"),
         ({}, "kind is Identity; derive it from recbft.mixers.Mixer"),
     ],
@@ -116,8 +116,7 @@ def test_hstu_keeps_its_layer_whatever_is_registered(registry):
         Recommender("hstu", mixer="mine")
 
 
-def test_a_run_whose_mixer_is_not_known_says_what_to_do(registry, data, tmp_path):
-    exec(blocks()[0], {})
+def test_a_run_whose_mixer_is_not_known_says_what_to_do(registry, mixer, data, tmp_path):
     Recommender("sasrec", arm="bft", mixer="pooled_mean", epochs=1, hidden_size=8).fit(data, out=tmp_path / "run")
     lists = Recommender.load(tmp_path / "run").recommend({"u": ["i1"]}, k=2)
     assert len(lists) == 2
@@ -129,11 +128,9 @@ def test_a_run_whose_mixer_is_not_known_says_what_to_do(registry, data, tmp_path
         Recommender.resume(tmp_path / "run", data)
 
 
-def test_the_example_keeps_the_contract(registry):
-    names: dict[str, object] = {}
-    exec(blocks()[0], names)
+def test_the_example_keeps_the_contract(mixer):
     torch.manual_seed(0)
-    mixer = names["PooledMean"](4, 2).double()  # type: ignore[operator]
+    mixer = mixer(4, 2).double()
     segment, position = torch.tensor([[0, 0, 0, 1, 1, -1]]), torch.tensor([[0, 1, 2, 0, 1, 0]])
     context = SequenceContext(segment, position)
     x, precision = torch.randn(1, 6, 4).double(), torch.rand(1, 6, 4).double() + 0.1

@@ -131,26 +131,6 @@ def test_packages_that_may_be_missing_are_imported_in_one_room_each(today):
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import recbft.core.belief", "core"),
-        ("from recbft import evaluation", "evaluation"),
-        ("from recbft import Dataset", "recbft"),
-        ("def f():\n    if True:\n        from recbft_cli.main import main", "cli"),
-        ("found = importlib.import_module('recbft.training.loop')", "training"),
-        ("import_module(f'recbft.kernels.{name}.triton')", "kernels"),
-        ("if TYPE_CHECKING:\n    pass\nelse:\n    import triton.language", "triton"),
-    ],
-)
-def test_an_import_is_found_wherever_it_stands(source, expected):
-    assert {room(name) for name in imported(ast.parse(source))} == {expected}
-
-
-def test_what_only_a_type_checker_reads_is_no_import():
-    assert list(imported(ast.parse("if typing.TYPE_CHECKING:\n    from recbft.api import Dataset"))) == []
-
-
 def test_the_library_is_imported_without_the_packages_that_may_be_missing():
     files = [path for room in LIGHT for path in (ROOT / "recbft" / room).rglob("*.py")]
     modules = [

@@ -86,11 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def long_histories(dataset: Dataset, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The users who have so many events before their test target, as row numbers.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The users who have so many events before their test target, as row numbers."""
     view = view_of(dataset, "test")
     events = view.stop - view.start
     users = np.flatnonzero(events >= length)

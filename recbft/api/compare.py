@@ -285,11 +285,7 @@ def _check_importable() -> None:
 
 
 def _keep(dataset: Dataset, file: Path) -> None:
-    """Write a data set where processes read it, unless it is there.
-
-    Raises:
-        UserError: what is read back is not what was given.
-    """
+    """Write a data set where processes read it, unless it is there."""
     if file.is_file() and _content(file) == dataset.content_hash:
         return
     make_folder(file.parent)

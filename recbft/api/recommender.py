@@ -18,8 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import pandas as pd
 
-from recbft.api.fitting import fitted_folder, free_folder, python_errors
-from recbft.api.trained_run import TrainedRun
+from recbft.api.own_run import TrainedRun, fitted_folder, free_folder, python_errors
 from recbft.config.fields import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
@@ -147,8 +146,7 @@ class Recommender:
             progress: as in ``fit``.
 
         Raises:
-            UserError: there is no run, or the data are not those it was begun with.
-            RunError: as in ``fit``.
+            UserError, RunError: as in ``fit``; there is no run, or the data are not those it was begun with.
         """
         _check_dataset(dataset)
         with python_errors(Path(path), dataset):
@@ -249,14 +247,8 @@ class Recommender:
     def user_vectors(self, histories: Histories) -> UserVectors:
         """What the model knows of each user, as a vector whose product with an item's is the score of ``recommend``.
 
-        Args:
-            histories: as ``recommend`` takes them.
-
-        Returns:
-            ``users``, ``vectors`` (a row each), ``precision``, and what was skipped.
-
-        Raises:
-            ColdStartError, UserError: as ``recommend``.
+        Histories and errors are those of ``recommend``; it returns ``users``, ``vectors`` (a row each), ``precision``,
+        and what was skipped.
         """
         trained = self._fitted()
         return user_vectors(trained.model, trained.vocabulary, histories, time_unit=trained.time_unit)
@@ -328,25 +320,17 @@ class Recommender:
     def aligned(self, dataset: Dataset | None = None) -> Dataset:
         """A data set as ``evaluate`` and ``probe`` read it: its items have the indices that they have in the model.
 
+        For a model that reads times, dates are in the unit of the training data.
+
         Args:
             dataset: ``own_dataset`` unless given; any whose items the model knows.
-
-        Returns:
-            The data set so numbered; for a model that reads times, with dates in the unit of the training data.
-
-        Raises:
-            UserError: it has an item that the model does not know, or times that cannot be told in that unit.
         """
         trained = self._fitted()
         _check_dataset(dataset)
         return trained.aligned(self.own_dataset() if dataset is None else dataset)
 
     def own_dataset(self) -> Dataset:
-        """The data set that this model was trained on, from where it lies now.
-
-        Raises:
-            UserError: it cannot be loaded, or holds something else than it did.
-        """
+        """The data set that this model was trained on, from where it lies now; refused if it holds something else."""
         trained = self._fitted()
         dataset, content = self.config.data.load_again(), str(trained.protocol["content_hash"])
         if dataset.content_hash != content:

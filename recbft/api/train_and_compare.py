@@ -42,10 +42,6 @@ def plan_comparison(
         arms, seeds: as ``parse_arms`` and ``parse_seeds`` read them.
         out, configure, dataset, batch_seeds: as in ``prepare``.
         baseline, external: as in ``comparison_of``.
-
-    Raises:
-        UserError: as ``prepare``; fewer than two arms or seeds, a baseline that is not there, or a file of ranks that
-            is missing or does not go with these data and seeds.
     """
     wanted, specs, files = parse_seeds(seeds), parse_arms(arms), external or {}
     if len(wanted) < 2:
@@ -98,9 +94,6 @@ def train_and_compare(
         workers, watch, batch_seeds: as in ``train_missing``.
         baseline, external, skip_broken: as in ``comparison_of``.
         metrics: what is tested.
-
-    Raises:
-        UserError, RunError: as in ``train_missing`` and ``comparison_of``.
     """
     check_devices(jobs)
     made = provenance.header(command, dataset, device=provenance.device_of(jobs[0].config))

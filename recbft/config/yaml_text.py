@@ -141,7 +141,9 @@ def place(tree: dict[str, Any], key: str, value: Any, top: Collection[str], sect
             if inner and any(map(is_dataclass, get_args(fields.get(outer)))):
                 inside = yaml.dump({inner: value}, Dumper=_Dumper, default_flow_style=True, width=math.inf).strip()
                 raise UserError(f"unknown key {key!r}; write {section}.{outer}={inside}")
-            raise UserError(f"unknown key {key!r}; {_nearest(name, fields, top)}")
+            owners = [owner for owner, cls in sections.items() if name in field_types(cls)]
+            elsewhere = f"write {' or '.join(f'{owner}.{name}' for owner in owners)}" if owners else None
+            raise UserError(f"unknown key {key!r}; {elsewhere or _nearest(name, fields, top)}")
         _put(tree, section, name, value)
     elif key in top:
         tree[key] = value

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recbft.errors import UserError, did_you_mean
+from recbft.errors import MissingColumnError, UserError, did_you_mean
 
 # What pandas takes for a missing value.
 PANDAS_WORDS = frozenset(
@@ -32,7 +32,7 @@ def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> N
             mark = next((mark for mark in ";|\t," if mark in names[0]), None) if len(names) == 1 else None
             if mark is not None:
                 hint = f"there is one column, {names[0]!r}: if {mark!r} stands between its fields, give it as separator"
-            raise UserError(f"{source}: no column {column!r}; {hint}")
+            raise MissingColumnError(f"{source}: no column {column!r}; {hint}", column)
         if list(names).count(column) > 1:
             raise UserError(f"{source}: column {column!r} occurs {list(names).count(column)} times; rename all but one")
 

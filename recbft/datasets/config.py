@@ -11,7 +11,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.formats import ending
 from recbft.datasets.loading import default_dataset
 from recbft.datasets.prepare import Preparation
-from recbft.errors import UserError
+from recbft.errors import MissingColumnError, UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,13 @@ class DataConfig:
     def load(self) -> Dataset:
         """Read and prepare the data."""
         how = {name: getattr(self, name) for name in ("data_root", "user", "item", "time", "separator", "columns")}
-        return Dataset.load(str(self.resolved().dataset), **how, preparation=self.preparation())
+        try:
+            return Dataset.load(str(self.resolved().dataset), **how, preparation=self.preparation())
+        except MissingColumnError as error:
+            if error.column not in ("user_id", "item_id"):  # which nobody has named
+                raise
+            role = error.column.removesuffix("_id")
+            raise UserError(f"{error}; name the column as {role}: --{role} NAME, or --set {role}=NAME") from None
 
     def load_again(self, dataset: str | None = None, data_root: str | None = None, **how: Any) -> Dataset:
         """The data of a run that was begun earlier, from where they lie now.

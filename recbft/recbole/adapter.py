@@ -22,7 +22,7 @@ from torch import Tensor
 from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.models.contract import ItemTable, read_histories
-from recbft.recbole.settings import refuse_short_window, run_config, warn_about_unknown
+from recbft.recbole.settings import run_config, warn_about_unknown
 from recbft.training.build import check_clock
 from recbft.training.optimiser import idle_settings, parameter_groups
 from recbft.training.run_config import RunConfig
@@ -49,7 +49,12 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
             run = run_config(self.name, config.final_config_dict)
             recbole_knows = {key for keys in config.parameters.values() for key in keys}
             warn_about_unknown(run, config.external_config_dict, recbole_knows | set(config.internal_config_dict))
-        refuse_short_window(self.max_seq_length, run.backbone.max_length)
+        needed = run.backbone.max_length
+        if self.max_seq_length < needed:  # it would cut histories that the model reads in full
+            raise UserError(
+                f"MAX_ITEM_LIST_LENGTH is {self.max_seq_length}, but the run reads {needed} events; set it to {needed} "
+                "or more"
+            )
         self.run = run
         self.warmup_steps = run.training.warmup_steps  # of its own trainer; 0 where the weights come ramped in
         self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding

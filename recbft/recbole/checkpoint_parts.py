@@ -20,6 +20,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import numpy as np
+import scipy.sparse
+import torch
+import yaml
+from recbole.config import Config
+from recbole.data.dataset import Dataset
+from recbole.data.interaction import Interaction
+from recbole.model.abstract_recommender import AbstractRecommender
+from recbole.sampler.sampler import AbstractSampler
+
 
 def refuse(done: str) -> NoReturn:
     raise pickle.UnpicklingError(
@@ -89,32 +99,24 @@ def _enum_member(of: Named, name: str) -> Any:
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, grad: bool, hooks: Any = None, *more: Any) -> Any:
-    import torch
-
     if hooks or any(more):
         refuse("holds a tensor with hooks or with more than numbers")
     return torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, collections.OrderedDict())
 
 
 def _parameter(data: Any, grad: bool, hooks: Any = None) -> Any:
-    import torch
-
     if hooks:
         refuse("holds a parameter with hooks")
     return torch._utils._rebuild_parameter(data, grad, collections.OrderedDict())
 
 
 def _dtype(code: str, *copied: bool) -> Any:
-    import numpy as np
-
     if not re.fullmatch(r"[?biufcSUOV]\d*", code):
         refuse(f"holds an array of {code!r}")
     return np.dtype(code)
 
 
 def make_array(kind: Named, shape: Any, code: bytes) -> Any:
-    import numpy as np
-
     if kind.name not in ("numpy.ndarray", "numpy.matrix"):
         refuse(f"makes an array of {kind.name}")
     make: Any = np.empty(0).__reduce__()[0]  # whichever module this numpy has it in
@@ -122,24 +124,10 @@ def make_array(kind: Named, shape: Any, code: bytes) -> Any:
 
 
 def _scalar(dtype: Any, data: bytes) -> Any:
-    import numpy as np
-
     if dtype.hasobject or dtype.kind == "V":
         refuse(f"holds a number of type {dtype}")
     make: Any = np.float64(0).__reduce__()[0]
     return make(dtype, exactly(bytes, data))
-
-
-def _device(*given: Any) -> Any:
-    import torch
-
-    return torch.device(*given)
-
-
-def _size(sizes: Any) -> Any:
-    import torch
-
-    return torch.Size(sizes)
 
 
 CALLED: dict[str, Callable[..., Any]] = {
@@ -157,8 +145,8 @@ CALLED: dict[str, Callable[..., Any]] = {
     "builtins.getattr": _enum_member,
     "_codecs.encode": _encode,
     "logging.getLogger": logging.getLogger,
-    "torch.device": _device,
-    "torch.Size": _size,
+    "torch.device": torch.device,
+    "torch.Size": torch.Size,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_parameter": _parameter,
     "numpy.dtype": _dtype,
@@ -193,9 +181,9 @@ def named(module: str, name: str) -> Named | None:
     if whole in ("builtins.dict", "torch.storage.UntypedStorage", "torch.UntypedStorage"):
         return Named(whole)
     if whole in ("numpy.ndarray", "numpy.matrix"):
-        return Named(whole, value=getattr(importlib.import_module("numpy"), name))
+        return Named(whole, value=getattr(np, name))
     if whole == "yaml.loader.FullLoader":
-        return Named(whole, value=importlib.import_module("yaml").FullLoader)
+        return Named(whole, value=yaml.FullLoader)
     if module.startswith("recbole.") and module.startswith(PACKAGES) and module.replace(".", "_").isidentifier():
         with suppress(ImportError):
             importlib.import_module(module)
@@ -216,20 +204,11 @@ def _member(of: Any, value: Any) -> Any:
 
 def is_model(found: Any) -> bool:
     """Whether this is the class of a RecBole model, such as one that a user's script has defined."""
-    from recbole.model.abstract_recommender import AbstractRecommender
-
     return isinstance(found, type) and issubclass(found, AbstractRecommender)
 
 
 def _is_kept(kind: Any) -> bool:
     """Whether checkpoints hold objects of this class: it is made without a call, and setting its state does no more."""
-    import scipy.sparse
-    import torch
-    from recbole.config import Config
-    from recbole.data.dataset import Dataset
-    from recbole.data.interaction import Interaction
-    from recbole.sampler.sampler import AbstractSampler
-
     if issubclass(kind, torch.nn.Module):
         return bool(kind.__setstate__ is torch.nn.Module.__setstate__)
     sparse = issubclass(kind, (scipy.sparse.spmatrix, scipy.sparse.sparray)) and not issubclass(kind, dict)
@@ -252,9 +231,6 @@ LISTS = (list, tuple, set, frozenset)
 
 def is_leaf(value: Any) -> bool:
     """Whether this is data without parts: to hash, compare or print it runs Python's, PyTorch's or numpy's own code."""
-    import numpy as np
-    import torch
-
     exact = (*PLAIN, torch.Tensor, torch.nn.Parameter, torch.device, torch.Size)
     return type(value) in exact or isinstance(value, (enum.Enum, np.generic, np.dtype, pathlib.PurePath))
 
@@ -296,12 +272,6 @@ DATA, OBJECTS, LAYERS = range(3)
 
 def check_parts(read: Any, made: dict[int, Any]) -> None:
     """Refuse whatever is not data, or an object that this reader has made, in a place where RecBole keeps one."""
-    import numpy as np
-    import torch
-    import yaml
-    from recbole.config import Config
-    from recbole.model.abstract_recommender import AbstractRecommender
-
     todo = [(read, LAYERS)]
     if type(read) is dict:
         todo = [(part, DATA if key in ("state_dict", "optimizer") else LAYERS) for key, part in read.items()]

@@ -19,9 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from recbft.errors import UserError
-from recbft.recbole.checkpoint_parts import is_model
 from recbft.recbole.hooks import Changed
-from recbft.recbole.unpickling import CheckpointUnpickler
 
 
 def are_refused(module: Any) -> bool:
@@ -48,6 +46,8 @@ def load_checkpoint(file: Any, **given: Any) -> Any:
         pickle.UnpicklingError: the file asks for anything else, or is a program.
     """
     import torch
+
+    from recbft.recbole.unpickling import CheckpointUnpickler
 
     is_path = isinstance(file, (str, os.PathLike))
     if (not is_path or os.path.isfile(file)) and not _is_archive(file):
@@ -126,13 +126,11 @@ def load_data_and_model(model_file: str) -> tuple[Any, ...]:
 
 
 def _model_of(config: Any, file: str) -> Any:
-    """The class of the model that a checkpoint's config names.
-
-    Raises:
-        UserError: it is no Config, or names no model, or a teacher that is none: RecBole evaluates that name.
-    """
+    """The model class that a checkpoint's config names; a teacher is checked too, as RecBole evaluates its name."""
     from recbole.config import Config
     from recbole.utils import get_model
+
+    from recbft.recbole.checkpoint_parts import is_model
 
     values = vars(config).get("final_config_dict") if type(config) is Config else None
 

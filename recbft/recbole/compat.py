@@ -15,10 +15,11 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from recbft.errors import UserError
 from recbft.recbole import checkpoints, hooks
@@ -29,23 +30,21 @@ RUNTIME = ("texttable", "colorlog", "colorama", "tensorboard", "tqdm", "scikit-l
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Patch:
-    """A change to one module of RecBole."""
-
-    module: str
-    reason: str
-    needed: Callable[[Any], bool]
-    apply: Callable[[Any], None]
-
-
-PATCHES: list[Patch] = []  # all there are
-applied: list[Patch] = []  # in this process, in order
+PATCHES: list[tuple[str, hooks.Act]] = []  # all there are: a module of RecBole, and what considers its patch
 
 
 def patch(module: str, reason: str, needed: Callable[[Any], bool]) -> Callable[[Callable[[Any], None]], None]:
     """Enter the function below into the table: what it changes, why, and how to tell whether it is needed."""
-    return lambda apply: PATCHES.append(Patch(module, reason, needed, apply))
+
+    def enter(apply: Callable[[Any], None]) -> None:
+        def consider(imported: ModuleType) -> None:
+            if needed(imported):
+                apply(imported)
+                log.info("%s patched: %s", module, reason)
+
+        PATCHES.append((module, consider))
+
+    return enter
 
 
 @cache
@@ -55,16 +54,12 @@ def install() -> None:
     for name in ("recbole.quick_start.quick_start", "recbole.config.configurator", "recbole.trainer.trainer"):
         hooks.around_import(name, _missing_requirement_explained)
     hooks.around_import("recbole.model.exlib_recommender", _without_tree_libraries)
-    for patch in PATCHES:
-        hooks.after_import(patch.module, partial(_consider, patch))
+    for module, consider in PATCHES:
+        hooks.after_import(module, consider)
 
 
 def require_recbole() -> None:
-    """Refuse to go on without RecBole.
-
-    Raises:
-        UserError: it is not installed; the message says how to install it on this Python.
-    """
+    """Refuse to go on without RecBole, and say how to install it on this Python."""
     if not _installed("recbole"):
         raise UserError(f"RecBole is not installed; install it with: {install_command()}")
 
@@ -78,13 +73,6 @@ def install_command() -> str:
 
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-def _consider(patch: Patch, module: ModuleType) -> None:
-    if patch.needed(module):
-        patch.apply(module)
-        applied.append(patch)
-        log.info("%s patched: %s", patch.module, patch.reason)
 
 
 @contextlib.contextmanager
@@ -142,8 +130,6 @@ def _without_tree_libraries() -> Iterator[None]:
 
 
 def _asks_for_aliases_that_numpy_lacks(configurator: Any) -> bool:
-    import numpy as np
-
     settings = getattr(configurator.Config, "compatibility_settings", None)
     return settings is not None and any(
         name.endswith("_") and not hasattr(np, name) for name in settings.__code__.co_names
@@ -157,8 +143,6 @@ def _asks_for_aliases_that_numpy_lacks(configurator: Any) -> bool:
 )
 def _set_aliases_that_numpy_has_types_for(configurator: Any) -> None:
     def compatibility_settings(self: Any) -> None:
-        import numpy as np
-
         types = {
             "bool": np.bool_, "int": np.int_, "float": np.float64, "complex": np.complex128, "object": np.object_,
             "str": np.str_, "long": np.int_, "unicode": np.str_,
@@ -206,8 +190,6 @@ def _filling_a_column_leaves_the_frame(dataset: Any) -> bool:
     _filling_a_column_leaves_the_frame,
 )
 def _fill_nan_by_assignment(dataset: Any) -> None:
-    import numpy as np
-
     kinds = dataset.FeatureType
 
     def fill_nan(self: Any) -> None:
@@ -244,7 +226,6 @@ def _len_is_of_the_column(module: Any) -> bool:
 
 @patch("recbole.data.dataset.dataset", OF_THE_COLUMN, _len_is_of_the_column)
 def _take_len_of_each_sequence_in_remap(dataset: Any) -> None:
-    import numpy as np
     import pandas as pd
 
     def remap(self: Any, remap_list: list[Any]) -> None:

@@ -46,18 +46,12 @@ log = logging.getLogger(__name__)
 
 
 def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
-    """The run that a RecBole config describes.
-
-    Args:
-        name: of the model, in ``ADAPTED``.
-        values: all keys of the config, RecBole's own included.
-
-    Raises:
-        UserError: a value is wrong, or has no effect in this arm.
-    """
+    """The run that a RecBole config describes: the model called ``name`` in ``ADAPTED``, all keys, RecBole's too."""
     refuse_repetition(dict(values.items()), "the config")
     refuse_other_losses(values.get("loss_type"))
-    refuse_clipping_by_number(values.get("clip_grad_norm"))
+    clip = values.get("clip_grad_norm")
+    if clip is not None and not isinstance(clip, Mapping):  # RecBole's trainer would hand it on as named arguments
+        raise UserError(f"clip_grad_norm is {clip!r}; RecBole takes keys: write clip_grad_norm: {{max_norm: {clip}}}")
     adapted = ADAPTED[name]
     arm = adapted.arm if values.get("arm") is None else values["arm"]
     mixer = values.get("mixer")
@@ -87,9 +81,6 @@ def refuse_lost(run: RunConfig, *places: Mapping[str, Any]) -> None:
     Args:
         run: what RecBole's precedence makes of all places.
         places: what the user wrote, from low to high: each file, dictionary, command line.
-
-    Raises:
-        UserError: there is such a setting.
     """
     for section in (*MODEL_SECTIONS, "training"):
         kinds = field_types(sections_of(run.model, run.mixer)[section])
@@ -121,9 +112,6 @@ def refuse_unmeasured(values: Mapping[str, Any], of_lists: Collection[str]) -> N
     Args:
         values: all keys of the config, once RecBole has completed them.
         of_lists: the metrics, in lower case, that are measured at the lengths in ``topk`` alone.
-
-    Raises:
-        UserError: the metric is not among ``metrics``, or its length not in ``topk``.
     """
     metrics, topk, chosen = values["metrics"], values["topk"], values["valid_metric"]
     names = [str(metric).lower() for metric in metrics]
@@ -133,12 +121,6 @@ def refuse_unmeasured(values: Mapping[str, Any], of_lists: Collection[str]) -> N
             f"valid_metric is {chosen!r}, which is not among what is measured: {', '.join(metrics)} at "
             f"{', '.join(map(str, topk))}; change it, or metrics and topk"
         )
-
-
-def refuse_clipping_by_number(clip: Any) -> None:
-    """Refuse what RecBole's trainer would hand on as named arguments, and is none."""
-    if clip is not None and not isinstance(clip, Mapping):
-        raise UserError(f"clip_grad_norm is {clip!r}; RecBole takes keys: write clip_grad_norm: {{max_norm: {clip}}}")
 
 
 def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbole: Collection[str]) -> None:
@@ -159,14 +141,6 @@ def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbol
         else:
             meant = nearest(str(key), known)
             log.warning("unknown key %r has no effect%s", key, f"; did you mean {meant!r}?" if meant else "")
-
-
-def refuse_short_window(window: int, needed: int) -> None:
-    """Refuse a RecBole window that would cut histories which the model reads in full."""
-    if window < needed:
-        raise UserError(
-            f"MAX_ITEM_LIST_LENGTH is {window}, but the run reads {needed} events; set it to {needed} or more"
-        )
 
 
 def _bare(values: Mapping[str, Any], section: str, sections: Mapping[str, type]) -> dict[str, Any]:

@@ -11,6 +11,10 @@ import pickle
 import pickletools
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
+import torch
+from recbole.config import Config
+
 from recbft.recbole.checkpoint_parts import (
     LISTS,
     MAPPINGS,
@@ -76,8 +80,6 @@ class CheckpointUnpickler(_InPython):  # type: ignore[misc]
 
     def load_reduce(self) -> None:
         """Call what makes an object: a function known here or an enumeration, with data."""
-        import torch
-
         given, called = self.stack.pop(), self.stack.pop()
         if type(called) is not Named or called.call is None or type(given) is not tuple:
             refuse(f"calls {name_of(called)}")
@@ -101,9 +103,6 @@ class CheckpointUnpickler(_InPython):  # type: ignore[misc]
 
     def load_build(self) -> None:
         """Give an object that was made here its state."""
-        import numpy as np
-        from recbole.config import Config
-
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, np.dtype):  # it has its state: another would make it lie about its memory
             if not all(map(is_leaf, exactly(tuple, state))) or repr(state) != repr(target.__reduce__()[2]):
@@ -124,8 +123,6 @@ class CheckpointUnpickler(_InPython):  # type: ignore[misc]
 
     def load_binpersid(self) -> None:
         """Have PyTorch find a tensor's numbers, which lie beside the pickle."""
-        import torch
-
         saved = self.stack.pop()
         if type(saved) is not tuple or [type(part) for part in (*saved[:1], *saved[2:])] != [str, str, str, int]:
             refuse("asks for something that is no tensor's")

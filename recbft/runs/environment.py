@@ -43,7 +43,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         # Both are the process's; they decide digits.
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "matmul_precision": matmul_precision(),
-        "kernels": "plain" if c_library.missing() else "compiled",  # on a CPU
+        "kernels": "plain" if c_library.missing() else "c",  # on a CPU
     }
 
 

@@ -17,7 +17,7 @@ from recbft.errors import UserError
 from recbft.evaluation import event_weights
 from recbft.models.contract import SequenceModel
 from recbft.serving.histories import Histories, as_frame, as_list, encode
-from recbft.serving.lists import Asked, blocks_of_lists, check_asked, reads_times
+from recbft.serving.lists import Asked, blocks_of_lists, check_asked
 
 EXPLAINED = 3
 
@@ -32,16 +32,12 @@ def explanation_table(
     memory_mb: float = 256.0,
     time_unit: str | None = None,
 ) -> pd.DataFrame:
-    """``Recommender.explain``; see there.
-
-    Raises:
-        UserError: as ``recommend``; more than one history, an unknown item, or an item and a k.
-    """
+    """``Recommender.explain``; see there."""
     if item is not None and k is not None:
         raise UserError(f"k is {k}, which has no effect where an item is named; give one of them")
     check_asked(model, 1 if k is None else k)
     histories, raw = _one(as_frame(history))
-    encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
+    encoded = encode(histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit)
     places = np.flatnonzero(vocabulary.encode(raw) > 0)  # of the known events
     items = [item]
     if item is None:

@@ -69,9 +69,6 @@ def histories_from_file(
         Columns user_id, item_id and, where ``time`` is given, timestamp (int64, or dates where the file holds dates);
         ids as the file has them. ``attrs`` counts the events left out: ``filtered_out`` by ``where``, ``repeated`` by
         ``deduplicate``.
-
-    Raises:
-        UserError: the file is missing or damaged, or a column is missing or holds what it may not.
     """
     chosen = Preparation(where=where, deduplicate=deduplicate)
     how = CardFile(time=time, separator=separator, columns=columns, preparation=chosen)
@@ -95,10 +92,6 @@ def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_un
 
     Warns where the rows of a frame go back in time, and where its times are whole numbers that look like those of
     another unit; the warnings point at the program that called recbft.
-
-    Raises:
-        ColdStartError: no history holds an item of the vocabulary.
-        UserError: as ``recbft.serving.lists.recommend_in_blocks``, of histories.
     """
     histories = as_frame(histories)
     users, lengths, raw = _flatten(histories)
@@ -144,9 +137,6 @@ def as_list(
     Args:
         what, wanted: the beginning of a message, such as "exclude is", and what the value should be.
         ordered: refuse a set or mapping too.
-
-    Raises:
-        UserError: it is something else.
     """
     other = (str, bytes, bytearray, *((set, frozenset, Mapping) if ordered else ()))
     single = getattr(value, "ndim", 1) == 0  # which says that it can be looped over, and cannot

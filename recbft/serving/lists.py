@@ -66,7 +66,7 @@ def recommend_in_blocks(
     """
     check_asked(model, k)
     check_filter_seen(filter_seen)
-    encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
+    encoded = encode(histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit)
     among, barred = _candidates(vocabulary, candidates), _excluded(vocabulary, exclude)
     return blocks_of_lists(
         model, vocabulary, encoded, Asked(k, bool(filter_seen), among, barred, calibration, memory_mb)
@@ -111,11 +111,6 @@ def check_filter_seen(filter_seen: Any) -> None:
     if not isinstance(filter_seen, (bool, np.bool_)):
         shown = " ".join(repr(filter_seen).split())[:60]
         raise UserError(f"filter_seen is {shown}; give True (lists leave out what the user has) or False")
-
-
-def reads_times(model: SequenceModel) -> bool:
-    """Whether the model needs the time of every event."""
-    return model.reads_times
 
 
 def blocks_of_lists(

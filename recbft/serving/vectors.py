@@ -19,7 +19,7 @@ from recbft.datasets.vocabulary import Vocabulary
 from recbft.evaluation.views import evaluation_mode
 from recbft.models.contract import SequenceModel
 from recbft.serving.histories import Histories, encode
-from recbft.serving.lists import HISTORIES_AT_ONCE, check_asked, reads_times, states_of
+from recbft.serving.lists import HISTORIES_AT_ONCE, check_asked, states_of
 
 
 class UserVectors(NamedTuple):
@@ -46,13 +46,9 @@ def user_vectors(
     *,
     time_unit: str | None = None,
 ) -> UserVectors:
-    """``Recommender.user_vectors``; see there.
-
-    Raises:
-        ColdStartError, UserError: as ``recommend``, of histories.
-    """
+    """``Recommender.user_vectors``; see there."""
     check_asked(model, 1)
-    encoded = encode(histories, vocabulary, reads_times=reads_times(model), time_unit=time_unit)
+    encoded = encode(histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit)
     table, blocks = model.item_table(), []
     with torch.inference_mode(), evaluation_mode(model):
         for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):

@@ -29,14 +29,11 @@ from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import RunError, UserError
 from recbft.training import bundle, one_run
 from recbft.training.progress import Silent
+from tests.serving.conftest import SMALL, dataset
 
-SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 2, "device": "cpu", "warmup_steps": 4}
+__all__ = ["dataset"]
+
 ARMS = ["published", "matched", "bft"]
-
-
-@pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +65,6 @@ def test_a_saved_recommender_gives_identical_lists_and_metrics_when_loaded(fitte
     assert os.listdir(tmp_path) == ["kept"]
     with pytest.raises(UserError, match="kept is a folder with files in it; name another"):
         one.save(tmp_path / "kept")
-
-
-def test_a_saved_recommender_outlives_the_one_that_saved_it(dataset, tmp_path):
-    recommender = Recommender("pop").fit(dataset)
-    place = recommender.run.path
-    recommender.save(tmp_path / "kept")
-    del recommender
-    assert not place.exists(), "a folder nobody asked for is gone with its recommender"
-    assert len(Recommender.load(tmp_path / "kept").recommend([[1, 2, 3]], 3)) == 3
 
 
 class StopAfter(Silent):
@@ -178,12 +166,6 @@ def test_an_error_that_is_kept_keeps_no_model(dataset, tmp_path, monkeypatch, fa
     assert error.value.__traceback__ is not None and frame.f_locals == {"own": 1}
 
 
-def test_a_run_whose_data_had_no_file_says_how_to_give_them(dataset, tmp_path):
-    Recommender("pop").fit(replace(dataset, name="frame"), out=tmp_path / "run")
-    with pytest.raises(UserError, match=r"unknown data set 'frame'.*give it with -d, or in Python as dataset"):
-        Recommender.load(tmp_path / "run").evaluate()
-
-
 @pytest.mark.parametrize("part", ["validation", "test"])
 def test_evaluate_gives_what_the_run_recorded(fitted, dataset, part):
     for recommender in fitted.values():
@@ -240,26 +222,6 @@ def test_a_run_that_was_not_calibrated_gives_lists_without_probabilities(fitted,
     assert old.calibration() is None and table["probability"].isna().all() and len(table)
 
 
-def test_users_never_seen_in_training_get_lists(fitted, dataset):
-    items = dataset.item_ids[:6].tolist()
-    table = fitted["bft"].recommend({"someone new": items, "and another": items[::-1], "no one": ["?"]}, k=4)
-    assert table["user"].tolist() == ["someone new"] * 4 + ["and another"] * 4
-    assert not set(table["item"]) & set(items) and np.isfinite(table["score"]).all()
-    one, two = (table[table["user"] == user]["score"].tolist() for user in ("someone new", "and another"))
-    assert one != two, "the order of a history matters"
-    assert table.attrs["unknown_events"] == 1 and table.attrs["skipped_users"] == ["no one"]
-
-
-def test_the_same_history_gets_the_same_list_whoever_has_it_and_whatever_is_beside_it(fitted, dataset):
-    history = dataset.item_ids[3:9].tolist()
-    for recommender in fitted.values():
-        alone = recommender.recommend([history], 5)
-        beside = recommender.recommend({**histories_of(dataset), "new": history}, 5)
-        beside = beside[beside["user"] == "new"]
-        assert beside["item"].tolist() == alone["item"].tolist()
-        np.testing.assert_allclose(beside["score"], alone["score"], rtol=1e-5)
-
-
 def test_ids_keep_the_type_of_the_training_data():
     rng = np.random.default_rng(0)
     rows = [(str(user), str(item)) for user in range(100, 120) for item in rng.permutation(15)[:6]]
@@ -275,9 +237,8 @@ def test_ids_keep_the_type_of_the_training_data():
 
 def test_items_that_the_model_does_not_know_are_refused(fitted):
     other = synthetic_dataset(SyntheticConfig(num_users=50, num_items=70, mean_length=7, seed=2))
-    with pytest.raises(
-        UserError, match=r"is a model of data set 'synthetic': \d+ of the \d+ items of data set 'synthetic' are unknown"
-    ):
+    said = r"is a model of data set 'synthetic': \d+ of the \d+ items of data set 'synthetic' are unknown"
+    with pytest.raises(UserError, match=said):
         fitted["bft"].evaluate(other)
 
 
@@ -287,9 +248,7 @@ def test_items_are_found_by_their_raw_ids_whatever_their_order(fitted, dataset):
     frame["place"] = np.arange(len(frame))[::-1]
     other = Dataset.from_frame(frame, time="place", name="other")
     assert other.item_ids.astype(str).tolist() != dataset.item_ids.astype(str).tolist()
-    with pytest.warns(
-        UserWarning, match=r"data set 'other' has its items in another order .* among all \d+ of the mode"
-    ):
+    with pytest.warns(UserWarning, match=r"'other' has its items in another order .* among all \d+ of the mode"):
         found = fitted["bft"].evaluate(other)
     expected = fitted["bft"].evaluate(dataset).per_user.set_index("user")
     pd.testing.assert_frame_equal(found.per_user.set_index("user").loc[expected.index], expected, check_dtype=False)
@@ -308,9 +267,7 @@ def test_a_recommender_that_is_not_trained_says_so(dataset):
         lambda: recommender.save("nowhere"),
         lambda: recommender.fit(dataset, warm_start=True),
     ):
-        with pytest.raises(
-            UserError, match=r"this recommender is not trained; call fit\(dataset\), or Recommender.load"
-        ):
+        with pytest.raises(UserError, match=r"not trained; call fit\(dataset\), or Recommender.load"):
             use()
     assert not os.path.exists("nowhere")
 
@@ -330,23 +287,6 @@ def test_loading_parses_the_configuration_once(fitted, monkeypatch):
     monkeypatch.setattr(yaml_text, "parse_yaml", lambda *text: read.append(text) or parse(*text))
     Recommender.load(fitted["bft"].run.path)
     assert len(read) == 1
-
-
-def test_loading_what_is_no_finished_run_is_refused(fitted, tmp_path):
-    with pytest.raises(UserError, match=r"there is no run folder .*nowhere; give the folder"):
-        Recommender.load(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"is not a run folder: config\.yaml is missing"):
-        Recommender.load(tmp_path)
-    fitted["bft"].save(tmp_path / "kept")
-    (best,) = (tmp_path / "kept" / "checkpoint").glob("best-*")
-    data = best.read_bytes()
-    best.write_bytes(data[:-1])
-    with pytest.raises(UserError, match=r"best-\d+-\w+.safetensors has \d+ bytes where \d+ were written"):
-        Recommender.load(tmp_path / "kept")
-    best.write_bytes(data)
-    (tmp_path / "kept" / "checkpoint" / "vocabulary.parquet").unlink()
-    with pytest.raises(UserError, match=r"vocabulary\.parquet is missing"):
-        Recommender.load(tmp_path / "kept")
 
 
 def test_what_stands_in_the_folder_by_now_is_not_taken_for_the_run_that_was_loaded(fitted, dataset, tmp_path):
@@ -395,14 +335,6 @@ def test_a_link_that_moves_on_does_not_move_what_is_loaded_by_it(fitted, dataset
         )
 
 
-def test_weights_that_do_not_fit_the_config_are_refused(fitted, tmp_path):
-    fitted["bft"].save(tmp_path / "kept")
-    path = tmp_path / "kept" / "config.yaml"
-    path.write_text(path.read_text().replace("hidden_size: 8", "hidden_size: 16"))
-    with pytest.raises(UserError, match=r"config.yaml was changed since the run was begun: backbone.hidden_size is 16"):
-        Recommender.load(tmp_path / "kept")
-
-
 def test_a_model_changed_in_the_config_is_refused_though_the_weights_fit(fitted, tmp_path):
     fitted["bft"].save(tmp_path / "kept")
     path = tmp_path / "kept" / "config.yaml"
@@ -412,36 +344,15 @@ def test_a_model_changed_in_the_config_is_refused_though_the_weights_fit(fitted,
         Recommender.load(tmp_path / "kept")
 
 
-def test_a_config_that_is_cut_off_is_refused_though_the_weights_fit_the_usual_values(fitted, tmp_path):
-    fitted["bft"].save(tmp_path / "kept")
-    path = tmp_path / "kept" / "config.yaml"
-    whole = path.read_text()
-    for kept, lacks in (("", "model"), (whole.partition("  patience:")[0], "training.patience")):
-        path.write_text(kept)
-        for open_again in (Recommender.load, Recommender.resume):
-            if open_again is Recommender.resume:
-                (tmp_path / "kept" / "metrics.json").unlink(missing_ok=True)
-            with pytest.raises(UserError, match=rf"config.yaml lacks {lacks}, with which the run was begun.*restore"):
-                open_again(tmp_path / "kept")
-    path.write_text(whole.replace("patience:", "patience: 3  #"))  # what somebody writes there counts
-    assert Recommender.load(tmp_path / "kept").config.training.patience == 3
-
-
-def test_a_vocabulary_of_another_run_is_refused(fitted, tmp_path):
+def test_a_vocabulary_that_is_missing_or_another_s_is_refused(fitted, tmp_path):
     fitted["bft"].save(tmp_path / "kept")
     path = tmp_path / "kept" / "checkpoint" / "vocabulary.parquet"
     table = pd.read_parquet(path)
     table.iloc[::-1].to_parquet(path)
     with pytest.raises(UserError, match=r"vocabulary.parquet is not the vocabulary that .*kept was trained with"):
         Recommender.load(tmp_path / "kept")
-
-
-def test_the_checkpoint_of_another_seed_is_refused(fitted, dataset, tmp_path):
-    other = Recommender("sasrec", arm="bft", seed=1, **SMALL).fit(dataset, out=tmp_path / "other")
-    fitted["bft"].save(tmp_path / "kept")
-    shutil.rmtree(tmp_path / "kept" / "checkpoint")
-    shutil.copytree(other.run.path / "checkpoint", tmp_path / "kept" / "checkpoint")
-    with pytest.raises(UserError, match=r"checkpoint is of another run \(seed 1\) than .*protocol.json; put its own"):
+    path.unlink()
+    with pytest.raises(UserError, match=r"vocabulary\.parquet is missing"):
         Recommender.load(tmp_path / "kept")
 
 
@@ -508,16 +419,16 @@ def test_a_config_that_names_the_columns_of_the_data_set_that_is_given_is_taken(
 
 def test_a_run_reads_the_file_behind_its_frame_with_the_frame_s_filters(dataset, tmp_path):
     frame = pd.DataFrame({"who": np.repeat(dataset.user_ids, dataset.lengths), "what": dataset.decode(dataset.items)})
-    frame["stars"] = np.arange(len(frame)) % 7
+    frame = frame.assign(stars=np.arange(len(frame)) % 7, when=np.arange(len(frame))).sample(frac=1, random_state=0)
     frame.to_csv(tmp_path / "ratings.csv", index=False)
     preparation = Preparation(min_user_events=6, deduplicate="first", where="stars>0")
-    given = Dataset.from_frame(frame, user="who", item="what", preparation=preparation)
+    given = Dataset.from_frame(frame, user="who", item="what", time="when", preparation=preparation)
     recommender = Recommender("pop").fit(given, out=tmp_path / "run")
     again = Recommender.load(tmp_path / "run").config.data
     assert again.load_again(str(tmp_path / "ratings.csv")).content_hash == given.content_hash
     recommender.run.metrics_file.unlink()  # as if it had been stopped before
     one_run.resume(tmp_path / "run", dataset=str(tmp_path / "ratings.csv"))
-    other = Dataset.from_frame(frame.assign(stars=1), user="who", item="what")
+    other = Dataset.from_frame(frame, user="who", item="what", time="when")
     assert recommender.fit(other).config.data.preparation() == Preparation(), "each data set has its own"
 
 
@@ -619,9 +530,7 @@ def test_a_copy_is_not_saved_into_what_is_copied(dataset, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     before = sorted((tmp_path / "run").rglob("*"))
     for inner in ("run/inner", "run/one/two", "link/inner", "run/checkpoint/../inner"):
-        with pytest.raises(
-            UserError, match=r"(inner|two) lies in the folder that is to be copied, .*run; name one outside"
-        ):
+        with pytest.raises(UserError, match=r"(inner|two) lies in the folder that is to be copied, .*run; name one"):
             recommender.save(tmp_path / inner)
     assert sorted((tmp_path / "run").rglob("*")) == before
     recommender.save(tmp_path / "run-2")

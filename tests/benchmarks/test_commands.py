@@ -20,7 +20,6 @@ from benchmarks import (
     machine,
     many_seeds,
     mixer_speed,
-    parity,
     serve_speed,
     train_speed,
     warm_start,
@@ -110,9 +109,8 @@ def test_what_cannot_be_measured_is_refused(command, arguments, message):
 
 def test_train_speed_prints_and_records_every_arm(small, tmp_path, capsys):
     file = tmp_path / "speed.json"
-    assert (
-        train_speed.main([*small, "--repeats", "2", "--chunk-steps", "2", "--threads", "1", "--json", str(file)]) == 0
-    )
+    few = ["--repeats", "2", "--chunk-steps", "2", "--threads", "1"]
+    assert train_speed.main([*small, *few, "--json", str(file)]) == 0
     out, result = capsys.readouterr().out, read(file)
     assert list(result["arms"]) == ["published", "matched", "bft"]
     for label, arm in result["arms"].items():
@@ -123,7 +121,7 @@ def test_train_speed_prints_and_records_every_arm(small, tmp_path, capsys):
         assert ratio["to"] == "matched" and ratio["min"] <= ratio["median"] <= ratio["max"]
         assert ratio["pairs"] == 2 * -(-4 // 2)  # 120 users in batches of 32, chunks of 2, two epochs
     assert result["arms"]["matched"]["ratio"]["median"] == 1
-    assert result["parity"]["bft"] < parity.TOLERANCE and result["peak_rss_mb"] > 0
+    assert result["parity"]["bft"] < train_speed.TOLERANCE and result["peak_rss_mb"] > 0
 
 
 def test_an_arm_trained_in_turn_becomes_what_it_becomes_alone(events, small, tmp_path):
@@ -140,11 +138,13 @@ def test_an_arm_trained_in_turn_becomes_what_it_becomes_alone(events, small, tmp
 
 
 def test_no_time_is_printed_where_arms_or_seeds_do_not_agree(small, capsys, monkeypatch):
-    for command, where in ((parity, "bft at ramp 0 differs from"), (many_seeds, "between seeds trained together and")):
+    for command, where, more in (
+        (train_speed, "bft at ramp 0 differs from", []),
+        (many_seeds, "between seeds trained together and", ["--seeds", "2"]),
+    ):
         monkeypatch.setattr(command, "TOLERANCE", -1.0)
-        few = ["--arms", "bft", "--threads", "1", *(["--seeds", "2"] if command is many_seeds else [])]
         with pytest.raises(RunError, match=rf"{where} .* no time is taken"):
-            (many_seeds if command is many_seeds else train_speed).main([*small, *few])
+            command.main([*small, "--arms", "bft", "--threads", "1", *more])
     assert capsys.readouterr().out == ""
 
 

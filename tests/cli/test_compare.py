@@ -50,16 +50,6 @@ def test_the_same_command_trains_nothing_again(capsys, made, events):
     assert code == 2 and "matched-seed0 holds a run with training.epochs 2, and 3 is asked for" in err
 
 
-def test_a_run_of_another_command_is_not_compared(capsys, made, events, tmp_path, monkeypatch):
-    def meanwhile(*_):
-        shutil.copytree(made / "runs", tmp_path / "runs", dirs_exist_ok=True)
-
-    monkeypatch.setattr("recbft.experiments.missing_runs.train_all", meanwhile)
-    code, out, err = run(capsys, "compare", *comparing(events, tmp_path, "--set", "epochs=3"))
-    assert code == 2 and out == "" and "matched-seed0 holds a run with training.epochs 2, and 3 is asked for" in err
-    assert not (tmp_path / "comparison.json").exists()
-
-
 def test_a_dry_run_prints_the_commands_and_leaves_nothing(capsys, events, tmp_path):
     code, out, err = run(capsys, "compare", *comparing(events, tmp_path / "out", "--dry-run", "--data-root", tmp_path))
     assert code == 0 and err == "" and len(out.splitlines()) == 4 and list(tmp_path.iterdir()) == []
@@ -88,11 +78,8 @@ def test_runs_that_exist_and_another_systems_ranks_are_compared(capsys, made, tm
         "--metrics", "ndcg@10,hr@5,ndcg@10",
     )  # fmt: skip
     assert code == 0 and err == ""
-    first = out.splitlines()[0]
-    assert (
-        first
-        == "`recbft compare --out OUT --external other=FILE --baseline bft --metrics ndcg@10,hr@5,ndcg@10 RUN_DIR...`"
-    )
+    command = "compare --out OUT --external other=FILE --baseline bft --metrics ndcg@10,hr@5,ndcg@10 RUN_DIR..."
+    assert out.splitlines()[0] == f"`recbft {command}`"
     assert "Difference from bft, paired by seed" in out and "note: arm other is external" in out and "HR@5" in out
     assert "MRR" not in out and "Holm over the 8 t-tests" in " ".join(out.split())  # a metric named twice counts once
     ranks.unlink()
@@ -158,11 +145,7 @@ def test_a_broken_run_is_left_out_when_asked(capsys, made, tmp_path):
     extra = copied / "runs" / "extra"
     extra.mkdir()
     code, _, err = run(capsys, "compare", *runs, extra, "--out", tmp_path / "out")
-    assert (
-        code == 2
-        and "extra is not a run folder" in err
-        and "`recbft compare --skip-broken` leaves such a run out" in err
-    )
+    assert code == 2 and "extra is not a run folder" in err and "--skip-broken` leaves such a run out" in err
     code, out, _ = run(capsys, "compare", *runs, extra, "--out", tmp_path / "out", "--skip-broken")
     assert code == 0 and "note: left out, broken: " in out
 
@@ -181,54 +164,25 @@ def test_comparisons_of_different_data_are_pooled(capsys, made, tmp_path):
     assert code == 2 and "is a comparison, not a run; give its runs" in err and "--pool" in err
 
 
-def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path):
-    bad = ["-d", events, *SETTINGS, "--arms", "matched,bft[learning_rate=1e30]", "--seeds", "0-1", "--out", tmp_path]
-    code, out, err = run(capsys, "compare", *bad)
-    assert code == 1 and out == ""
-    assert "error: 2 of 4 runs failed (bft[learning_rate=1e30] seed 0, bft[learning_rate=1e30] seed 1: " in err
-    assert len(list(tmp_path.glob("runs/matched-*/metrics.json"))) == 2
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--out", "x", "--seeds", "3"], "--seeds '3' names one seed; a comparison needs at least 2, such as 0-9"),
-        (
-            ["--out", "x", "--arms", "bft[core.update=kalman],bft"],
-            "arms bft[core.update=kalman] and bft are the same configuration; leave one out",
-        ),
-        (
-            ["--out", "x", "--arms", "bft,bft+recency", "--dry-run"],
-            "arms bft and bft+recency are the same configuration",
-        ),
-        (["--out", "x", "--arms", "bft"], "--arms 'bft' names one arm; a comparison needs at least 2"),
+        (["--out", "x", "--arms", "bft[core.update=kalman],bft"], "and bft are the same configuration; leave one out"),
         (["--out", "x", "--arms", "matched,bft[lam_maxx=3]"], "arm bft[lam_maxx=3]: unknown key 'lam_maxx'"),
         (["--out", "x", "--set", "seed=3"], "--set seed has no effect, since --seeds decides it for each run; give"),
-        (["--out", "x", "--baseline", "pop"], "--baseline 'pop' is not an arm; choose one of matched, "),
         (["--out", "x", "--external", "ranks.csv"], "--external 'ranks.csv' is not NAME=FILE"),
         (["--out", "x", "--external", "bft=r.csv"], "--external has the name of an arm"),
-        (
-            ["--out", "x", "--external", "a=r.csv", "--external", "a=s.csv"],
-            "'a' twice; name each arm once, with all its",
-        ),
+        (["--out", "x", "--external", "a=r.csv", "--external", "a=s.csv"], "'a' twice; name each arm once, with"),
         (["--out", "x", "--external", "a/b=r.csv"], "--external names an arm 'a/b'; give it a name of at most 200"),
         (["run", "--out", "x", "--external", "a\nb=r.csv"], "--external names an arm 'a\\nb'"),
         (["run", "--out", "x", "--external", "é" * 101 + "=r.csv"], "; give it a name of at most 200 bytes"),
-        (
-            ["--out", "x", "--arms", "published,bft", "--seeds", "0-1", "--batch-seeds", "2"],
-            "--batch-seeds cannot be given with arm published: several seeds cannot be trained together with dropout",
-        ),
-        (
-            ["--out", "x", "-m", "sasrec,hstu", "--arms", "matched,bft", "--batch-seeds", "2"],
-            "--batch-seeds cannot be given with arm matched: several seeds cannot be trained together with mixer Point",
-        ),
+        (["--out", "x", "-m", "sasrec,hstu", "--arms", "matched,bft", "--batch-seeds", "2"], "together with mixer Poi"),
         (["-m", "pop", "--arms", "published,published[ks=5]", "--out", "x"], "model 'pop' is not trained"),
         ([], "--out is missing; name the folder that gets the results"),
         (["run", "--out", "x"], "there is no run folder run"),
         (["run", "--out", "x", "--seeds", "0-3"], "--seeds has no effect with run folders"),
-        (["run", "--out", "x", "--dry-run"], "--dry-run has no effect with run folders"),
         (["run", "--pool", "--metrics", "hr@10"], "--metrics has no effect with --pool; give it to each comparison"),
-        (["--out", "x", "--metrics", "hr@10,auc"], "unknown metric 'auc'; give hr@K, ndcg@K"),
         (["--out", "x", "--external", "other=none.csv"], "--external other: there is no file none.csv"),
         (["run", "--pool"], "run holds no comparison.json; --pool takes folders written by recbft compare"),
     ],

@@ -13,19 +13,7 @@ from recbft.errors import OneProcessError, RunError, UserError
 from recbft_cli import main as main_module
 from tests.cli.conftest import run
 
-COMMANDS = [
-    "train",
-    "evaluate",
-    "recommend",
-    "compare",
-    "report",
-    "stratify",
-    "probe",
-    "sweep",
-    "tune",
-    "data",
-    "models",
-]
+COMMANDS = "train evaluate recommend compare report stratify probe sweep tune data models".split()  # noqa: SIM905
 
 
 @pytest.fixture
@@ -87,6 +75,9 @@ def test_bad_usage_is_one_line_on_stderr_and_exit_code_2(capsys, monkeypatch, tm
     assert list(tmp_path.iterdir()) == []
 
 
+SHORTAGE = "error: out of memory; lower training.batch_size or evaluation.memory_mb"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -99,12 +90,8 @@ def test_bad_usage_is_one_line_on_stderr_and_exit_code_2(capsys, monkeypatch, tm
             2,
             "error: /x cannot be opened: permission denied; ask for the right to it, or name another",
         ),
-        (MemoryError(), 1, "error: out of memory; lower training.batch_size or evaluation.memory_mb"),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1696 bytes."),
-            1,
-            "error: out of memory; lower training.batch_size or evaluation.memory_mb",
-        ),
+        (MemoryError(), 1, SHORTAGE),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, SHORTAGE),
         (RuntimeError("no"), 1, "error: RuntimeError: no (a defect of recbft; add --debug to see where)"),
         (KeyError("k"), 1, "error: KeyError: 'k' (a defect of recbft; add --debug to see where)"),
     ],
@@ -146,7 +133,7 @@ def test_a_message_shows_what_would_steer_the_terminal(capsys, tmp_path):
     file.write_text("\x1b[2J\u202eBesuch größer 日本,b\n1,2\n", encoding="utf-8")
     code, _, err = run(capsys, "data", "show", file)
     said = r"no column 'user_id'; choose one of \x1b[2J\u202eBesuch größer 日本, b"
-    assert code == 2 and err == f"error: {file}: {said}\n"
+    assert code == 2 and err == f"error: {file}: {said}; name the column as user: --user NAME, or --set user=NAME\n"
 
 
 def test_ctrl_c_inside_a_command_is_a_failed_run(capsys, monkeypatch):
@@ -171,16 +158,7 @@ def test_a_stream_that_the_shell_closed_leads_nowhere_and_no_file_takes_its_numb
 
 def test_training_goes_on_without_a_stream_for_its_progress(capsys, monkeypatch, events, tmp_path):
     monkeypatch.setattr(sys, "stderr", None)
-    small = [
-        "user=user",
-        "item=item",
-        "time=when",
-        "epochs=1",
-        "hidden_size=4",
-        "n_layers=1",
-        "max_length=5",
-        "device=cpu",
-    ]
+    small = ("user=user", "item=item", "time=when", "epochs=1", "hidden_size=4", "n_layers=1", "max_length=5")
     settings = [word for setting in small for word in ("--set", setting)]
     assert run(capsys, "train", "-d", events, *settings, "--out", tmp_path / "runs", "--name", "a")[0] == 0
     assert (tmp_path / "runs" / "a" / "metrics.json").exists()
@@ -210,20 +188,17 @@ def test_data_prepare_writes_what_data_show_and_dataset_load_read(capsys, events
     assert direct.content_hash in shown
 
 
-@pytest.mark.parametrize("more", [[], ["--where", "rating>=4"], ["--deduplicate", "last"]])
-def test_data_prepare_does_not_replace_the_file_it_reads(capsys, monkeypatch, tmp_path, more):
+def test_data_prepare_does_not_replace_the_file_it_reads(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     source = tmp_path / "events.parquet"
-    columns = ("user_id", "item_id", "timestamp", "rating")
-    table = pa.table({name: [1, 1, 1, 2, 2, 2] if name == "user_id" else [1, 2, 3, 4, 5, 6] for name in columns})
-    pq.write_table(table, source)
+    pq.write_table(pa.table({"user_id": [1, 1, 1, 2, 2, 2], "item_id": [1, 2, 3, 4, 5, 6]}), source)
     before = source.read_bytes()
     for given, out in ((source, "events.parquet"), ("events.parquet", source), ("events", source)):
-        code, said, err = run(capsys, "data", "prepare", given, "--data-root", tmp_path, *more, "--out", out)
+        code, said, err = run(capsys, "data", "prepare", given, "--data-root", tmp_path, "--out", out)
         assert (code, said) == (2, "")
         assert err == f"error: --out {out} is the file that is read, and writing would replace it; give another --out\n"
         assert source.read_bytes() == before
-    code, _, err = run(capsys, "data", "prepare", source, *more, "--out", tmp_path / "prepared.parquet")
+    code, _, err = run(capsys, "data", "prepare", source, "--out", tmp_path / "prepared.parquet")
     assert code == 0, err
 
 

@@ -10,12 +10,8 @@ import pytest
 
 from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic
 from recbft_cli.main import main
-
-SETTINGS = [
-    word
-    for setting in ["epochs=2", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "time=timestamp"]
-    for word in ("--set", setting)
-]
+from tests.cli.conftest import SETTINGS
+from tests.cli.conftest import run as run_command
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +38,7 @@ def runs(events, tmp_path_factory):
 
 
 def run(capsys, *arguments):
-    capsys.readouterr()
-    code = main(["probe", *(str(argument) for argument in arguments)])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return run_command(capsys, "probe", *arguments)
 
 
 def test_a_run_is_probed_in_tables_with_words_under_them_and_a_protocol(capsys, runs):
@@ -181,12 +174,8 @@ def test_of_a_user_who_has_had_every_item_nothing_can_be_explained_and_nothing_i
     had = pd.DataFrame({"user_id": 999, "item_id": [*items, items[0]], "timestamp": range(len(items) + 1)})
     pd.concat([frame[["user_id", "item_id", "timestamp"]], had]).to_parquet(tmp_path / "more.parquet")
     code, out, err = run(capsys, runs(), "--explain", 999, "-d", tmp_path / "more.parquet")
-    assert (
-        code == 2
-        and out == ""
-        and err.splitlines()[-1]
-        == ("error: user '999' has had every item that the model knows, so none is left to explain; name another")
-    )
+    said = "error: user '999' has had every item that the model knows, so none is left to explain; name another"
+    assert (code, out, err.splitlines()[-1]) == (2, "", said)
     code, out, _ = run(capsys, runs(), "--explain", 999, "-d", tmp_path / "more.parquet", "--split", "validation")
     assert code == 0 and out.count(", score ") == 1
 

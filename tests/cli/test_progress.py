@@ -4,8 +4,7 @@ import io
 from types import SimpleNamespace
 
 from recbft.experiments.queue import Running
-from recbft_cli import queue_view
-from recbft_cli.progress import Lines, MovingBar, progress_for
+from recbft_cli.progress import Lines, MovingBar, progress_for, view_for
 
 ROW = {"epoch": 3, "loss": 6.25, "tokens_per_second": 51234.5, "valid_hr@10": 0.1, "valid_ndcg@10": 0.0512}
 
@@ -57,9 +56,9 @@ def test_a_log_is_told_in_a_long_epoch_how_far_it_is(monkeypatch):
 
 def test_a_log_is_told_now_and_then_how_far_many_long_trainings_are(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("recbft_cli.queue_view.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recbft_cli.progress.time.monotonic", lambda: now[0])
     stream = io.StringIO()
-    view = queue_view.view_for(stream)
+    view = view_for(stream)
     view.start(total=4, finished=0)
     for epoch in range(1, 6):  # every 200 seconds
         now[0] += 200

@@ -9,9 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from recbft import Dataset, Recommender
 from recbft.config.yaml_text import read_yaml
-from recbft_cli.main import main
 from recbft_cli.progress import Lines
 from tests.cli.conftest import SETTINGS, run, train
 
@@ -38,33 +36,12 @@ def test_training_prints_the_table_the_protocol_and_the_folder(capsys, events, t
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def test_a_run_folder_holds_what_a_reader_needs(finished, events):
-    names = {path.name for path in finished.iterdir()}
-    assert names == {
-        "config.yaml",
-        "protocol.json",
-        "environment.json",
-        "history.csv",
-        "per_user.parquet",
-        "metrics.json",
-        "checkpoint",
-    }
-    config = read_yaml(finished / "config.yaml")
-    assert config["training"]["epochs"] == 3 and config["data"]["dataset"] == str(events)
-    assert len(pd.read_csv(finished / "history.csv")) == 3
-
-
 @pytest.mark.parametrize(
     "command", [["train"], ["compare", "--out", "x"], ["tune", "--out", "x", "--space", "epochs=1,2"]]
 )
 def test_a_second_config_is_refused_and_not_read_alone(capsys, command):
     code, _, err = run(capsys, *command, "--config", "a.yaml", "--config", "b.yaml")
     assert (code, err) == (2, "error: --config is given 2 times; put what a.yaml and b.yaml say into one file\n")
-
-
-def test_popularity_is_evaluated_like_a_model(capsys, events, tmp_path):
-    code, out, _ = run(capsys, "train", "-m", "pop", "-d", events, "--out", tmp_path, "-q")
-    assert code == 0 and "all items" in out
 
 
 def test_evaluate_repeats_the_numbers_of_the_run(capsys, finished):
@@ -94,13 +71,6 @@ def test_an_empty_name_of_other_data_is_not_the_run_s_own(capsys, finished, comm
     assert (code, out) == (2, "") and "dataset is empty; give a data set's name or a file" in err
 
 
-def test_evaluate_refuses_another_vocabulary(capsys, finished, tmp_path):
-    other = tmp_path / "other.csv"
-    other.write_text("user_id,item_id,timestamp\n" + "".join(f"u{u},i{i},{i}\n" for u in range(3) for i in range(4)))
-    code, out, err = run(capsys, "evaluate", finished, "-d", other)
-    assert code == 2 and out == "" and "4 of the 4 items of data set 'other' are unknown there" in err
-
-
 def test_other_data_are_read_by_the_columns_that_are_named(capsys, events, finished, tmp_path):
     file = tmp_path / "other.csv"
     frame = pd.read_parquet(events)
@@ -114,22 +84,6 @@ def test_other_data_are_read_by_the_columns_that_are_named(capsys, events, finis
     assert run(capsys, "probe", finished, "--no-write", *named)[0] == 0
     code, _, err = run(capsys, "evaluate", finished, "--user", "who")
     assert code == 2 and "--user has no effect without -d, which names other data than the run's; leave it out" in err
-
-
-def test_the_file_behind_a_frame_is_read_as_the_frame_was(capsys, events, tmp_path):
-    shuffled = pd.read_parquet(events).sample(frac=1, random_state=0)
-    frame = shuffled.rename(columns={"user_id": "user", "item_id": "item"})
-    frame.to_csv(tmp_path / "ratings.csv", index=False)
-    made = [
-        Dataset.from_frame(frame, user="user", item="item", time="timestamp"),
-        Dataset.load(tmp_path / "ratings.csv", user="user", item="item", time="timestamp"),
-    ]
-    for number, dataset in enumerate(made):
-        folder = tmp_path / str(number)
-        recommender = Recommender("sasrec", epochs=1, hidden_size=8, max_length=10, device="cpu")
-        said = recommender.fit(dataset, out=folder).evaluate(dataset)
-        code, out, err = run(capsys, "evaluate", folder, "-d", tmp_path / "ratings.csv")
-        assert (code, err) == (0, "") and f"{said.headline['ndcg@10']:.4f}" in out.splitlines()[1]
 
 
 def test_a_finished_run_is_replaced_only_when_asked(capsys, events, tmp_path):
@@ -208,7 +162,8 @@ def test_a_run_whose_data_moved_goes_on_with_the_file_that_is_named(capsys, even
         assert run(capsys, command, folder, "-d", events, *words)[0] == 0
     assert run(capsys, "probe", folder, "-d", events)[0] == 0 and (folder / "probe.json").is_file()
     (folder / "probe.json").unlink()
-    assert run(capsys, "probe", folder, "-d", fewer)[0] == 0
+    code, _, err = run(capsys, "probe", folder, "-d", fewer)
+    assert code == 0 and "no probe.json: it is of all users of the run's own test, and this is of other data; gi" in err
     for command, words in (("evaluate", ()), ("probe", ("--no-write",))):
         said = "training events in {}, not in what the model was trained on"
         assert said.format("fewer") in run(capsys, command, folder, "-d", fewer, *words)[1]
@@ -244,41 +199,6 @@ def test_a_finished_run_that_lost_its_ranks_is_not_printed_again(capsys, events,
     code, out, err = run(capsys, "train", "--resume", tmp_path / "mine", "-q")
     assert (code, out) == (2, "") and err.startswith(f"error: {ranks} is {'missing' if content is None else 'damaged'}")
     assert err.count("\n") == 1 and "restore it, or train again" in err
-
-
-def test_data_that_were_changed_since_training_are_not_evaluated_in_silence(capsys, events, tmp_path):
-    file, folder = tmp_path / "own.csv", tmp_path / "mine"
-    frame = pd.read_parquet(events).sort_values("timestamp", kind="stable")
-    frame.to_csv(file, index=False)
-    assert train(capsys, file, tmp_path, "-q", "--name", "mine", "--set", "epochs=1")[0] == 0
-    before = json.loads((folder / "protocol.json").read_text())["content_hash"]
-    frame[frame.groupby("user_id").cumcount(ascending=False) > 0].to_csv(file, index=False)
-    for command in (["evaluate", folder], ["probe", folder], ["probe", folder, "--explain", "7"]):
-        code, out, err = run(capsys, *command)
-        assert code == 2 and out == "" and not (folder / "probe.json").exists()
-        assert f"error: {folder} was trained on content {before[:12]}, but its data set 'own' as loaded has" in err
-        assert "restore the data it was trained on, or to use other data on purpose, give them with -d" in err
-    assert run(capsys, "evaluate", folder, "-d", file)[0] == 0
-    code, _, err = run(capsys, "probe", folder, "-d", file)
-    assert code == 0 and not (folder / "probe.json").exists()
-    assert err.splitlines()[-1] == (
-        "no probe.json: it is of all users of the run's own test, and this is of other data; give --out FILE to keep it"
-    )
-
-
-def test_a_folder_that_is_being_trained_is_said_to_be_so(capsys, events, tmp_path, monkeypatch):
-    folder, refused = tmp_path / "sasrec-bft-tiny-seed0", []
-
-    def another(self, row):
-        with monkeypatch.context() as patch:
-            patch.setattr(Lines, "epoch", lambda self, row: None)
-            refused.append(main(["train", "-d", str(events), "--out", str(tmp_path)]))
-
-    monkeypatch.setattr(Lines, "epoch", another)
-    code, _, err = train(capsys, events, tmp_path, "--set", "epochs=1")
-    assert code == 0 and refused == [2]
-    assert f"error: {folder} is being trained by another process; wait until it has ended" in err
-    assert "stopped after epoch" not in err
 
 
 def test_a_run_begins_from_the_weights_and_settings_of_an_older_one(capsys, events, finished, tmp_path):

@@ -95,6 +95,8 @@ def test_a_key_finds_its_section(key, value, tree):
         ("trainig.epochs", 1, "unknown section 'trainig' in key 'trainig.epochs'; did you mean 'training'?"),
         ("embedding_size", 1, "unknown key 'embedding_size'; recbft calls it 'hidden_size'"),
         ("eval_args", "full", "unknown key 'eval_args'; RecBole's keys are read in a config file alone"),
+        ("core.epochs", 1, "unknown key 'core.epochs'; write training.epochs"),
+        ("core.rank2", 1, "unknown key 'core.rank2'; did you mean 'rank'?"),
         ("training", 3, "training is 3; it is a section: give keys and values"),
         ("rank", 3, "key 'rank' is in core and backbone; write core.rank or backbone.rank"),
     ],

@@ -4,7 +4,6 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,10 +13,11 @@ from recbft.training.optimiser import DYNAMICS
 from tests.recbole.conftest import NAMES, rows_of, trainer_of, warned
 
 
-def training_counts(config, dataset):
+def counts_by_token(config, dataset):
+    """Training events by raw id; those of padding among them."""
     from recbft.recbole.adapter import training_counts  # imports RecBole: not while tests are collected
 
-    return training_counts(config, dataset)
+    return dict(zip(dataset.field2id_token["item_id"], training_counts(config, dataset).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,22 +30,12 @@ def test_run_recbole_trains_and_tests_each_model(name, settings):
     assert all(0 <= value <= 1 for value in result["test_result"].values())
 
 
-def test_item_numbers_are_recboles_and_counts_are_of_the_training_events(built, dataset):
-    config, parts, model = built()
-    counts = training_counts(config, parts[0]._dataset)
-    ours = dataset.training_counts[1:]
-    assert counts[0] == 0 and counts.sum() == ours.sum()
-    number = parts[0]._dataset.field2token_id["item_id"]
-    assert [counts[number[str(raw)]] for raw in dataset.item_ids] == ours.tolist()
-    assert model.recommender.item_table().weight.shape[0] == parts[0]._dataset.item_num == dataset.num_items + 1
-
-
 @pytest.mark.parametrize("window", [1, 2, 50])
-def test_counts_do_not_depend_on_the_window(window, prepared, dataset):
-    config, (train, *_) = prepared(MAX_ITEM_LIST_LENGTH=window)
-    number = train._dataset.field2token_id["item_id"]
-    counts = training_counts(config, train._dataset)
-    assert [counts[number[str(raw)]] for raw in dataset.item_ids] == dataset.training_counts[1:].tolist()
+def test_counts_are_those_of_the_training_events_whatever_the_window(window, built, dataset):
+    config, (train, *_), model = built(MAX_ITEM_LIST_LENGTH=window)
+    ours = zip(map(str, dataset.item_ids), dataset.training_counts[1:].tolist(), strict=True)
+    assert counts_by_token(config, train._dataset) == {"[PAD]": 0, **dict(ours)}
+    assert len(model.recommender.item_table().weight) == train._dataset.item_num == dataset.num_items + 1
 
 
 def test_a_row_trains_the_cross_entropy_of_its_own_target(built):
@@ -242,29 +232,27 @@ def test_a_time_bias_reads_real_times_and_refuses_scaled_ones(built):
         built("HSTU", time_bias=True, normalize_all=True)
 
 
-def write_data(folder, name, header, rows):
+def write_data(folder, name, times, header="user_id:token\titem_id:token\ttimestamp:float"):
+    """Six users' histories of events at these times; the keys of a config that reads them."""
+    rows = [f"u{user}\ti{(user + step) % 9}\t{time}" for user in range(6) for step, time in enumerate(times)]
     (folder / name).mkdir()
-    lines = ["\t".join(header), *("\t".join(map(str, row)) for row in rows)]
-    (folder / name / f"{name}.inter").write_text("\n".join(lines) + "\n")
+    (folder / name / f"{name}.inter").write_text("\n".join([header, *rows]) + "\n")
+    return {"dataset": name, "data_path": str(folder)}
 
 
 def test_fields_by_other_names_are_loaded_without_load_col(built, at_home):
-    rows = [(f"u{user}", f"i{(user + step) % 9}", 60 * step) for user in range(6) for step in range(7)]
-    write_data(at_home, "other", ["uid:token", "iid:token", "when:float", "stars:float"], [(*row, 1) for row in rows])
+    data = write_data(at_home, "other", range(0, 420, 60), header="uid:token\tiid:token\twhen:float")
     names = {"USER_ID_FIELD": "uid", "ITEM_ID_FIELD": "iid", "TIME_FIELD": "when"}
-    config, parts, model = built(dataset="other", data_path=str(at_home), **names)
+    config, parts, model = built(**data, **names)
     assert config["load_col"] == {"inter": ["uid", "iid", "when"]}
     assert torch.isfinite(model.calculate_loss(rows_of(parts[2])))
 
 
 def test_a_time_bias_refuses_times_that_are_not_whole(built, at_home):
-    rows = [(f"u{user}", f"i{(user + step) % 9}", step / 8) for user in range(6) for step in range(7)]
-    write_data(at_home, "parts", ["user_id:token", "item_id:token", "timestamp:float"], rows)
-    data = {"dataset": "parts", "data_path": str(at_home)}
-    assert torch.isfinite(built("HSTU", **data)[2].calculate_loss(rows_of(built("HSTU", **data)[1][2])))
-    with pytest.raises(
-        UserError, match=r"backbone.time_bias reads 'timestamp', which holds 0\.\d+, not a whole number"
-    ):
+    data = write_data(at_home, "parts", [step / 8 for step in range(7)])
+    _, parts, model = built("HSTU", **data)
+    assert torch.isfinite(model.calculate_loss(rows_of(parts[2])))
+    with pytest.raises(UserError, match=r"time_bias reads 'timestamp', which holds 0\.\d+, not a whole number"):
         built("HSTU", time_bias=True, **data)
 
 
@@ -278,36 +266,48 @@ def test_a_time_bias_refuses_times_that_are_not_whole(built, at_home):
     ],
 )
 def test_times_that_recbole_rounds_are_warned_about(begin, said, built, at_home, caplog):
-    rows = [(f"u{user}", f"i{(user + step) % 9}", begin + 60 * step) for user in range(6) for step in range(9)]
-    write_data(at_home, "late", ["user_id:token", "item_id:token", "timestamp:float"], rows)
+    data = write_data(at_home, "late", range(begin, begin + 540, 60))
     with caplog.at_level(logging.WARNING, "recbft.recbole.adapter"):
-        built("HSTU", time_bias=True, dataset="late", data_path=str(at_home))
+        built("HSTU", time_bias=True, **data)
     assert said in caplog.text and bool(caplog.text) == bool(said)
 
 
 def test_a_clock_of_seconds_is_refused_where_the_times_are_of_another_unit(built, at_home):
-    for name, second in (("seconds", 1), ("thousandths", 1000)):
-        rows = [
-            (f"u{u}", f"i{(u + step) % 9}", second * (1_700_000_000 + 60 * step)) for u in range(6) for step in range(9)
-        ]
-        write_data(at_home, name, ["user_id:token", "item_id:token", "timestamp:float"], rows)
-    how = {"mixer": "rfa", "mixing": {"time": True}, "data_path": str(at_home)}
-    built(dataset="seconds", **how)
+    seconds = range(1_700_000_000, 1_700_000_540, 60)
+    clock = {"mixer": "rfa", "mixing": {"time": True}}
+    built(**write_data(at_home, "seconds", seconds), **clock)
     with pytest.raises(UserError, match="a day of seconds, but the times of data set 'thousandths' are in ms"):
-        built(dataset="thousandths", **how)
+        built(**write_data(at_home, "thousandths", [1000 * second for second in seconds]), **clock)
+
+
+def write_split(folder, rows):
+    """A data set whose files are split, histories of events without times; the keys of a config that reads it."""
+    (folder / "split").mkdir()
+    for part in ("train", "valid", "test"):
+        lines = ["user_id:token\titem_id_list:token_seq\titem_id:token", *rows[part]]
+        (folder / "split" / f"split.{part}.inter").write_text("\n".join(lines) + "\n")
+    return {
+        "dataset": "split", "data_path": str(folder), "benchmark_filename": ["train", "valid", "test"],
+        "alias_of_item_id": ["item_id_list"], "load_col": {"inter": ["user_id", "item_id_list", "item_id"]},
+        "topk": [2], "valid_metric": "NDCG@2",
+    }  # fmt: skip
 
 
 @pytest.fixture
 def split_files(at_home):
-    """The keys of a config that reads a data set whose files are split, histories of events without times."""
-    (at_home / "split").mkdir()
-    for part in ("train", "valid", "test"):
-        header = "user_id:token\titem_id_list:token_seq\titem_id:token\n"
-        (at_home / "split" / f"split.{part}.inter").write_text(header + "1\ta b\tc\n2\tb a\tc\n")
-    return {
-        "dataset": "split", "data_path": str(at_home), "benchmark_filename": ["train", "valid", "test"],
-        "alias_of_item_id": ["item_id_list"], "load_col": {"inter": ["user_id", "item_id_list", "item_id"]},
-    }  # fmt: skip
+    return write_split(at_home, {part: ["1\ta b\tc", "2\tb a\tc"] for part in ("train", "valid", "test")})
+
+
+def test_counts_of_split_files_are_those_of_whole_histories(prepared, at_home):
+    rows = {
+        "train": ["1\ta\tb", "1\ta b c\td", "1\ta b\tc", "3\tb\ta", "2\tb a\tc", "3\tb a\td"],
+        "valid": ["1\ta b c d\te"],
+        "test": ["1\ta b c d e\tf"],
+    }
+    config, (train, *_) = prepared(**write_split(at_home, rows))
+    found = counts_by_token(config, train._dataset)
+    assert found == {"[PAD]": 0, "a": 3, "b": 3, "c": 2, "d": 2, "e": 0, "f": 0}
+    assert train._dataset.inter_feat["item_length"].tolist() == [1, 3, 2, 1, 2, 2]
 
 
 def test_a_time_bias_refuses_rows_without_times(built, split_files):
@@ -337,30 +337,3 @@ def test_an_empty_history_is_refused_by_models_that_start_from_an_event(name, bu
     for use in (model.calculate_loss, model.predict, model.full_sort_predict):
         with pytest.raises(UserError, match=f"a row with an empty history, which {name} cannot read"):
             use(rows)
-
-
-def test_equal_seeds_give_equal_models(built):
-    first, second = (built()[2].recommender.state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_counts_of_split_files_are_those_of_whole_histories(prepared, at_home):
-    data = at_home / "split"
-    data.mkdir()
-    header = "user_id:token\titem_id_list:token_seq\titem_id:token\n"
-    parts = {
-        "train": ["1\ta\tb", "1\ta b c\td", "1\ta b\tc", "3\tb\ta", "2\tb a\tc", "3\tb a\td"],
-        "valid": ["1\ta b c d\te"],
-        "test": ["1\ta b c d e\tf"],
-    }
-    for part, rows in parts.items():
-        (data / f"split.{part}.inter").write_text(header + "\n".join(rows) + "\n")
-    config, (train, _, _) = prepared(
-        dataset="split", data_path=str(at_home), benchmark_filename=["train", "valid", "test"],
-        alias_of_item_id=["item_id_list"], load_col={"inter": ["user_id", "item_id_list", "item_id"]}, topk=[2],
-        valid_metric="NDCG@2",
-    )  # fmt: skip
-    counts = training_counts(config, train._dataset)
-    number = train._dataset.field2token_id["item_id"]
-    assert {token: counts[number[token]] for token in "abcdef"} == {"a": 3, "b": 3, "c": 2, "d": 2, "e": 0, "f": 0}
-    assert np.array_equal(train._dataset.inter_feat["item_length"].numpy(), [1, 3, 2, 1, 2, 2])

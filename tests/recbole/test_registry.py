@@ -9,7 +9,6 @@ import yaml
 
 import recbft.recbole
 from recbft.errors import UserError
-from recbft.models import MODELS
 from recbft.recbole import compat, hooks, registry
 from tests.recbole.conftest import NAMES
 
@@ -58,18 +57,6 @@ def test_recbole_finds_each_model_its_trainer_and_its_defaults_by_name(name):
     assert get_trainer(config["MODEL_TYPE"], name) is PrecisionTrainer
     assert config["arm"] == registry.ADAPTED[name].arm
     assert config["train_neg_sample_args"]["distribution"] == "none"
-
-
-def test_every_name_stands_for_a_model_and_an_arm_that_exist():
-    for adapted in registry.ADAPTED.values():
-        assert adapted.arm in MODELS[adapted.model].arms
-
-
-def test_a_config_says_more_than_our_defaults():
-    from recbole.config import Config
-
-    config = Config(model="SASRecBFT", dataset="ml-100k", config_dict={"n_layers": 3})
-    assert config["n_layers"] == 3 and config["hidden_size"] == 64
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +18,7 @@ from recbft.models.contract import read_histories
 from recbft.training.bundle import load_trained
 from recbft.training.one_run import train
 from recbft.training.run_config import load_run_config
+from tests.recbole.conftest import trainer_of
 
 METRICS = {"hit@10": "hr@10", "ndcg@10": "ndcg@10", "mrr@10": "mrr@10"}
 FEW = {"hidden_size": 8, "n_layers": 2, "max_length": 12, "epochs": 2, "batch_size": 32, "device": "cpu"}
@@ -38,14 +38,6 @@ def in_recbole(run, prepared, **data):
     settings = recbft.recbole.recbole_settings(run.path) | data
     config, parts = prepared(settings.pop("model"), **settings)
     return config, parts, recbft.recbole.from_run(run.path, config, parts[0]._dataset)
-
-
-def recbole_metrics(config, model, loader):
-    from recbole.utils import get_trainer
-
-    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
-    trainer.tensorboard.close()
-    return trainer.evaluate(loader, load_best_model=False)
 
 
 def our_scores(run, dataset):
@@ -76,23 +68,21 @@ def check_parity(run, dataset, config, parts, model):
     difference = np.abs(our_scores(run, dataset) - their_scores(model, parts[2], dataset))
     assert difference.max() <= 1e-5
     for part, loader in (("validation", parts[1]), ("test", parts[2])):
-        ours, theirs = run.metrics[part]["unfiltered"], recbole_metrics(config, model, loader)
+        ours, theirs = (
+            run.metrics[part]["unfiltered"],
+            trainer_of(config, model).evaluate(loader, load_best_model=False),
+        )
         assert {name: theirs[name] for name in METRICS} == pytest.approx(
             {name: ours[key] for name, key in METRICS.items()}, abs=2e-8
         )
-
-
-@pytest.mark.parametrize(("model", "arm"), [("sasrec", "published"), ("bert4rec", "bft")])
-def test_a_run_has_equal_scores_and_metrics_in_recbole(model, arm, dataset, prepared, at_home):
-    run = trained(dataset, at_home / "run", model, arm)
-    check_parity(run, dataset, *in_recbole(run, prepared, dataset="tiny"))
 
 
 def test_a_run_with_a_time_bias_has_equal_metrics_in_recbole(dataset, prepared, at_home):
     # RecBole holds times in single precision: the bias is a function of their logarithm, so scores differ little.
     run = trained(dataset, at_home / "run", "hstu", "bft", time_bias=True)
     config, parts, model = in_recbole(run, prepared, dataset="tiny")
-    ours, theirs = run.metrics["test"]["unfiltered"], recbole_metrics(config, model, parts[2])
+    ours = run.metrics["test"]["unfiltered"]
+    theirs = trainer_of(config, model).evaluate(parts[2], load_best_model=False)
     assert theirs["ndcg@10"] == pytest.approx(ours["ndcg@10"], abs=0.05)
 
 
@@ -113,15 +103,12 @@ def test_the_settings_of_a_run_build_its_model(changes, dataset, built, at_home)
 
 
 def test_a_run_trained_further_takes_recboles_rate_in_every_group_and_is_not_warmed_up_again(sasrec, prepared):
-    from recbole.utils import get_trainer
-
     config, parts, model = in_recbole(sasrec, prepared, dataset="tiny", learning_rate=0.02, weight_decay=0.1)
-    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer = trainer_of(config, model)
     backbone, precision = trainer.optimizer.param_groups
     assert (backbone["lr"], backbone["weight_decay"]) == (0.02, 0.1)
     assert (precision["lr"], precision["weight_decay"]) == (pytest.approx(2.0), 0.0)
     trainer._train_epoch(parts[0], 0)
-    trainer.tensorboard.close()
     assert float(model.recommender.ramp) == 1
 
 
@@ -156,19 +143,16 @@ def test_parity_holds_on_ml_100k(prepared, at_home):
 
 @pytest.mark.parametrize("name", ["SASRecBFT", "BERT4RecBFT", "HSTUBFT"])
 def test_a_model_that_recbole_trained_becomes_a_run(name, built, dataset, at_home):
-    from recbole.utils import get_trainer
-
     config, parts, model = built(name)
-    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    trainer = trainer_of(config, model)
     trainer.fit(parts[0], parts[1], saved=False, verbose=False)
-    trainer.tensorboard.close()
     run = recbft.recbole.to_run(model.eval(), dataset, at_home / "exported")
     check_parity(run, dataset, config, parts, model)
     listed = Recommender.load(run.path).recommend([[str(dataset.item_ids[0])]], k=3)
     assert len(listed) > 0
 
 
-@pytest.mark.parametrize(("model", "arm"), [("sasrec", "bft"), ("bert4rec", "published"), ("hstu", "bft")])
+@pytest.mark.parametrize(("model", "arm"), [("sasrec", "published"), ("bert4rec", "bft"), ("hstu", "bft")])
 def test_a_run_that_numbers_the_items_otherwise_has_equal_scores_there_and_back(model, arm, dataset, prepared, at_home):
     turned = replace(dataset, item_ids=dataset.item_ids[::-1].copy())
     other = dataset.numbered_as(turned.vocabulary)
@@ -192,9 +176,7 @@ def test_other_items_are_refused_on_the_way_back(built, dataset, at_home):
 
 def test_what_is_no_model_or_data_of_ours_is_refused_by_what_it_is(built, dataset, prepared, at_home):
     config, parts, model = built()
-    with pytest.raises(
-        UserError, match=r"dataset is a TrainDataLoader; give RecBole's data set, such as train_data\._d"
-    ):
+    with pytest.raises(UserError, match="dataset is a TrainDataLoader; give RecBole's data set, such as train_data"):
         recbft.recbole.from_run(at_home / "run", config, parts[0])
     theirs = at_home / "back"
     with pytest.raises(UserError, match=r"model is a Linear, and a run holds one of SASRecBFT, .* join a comparison"):
@@ -220,14 +202,6 @@ def test_a_model_without_a_name_in_recbole_is_refused(dataset, at_home):
     run = train(load_run_config(model="pop", device="cpu"), at_home / "run", dataset=dataset)
     with pytest.raises(UserError, match="holds a 'pop' model, which RecBole has no name for"):
         recbft.recbole.recbole_settings(run.path)
-
-
-def test_settings_that_are_cut_off_are_not_filled_up_with_the_usual_ones(sasrec, at_home):
-    file = shutil.copytree(sasrec.path, at_home / "run") / "config.yaml"
-    text = file.read_text()
-    file.write_text(text[: text.index("\ncore:")])
-    with pytest.raises(UserError, match=r"config\.yaml lacks core, with which the run was begun, and may be cut off"):
-        recbft.recbole.recbole_settings(file.parent)
 
 
 def test_a_run_from_recbole_names_the_columns_of_the_data_it_was_given(built, dataset, events, at_home):

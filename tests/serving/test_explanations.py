@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pandas as pd
 import pytest
 
-from recbft import Dataset, Recommender
-from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
-
-SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 2, "device": "cpu", "warmup_steps": 4}
-
-
-@pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
-
-
-@pytest.fixture(scope="module")
-def fitted(dataset):
-    return Recommender("sasrec", arm="bft", **SMALL).fit(dataset)
 
 
 @pytest.fixture(scope="module")
@@ -112,37 +96,6 @@ def test_a_history_of_almost_every_item_has_what_is_left_explained(fitted, datas
     assert fitted.explain(known[2:])["item"].nunique() == 2
     with pytest.raises(UserError, match=r"^only 0 of 59 items are not in the history; name an item to explain$"):
         fitted.explain(known)
-
-
-def test_dates_are_read_in_the_unit_of_the_training_data(dataset, history):
-    when = pd.to_datetime(dataset.times.astype("int64") * 1500 + 1, unit="ms")  # of no whole seconds
-    owner = np.repeat(np.arange(dataset.num_users), dataset.lengths)
-    events = pd.DataFrame({"u": owner, "i": dataset.decode(dataset.items), "t": when})
-    dated = Dataset.from_frame(events, user="u", item="i", time="t")
-    timed = Recommender("hstu", arm="bft", time_bias=True, **SMALL).fit(dated)
-    times = pd.to_datetime(np.arange(5) * 1000, unit="s")
-    asked = pd.DataFrame({"user_id": 1, "item_id": history, "timestamp": times})
-    same = timed.recommend(asked, 5)
-    for form in (
-        times.tz_localize("UTC").tz_convert("Asia/Tokyo"),
-        times.astype("datetime64[s]"),
-        np.arange(5) * 10**6,
-    ):
-        pd.testing.assert_frame_equal(timed.recommend(asked.assign(timestamp=form), 5), same)
-    assert not timed.recommend(asked.assign(timestamp=np.arange(5)), 5)["score"].equals(same["score"])
-
-
-def test_a_model_with_times_is_explained_from_a_frame_with_times(dataset, history):
-    timed = Recommender("hstu", arm="bft", time_bias=True, **SMALL).fit(dataset)
-    frame = pd.DataFrame({"user_id": 1, "item_id": history, "timestamp": np.arange(5) * 1000})
-    assert timed.explain(frame)["change"].notna().all()
-    with pytest.raises(UserError, match="the model reads event times"):
-        timed.explain(history)
-    with pytest.raises(UserError, match="whole numbers of an unknown unit"):
-        timed.explain(frame.assign(timestamp=pd.to_datetime(frame["timestamp"], unit="s")))
-    shown = Recommender("hstu", arm="bft", time_bias=True, show_target_time=True, **SMALL).fit(dataset)
-    with pytest.raises(UserError, match="the time of the next event is not known"):
-        shown.explain(frame)
 
 
 def test_probing_in_a_notebook_gives_both_parts_and_the_protocol(fitted, dataset):

@@ -7,25 +7,16 @@ import pandas as pd
 import pytest
 
 from recbft import Recommender
-from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import ColdStartError, UserError
+from tests.serving.conftest import SMALL
 
-SMALL = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 1, "device": "cpu"}
 MODELS = [("sasrec", "bft"), ("sasrec", "matched"), ("bert4rec", "published"), ("hstu", "bft"), ("pop", None)]
 
 
 @pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
-
-
-@pytest.fixture(scope="module")
-def fitted(dataset):
-    return {
-        (model, arm): Recommender(model, arm=arm, **(SMALL if model != "pop" else {})).fit(dataset)
-        for model, arm in MODELS
-    }
+def fitted(dataset, fitted):
+    others = {(model, arm): Recommender(model, arm=arm, **SMALL).fit(dataset) for model, arm in MODELS[1:-1]}
+    return {MODELS[0]: fitted, **others, MODELS[-1]: Recommender("pop").fit(dataset)}
 
 
 @pytest.mark.parametrize("which", MODELS)

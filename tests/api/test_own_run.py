@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recbft.api.fitting import fitted_folder
+from recbft.api.own_run import fitted_folder
 from recbft.errors import RunError, RunInterruptedError
 
 
