@@ -10,7 +10,7 @@ import torch
 
 from recbft.kernels import dispatch
 from recbft.kernels.cross_entropy import full_cross_entropies, full_cross_entropies_ref, full_cross_entropy
-from recbft.kernels.cross_entropy.exponentials import exponentials
+from recbft.kernels.cross_entropy.torch import exponentials
 from tests.tolerances import assert_as_near_as, assert_same
 
 pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")

@@ -7,7 +7,7 @@ Shapes: N positions, V items, D width, S seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import (
@@ -47,27 +47,19 @@ def product_dtype(states: Tensor, weight: Tensor) -> dtype:
     return promote_types(states.dtype, weight.dtype)
 
 
-def full_cross_entropy_ref(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The plain form of ``full_cross_entropy``."""
-    return F.cross_entropy(states @ weight.T, target)  # (6.3)
-
-
 def full_cross_entropies_ref(states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int]) -> Tensor:
     """The plain form of ``full_cross_entropies``."""
     parts = zip(states.split(list(counts)), weight, target.split(list(counts)), strict=True)
-    return stack([full_cross_entropy_ref(*own) for own in parts])
+    return stack([F.cross_entropy(x @ w.T, wanted) for x, w, wanted in parts])  # (6.3)
 
 
-def _paths(name: str, reference: Callable[..., Tensor]) -> dict[str, Path]:
-    return {
-        "triton": Path(late("cross_entropy", name), "cuda", _triton_declines, opened=True, takes_halves=True),
-        "torch": Path(lambda: getattr(by_torch, name), "cpu", opened=True),
-        "reference": Path(lambda: reference),
-    }
-
-
-PATHS = _paths("full_cross_entropy", full_cross_entropy_ref)
-SEVERAL = _paths("full_cross_entropies", full_cross_entropies_ref)
+PATHS = {
+    "triton": Path(
+        late("cross_entropy", "full_cross_entropies"), "cuda", _triton_declines, opened=True, takes_halves=True
+    ),
+    "torch": Path(lambda: by_torch.full_cross_entropies, "cpu", opened=True),
+    "reference": Path(lambda: full_cross_entropies_ref),
+}
 
 
 @eagerly
@@ -83,7 +75,7 @@ def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, *, impl: 
     Returns:
         A scalar, float32 from ``triton``; ``torch`` forms gradients in the forward pass and supports one backward pass.
     """
-    loss: Tensor = choose(impl, PATHS, states, weight=weight)(states, weight, target)
+    loss: Tensor = full_cross_entropies(states, weight[None], target, [len(states)], impl=impl)[0]
     return loss
 
 
@@ -99,5 +91,5 @@ def full_cross_entropies(
         counts: positions of each seed, at least 1; their sum is N.
         impl: as above.
     """
-    losses: Tensor = choose(impl, SEVERAL, states, weight=weight)(states, weight, target, counts)
+    losses: Tensor = choose(impl, PATHS, states, weight=weight)(states, weight, target, counts)
     return losses
