@@ -28,7 +28,7 @@ from recbft.config.fields import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels import memory
-from recbft.kernels.memory import MemoryEvent, MemoryTrace
+from recbft.kernels.memory.reference import MemoryEvent, MemoryTrace
 from recbft.mixers.interface import Mixer, MixerOptions, Observation, joined, projected, refuse_idle
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,

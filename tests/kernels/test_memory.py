@@ -10,26 +10,17 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recbft.kernels import dispatch
-from recbft.kernels.memory import (
-    FILTER,
-    UNFILTERED,
-    MemoryEvent,
-    MemoryState,
-    chunked,
-    reference,
-    transport,
-)
+from recbft.kernels.memory import FILTER, UNFILTERED, chunked, reference, transport
 from recbft.kernels.memory.chunk import FilterChunk
 from recbft.kernels.memory.chunked import history_masks
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 KINDS = ["identity", "scalar", "diagonal", "pairs"]
-PATHS = {name: path.load() for name, path in FILTER.items() if path.device != "cuda"}
 CHUNK = 8
 LENGTHS = [1, CHUNK - 1, CHUNK, 50]
 
 
-def drawn(T, *, B=2, H=2, K=6, M=5, kind="diagonal", seed=0, dtype=torch.float64):
+def drawn(T, *, B=2, H=2, K=6, M=5, kind="diagonal", seed=0, dtype=torch.float64, least=0.2):
     """Inputs of a filter that ask for gradients, by name."""
     g = torch.Generator().manual_seed(seed)
 
@@ -40,7 +31,7 @@ def drawn(T, *, B=2, H=2, K=6, M=5, kind="diagonal", seed=0, dtype=torch.float64
     transition = {
         "identity": None,
         "scalar": 0.5 + 0.5 * uniform(B, H, T, 1),
-        "diagonal": 0.2 + 0.8 * uniform(B, H, T, K),
+        "diagonal": least + (1 - least) * uniform(B, H, T, K),
         "pairs": torch.polar(0.5 + 0.5 * uniform(B, H, T, K // 2), 6 * uniform(B, H, T, K // 2) - 3),
     }[kind]
     made = {
@@ -108,12 +99,11 @@ def dense_kalman_filter(q, k, v, transition, process_noise, observation_noise, p
     return readings, mean.view(M, K).T, covariance
 
 
-@pytest.mark.parametrize("impl", sorted(PATHS))
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_filter_is_the_dense_kalman_filter_on_all_columns(impl, kind, seed=0):
+def test_the_filter_is_the_dense_kalman_filter_on_all_columns(kind):
     T, K, M = 12, 4, 3
-    inputs = drawn(T, B=1, H=2, K=K, M=M, kind=kind, seed=seed)
-    trace = PATHS[impl](**inputs, first=None)
+    inputs = drawn(T, B=1, H=2, K=K, M=M, kind=kind)
+    trace = reference.filter_memory_ref(**inputs, first=None)
     for h in range(2):
         one = [None if x is None else x[0, h].detach() for x in inputs.values()]
         readings, mean, covariance = dense_kalman_filter(*one)
@@ -180,33 +170,6 @@ def test_each_output_alone_has_the_loops_gradient(wanted):
     assert_same(chunks, loop)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 5, 40])
-def test_no_chunk_length_changes_the_result(chunk):
-    inputs = drawn(17)
-    assert_same(
-        chunked.filter_memory(**inputs, first=None, chunk=chunk), reference.filter_memory_ref(**inputs, first=None)
-    )
-
-
-@pytest.mark.parametrize("kind", ["identity", "diagonal"])
-def test_one_chunk_passes_gradcheck(kind):
-    T, K, M = 4, 2, 2
-    inputs = drawn(2 * T, B=1, H=1, K=K, M=M, kind=kind)
-    state = torch.eye(K).double()[None] * 0.7, torch.randn(1, K, M, dtype=torch.float64)
-    masks = history_masks(torch.tensor([[[False, False, True, False]]]), T, like=torch.zeros(1, 1, T).double())[0]
-    one = [
-        inputs[name][:, 0, :T].detach().clone().requires_grad_() for name in ("q", "k", "k", "v", "observation_noise")
-    ]
-    decay = None if kind == "identity" else torch.full((1, K), -0.3).double().requires_grad_()
-    noise = torch.rand(1, K).double().requires_grad_()
-
-    def run(half, M, *parts):
-        P = half + half.mT  # a covariance is symmetric, and its gradient is taken so
-        return FilterChunk.apply(P, M, *parts, noise, None, *masks, False, True)
-
-    assert torch.autograd.gradcheck(run, [state[0].requires_grad_(), state[1].requires_grad_(), *one, decay])
-
-
 def test_a_history_leaves_nothing_to_the_one_behind_it():
     inputs = drawn(24, kind="diagonal")
     first = torch.zeros(2, 24, dtype=torch.bool)
@@ -242,9 +205,8 @@ def test_turns_late_in_a_long_history_are_as_exact_as_early_ones():
     assert error[-500:].max() < 1e-5 > error[:500].max()
 
 
-@pytest.mark.parametrize("impl", sorted(PATHS))
 @pytest.mark.parametrize("keys", ["zero", "equal", "axes"])
-def test_keys_that_say_nothing_or_the_same_again_do_no_harm(impl, keys):
+def test_keys_that_say_nothing_or_the_same_again_do_no_harm(keys):
     inputs = drawn(40, kind="identity", K=4, dtype=torch.float32)
     with torch.no_grad():
         k = inputs["k"].zero_()
@@ -252,7 +214,7 @@ def test_keys_that_say_nothing_or_the_same_again_do_no_harm(impl, keys):
             k[..., 0] = 1
         elif keys == "axes":
             k.scatter_(-1, (torch.arange(40) % 4).expand(2, 2, 40)[..., None], 1)
-    trace = PATHS[impl](**inputs, first=None)
+    trace = chunked.filter_memory(**inputs, first=None)
     if keys == "zero":
         assert not trace.readout.any() and trace.gain.abs().max() < 1e-6
         grown = inputs["prior_variance"] + inputs["process_noise"].sum(-1)
@@ -263,64 +225,19 @@ def test_keys_that_say_nothing_or_the_same_again_do_no_harm(impl, keys):
         assert torch.isfinite(gradient).all()
 
 
-def test_repeated_keys_settle_at_the_steady_gain():
-    ell2, r2, T = 0.05, 0.2, 400
-    k = torch.zeros(1, 1, T, 3).double()
-    k[..., 0] = 1
-    settings = {"process_noise": torch.full((1, 1, T), ell2).double(), "prior_variance": torch.ones(1, 1).double()}
-    trace = chunked.filter_memory(
-        k, k, k, transition=None, observation_noise=torch.full((1, 1, T), r2).double(), first=None, **settings
-    )
-    predicted = (ell2 + (ell2**2 + 4 * r2 * ell2) ** 0.5) / 2
-    assert trace.gain[0, 0, -1].item() == pytest.approx(predicted / (r2 + predicted), rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_at_a_time_equals_the_batch(kind):
-    T = 20
-    inputs = drawn(T, kind=kind)
-    trace = chunked.filter_memory(**inputs, first=None, chunk=CHUNK)
-    half = {name: x if x is None or name == "prior_variance" else x[:, :, :11] for name, x in inputs.items()}
-    prefix = chunked.filter_memory(**half, first=None, chunk=CHUNK)
-    state = MemoryState(prefix.mean, prefix.covariance)
-    for t in range(11, T):
-        at = (
-            None if inputs[name] is None else inputs[name][:, :, t]
-            for name in ("q", "k", "v", "transition", "process_noise", "observation_noise")
-        )
-        state, reading = reference.step(state, MemoryEvent(*at))
-        for name in ("readout", "readout_variance", "gain"):
-            torch.testing.assert_close(getattr(reading, name), getattr(trace, name)[:, :, t], **TOLERANCE)
-    torch.testing.assert_close(state.mean, trace.mean, **TOLERANCE)
-    torch.testing.assert_close(state.covariance, trace.covariance, **TOLERANCE)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("process_noise", [1e-6])
-def test_covariance_stays_positive_over_10_000_random_steps_in_float32(process_noise):
+def test_covariance_stays_positive_over_10_000_random_steps_in_float32():
     T, K = 10_000, 8
     g = torch.Generator().manual_seed(0)
     k = normalize(torch.randn(1, 1, T, K, generator=g), dim=-1)
     how = {
-        "process_noise": torch.full((1, 1, T), process_noise),
+        "process_noise": torch.full((1, 1, T), 1e-6),
         "observation_noise": 0.01 + torch.rand(1, 1, T, generator=g),
         "prior_variance": torch.ones(1, 1),
     }
     trace = chunked.filter_memory(k, k, k[..., :1], transition=None, first=None, **how)
     assert (torch.linalg.eigvalsh(trace.covariance.double()) > 0).all()
     assert (trace.readout_variance > 0).all() and (trace.gain > 0).all()
-
-
-@pytest.mark.slow
-def test_covariance_stays_positive_over_5_000_random_steps_one_by_one():
-    K, g = 8, torch.Generator().manual_seed(0)
-    state = MemoryState(torch.zeros(1, 1, K, 1), torch.eye(K)[None, None])
-    noise = torch.tensor([[1e-6]]), torch.tensor([[0.01]])
-    with torch.no_grad():
-        for t, k in enumerate(normalize(torch.randn(5_000, 1, 1, K, generator=g), dim=-1).unbind()):
-            state, reading = reference.step(state, MemoryEvent(k, k, k[..., :1], None, *noise))
-            if t % 1000 == 999:
-                assert (torch.linalg.eigvalsh(state.covariance.double()) > 0).all() and reading.gain > 0
 
 
 def test_a_pivot_that_is_not_positive_is_raised_and_reported():

@@ -6,15 +6,7 @@ from torch import Tensor
 
 from recbft.kernels.dispatch import Path, choose, late, late_decline
 from recbft.kernels.memory import chunked, reference
-from recbft.kernels.memory.reference import (
-    MemoryEvent,
-    MemoryReading,
-    MemoryState,
-    MemoryTrace,
-    Rule,
-    UnfilteredTrace,
-    check_positive,
-)
+from recbft.kernels.memory.reference import MemoryTrace, Rule, check_positive
 
 FILTER = {
     "triton": Path(late("memory", "filter_memory"), "cuda", late_decline("memory"), opened=True),
@@ -33,20 +25,18 @@ def filter_memory(
     v: Tensor,
     *,
     transition: Tensor | None,
-    process_noise: Tensor,
     observation_noise: Tensor,
-    prior_variance: Tensor,
-    first: Tensor | None,
     chunk: int | None = None,
     impl: str = "auto",
+    **others: Tensor | None,
 ) -> MemoryTrace:
     """The Bayesian layer; arguments as those of ``reference.filter_memory_ref``, ``chunk`` the longest chunk.
 
     A covariance that rounding has made negative is warned about.
     """
     path = choose(impl, FILTER, v, key_width=k.shape[-1], transition=transition)
-    noises = {"process_noise": process_noise, "observation_noise": observation_noise, "prior_variance": prior_variance}
-    trace: MemoryTrace = path(q, k, v, transition=transition, **noises, first=first, chunk=chunk)
+    moved = {"transition": transition, "observation_noise": observation_noise, **others}
+    trace: MemoryTrace = path(q, k, v, **moved, chunk=chunk)
     check_positive(trace.readout_variance, trace.gain, observation_noise)
     return trace
 
@@ -66,18 +56,3 @@ def unfiltered_memory(
     path = choose(impl, UNFILTERED, v, key_width=k.shape[-1], transition=transition)
     readout, mean = path(q, k, v, transition=transition, share=share, rule=rule, first=first)
     return readout, mean
-
-
-__all__ = [
-    "FILTER",
-    "UNFILTERED",
-    "MemoryEvent",
-    "MemoryReading",
-    "MemoryState",
-    "MemoryTrace",
-    "Rule",
-    "UnfilteredTrace",
-    "check_positive",
-    "filter_memory",
-    "unfiltered_memory",
-]

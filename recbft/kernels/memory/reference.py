@@ -37,13 +37,6 @@ Rule = Literal["reset", "additive"]
 TOLERATED = 1e-3  # of the observation noise: below this a negative variance moves no gain by more
 
 
-class MemoryState(NamedTuple):
-    """The belief about a memory: N(mean, I (x) covariance), every column of values with the same covariance."""
-
-    mean: Tensor  # (..., K, M)
-    covariance: Tensor  # (..., K, K), symmetric
-
-
 class MemoryEvent(NamedTuple):
     """One token: what is written, what is read, and how the memory moves and is seen."""
 
@@ -55,22 +48,17 @@ class MemoryEvent(NamedTuple):
     observation_noise: Tensor  # (...), the variance of a value about what its key reads; > 0
 
 
-class MemoryReading(NamedTuple):
-    """What one token reads after its own write."""
-
-    readout: Tensor  # (..., M)
-    readout_variance: Tensor  # (...), q' P q
-    gain: Tensor  # (...), share of the innovation taken up at the key, in [0, 1)
-
-
 class MemoryTrace(NamedTuple):
-    """What every token of every history reads, and the belief after the last column."""
+    """What every token of every history reads after its own write, and the belief after the last column.
+
+    The belief is N(mean, I (x) covariance): every column of values has the same covariance.
+    """
 
     readout: Tensor  # (B, H, T, M)
     readout_variance: Tensor  # (B, H, T), q' P q
     gain: Tensor  # (B, H, T), beta k' u, the share of the innovation taken up at the key, in [0, 1)
     mean: Tensor  # (B, H, K, M)
-    covariance: Tensor  # (B, H, K, K)
+    covariance: Tensor  # (B, H, K, K), symmetric
 
 
 class UnfilteredTrace(NamedTuple):
@@ -82,10 +70,9 @@ class UnfilteredTrace(NamedTuple):
     mean: Tensor  # (B, H, K, M)
 
 
-def step(state: MemoryState, event: MemoryEvent) -> tuple[MemoryState, MemoryReading]:
+def step(M: Tensor, P: Tensor, event: MemoryEvent) -> MemoryTrace:
     """One token: predict, write, read."""
     q, k, v, a, ell2, r2 = event
-    M, P = state
     if a is not None:
         M, P = advance(a, M), advance(a, advance(a, P).mT)
     P = P + torch.diag_embed(ell2[..., None] * noisy_rows(k, a))
@@ -99,16 +86,14 @@ def step(state: MemoryState, event: MemoryEvent) -> tuple[MemoryState, MemoryRea
     P = (P + P.mT) / 2
     readout = torch.einsum("...km,...k->...m", M, q)
     variance = torch.einsum("...i,...ij,...j->...", q, P, q)
-    return MemoryState(M, P), MemoryReading(readout, variance, beta * spread)  # (9.17)
+    return MemoryTrace(readout, variance, beta * spread, M, P)  # (9.17)
 
 
-def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> MemoryState:
-    """The belief before any token: of keys (..., K) and values (..., M), with prior variance (...)."""
+def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> tuple[Tensor, Tensor]:
+    """M and P before any token: of keys (..., K) and values (..., M), with prior variance (...)."""
     K, M = k.shape[-1], v.shape[-1]
     identity = torch.eye(K, dtype=k.dtype, device=k.device)
-    return MemoryState(
-        v.new_zeros(*v.shape[:-1], K, M), prior_variance.expand(k.shape[:-1])[..., None, None] * identity
-    )
+    return v.new_zeros(*v.shape[:-1], K, M), prior_variance.expand(k.shape[:-1])[..., None, None] * identity
 
 
 def filter_memory_ref(
@@ -127,18 +112,18 @@ def filter_memory_ref(
 
     It goes token by token: ``chunk``, which the other paths take, has no effect.
     """
-    start = prior(k[:, :, 0], v[:, :, 0], prior_variance)
-    state, readings = start, []
+    start = M, P = prior(k[:, :, 0], v[:, :, 0], prior_variance)
+    readings = []
     for t in range(k.shape[2]):
         if first is not None:
             fresh = first[:, t, None, None, None]
-            state = MemoryState(*(torch.where(fresh, new, old) for new, old in zip(start, state, strict=True)))
+            M, P = torch.where(fresh, start[0], M), torch.where(fresh, start[1], P)
         a = None if transition is None else transition[:, :, t]
         event = MemoryEvent(q[:, :, t], k[:, :, t], v[:, :, t], a, process_noise[:, :, t], observation_noise[:, :, t])
-        state, reading = step(state, event)
+        *reading, M, P = step(M, P, event)
         readings.append(reading)
     readout, variance, gain = (torch.stack(part, dim=2) for part in zip(*readings, strict=True))
-    return MemoryTrace(readout, variance, gain, *state)
+    return MemoryTrace(readout, variance, gain, M, P)
 
 
 def unfiltered_step(
