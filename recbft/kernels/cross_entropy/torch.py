@@ -68,7 +68,7 @@ class _FullCrossEntropies(torch.autograd.Function):
         return d_states * each, d_weight * grad[:, None, None], None, None
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
     """Those of one seed are not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -11,7 +11,7 @@ Shapes: N tokens, F feed-forward width, r columns, S seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -96,18 +96,14 @@ def _decline_c(a: Tensor, *, factor: Tensor) -> str | None:
     return _decline_triton(a, factor=factor) or c_library.missing()
 
 
-def _both(load: Callable[[], ModuleType]) -> Callable[[], Callable[..., Any]]:
-    return lambda: lambda a, factor: applied(_GeluWithSlope, load(), a, factor)
-
-
 def _triton() -> ModuleType:
     return import_module("recbft.kernels.gelu.triton")
 
 
 BOTH = {
-    "triton": Path(_both(_triton), "cuda", _decline_triton, opened=True),
-    "c": Path(_both(lambda: c), "cpu", _decline_c, opened=True),
-    "torch": Path(_both(lambda: by_torch), opened=True),
+    "triton": Path(lambda: partial(applied, _GeluWithSlope, _triton()), "cuda", _decline_triton, opened=True),
+    "c": Path(lambda: partial(applied, _GeluWithSlope, c), "cpu", _decline_c, opened=True),
+    "torch": Path(lambda: partial(applied, _GeluWithSlope, by_torch), opened=True),
     "reference": Path(lambda: gelu_with_slope_ref),
 }
 SLOPE = {
