@@ -93,12 +93,6 @@ def test_the_mean_alone_is_that_of_the_moments_with_its_gradients(impl, seed=0):
         torch.testing.assert_close(found, expected)
 
 
-def test_a_token_that_may_read_nothing_gets_zeros():
-    q, k, v, *_ = inputs_of(1)
-    for total in silu_moments(q, k, v, CONTEXT, length=50):
-        assert (total[0, :, 5] == 0).all()
-
-
 @pytest.mark.parametrize("centre", ["root", "innovation"])
 def test_sandwich_is_the_weighted_spread_around_its_centre(centre):
     q, k, v, *_ = inputs_of(2)
@@ -110,13 +104,6 @@ def test_sandwich_is_the_weighted_spread_around_its_centre(centre):
     m = (a @ v[b, h, : t + 1]) / (a.sum() if centre == "root" else 1)
     variance = (a.square()[:, None] * (v[b, h, : t + 1] - m).square()).sum(0) / a.sum().square()
     torch.testing.assert_close(precision[b, h, t], 1 / variance, rtol=1e-9, atol=0)
-
-
-def test_sandwich_about_the_root_does_not_move_with_a_shift_of_the_values():
-    q, k, v, *_ = inputs_of(3)
-    plain = sandwich_precision(silu_moments(q, k, v, CONTEXT, length=2), cap=1e6)
-    shifted = sandwich_precision(silu_moments(q, k, v + 5, CONTEXT, length=2), cap=1e6)
-    torch.testing.assert_close(plain[1, :, 1:], shifted[1, :, 1:], rtol=1e-6, atol=1e-6)
 
 
 def test_sandwich_is_bounded_where_weights_cancel_and_zero_where_nothing_is_read():

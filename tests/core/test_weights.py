@@ -25,7 +25,6 @@ from recbft.core import (
     softmax_weights,
     weight_sums,
 )
-from recbft.kernels.softmax_moments import softmax_moments
 
 B, H, T, K = 2, 2, 6, 3
 D = H * K
@@ -153,40 +152,6 @@ def test_an_estimator_passes_gradcheck_down_to_queries_keys_values_and_precision
         return estimate(weights, values, trust, context)[:, :, [2, 4]]
 
     assert torch.autograd.gradcheck(run, [x.requires_grad_() for x in drawn(0)], fast_mode=True)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_written_out_weights_have_the_moments_of_the_fast_path(causal):
-    q, k, v, precision, log_decay = drawn(4)
-    context, log_precision = context_of(causal), precision.mean(-1).log()
-    fast = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay)
-    a = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
-    for one, two in zip((a @ v, residual_variance(a, v, context), effective_sample_size(a)), fast, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
-
-
-def test_equal_precision_on_all_coordinates_gives_the_scalar_weights():
-    q, k, _, precision, log_decay = drawn(5)
-    alike = precision.mean(-1, keepdim=True).expand_as(precision)
-    each = per_dimension_weights(q, k, context_of(), log_precision=alike.log(), log_decay=log_decay)
-    one = softmax_weights(q, k, context_of(), log_precision=alike[..., 0].log(), log_decay=log_decay)
-    torch.testing.assert_close(each, one.repeat_interleave(K, dim=1))
-
-
-def test_delta_of_equally_precise_keys_is_their_precision_times_the_effective_sample_size():
-    q, k, *_ = drawn(6)
-    a = softmax_weights(q, k, context_of())
-    found = delta_precision(propagated_variance(a, torch.full((B, T), 3.0).double()), cap=1e6)[..., 0]
-    torch.testing.assert_close(found, 3 * effective_sample_size(a))
-
-
-def test_the_sandwich_of_equal_weights_is_the_variance_of_a_mean_without_its_correction():
-    v = drawn(7)[2]
-    allowed = context_of().allowed[:, None].double().expand(B, H, T, T)
-    equal = allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
-    found = sandwich_precision_ref(weight_sums(equal, v, context_of()), cap=1e9)
-    expected = v[1].var(dim=1, correction=0) / T  # the last token reads all
-    torch.testing.assert_close(found[1, :, -1], 1 / expected)
 
 
 def test_design_effect_for_one_key_is_the_prior_alone_and_sandwich_the_cap():
