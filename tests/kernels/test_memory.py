@@ -13,6 +13,7 @@ from recbft.kernels import dispatch
 from recbft.kernels.memory import FILTER, UNFILTERED, chunked, reference, transport
 from recbft.kernels.memory.chunk import FilterChunk
 from recbft.kernels.memory.chunked import history_masks
+from recbft.kernels.memory.reference import MemoryEvent
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 KINDS = ["identity", "scalar", "diagonal", "pairs"]
@@ -45,6 +46,12 @@ def drawn(T, *, B=2, H=2, K=6, M=5, kind="diagonal", seed=0, dtype=torch.float64
     }
     to = {torch.complex128: dtype.to_complex(), torch.float64: dtype}
     return {name: None if x is None else x.to(to[x.dtype]).requires_grad_() for name, x in made.items()}
+
+
+def filtered(path, inputs, first=None, **options):
+    """The trace of inputs by name, which stand in this order."""
+    *events, prior_variance = inputs.values()
+    return path(MemoryEvent(*events), prior_variance, first, **options)
 
 
 def starts(T, B=2, seed=0, share=0.2):
@@ -103,7 +110,7 @@ def dense_kalman_filter(q, k, v, transition, process_noise, observation_noise, p
 def test_the_filter_is_the_dense_kalman_filter_on_all_columns(kind):
     T, K, M = 12, 4, 3
     inputs = drawn(T, B=1, H=2, K=K, M=M, kind=kind)
-    trace = reference.filter_memory_ref(**inputs, first=None)
+    trace = filtered(reference.filter_memory_ref, inputs)
     for h in range(2):
         one = [None if x is None else x[0, h].detach() for x in inputs.values()]
         readings, mean, covariance = dense_kalman_filter(*one)
@@ -124,8 +131,8 @@ def test_the_filter_is_the_dense_kalman_filter_on_all_columns(kind):
 def test_the_chunked_filter_equals_the_loop(T, kind, packed):
     inputs = drawn(T, kind=kind, seed=T)
     first = starts(T, seed=T) if packed else None
-    loop = values_and_gradients(reference.filter_memory_ref(**inputs, first=first), inputs)
-    chunks = values_and_gradients(chunked.filter_memory(**inputs, first=first, chunk=CHUNK), inputs)
+    loop = values_and_gradients(filtered(reference.filter_memory_ref, inputs, first=first), inputs)
+    chunks = values_and_gradients(filtered(chunked.filter_memory, inputs, first=first, chunk=CHUNK), inputs)
     assert_same(chunks, loop)
 
 
@@ -141,7 +148,7 @@ def test_making_chunks_again_in_the_backward_changes_nothing(kind, monkeypatch):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            trace = chunked.filter_memory(**inputs, first=first, chunk=CHUNK)
+            trace = filtered(chunked.filter_memory, inputs, first=first, chunk=CHUNK)
         return values_and_gradients(trace, inputs)
 
     kept = found()
@@ -157,7 +164,7 @@ def test_sums_that_are_deterministic_on_a_gpu_are_the_same(kind, monkeypatch):
     inputs, found = drawn(20, kind=kind), []
     for refused in (False, True):
         monkeypatch.setattr(transport, "_sums_are_refused", lambda x, refused=refused: refused)
-        trace = chunked.filter_memory(**inputs, first=None, chunk=CHUNK)
+        trace = filtered(chunked.filter_memory, inputs, chunk=CHUNK)
         found.append(values_and_gradients(trace, inputs))
     assert_same(*found)
 
@@ -165,8 +172,8 @@ def test_sums_that_are_deterministic_on_a_gpu_are_the_same(kind, monkeypatch):
 @pytest.mark.parametrize("wanted", range(5))
 def test_each_output_alone_has_the_loops_gradient(wanted):
     inputs = drawn(20)
-    loop = values_and_gradients([reference.filter_memory_ref(**inputs, first=None)[wanted]], inputs)
-    chunks = values_and_gradients([chunked.filter_memory(**inputs, first=None, chunk=CHUNK)[wanted]], inputs)
+    loop = values_and_gradients([filtered(reference.filter_memory_ref, inputs)[wanted]], inputs)
+    chunks = values_and_gradients([filtered(chunked.filter_memory, inputs, chunk=CHUNK)[wanted]], inputs)
     assert_same(chunks, loop)
 
 
@@ -174,10 +181,10 @@ def test_a_history_leaves_nothing_to_the_one_behind_it():
     inputs = drawn(24, kind="diagonal")
     first = torch.zeros(2, 24, dtype=torch.bool)
     first[:, [0, 5, 11]] = True
-    whole = chunked.filter_memory(**inputs, first=first, chunk=CHUNK)
+    whole = filtered(chunked.filter_memory, inputs, first=first, chunk=CHUNK)
     for start, stop in ((0, 5), (5, 11), (11, 24)):
         part = {name: x if name == "prior_variance" else x[:, :, start:stop] for name, x in inputs.items()}
-        alone = chunked.filter_memory(**part, first=None, chunk=CHUNK)
+        alone = filtered(chunked.filter_memory, part, chunk=CHUNK)
         for name in ("readout", "readout_variance", "gain"):
             torch.testing.assert_close(getattr(whole, name)[:, :, start:stop], getattr(alone, name), **TOLERANCE)
     torch.testing.assert_close(whole.mean, alone.mean, **TOLERANCE)
@@ -187,9 +194,9 @@ def test_a_history_leaves_nothing_to_the_one_behind_it():
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_is_as_near_to_float64_as_the_loop(kind):
     T = 120
-    exact = reference.filter_memory_ref(**drawn(T, kind=kind), first=None)
+    exact = filtered(reference.filter_memory_ref, drawn(T, kind=kind))
     inputs = drawn(T, kind=kind, dtype=torch.float32)
-    loop, chunks = (path(**inputs, first=None) for path in (reference.filter_memory_ref, chunked.filter_memory))
+    loop, chunks = (filtered(path, inputs) for path in (reference.filter_memory_ref, chunked.filter_memory))
     for one, two, truth in zip(loop, chunks, exact, strict=True):
         assert two.dtype == torch.float32
         scale = truth.abs().max()
@@ -200,7 +207,7 @@ def test_turns_late_in_a_long_history_are_as_exact_as_early_ones():
     inputs = drawn(3000, B=1, H=1, kind="pairs", dtype=torch.float32)
     inputs["transition"] = torch.polar(torch.full((1, 1, 3000, 3), 0.9), torch.full((1, 1, 3000, 3), 2.9))
     exact = {name: x.detach().to(torch.promote_types(x.dtype, torch.float64)) for name, x in inputs.items()}
-    found, truth = (chunked.filter_memory(**given, first=None).readout for given in (inputs, exact))
+    found, truth = (filtered(chunked.filter_memory, given).readout for given in (inputs, exact))
     error = (found - truth).abs().amax(dim=-1)[0, 0] / truth.abs().max()
     assert error[-500:].max() < 1e-5 > error[:500].max()
 
@@ -214,7 +221,7 @@ def test_keys_that_say_nothing_or_the_same_again_do_no_harm(keys):
             k[..., 0] = 1
         elif keys == "axes":
             k.scatter_(-1, (torch.arange(40) % 4).expand(2, 2, 40)[..., None], 1)
-    trace = chunked.filter_memory(**inputs, first=None)
+    trace = filtered(chunked.filter_memory, inputs)
     if keys == "zero":
         assert not trace.readout.any() and trace.gain.abs().max() < 1e-6
         grown = inputs["prior_variance"] + inputs["process_noise"].sum(-1)
@@ -235,7 +242,7 @@ def test_covariance_stays_positive_over_10_000_random_steps_in_float32():
         "observation_noise": 0.01 + torch.rand(1, 1, T, generator=g),
         "prior_variance": torch.ones(1, 1),
     }
-    trace = chunked.filter_memory(k, k, k[..., :1], transition=None, first=None, **how)
+    trace = filtered(chunked.filter_memory, {"q": k, "k": k, "v": k[..., :1], "transition": None, **how})
     assert (torch.linalg.eigvalsh(trace.covariance.double()) > 0).all()
     assert (trace.readout_variance > 0).all() and (trace.gain > 0).all()
 
@@ -309,7 +316,7 @@ def test_a_device_is_waited_for_as_often_for_many_chunks_as_for_few(kind, monkey
     for T in (CHUNK, 5 * CHUNK):
         inputs = drawn(T, kind=kind)
         with Looks() as looks:
-            values_and_gradients(chunked.filter_memory(**inputs, first=starts(T), chunk=CHUNK), inputs)
+            values_and_gradients(filtered(chunked.filter_memory, inputs, first=starts(T), chunk=CHUNK), inputs)
         counts.append(looks.count)
     assert 0 < counts[0] == counts[1] <= 2, counts
 
@@ -322,7 +329,7 @@ def test_what_is_found_late_to_have_no_factor_is_filtered_again(monkeypatch):
     for waits in (False, True):
         monkeypatch.setattr(chunked, "_waits", lambda x, waits=waits: waits)
         with pytest.warns(RuntimeWarning, match="lost positive definiteness"):
-            found.append(values_and_gradients(chunked.filter_memory(**inputs, first=None, chunk=CHUNK), inputs))
+            found.append(values_and_gradients(filtered(chunked.filter_memory, inputs, chunk=CHUNK), inputs))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
@@ -351,8 +358,8 @@ def test_chunks_are_shorter_where_memories_are(least, kind, everywhere):
         name: x.detach().to(torch.complex128 if x.is_complex() else torch.float64).requires_grad_()
         for name, x in inputs.items()
     }
-    truth = values_and_gradients(reference.filter_memory_ref(**exact, first=None), exact)
-    for one, two in zip(values_and_gradients(chunked.filter_memory(**inputs, first=None), inputs), truth, strict=True):
+    truth = values_and_gradients(filtered(reference.filter_memory_ref, exact), exact)
+    for one, two in zip(values_and_gradients(filtered(chunked.filter_memory, inputs), inputs), truth, strict=True):
         assert (one - two).abs().max() < 1e-4 * two.abs().max()
     if kind == "pairs":
         return

@@ -9,6 +9,7 @@ from recbft.kernels import dispatch
 from recbft.kernels.memory import FILTER, reference
 from recbft.mixers.bayesian import filter_memory
 from tests.kernels import test_memory
+from tests.kernels.test_memory import filtered
 
 pytest.importorskip("triton", minversion="3.3")
 
@@ -45,7 +46,7 @@ def values_and_gradients(path, inputs, first=None, *, wanted=OUTPUTS, **options)
     """By name; the reference in float64, the kernels in float32 on their device."""
     device, dtype = ("cpu", torch.float64) if path is reference.filter_memory_ref else (DEVICE, torch.float32)
     leaves = {name: x if x is None else x.to(device, dtype).requires_grad_() for name, x in inputs.items()}
-    trace = path(**leaves, first=first if first is None else first.to(device), **options)
+    trace = filtered(path, leaves, first if first is None else first.to(device), **options)
     found = {name: x.cpu() for name, x in zip(OUTPUTS, trace, strict=True) if name in wanted}
     g = torch.Generator().manual_seed(9)
     loss = sum((x.double() * torch.randn(x.shape, generator=g, dtype=torch.float64)).sum() for x in found.values())
@@ -106,9 +107,9 @@ def test_strides_do_not_matter():
         "every other": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
         "a slice": lambda x: torch.cat((x, x, x), dim=0)[1:2],
     }
-    expected = fast.filter_memory(**inputs, first=None)
+    expected = filtered(fast.filter_memory, inputs)
     for name, view in views.items():
-        found = fast.filter_memory(**{key: view(x) for key, x in inputs.items()}, first=None)
+        found = filtered(fast.filter_memory, {key: view(x) for key, x in inputs.items()})
         assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True)), name
 
 
@@ -117,14 +118,14 @@ def test_a_history_leaves_nothing_to_the_others_in_its_row():
     first = torch.zeros(1, T, dtype=torch.bool, device=DEVICE)
     first[:, [0, mine.start, mine.stop]] = True
     inputs = {name: x.float().to(DEVICE) for name, x in drawn(T, H=1).items()}
-    whole = fast.filter_memory(**inputs, first=first)
+    whole = filtered(fast.filter_memory, inputs, first=first)
     noisy = {name: x.clone() for name, x in inputs.items()}
     for name, x in noisy.items():
         if name != "prior_variance":
             x[:, :, : mine.start] *= 0.5
             x[:, :, mine.stop :] *= 0.5
             x.requires_grad_()
-    other = fast.filter_memory(**noisy, first=first)
+    other = filtered(fast.filter_memory, noisy, first=first)
     for one, two in zip(whole[:3], other[:3], strict=True):
         assert torch.equal(one[:, :, mine], two[:, :, mine])
     leaves = [x for x in noisy.values() if x.requires_grad]
@@ -138,7 +139,7 @@ def test_a_pivot_that_is_not_positive_is_raised_and_reported():
     inputs = {name: x.float().to(DEVICE) for name, x in drawn(3, H=1, kind="scalar").items()}
     inputs["prior_variance"] *= -20  # what rounding would have to do to P
     with pytest.warns(RuntimeWarning, match=r"lost positive definiteness at \d of 3 steps \(worst variance -"):
-        trace = fast.filter_memory(**inputs, first=None)
+        trace = filtered(fast.filter_memory, inputs)
     assert torch.isfinite(trace.readout).all()
 
 

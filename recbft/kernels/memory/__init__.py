@@ -6,7 +6,7 @@ from torch import Tensor
 
 from recbft.kernels.dispatch import Path, choose, late, late_decline
 from recbft.kernels.memory import chunked, reference
-from recbft.kernels.memory.reference import MemoryTrace, Rule, check_positive
+from recbft.kernels.memory.reference import MemoryEvent, MemoryTrace, Rule, check_positive
 
 FILTER = {
     "triton": Path(late("memory", "filter_memory"), "cuda", late_decline("memory"), opened=True),
@@ -20,24 +20,20 @@ UNFILTERED = {
 
 
 def filter_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    events: MemoryEvent,
+    prior_variance: Tensor,
+    first: Tensor | None,
     *,
-    transition: Tensor | None,
-    observation_noise: Tensor,
     chunk: int | None = None,
     impl: str = "auto",
-    **others: Tensor | None,
 ) -> MemoryTrace:
-    """The Bayesian layer; arguments as those of ``reference.filter_memory_ref``, ``chunk`` the longest chunk.
+    """The Bayesian layer; arguments as those of ``reference.filter_memory_ref``.
 
     A covariance that rounding has made negative is warned about.
     """
-    path = choose(impl, FILTER, v, key_width=k.shape[-1], transition=transition)
-    moved = {"transition": transition, "observation_noise": observation_noise, **others}
-    trace: MemoryTrace = path(q, k, v, **moved, chunk=chunk)
-    check_positive(trace.readout_variance, trace.gain, observation_noise)
+    path = choose(impl, FILTER, events.value, key_width=events.key.shape[-1], transition=events.transition)
+    trace: MemoryTrace = path(events, prior_variance, first, chunk=chunk)
+    check_positive(trace.readout_variance, trace.gain, events.observation_noise)
     return trace
 
 

@@ -38,7 +38,7 @@ TOLERATED = 1e-3  # of the observation noise: below this a negative variance mov
 
 
 class MemoryEvent(NamedTuple):
-    """One token: what is written, what is read, and how the memory moves and is seen."""
+    """What is written and read, and how the memory moves and is seen: of one token, or of (B, H, T) side by side."""
 
     query: Tensor  # (..., K)
     key: Tensor  # (..., K)
@@ -97,30 +97,23 @@ def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> tuple[Tensor, Tensor]
 
 
 def filter_memory_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    transition: Tensor | None,
-    process_noise: Tensor,
-    observation_noise: Tensor,
-    prior_variance: Tensor,
-    first: Tensor | None,
-    chunk: int | None = None,
+    events: MemoryEvent, prior_variance: Tensor, first: Tensor | None, *, chunk: int | None = None
 ) -> MemoryTrace:
-    """Filter histories laid out one after another; ``first`` (B, T) is True where one begins, None for column 0.
+    """Filter histories laid out one after another.
 
-    It goes token by token: ``chunk``, which the other paths take, has no effect.
+    Args:
+        events: of (B, H, T) tokens.
+        prior_variance: p0, (B, H), > 0.
+        first: (B, T), True where a history begins; None for column 0.
+        chunk: the longest chunk of paths that have any; it has no effect here, which goes token by token.
     """
-    start = M, P = prior(k[:, :, 0], v[:, :, 0], prior_variance)
+    start = M, P = prior(events.key[:, :, 0], events.value[:, :, 0], prior_variance)
     readings = []
-    for t in range(k.shape[2]):
+    for t in range(events.key.shape[2]):
         if first is not None:
             fresh = first[:, t, None, None, None]
             M, P = torch.where(fresh, start[0], M), torch.where(fresh, start[1], P)
-        a = None if transition is None else transition[:, :, t]
-        event = MemoryEvent(q[:, :, t], k[:, :, t], v[:, :, t], a, process_noise[:, :, t], observation_noise[:, :, t])
-        *reading, M, P = step(M, P, event)
+        *reading, M, P = step(M, P, MemoryEvent._make(None if x is None else x[:, :, t] for x in events))
         readings.append(reading)
     readout, variance, gain = (torch.stack(part, dim=2) for part in zip(*readings, strict=True))
     return MemoryTrace(readout, variance, gain, M, P)
