@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -25,36 +26,23 @@ def random_inputs(B, H, T, K, *, seed, dtype=torch.float64, bias=True):
 
 
 def dense_moments(q, k, v, context, log_precision, log_decay):
-    """Every statistic by its definition, with explicit loops."""
+    """Every statistic by its definition, token by token."""
     B, H, T, K = q.shape
     mean, variance, size = torch.zeros_like(v), torch.zeros_like(v), v.new_zeros(B, H, T)
-    for b in range(B):
-        for h in range(H):
-            for t in range(T):
-                if context.segment[b, t] < 0:
-                    continue
-                keys = [
-                    j
-                    for j in range(T)
-                    if context.segment[b, j] == context.segment[b, t]
-                    and (not context.causal or context.position[b, j] <= context.position[b, t])
-                ]
-                logits = []
-                for j in keys:
-                    logit = float(q[b, h, t] @ k[b, h, j]) / math.sqrt(K)
-                    if log_precision is not None:
-                        logit += float(log_precision[b, j])
-                    if log_decay is not None:
-                        logit += float(log_decay) * abs(int(context.position[b, t] - context.position[b, j]))
-                    logits.append(logit)
-                top = max(logits)
-                weights = [math.exp(x - top) for x in logits]
-                total = sum(weights)
-                weights = [w / total for w in weights]
-                e = sum(w * v[b, h, j] for w, j in zip(weights, keys, strict=True))
-                mean[b, h, t] = e
-                variance[b, h, t] = sum(w * (v[b, h, j] - e) ** 2 for w, j in zip(weights, keys, strict=True))
-                size[b, h, t] = 1 / sum(w * w for w in weights)
+    for b, h, t in itertools.product(range(B), range(H), range(T)):
+        segment, position = context.segment[b], context.position[b]
+        if segment[t] < 0:
+            continue
+        keys = [j for j in range(T) if segment[j] == segment[t] and not (context.causal and position[j] > position[t])]
+        logits = k[b, h, keys] @ q[b, h, t] / math.sqrt(K)
+        if log_precision is not None:
+            logits = logits + log_precision[b, keys]
+        if log_decay is not None:
+            logits = logits + log_decay * (position[t] - position[keys]).abs()
+        a = logits.exp() / logits.exp().sum()
+        mean[b, h, t] = a @ v[b, h, keys]
+        variance[b, h, t] = a @ (v[b, h, keys] - mean[b, h, t]).square()
+        size[b, h, t] = 1 / a.square().sum()
     return mean, variance, size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -43,38 +44,17 @@ def drawn(seed):
     return q, k, v, precision, torch.tensor(-0.1, dtype=torch.float64)
 
 
-def keys_of(b, t, causal):
-    return [
-        j
-        for j in range(T)
-        if SEGMENT[b, t] >= 0 and SEGMENT[b, j] == SEGMENT[b, t] and (not causal or POSITION[b, j] <= POSITION[b, t])
-    ]
-
-
 def by_hand(q, k, v, precision, log_decay, *, causal, per_dimension):
     """Every token's and coordinate's weights and values: {(b, h, t, c): (weights, values, trust in each key)}."""
     found = {}
-    for b in range(B):
-        for h in range(H):
-            for t in range(T):
-                keys = keys_of(b, t, causal)
-                for c in range(K):
-                    trust = [
-                        precision[b, j, h * K + c].item() if per_dimension else precision[b, j].mean().item()
-                        for j in keys
-                    ]
-                    logits = [
-                        (q[b, h, t] @ k[b, h, j]).item() / math.sqrt(K)
-                        + math.log(p)
-                        + log_decay.item() * abs(int(POSITION[b, t] - POSITION[b, j]))
-                        for j, p in zip(keys, trust, strict=True)
-                    ]
-                    total = sum(math.exp(x) for x in logits)
-                    found[b, h, t, c] = (
-                        [math.exp(x) / total for x in logits],
-                        [v[b, h, j, c].item() for j in keys],
-                        trust,
-                    )
+    for b, h, t, c in itertools.product(range(B), range(H), range(T), range(K)):
+        segment, position = SEGMENT[b], POSITION[b]
+        real = segment[t] >= 0
+        keys = [j for j in range(T) if real and segment[j] == segment[t] and not (causal and position[j] > position[t])]
+        trust = precision[b, keys, h * K + c] if per_dimension else precision[b, keys].mean(-1)
+        lag = (position[t] - position[keys]).abs()
+        odds = trust * torch.exp(k[b, h, keys] @ q[b, h, t] / math.sqrt(K) + lag * log_decay)
+        found[b, h, t, c] = [x.tolist() for x in (odds / odds.sum(), v[b, h, keys, c], trust)]
     return found
 
 
