@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from recbft.kernels.dispatch import Path, choose, late, late_decline
 from recbft.kernels.memory import chunked, reference
-from recbft.kernels.memory.reference import MemoryEvent, MemoryTrace, Rule, check_positive
+from recbft.kernels.memory.reference import MemoryEvent, MemoryTrace, check_positive
 
 FILTER = {
     "triton": Path(late("memory", "filter_memory"), "cuda", late_decline("memory"), opened=True),
@@ -38,17 +40,9 @@ def filter_memory(
 
 
 def unfiltered_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    transition: Tensor | None,
-    share: Tensor,
-    rule: Rule,
-    first: Tensor | None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, transition: Tensor | None, impl: str = "auto", **how: Any
 ) -> tuple[Tensor, Tensor]:
     """A memory without a covariance; arguments as those of ``reference.unfiltered_memory_ref``."""
     path = choose(impl, UNFILTERED, v, key_width=k.shape[-1], transition=transition)
-    readout, mean = path(q, k, v, transition=transition, share=share, rule=rule, first=first)
+    readout, mean = path(q, k, v, transition=transition, **how)
     return readout, mean

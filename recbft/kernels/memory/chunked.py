@@ -92,19 +92,11 @@ def filter_memory(
 
 
 def unfiltered_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    transition: Tensor | None,
-    share: Tensor,
-    rule: Rule,
-    first: Tensor | None,
-    chunk: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, transition: Tensor | None, share: Tensor, rule: Rule, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same as the reference; ``chunk`` is the longest chunk."""
+    """The same as the reference."""
     B, H, T, K = k.shape
-    C = chunk_length(T, CHUNK if chunk is None else chunk, transition, MAX_LOG_DECAY[v.dtype])
+    C = chunk_length(T, CHUNK, transition, MAX_LOG_DECAY[v.dtype])
     starts = None if first is None else cut_scalar(first[:, None].expand(B, H, T), C, fill=False)
     q, k, v, share = (cut(x, C) for x in (q, k, v, share))
     write, out = k, None
