@@ -51,7 +51,9 @@ def test_gain_one_and_ramp_zero_are_the_residual_connection_bit_for_bit():
 
 def test_without_an_estimate_precision_stays_what_it_was():
     belief, e, _ = belief_and_observation(3)
-    assert torch.equal(gain_update(belief, e, 0.5)[0].precision, belief.precision)
+    after, _ = gain_update(belief, e, 0.5)
+    assert torch.equal(after.precision, belief.precision)
+    torch.testing.assert_close(after.mean, belief.mean + 0.5 * e)
 
 
 @pytest.mark.parametrize("rows", [2, 6])

@@ -40,6 +40,11 @@ def test_reml_is_the_inverse_of_the_shrunken_variance_up_to_the_cap(S, n, s0, nu
     assert found.item() == pytest.approx(min((n + nu) / (S + nu * s0), cap), rel=1e-8)
 
 
+def test_reml_of_one_observation_is_at_most_twice_the_head_width(K=32):
+    found = reml_precision_ref(torch.zeros(1, K).double(), torch.ones(1).double(), prior_scale=1 / K, cap=1e9)
+    torch.testing.assert_close(found, torch.full_like(found, 2 * K), rtol=1e-9, atol=0)
+
+
 def test_nothing_read_means_no_precision():
     zero = torch.zeros(2, 3, dtype=torch.float64)
     assert (reml_precision_ref(zero, zero[:, 0], prior_scale=0.1) == 0).all()
