@@ -4,7 +4,7 @@ Where ``recbft.kernels`` has a faster form, the function here ends in ``_ref``: 
 of the operation is the one of ``kernels``.
 """
 
-from recbft.core.belief import Belief, Moments, SequenceContext, SiluMoments
+from recbft.core.belief import Belief, Moments, Readers, SequenceContext, SiluMoments, pick
 from recbft.core.filter_step import (
     decay_precision,
     discount_precision,
@@ -45,5 +45,4 @@ from recbft.core.observation_precision import (
     sandwich_precision_ref,
 )
 from recbft.core.prior import count_quantiles, empirical_bayes_precision, fit_pseudo_count, initial_scale
-from recbft.core.readers import Readers, pick
 from recbft.core.silu import look_up, silu_mean_ref, silu_moments_ref, silu_weights

@@ -7,8 +7,7 @@ import torch
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 from recbft.autograd.transforms import decline_dropout
-from recbft.core import Belief, SequenceContext
-from recbft.core.readers import Readers
+from recbft.core import Belief, Readers, SequenceContext
 from recbft.core.regimes import block_table, standardised_bias
 from recbft.core.silu import look_up
 from recbft.kernels import cross_entropy, dispatch, filter_step, memory, robust_filter, silu_moments, softmax_moments
@@ -19,11 +18,10 @@ from recbft.mixers.bayesian import filter_memory
 from recbft.mixers.boosted import MlpGate
 from recbft.mixers.memory_family import unfiltered_memory
 from recbft.models.losses import gathered_scores
+from tests.packed_rows import packed
 
 B, H, T, K, V = 2, 2, 5, 4, 9
-CONTEXT = SequenceContext(
-    torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 2, -1]]), torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
-)
+CONTEXT = packed([[3, 2], [4]], T)
 TARGET = torch.tensor([1, 4, 2, 8, 0, 3])
 BIASES = ("log_precision", "log_decay", "bias")
 INTERPRETED = pytest.mark.skipif(

@@ -7,24 +7,16 @@ import math
 import pytest
 import torch
 
-from recbft.core import SequenceContext, SiluMoments, sandwich_precision_ref, silu_weights
+from recbft.core import SiluMoments, sandwich_precision_ref, silu_weights
 from recbft.core.silu import look_up, total_bias
 from recbft.kernels.filter_step import sandwich_precision
 from recbft.kernels.silu_moments import silu_mean, silu_moments
+from tests.packed_rows import packed
 
 IMPLS = ("torch", "reference")  # those that serve float64 on the CPU
 
 
-def context_of(*segments, causal=True):
-    segment = torch.tensor(segments)
-    position = torch.zeros_like(segment)
-    for row in range(segment.shape[0]):
-        for t in range(segment.shape[1]):
-            position[row, t] = (segment[row, :t] == segment[row, t]).sum()
-    return SequenceContext(segment, position, causal=causal)
-
-
-CONTEXT = context_of([0, 0, 0, 1, 1, -1], [2, 2, 2, 2, 2, 2])
+CONTEXT = packed([[3, 2], [6]], 6)
 
 
 def inputs_of(seed, B=2, H=2, T=6, K=3):
@@ -107,7 +99,7 @@ def test_sandwich_is_bounded_where_weights_cancel_and_zero_where_nothing_is_read
 @pytest.mark.parametrize("sandwich", [sandwich_precision_ref, sandwich_precision])
 def test_weights_all_but_zero_meet_the_cap_until_their_squares_vanish_which_reads_nothing(sandwich, impl, dtype):
     vanishes = -50 if dtype == torch.float32 else -376
-    context = context_of([0, 0])
+    context = packed([[2]], 2)
     for score in (-5.0, -20.0, -45.0, -60.0, -110.0, -380.0, -1e4):
         root = (abs(score) ** 0.5 * torch.ones(1, 1, 2, 1, dtype=dtype)).requires_grad_()
         v = torch.tensor([0.0, 2.0], dtype=dtype).view(1, 1, 2, 1).requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -26,15 +27,11 @@ from recbft.core import (
     softmax_weights,
     weight_sums,
 )
+from tests.packed_rows import packed
 
 B, H, T, K = 2, 2, 6, 3
 D = H * K
-SEGMENT = torch.tensor([[0, 0, 0, 1, 1, -1], [2, 2, 2, 2, 2, 2]])
-POSITION = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
-
-
-def context_of(causal=True):
-    return SequenceContext(SEGMENT, POSITION, causal=causal)
+context_of = partial(packed, [[3, 2], [6]], T)
 
 
 def drawn(seed):
@@ -46,9 +43,9 @@ def drawn(seed):
 
 def by_hand(q, k, v, precision, log_decay, *, causal, per_dimension):
     """Every token's and coordinate's weights and values: {(b, h, t, c): (weights, values, trust in each key)}."""
-    found = {}
+    found, context = {}, context_of()
     for b, h, t, c in itertools.product(range(B), range(H), range(T), range(K)):
-        segment, position = SEGMENT[b], POSITION[b]
+        segment, position = context.segment[b], context.position[b]
         real = segment[t] >= 0
         keys = [j for j in range(T) if real and segment[j] == segment[t] and not (causal and position[j] > position[t])]
         trust = precision[b, keys, h * K + c] if per_dimension else precision[b, keys].mean(-1)
@@ -107,7 +104,7 @@ def n(a):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("estimator", list(ESTIMATORS))
 def test_an_estimator_is_its_formula_entry_by_entry(estimator, causal, per_dimension, seed=0):
-    inputs, context = drawn(seed), context_of(causal)
+    inputs, context = drawn(seed), context_of(causal=causal)
     weights, values, trust = weights_and_values(*inputs, context, per_dimension)
     estimate, formula = ESTIMATORS[estimator]
     found = estimate(weights, values, trust, context).expand_as(values).reshape(B, H, -1, T, values.shape[-1])

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from recbft.core import SequenceContext
 from recbft.kernels.silu_moments import silu_mean, silu_moments
 from recbft.kernels.softmax_moments import softmax_mean, softmax_moments
+from tests.packed_rows import packed
 
 B, H, T, K = 2, 2, 7, 4
 TERMS = {"log_precision": (B, T), "log_decay": (), "bias": (1, H, T, T), "lag_bias": (4,)}
@@ -17,9 +17,7 @@ HALVES = (torch.float16, torch.bfloat16)
 IMPLS = ("auto", "torch", "reference")
 
 
-def context(*, causal):
-    segment = torch.tensor([[0, 0, 0, 0, 1, 1, -1], [2, 2, 2, 2, 2, 2, 2]])
-    return SequenceContext(segment, torch.tensor([[0, 1, 2, 3, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6]]), causal=causal)
+context = partial(packed, [[4, 2], [7]], T)
 
 
 def leaves_of(dtype, *terms, seed):
