@@ -14,8 +14,8 @@ from recbft.kernels.memory import FILTER, UNFILTERED, chunked, reference, transp
 from recbft.kernels.memory.chunk import FilterChunk
 from recbft.kernels.memory.chunked import history_masks
 from recbft.kernels.memory.reference import MemoryEvent
+from tests.tolerances import assert_as_near_as, assert_same
 
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 KINDS = ["identity", "scalar", "diagonal", "pairs"]
 CHUNK = 8
 LENGTHS = [1, CHUNK - 1, CHUNK, 50]
@@ -71,12 +71,6 @@ def values_and_gradients(outputs, inputs, seed=9):
     return [*outputs, *filled]
 
 
-def assert_same(one, two, **tolerance):
-    assert len(one) == len(two)
-    for x, y in zip(one, two, strict=True):
-        torch.testing.assert_close(x, y, **(tolerance or TOLERANCE))
-
-
 def dense_transition(a, K):
     """A of one token and head as a matrix."""
     if a is None:
@@ -114,15 +108,10 @@ def test_the_filter_is_the_dense_kalman_filter_on_all_columns(kind):
     for h in range(2):
         one = [None if x is None else x[0, h].detach() for x in inputs.values()]
         readings, mean, covariance = dense_kalman_filter(*one)
-        for t, (readout, spread, gain) in enumerate(readings):
-            eye = torch.eye(M).double()
-            torch.testing.assert_close(trace.readout[0, h, t], readout, **TOLERANCE)
-            torch.testing.assert_close(trace.readout_variance[0, h, t] * eye, spread, **TOLERANCE)
-            torch.testing.assert_close(trace.gain[0, h, t] * eye, gain, **TOLERANCE)
-        torch.testing.assert_close(trace.mean[0, h], mean, **TOLERANCE)
-        torch.testing.assert_close(
-            torch.kron(torch.eye(M).double(), trace.covariance[0, h].contiguous()), covariance, **TOLERANCE
-        )
+        eye = torch.eye(M).double()
+        for t, expected in enumerate(readings):
+            assert_same([trace.readout[0, h, t], *(x[0, h, t] * eye for x in trace[1:3])], expected)
+        assert_same([trace.mean[0, h], torch.kron(eye, trace.covariance[0, h].contiguous())], [mean, covariance])
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -185,10 +174,8 @@ def test_a_history_leaves_nothing_to_the_one_behind_it():
     for start, stop in ((0, 5), (5, 11), (11, 24)):
         part = {name: x if name == "prior_variance" else x[:, :, start:stop] for name, x in inputs.items()}
         alone = filtered(chunked.filter_memory, part, chunk=CHUNK)
-        for name in ("readout", "readout_variance", "gain"):
-            torch.testing.assert_close(getattr(whole, name)[:, :, start:stop], getattr(alone, name), **TOLERANCE)
-    torch.testing.assert_close(whole.mean, alone.mean, **TOLERANCE)
-    torch.testing.assert_close(whole.covariance, alone.covariance, **TOLERANCE)
+        assert_same([x[:, :, start:stop] for x in whole[:3]], alone[:3])
+    assert_same(whole[3:], alone[3:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,10 +184,8 @@ def test_float32_is_as_near_to_float64_as_the_loop(kind):
     exact = filtered(reference.filter_memory_ref, drawn(T, kind=kind))
     inputs = drawn(T, kind=kind, dtype=torch.float32)
     loop, chunks = (filtered(path, inputs) for path in (reference.filter_memory_ref, chunked.filter_memory))
-    for one, two, truth in zip(loop, chunks, exact, strict=True):
-        assert two.dtype == torch.float32
-        scale = truth.abs().max()
-        assert (two.double() - truth).abs().max() / scale < 2 * (one.double() - truth).abs().max() / scale + 1e-6
+    assert {x.dtype for x in chunks} == {torch.float32}
+    assert_as_near_as(chunks, loop, exact, slack=1e-6)
 
 
 def test_turns_late_in_a_long_history_are_as_exact_as_early_ones():
