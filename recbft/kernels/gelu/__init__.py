@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, autograd, float32, no_grad
+from torch import Tensor, autograd, contiguous_format, empty_like, float32, no_grad
 
 from recbft.autograd.eager import eagerly
 from recbft.autograd.full_precision import in_full_precision
@@ -71,14 +71,14 @@ def _slope_product_ref(a: Tensor, factor: Tensor) -> Tensor:
 
 
 class _GeluWithSlope(autograd.Function):
-    """By the ``forward`` and ``backward`` of a module."""
+    """By the ``slope_product`` and ``backward`` of a module."""
 
     @staticmethod
     def forward(ctx: Any, passes: ModuleType, a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(a, factor)
         ctx.passes = passes
-        y, z = passes.forward(a, factor)
-        return y, z
+        y = empty_like(a, memory_format=contiguous_format)
+        return y, passes.slope_product(a, factor, y)
 
     @staticmethod
     @once_differentiable
