@@ -9,8 +9,6 @@ Shapes: B rows, H heads, T tokens, K head width, D model width.
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
-from types import ModuleType
 
 from torch import Tensor, float32
 
@@ -19,7 +17,7 @@ from recbft.autograd.eager import eagerly
 from recbft.autograd.full_precision import in_full_precision
 from recbft.core import Belief, SiluMoments
 from recbft.kernels import c_library
-from recbft.kernels.dispatch import Path, choose
+from recbft.kernels.dispatch import Path, choose, late, triton_of
 from recbft.kernels.filter_step import c
 from recbft.kernels.filter_step import torch as by_torch
 
@@ -75,10 +73,6 @@ def predict_precision(
     return predicted
 
 
-def _triton() -> ModuleType:
-    return import_module("recbft.kernels.filter_step.triton")
-
-
 def _predict_ref(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
     return core.predict_precision_ref(precision, jacobian, process_noise, cap=cap).clamp(min=low)
 
@@ -120,12 +114,14 @@ SANDWICH = {
     "reference": Path(lambda: core.sandwich_precision_ref),
 }
 UPDATE = {
-    "triton": Path(lambda: _triton().kalman_update, "cuda", _decline_update, opened=True),
+    "triton": Path(late("filter_step", "kalman_update"), "cuda", _decline_update, opened=True),
     "torch": Path(lambda: by_torch.kalman_update, opened=True),
     "reference": Path(lambda: core.kalman_update_ref),
 }
 PREDICTION = {
-    "triton": Path(lambda: partial(by_torch.predict_by, _triton()), "cuda", _decline_prediction, opened=True),
+    "triton": Path(
+        lambda: partial(by_torch.predict_by, triton_of("filter_step")), "cuda", _decline_prediction, opened=True
+    ),
     "c": Path(lambda: partial(by_torch.predict_by, c), "cpu", _decline_prediction_in_c, opened=True),
     "torch": Path(lambda: by_torch.predict_precision, opened=True),
     "reference": Path(lambda: _predict_ref),

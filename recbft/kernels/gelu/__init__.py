@@ -12,7 +12,6 @@ Shapes: N tokens, F feed-forward width, r columns, S seeds.
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,7 @@ from recbft.autograd.full_precision import in_full_precision
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core import gelu_slope
 from recbft.kernels import c_library
-from recbft.kernels.dispatch import Path, choose
+from recbft.kernels.dispatch import Path, choose, late, triton_of
 from recbft.kernels.gelu import c
 from recbft.kernels.gelu import torch as by_torch
 
@@ -96,18 +95,14 @@ def _decline_c(a: Tensor, *, factor: Tensor) -> str | None:
     return _decline_triton(a, factor=factor) or c_library.missing()
 
 
-def _triton() -> ModuleType:
-    return import_module("recbft.kernels.gelu.triton")
-
-
 BOTH = {
-    "triton": Path(lambda: partial(applied, _GeluWithSlope, _triton()), "cuda", _decline_triton, opened=True),
+    "triton": Path(lambda: partial(applied, _GeluWithSlope, triton_of("gelu")), "cuda", _decline_triton, opened=True),
     "c": Path(lambda: partial(applied, _GeluWithSlope, c), "cpu", _decline_c, opened=True),
     "torch": Path(lambda: partial(applied, _GeluWithSlope, by_torch), opened=True),
     "reference": Path(lambda: gelu_with_slope_ref),
 }
 SLOPE = {
-    "triton": Path(lambda: _triton().slope_product, "cuda", _decline_triton),
+    "triton": Path(late("gelu", "slope_product"), "cuda", _decline_triton),
     "c": Path(lambda: c.slope_product, "cpu", _decline_c),
     "torch": Path(lambda: by_torch.slope_product),
     "reference": Path(lambda: _slope_product_ref),
