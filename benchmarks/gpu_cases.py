@@ -6,7 +6,9 @@ Shapes: B rows, H heads, T tokens, K head width, N positions, V items, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -269,31 +271,26 @@ def timed_cases(*, small: bool) -> list[tuple[Case, torch.dtype]]:
     return made
 
 
-def stock_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's causal attention, which gives the mean alone."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by FlashAttention and nothing else; half precision on a GPU."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return stock_attention(q, k, v)
-
-
-def contestants(
-    B: int, T: int, device: str, *, impl: str, others: Sequence[str] = ()
-) -> dict[str, Callable[[Tensor, Tensor, Tensor], Any]]:
+def attentions(
+    q: Tensor, k: Tensor, v: Tensor, *, impl: str, others: Sequence[str] = ()
+) -> dict[str, Callable[[], Any]]:
     """Ways to compute attention over whole rows, by name, stock first; ours by the path named, and by others."""
-    context = whole(B, T, device=device)
-    trust = torch.zeros(B, T, device=device, requires_grad=True)
-    decay = torch.tensor(-0.01, device=device, requires_grad=True)
+    context = whole(*q.shape[::2], device=str(q.device))
+    trust = torch.zeros(q.shape[::2], device=q.device, requires_grad=True)
+    decay = torch.tensor(-0.01, device=q.device, requires_grad=True)
 
-    def ours(impl: str) -> Callable[[Tensor, Tensor, Tensor], Any]:
-        return lambda q, k, v: softmax_moments(q, k, v, context, log_precision=trust, log_decay=decay, impl=impl)
+    def stock(*backends: SDPBackend) -> Tensor:  # which gives the mean alone
+        with sdpa_kernel(list(backends)) if backends else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
+    def ours(impl: str) -> Callable[[], Any]:
+        return lambda: softmax_moments(q, k, v, context, log_precision=trust, log_decay=decay, impl=impl)
+
+    flash = {"FlashAttention": partial(stock, SDPBackend.FLASH_ATTENTION)}
     return {
-        "scaled_dot_product_attention": stock_attention,
-        "recbft mean": lambda q, k, v: softmax_mean(q, k, v, context),
+        **(flash if q.is_cuda and q.dtype != torch.float32 else {}),
+        "scaled_dot_product_attention": stock,
+        "recbft mean": lambda: softmax_mean(q, k, v, context),
         "recbft moments": ours(impl),
         **{f"recbft moments, {other}": ours(other) for other in others},
         "eager moments": ours("reference"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -13,13 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 CLOCKS_AHEAD = 50_000_000  # that the GPU waits before a series, some 28 ms: all of it is asked for by then
 SERIES = 10  # runs of one
 AT_LEAST = 0.2  # seconds that a median is of, in 5 to 200 runs
-
-
-class Kernels(NamedTuple):
-    """What a GPU did in some work."""
-
-    seconds: float  # that it was at any of it
-    number: int
 
 
 class Clock:
@@ -58,10 +51,10 @@ class Clock:
             found.append(began.elapsed_time(ended) / 1e3 / SERIES)
         return statistics.median(found)
 
-    def kernels(self, work: Callable[[], Any]) -> Kernels | None:
-        """The kernels of some work, copies included, by the profiler; None where it sees none.
+    def kernels(self, work: Callable[[], Any]) -> tuple[float, int] | None:
+        """Seconds that a GPU is at any kernel of some work, copies included, and their number, by the profiler.
 
-        It slows the work, and what the process does later.
+        None where it sees none. It slows the work, and what the process does later.
         """
         if self.device != "cuda":
             return None
@@ -76,7 +69,7 @@ class Clock:
             for event in events
             if not getattr(event, "is_user_annotation", False)
         ]
-        return Kernels(covered(spans) / 1e6, len(spans)) if spans else None
+        return (covered(spans) / 1e6, len(spans)) if spans else None
 
     def peak_mb(self, work: Callable[[], Any]) -> float | None:
         """MB that some work adds to what is allocated, at its peak; None without a GPU."""

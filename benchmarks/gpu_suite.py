@@ -230,21 +230,17 @@ def _error(found: Tensor, exact: Tensor) -> float:
 def attention(clock: Clock, B: int, H: int, T: int, K: int, dtype: torch.dtype) -> Iterator[Row]:
     """Kriging moments and what they are compared with."""
     heads = _heads(clock, (B, H, T, K), dtype)
-    ways = gpu_cases.contestants(B, T, clock.device, impl=_impl(clock))
-    if clock.device == "cuda" and dtype != torch.float32:
-        ways = {"FlashAttention": gpu_cases.flash_attention} | ways
-    yield from _beside_the_first(clock, {name: partial(run, *heads) for name, run in ways.items()}, heads)
+    yield from _beside_the_first(clock, gpu_cases.attentions(*heads, impl=_impl(clock)), heads)
 
 
 def tiles(clock: Clock, tile: tuple[int, ...]) -> Iterator[Row]:
     """Kriging moments of wide heads in bfloat16, cut and run as told."""
-    B, _, T, K = SHAPES[-1]
     heads = _heads(clock, SHAPES[-1], torch.bfloat16)
-    run = gpu_cases.contestants(B, T, clock.device, impl="triton")["recbft moments"]
+    run = gpu_cases.attentions(*heads, impl="triton")["recbft moments"]
     module = import_module("recbft.kernels.softmax_moments.triton")
-    chosen = {K: module.Tile(*tile)}
+    chosen = {SHAPES[-1][-1]: module.Tile(*tile)}
     with patch.dict(module.HALF_TILES, chosen), patch.dict(module.FORWARD_HALF_TILES, chosen):
-        yield _times(clock, partial(run, *heads), heads)
+        yield _times(clock, run, heads)
 
 
 def _heads(clock: Clock, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks import large_log, train_speed
@@ -55,13 +56,16 @@ def steps(clock: Clock, length: int, *, small: bool) -> Iterator[Row]:
 
 
 def kernels(clock: Clock, length: int, *, small: bool) -> Iterator[Row]:
-    """How long a GPU is at work in those steps, and by how many kernels.
+    """How many milliseconds a GPU is at work in those steps, and by how many kernels: an epoch's, over its steps.
 
     For the end of a suite: what a profiler has opened once slows the process from then on.
     """
-    for contestant in _made(clock, length, small=small)[0]:
-        train_warm([contestant], warm_up=2, epochs=0)
-        yield {"arm": contestant.arm.label} | on_the_device(clock, contestant)
+    for c in _made(clock, length, small=small)[0]:
+        train_warm([c], warm_up=2, epochs=0)
+        number = c.batches.num_batches
+        seen = clock.kernels(partial(train_speed.train_steps, c, c.batches.epoch(0), number))
+        busy_ms, launches = (None, None) if seen is None else (1e3 * seen[0] / number, round(seen[1] / number))
+        yield {"arm": c.arm.label, "busy_ms": busy_ms, "kernels": launches}
 
 
 def _made(clock: Clock, length: int, *, small: bool) -> tuple[list[Contestant], Dataset]:
@@ -109,15 +113,6 @@ def row_of(contestant: Contestant, contestants: Sequence[Contestant]) -> Row:
         "tokens_per_second": c.batches.num_tokens / seconds,
         "evaluation_s": statistics.median(c.evaluations),
     }
-
-
-def on_the_device(clock: Clock, contestant: Contestant) -> Row:
-    """Milliseconds that a GPU is at work in a step, and how many kernels that are: an epoch's, over its steps."""
-    c, number = contestant, contestant.batches.num_batches
-    seen = clock.kernels(lambda: train_speed.train_steps(c, c.batches.epoch(0), number))
-    if seen is None:
-        return {"busy_ms": None, "kernels": None}
-    return {"busy_ms": 1e3 * seen.seconds / number, "kernels": round(seen.number / number)}
 
 
 def _ratio(seconds: Sequence[float], others: Sequence[float]) -> float:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,56 +35,41 @@ from recbft.system.memory import keep_freed_memory
 
 NAME = "kernel_speed"
 VOCABULARY = ((12_800, 12_101, 64), (1_500, 12_101, 64))  # N x V x D; the second is a step of Beauty
-MEMORY = {50: (256, 2, 50, 32), 200: (32, 4, 200, 64)}  # by T
+MEMORY = ((256, 2, 50, 32), (32, 4, 200, 64))
 
 
-class Way(NamedTuple):
-    """One way to compute something: its outputs, and the leaves whose gradients are wanted."""
-
-    run: Callable[[], Tensor | tuple[Tensor, ...]]
-    leaves: Sequence[Tensor]
+# What a part is measured at, ways to compute it by name, and the leaves whose gradients are wanted.
+Measured = Iterator[tuple[str, Mapping[str, Callable[[], Any]], Sequence[Tensor]]]
 
 
-def attention(shapes: Sequence[Shape]) -> dict[str, dict[str, Way]]:
+def attention(shapes: Sequence[Shape]) -> Measured:
     """Ways to compute attention, by shape."""
-    found: dict[str, dict[str, Way]] = {}
     for shape in shapes:
-        q, k, v = (torch.randn(*shape, requires_grad=True) for _ in "qkv")
-        contestants = gpu_cases.contestants(shape.B, shape.T, "cpu", impl="auto", others=["torch"])
-        found[str(shape)] = {
-            name: Way(lambda run=run, q=q, k=k, v=v: run(q, k, v), (q, k, v))  # type: ignore[misc]
-            for name, run in contestants.items()
-        }
-    return found
+        heads = [torch.randn(*shape, requires_grad=True) for _ in "qkv"]
+        yield str(shape), gpu_cases.attentions(*heads, impl="auto", others=["torch"]), heads
 
 
-def vocabulary(sizes: Sequence[tuple[int, int, int]] = VOCABULARY) -> dict[str, dict[str, Way]]:
+def vocabulary(sizes: Sequence[tuple[int, int, int]] = VOCABULARY) -> Measured:
     """Ways to compute the cross-entropy, by size."""
-    found = {}
     for N, V, D in sizes:
         states, weight = (torch.randn(n, D, requires_grad=True) for n in (N, V))
         ways = gpu_cases.losses(states, weight, torch.randint(V, (N,)), impl="torch")
-        found[f"{N}x{V}x{D}"] = {name: Way(run, (states, weight)) for name, run in ways.items()}
-    return found
+        yield f"{N}x{V}x{D}", ways, (states, weight)
 
 
-def memory(lengths: Sequence[int] = tuple(MEMORY)) -> dict[str, dict[str, Way]]:
+def memory(shapes: Sequence[tuple[int, int, int, int]] = MEMORY) -> Measured:
     """The Bayesian layer as a loop and in chunks."""
-    found = {}
-    for T in lengths:
-        case = gpu_cases.memory(*MEMORY[T])
+    for shape in shapes:
+        case = gpu_cases.memory(*shape)
         x = case.inputs(torch.float32, "cpu")
-        found[str(Shape(*MEMORY[T]))] = {
-            name: Way(lambda impl=impl, case=case, x=x: case.run(x, impl), tuple(x.values()))  # type: ignore[misc]
-            for name, impl in (("loop over tokens", "reference"), ("recbft, in chunks", "chunked"))
-        }
-    return found
+        named = {"loop over tokens": "reference", "recbft, in chunks": "chunked"}
+        yield str(Shape(*shape)), {name: partial(case.run, x, impl) for name, impl in named.items()}, list(x.values())
 
 
-def measure(ways: Mapping[str, Way], rounds: int) -> list[dict[str, Any]]:
+def measure(ways: Mapping[str, Callable[[], Any]], leaves: Sequence[Tensor], rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of each way, and their ratio to the first's in the same round."""
-    forward = {name: gpu_cases.forward_pass(way.run) for name, way in ways.items()}
-    both = {name: gpu_cases.both_passes(way.run, way.leaves) for name, way in ways.items()}
+    forward = {name: gpu_cases.forward_pass(run) for name, run in ways.items()}
+    both = {name: gpu_cases.both_passes(run, leaves) for name, run in ways.items()}
     rows: dict[str, dict[str, Any]] = {name: {"way": name} for name in ways}
     for part, passes in (("forward", forward), ("both", both)):
         seconds = time_in_turn(passes, rounds)
@@ -124,8 +110,8 @@ def main(arguments: Sequence[str]) -> int:
     print("\n".join(machine.lines(made)), flush=True)
     rows: list[dict[str, Any]] = []
     for name in asked:
-        for shape, ways in parts[name]().items():
-            found = measure(ways, options.rounds)
+        for shape, ways, leaves in parts[name]():
+            found = measure(ways, leaves, options.rounds)
             print(f"\n{name}, {shape}, {options.rounds} rounds\n\n" + table(found), flush=True)
             rows += [{"part": name, "shape": shape} | row for row in found]
     if options.json is not None:

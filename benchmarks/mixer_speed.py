@@ -190,16 +190,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             lines.append([name, "does not fit", "", "", ""])
             continue
         low, high = row["range"]
-        milliseconds = statistics.median(row["seconds"]) * 1e3
-        lines.append(
-            [
-                name,
-                f"{milliseconds:,.1f}",
-                f"{row['ratio']:.2f}",
-                f"{low:.2f} to {high:.2f}",
-                f"{row['memory_mb']:,.0f}",
-            ]
-        )
+        times = [f"{1e3 * statistics.median(row['seconds']):,.1f}", f"{row['ratio']:.2f}", f"{low:.2f} to {high:.2f}"]
+        lines.append([name, *times, f"{row['memory_mb']:,.0f}"])
     return text_table(["mixer", "ms", "x softmax", "range", "MB"], lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,17 @@ TOLERANCE = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
 }
+
+
+def values_and_gradients(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], dtype: torch.dtype, place: str
+) -> list[Tensor]:
+    """Outputs, and the gradients of a mixture of them, found in a type on a device; in float64."""
+    leaves = [x.detach().to(place, dtype, copy=True).requires_grad_() for x in inputs]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    mixed = sum((y * torch.arange(1, y.numel() + 1, dtype=dtype, device=place).cos().view_as(y)).sum() for y in outputs)
+    return [x.detach().double().cpu() for x in (*outputs, *torch.autograd.grad(mixed, leaves))]
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> None:

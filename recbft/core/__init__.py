@@ -4,7 +4,8 @@ Where ``recbft.kernels`` has a faster form, the function here ends in ``_ref``: 
 of the operation is the one of ``kernels``.
 """
 
-from recbft.core.belief import Belief, Moments, SequenceContext, SiluMoments
+from recbft.core.belief import Belief, Moments, Readers, SiluMoments, pick
+from recbft.core.belief import SequenceContext as SequenceContext  # for who checks a mixer of their own with mypy
 from recbft.core.filter_step import (
     decay_precision,
     discount_precision,
@@ -14,7 +15,6 @@ from recbft.core.filter_step import (
     gelu_slope,
     jacobian_factors,
     kalman_update_ref,
-    low_rank_jacobian,
     mean_over_tokens,
     predict_precision_ref,
     process_noise,
@@ -46,56 +46,4 @@ from recbft.core.observation_precision import (
     sandwich_precision_ref,
 )
 from recbft.core.prior import count_quantiles, empirical_bayes_precision, fit_pseudo_count, initial_scale
-from recbft.core.readers import Readers, pick
 from recbft.core.silu import look_up, silu_mean_ref, silu_moments_ref, silu_weights
-
-__all__ = [
-    "ESTIMATORS",
-    "MAX_TOKENS",
-    "Belief",
-    "Estimator",
-    "Moments",
-    "Readers",
-    "SequenceContext",
-    "SiluMoments",
-    "check_estimator",
-    "count_quantiles",
-    "decay_precision",
-    "delta_precision",
-    "design_effect_precision",
-    "discount_precision",
-    "effective_sample_size",
-    "empirical_bayes_precision",
-    "ffn_jacobian",
-    "fit_pseudo_count",
-    "gain_update",
-    "gate",
-    "gelu_slope",
-    "initial_scale",
-    "jacobian_factors",
-    "kalman_update_ref",
-    "key_variance",
-    "look_up",
-    "low_rank_jacobian",
-    "mean_over_tokens",
-    "per_dimension_weights",
-    "pick",
-    "predict_precision_ref",
-    "process_noise",
-    "projected_precision",
-    "propagated_variance",
-    "ramped",
-    "remember",
-    "reml_naive_precision",
-    "reml_precision_ref",
-    "residual_variance",
-    "sandwich_precision_ref",
-    "scalar_log_precision",
-    "silu_mean_ref",
-    "silu_moments_ref",
-    "silu_weights",
-    "softmax_mean_ref",
-    "softmax_moments_ref",
-    "softmax_weights",
-    "weight_sums",
-]

@@ -71,14 +71,8 @@ def gain_update(
     """Take up a share of the innovation that is not derived from precision: (3.3) to (3.5).
 
     Args:
-        belief: mean and precision before, each (B, T, D).
-        innovation: e, (B, T, D).
         gain: in [0, 1], broadcastable to (B, T, D); 1 is the residual connection.
-        observation_precision: r, (B, T, D), or None where there is no estimate.
-        ramp: w of (3.2), in [0, 1].
-
-    Returns:
-        The belief after, and the gain, (B, T, D).
+        observation_precision: r, or None where there is no estimate; the others as ``kalman_update_ref``.
     """
     precision = belief.precision if observation_precision is None else belief.precision + observation_precision
     if isinstance(gain, float) and gain == 1.0:
@@ -143,11 +137,6 @@ def jacobian_factors(w1: Tensor, w2: Tensor, rank: int) -> tuple[Tensor, Tensor]
     left = torch.linalg.eigh(wide @ wide.T).eigenvectors.flip(1)[:, :rank]  # the largest first
     kind = {"device": coupling.device, "dtype": coupling.dtype}
     return left.to(**kind), (wide.T @ left).to(**kind)
-
-
-def low_rank_jacobian(slope: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """J of (4.5) from phi'(a), (..., F), and the factors of ``jacobian_factors``; (..., D)."""
-    return (slope @ right) @ left.T
 
 
 def process_noise(logits: Tensor, q_max: float) -> Tensor:

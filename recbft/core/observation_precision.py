@@ -139,13 +139,8 @@ def design_effect_precision(
     """Equation (2.12): the spread of all keys, whatever their weight, over the number that they count for.
 
     Args:
-        key_variance: U, unweighted variance of the values that may be read, (..., T, K), >= 0.
-        effective_sample_size: n, (..., T), 0 where nothing was read.
-        prior_scale: s0, the variance the prior expects, > 0.
-        prior_dof: nu, the observations the prior is worth; U is widened by nu s0.
-
-    Returns:
-        Observation precision per coordinate, (..., T, K), in [0, cap].
+        key_variance: U, unweighted variance of the values that may be read, (..., T, K), >= 0; the others and what is
+            returned as ``reml_precision_ref`` has them.
     """
     size = effective_sample_size[..., None]
     return (size / (key_variance + (prior_dof * prior_scale + epsilon_of(key_variance)))).clamp(max=cap)

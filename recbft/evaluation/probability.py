@@ -33,7 +33,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
 from recbft.evaluation.score_blocks import Excluded, align, score_block, spans, user_blocks
 from recbft.evaluation.views import evaluation_mode, events_of, some_users, states_of_view, view_of
-from recbft.kernels.cross_entropy.exponentials import exponentials
+from recbft.kernels.cross_entropy.torch import exponentials
 from recbft.models.contract import ItemTable, SequenceModel
 
 FloatArray = NDArray[np.float64]

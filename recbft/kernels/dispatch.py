@@ -16,6 +16,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from logging import getLogger
 from subprocess import CalledProcessError
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -59,24 +60,19 @@ class Path:
         return launched_beside(tensor, function)
 
 
+def triton_of(package: str) -> ModuleType:
+    """A mechanism's Triton module, which nothing imports before it is taken."""
+    return import_module(f"recbft.kernels.{package}.triton")
+
+
 def late(package: str, name: str) -> Callable[[], Callable[..., Any]]:
-    """What loads a function of a mechanism's Triton module, which nothing imports before it is taken."""
-
-    def load() -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(import_module(f"recbft.kernels.{package}.triton"), name)
-        return function
-
-    return load
+    """What loads a function of that module."""
+    return lambda: getattr(triton_of(package), name)
 
 
 def late_decline(package: str) -> Callable[..., str | None]:
-    """What asks a mechanism's Triton module, loaded when it is asked, why it cannot serve a call."""
-
-    def decline(tensor: Tensor, **call: Any) -> str | None:
-        reason: str | None = late(package, "decline")()(tensor, **call)
-        return reason
-
-    return decline
+    """What asks that module, loaded when it is asked, why it cannot serve a call."""
+    return lambda tensor, **call: triton_of(package).decline(tensor, **call)
 
 
 def choose(impl: str, paths: Mapping[str, Path], tensor: Tensor, **call: Any) -> Callable[..., Any]:

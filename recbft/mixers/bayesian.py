@@ -28,7 +28,7 @@ from recbft.config.fields import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels import memory
-from recbft.kernels.memory import MemoryEvent, MemoryTrace
+from recbft.kernels.memory.reference import MemoryEvent, MemoryTrace
 from recbft.mixers.interface import Mixer, MixerOptions, Observation, joined, projected, refuse_idle
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
@@ -91,19 +91,8 @@ def filter_memory(
     _check_variance("observation_noise", observation_noise)
     _check_variance("prior_variance", prior_variance)
     prior_variance = beside(v, prior_variance).expand(B, H)
-    transition = fitted_transition(transition, k)
-    return memory.filter_memory(
-        q,
-        k,
-        v,
-        transition=transition,
-        process_noise=process_noise,
-        observation_noise=observation_noise,
-        prior_variance=prior_variance,
-        first=first,
-        chunk=chunk,
-        impl=impl,
-    )
+    events = MemoryEvent(q, k, v, fitted_transition(transition, k), process_noise, observation_noise)
+    return memory.filter_memory(events, prior_variance, first, chunk=chunk, impl=impl)
 
 
 def _check_variance(name: str, x: float | Tensor, *, or_zero: bool = False) -> None:

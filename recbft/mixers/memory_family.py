@@ -36,8 +36,7 @@ from recbft.autograd.eager import eagerly
 from recbft.config.fields import check_choice, check_range
 from recbft.core import SequenceContext
 from recbft.kernels import memory
-from recbft.kernels.memory import Rule, UnfilteredTrace
-from recbft.kernels.memory.reference import unfiltered_reading, write_share
+from recbft.kernels.memory.reference import Rule, UnfilteredTrace, unfiltered_reading, write_share
 from recbft.mixers.interface import Mixer, MixerOptions, Observation, joined, projected, refuse_idle
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
-from recbft.autograd.transforms import beyond_first_gradients, decline_dropout
-from recbft.core import Belief, SequenceContext
-from recbft.core.readers import Readers
+from recbft.autograd.transforms import decline_dropout
+from recbft.core import Belief, Readers, SequenceContext
 from recbft.core.regimes import block_table, standardised_bias
 from recbft.core.silu import look_up
 from recbft.kernels import cross_entropy, dispatch, filter_step, memory, robust_filter, silu_moments, softmax_moments
@@ -19,12 +18,12 @@ from recbft.mixers.bayesian import filter_memory
 from recbft.mixers.boosted import MlpGate
 from recbft.mixers.memory_family import unfiltered_memory
 from recbft.models.losses import gathered_scores
+from tests.packed_rows import packed
 
 B, H, T, K, V = 2, 2, 5, 4, 9
-CONTEXT = SequenceContext(
-    torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 2, -1]]), torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
-)
+CONTEXT = packed([[3, 2], [4]], T)
 TARGET = torch.tensor([1, 4, 2, 8, 0, 3])
+BIASES = ("log_precision", "log_decay", "bias")
 INTERPRETED = pytest.mark.skipif(
     not dispatch.interpreted() or dispatch.missing("triton") is not None, reason="needs Triton's interpreter"
 )
@@ -46,20 +45,17 @@ def mixed(found):
     return sum((x * place).sum() for x, place in zip(found, places, strict=True))
 
 
-def softmax(impl, q, k, v, log_precision, log_decay, bias):
-    biases = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
-    return tuple(softmax_moments.softmax_moments(q, k, v, CONTEXT, **biases, impl=impl))
+def softmax(impl, q, k, v, *biases):
+    return tuple(softmax_moments.softmax_moments(q, k, v, CONTEXT, **dict(zip(BIASES, biases, strict=True)), impl=impl))
 
 
-def softmax_mean(impl, q, k, v, log_precision, log_decay, bias):
-    biases = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
-    return softmax_moments.softmax_mean(q, k, v, CONTEXT, **biases, impl=impl)
+def softmax_mean(impl, q, k, v, *biases):
+    return softmax_moments.softmax_mean(q, k, v, CONTEXT, **dict(zip(BIASES, biases, strict=True)), impl=impl)
 
 
-def softmax_with_reml(impl, q, k, v, log_precision, log_decay, bias):
-    biases = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
-    prior = {"prior_scale": 0.3, "prior_dof": 1.0, "cap": 100.0}
-    return softmax_reml(q, k, v, CONTEXT, dropout=0.0, impl=impl, **biases, **prior)
+def softmax_with_reml(impl, q, k, v, *biases):
+    prior = {"prior_scale": 0.3, "prior_dof": 1.0, "cap": 100.0, "dropout": 0.0}
+    return softmax_reml(q, k, v, CONTEXT, **dict(zip(BIASES, biases, strict=True)), **prior, impl=impl)
 
 
 def robust(impl, q, k, v, frequency, scalars, key_bias):
@@ -72,17 +68,16 @@ def robust(impl, q, k, v, frequency, scalars, key_bias):
 
 
 def filtered(impl, q, k, v, transition, process, observed, prior):
-    noise = {"process_noise": 0.1 * process.exp(), "observation_noise": observed.exp()}
-    path, more = ("chunked", {"chunk": 2}) if impl == "torch" else (impl, {})
-    more |= {"transition": transition.sigmoid(), "prior_variance": prior.exp(), "first": CONTEXT.position == 0}
-    return tuple(filter_memory(0.5 * q, 0.5 * k, v, impl=path, **noise, **more))
+    path, chunk = ("chunked", 2) if impl == "torch" else (impl, None)
+    pairs = transition.shape[-1] < K  # of one history in each row
+    kept = torch.polar(transition.sigmoid(), transition) if pairs else transition.sigmoid()
+    noise = {"process_noise": 0.1 * process.exp(), "observation_noise": observed.exp(), "prior_variance": prior.exp()}
+    first = None if pairs else CONTEXT.position == 0
+    return tuple(filter_memory(0.5 * q, 0.5 * k, v, transition=kept, **noise, first=first, chunk=chunk, impl=path))
 
 
-def rotated(impl, q, k, v, transition, process, observed, prior):
-    turned = torch.polar(transition.sigmoid(), transition)
-    noise = {"process_noise": 0.1 * process.exp(), "observation_noise": observed.exp()}
-    more = {"transition": turned, "prior_variance": prior.exp(), "chunk": 2}
-    return tuple(filter_memory(0.5 * q, 0.5 * k, v, impl="chunked", **noise, **more))
+def rotated(impl, *inputs):
+    return filtered(impl, *inputs)
 
 
 def unfiltered(impl, q, k, v, transition, observed):
@@ -280,18 +275,10 @@ def test_beyond_one_gradient_only_the_reference_serves():
         grad(lambda x: dispatch.choose("cpu", closed, q) and x**2)(x[0])
 
 
-def test_plain_calls_and_one_gradient_are_served_by_hand_and_what_is_beyond_is_not():
-    asked = []
-
-    def asking(x):
-        asked.append((beyond_first_gradients(), decline_dropout(0.1) is not None, decline_dropout(0.0) is not None))
-        return x.square().sum()
-
-    one, many = torch.ones(2), torch.ones(3, 2)
-    asking(one), vmap(asking)(many), grad(asking)(one), vmap(grad(asking))(many)
-    assert asked == [(False, False, False), *3 * [(False, True, False)]]
-    grad(lambda x: grad(asking)(x).sum())(one), jvp(asking, (one,), (one,))
-    assert asked[4:] == 2 * [(True, True, False)]
+def test_what_draws_for_itself_is_declined_under_a_transform_where_it_draws():
+    reasons = []
+    vmap(lambda x: reasons.extend(decline_dropout(p) for p in (0.1, 0.0)) or x)(torch.ones(2))
+    assert reasons[0] is not None and [reasons[1], decline_dropout(0.1)] == [None, None]
 
 
 @pytest.mark.parametrize("mechanism", [reml, gathered, gated, standardised, looked])

@@ -181,25 +181,23 @@ def test_equal_runs_do_not_differ_and_another_seed_is_noticed_everywhere(events,
 # Kernels and mixers
 
 
-def outputs_of(way):
-    found = way.run()
-    return [found] if isinstance(found, torch.Tensor) else list(found)
+def outputs_of(measured):
+    """The name of what is measured alone, and what each of its ways returns."""
+    ((name, ways, _),) = measured
+    found = (run() for run in ways.values())
+    return name, [[one] if isinstance(one, torch.Tensor) else list(one) for one in found]
 
 
-def test_all_ways_of_a_part_compute_the_same(monkeypatch):
-    (ways,) = kernel_speed.attention([Shape(2, 2, 5, 4)]).values()
-    plain, mean, moments, by_pytorch, eager = (outputs_of(way) for way in ways.values())
+def test_all_ways_of_a_part_compute_the_same():
+    _, (plain, mean, moments, by_pytorch, eager) = outputs_of(kernel_speed.attention([Shape(2, 2, 5, 4)]))
     torch.testing.assert_close(mean[0], plain[0])
     torch.testing.assert_close(moments, eager)
     torch.testing.assert_close(by_pytorch, eager)
-    (losses,) = kernel_speed.vocabulary([(20, 50, 8)]).values()
-    plain, *others = (outputs_of(way)[0] for way in losses.values())
+    _, (plain, *others) = outputs_of(kernel_speed.vocabulary([(20, 50, 8)]))
     assert len(others) == 1 + hasattr(torch.nn.functional, "linear_cross_entropy")
     for other in others:
         torch.testing.assert_close(other, plain)
-    monkeypatch.setattr(kernel_speed, "MEMORY", {7: (2, 1, 7, 4)})
-    ((shape, ways),) = kernel_speed.memory([7]).items()
-    loop, chunks = (outputs_of(way) for way in ways.values())
+    shape, (loop, chunks) = outputs_of(kernel_speed.memory([(2, 1, 7, 4)]))
     assert shape == "2x1x7x4"
     torch.testing.assert_close(chunks, loop, rtol=1e-4, atol=1e-5)
 

@@ -74,11 +74,10 @@ def test_what_is_wrong_or_fails_is_a_line_and_the_rest_is_told(tmp_path, monkeyp
 
 @without_gpu
 def test_a_way_that_fails_is_timed_as_such_beside_the_others(monkeypatch):
-    def fails(q, k, v):
+    def fails():
         raise RuntimeError("out of registers")
 
-    ways = {"stock": gpu_cases.stock_attention, "ours": fails}
-    monkeypatch.setattr(gpu_cases, "contestants", lambda B, T, device, *, impl: ways)
+    monkeypatch.setattr(gpu_cases, "attentions", lambda q, k, v, *, impl: {"stock": lambda: q * k * v, "ours": fails})
     monkeypatch.setattr(gpu_suite.Clock, "seconds", lambda self, work: work() or 0.5)
     stock, ours = gpu_suite.attention(Clock("cpu"), 2, 1, 20, 16, torch.float32)
     assert stock["both_ms"] == 500 and stock["both_x"] == 1
@@ -142,7 +141,7 @@ def test_an_arm_stands_beside_the_first_and_beside_matched_in_its_own_way(monkey
     assert [row["x_matched"] for row in rows] == [1, 1.25, 1, 1.5]
     assert [row["step_ms"] for row in rows] == [4000 * factor / number for factor in (1.0, 1.25, 0.5, 0.75)]
     assert [row["x_epoch"] for row in rows] == pytest.approx([1, (5 + 1.25**2) / 5, 1, (3 + 0.75**2) / 2.25])
-    assert gpu_training.on_the_device(Clock("cpu"), contestants[0]) == {"busy_ms": None, "kernels": None}
+    assert Clock("cpu").kernels(list) is None
 
 
 def test_work_of_streams_that_overlap_is_counted_once():

@@ -17,7 +17,6 @@ from recbft.core import (
     initial_scale,
     jacobian_factors,
     kalman_update_ref,
-    low_rank_jacobian,
     predict_precision_ref,
     process_noise,
     projected_precision,
@@ -41,12 +40,8 @@ def test_reml_is_the_inverse_of_the_shrunken_variance_up_to_the_cap(S, n, s0, nu
     assert found.item() == pytest.approx(min((n + nu) / (S + nu * s0), cap), rel=1e-8)
 
 
-@pytest.mark.parametrize("K", [4, 32, 64])
-def test_reml_never_exceeds_twice_the_head_width_for_one_observation(K):
-    found = reml_precision_ref(
-        torch.zeros(3, K, dtype=torch.float64), torch.ones(3).double(), prior_scale=1 / K, cap=1e9
-    )
-    assert (found <= 2 * K).all()
+def test_reml_of_one_observation_is_at_most_twice_the_head_width(K=32):
+    found = reml_precision_ref(torch.zeros(1, K).double(), torch.ones(1).double(), prior_scale=1 / K, cap=1e9)
     torch.testing.assert_close(found, torch.full_like(found, 2 * K), rtol=1e-9, atol=0)
 
 
@@ -125,22 +120,14 @@ def test_jacobian_is_the_diagonal_that_autograd_finds(seed=0):
     torch.testing.assert_close(ffn_jacobian(x @ w1.T + b1, w1, w2), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_jacobian_broadcasts_over_leading_dimensions():
-    torch.manual_seed(0)
-    w1, w2, a = torch.randn(8, 4).double(), torch.randn(4, 8).double(), torch.randn(2, 3, 8).double()
-    flat = ffn_jacobian(a.flatten(0, 1), w1, w2)
-    torch.testing.assert_close(ffn_jacobian(a, w1, w2), flat.view(2, 3, 4))
-
-
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
 def test_full_rank_factors_give_the_exact_jacobian(shape):
     torch.manual_seed(3)
     D, F = shape
     w1, w2, a = torch.randn(F, D).double(), torch.randn(D, F).double(), torch.randn(5, F).double()
-    factors = jacobian_factors(w1, w2, min(D, F))
-    torch.testing.assert_close(
-        low_rank_jacobian(gelu_slope(a), *factors), ffn_jacobian(a, w1, w2), rtol=1e-9, atol=1e-10
-    )
+    left, right = jacobian_factors(w1, w2, min(D, F))
+    found = gelu_slope(a) @ right @ left.T  # (4.5)
+    torch.testing.assert_close(found, ffn_jacobian(a, w1, w2), rtol=1e-9, atol=1e-10)
 
 
 def test_low_rank_factors_are_the_best_of_their_rank():
@@ -195,37 +182,12 @@ def test_process_noise_is_a_share_of_its_scale_that_starts_small():
     assert process_noise(tensor(-9.0), 3.0).item() == pytest.approx(3 * math.log1p(math.exp(-9)))
 
 
-def test_the_whole_chain_passes_gradcheck(seed=0):
-    torch.manual_seed(seed)
-    S, n, lam, e = (torch.rand(3, 4).double() + 0.2 for _ in range(4))
-    n = n[:, 0] * 5 + 1
-    J, logits = torch.randn(3, 4).double() * 0.3, torch.randn(4).double()
-
-    def chain(S, n, lam, e, J, logits):
-        r = reml_precision_ref(S, n, prior_scale=0.25)
-        after, _ = kalman_update_ref(Belief(e, lam), e, r, ramp=0.7)
-        return after.mean, predict_precision_ref(after.precision, J, process_noise(logits, 1.0))
-
-    inputs = [x.requires_grad_() for x in (S, n, lam, e, J, logits)]
-    assert torch.autograd.gradcheck(chain, inputs)
-
-
 # Prior ------------------------------------------------------------------------------------------
 
 
 def test_quantiles_run_from_rarest_to_most_frequent_and_skip_the_unseen():
     counts = torch.tensor([0, 5, 1, 0, 9, 2])
     torch.testing.assert_close(count_quantiles(counts), torch.tensor([0, 2 / 3, 0, 0, 1, 1 / 3]))
-
-
-def test_ties_share_their_middle_rank():
-    counts = torch.tensor([0, 1, 1, 2, 7, 7, 7])  # ranks 0.5 0.5 2 4 4 4 of 5
-    torch.testing.assert_close(count_quantiles(counts), torch.tensor([0, 0.1, 0.1, 0.4, 0.8, 0.8, 0.8]))
-
-
-def test_equal_counts_share_the_middle_and_a_lone_item_too():
-    torch.testing.assert_close(count_quantiles(torch.tensor([0, 3, 3])), torch.tensor([0, 0.5, 0.5]))
-    torch.testing.assert_close(count_quantiles(torch.tensor([0, 3])), torch.tensor([0, 0.5]))
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=30))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -25,16 +27,11 @@ from recbft.core import (
     softmax_weights,
     weight_sums,
 )
-from recbft.kernels.softmax_moments import softmax_moments
+from tests.packed_rows import packed
 
 B, H, T, K = 2, 2, 6, 3
 D = H * K
-SEGMENT = torch.tensor([[0, 0, 0, 1, 1, -1], [2, 2, 2, 2, 2, 2]])
-POSITION = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
-
-
-def context_of(causal=True):
-    return SequenceContext(SEGMENT, POSITION, causal=causal)
+context_of = partial(packed, [[3, 2], [6]], T)
 
 
 def drawn(seed):
@@ -44,38 +41,17 @@ def drawn(seed):
     return q, k, v, precision, torch.tensor(-0.1, dtype=torch.float64)
 
 
-def keys_of(b, t, causal):
-    return [
-        j
-        for j in range(T)
-        if SEGMENT[b, t] >= 0 and SEGMENT[b, j] == SEGMENT[b, t] and (not causal or POSITION[b, j] <= POSITION[b, t])
-    ]
-
-
 def by_hand(q, k, v, precision, log_decay, *, causal, per_dimension):
     """Every token's and coordinate's weights and values: {(b, h, t, c): (weights, values, trust in each key)}."""
-    found = {}
-    for b in range(B):
-        for h in range(H):
-            for t in range(T):
-                keys = keys_of(b, t, causal)
-                for c in range(K):
-                    trust = [
-                        precision[b, j, h * K + c].item() if per_dimension else precision[b, j].mean().item()
-                        for j in keys
-                    ]
-                    logits = [
-                        (q[b, h, t] @ k[b, h, j]).item() / math.sqrt(K)
-                        + math.log(p)
-                        + log_decay.item() * abs(int(POSITION[b, t] - POSITION[b, j]))
-                        for j, p in zip(keys, trust, strict=True)
-                    ]
-                    total = sum(math.exp(x) for x in logits)
-                    found[b, h, t, c] = (
-                        [math.exp(x) / total for x in logits],
-                        [v[b, h, j, c].item() for j in keys],
-                        trust,
-                    )
+    found, context = {}, context_of()
+    for b, h, t, c in itertools.product(range(B), range(H), range(T), range(K)):
+        segment, position = context.segment[b], context.position[b]
+        real = segment[t] >= 0
+        keys = [j for j in range(T) if real and segment[j] == segment[t] and not (causal and position[j] > position[t])]
+        trust = precision[b, keys, h * K + c] if per_dimension else precision[b, keys].mean(-1)
+        lag = (position[t] - position[keys]).abs()
+        odds = trust * torch.exp(k[b, h, keys] @ q[b, h, t] / math.sqrt(K) + lag * log_decay)
+        found[b, h, t, c] = [x.tolist() for x in (odds / odds.sum(), v[b, h, keys, c], trust)]
     return found
 
 
@@ -128,7 +104,7 @@ def n(a):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("estimator", list(ESTIMATORS))
 def test_an_estimator_is_its_formula_entry_by_entry(estimator, causal, per_dimension, seed=0):
-    inputs, context = drawn(seed), context_of(causal)
+    inputs, context = drawn(seed), context_of(causal=causal)
     weights, values, trust = weights_and_values(*inputs, context, per_dimension)
     estimate, formula = ESTIMATORS[estimator]
     found = estimate(weights, values, trust, context).expand_as(values).reshape(B, H, -1, T, values.shape[-1])
@@ -153,40 +129,6 @@ def test_an_estimator_passes_gradcheck_down_to_queries_keys_values_and_precision
         return estimate(weights, values, trust, context)[:, :, [2, 4]]
 
     assert torch.autograd.gradcheck(run, [x.requires_grad_() for x in drawn(0)], fast_mode=True)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_written_out_weights_have_the_moments_of_the_fast_path(causal):
-    q, k, v, precision, log_decay = drawn(4)
-    context, log_precision = context_of(causal), precision.mean(-1).log()
-    fast = softmax_moments(q, k, v, context, log_precision=log_precision, log_decay=log_decay)
-    a = softmax_weights(q, k, context, log_precision=log_precision, log_decay=log_decay)
-    for one, two in zip((a @ v, residual_variance(a, v, context), effective_sample_size(a)), fast, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
-
-
-def test_equal_precision_on_all_coordinates_gives_the_scalar_weights():
-    q, k, _, precision, log_decay = drawn(5)
-    alike = precision.mean(-1, keepdim=True).expand_as(precision)
-    each = per_dimension_weights(q, k, context_of(), log_precision=alike.log(), log_decay=log_decay)
-    one = softmax_weights(q, k, context_of(), log_precision=alike[..., 0].log(), log_decay=log_decay)
-    torch.testing.assert_close(each, one.repeat_interleave(K, dim=1))
-
-
-def test_delta_of_equally_precise_keys_is_their_precision_times_the_effective_sample_size():
-    q, k, *_ = drawn(6)
-    a = softmax_weights(q, k, context_of())
-    found = delta_precision(propagated_variance(a, torch.full((B, T), 3.0).double()), cap=1e6)[..., 0]
-    torch.testing.assert_close(found, 3 * effective_sample_size(a))
-
-
-def test_the_sandwich_of_equal_weights_is_the_variance_of_a_mean_without_its_correction():
-    v = drawn(7)[2]
-    allowed = context_of().allowed[:, None].double().expand(B, H, T, T)
-    equal = allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
-    found = sandwich_precision_ref(weight_sums(equal, v, context_of()), cap=1e9)
-    expected = v[1].var(dim=1, correction=0) / T  # the last token reads all
-    torch.testing.assert_close(found[1, :, -1], 1 / expected)
 
 
 def test_design_effect_for_one_key_is_the_prior_alone_and_sandwich_the_cap():

@@ -7,20 +7,17 @@ from functools import partial
 import pytest
 import torch
 
-from recbft.core import SequenceContext
 from recbft.kernels.silu_moments import silu_mean, silu_moments
 from recbft.kernels.softmax_moments import softmax_mean, softmax_moments
+from tests.packed_rows import packed
 
 B, H, T, K = 2, 2, 7, 4
 TERMS = {"log_precision": (B, T), "log_decay": (), "bias": (1, H, T, T), "lag_bias": (4,)}
 HALVES = (torch.float16, torch.bfloat16)
 IMPLS = ("auto", "torch", "reference")
-EITHER_WAY = pytest.mark.parametrize("causal", [True, False])
 
 
-def context(*, causal):
-    segment = torch.tensor([[0, 0, 0, 0, 1, 1, -1], [2, 2, 2, 2, 2, 2, 2]])
-    return SequenceContext(segment, torch.tensor([[0, 1, 2, 3, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6]]), causal=causal)
+context = partial(packed, [[4, 2], [7]], T)
 
 
 def leaves_of(dtype, *terms, seed):
@@ -74,20 +71,12 @@ def check(mechanism, *terms, where, **known):
                 assert ours <= max(2 * half, torch.finfo(dtype).eps), (dtype, impl)
 
 
-@EITHER_WAY
-def test_softmax_moments_take_terms_wider_than_their_heads(causal):
-    check(softmax_moments, "log_precision", "log_decay", "bias", where=context(causal=causal))
-
-
-@EITHER_WAY
-def test_the_softmax_mean_takes_them_too(causal):
-    check(softmax_mean, "log_precision", "log_decay", "bias", where=context(causal=causal))
-
-
-@EITHER_WAY
-def test_so_do_silu_moments_and_their_mean(causal):
-    for mechanism in (silu_moments, silu_mean):
-        check(mechanism, "log_precision", "log_decay", "bias", "lag_bias", where=context(causal=causal), length=T)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("mechanism", [softmax_moments, softmax_mean, silu_moments, silu_mean])
+def test_terms_may_be_wider_than_their_heads(mechanism, causal):
+    known = ({"length": T}, ["lag_bias"]) if mechanism in (silu_moments, silu_mean) else ({}, [])
+    terms = ["log_precision", "log_decay", "bias", *known[1]]
+    check(mechanism, *terms, where=context(causal=causal), **known[0])
 
 
 @pytest.mark.parametrize("term", ["log_precision", "log_decay", "bias"])

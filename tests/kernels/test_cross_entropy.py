@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from recbft.kernels import dispatch
 from recbft.kernels.cross_entropy import full_cross_entropies, full_cross_entropies_ref, full_cross_entropy
-from recbft.kernels.cross_entropy.exponentials import exponentials
+from recbft.kernels.cross_entropy.torch import exponentials
 from tests.tolerances import assert_as_near_as, assert_same
 
 pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
@@ -85,13 +85,10 @@ def test_pieces_equal_the_definition(N, V, D, scale, pieces):
     assert_same(*(losses_and_gradients(by(impl), *wide, [N]) for impl in ("torch", "reference")))
 
 
-def test_pieces_pass_gradcheck_and_give_the_loss_alone_where_nothing_learns(pieces):
-    torch.manual_seed(0)
-    states, weight = torch.randn(5, 3).double().requires_grad_(), torch.randn(7, 3).double().requires_grad_()
-    target = torch.randint(0, 7, (5,))
-    assert torch.autograd.gradcheck(lambda s, w: full_cross_entropy(s, w, target, impl="torch"), [states, weight])
-    alone = full_cross_entropy(states.detach(), weight.detach(), target, impl="torch")
-    torch.testing.assert_close(alone, full_cross_entropy(states, weight, target, impl="reference").detach())
+def test_pieces_give_the_loss_alone_where_nothing_learns(pieces):
+    states, weight, target = drawn([5], 7, 3, dtype=torch.float64)
+    alone, expected = (full_cross_entropies(states, weight, target, [5], impl=impl) for impl in ("torch", "reference"))
+    torch.testing.assert_close(alone, expected)
     assert not alone.requires_grad
 
 
@@ -107,10 +104,6 @@ def test_the_parts_of_items_and_of_positions_add_up(programs, impl, monkeypatch,
 def test_each_seed_has_the_loss_of_its_own_positions(impl):
     for scale in (1.0, 30.0):  # without and with the shift of the logits
         compare(impl, *drawn([33, 1, 20], 21, 6, scale=scale), [33, 1, 20])
-    states, weight, target = drawn([5, 3], 21, 6)
-    parts = zip(states.split([5, 3]), weight, target.split([5, 3]), strict=True)
-    each = [full_cross_entropy(*own, impl=impl) for own in parts]
-    torch.testing.assert_close(full_cross_entropies(states, weight, target, [5, 3], impl=impl), torch.stack(each))
 
 
 @BY_TRITON

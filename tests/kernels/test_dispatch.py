@@ -20,6 +20,22 @@ RELEASE = dispatch.release
 @pytest.fixture(autouse=True)
 def a_triton_that_serves(monkeypatch):
     monkeypatch.setattr(dispatch, "release", lambda package: LEAST_TRITON)
+    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
+    dispatch._log_once.cache_clear()
+
+
+@pytest.fixture
+def on_gpu(monkeypatch, caplog):
+    """What is called for a tensor on a GPU of some capability, by the path asked for."""
+
+    def called(impl="auto", capability=(8, 6)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        paths = {"triton": Path(lambda: lambda: "fast", "cuda"), "reference": Path(lambda: lambda: "plain")}
+        with caplog.at_level(logging.INFO, logger="recbft"):
+            return choose(impl, paths, SimpleNamespace(device=torch.device("cuda:0")))()
+
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    return called
 
 
 def paths():
@@ -32,7 +48,6 @@ def paths():
 
 def test_auto_takes_the_first_path_that_is_made_for_the_tensor_and_does_not_decline(caplog):
     q = torch.zeros(1)
-    dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="recbft"):
         assert choose("auto", paths(), q, width=2) == "cpu"
         assert caplog.messages == []
@@ -44,7 +59,6 @@ def test_auto_takes_the_first_path_that_is_made_for_the_tensor_and_does_not_decl
 
 def test_a_path_asked_for_must_serve(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
     q = torch.zeros(1)
     assert choose("reference", paths(), q, width=3) == "plain"
     for impl, tensor, message in (
@@ -69,7 +83,6 @@ def test_kernels_are_not_made_by_a_triton_that_ends_the_process(release, reason,
             raise dispatch.metadata.PackageNotFoundError(name)
         return release
 
-    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
     monkeypatch.setattr(dispatch.metadata, "version", version)
     monkeypatch.setattr(dispatch, "release", RELEASE)
     RELEASE.cache_clear()
@@ -82,7 +95,6 @@ def test_kernels_are_not_made_by_a_triton_that_ends_the_process(release, reason,
 
 def test_the_interpreter_stands_for_a_gpu_where_triton_is_asked_for(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
     assert choose("triton", paths(), torch.zeros(1), width=2) == "fast"
     assert choose("auto", paths(), torch.zeros(1), width=2) == "cpu"
 
@@ -98,7 +110,6 @@ def test_a_kernel_is_launched_on_the_gpu_of_the_tensor(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
     second = torch.device("cuda:1")
     launching = {"triton": Path(lambda: lambda *given, **named: (given, named, list(current)), "cuda")}
     for impl in ("auto", "triton"):
@@ -116,21 +127,13 @@ def test_a_kernel_is_launched_on_the_gpu_of_the_tensor(monkeypatch):
         ((9, 4), "7.0", "needs an NVIDIA GPU: on AMD's, Triton has no products of TF32 in three parts"),
     ],
 )
-def test_a_gpu_that_triton_does_not_serve_takes_another_path(capability, hip, reason, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "device", lambda found: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+def test_a_gpu_that_triton_does_not_serve_takes_another_path(capability, hip, reason, monkeypatch, caplog, on_gpu):
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(dispatch, "_triton_is_installed", lambda: True)
-    dispatch._log_once.cache_clear()
-    named = {"triton": lambda: "fast", "reference": lambda: "plain"}
-    paths = {"triton": Path(lambda: named["triton"], "cuda"), "reference": Path(lambda: named["reference"])}
-    q = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.float32, is_cuda=True)
-    with caplog.at_level(logging.INFO, logger="recbft"):
-        assert choose("auto", paths, q)() == ("fast" if reason is None else "plain")
+    assert on_gpu(capability=capability) == ("fast" if reason is None else "plain")
     assert caplog.messages == ([] if reason is None else [f"triton path declined: {reason}"])
     if reason is not None:
         with pytest.raises(ValueError, match=f"triton path declined: {reason}"):
-            choose("triton", paths, q)
+            on_gpu("triton", capability)
 
 
 @pytest.mark.skipif(dispatch.find_spec("triton") is None, reason="needs Triton")
@@ -144,7 +147,7 @@ def test_a_gpu_that_triton_does_not_serve_takes_another_path(capability, hip, re
         (None, None),
     ],
 )
-def test_where_triton_can_launch_nothing_another_path_is_taken(error, told, monkeypatch, caplog):
+def test_where_triton_can_launch_nothing_another_path_is_taken(error, told, monkeypatch, caplog, on_gpu):
     asked = []
 
     def target():
@@ -155,24 +158,15 @@ def test_where_triton_can_launch_nothing_another_path_is_taken(error, told, monk
     driver = SimpleNamespace(active=SimpleNamespace(get_current_target=target))
     monkeypatch.setattr(dispatch.import_module("triton.runtime"), "driver", driver)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(torch.cuda, "device", lambda found: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     dispatch._launch_hindrance.cache_clear()
-    dispatch._log_once.cache_clear()
-    paths = {
-        "triton": Path(lambda: lambda: "fast", "cuda"),
-        "reference": Path(lambda: lambda: "plain"),
-    }
-    q = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.float32, is_cuda=True)
     try:
-        with caplog.at_level(logging.INFO, logger="recbft"):
-            assert [choose("auto", paths, q)() for _ in range(2)] == ["fast" if error is None else "plain"] * 2
+        assert [on_gpu() for _ in range(2)] == ["fast" if error is None else "plain"] * 2
         assert len(asked) == 1
         if error is not None:
             reason = rf"triton path declined: Triton cannot build what launches kernels here \({told}\); install gcc"
             assert len(caplog.messages) == 1
             with pytest.raises(ValueError, match=reason):
-                choose("triton", paths, q)
+                on_gpu("triton")
     finally:
         dispatch._launch_hindrance.cache_clear()
 

@@ -17,7 +17,7 @@ from recbft.core import (
 )
 from recbft.kernels import dispatch
 from recbft.kernels.filter_step import kalman_update, predict_precision, reml_precision, sandwich_precision
-from tests.tolerances import assert_as_near_as, assert_same
+from tests.tolerances import assert_as_near_as, assert_same, values_and_gradients
 
 pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
 
@@ -39,13 +39,7 @@ def draw(*shape, low=0.1, high=3.0, seed=0):
 
 
 def run(function, inputs, dtype):
-    """Outputs, and the gradients of a mixture of them, in float64."""
-    place = DEVICE if dtype == SINGLE else "cpu"
-    leaves = [x.detach().to(place, dtype, copy=True).requires_grad_() for x in inputs]
-    outputs = function(*leaves)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    mixed = sum((y * torch.arange(1, y.numel() + 1, dtype=dtype, device=place).cos().view_as(y)).sum() for y in outputs)
-    return [x.detach().double().cpu() for x in (*outputs, *torch.autograd.grad(mixed, leaves))]
+    return values_and_gradients(function, inputs, dtype, DEVICE if dtype == SINGLE else "cpu")
 
 
 def check(fast, reference, inputs, impl):

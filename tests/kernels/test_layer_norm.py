@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from recbft.kernels import dispatch, layer_norm
 from recbft.kernels.layer_norm import LayerNorm, layer_norms
-from tests.tolerances import assert_as_near_as
+from tests.tolerances import assert_as_near_as, values_and_gradients
 
 pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
 
@@ -33,24 +34,19 @@ def leaves(S, N, D, seed=0):
     return [leaf.to(DEVICE) for leaf in (x, w, b)]
 
 
-def values_and_gradients(found, dtype, run, view=lambda x: x):
-    x, w, b = (leaf.to(dtype, copy=True).requires_grad_() for leaf in found)
-    y = run(view(x), w, b)
-    weights = torch.arange(1, y.numel() + 1, device=DEVICE, dtype=dtype).cos().view_as(y)
-    return [part.detach().double() for part in (y, *torch.autograd.grad((y * weights).sum(), (x, w, b)))]
-
-
 def plain(x, w, b):
     return torch.stack([F.layer_norm(rows, rows.shape[-1:], *own, EPS) for rows, *own in zip(x, w, b, strict=True)])
 
 
 def compare(found, impl, view=lambda x: x):
-    exact = values_and_gradients(found, torch.float64, plain, view)
-    run = {"run": lambda *own: layer_norms(*own, eps=EPS, impl=impl), "view": view}
-    ours, again = (values_and_gradients(found, torch.float32, **run) for _ in range(2))
+    def run(norms, dtype):
+        return values_and_gradients(lambda x, w, b: norms(view(x), w, b), found, dtype, DEVICE)
+
+    exact = run(plain, torch.float64)
+    ours, again = (run(partial(layer_norms, eps=EPS, impl=impl), torch.float32) for _ in range(2))
     assert all(torch.equal(mine, same) for mine, same in zip(ours, again, strict=True))
     slope = float((view(found[0]).var(-1, unbiased=False) + EPS).rsqrt().max())  # what a last digit of sums is times
-    assert_as_near_as(ours, values_and_gradients(found, torch.float32, plain, view), exact, slack=1e-6 * (2 + slope))
+    assert_as_near_as(ours, run(plain, torch.float32), exact, slack=1e-6 * (2 + slope))
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,46 +13,31 @@ from recbft.kernels import product as products
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.dropout import mask_of, random_bits, scaled_mask
 from recbft.kernels.softmax_moments import softmax_mean, softmax_moments
-from tests.tolerances import TOLERANCE
+from tests.tolerances import TOLERANCE, assert_same, values_and_gradients
 
 DTYPES = [torch.float32, torch.float64]
 
 
-def draw(*shape, dtype, seed=0, grad=True):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_(grad)
-
-
-def values_and_grads(function, *inputs):
-    """Outputs, and gradients of a sum with fixed random weights."""
-    inputs = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
-    out = function(*inputs)
-    out = out if isinstance(out, tuple) else (out,)
-    sum((draw(*y.shape, dtype=y.dtype, seed=9, grad=False) * y).sum() for y in out).backward()
-    return [*(y.detach() for y in out), *(x.grad for x in inputs if x is not None)]
-
-
-# Linear map and norm ---------------------------------------------------------------------------------
+def draw(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("S", "N", "I", "O"), [(1, 1, 1, 1), (2, 65, 16, 1), (4, 33, 64, 16)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_the_linear_map_of_each_seed_equals_the_batched_product(S, N, I, O, with_bias, dtype):  # noqa: E741
-    x, weight = draw(S, N, I, dtype=dtype), draw(S, O, I, dtype=dtype, seed=1)
-    bias = draw(S, O, dtype=dtype) if with_bias else None
+    leaves = [draw(S, N, I, dtype=dtype), draw(S, O, I, dtype=dtype, seed=1), draw(S, O, dtype=dtype)][: 2 + with_bias]
     fast, reference = (
-        values_and_grads(lambda *a, impl=impl: per_seed.linear(*a, impl=impl), x, weight, bias)
+        values_and_gradients(lambda x, w, b=None, impl=impl: per_seed.linear(x, w, b, impl=impl), leaves, dtype, "cpu")
         for impl in ("torch", "reference")
     )
-    for found, expected in zip(fast, reference, strict=True):
-        torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+    assert_same(fast, reference, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inputs_of_any_strides_are_served(dtype):
-    x = draw(7, 2, 5, dtype=dtype, grad=False).transpose(0, 1)
-    weight = draw(2, 5, 3, dtype=dtype, grad=False).mT
+    x = draw(7, 2, 5, dtype=dtype).transpose(0, 1)
+    weight = draw(2, 5, 3, dtype=dtype).mT
     found = per_seed.linear(x, weight, None, impl="torch")
     torch.testing.assert_close(found, torch.einsum("sni,soi->sno", x, weight), **TOLERANCE[dtype])
 
@@ -59,7 +46,7 @@ def test_inputs_of_any_strides_are_served(dtype):
 @pytest.mark.parametrize("library", [None, products._find_onednn()], ids=["mkl", "onednn"])
 def test_the_product_is_the_same_by_either_library(monkeypatch, library, num_rows):
     monkeypatch.setattr(products, "_ONEDNN", library)
-    x, weight, bias = (draw(*shape, dtype=torch.float32, grad=False) for shape in ((num_rows, 6), (4, 6), (4,)))
+    x, weight, bias = (draw(*shape, dtype=torch.float32) for shape in ((num_rows, 6), (4, 6), (4,)))
     for rows in (x, x.mT.contiguous().mT):
         for items in (weight, products.fastest_layout(weight)):
             torch.testing.assert_close(products.product(rows, items), rows @ weight.T)
@@ -77,24 +64,19 @@ def test_the_loss_is_the_same_by_either_library(monkeypatch, library):
     monkeypatch.setattr(products, "_ONEDNN", library)
     states, items = draw(50, 8, dtype=torch.float32), draw(301, 8, dtype=torch.float32, seed=2)
     target = torch.randint(301, (50,), generator=torch.Generator().manual_seed(1))
-    fast, plain = (
-        values_and_grads(lambda x, w, impl=impl: full_cross_entropy(x, w, target, impl=impl)[None], states, items)
+    losses = (partial(full_cross_entropy, target=target, impl=impl) for impl in ("torch", "reference"))
+    assert_same(*(values_and_gradients(loss, (states, items), torch.float32, "cpu") for loss in losses), torch.float32)
+
+
+@pytest.mark.parametrize("asking", range(3))
+def test_only_what_is_asked_for_gets_a_gradient(asking):
+    parts = [draw(*shape, dtype=torch.float64).requires_grad_() for shape in ((2, 3, 4), (2, 5, 4), (2, 5))]
+    found, expected = (
+        torch.autograd.grad(per_seed.linear(*given, impl=impl).sin().sum(), given[asking])
+        for given in [[part if n == asking else part.detach() for n, part in enumerate(parts)]]
         for impl in ("torch", "reference")
     )
-    for found, expected in zip(fast, plain, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-def test_the_hand_written_backwards_are_right():
-    x, weight, bias = (
-        draw(2, 3, 4, dtype=torch.float64),
-        draw(2, 5, 4, dtype=torch.float64),
-        draw(2, 5, dtype=torch.float64),
-    )
-    assert torch.autograd.gradcheck(per_seed.linear, (x, weight, bias))
-    for asking in range(3):  # the others are constants
-        parts = [part if n == asking else part.detach() for n, part in enumerate((x, weight, bias))]
-        assert torch.autograd.gradcheck(per_seed.linear, parts)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999])
@@ -116,10 +98,10 @@ def test_a_generator_of_its_own_draws_what_the_default_one_would(p, shape):
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_a_decay_per_row_is_the_decay_of_each_row(causal, impl):
     B, H, T, K = 3, 2, 6, 4
-    q, k, v = (draw(B, H, T, K, dtype=torch.float64, seed=n, grad=False) for n in range(3))
+    q, k, v = (draw(B, H, T, K, dtype=torch.float64, seed=n) for n in range(3))
     segment = torch.tensor([[0, 0, 0, 1, 1, -1]]).expand(B, T)
     position = torch.tensor([[0, 1, 2, 0, 1, 0]]).expand(B, T)
-    log_decay = -draw(B, 1, dtype=torch.float64, grad=False).abs()
+    log_decay = -draw(B, 1, dtype=torch.float64).abs()
     context = SequenceContext(segment, position, causal=causal)
     found = softmax_moments(q, k, v, context, log_decay=log_decay, impl=impl)
     mean = softmax_mean(q, k, v, context, log_decay=log_decay)

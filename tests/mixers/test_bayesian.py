@@ -11,7 +11,8 @@ from torch.nn.functional import normalize, softplus
 
 from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.kernels.memory import MemoryEvent, MemoryState, check_positive, reference
+from recbft.kernels.memory import reference
+from recbft.kernels.memory.reference import MemoryEvent, check_positive
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer, filter_memory
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyConfig, MemoryFamilyMixer, unfiltered_memory
 from recbft.mixers.memory_maps import KeysAndValues
@@ -235,11 +236,11 @@ def test_the_filter_with_its_covariance_reset_is_deltanet():
     lam = 0.7
     rule = unfiltered_memory(q, k, v, transition=None, observation_noise=r2, variance=lam, rule="reset")
     isotropic = lam * torch.eye(K).double().expand(2, H, K, K)
-    state = MemoryState(torch.zeros(2, H, K, 5).double(), isotropic)
+    mean = torch.zeros(2, H, K, 5).double()
     for t in range(11):
         event = MemoryEvent(q[:, :, t], k[:, :, t], v[:, :, t], None, torch.zeros(2, H).double(), r2[:, :, t])
-        after, reading = reference.step(state, event)
-        state = MemoryState(after.mean, isotropic)
+        reading = reference.step(mean, isotropic, event)
+        mean = reading.mean
         torch.testing.assert_close(rule.readout[:, :, t], reading.readout, **TOLERANCE[torch.float64])
         torch.testing.assert_close(rule.readout_variance[:, :, t], reading.readout_variance, **TOLERANCE[torch.float64])
         torch.testing.assert_close(rule.gain[:, :, t], reading.gain, **TOLERANCE[torch.float64])
@@ -390,9 +391,8 @@ def test_a_covariance_that_lost_positive_definiteness_is_reported(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         filter_memory(k, k, k, prior_variance=1.0, **how)
-    broken = reference.prior(k[:, :, 0], k[:, :, 0], torch.tensor([[0.05]]))
-    broken = broken._replace(covariance=broken.covariance * torch.tensor([-1.0, 1.0]))
-    monkeypatch.setattr(reference, "prior", lambda *_: broken)
+    mean, covariance = reference.prior(k[:, :, 0], k[:, :, 0], torch.tensor([[0.05]]))
+    monkeypatch.setattr(reference, "prior", lambda *_: (mean, covariance * torch.tensor([-1.0, 1.0])))
     with pytest.warns(RuntimeWarning, match=r"lost positive definiteness at 2 of 3 steps \(worst variance -"):
         filter_memory(k, k, k, prior_variance=1.0, impl="reference", **how)
 

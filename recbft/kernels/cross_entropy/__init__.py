@@ -9,7 +9,7 @@ Shapes: N positions, V items, D width, S seeds, P pairs that are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import (
@@ -51,33 +51,24 @@ def product_dtype(states: Tensor, weight: Tensor) -> dtype:
     return promote_types(states.dtype, weight.dtype)
 
 
-def full_cross_entropy_ref(states: Tensor, weight: Tensor, target: Tensor, left_out: Tensor | None = None) -> Tensor:
-    """The plain form of ``full_cross_entropy``."""
-    logits = states @ weight.T
-    if left_out is not None:
-        logits = logits.index_put(tuple(left_out), logits.new_tensor(float("-inf")))
-    return F.cross_entropy(logits, target)  # (6.3)
-
-
 def full_cross_entropies_ref(
     states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], left_out: Tensor | None = None
 ) -> Tensor:
     """The plain form of ``full_cross_entropies``."""
-    own_pairs = by_torch.split(left_out, counts)
-    parts = zip(states.split(list(counts)), weight, target.split(list(counts)), own_pairs, strict=True)
-    return stack([full_cross_entropy_ref(*own) for own in parts])
+    logits = [x @ w.T for x, w in zip(states.split(list(counts)), weight, strict=True)]
+    if left_out is not None:
+        own = zip(logits, by_torch.split(left_out, counts), strict=True)
+        logits = [x.index_put(tuple(pairs), x.new_tensor(float("-inf"))) for x, pairs in own]
+    return stack([F.cross_entropy(x, y) for x, y in zip(logits, target.split(list(counts)), strict=True)])  # (6.3)
 
 
-def _paths(name: str, reference: Callable[..., Tensor]) -> dict[str, Path]:
-    return {
-        "triton": Path(late("cross_entropy", name), "cuda", _triton_declines, opened=True, takes_halves=True),
-        "torch": Path(lambda: getattr(by_torch, name), "cpu", opened=True),
-        "reference": Path(lambda: reference),
-    }
-
-
-PATHS = _paths("full_cross_entropy", full_cross_entropy_ref)
-SEVERAL = _paths("full_cross_entropies", full_cross_entropies_ref)
+PATHS = {
+    "triton": Path(
+        late("cross_entropy", "full_cross_entropies"), "cuda", _triton_declines, opened=True, takes_halves=True
+    ),
+    "torch": Path(lambda: by_torch.full_cross_entropies, "cpu", opened=True),
+    "reference": Path(lambda: full_cross_entropies_ref),
+}
 
 
 @eagerly
@@ -96,8 +87,7 @@ def full_cross_entropy(
     Returns:
         A scalar, float32 from ``triton``; ``torch`` forms gradients in the forward pass and supports one backward pass.
     """
-    path = choose(impl, PATHS, states, weight=weight, left_out=left_out)
-    loss: Tensor = path(states, weight, target, *(() if left_out is None else (left_out,)))
+    loss: Tensor = full_cross_entropies(states, weight[None], target, [len(states)], left_out=left_out, impl=impl)[0]
     return loss
 
 
@@ -119,6 +109,6 @@ def full_cross_entropies(
         counts: positions of each seed, at least 1; their sum is N.
         left_out, impl: as above.
     """
-    path = choose(impl, SEVERAL, states, weight=weight, left_out=left_out)
+    path = choose(impl, PATHS, states, weight=weight, left_out=left_out)
     losses: Tensor = path(states, weight, target, counts, *(() if left_out is None else (left_out,)))
     return losses

@@ -1,6 +1,7 @@
 """Full cross-entropy in blocks of positions: the (N, V) logits never exist, gradients are formed on the way.
 
-A block of logits that stays in the cache becomes exp(l - shift) in place; with z its row sums and r = 1 / (N z),
+A block of logits that stays in the cache becomes exp(l - shift) in place, in C (``kernel.c``) where that serves; with z
+its row sums and r = 1 / (N z),
 
     loss = mean(shift + log z - l_target)
     dX   = r * (exp(l - shift) W) - W_target / N        dW = exp(l - shift)' (r X) - scatter(X_target / N)     (a)
@@ -25,14 +26,16 @@ Shapes: N positions, V items, D width, S seeds, P pairs that are left out; a til
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from ctypes import c_int64
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from recbft.autograd.transforms import applied, once_differentiable
-from recbft.kernels.cross_entropy.exponentials import exponentials
+from recbft.kernels import c_library
+from recbft.kernels.dispatch import Path, choose
 from recbft.kernels.product import add_product, common_size, fastest_layout, product
 
 BLOCK_ELEMENTS = 1_600_000  # about 6 MB in float32: the block of logits stays in a shared cache
@@ -40,12 +43,6 @@ LONGEST_ROW = 50_000  # of logits; from here on tiles are faster: 1.1 times at 5
 POSITIONS, ITEMS = 256, 4096  # of a tile: 4 MB of logits in float32
 NOTHING = -1e30  # a logit without weight; finite, as the largest of a tile may be one
 SAFE_LOGIT = 60.0  # exp(+-60) times a vocabulary of any size is far from float32's limits
-
-
-def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor, left_out: Tensor | None = None) -> Tensor:
-    """The same as the reference."""
-    loss: Tensor = applied(_FullCrossEntropy, states, weight, target, left_out)
-    return loss
 
 
 def full_cross_entropies(
@@ -56,32 +53,12 @@ def full_cross_entropies(
     return losses
 
 
-def split(left_out: Tensor | None, counts: Sequence[int]) -> list[Tensor | None]:
+def split(left_out: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """The pairs of each seed, whose positions are counted from its first."""
-    if left_out is None:
-        return [None] * len(counts)
     ends = torch.tensor(counts, device=left_out.device).cumsum(0)
     bounds = [0, *torch.searchsorted(left_out[0].contiguous(), ends).tolist()]
-    first = [0, *ends.tolist()]
-    shift = [left_out.new_tensor([[n], [0]]) for n in first]
-    return [left_out[:, a:b] - n for a, b, n in zip(bounds, bounds[1:], shift, strict=False)]
-
-
-class _FullCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, target: Tensor, left_out: Tensor | None) -> Tensor:
-        loss, d_states, d_weight = _mean_loss(states, weight, target, left_out, any(ctx.needs_input_grad))
-        if d_states is not None and d_weight is not None:
-            ctx.save_for_backward(d_states, d_weight)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        d_states, d_weight = ctx.saved_tensors
-        if grad == 1:  # a product would copy what may be as large as the item table
-            return d_states, d_weight, None, None
-        return d_states * grad, d_weight * grad, None, None
+    shifts = [left_out.new_tensor([[n], [0]]) for n in (0, *ends.tolist())]
+    return [left_out[:, a:b] - shift for a, b, shift in zip(bounds, bounds[1:], shifts, strict=False)]
 
 
 class _FullCrossEntropies(torch.autograd.Function):
@@ -89,19 +66,27 @@ class _FullCrossEntropies(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], left_out: Tensor | None
     ) -> Tensor:
-        ctx.counts = list(counts)
-        own_pairs = split(left_out, ctx.counts)
-        parts = zip(states.split(ctx.counts), weight, target.split(ctx.counts), own_pairs, strict=True)
-        losses, d_states, d_weight = zip(*(_mean_loss(*own, True) for own in parts), strict=True)
-        ctx.save_for_backward(torch.cat(d_states), torch.stack(d_weight))
+        ctx.counts, learns = list(counts), any(ctx.needs_input_grad)
+        pairs = [None] * len(ctx.counts) if left_out is None else split(left_out, ctx.counts)
+        parts = zip(states.split(ctx.counts), weight, target.split(ctx.counts), pairs, strict=True)
+        losses, d_states, d_weight = zip(*(_mean_loss(*own, learns) for own in parts), strict=True)
+        if learns:
+            ctx.save_for_backward(_joined(d_states), _joined(d_weight).reshape(weight.shape))
         return torch.stack(losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         d_states, d_weight = ctx.saved_tensors
+        if (grad == 1).all():  # a product would copy what may be as large as the item table
+            return d_states, d_weight, None, None, None
         each = grad.repeat_interleave(torch.tensor(ctx.counts))[:, None]
         return d_states * each, d_weight * grad[:, None, None], None, None, None
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """Those of one seed are not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _mean_loss(
@@ -156,13 +141,13 @@ def _in_tiles(
     N = len(states)
     states = _filled_up(states, POSITIONS)
     blanks = _Blanks(left_out, N, len(weight), rows=POSITIONS, items=ITEMS)
-    sums = _exponential_sums(states, weight, blanks, bounded=bounded)
-    loss = sums.total[:N].log().sum(dtype=torch.float64)
-    if sums.shift is not None:
-        loss = loss + sums.shift[:N].sum(dtype=torch.float64)
+    total, shift = _exponential_sums(states, weight, blanks, bounded=bounded)
+    loss = total[:N].log().sum(dtype=torch.float64)
+    if shift is not None:
+        loss = loss + shift[:N].sum(dtype=torch.float64)
     if not with_gradients:
         return loss, None, None
-    d_states, d_weight = _gradients(states, weight, sums, blanks, count=N)
+    d_states, d_weight = _gradients(states, weight, total, shift, blanks, count=N)
     return loss, d_states[:N], d_weight
 
 
@@ -175,13 +160,6 @@ def _filled_up(states: Tensor, rows: int) -> Tensor:
 def _largest_norm(rows: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1)
     return norms.amax()
-
-
-class _Sums(NamedTuple):
-    """What a position's exponentials add up to: total * exp(shift)."""
-
-    shift: Tensor | None  # (N, 1), the largest logit; None where exp needs no shift
-    total: Tensor  # (N, 1)
 
 
 class _Blanks:
@@ -214,8 +192,10 @@ class _Blanks:
         return logits.index_put_((position - first_row, item - first_item), logits.new_tensor(NOTHING))
 
 
-def _exponential_sums(states: Tensor, weight: Tensor, blanks: _Blanks, *, bounded: bool) -> _Sums:
-    """The first pass; ``bounded`` says that no logit can leave the range in which exp is safe."""
+def _exponential_sums(
+    states: Tensor, weight: Tensor, blanks: _Blanks, *, bounded: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The first pass: z and m of each position, (N, 1); m is None where ``bounded``: exp needs no shift."""
     total = states.new_zeros(len(states), 1)
     shift = None if bounded else states.new_full((len(states), 1), float("-inf"))
     for items in _pieces(len(weight), ITEMS):
@@ -227,12 +207,14 @@ def _exponential_sums(states: Tensor, weight: Tensor, blanks: _Blanks, *, bounde
                 shift[rows] = higher
                 logits -= higher
             total[rows] += exponentials(logits, shifted=False)[1]
-    return _Sums(shift, total)
+    return total, shift
 
 
-def _gradients(states: Tensor, weight: Tensor, sums: _Sums, blanks: _Blanks, *, count: int) -> tuple[Tensor, Tensor]:
+def _gradients(
+    states: Tensor, weight: Tensor, total: Tensor, shift: Tensor | None, blanks: _Blanks, *, count: int
+) -> tuple[Tensor, Tensor]:
     """The second pass: dX (N, D) and dW (V, D) of the mean of log z + m over ``count`` positions, the others' x 0."""
-    share = 1 / (count * sums.total)
+    share = 1 / (count * total)
     scaled = states * share
     d_states, d_weight = torch.zeros_like(states), torch.empty_like(weight)
     for items in _pieces(len(weight), ITEMS):
@@ -240,8 +222,8 @@ def _gradients(states: Tensor, weight: Tensor, sums: _Sums, blanks: _Blanks, *, 
         d_columns = torch.zeros_like(columns)  # (D, v), the way its product is fastest
         for rows in _pieces(len(states), POSITIONS):
             logits = blanks.fill(product(states[rows], weight[items]), rows.start, items.start)
-            if sums.shift is not None:
-                logits -= sums.shift[rows]
+            if shift is not None:
+                logits -= shift[rows]
             odds, _, _ = exponentials(logits, shifted=False)
             add_product(d_states[rows], odds, columns)
             add_product(d_columns, scaled[rows].T, odds.T)
@@ -251,3 +233,36 @@ def _gradients(states: Tensor, weight: Tensor, sums: _Sums, blanks: _Blanks, *, 
 
 def _pieces(num: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, num)) for first in range(0, num, size)]
+
+
+def exponentials(logits: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """exp(l - m) written over l, (N, V), its sums and m, (N, 1) each; m is the row maximum, or None for 0."""
+    odds, total, shift = choose("auto", EXPONENTIALS, logits)(logits, shifted)
+    return odds, total, shift
+
+
+def _exponentials_ref(logits: Tensor, shifted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    shift = logits.amax(dim=1, keepdim=True) if shifted else None
+    odds = (logits if shift is None else logits.sub_(shift)).exp_()
+    return odds, odds.sum(dim=1, keepdim=True), shift
+
+
+def _exponentials_in_c(logits: Tensor, shifted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    N, V = logits.shape
+    total = logits.new_empty(N, 1)
+    shift = logits.new_empty(N, 1) if shifted else None
+    sizes = (c_int64(n) for n in (N, V, logits.stride(0)))
+    c_library.library().exponential_sums(*sizes, *c_library.pointers(logits, shift, total))
+    return logits, total, shift
+
+
+def _decline_c(logits: Tensor) -> str | None:
+    if logits.dtype != torch.float32 or logits.stride(1) != 1 or logits.shape[1] == 0:
+        return "needs rows of float32"
+    return c_library.missing()
+
+
+EXPONENTIALS = {
+    "c": Path(lambda: _exponentials_in_c, "cpu", _decline_c, opened=True, takes_halves=True),
+    "reference": Path(lambda: _exponentials_ref, takes_halves=True),
+}

@@ -51,11 +51,6 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LIFT = tl.constexpr(1024.0)
 
 
-def full_cross_entropy(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The same as the reference, in float32."""
-    return full_cross_entropies(states, weight[None], target, [len(states)])[0]
-
-
 def full_cross_entropies(states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int]) -> Tensor:
     """The same as the reference, in float32."""
     learns = torch.is_grad_enabled()

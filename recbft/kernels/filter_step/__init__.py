@@ -8,6 +8,8 @@ Shapes: B rows, H heads, T tokens, K head width, D model width.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, float32
 
 from recbft import core
@@ -15,7 +17,7 @@ from recbft.autograd.eager import eagerly
 from recbft.autograd.full_precision import in_full_precision
 from recbft.core import Belief, SiluMoments
 from recbft.kernels import c_library
-from recbft.kernels.dispatch import Path, choose, late
+from recbft.kernels.dispatch import Path, choose, late, triton_of
 from recbft.kernels.filter_step import c
 from recbft.kernels.filter_step import torch as by_torch
 
@@ -117,8 +119,10 @@ UPDATE = {
     "reference": Path(lambda: core.kalman_update_ref),
 }
 PREDICTION = {
-    "triton": Path(late("filter_step", "predict_precision"), "cuda", _decline_prediction, opened=True),
-    "c": Path(lambda: c.predict_precision, "cpu", _decline_prediction_in_c, opened=True),
+    "triton": Path(
+        lambda: partial(by_torch.predict_by, triton_of("filter_step")), "cuda", _decline_prediction, opened=True
+    ),
+    "c": Path(lambda: partial(by_torch.predict_by, c), "cpu", _decline_prediction_in_c, opened=True),
     "torch": Path(lambda: by_torch.predict_precision, opened=True),
     "reference": Path(lambda: _predict_ref),
 }

@@ -6,7 +6,6 @@ Shapes: N tokens, D model width; the tokens' axes come first. B rows, H heads, T
 from __future__ import annotations
 
 import ctypes
-import sys
 from ctypes import c_float, c_int64
 from typing import Any
 
@@ -19,15 +18,9 @@ from recbft.core.filter_step import FLOOR
 from recbft.kernels import c_library
 from recbft.kernels.c_library import pointer, pointers
 from recbft.kernels.c_library.heads import HeadView
-from recbft.kernels.filter_step.torch import predict_by
 from recbft.kernels.layout import by_tokens, readable
 
 PER_COORDINATE = ("mean", "square_mean", "square_second")
-
-
-def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
-    """The same as ``core.predict_precision_ref``, kept at ``low`` or above."""
-    return predict_by(sys.modules[__name__], precision, jacobian, process_noise, low=low, cap=cap)
 
 
 def decline_sandwich(mean: Tensor, *, moments: SiluMoments) -> str | None:
@@ -47,12 +40,12 @@ def sandwich_precision(moments: SiluMoments, *, cap: float, centre: str) -> Tens
 
 
 def predict(lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float) -> None:
-    """As ``torch.Passes`` says."""
+    """Fill ``predicted``; J of each token, or (D,)."""
     c_library.library().predict_forward(*_sizes(lam, J), *_bounds(low, cap), *pointers(lam, J, Q, predicted))
 
 
 def predict_gradients(given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float) -> Tensor:
-    """As ``torch.Passes`` says."""
+    """From lam, J, Q, lam'' and its gradient; returned is the gradient of Q, (D,)."""
     lam, J, Q = given[:3]
     num_tokens, *sizes = _sizes(lam, J)
     sums = Q.new_empty(c_library.library().predict_sums(num_tokens), len(Q))

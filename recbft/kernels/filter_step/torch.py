@@ -13,7 +13,8 @@ Shapes: B rows, H heads, T tokens, K head width, D model width.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,22 +48,13 @@ def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor
     return predicted
 
 
-class Passes(Protocol):
-    """What predicts in one pass over memory in each direction, on contiguous float32 arrays: in C, or by Triton."""
-
-    def predict(self, lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float) -> None:
-        """Fill ``predicted``; J of each token, or (D,)."""
-
-    def predict_gradients(
-        self, given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float
-    ) -> Tensor:
-        """From lam, J, Q, lam'' and its gradient; returned is the gradient of Q, (D,)."""
-
-
 def predict_by(
-    passes: Passes, precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float
+    passes: ModuleType, precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float
 ) -> Tensor:
-    """Equation (4.3); precision (..., D), J like it or a constant (D,) or scalar, Q (D,) or scalar."""
+    """Equation (4.3), by the ``predict`` and ``predict_gradients`` of a module, one pass over memory in each direction.
+
+    They take contiguous float32 arrays. Precision (..., D), J like it or a constant (D,) or scalar, Q (D,) or scalar.
+    """
     predicted: Tensor = applied(_PredictBy, passes, precision, jacobian, process_noise, low, cap)
     return predicted
 
@@ -138,7 +130,7 @@ class _Predict(torch.autograd.Function):
 
 class _PredictBy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passes: Passes, lam: Tensor, J: Tensor, Q: Tensor, low: float, cap: float) -> Tensor:
+    def forward(ctx: Any, passes: ModuleType, lam: Tensor, J: Tensor, Q: Tensor, low: float, cap: float) -> Tensor:
         D, each = lam.shape[-1], J.shape == lam.shape
         ctx.noise_shape = Q.shape
         lam, Q = lam.contiguous(), Q.expand(D).contiguous()

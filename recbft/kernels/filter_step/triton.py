@@ -10,7 +10,6 @@ Shapes: N tokens, D model width; the tokens' axes come first.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import Belief
 from recbft.core.filter_step import FLOOR
 from recbft.kernels.dispatch import launched_beside
-from recbft.kernels.filter_step.torch import predict_by
 
 ELEMENTS = 1024  # of a program
 SUMMED = 2048  # elements of a program that adds up over tokens
@@ -36,19 +34,14 @@ def kalman_update(
     return Belief(mean, precision), gain
 
 
-def predict_precision(precision: Tensor, jacobian: Tensor, process_noise: Tensor, *, low: float, cap: float) -> Tensor:
-    """The same as ``core.predict_precision_ref``, kept at ``low`` or above."""
-    return predict_by(sys.modules[__name__], precision, jacobian, process_noise, low=low, cap=cap)
-
-
 def predict(lam: Tensor, J: Tensor, Q: Tensor, predicted: Tensor, low: float, cap: float) -> None:
-    """As ``torch.Passes`` says."""
+    """Fill ``predicted``; J of each token, or (D,)."""
     sizes, each = (lam.numel(), lam.shape[-1]), J.shape == lam.shape
     _launched(_predict, lam)(lam, J, Q, predicted, low, cap, *sizes, EACH=each, FLOOR=FLOOR, ELEMENTS=ELEMENTS)
 
 
 def predict_gradients(given: tuple[Tensor, ...], d_lam: Tensor, d_J: Tensor | None, low: float, cap: float) -> Tensor:
-    """As ``torch.Passes`` says."""
+    """From lam, J, Q, lam'' and its gradient; returned is the gradient of Q, (D,)."""
     lam, J, Q = given[:3]
     D = lam.shape[-1]
     N = lam.numel() // max(D, 1)

@@ -11,20 +11,19 @@ Shapes: N tokens, F feed-forward width, r columns, S seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, autograd, float32, no_grad
+from torch import Tensor, autograd, contiguous_format, empty_like, float32, no_grad
 
 from recbft.autograd.eager import eagerly
 from recbft.autograd.full_precision import in_full_precision
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core import gelu_slope
 from recbft.kernels import c_library
-from recbft.kernels.dispatch import Path, choose
+from recbft.kernels.dispatch import Path, choose, late, triton_of
 from recbft.kernels.gelu import c
 from recbft.kernels.gelu import torch as by_torch
 
@@ -71,14 +70,14 @@ def _slope_product_ref(a: Tensor, factor: Tensor) -> Tensor:
 
 
 class _GeluWithSlope(autograd.Function):
-    """By the ``forward`` and ``backward`` of a module."""
+    """By the ``slope_product`` and ``backward`` of a module."""
 
     @staticmethod
     def forward(ctx: Any, passes: ModuleType, a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(a, factor)
         ctx.passes = passes
-        y, z = passes.forward(a, factor)
-        return y, z
+        y = empty_like(a, memory_format=contiguous_format)
+        return y, passes.slope_product(a, factor, y)
 
     @staticmethod
     @once_differentiable
@@ -96,22 +95,14 @@ def _decline_c(a: Tensor, *, factor: Tensor) -> str | None:
     return _decline_triton(a, factor=factor) or c_library.missing()
 
 
-def _both(load: Callable[[], ModuleType]) -> Callable[[], Callable[..., Any]]:
-    return lambda: lambda a, factor: applied(_GeluWithSlope, load(), a, factor)
-
-
-def _triton() -> ModuleType:
-    return import_module("recbft.kernels.gelu.triton")
-
-
 BOTH = {
-    "triton": Path(_both(_triton), "cuda", _decline_triton, opened=True),
-    "c": Path(_both(lambda: c), "cpu", _decline_c, opened=True),
-    "torch": Path(_both(lambda: by_torch), opened=True),
+    "triton": Path(lambda: partial(applied, _GeluWithSlope, triton_of("gelu")), "cuda", _decline_triton, opened=True),
+    "c": Path(lambda: partial(applied, _GeluWithSlope, c), "cpu", _decline_c, opened=True),
+    "torch": Path(lambda: partial(applied, _GeluWithSlope, by_torch), opened=True),
     "reference": Path(lambda: gelu_with_slope_ref),
 }
 SLOPE = {
-    "triton": Path(lambda: _triton().slope_product, "cuda", _decline_triton),
+    "triton": Path(late("gelu", "slope_product"), "cuda", _decline_triton),
     "c": Path(lambda: c.slope_product, "cpu", _decline_c),
     "torch": Path(lambda: by_torch.slope_product),
     "reference": Path(lambda: _slope_product_ref),

@@ -15,19 +15,11 @@ from torch import Tensor
 from recbft.kernels import c_library
 
 
-def forward(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """``(gelu(a), gelu'(a) @ factor)``; a (N, F), factor (F, r) or (S, F, r)."""
-    y, z = torch.empty_like(a, memory_format=torch.contiguous_format), a.new_empty(len(a), factor.shape[-1])
-    for right, *parts in _by_seed(factor, a.contiguous(), y, z):
-        _run("gelu_forward", right, _padded(right), *parts)
-    return y, z
-
-
-def slope_product(a: Tensor, factor: Tensor) -> Tensor:
-    """``gelu'(a) @ factor`` alone."""
+def slope_product(a: Tensor, factor: Tensor, values: Tensor | None = None) -> Tensor:
+    """As ``torch.slope_product``."""
     z = a.new_empty(len(a), factor.shape[-1])
-    for right, points, out in _by_seed(factor, a.contiguous(), z):
-        _run("gelu_forward", right, _padded(right), points, None, out)
+    for right, points, out, *own in _by_seed(factor, a.contiguous(), z, *([] if values is None else [values])):
+        _run("gelu_forward", right, _padded(right), points, own[0] if own else None, out)
     return z
 
 

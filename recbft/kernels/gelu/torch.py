@@ -11,19 +11,15 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK_ELEMENTS = 524_288
 
 
-def forward(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """``(gelu(a), gelu'(a) @ factor)``; a (N, F), factor (F, r) or (S, F, r)."""
-    return F.gelu(a), slope_product(a, factor)
-
-
-def slope_product(a: Tensor, factor: Tensor) -> Tensor:
-    """``gelu'(a) @ factor`` alone."""
+def slope_product(a: Tensor, factor: Tensor, values: Tensor | None = None) -> Tensor:
+    """``gelu'(a) @ factor``; a (N, F), factor (F, r) or (S, F, r). ``values``, (N, F), is filled with gelu(a)."""
+    if values is not None:
+        torch.ops.aten.gelu.out(a, out=values)
     z = a.new_empty(a.shape[0], factor.shape[-1])
     rows = _rows(a)
     slope, one = torch.empty_like(a[:rows]), torch.ones_like(a[:rows])

@@ -24,15 +24,16 @@ ROOT_HALF = tl.constexpr(0.7071067811865476)
 PEAK = tl.constexpr(0.3989422804014327)  # of the normal density
 
 
-def forward(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """``(gelu(a), gelu'(a) @ factor)``; a (N, F), factor (F, r) or (S, F, r)."""
-    y = torch.empty_like(a, memory_format=torch.contiguous_format)
-    return y, _products(a.contiguous(), y, factor)
-
-
-def slope_product(a: Tensor, factor: Tensor) -> Tensor:
-    """``gelu'(a) @ factor`` alone."""
-    return _products(a.contiguous(), None, factor)
+def slope_product(a: Tensor, factor: Tensor, values: Tensor | None = None) -> Tensor:
+    """As ``torch.slope_product``."""
+    a = a.contiguous()
+    if factor.shape[-1] <= MOST_RANK:
+        z = a.new_empty(len(a), factor.shape[-1])
+        _launch_rows(_gelu_product, a, factor, a, values, factor.contiguous(), z)
+        return z
+    slope = torch.empty_like(a)
+    _launch(_gelu, a, a, values, slope)
+    return _product(slope, factor)
 
 
 def backward(a: Tensor, factor: Tensor, g_y: Tensor, g_z: Tensor) -> Tensor:
@@ -44,17 +45,6 @@ def backward(a: Tensor, factor: Tensor, g_y: Tensor, g_z: Tensor) -> Tensor:
     else:
         _launch(_gelu_gradient, a, a, g_y, _product(g_z, factor.mT).contiguous(), d_a)
     return d_a
-
-
-def _products(a: Tensor, y: Tensor | None, factor: Tensor) -> Tensor:
-    """gelu'(a) times the factor of each seed, with gelu(a) left in ``y``."""
-    if factor.shape[-1] <= MOST_RANK:
-        z = a.new_empty(len(a), factor.shape[-1])
-        _launch_rows(_gelu_product, a, factor, a, y, factor.contiguous(), z)
-        return z
-    slope = torch.empty_like(a)
-    _launch(_gelu, a, a, y, slope)
-    return _product(slope, factor)
 
 
 def _product(rows: Tensor, factor: Tensor) -> Tensor:

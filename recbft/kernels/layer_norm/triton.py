@@ -28,13 +28,7 @@ MOST_PARTS = 512  # of a seed: a few for each multiprocessor; the last launch re
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Equation (a) of the mechanism.
-
-    Args:
-        x: (S, N, D), something, of any strides.
-        weight, bias: (S, D).
-        eps: what is added to the variance.
-    """
+    """The same as ``layer_norms_ref``, of at least one token."""
     found: Tensor = _LayerNorm.apply(x, weight, bias, eps)
     return found
 
@@ -63,8 +57,11 @@ class _LayerNorm(torch.autograd.Function):
         launched_beside(x, _backward[num_parts, S])(
             g.contiguous(), x, weight, mean, scale, d_x, parts, N, D, of_part, ROWS=rows, COLUMNS=columns
         )
-        [grid], constants = _cut(num_parts, 2 * D)
-        launched_beside(x, _add_up[grid, S])(parts, d_both, num_parts, D, **constants)
+        columns = min(COLUMNS, triton.next_power_of_2(2 * D))
+        rows = min(ELEMENTS // columns, triton.next_power_of_2(num_parts))
+        launched_beside(x, _add_up[triton.cdiv(2 * D, columns), S])(
+            parts, d_both, num_parts, D, ROWS=rows, COLUMNS=columns
+        )
         return d_x, *d_both, None
 
 
@@ -72,13 +69,6 @@ def _tile(D: int) -> tuple[int, int]:
     """Tokens and columns of a tile."""
     columns = triton.next_power_of_2(D)
     return max(1, ELEMENTS // columns), columns
-
-
-def _cut(num_parts: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    """The grid over the columns of (P, W) parts, and what ``added`` is compiled for."""
-    columns = min(COLUMNS, triton.next_power_of_2(max(1, width)))
-    rows = min(ELEMENTS // columns, triton.next_power_of_2(max(1, num_parts)))
-    return (triton.cdiv(width, columns),), {"ROWS": rows, "COLUMNS": columns}
 
 
 # fmt: off
@@ -137,21 +127,15 @@ def _backward(
 
 
 @triton.jit
-def _added(parts, num_parts, columns, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums of the given columns over all parts, (COLUMNS,); 0 without parts."""
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, num_parts, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        at = rows.to(tl.int64)[:, None] * width + columns[None, :]
-        real = (rows < num_parts)[:, None] & (columns < width)[None, :]
-        total += tl.load(parts + at, mask=real, other=0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
 def _add_up(parts, sums, num_parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The gradients of w and b of one seed, from (S, P, 2, D) to (2, S, D)."""
     seed, columns = tl.program_id(1).to(tl.int64), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    found = _added(parts + seed * num_parts * 2 * width, num_parts, columns, 2 * width, ROWS, COLUMNS)
-    at = (columns // width * tl.num_programs(1) + seed) * width + columns % width
-    tl.store(sums + at, found, mask=columns < 2 * width)
+    parts += seed * num_parts * 2 * width
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, num_parts, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        at = rows.to(tl.int64)[:, None] * (2 * width) + columns[None, :]
+        real = (rows < num_parts)[:, None] & (columns < 2 * width)[None, :]
+        total += tl.load(parts + at, mask=real, other=0.0)
+    to = (columns // width * tl.num_programs(1) + seed) * width + columns % width
+    tl.store(sums + to, tl.sum(total, 0), mask=columns < 2 * width)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from recbft.kernels.dispatch import Path, choose, late, late_decline
 from recbft.kernels.memory import chunked, reference
-from recbft.kernels.memory.reference import (
-    MemoryEvent,
-    MemoryReading,
-    MemoryState,
-    MemoryTrace,
-    Rule,
-    UnfilteredTrace,
-    check_positive,
-)
+from recbft.kernels.memory.reference import MemoryEvent, MemoryTrace, check_positive
 
 FILTER = {
     "triton": Path(late("memory", "filter_memory"), "cuda", late_decline("memory"), opened=True),
@@ -28,56 +22,27 @@ UNFILTERED = {
 
 
 def filter_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    transition: Tensor | None,
-    process_noise: Tensor,
-    observation_noise: Tensor,
+    events: MemoryEvent,
     prior_variance: Tensor,
     first: Tensor | None,
+    *,
     chunk: int | None = None,
     impl: str = "auto",
 ) -> MemoryTrace:
-    """The Bayesian layer; arguments as those of ``reference.filter_memory_ref``, ``chunk`` the longest chunk.
+    """The Bayesian layer; arguments as those of ``reference.filter_memory_ref``.
 
     A covariance that rounding has made negative is warned about.
     """
-    path = choose(impl, FILTER, v, key_width=k.shape[-1], transition=transition)
-    noises = {"process_noise": process_noise, "observation_noise": observation_noise, "prior_variance": prior_variance}
-    trace: MemoryTrace = path(q, k, v, transition=transition, **noises, first=first, chunk=chunk)
-    check_positive(trace.readout_variance, trace.gain, observation_noise)
+    path = choose(impl, FILTER, events.value, key_width=events.key.shape[-1], transition=events.transition)
+    trace: MemoryTrace = path(events, prior_variance, first, chunk=chunk)
+    check_positive(trace.readout_variance, trace.gain, events.observation_noise)
     return trace
 
 
 def unfiltered_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    transition: Tensor | None,
-    share: Tensor,
-    rule: Rule,
-    first: Tensor | None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, transition: Tensor | None, impl: str = "auto", **how: Any
 ) -> tuple[Tensor, Tensor]:
     """A memory without a covariance; arguments as those of ``reference.unfiltered_memory_ref``."""
     path = choose(impl, UNFILTERED, v, key_width=k.shape[-1], transition=transition)
-    readout, mean = path(q, k, v, transition=transition, share=share, rule=rule, first=first)
+    readout, mean = path(q, k, v, transition=transition, **how)
     return readout, mean
-
-
-__all__ = [
-    "FILTER",
-    "UNFILTERED",
-    "MemoryEvent",
-    "MemoryReading",
-    "MemoryState",
-    "MemoryTrace",
-    "Rule",
-    "UnfilteredTrace",
-    "check_positive",
-    "filter_memory",
-    "unfiltered_memory",
-]

@@ -125,10 +125,23 @@ class FilterChunk(torch.autograd.Function):
         f, e, g_P, g_M, g_decay, g_noise, g_skew = _exit_gradients(ctx, P, M, row, log_decay, masks, g_P, g_M)
         g_q = None
         if g_y is not None or g_rho is not None:
-            f, e, g_B = _reading_gradients(g_y, g_rho, f, e, q, row, masks)
+            g_B = torch.zeros_like(row.B) if g_y is None else torch.bmm(g_y, row.E.mT)
+            if g_rho is not None:
+                g_B.addcmul_(row.B, g_rho[..., None], value=2)
+            g_B.mul_(masks.same).neg_()
+            if g_y is not None:
+                e = _plus_product(e, row.B.mT, g_y, alpha=-1)
+            f = _plus_product(f, g_B.mT, q)
             g_q = torch.bmm(g_B, row.F)
-            if P is not None:
-                g_q, g_P, g_M = _seen_gradients(g_y, g_rho, P, M, q, masks.entry, g_q, g_P, g_M)
+            if P is not None:  # what (d) reads of the entry
+                seen = _masked(q, masks.entry)
+                if g_rho is not None:
+                    weighted = seen * g_rho[..., None]
+                    g_q.baddbmm_(weighted, P, alpha=2)
+                    g_P = _plus_product(g_P, weighted.mT, seen)
+                if g_y is not None:
+                    g_q += _masked(torch.bmm(g_y, M.mT), masks.entry)
+                    g_M = _plus_product(g_M, seen.mT, g_y)
         g_k, g_R, g_v, g_r2 = _factor_gradients(f, e, g_gain, k, r2, row, masks)
         if P is not None:
             seen = _masked(k, masks.entry)
@@ -225,49 +238,6 @@ def _exit_gradients(
     if P is None:
         return f, e, None, None, g_decay, g_noise, g_skew
     return f, e, _masked(g_P, masks.stays), _masked(g_M, masks.stays), g_decay, g_noise, g_skew
-
-
-def _reading_gradients(
-    g_y: Tensor | None,
-    g_rho: Tensor | None,
-    f: Tensor | None,
-    e: Tensor | None,
-    q: Tensor,
-    row: _Filtered,
-    masks: ChunkMasks,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """f, e and g_B of (f)."""
-    g_B = torch.zeros_like(row.B) if g_y is None else torch.bmm(g_y, row.E.mT)
-    if g_rho is not None:
-        g_B.addcmul_(row.B, g_rho[..., None], value=2)
-    g_B.mul_(masks.same).neg_()
-    if g_y is not None:
-        e = _plus_product(e, row.B.mT, g_y, alpha=-1)
-    f = _plus_product(f, g_B.mT, q)
-    return f, e, g_B
-
-
-def _seen_gradients(
-    g_y: Tensor | None,
-    g_rho: Tensor | None,
-    P: Tensor,
-    M: Tensor,
-    q: Tensor,
-    entry: Tensor | None,
-    g_q: Tensor,
-    g_P: Tensor | None,
-    g_M: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What reading the entry's P and M in (d) adds to the gradients of q, P and M."""
-    seen = _masked(q, entry)
-    if g_rho is not None:
-        weighted = seen * g_rho[..., None]
-        g_q.baddbmm_(weighted, P, alpha=2)
-        g_P = _plus_product(g_P, weighted.mT, seen)
-    if g_y is not None:
-        g_q += _masked(torch.bmm(g_y, M.mT), entry)
-        g_M = _plus_product(g_M, seen.mT, g_y)
-    return g_q, g_P, g_M
 
 
 def _factor_gradients(

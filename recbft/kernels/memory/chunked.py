@@ -27,7 +27,7 @@ from torch import Tensor
 
 from recbft.autograd.transforms import applied, behind_transforms, once_differentiable, transformed, untransformed
 from recbft.kernels.memory.chunk import ChunkMasks, FilterChunk
-from recbft.kernels.memory.reference import MemoryTrace, Rule
+from recbft.kernels.memory.reference import MemoryEvent, MemoryTrace, Rule
 from recbft.kernels.memory.transport import restarted_sum, transport, turn_back
 
 CHUNK = 32
@@ -61,18 +61,10 @@ def chunk_length(T: int, longest: int, transition: Tensor | None, max_log_decay:
 
 
 def filter_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    transition: Tensor | None,
-    process_noise: Tensor,
-    observation_noise: Tensor,
-    prior_variance: Tensor,
-    first: Tensor | None,
-    chunk: int | None = None,
+    events: MemoryEvent, prior_variance: Tensor, first: Tensor | None, *, chunk: int | None = None
 ) -> MemoryTrace:
-    """The same as the reference; ``chunk`` is the longest chunk."""
+    """The same as the reference."""
+    q, k, v, transition, process_noise, observation_noise = events
     B, H, T, _ = k.shape
     C = chunk_length(T, CHUNK if chunk is None else chunk, transition, MAX_LOG_DECAY[v.dtype])
     starts = None if first is None else cut_scalar(first[:, None].expand(B, H, T), C, fill=False)
@@ -100,19 +92,11 @@ def filter_memory(
 
 
 def unfiltered_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    transition: Tensor | None,
-    share: Tensor,
-    rule: Rule,
-    first: Tensor | None,
-    chunk: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, transition: Tensor | None, share: Tensor, rule: Rule, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same as the reference; ``chunk`` is the longest chunk."""
+    """The same as the reference."""
     B, H, T, K = k.shape
-    C = chunk_length(T, CHUNK if chunk is None else chunk, transition, MAX_LOG_DECAY[v.dtype])
+    C = chunk_length(T, CHUNK, transition, MAX_LOG_DECAY[v.dtype])
     starts = None if first is None else cut_scalar(first[:, None].expand(B, H, T), C, fill=False)
     q, k, v, share = (cut(x, C) for x in (q, k, v, share))
     write, out = k, None

@@ -37,15 +37,8 @@ Rule = Literal["reset", "additive"]
 TOLERATED = 1e-3  # of the observation noise: below this a negative variance moves no gain by more
 
 
-class MemoryState(NamedTuple):
-    """The belief about a memory: N(mean, I (x) covariance), every column of values with the same covariance."""
-
-    mean: Tensor  # (..., K, M)
-    covariance: Tensor  # (..., K, K), symmetric
-
-
 class MemoryEvent(NamedTuple):
-    """One token: what is written, what is read, and how the memory moves and is seen."""
+    """What is written and read, and how the memory moves and is seen: of one token, or of (B, H, T) side by side."""
 
     query: Tensor  # (..., K)
     key: Tensor  # (..., K)
@@ -55,22 +48,17 @@ class MemoryEvent(NamedTuple):
     observation_noise: Tensor  # (...), the variance of a value about what its key reads; > 0
 
 
-class MemoryReading(NamedTuple):
-    """What one token reads after its own write."""
-
-    readout: Tensor  # (..., M)
-    readout_variance: Tensor  # (...), q' P q
-    gain: Tensor  # (...), share of the innovation taken up at the key, in [0, 1)
-
-
 class MemoryTrace(NamedTuple):
-    """What every token of every history reads, and the belief after the last column."""
+    """What every token of every history reads after its own write, and the belief after the last column.
+
+    The belief is N(mean, I (x) covariance): every column of values has the same covariance.
+    """
 
     readout: Tensor  # (B, H, T, M)
     readout_variance: Tensor  # (B, H, T), q' P q
     gain: Tensor  # (B, H, T), beta k' u, the share of the innovation taken up at the key, in [0, 1)
     mean: Tensor  # (B, H, K, M)
-    covariance: Tensor  # (B, H, K, K)
+    covariance: Tensor  # (B, H, K, K), symmetric
 
 
 class UnfilteredTrace(NamedTuple):
@@ -82,10 +70,9 @@ class UnfilteredTrace(NamedTuple):
     mean: Tensor  # (B, H, K, M)
 
 
-def step(state: MemoryState, event: MemoryEvent) -> tuple[MemoryState, MemoryReading]:
+def step(M: Tensor, P: Tensor, event: MemoryEvent) -> MemoryTrace:
     """One token: predict, write, read."""
     q, k, v, a, ell2, r2 = event
-    M, P = state
     if a is not None:
         M, P = advance(a, M), advance(a, advance(a, P).mT)
     P = P + torch.diag_embed(ell2[..., None] * noisy_rows(k, a))
@@ -99,46 +86,37 @@ def step(state: MemoryState, event: MemoryEvent) -> tuple[MemoryState, MemoryRea
     P = (P + P.mT) / 2
     readout = torch.einsum("...km,...k->...m", M, q)
     variance = torch.einsum("...i,...ij,...j->...", q, P, q)
-    return MemoryState(M, P), MemoryReading(readout, variance, beta * spread)  # (9.17)
+    return MemoryTrace(readout, variance, beta * spread, M, P)  # (9.17)
 
 
-def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> MemoryState:
-    """The belief before any token: of keys (..., K) and values (..., M), with prior variance (...)."""
+def prior(k: Tensor, v: Tensor, prior_variance: Tensor) -> tuple[Tensor, Tensor]:
+    """M and P before any token: of keys (..., K) and values (..., M), with prior variance (...)."""
     K, M = k.shape[-1], v.shape[-1]
     identity = torch.eye(K, dtype=k.dtype, device=k.device)
-    return MemoryState(
-        v.new_zeros(*v.shape[:-1], K, M), prior_variance.expand(k.shape[:-1])[..., None, None] * identity
-    )
+    return v.new_zeros(*v.shape[:-1], K, M), prior_variance.expand(k.shape[:-1])[..., None, None] * identity
 
 
 def filter_memory_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    transition: Tensor | None,
-    process_noise: Tensor,
-    observation_noise: Tensor,
-    prior_variance: Tensor,
-    first: Tensor | None,
-    chunk: int | None = None,
+    events: MemoryEvent, prior_variance: Tensor, first: Tensor | None, *, chunk: int | None = None
 ) -> MemoryTrace:
-    """Filter histories laid out one after another; ``first`` (B, T) is True where one begins, None for column 0.
+    """Filter histories laid out one after another.
 
-    It goes token by token: ``chunk``, which the other paths take, has no effect.
+    Args:
+        events: of (B, H, T) tokens.
+        prior_variance: p0, (B, H), > 0.
+        first: (B, T), True where a history begins; None for column 0.
+        chunk: the longest chunk of paths that have any; it has no effect here, which goes token by token.
     """
-    start = prior(k[:, :, 0], v[:, :, 0], prior_variance)
-    state, readings = start, []
-    for t in range(k.shape[2]):
+    start = M, P = prior(events.key[:, :, 0], events.value[:, :, 0], prior_variance)
+    readings = []
+    for t in range(events.key.shape[2]):
         if first is not None:
             fresh = first[:, t, None, None, None]
-            state = MemoryState(*(torch.where(fresh, new, old) for new, old in zip(start, state, strict=True)))
-        a = None if transition is None else transition[:, :, t]
-        event = MemoryEvent(q[:, :, t], k[:, :, t], v[:, :, t], a, process_noise[:, :, t], observation_noise[:, :, t])
-        state, reading = step(state, event)
+            M, P = torch.where(fresh, start[0], M), torch.where(fresh, start[1], P)
+        *reading, M, P = step(M, P, MemoryEvent._make(None if x is None else x[:, :, t] for x in events))
         readings.append(reading)
     readout, variance, gain = (torch.stack(part, dim=2) for part in zip(*readings, strict=True))
-    return MemoryTrace(readout, variance, gain, *state)
+    return MemoryTrace(readout, variance, gain, M, P)
 
 
 def unfiltered_step(

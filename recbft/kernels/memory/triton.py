@@ -37,7 +37,7 @@ from torch import Tensor
 from recbft.autograd.transforms import applied, once_differentiable, transformed
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.memory.chunked import chunk_length, decay_refusal
-from recbft.kernels.memory.reference import MemoryTrace, report_loss
+from recbft.kernels.memory.reference import MemoryEvent, MemoryTrace, report_loss
 
 CHUNK = 16  # the factor takes as many steps whatever the length, and shorter chunks leave registers to the belief
 MAX_WIDTH = 64  # what a belief and its gradient may take of the chip
@@ -58,25 +58,16 @@ def decline(v: Tensor, *, key_width: int, transition: Tensor | None) -> str | No
 
 
 def filter_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    transition: Tensor | None,
-    process_noise: Tensor,
-    observation_noise: Tensor,
-    prior_variance: Tensor,
-    first: Tensor | None,
-    chunk: int | None = None,
+    events: MemoryEvent, prior_variance: Tensor, first: Tensor | None, *, chunk: int | None = None
 ) -> MemoryTrace:
-    """The same as the reference; ``chunk`` is the longest chunk."""
+    """The same as the reference."""
     longest = CHUNK if chunk is None else min(chunk, CHUNK)
-    step = chunk_length(k.shape[2], longest, transition, MAX_LOG_DECAY)
-    inputs = (q, k, v, transition, process_noise, observation_noise, prior_variance)
+    step = chunk_length(events.key.shape[2], longest, events.transition, MAX_LOG_DECAY)
+    inputs = (*events, prior_variance)
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     *trace, raised, least = applied(_Filter, *inputs, first, step, learns or transformed())
     if not transformed() and bool(raised.any()):
-        report_loss(int(raised.sum()), observation_noise.numel(), least.min().item() - 1)
+        report_loss(int(raised.sum()), events.observation_noise.numel(), least.min().item() - 1)
     return MemoryTrace(*trace)
 
 
