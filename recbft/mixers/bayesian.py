@@ -118,27 +118,20 @@ def _check_variance(name: str, x: float | Tensor, *, or_zero: bool = False) -> N
 class BayesianConfig(MixerOptions):
     """How the memory moves and is seen (the ``mixing`` section of a config).
 
-    Args:
-        transition: what a head keeps of its memory at each token: all (``identity``), one learned share (``scalar``),
-            one per row (``diagonal``), or one and an angle per pair of rows (``complex_pairs``, an even head width).
-        retention: the share kept where it is learned, at the start.
-        noise_groups: G, observation noises per head; divides the head width.
-        process_noise, observation_noise: ell2 and r2 at the start, in units of the prior variance.
-        prior_variance: s at the start; None means 1 / K, as of the REML estimator.
-        key_precision: weigh a write by its incoming precision, (9.25).
-        chunk_size: the longest chunk that the filter is evaluated in; None leaves it to the kernel.
+    A head keeps of its memory at each token all (``identity``), one learned share (``scalar``), one per row
+    (``diagonal``), or one and an angle per pair of rows (``complex_pairs``, an even head width).
     """
 
     only_with_precision = ("key_precision", "prior_variance")
 
     transition: Literal["identity", "scalar", "diagonal", "complex_pairs"] = "diagonal"
-    retention: float = 0.98
-    noise_groups: int = 1
-    process_noise: float = 0.01
-    observation_noise: float = 0.1
-    prior_variance: float | None = None
-    key_precision: Literal["on", "off"] = "on"
-    chunk_size: int | None = None
+    retention: float = 0.98  # the share kept where it is learned, at the start
+    noise_groups: int = 1  # G, observation noises per head; divides the head width
+    process_noise: float = 0.01  # ell2 at the start, in units of the prior variance
+    observation_noise: float = 0.1  # r2 likewise
+    prior_variance: float | None = None  # s at the start; None means 1 / K, as of the REML estimator
+    key_precision: Literal["on", "off"] = "on"  # weigh a write by its incoming precision, (9.25)
+    chunk_size: int | None = None  # the longest chunk that the filter is evaluated in; None leaves it to the kernel
 
     def __post_init__(self) -> None:
         check_range("retention", self.retention, above=LEAST_TRANSITION, below=1)

@@ -126,21 +126,14 @@ def unfiltered_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFamilyConfig(MixerOptions):
-    """Where the learned parts of a design model start (the ``mixing`` section of a config).
-
-    Args:
-        observation_noise: r2, in units of lam.
-        retention: what is kept of the memory at each token, where that is learned.
-        prior_variance: s of (9.18); None means 1 / K, as of the REML estimator.
-        key_precision: divide the noise of a write by its mean incoming precision^w.
-    """
+    """Where the learned parts of a design model start (the ``mixing`` section of a config)."""
 
     only_with_precision = ("key_precision", "prior_variance")
 
-    observation_noise: float = 0.1
-    retention: float = 0.98
-    prior_variance: float | None = None
-    key_precision: Literal["on", "off"] = "on"
+    observation_noise: float = 0.1  # r2, in units of lam
+    retention: float = 0.98  # what is kept of the memory at each token, where that is learned
+    prior_variance: float | None = None  # s of (9.18); None means 1 / K, as of the REML estimator
+    key_precision: Literal["on", "off"] = "on"  # divide the noise of a write by its mean incoming precision^w
 
     def __post_init__(self) -> None:
         check_range("observation_noise", self.observation_noise, above=0)

@@ -26,30 +26,22 @@ from recbft.models.sasrec import SASRecConfig, sasrec
 class ModelSpec:
     """How a model is configured and made.
 
-    Args:
-        summary, arm_summaries: for ``recbft models``.
-        config: the class of the ``backbone`` section.
-        build: ``build(config, core, training_counts, seed=..., mixing=..., moe=...)`` returns the module. ``core`` None
-            leaves the precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give
-            equal weights to the parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice.
-        batches: ``batches(config, items, start, stop, num_items=..., batch_size=..., seed=..., times=...)`` returns
-            what the model is trained on.
-        arms: each arm's own defaults of the backbone's keys.
-        precision_arms: the arms that take a ``core`` section.
-        core: the model's own defaults of that section.
-        takes: which mixers its layers can have.
+    ``build(config, core, training_counts, seed=..., mixing=..., moe=...)`` returns the module. ``core`` None leaves the
+    precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give equal weights to the
+    parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice. ``batches(config, items, start,
+    stop, num_items=..., batch_size=..., seed=..., times=...)`` returns what the model is trained on.
     """
 
     summary: str
-    config: type
+    config: type  # the class of the ``backbone`` section
     build: Callable[..., nn.Module]
-    arms: Mapping[str, Mapping[str, Any]]
-    precision_arms: tuple[str, ...] = ()
+    arms: Mapping[str, Mapping[str, Any]]  # each arm's own defaults of the backbone's keys
+    precision_arms: tuple[str, ...] = ()  # the arms that take a ``core`` section
     trainable: bool = True
     arm_summaries: Mapping[str, str] = field(default_factory=dict)
     batches: Callable[..., EpochBatches] | None = None
-    core: Mapping[str, Any] = field(default_factory=dict)
-    takes: Callable[[MixerSpec], bool] = lambda mixer: False
+    core: Mapping[str, Any] = field(default_factory=dict)  # the model's own defaults of that section
+    takes: Callable[[MixerSpec], bool] = lambda mixer: False  # which mixers its layers can have
 
     @property
     def mixers(self) -> tuple[str, ...]:

@@ -145,17 +145,11 @@ def _gbce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Ten
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """A loss by name.
+    """A loss by name."""
 
-    Args:
-        mean: from the configured loss, states, item vectors and targets to the mean over positions.
-        num_negatives: that are drawn unless the config says; 0 for a loss that draws none.
-        reads: the settings that have an effect.
-    """
-
-    mean: Callable[[ItemLoss, Tensor, Tensor, Tensor], Tensor]
-    num_negatives: int = 0
-    reads: tuple[str, ...] = ()
+    mean: Callable[[ItemLoss, Tensor, Tensor, Tensor], Tensor]  # over positions: of states, item vectors and targets
+    num_negatives: int = 0  # that are drawn unless the config says; 0 for a loss that draws none
+    reads: tuple[str, ...] = ()  # the settings that have an effect
 
 
 LOSSES: dict[str, LossSpec] = {
