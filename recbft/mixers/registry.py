@@ -12,12 +12,13 @@ from recbft.errors import UserError
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer
 from recbft.mixers.boosted import BoostedAttention, BoostedConfig, TwicingAttention
+from recbft.mixers.head_dynamics import RobustFilterConfig
 from recbft.mixers.interface import Estimation, Mixer, MixerOptions
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyConfig, MemoryFamilyMixer
 from recbft.mixers.pointwise import PointwiseAttention
 from recbft.mixers.positional import PositionalAttention, PositionalConfig
 from recbft.mixers.regime import RegimeAttention, RegimeConfig
-from recbft.mixers.rfa import RobustFilterAttention, RobustFilterConfig
+from recbft.mixers.rfa import RobustFilterAttention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ Shapes: B rows, T tokens, D model width, H heads, K complex coordinates per head
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from recbft.autograd.complex_pairs import as_complex, real
 from recbft.autograd.eager import eagerly
 from recbft.core import SequenceContext, projected_precision, ramped, scalar_log_precision
-from recbft.kernels.robust_filter import Clock, Dynamics, Variant, decayed_weights, filtered, read_clock
+from recbft.kernels.robust_filter import Clock, Dynamics, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,
     QUERY_NOISE_START,
@@ -44,63 +43,7 @@ from recbft.mixers.head_dynamics import (
 )
 from recbft.mixers.interface import Group, Mixer, Observation
 
-__all__ = ["RfaOutput", "RobustFilterAttention", "RobustFilterConfig", "robust_filter_attention", "sample_state"]
-
-NO_CHANGE = Variant()
 LEAST_EVIDENCE = 1e-6  # behind a draw: of less, single precision makes a variance without end
-
-
-class RfaOutput(NamedTuple):
-    """What the filter says of every position; zeros where a token may read nothing."""
-
-    value: Tensor  # (B, H, T, K) complex, the estimate of the state
-    evidence: Tensor  # (B, H, T)  sum_j exp(L_tj), >= 0
-
-
-def robust_filter_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    frequency: Tensor,
-    decay: Tensor,
-    process: Tensor,
-    key_noise: Tensor,
-    query_noise: Tensor,
-    dof: Tensor,
-    temperature: float | Tensor = 1.0,
-    impl: str = "auto",
-    use_time: bool = False,
-    time_unit: float | Tensor = 1.0,
-    variant: Variant = NO_CHANGE,
-) -> RfaOutput:
-    """Equations (9.9) to (9.12), without a weighing of the keys.
-
-    Args:
-        q, k, v: queries, keys and values, (B, H, T, K) complex.
-        context: which token may read which, and when.
-        frequency: w, (H, K), radians per unit of time.
-        decay: mu, (H,), >= 0.
-        process: s2, (H,), >= 0: the variance that process noise adds up to, or per unit of time where ``decay`` is 0.
-        key_noise, query_noise: eta2 and gamma2, (H,), >= 0.
-        dof: nu, (H,), > 0.
-        temperature: tau, an inverse temperature, a number or (H,).
-        impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the tensor form), ``isotropic``,
-            ``c`` and ``triton`` force one.
-        use_time, time_unit: read real times in this unit, not positions.
-        variant: parts of the mechanism to leave out, for study.
-
-    Raises:
-        ValueError: scalars out of range, an unknown ``impl`` or one that cannot serve the call.
-        UserError: no times, or a negative elapsed time.
-    """
-    real_type = q.real.dtype
-    tau = torch.as_tensor(temperature, dtype=real_type, device=q.device).expand(q.shape[1])
-    dynamics = Dynamics(frequency, decay, process, key_noise, query_noise, dof, tau)
-    _check_scalars(dynamics)
-    clock = read_clock(context, use_time=use_time, time_unit=time_unit, dtype=real_type)
-    return RfaOutput(*filtered(q, k, v, context, dynamics, clock, variant, impl=impl))
 
 
 def sample_state(
@@ -276,13 +219,3 @@ def _real_parts(n_heads: int, width: int, K: int) -> Tensor:
     row = torch.arange(width)
     read[:, row, 2 * (row % K)] = 1.0
     return read
-
-
-def _check_scalars(dynamics: Dynamics) -> None:
-    H = dynamics.frequency.shape[0]
-    for name in ("decay", "process", "key_noise", "query_noise", "dof"):
-        value, least = getattr(dynamics, name), "> 0" if name == "dof" else ">= 0"
-        if value.shape != (H,):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; give one number per head, ({H},)")
-        if not bool((value > 0).all() if name == "dof" else (value >= 0).all()):
-            raise ValueError(f"{name} is {value.min().item():g} in some head; give numbers {least}")

@@ -12,10 +12,10 @@ from recbft.core import SequenceContext
 from recbft.mixers import MIXERS
 from recbft.mixers.bayesian import BayesianConfig
 from recbft.mixers.boosted import BoostedConfig
+from recbft.mixers.head_dynamics import RobustFilterConfig
 from recbft.mixers.memory_family import MemoryFamilyConfig
 from recbft.mixers.positional import PositionalConfig
 from recbft.mixers.regime import RegimeConfig
-from recbft.mixers.rfa import RobustFilterConfig
 from tests.mixers.histories import D, H, inputs, packed
 from tests.tolerances import TOLERANCE
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recbft.errors import UserError
-from recbft.mixers.rfa import RobustFilterConfig
+from recbft.mixers.head_dynamics import RobustFilterConfig
 from recbft.models import MODELS, CoreConfig
 from recbft.training.run_config import load_run_config
 
