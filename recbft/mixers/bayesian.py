@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from recbft.autograd.eager import eagerly
-from recbft.autograd.transforms import transformed
 from recbft.config.fields import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels import memory
-from recbft.kernels.memory import MemoryEvent, MemoryTrace
+from recbft.kernels.memory import MemoryTrace
 from recbft.mixers.interface import Mixer, MixerOptions, Observation, joined, projected, refuse_idle
 from recbft.mixers.memory_maps import (
     LEAST_TRANSITION,
@@ -42,8 +41,6 @@ from recbft.mixers.memory_maps import (
     fitted_transition,
     history_starts,
 )
-
-__all__ = ["BayesianConfig", "BayesianMixer", "MemoryTrace", "filter_memory"]
 
 
 @eagerly
@@ -80,38 +77,16 @@ def filter_memory(
 
     Returns:
         Readouts, their variance and the gains of all tokens, and the belief after the last column, in float32 at least.
-
-    Raises:
-        ValueError: a transition that does not fit, a variance out of range, an ``impl`` that cannot serve the call.
     """
     q, k, v = fitted_tokens(q, k, v)
     B, H, T, _ = k.shape
-    process_noise, observation_noise = (x.to(v.dtype).expand(B, H, T) for x in (process_noise, observation_noise))
-    _check_variance("process_noise", process_noise, or_zero=True)
-    _check_variance("observation_noise", observation_noise)
-    _check_variance("prior_variance", prior_variance)
-    prior_variance = beside(v, prior_variance).expand(B, H)
-    transition = fitted_transition(transition, k)
-    return memory.filter_memory(
-        q,
-        k,
-        v,
-        transition=transition,
-        process_noise=process_noise,
-        observation_noise=observation_noise,
-        prior_variance=prior_variance,
-        first=first,
-        chunk=chunk,
-        impl=impl,
-    )
-
-
-def _check_variance(name: str, x: float | Tensor, *, or_zero: bool = False) -> None:
-    if isinstance(x, Tensor) and (transformed() or x.numel() == 0):
-        return
-    least = x.detach().min().item() if isinstance(x, Tensor) else x
-    if least < 0 or (least == 0 and not or_zero):
-        raise ValueError(f"{name} has {least:.3g}; give a variance {'>=' if or_zero else '>'} 0")
+    noises = {
+        "process_noise": process_noise.to(v.dtype).expand(B, H, T),
+        "observation_noise": observation_noise.to(v.dtype).expand(B, H, T),
+        "prior_variance": beside(v, prior_variance).expand(B, H),
+    }
+    kept = fitted_transition(transition, k)
+    return memory.filter_memory(q, k, v, transition=kept, **noises, first=first, chunk=chunk, impl=impl)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,33 +173,18 @@ class BayesianMixer(Mixer):
             UserError: the context is not causal.
         """
         first = history_starts(context, "bayesian")
-        event = self._events(x, precision, ramp, x if source is None else source)
-        trace = filter_memory(
-            event.query,
-            event.key,
-            event.value,
-            transition=event.transition,
-            process_noise=event.process_noise,
-            observation_noise=event.observation_noise,
-            prior_variance=1.0,
-            first=first,
-            chunk=self.config.chunk_size,
-        )
-        real = context.valid[..., None]
-        return self._observation(trace.readout, trace.readout_variance, x).each(lambda part: part * real)
-
-    def _events(self, x: Tensor, precision: Tensor | None, ramp: float, source: Tensor) -> MemoryEvent:
-        """What every token writes and reads, each group of noise a head of its own: (B, H G, T, ...)."""
+        source, G = x if source is None else source, self.config.noise_groups
         q, k, v = self.maps(x, source)
-        trust = precision if self.config.key_precision == "on" else None
-        r2 = self.observation(source, trust, ramp)
+        r2 = self.observation(source, precision if self.config.key_precision == "on" else None, ramp)
         ell2, a = self.process(source), self.transition(source)
-        G = self.config.noise_groups
-        if G > 1:
+        if G > 1:  # each group of noise is a head of its own, (B, H G, T, ...)
             q, k, ell2 = (y.repeat_interleave(G, dim=1) for y in (q, k, ell2))
             a = None if a is None else a.repeat_interleave(G, dim=1)
             v = v.unflatten(-1, (G, -1)).movedim(-2, 2).flatten(1, 2)  # (B, H, T, K) -> (B, H G, T, K / G)
-        return MemoryEvent(q, k, v, a, ell2, r2)
+        noises = {"process_noise": ell2, "observation_noise": r2, "prior_variance": 1.0}
+        trace = filter_memory(q, k, v, transition=a, **noises, first=first, chunk=self.config.chunk_size)
+        real = context.valid[..., None]
+        return self._observation(trace.readout, trace.readout_variance, x).each(lambda part: part * real)
 
     def _observation(self, readout: Tensor, variance: Tensor, x: Tensor) -> Observation:
         """(9.17) and (9.18) from what the groups read, (B, H G, T, K / G) and (B, H G, T)."""

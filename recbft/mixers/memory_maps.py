@@ -152,24 +152,10 @@ def fitted_tokens(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def fitted_transition(transition: Tensor | None, k: Tensor) -> Tensor | None:
-    """A transition for keys (B, H, T, K), expanded but for an axis of 1 that stands for all K, in their precision.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """A transition for keys (B, H, T, K), expanded but for an axis of 1 that stands for all K, in their precision."""
     if transition is None:
         return None
-    K, rows = k.shape[-1], transition.shape[-1]
-    if transition.is_complex():
-        if K % 2 or rows != K // 2:
-            raise ValueError(
-                f"a complex transition turns pairs of rows: keys of width {K} need {K / 2:g} of them, got {rows}; "
-                "give keys an even width and the transition half of it"
-            )
-        return transition.to(k.dtype.to_complex()).expand(*k.shape[:3], rows)
-    if rows not in (1, K):
-        raise ValueError(f"transition has {rows} rows for keys of width {K}; give {K} or 1")
-    return transition.to(k.dtype).expand(*k.shape[:3], rows)
+    return transition.to(k.dtype.to_complex() if transition.is_complex() else k.dtype).expand(*k.shape[:3], -1)
 
 
 def beside(v: Tensor, number: float | Tensor) -> Tensor:

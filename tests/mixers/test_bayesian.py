@@ -348,41 +348,6 @@ def test_what_cannot_be_is_refused_with_what_to_give(make, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"observation_noise": torch.tensor([[[1.0, 0.5, 0.0, 2.0]]])}, "observation_noise has 0; give a variance > 0"),
-        ({"process_noise": torch.tensor([[[0.0, 0.3, -0.1, 0.0]]])}, "process_noise has -0.1; give a variance >= 0"),
-        ({"prior_variance": 0.0}, "prior_variance has 0; give a variance > 0"),
-        ({"transition": torch.ones(1, 1, 4, 2)}, "transition has 2 rows for keys of width 5; give 5 or 1"),
-        ({"transition": torch.ones(1, 1, 4, 2) + 0j}, "keys of width 5 need 2.5 of them, got 2"),
-        ({"impl": "gpu"}, "unknown impl 'gpu'; choose one of auto, chunked, reference"),
-    ],
-)
-def test_a_filter_refuses_what_does_not_fit(changed, message):
-    given = {
-        "q": torch.zeros(1, 1, 4, 5),
-        "k": torch.zeros(1, 1, 4, 5),
-        "v": torch.zeros(1, 1, 4, 2),
-        "transition": None,
-        "process_noise": torch.zeros(1, 1, 4),
-        "observation_noise": torch.ones(1, 1, 4),
-        "prior_variance": 1.0,
-    }
-    filter_memory(**given, chunk=1)
-    none = {name: x[:0] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    assert filter_memory(**none).readout.shape == (0, 1, 4, 2)
-    with pytest.raises(ValueError) as error:
-        filter_memory(**given | changed)
-    assert message in str(error.value)
-
-
-def test_a_memory_without_covariance_takes_real_transitions():
-    x, noise = torch.zeros(1, 1, 4, 6), torch.ones(1, 1, 4)
-    with pytest.raises(ValueError, match="takes real transitions, got complex ones; use filter_memory"):
-        unfiltered_memory(x, x, x, transition=x[..., :3] + 0j, observation_noise=noise, variance=1.0, rule="reset")
-
-
 def test_a_covariance_that_lost_positive_definiteness_is_reported(monkeypatch):
     k = torch.eye(2)[[0, 1, 0]][None, None]
     noise = torch.full((1, 1, 3), 0.1)
