@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recbft.datasets.batches import EpochBatches, TrainingBatches
+from recbft.datasets.batches import Batch, EpochBatches, TrainingBatches
 from recbft.mixers import MIXERS, MixerOptions, MixerSpec
 from recbft.models.backbone import BackboneConfig
 from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
+from recbft.models.contract import ItemTable, SequenceModel, UserStates
 from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.hstu import HSTUConfig, hstu
 from recbft.models.layers import Mixing
-from recbft.models.popularity import Popularity, PopularityConfig
 from recbft.models.precision_channel import CoreConfig
 from recbft.models.sasrec import SASRecConfig, sasrec
 
@@ -82,8 +83,33 @@ def next_item_batches(
     return TrainingBatches(items, start, stop, max_length=config.max_length, with_next_times=shown, **order)
 
 
-def _popularity(config: PopularityConfig, core: None, training_counts: Tensor, *, seed: int = 0) -> nn.Module:
-    return Popularity(training_counts)
+@dataclass(frozen=True, kw_only=True)
+class PopularityConfig:
+    """Nothing to choose."""
+
+
+class Popularity(nn.Module, SequenceModel):
+    """Every user gets the items by training count, the reference that a model must beat: state 1, weights the counts.
+
+    Args:
+        training_counts: events per item index, (V + 1,), whole numbers >= 0.
+    """
+
+    counts: Tensor
+    max_length = 1  # events read of a history, of which none matters
+
+    def __init__(self, training_counts: Tensor | NDArray[np.int64]) -> None:
+        super().__init__()
+        # Double precision holds every count exactly, so equal scores are equal counts.
+        self.register_buffer("counts", torch.as_tensor(training_counts, dtype=torch.float64))
+
+    def user_states(self, batch: Batch) -> UserStates:
+        """The same state, 1, for every history."""
+        return UserStates(self.counts.new_ones(batch.last.numel(), 1), None)
+
+    def item_table(self) -> ItemTable:
+        """The counts as weights of width 1."""
+        return ItemTable(self.counts[:, None], None)
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -145,10 +171,10 @@ MODELS: dict[str, ModelSpec] = {
     "pop": ModelSpec(
         summary="items by training count: the reference every model must beat",
         config=PopularityConfig,
-        build=_popularity,
+        build=lambda config, core, training_counts, *, seed=0: Popularity(training_counts),
         arms={"published": {}},
         trainable=False,
     ),
 }
 
-__all__ = ["MODELS", "CoreConfig", "ModelSpec", "next_item_batches"]
+__all__ = ["MODELS", "CoreConfig", "ModelSpec", "Popularity"]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,31 +38,17 @@ from recbft.config.fields import check_choice, check_range
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
 
+if TYPE_CHECKING:
+    from recbft.models.backbone import BackboneConfig
+
 Negatives = Literal["uniform", "in_batch"]
 
 GBCE_T = 0.75
 BLOCK_ELEMENTS = 4_000_000  # of gathered item vectors at a time
 
 
-class LossSettings(Protocol):
-    """The keys of a config that choose a loss; None means the loss's own default."""
-
-    @property
-    def loss(self) -> str: ...
-    @property
-    def negatives(self) -> Negatives | None: ...
-    @property
-    def num_negatives(self) -> int | None: ...
-    @property
-    def gbce_t(self) -> float | None: ...
-
-
-def check_loss(settings: LossSettings) -> None:
-    """Refuse values out of range and settings without effect.
-
-    Raises:
-        UserError: see above.
-    """
+def check_loss(settings: BackboneConfig) -> None:
+    """Refuse values out of range and settings without effect."""
     check_range("num_negatives", settings.num_negatives, at_least=1)
     check_range("gbce_t", settings.gbce_t, at_least=0, at_most=1)
     check_choice("loss", settings.loss, LOSSES)
@@ -78,12 +64,9 @@ class ItemLoss:
 
     Args:
         training_counts: events per item index, (V + 1,), index 0 padding; only ``in_batch`` reads them.
-
-    Raises:
-        UserError: the loss needs negatives and there is one item only.
     """
 
-    def __init__(self, settings: LossSettings, training_counts: Tensor) -> None:
+    def __init__(self, settings: BackboneConfig, training_counts: Tensor) -> None:
         self.name, self.spec, self.in_batch = settings.loss, LOSSES[settings.loss], settings.negatives == "in_batch"
         self.num_items = training_counts.numel() - 1
         if self.spec.num_negatives and self.num_items < 2:

@@ -14,9 +14,8 @@ from recbft.errors import UserError
 from recbft.kernels.layer_norm import LayerNorm
 from recbft.mixers import Mixer, Observation, SoftmaxAttention
 from recbft.mixers.interface import take_penalties
-from recbft.models import CoreConfig
+from recbft.models import CoreConfig, Popularity
 from recbft.models.block import Block
-from recbft.models.popularity import Popularity
 from recbft.models.precision_channel import LayerPrecision
 from recbft.models.update_rules import FixedUpdate, GateUpdate, KalmanUpdate, make_update
 from recbft.training.run_config import load_run_config
