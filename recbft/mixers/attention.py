@@ -58,9 +58,6 @@ class SoftmaxAttention(Mixer):
         prior_dof, prior_variance: nu and s0 of the estimator, 1 / K unless given.
         kriging: ``scalar`` weighs a key by its mean precision, ``per_dimension`` each coordinate by its own (short rows
             only: ``core.MAX_TOKENS``).
-
-    Raises:
-        UserError: the estimator is not defined for softmax weights.
     """
 
     weights = "softmax"  # which estimators are defined: core.ESTIMATORS

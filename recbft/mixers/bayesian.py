@@ -120,14 +120,7 @@ class BayesianConfig(MixerOptions):
 
 
 class BayesianMixer(Mixer):
-    """Equations (9.15) to (9.18) over a packed batch; the memory begins anew with every history.
-
-    Args:
-        config: how the memory moves and is seen.
-
-    Raises:
-        UserError: a head width that noise groups or pairs of rows do not divide.
-    """
+    """Equations (9.15) to (9.18) over a packed batch; the memory begins anew with every history."""
 
     def __init__(
         self,
@@ -167,11 +160,7 @@ class BayesianMixer(Mixer):
         ramp: float = 1.0,
         source: Tensor | None = None,
     ) -> Observation:
-        """Observe every position, as ``Mixer`` says; the tokens of a history stand side by side in order of position.
-
-        Raises:
-            UserError: the context is not causal.
-        """
+        """Observe every position, as ``Mixer`` says; the tokens of a history stand side by side in their order."""
         first = history_starts(context, "bayesian")
         source, G = x if source is None else source, self.config.noise_groups
         q, k, v = self.maps(x, source)

@@ -99,11 +99,7 @@ def frequency_range(n_heads: int, count: int, base: float, *, in_bands: bool) ->
 
 
 def spread_decays(n_heads: int, base: float, damping: float, undamped: int | None) -> Tensor:
-    """(9.4) of the bands, (H,), and 0 in the last heads, a quarter of them unless ``undamped`` says how many.
-
-    Raises:
-        UserError: more undamped heads than heads, or a damping that no head is left for.
-    """
+    """(9.4) of the bands, (H,), and 0 in the last heads, a quarter of them unless ``undamped`` says how many."""
     undamped = n_heads // 4 if undamped is None else undamped
     if undamped > n_heads:
         raise UserError(
@@ -130,11 +126,7 @@ class Constants(nn.Module):
 
 
 class HeadDecay(nn.Module):
-    """The decay of each head: as it starts, or learned from there; a decay of 0 stays 0.
-
-    Raises:
-        UserError: a learned decay that starts so low that it could not be learned.
-    """
+    """The decay of each head: as it starts, or learned from there; a decay of 0 stays 0."""
 
     start: Tensor
 

@@ -177,11 +177,7 @@ def refuse_idle(config: Any, names: Collection[str], why: str) -> None:
 
 
 def projected(observation: Observation, out: nn.Linear | None, *, cap: float) -> Observation:
-    """An observation through a mixer's output map, if it has one: precision through the squared weights, (2.13).
-
-    Args:
-        cap: largest precision.
-    """
+    """An observation through a mixer's output map, if it has one: precision through the squared weights, (2.13)."""
     innovation, precision = observation
     if out is None:
         return observation

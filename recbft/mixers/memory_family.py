@@ -131,15 +131,7 @@ class MemoryFamilyConfig(MixerOptions):
 
 
 class MemoryFamilyMixer(Mixer):
-    """A line of the table over a packed batch; the memory begins anew with every history.
-
-    Args:
-        config: where learned parts start.
-        design: a key of ``DESIGN_MODELS``.
-
-    Raises:
-        UserError: an unknown design, or a setting that has no effect in it.
-    """
+    """A line of the table, ``design``, over a packed batch; the memory begins anew with every history."""
 
     def __init__(
         self,

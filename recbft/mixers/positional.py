@@ -57,15 +57,7 @@ class PositionalConfig(MixerOptions):
 
 
 class PositionalAttention(Mixer):
-    """Softmax attention with one of the schemes; other arguments as those of ``SoftmaxAttention``.
-
-    Args:
-        config: frequencies and decays.
-        scheme: (9.1), (9.2), (9.3) or (9.4).
-
-    Raises:
-        UserError: an unknown scheme, a head of odd width that is to be turned, or a setting that has no effect.
-    """
+    """Softmax attention with one of the schemes; other arguments as those of ``SoftmaxAttention``."""
 
     groups: Mapping[str, Group] = {"sde": "dynamics"}
 

@@ -62,11 +62,7 @@ class MixerSpec:
                 raise UserError(f"{name} is {found.__name__}; derive it from recbft.mixers.{base.__name__}")
 
     def make(self, place: Place, options: MixerOptions | None = None, **more: Any) -> Mixer:
-        """The mixer of one layer, with the defaults of its options unless given; ``more``: arguments of its kind alone.
-
-        Raises:
-            UserError: an estimator that is not defined here.
-        """
+        """The mixer of one layer, by default with its own options' defaults; ``more``: arguments of its kind alone."""
         given: dict[str, Any] = {name: getattr(place, name) for name in self.hears} | dict(self.fixed) | more
         if self.options is not MixerOptions:
             given["config"] = self.options() if options is None else options

@@ -76,7 +76,6 @@ class RobustFilterAttention(Mixer):
     """Robust filter attention over a packed batch.
 
     Args:
-        config: parts and starting values.
         coupled: ``sc_rfa``: frequencies in bands, decay bound to them.
         dropout: probability of dropping a weight of (9.11); evidence always uses all.
         gives_precision: whether to report lobs of (9.14); without it evidence is computed for (9.13) alone.

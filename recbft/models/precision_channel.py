@@ -150,12 +150,7 @@ class CoreConfig:
 
 
 def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
-    """Refuse what is not defined, has no effect or would not fit with a mixer's kind of weights.
-
-    Args:
-        weights: a key of ``core.ESTIMATORS``, or another word for a mixer whose precision no estimator makes.
-        max_length: the longest row of tokens.
-    """
+    """Refuse what is not defined, has no effect or would not fit with a mixer's ``MixerSpec.precision``."""
     if weights not in ESTIMATORS:
         idle = ("estimator", "sandwich_centre", "kriging", *(() if core.starts_from_gain else _PRIOR))
         refuse_idle(core, idle, "with a mixer that has no attention weights")
@@ -175,11 +170,7 @@ def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
 class ItemPrecision(nn.Module):
     """Precision of an item before the first layer, (5.1) or (5.4) to (5.8).
 
-    Args:
-        core: which of ``hybrid | count | table | credibility | uniform | empirical_bayes``.
-        token_counts: training events of each token; 0 is padding, 1 to V are items, what follows is no item (a mask).
-        num_items: V.
-        hidden_size, head_width: D and K.
+    ``token_counts`` are training events per token: 0 is padding, 1 to V are items, what follows is no item (a mask).
     """
 
     base: Tensor
@@ -216,7 +207,9 @@ class ItemPrecision(nn.Module):
             tau = (self.range * self.base[items])[..., None]
             tau = tau + (F.softplus(self.read(embedded)) if self.mode == "hybrid" else math.log(2))
             if self.mode == "credibility":
-                tau = tau * _bounded((self.credibility * self.table)[items]).exp()[..., None]
+                log_factor = (self.credibility * self.table)[items]
+                bounded = LARGEST_LOG_FACTOR * torch.tanh(log_factor / LARGEST_LOG_FACTOR)  # never without a gradient
+                tau = tau * bounded.exp()[..., None]
         return tau.clamp(LAM_MIN, self.lam_max)
 
 
@@ -368,11 +361,6 @@ class LayerPrecision(nn.Module):
         before = self.mean_jacobian.clone()
         remember(self.mean_jacobian, mean_over_tokens(jacobian.detach(), context.valid[::every]), self.updates)
         return before
-
-
-def _bounded(log_factor: Tensor) -> Tensor:
-    """Within the largest log factor either way, and never without a gradient."""
-    return LARGEST_LOG_FACTOR * torch.tanh(log_factor / LARGEST_LOG_FACTOR)
 
 
 def _empirical_bayes(token_counts: Tensor, num_items: int) -> Tensor:

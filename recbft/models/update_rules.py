@@ -60,13 +60,7 @@ class FixedUpdate(nn.Module):
 
 
 class GateUpdate(nn.Module):
-    """Equation (3.4).
-
-    Args:
-        hidden_size: D.
-        num_gains: rows of W: H for a gain per head, D for one per coordinate.
-        initial_gain: K0, the gain at the start.
-    """
+    """Equation (3.4); ``num_gains``, the rows of W, is H for a gain per head, D for one per coordinate."""
 
     def __init__(self, hidden_size: int, num_gains: int, *, initial_gain: float) -> None:
         super().__init__()
