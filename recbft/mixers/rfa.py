@@ -82,6 +82,7 @@ class RobustFilterAttention(Mixer):
     """
 
     groups: Mapping[str, Group] = {"sde": "dynamics", "precision": "precision"}
+    read: nn.Parameter  # where there is no output map
 
     def __init__(
         self,
@@ -107,7 +108,8 @@ class RobustFilterAttention(Mixer):
         self.key = nn.Linear(hidden_size, 2 * n_heads * K)
         self.value = nn.Linear(hidden_size, 2 * n_heads * K)
         self.out = nn.Linear(2 * n_heads * K, hidden_size) if output_projection else None
-        self.read = None if output_projection else nn.Parameter(_real_parts(n_heads, width, K))
+        if not output_projection:
+            self.read = nn.Parameter(_real_parts(n_heads, width, K))
         self.gate = ConfidenceGate(n_heads) if config.confidence_gate else None
         self.precision = None
         if gives_precision:
@@ -131,7 +133,8 @@ class RobustFilterAttention(Mixer):
         dropout = self.dropout if self.training else 0.0
         clock = self._clock(context, x)
         value, evidence = filtered(
-            *self._sightings(x, source),
+            self._heads(self.query(x)),
+            self._heads(self.key(source)),
             v,
             context,
             dynamics,
@@ -147,7 +150,8 @@ class RobustFilterAttention(Mixer):
             value = sample_state(value, evidence, dynamics.query_noise, valid=context.valid)
         latent = real(value.transpose(1, 2)).flatten(2).to(x.dtype)  # (B, T, 2 H K)
         found = None if self.precision is None else self._carried(self.precision(evidence, self.lam_max).to(x.dtype))
-        return Observation(self._read_out(latent), found)
+        innovation = F.linear(latent, torch.block_diag(*self.read)) if self.out is None else self.out(latent)
+        return Observation(innovation, found)
 
     def attention(
         self,
@@ -159,10 +163,9 @@ class RobustFilterAttention(Mixer):
         source: Tensor | None = None,
     ) -> Tensor:
         """What is left of each key in the estimate, before dropout: softmax times decay, (B, H, T, T)."""
-        q, k = self._sightings(x, x if source is None else source)
         weights, _ = decayed_weights(
-            q,
-            k,
+            self._heads(self.query(x)),
+            self._heads(self.key(x if source is None else source)),
             context,
             self._dynamics(x),
             self._clock(context, x),
@@ -170,9 +173,6 @@ class RobustFilterAttention(Mixer):
             self._key_bias(precision, ramp),
         )
         return weights
-
-    def _sightings(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-        return self._heads(self.query(x)), self._heads(self.key(source))
 
     def _dynamics(self, x: Tensor) -> Dynamics:
         return Dynamics(*(part.to(_real_type(x)) for part in self.sde()))
@@ -187,18 +187,10 @@ class RobustFilterAttention(Mixer):
             return None
         return ramped(scalar_log_precision(precision), ramp)
 
-    def _read_out(self, latent: Tensor) -> Tensor:
-        if self.out is not None:
-            read: Tensor = self.out(latent)
-            return read
-        assert self.read is not None
-        return F.linear(latent, torch.block_diag(*self.read))
-
     def _carried(self, per_head: Tensor) -> Tensor:
         """lobs on the coordinates of the output, (B, H, T) -> (B, T, D)."""
         per_token = per_head.transpose(1, 2)  # (B, T, H)
         if self.out is None:
-            assert self.read is not None
             return per_token.repeat_interleave(self.read.shape[1], dim=-1)
         columns = self.out.weight.shape[1] // self.n_heads
         return projected_precision(per_token.repeat_interleave(columns, dim=-1), self.out.weight, cap=self.lam_max)

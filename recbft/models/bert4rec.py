@@ -71,11 +71,6 @@ def bert4rec(
     moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
     """The model; arguments as ``ModelSpec`` says."""
-    if core is not None and config.layer != "pre_norm":
-        raise UserError(
-            f"backbone.layer is {config.layer!r}, but arm 'bft' needs 'pre_norm'; leave it out, or take arm matched or "
-            "published"
-        )
     D, post_norm = config.hidden_size, config.layer == "post_norm"
     read_out: nn.Module | None = None
     if config.head == "gelu":

@@ -70,13 +70,6 @@ def hstu(
     moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
     """The model; arguments as ``ModelSpec`` says."""
-    if core is not None:
-        for key, needed in (("feed_forward", True), ("activation", "gelu")):
-            if (found := getattr(config, key)) != needed:
-                raise UserError(
-                    f"backbone.{key} is {str(found).lower()}, but arm 'bft' needs {str(needed).lower()}, to predict "
-                    "precision through the feed-forward network; leave it out, or take arm matched or published"
-                )
     own = {"norm_eps": config.norm_eps, "time_bias": config.time_bias}
     pointwise = Mixing("pointwise")
     blocks = make_blocks(

@@ -30,6 +30,16 @@ def make_blocks(
 ) -> list[Block]:
     """The layers of a backbone around its mixers, each with a precision channel where ``core`` is given."""
     D = config.hidden_size
+    for key, found, needed in (
+        ("layer", layer, "pre_norm"),
+        ("activation", activation, "gelu"),
+        ("feed_forward", str(inner_size is not None).lower(), "true"),
+    ):
+        if core is not None and found != needed:
+            raise UserError(
+                f"backbone.{key} is {found}, but arm 'bft' needs {needed}, to predict precision through the "
+                "feed-forward network; leave it out, or take arm matched or published"
+            )
     if moe is not None and (layer != "pre_norm" or inner_size is None):
         kind = layer if layer != "pre_norm" else "feed_forward false"
         raise UserError(f"experts need a pre-norm layer with a feed-forward network, got {kind}; leave them out")
