@@ -46,20 +46,6 @@ def dense(mixer, x, precision, ramp):
     return weights, v
 
 
-@pytest.mark.parametrize(("seed", "ramp"), [(0, 0.0), (1, 0.3), (2, 1.0)])
-def test_the_observation_is_the_dense_weighted_statistic(seed, ramp):
-    mixer = make(seed, estimator="reml", recency_decay=0.8)
-    x, precision = drawn(seed)
-    innovation, found = mixer(x, precision, context(), ramp=ramp)
-    weights, v = dense(mixer, x, precision, ramp)
-    mean = weights @ v
-    variance = torch.einsum("htj,hjtk->htk", weights, (v[:, :, None] - mean[:, None]).square())
-    size = 1 / weights.square().sum(-1, keepdim=True)
-    expected = (size + 1) / (variance + 1 / K)
-    torch.testing.assert_close(innovation[0], torch.cat(list(mean), dim=-1), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found[0], torch.cat(list(expected), dim=-1), rtol=1e-8, atol=1e-10)
-
-
 def precision_by_hand(estimator, a, v, trust):
     """What an estimator makes of the weights of one query, the values of one coordinate and the trust in each key."""
     mean, size = a @ v, 1 / a.square().sum()
@@ -100,13 +86,6 @@ def test_delta_without_an_incoming_precision_trusts_every_key_alike():
         torch.testing.assert_close(one, two)
 
 
-def test_an_estimator_that_is_unknown_to_softmax_weights_is_refused_with_those_that_are():
-    with pytest.raises(
-        ValueError, match="'evidence' is not defined for softmax weights; choose reml, reml_naive, sandw"
-    ):
-        make(estimator="evidence")
-
-
 def test_a_projected_precision_adds_variances_through_the_squared_weights():
     plain, projected = make(estimator="reml"), make(estimator="reml", output_projection=True)
     projected.load_state_dict(plain.state_dict(), strict=False)
@@ -138,21 +117,6 @@ def test_the_first_token_meets_the_largest_reml_precision():
     assert (found <= 2 * K + T / (1 / K)).all()
     naive = make(estimator="reml_naive", lam_max=30.0)(*drawn(), context()).precision
     assert (naive[0, 0] == 30).all() and (naive <= 30).all()
-
-
-def test_an_imprecise_key_is_hardly_read_and_the_ramp_lets_precision_in():
-    mixer = make()
-    x, precision = drawn()
-    other, doubted = x.clone(), precision.clone()
-    other[:, 2] = drawn(1)[0][:, 2]
-    doubted[:, 2] = 1e-6
-
-    def effect(precision):
-        one, two = (mixer(value, precision, context()).innovation[0, 3:] for value in (x, other))
-        return (one - two).norm().item()
-
-    assert effect(doubted) < 1e-4 * effect(precision)
-    assert torch.equal(mixer(x, doubted, context(), ramp=0.0).innovation, mixer(x, None, context()).innovation)
 
 
 def test_keys_and_values_can_be_read_from_elsewhere():

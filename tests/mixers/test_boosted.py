@@ -70,19 +70,15 @@ def test_rounds_correct_what_the_ones_before_left(gate, rounds, ramp):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"estimator": "sandwich", "recency_decay": 0.9},
         {"estimator": "reml", "kriging": "per_dimension"},
         {"estimator": "reml", "output_projection": True, "recency_decay": 0.9, "prior_dof": 2.0, "lam_max": 5.0},
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_round_is_softmax_attention_bit_for_bit(settings, dtype):
-    one = boosted(rounds=1, **settings).to(dtype)
-    plain = SoftmaxAttention(D, H, **settings).to(dtype).eval()
-    state = {name.removeprefix("rounds.0."): value for name, value in one.state_dict().items()}
-    plain.load_state_dict(state)
-    x, precision = (value.to(dtype) for value in drawn())
+def test_one_round_is_softmax_attention_bit_for_bit(settings):
+    one = boosted(rounds=1, **settings)
+    plain = SoftmaxAttention(D, H, **settings).double().eval()
+    plain.load_state_dict({name.removeprefix("rounds.0."): value for name, value in one.state_dict().items()})
+    x, precision = drawn()
     for seen in (precision, None):
         for a, b in zip(one(x, seen, context(), ramp=0.6), plain(x, seen, context(), ramp=0.6), strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
@@ -114,16 +110,6 @@ def test_twicing_is_twice_the_smoother_less_its_square(estimator, causal, krigin
         plain = SoftmaxAttention(D, H, output_projection=True, **settings).double()
         plain.load_state_dict({name.removeprefix("smoother."): value for name, value in mixer.state_dict().items()})
         torch.testing.assert_close(lam, plain(x, precision, where, ramp=0.7).precision)
-
-
-def test_twicing_a_projection_changes_nothing():
-    """Where A^2 = A nothing is left to correct: here every token reads the first one alone."""
-    mixer = TwicingAttention(D, H).double().eval()
-    x, precision = drawn()
-    precision = torch.full_like(precision, 1e-150)
-    precision[:, 0] = 1.0
-    found = mixer(x, precision, context(), ramp=1.0).innovation
-    torch.testing.assert_close(found, mixer.smoother.value(x[:, :1]).expand_as(x))
 
 
 def test_the_gate_has_the_gradients_of_its_formula():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recbft.config.fields import from_dict, to_dict
+from recbft.config.fields import from_dict
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.robust_filter import Variant, filtered, read_clock
@@ -222,16 +222,6 @@ def test_real_time_with_equal_gaps_is_position_and_a_longer_pause_decays_more():
 # --- refusals
 
 
-def test_times_that_are_missing_or_run_backwards_are_refused():
-    batch, context = packed([5])
-    x, _ = inputs(batch)
-    mixer = make(time=True)
-    with pytest.raises(UserError, match="time: true needs the time of every event"):
-        mixer(x, None, SequenceContext(context.segment, context.position))
-    with pytest.raises(UserError, match="is negative; sort every history by time"):
-        mixer(x, None, SequenceContext(context.segment, context.position, -context.time))
-
-
 def test_odd_widths_and_too_many_undamped_heads_are_refused():
     with pytest.raises(
         UserError, match="3 complex coordinates per head do not make pairs of frequencies; give an even"
@@ -273,9 +263,3 @@ def test_what_softplus_makes_of_a_start_is_the_start():
 def test_settings_out_of_range_or_without_effect_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         from_dict(RobustFilterConfig, settings)
-
-
-def test_a_config_survives_yaml_words():
-    config = from_dict(RobustFilterConfig, {"rotate": False, "multiplicative": "off", "time": True})
-    assert config.rotate == "off" and config.multiplicative == "off"
-    assert from_dict(RobustFilterConfig, to_dict(config)) == config

@@ -10,38 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from recbft.datasets.batches import pack_histories
-from recbft.models import MODELS
 
 V, D, H, T = 12, 8, 2, 10
 K = D // H
-
-
-def build(model, **settings):
-    spec = MODELS[model]
-    config = spec.config(**{"hidden_size": D, "max_length": T, "dropout": 0.0, **spec.arms["published"], **settings})
-    made = spec.build(config, None, torch.arange(V + 1)).double().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.4)
-    made.set_ramp(1.0)
-    return made
-
-
-def draw(seed, count=4):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(1, V + 1, rng.integers(1, T)) for _ in range(count)]
-
-
-def scores_of(model, histories, times=None):
-    items, stop = np.concatenate(histories), np.cumsum([len(history) for history in histories])
-    start = stop - [len(history) for history in histories]
-    stamps = None if times is None else np.concatenate(times)
-    batch = pack_histories(items, start, stop, times=stamps, append=model.append)
-    with torch.no_grad():
-        weight, bias = model.item_table()
-        scores = model.user_states(batch).state @ weight.T
-        return scores if bias is None else scores + bias
 
 
 def linear(w, name, x):
@@ -53,11 +24,12 @@ def norm(w, name, x, eps):
 
 
 @pytest.mark.parametrize("positions", ["latest", "oldest"])
-def test_bert4rec_published_is_bert_over_the_items_and_a_mask(positions):
-    model = build("bert4rec", positions=positions)
-    w, eps = model.state_dict(), model.config.norm_eps
-    histories = draw(1)
-    for history, found in zip(histories, scores_of(model, histories), strict=True):
+def test_bert4rec_published_is_bert_over_the_items_and_a_mask(lab, positions):
+    model = lab.shaken(lab.build("published", "bert4rec", positions=positions)).eval()
+    w, eps, histories = model.state_dict(), model.config.norm_eps, lab.draw_histories(1)
+    with torch.no_grad():
+        states, (weight, bias) = model.user_states(lab.packed(histories, model)).state, model.item_table()
+    for history, found in zip(histories, states @ weight.T + bias, strict=True):
         tokens = torch.tensor([*history, V + 1])
         places = torch.arange(len(tokens))
         places = places.flip(0) if positions == "latest" else places
@@ -91,8 +63,9 @@ def test_bert4rec_published_is_bert_over_the_items_and_a_mask(positions):
 
 
 @pytest.mark.parametrize("shown", [None, False, True], ids=["no times", "own time", "target's time"])
-def test_hstu_published_is_the_authors_layer(shown):
-    model = build("hstu", time_bias=shown is not None, show_target_time=bool(shown))
+def test_hstu_published_is_the_authors_layer(lab, shown):
+    times_of = {"time_bias": shown is not None, "show_target_time": bool(shown)}
+    model = lab.shaken(lab.build("published", "hstu", **times_of)).eval()
     w, eps = model.state_dict(), model.config.norm_eps
     rng = np.random.default_rng(3)
     history = rng.integers(1, V + 1, 7)
@@ -120,8 +93,8 @@ def test_hstu_published_is_the_authors_layer(shown):
     torch.testing.assert_close(found, norm(w, "norm", h[-1], eps), rtol=1e-10, atol=1e-10)
 
 
-def test_the_published_arms_have_the_parameters_of_their_papers():
-    bert, hstu = (dict(build(model).named_parameters()) for model in ("bert4rec", "hstu"))
+def test_the_published_arms_have_the_parameters_of_their_papers(lab):
+    bert, hstu = (dict(lab.build("published", model).named_parameters()) for model in ("bert4rec", "hstu"))
     assert {"norm_embedding.weight", "blocks.0.mixer.out.bias", "norm.0.weight", "item_bias"} <= set(bert)
     assert bert["item_embedding.weight"].shape == (V + 2, D) and bert["blocks.0.inner.weight"].shape == (4 * D, D)
     assert {"blocks.0.mixer.gate.weight", "blocks.0.mixer.position_table", "blocks.0.mixer.out.weight"} <= set(hstu)
