@@ -91,8 +91,7 @@ class BoostedAttention(Mixer):
         source: Tensor | None = None,
     ) -> Observation:
         """Observe every position, as ``Mixer`` says."""
-        source = x if source is None else source
-        total, found = self._after(len(self.rounds), x, precision, context, ramp, source)
+        total, found = self._after(len(self.rounds), x, precision, context, ramp, x if source is None else source)
         return projected(Observation(total, found), self.out, cap=self.lam_max)
 
     def attention(

@@ -29,7 +29,7 @@ from recbft.mixers import Mixer, Observation
 from recbft.mixers.interface import Group, TrainedPart
 from recbft.models.feed_forward import Activation, FeedForward, FuzzyMoE, Prediction
 from recbft.models.precision_channel import LayerPrecision
-from recbft.models.update_rules import KalmanUpdate, check_update
+from recbft.models.update_rules import KalmanUpdate, without_precision
 
 Layer = Literal["pre_norm", "post_norm", "original"]
 
@@ -38,8 +38,7 @@ class Block(TrainedPart):
     """Observe, update, predict.
 
     Args:
-        mixer: what moves information along T.
-        precision: the layer's precision channel, or None for the plain residual layer.
+        precision: None for the plain residual layer.
         update: the rule of a layer with a precision channel; Kalman's unless given.
         hidden_size, inner_size: D and F; ``inner_size`` None leaves the network out of a plain pre-norm layer.
         dropout: on the innovation and on the feed-forward output; also inside the network when ``layer`` is original.
@@ -74,7 +73,8 @@ class Block(TrainedPart):
         self.update: nn.Module | None = None
         if precision is not None:
             self.update = KalmanUpdate() if update is None else update
-            check_update(self.update, mixer)
+            if isinstance(self.update, KalmanUpdate) and not mixer.gives_precision:
+                raise without_precision(type(mixer).__name__)
         self.norm_mixer = LayerNorm(hidden_size, eps=norm_eps)
         self.norm_ffn = None if inner_size is None else LayerNorm(hidden_size, eps=norm_eps)
         self.moe = moe

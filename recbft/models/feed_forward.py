@@ -118,8 +118,9 @@ class FuzzyMoE(TrainedPart):
     def forward(self, x: Tensor, valid: Tensor, *, with_jacobian: bool = False) -> Prediction:
         """Predict from the normalised stream, (B, T, D) or tokens alone, (N, D), with (9.41) where it is asked for."""
         gates = self.gates(self.memberships(x)) * valid[..., None]
-        if self.training:
-            self.penalty.leave(self.config.load_balance * load_imbalance(gates, valid))
+        if self.training:  # (9.40)
+            load = gates.flatten(0, -2).sum(dim=0) / valid.sum().clamp(min=1)
+            self.penalty.leave(self.config.load_balance * (load - 1 / self.config.experts).square().mean())
         tokens, shares = x.flatten(0, -2), gates.flatten(0, -2)
         output = torch.zeros_like(tokens)
         jacobian = torch.zeros_like(tokens) if with_jacobian else None
@@ -163,9 +164,3 @@ class FuzzyMoE(TrainedPart):
 def _choosers(share: Tensor) -> Tensor:
     """Which tokens have a share in an expert; under torch.func, whose members choose apart, all, most with one of 0."""
     return torch.arange(len(share), device=share.device) if transformed() else share.nonzero()[:, 0]
-
-
-def load_imbalance(gates: Tensor, valid: Tensor) -> Tensor:
-    """The mean square of (9.40) over real tokens, (B, T, E) and (B, T): 0 where all experts carry alike."""
-    load = gates.flatten(0, -2).sum(dim=0) / valid.sum().clamp(min=1)
-    return (load - 1 / gates.shape[-1]).square().mean()

@@ -108,8 +108,9 @@ class ItemLoss:
 
 def _cross_entropy(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     mean = full_cross_entropy(states, weight, target)
-    if loss.label_smoothing:
-        mean = mean + loss.label_smoothing * smoothing_term(states, weight, target)
+    if loss.label_smoothing:  # (10.4)
+        from_mean = weight[target] - weight.mean(dim=0)
+        mean = mean + loss.label_smoothing * (states * from_mean).sum(dim=1).mean()
     return mean
 
 
@@ -148,11 +149,6 @@ def with_bias(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     if bias is None:
         return states, weight
     return torch.cat([states, torch.ones_like(states[:, :1])], dim=1), torch.cat([weight, bias[..., None]], dim=-1)
-
-
-def smoothing_term(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The factor of e in (10.4), its mean over positions; arguments as those of ``ItemLoss``, biases a column."""
-    return (states * (weight[target] - weight.mean(dim=0))).sum(dim=1).mean()
 
 
 def sampled_softmax(states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, log_expected: Tensor) -> Tensor:

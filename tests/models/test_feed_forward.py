@@ -12,7 +12,7 @@ from recbft.mixers import SoftmaxAttention
 from recbft.mixers.interface import take_penalties
 from recbft.models import CoreConfig
 from recbft.models.block import Block
-from recbft.models.feed_forward import FuzzyMoE, FuzzyMoEConfig, load_imbalance
+from recbft.models.feed_forward import FuzzyMoE, FuzzyMoEConfig
 from recbft.models.precision_channel import LayerPrecision
 
 D, INNER, E, R = 6, 10, 4, 3
@@ -97,15 +97,6 @@ def test_a_layer_with_experts_adds_their_mixture_and_predicts_through_its_slope(
         noise = process_noise(precision.noise_logits, 1.0)
         expected = predict_precision_ref(updated.precision, predicted.jacobian, noise)
     torch.testing.assert_close(found.precision, expected)
-
-
-def test_load_imbalance_by_hand():
-    gates = torch.tensor([[[1.0, 0.0], [0.5, 0.5], [0.0, 0.0]]]).double()
-    valid = torch.tensor([[True, True, False]])
-    # mean gates (3/4, 1/4), each 1/4 from a half
-    assert load_imbalance(gates, valid).item() == 1 / 16
-    even = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]]).double()
-    assert load_imbalance(even, valid).item() == 0
 
 
 def test_the_penalty_is_left_in_training_alone_and_pulls_on_the_gates():
