@@ -66,9 +66,6 @@ class Block(TrainedPart):
         moe: FuzzyMoE | None = None,
     ) -> None:
         super().__init__()
-        assert precision is None or (activation == "gelu" and layer == "pre_norm" and inner_size is not None)
-        assert moe is None or (layer == "pre_norm" and inner_size is not None)
-        assert inner_size is not None or layer == "pre_norm"
         self.mixer, self.precision = mixer, precision
         self.update: nn.Module | None = None
         if precision is not None:
@@ -88,12 +85,7 @@ class Block(TrainedPart):
     def forward(self, belief: Belief, context: SequenceContext, ramp: float, only: Tensor | None = None) -> Belief:
         """One layer's step; without a precision channel the incoming precision is passed on untouched.
 
-        Args:
-            belief: of all tokens, (B, T, D).
-            context: which token may read which.
-            ramp: the warm-up, in [0, 1].
-            only: tokens, counted through the rows, whose belief is all that is wanted: the result is (N, D). For the
-                last layer in evaluation.
+        ``only``, for the last layer in evaluation, names the tokens that are wanted, as in ``Backbone.encode``.
         """
         if self.precision is None or self.update is None:
             return Belief(self._plain(belief.mean, context, ramp, only), pick(belief.precision, only))

@@ -7,21 +7,12 @@ import math
 import pytest
 import torch
 
-from recbft.core import SequenceContext
 from recbft.mixers import SoftmaxAttention
+from tests.mixers.histories import context, drawn
 
-D, H, T = 6, 2, 7
+D, H, T = 6, 2, 9
 K = D // H
-
-
-def context(T=T):
-    return SequenceContext(torch.zeros(1, T, dtype=torch.int64), torch.arange(T)[None])
-
-
-def drawn(seed=0, T=T):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, T, D, generator=generator, dtype=torch.float64)
-    return x, torch.rand(1, T, D, generator=generator, dtype=torch.float64) * 5 + 0.1
+WHERE = context((T,))
 
 
 def make(seed=0, **settings):
@@ -66,7 +57,7 @@ def test_every_estimator_reads_the_weights_it_is_meant_to(estimator, kriging):
     ramp = 0.4
     mixer = make(3, estimator=estimator, kriging=kriging, recency_decay=0.8)
     x, precision = drawn(3)
-    innovation, found = mixer(x, precision, context(), ramp=ramp)
+    innovation, found = mixer(x, precision, WHERE, ramp=ramp)
     for d in range(D):
         # The precision that this coordinate's weights know of, the same on all coordinates.
         known = precision[..., d : d + 1] if kriging == "per_dimension" else precision.mean(-1, keepdim=True)
@@ -82,7 +73,7 @@ def test_every_estimator_reads_the_weights_it_is_meant_to(estimator, kriging):
 def test_delta_without_an_incoming_precision_trusts_every_key_alike():
     mixer = make(estimator="delta")
     x, precision = drawn()
-    for one, two in zip(mixer(x, None, context()), mixer(x, torch.ones_like(precision), context()), strict=True):
+    for one, two in zip(mixer(x, None, WHERE), mixer(x, torch.ones_like(precision), WHERE), strict=True):
         torch.testing.assert_close(one, two)
 
 
@@ -90,8 +81,8 @@ def test_a_projected_precision_adds_variances_through_the_squared_weights():
     plain, projected = make(estimator="reml"), make(estimator="reml", output_projection=True)
     projected.load_state_dict(plain.state_dict(), strict=False)
     x, precision = drawn()
-    innovation, found = plain(x, precision, context())
-    through, carried = projected(x, precision, context())
+    innovation, found = plain(x, precision, WHERE)
+    through, carried = projected(x, precision, WHERE)
     torch.testing.assert_close(through, projected.out(innovation))
     torch.testing.assert_close(1 / carried, (1 / found) @ projected.out.weight.square().T, rtol=1e-8, atol=1e-10)
 
@@ -100,22 +91,22 @@ def test_a_projected_precision_adds_variances_through_the_squared_weights():
 def test_dropping_weights_changes_the_innovation_and_not_its_precision(estimator):
     mixer = make(estimator=estimator, dropout=0.5)
     x, precision = drawn()
-    still, certain = mixer(x, precision, context())
-    undropped = make(estimator=estimator)(x, precision, context())
+    still, certain = mixer(x, precision, WHERE)
+    undropped = make(estimator=estimator)(x, precision, WHERE)
     assert torch.equal(still, undropped.innovation), "evaluation drops nothing"
     mixer.train()
     torch.manual_seed(3)
-    shaken, as_certain = mixer(x, precision, context())
+    shaken, as_certain = mixer(x, precision, WHERE)
     assert not torch.allclose(still, shaken)
     torch.testing.assert_close(certain, as_certain, rtol=1e-10, atol=1e-12)
 
 
 def test_the_first_token_meets_the_largest_reml_precision():
     mixer = make(estimator="reml", prior_dof=1.0)
-    _, found = mixer(*drawn(), context())
+    _, found = mixer(*drawn(), WHERE)
     torch.testing.assert_close(found[0, 0], torch.full((D,), 2.0 * K, dtype=torch.float64), rtol=1e-6, atol=0)
     assert (found <= 2 * K + T / (1 / K)).all()
-    naive = make(estimator="reml_naive", lam_max=30.0)(*drawn(), context()).precision
+    naive = make(estimator="reml_naive", lam_max=30.0)(*drawn(), WHERE).precision
     assert (naive[0, 0] == 30).all() and (naive <= 30).all()
 
 
@@ -123,7 +114,7 @@ def test_keys_and_values_can_be_read_from_elsewhere():
     mixer = make()
     x, _ = drawn(0)
     source, _ = drawn(1)
-    found = mixer(x, None, context(), source=source).innovation
+    found = mixer(x, None, WHERE, source=source).innovation
     q, k, v = mixer.query(x), mixer.key(source), mixer.value(source)
     q, k, v = (part.view(1, T, H, K).transpose(1, 2) for part in (q, k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -220,6 +220,7 @@ def test_keys_and_values_may_be_read_elsewhere_and_weights_tell_which_keys_are_r
         assert weights.shape == (len(x), D if mixer.by_coordinate else mixer.n_heads, *2 * x.shape[1:2])
         assert not weights[:, :, ~context.allowed[0]].any()
         assert torch.equal(weights, mixer.attention(x, precision, context, ramp=1.0, source=source))
+        assert not torch.allclose(weights, mixer.attention(x, precision, context))
 
 
 @over_mixers

@@ -26,16 +26,17 @@ def make(*, training=False, seed=0, **settings):
 def test_attention_reports_what_is_left_of_each_key_that_may_be_read(settings):
     mixer = make(**settings)
     batch, context = packed([5, 3, 4])
-    x, precision = inputs(batch)
-    weights = mixer.attention(x, precision, context, ramp=0.7)
+    (x, precision), (source, _) = inputs(batch), inputs(batch, seed=1)
+    weights = mixer.attention(x, precision, context, ramp=0.7, source=source)
     assert weights.shape == (*batch.items.shape[:1], H, *2 * batch.items.shape[1:])
     assert (weights >= 0).all() and (weights.sum(-1) <= 1 + 1e-12).all()
     assert not weights.masked_fill(context.allowed[:, None], 0.0).any()
     if settings.get("rotate") == "off":  # then nothing but the weights stands between the values and the estimate
-        v = torch.view_as_complex(mixer.value(x).unflatten(-1, (H, K, 2))).transpose(1, 2)
+        v = torch.view_as_complex(mixer.value(source).unflatten(-1, (H, K, 2))).transpose(1, 2)
         state = torch.view_as_real((weights.to(v.dtype) @ v).transpose(1, 2)).flatten(2)
         expected = state @ torch.block_diag(*mixer.read).T
-        torch.testing.assert_close(mixer(x, precision, context, ramp=0.7).innovation, expected)
+        found = mixer(x, precision, context, ramp=0.7, source=source).innovation
+        torch.testing.assert_close(found, expected)
 
 
 # --- starts

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from recbft.core import (
     SequenceContext,
@@ -15,9 +16,14 @@ from recbft.core import (
     jacobian_factors,
     low_rank_jacobian,
 )
+from recbft.datasets import Dataset, SyntheticConfig
+from recbft.datasets.synth import generate
 from recbft.errors import RunError
 from recbft.models import CoreConfig
 from recbft.models.precision_channel import LayerPrecision
+from recbft.training.bundle import load_trained
+from recbft.training.one_run import train
+from recbft.training.run_config import load_run_config
 
 # Starting values -------------------------------------------------------------------------------------
 
@@ -152,10 +158,11 @@ def test_a_layer_adds_little_noise_at_the_start_and_keeps_precision_above_a_thou
     layer = LayerPrecision(core, hidden_size=4, head_width=2).double()
     precision = torch.tensor([1e-3, 1.0, 30.0, 1e3]).double()
     start = layer.predict(precision, torch.zeros(()).double())
-    if propagation == "jacobian":
-        noise = 2 * math.log1p(math.exp(-9))
-        torch.testing.assert_close(start, (1 / (1 / precision + noise)).clamp(1e-3, 100))
+    noise = 2 * math.log1p(math.exp(-9))
+    left = {"jacobian": 1 / (1 / precision + noise), "discount": 0.99 * precision, "decay": precision}[propagation]
+    torch.testing.assert_close(start, left.clamp(1e-3, 100))
     (parameter,) = layer.parameters()
+    assert parameter.numel() == (4 if propagation == "jacobian" else 1)
     with torch.no_grad():
         parameter.fill_({"jacobian": 1e4, "discount": -20.0, "decay": 20.0}[propagation])
     assert (layer.predict(precision, torch.zeros(()).double())[:3] == 1e-3).all()
@@ -291,3 +298,30 @@ def test_weights_that_are_too_large_for_a_jacobian_are_told(lab):
             weight.mul_(1e30 / weight.abs().max())  # finite, and their products are not
     with pytest.raises(RunError, match=r"feed-forward weights are too large, up to 1e\+30, .* lower learning_rate"):
         model.refresh()
+
+
+def test_credibility_finds_which_items_are_noise(tmp_path):
+    """Where the reliability of items is known, the precision that is learned is that reliability."""
+    planted = generate(
+        SyntheticConfig(
+            num_users=800,
+            num_items=200,
+            item_reliabilities=(1.0, 0.2),
+            item_shares=(0.5, 0.5),
+            user_reliabilities=(1.0,),
+            user_shares=(1.0,),
+            seed=0,
+        )
+    )
+    dataset = Dataset.from_frame(planted.events, name="planted", time="timestamp")
+    settings = ["hidden_size=32", "batch_size=32", "dropout=0.3", "epochs=12", "training.threads=1"]
+    core = ["core.initial=credibility", "core.prior_events=30"]
+    config = load_run_config(None, [*settings, *core], model="sasrec", arm="bft", seed=0)
+    *_, model = load_trained(train(config, tmp_path / "run", dataset=dataset).path)
+    items = torch.arange(1, dataset.num_items + 1)
+    with torch.no_grad():
+        learned = model.item_precision(items, model.item_embedding(items))[:, 0].numpy()
+    truth = planted.items.set_index("item_id").loc[dataset.decode(items.numpy()), "reliability"].to_numpy()
+    assert stats.spearmanr(learned, truth).statistic > 0.5  # .87 at most, since the truth has two levels
+    noise, taste = (np.exp(np.log(learned[truth == level]).mean()) for level in (0.2, 1.0))
+    assert taste > 4 * noise
