@@ -22,10 +22,10 @@ from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.filter_step import kalman_update, predict_precision
 from recbft.kernels.gelu import gelu_with_slope
 from recbft.kernels.layer_norm import layer_norms
+from recbft.kernels.robust_filter import Dynamics, Variant, filtered, read_clock
 from recbft.kernels.silu_moments import silu_moments
 from recbft.kernels.softmax_moments import softmax_mean, softmax_moments, softmax_reml
 from recbft.mixers.bayesian import filter_memory
-from recbft.mixers.rfa import robust_filter_attention
 
 Outputs = tuple[Tensor, ...]
 
@@ -163,8 +163,9 @@ def robust_filter(B: int, H: int, T: int, K: int) -> Case:
 
     def run(x: Mapping[str, Tensor], impl: str) -> Outputs:
         context = packed(B, T, device=str(x["q"].device))
-        scalars = {name: x[name] for name in ("frequency", *heads)}
-        return tuple(robust_filter_attention(x["q"], x["k"], x["v"], context, **scalars, impl=impl))
+        dynamics = Dynamics(*(x[name] for name in ("frequency", *heads)), torch.ones_like(x["decay"]))
+        clock = read_clock(context, dtype=x["decay"].dtype)
+        return filtered(x["q"], x["k"], x["v"], context, dynamics, clock, Variant(), impl=impl)
 
     leaves = {
         n: torch.complex(_normal(B, H, T, K, seed=s), _normal(B, H, T, K, seed=s + 5)) for s, n in enumerate("qkv")

@@ -26,7 +26,8 @@ from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
 from recbft.experiments.lists import parse_seeds
-from recbft.mixers.bayesian import MemoryTrace, filter_memory
+from recbft.kernels.memory import MemoryTrace
+from recbft.mixers.bayesian import filter_memory
 from recbft.mixers.memory_family import unfiltered_memory
 from recbft.reporting.tables import text_table
 from recbft.system.files import write_json

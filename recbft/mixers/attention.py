@@ -58,9 +58,6 @@ class SoftmaxAttention(Mixer):
         prior_dof, prior_variance: nu and s0 of the estimator, 1 / K unless given.
         kriging: ``scalar`` weighs a key by its mean precision, ``per_dimension`` each coordinate by its own (short rows
             only: ``core.MAX_TOKENS``).
-
-    Raises:
-        UserError: the estimator is not defined for softmax weights.
     """
 
     weights = "softmax"  # which estimators are defined: core.ESTIMATORS
@@ -167,7 +164,7 @@ class SoftmaxAttention(Mixer):
             mean, found = softmax_reml(q, k, v, context, **known, prior_scale=s0, prior_dof=nu, cap=self.lam_max)
         else:
             mean, S, n = softmax_moments(q, k, v, context, **known)
-            found = self._by_residuals(S, n)
+            found = reml_naive_precision(S, n, cap=self.lam_max)
         return self._observation(mean, found)
 
     def _is_written_out(self, estimator: str | None) -> bool:
@@ -211,11 +208,6 @@ class SoftmaxAttention(Mixer):
     def _log_decay(self, ramp: float) -> Tensor | None:
         return None if self.decay_logit is None else ramped(F.logsigmoid(self.decay_logit), ramp)
 
-    def _by_residuals(self, S: Tensor, n: Tensor) -> Tensor:
-        if self.estimator == "reml":
-            return reml_precision(S, n, prior_scale=self.prior_variance, prior_dof=self.prior_dof, cap=self.lam_max)
-        return reml_naive_precision(S, n, cap=self.lam_max)
-
     @in_full_precision
     def _observe_written_out(
         self,
@@ -256,11 +248,14 @@ class SoftmaxAttention(Mixer):
         if self.estimator == "delta":
             return delta_precision(propagated_variance(weights, trust), cap=self.lam_max)
         n = effective_sample_size(weights)
+        if self.estimator == "reml_naive":
+            return reml_naive_precision(residual_variance(weights, v, context), n, cap=self.lam_max)
+        s0, nu = self.prior_variance, self.prior_dof
         if self.estimator == "design_effect":
             spread = key_variance(v, context)
-            s0, nu = self.prior_variance, self.prior_dof
             return design_effect_precision(spread, n, prior_scale=s0, prior_dof=nu, cap=self.lam_max)
-        return self._by_residuals(residual_variance(weights, v, context), n)
+        spread = residual_variance(weights, v, context)
+        return reml_precision(spread, n, prior_scale=s0, prior_dof=nu, cap=self.lam_max)
 
     def _kept_pairs(self, q: Tensor, dropout: float, *, num_heads: int) -> Tensor:
         """Dropout of the weights, (B, num_heads, T, T): drawn per head, also where each coordinate has weights."""

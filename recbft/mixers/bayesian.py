@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from recbft.autograd.eager import eagerly
-from recbft.autograd.transforms import transformed
 from recbft.config.fields import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError
@@ -42,8 +41,6 @@ from recbft.mixers.memory_maps import (
     fitted_transition,
     history_starts,
 )
-
-__all__ = ["BayesianConfig", "BayesianMixer", "MemoryTrace", "filter_memory"]
 
 
 @eagerly
@@ -80,54 +77,32 @@ def filter_memory(
 
     Returns:
         Readouts, their variance and the gains of all tokens, and the belief after the last column, in float32 at least.
-
-    Raises:
-        ValueError: a transition that does not fit, a variance out of range, an ``impl`` that cannot serve the call.
     """
     q, k, v = fitted_tokens(q, k, v)
     B, H, T, _ = k.shape
     process_noise, observation_noise = (x.to(v.dtype).expand(B, H, T) for x in (process_noise, observation_noise))
-    _check_variance("process_noise", process_noise, or_zero=True)
-    _check_variance("observation_noise", observation_noise)
-    _check_variance("prior_variance", prior_variance)
-    prior_variance = beside(v, prior_variance).expand(B, H)
     events = MemoryEvent(q, k, v, fitted_transition(transition, k), process_noise, observation_noise)
-    return memory.filter_memory(events, prior_variance, first, chunk=chunk, impl=impl)
-
-
-def _check_variance(name: str, x: float | Tensor, *, or_zero: bool = False) -> None:
-    if isinstance(x, Tensor) and (transformed() or x.numel() == 0):
-        return
-    least = x.detach().min().item() if isinstance(x, Tensor) else x
-    if least < 0 or (least == 0 and not or_zero):
-        raise ValueError(f"{name} has {least:.3g}; give a variance {'>=' if or_zero else '>'} 0")
+    return memory.filter_memory(events, beside(v, prior_variance).expand(B, H), first, chunk=chunk, impl=impl)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BayesianConfig(MixerOptions):
     """How the memory moves and is seen (the ``mixing`` section of a config).
 
-    Args:
-        transition: what a head keeps of its memory at each token: all (``identity``), one learned share (``scalar``),
-            one per row (``diagonal``), or one and an angle per pair of rows (``complex_pairs``, an even head width).
-        retention: the share kept where it is learned, at the start.
-        noise_groups: G, observation noises per head; divides the head width.
-        process_noise, observation_noise: ell2 and r2 at the start, in units of the prior variance.
-        prior_variance: s at the start; None means 1 / K, as of the REML estimator.
-        key_precision: weigh a write by its incoming precision, (9.25).
-        chunk_size: the longest chunk that the filter is evaluated in; None leaves it to the kernel.
+    A head keeps of its memory at each token all (``identity``), one learned share (``scalar``), one per row
+    (``diagonal``), or one and an angle per pair of rows (``complex_pairs``, an even head width).
     """
 
     only_with_precision = ("key_precision", "prior_variance")
 
     transition: Literal["identity", "scalar", "diagonal", "complex_pairs"] = "diagonal"
-    retention: float = 0.98
-    noise_groups: int = 1
-    process_noise: float = 0.01
-    observation_noise: float = 0.1
-    prior_variance: float | None = None
-    key_precision: Literal["on", "off"] = "on"
-    chunk_size: int | None = None
+    retention: float = 0.98  # the share kept where it is learned, at the start
+    noise_groups: int = 1  # G, observation noises per head; divides the head width
+    process_noise: float = 0.01  # ell2 at the start, in units of the prior variance
+    observation_noise: float = 0.1  # r2 likewise
+    prior_variance: float | None = None  # s at the start; None means 1 / K, as of the REML estimator
+    key_precision: Literal["on", "off"] = "on"  # weigh a write by its incoming precision, (9.25)
+    chunk_size: int | None = None  # the longest chunk that the filter is evaluated in; None leaves it to the kernel
 
     def __post_init__(self) -> None:
         check_range("retention", self.retention, above=LEAST_TRANSITION, below=1)
@@ -141,14 +116,7 @@ class BayesianConfig(MixerOptions):
 
 
 class BayesianMixer(Mixer):
-    """Equations (9.15) to (9.18) over a packed batch; the memory begins anew with every history.
-
-    Args:
-        config: how the memory moves and is seen.
-
-    Raises:
-        UserError: a head width that noise groups or pairs of rows do not divide.
-    """
+    """Equations (9.15) to (9.18) over a packed batch; the memory begins anew with every history."""
 
     def __init__(
         self,
@@ -188,39 +156,20 @@ class BayesianMixer(Mixer):
         ramp: float = 1.0,
         source: Tensor | None = None,
     ) -> Observation:
-        """Observe every position, as ``Mixer`` says; the tokens of a history stand side by side in order of position.
-
-        Raises:
-            UserError: the context is not causal.
-        """
+        """Observe every position, as ``Mixer`` says; the tokens of a history stand side by side in their order."""
         first = history_starts(context, "bayesian")
-        event = self._events(x, precision, ramp, x if source is None else source)
-        trace = filter_memory(
-            event.query,
-            event.key,
-            event.value,
-            transition=event.transition,
-            process_noise=event.process_noise,
-            observation_noise=event.observation_noise,
-            prior_variance=1.0,
-            first=first,
-            chunk=self.config.chunk_size,
-        )
-        real = context.valid[..., None]
-        return self._observation(trace.readout, trace.readout_variance, x).each(lambda part: part * real)
-
-    def _events(self, x: Tensor, precision: Tensor | None, ramp: float, source: Tensor) -> MemoryEvent:
-        """What every token writes and reads, each group of noise a head of its own: (B, H G, T, ...)."""
+        source, G = x if source is None else source, self.config.noise_groups
         q, k, v = self.maps(x, source)
-        trust = precision if self.config.key_precision == "on" else None
-        r2 = self.observation(source, trust, ramp)
+        r2 = self.observation(source, precision if self.config.key_precision == "on" else None, ramp)
         ell2, a = self.process(source), self.transition(source)
-        G = self.config.noise_groups
-        if G > 1:
+        if G > 1:  # each group of noise is a head of its own, (B, H G, T, ...)
             q, k, ell2 = (y.repeat_interleave(G, dim=1) for y in (q, k, ell2))
             a = None if a is None else a.repeat_interleave(G, dim=1)
             v = v.unflatten(-1, (G, -1)).movedim(-2, 2).flatten(1, 2)  # (B, H, T, K) -> (B, H G, T, K / G)
-        return MemoryEvent(q, k, v, a, ell2, r2)
+        noises = {"process_noise": ell2, "observation_noise": r2, "prior_variance": 1.0}
+        trace = filter_memory(q, k, v, transition=a, **noises, first=first, chunk=self.config.chunk_size)
+        real = context.valid[..., None]
+        return self._observation(trace.readout, trace.readout_variance, x).each(lambda part: part * real)
 
     def _observation(self, readout: Tensor, variance: Tensor, x: Tensor) -> Observation:
         """(9.17) and (9.18) from what the groups read, (B, H G, T, K / G) and (B, H G, T)."""

@@ -52,8 +52,6 @@ class BoostedAttention(Mixer):
     """Equations (9.26) and (9.27) over a packed batch; arguments as those of ``SoftmaxAttention``.
 
     Args:
-        config: rounds and gate.
-        output_projection: W_out.
         estimator: of the last round's observation precision.
         attention: of every round, each with a recency decay of its own.
     """
@@ -93,8 +91,7 @@ class BoostedAttention(Mixer):
         source: Tensor | None = None,
     ) -> Observation:
         """Observe every position, as ``Mixer`` says."""
-        source = x if source is None else source
-        total, found = self._after(len(self.rounds), x, precision, context, ramp, source)
+        total, found = self._after(len(self.rounds), x, precision, context, ramp, x if source is None else source)
         return projected(Observation(total, found), self.out, cap=self.lam_max)
 
     def attention(
@@ -172,17 +169,9 @@ class TwicingAttention(Mixer):
         twice = self.smoother.observe(q, k, again, precision, context, ramp=ramp, estimate=False).innovation
         return projected(Observation(2 * smooth - twice, found), self.out, cap=self.lam_max)
 
-    def attention(
-        self,
-        x: Tensor,
-        precision: Tensor | None,
-        context: SequenceContext,
-        *,
-        ramp: float = 1.0,
-        source: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, *seen: Any, **how: Any) -> Tensor:
         """2 A - A^2, with A as ``SoftmaxAttention.attention`` gives it; rows sum to 1, entries may be negative."""
-        weights = self.smoother.attention(x, precision, context, ramp=ramp, source=source)
+        weights = self.smoother.attention(*seen, **how)
         return 2 * weights - weights @ weights
 
     @property

@@ -44,44 +44,26 @@ GATE_SCALE_START, GATE_PRIOR_START = 0.1, -5.0  # a gate that is open
 
 @dataclass(frozen=True, kw_only=True)
 class RobustFilterConfig(MixerOptions):
-    """Parts and starting values of robust filter attention.
-
-    Args:
-        kernel: tails of the likelihood; ``gaussian`` has none.
-        precision_prior: ``flat`` makes V the same at every lag.
-        multiplicative: whether precision weighs the residual, or is a prior weight alone.
-        rotate: whether the state rotates at all; rotate_values: whether values do.
-        key_precision: weigh keys by their incoming precision, as softmax attention does.
-        latent_width: K; None means the width of a head.
-        frequency_base: frequencies run from 1 towards 1 / frequency_base.
-        damping: b, decay over the highest frequency of a band: fixed in ``sc_rfa``, a start in ``rfa``.
-        undamped_heads: heads that do not decay; None means a quarter of them.
-        time: measure lags in real time, not in positions.
-        time_unit: how much of the data's time makes one unit; a day of seconds unless given.
-        learn_time_unit: learn it, starting there.
-        horizon: units of time after the query that the estimate is for, added to every lag but that of the rotation.
-        confidence_gate: take the token's own value where there is little evidence, (9.13).
-        latent_sampling: draw the state from its distribution, in training.
-    """
+    """Parts and starting values of robust filter attention (the ``mixing`` section of a config)."""
 
     only_with_precision = ("key_precision",)
 
-    kernel: Literal["student", "gaussian"] = "student"
-    precision_prior: Literal["on", "flat"] = "on"
-    multiplicative: OnOff = "on"
-    rotate: OnOff = "on"
-    rotate_values: OnOff = "on"
-    key_precision: OnOff = "on"
-    latent_width: int | None = None
-    frequency_base: float = 10_000.0
-    damping: float = DAMPING
-    undamped_heads: int | None = None
-    time: bool = False
-    time_unit: float = DAY
-    learn_time_unit: bool = False
-    horizon: float = 0.0
-    confidence_gate: bool = False
-    latent_sampling: bool = False
+    kernel: Literal["student", "gaussian"] = "student"  # tails of the likelihood; gaussian has none
+    precision_prior: Literal["on", "flat"] = "on"  # flat makes V the same at every lag
+    multiplicative: OnOff = "on"  # precision weighs the residual; off: it is a prior weight alone
+    rotate: OnOff = "on"  # whether the state rotates at all
+    rotate_values: OnOff = "on"  # whether values do
+    key_precision: OnOff = "on"  # weigh keys by their incoming precision, as softmax attention does
+    latent_width: int | None = None  # K; None means the width of a head
+    frequency_base: float = 10_000.0  # frequencies run from 1 towards 1 / frequency_base
+    damping: float = DAMPING  # b, decay over the highest frequency of a band: fixed in sc_rfa, a start in rfa
+    undamped_heads: int | None = None  # heads that do not decay; None means a quarter of them
+    time: bool = False  # measure lags in real time, not in positions
+    time_unit: float = DAY  # how much of the data's time makes one unit
+    learn_time_unit: bool = False  # learn it, starting there
+    horizon: float = 0.0  # units of time after the query that the estimate is for; the rotation leaves it out
+    confidence_gate: bool = False  # take the token's own value where there is little evidence, (9.13)
+    latent_sampling: bool = False  # draw the state from its distribution, in training
 
     def __post_init__(self) -> None:
         check_range("latent_width", self.latent_width, at_least=2)
@@ -117,11 +99,7 @@ def frequency_range(n_heads: int, count: int, base: float, *, in_bands: bool) ->
 
 
 def spread_decays(n_heads: int, base: float, damping: float, undamped: int | None) -> Tensor:
-    """(9.4) of the bands, (H,), and 0 in the last heads, a quarter of them unless ``undamped`` says how many.
-
-    Raises:
-        UserError: more undamped heads than heads, or a damping that no head is left for.
-    """
+    """(9.4) of the bands, (H,), and 0 in the last heads, a quarter of them unless ``undamped`` says how many."""
     undamped = n_heads // 4 if undamped is None else undamped
     if undamped > n_heads:
         raise UserError(
@@ -148,11 +126,7 @@ class Constants(nn.Module):
 
 
 class HeadDecay(nn.Module):
-    """The decay of each head: as it starts, or learned from there; a decay of 0 stays 0.
-
-    Raises:
-        UserError: a learned decay that starts so low that it could not be learned.
-    """
+    """The decay of each head: as it starts, or learned from there; a decay of 0 stays 0."""
 
     start: Tensor
 

@@ -36,22 +36,14 @@ class Observation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Estimation:
-    """How a layer with a precision channel estimates the precision of what it observes.
-
-    Args:
-        lam_max: the largest precision.
-        estimator: observation precision from attention weights; None for a mixer without an estimator.
-        prior_dof, prior_variance: nu and s0 of the estimator; s0 None means 1 / K.
-        kriging: whether a key is weighed by its mean precision, or each coordinate of it by its own.
-        centre: m of the sandwich estimator.
-    """
+    """How a layer with a precision channel estimates the precision of what it observes: ``CoreConfig`` says more."""
 
     lam_max: float
-    estimator: Estimator | None = None
+    estimator: Estimator | None = None  # None for a mixer without an estimator
     prior_dof: float = 1.0
     prior_variance: float | None = None
     kriging: Kriging = "scalar"
-    centre: Literal["root", "innovation"] = "root"
+    centre: Literal["root", "innovation"] = "root"  # m of the sandwich estimator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +177,7 @@ def refuse_idle(config: Any, names: Collection[str], why: str) -> None:
 
 
 def projected(observation: Observation, out: nn.Linear | None, *, cap: float) -> Observation:
-    """An observation through a mixer's output map, if it has one: precision through the squared weights, (2.13).
-
-    Args:
-        cap: largest precision.
-    """
+    """An observation through a mixer's output map, if it has one: precision through the squared weights, (2.13)."""
     innovation, precision = observation
     if out is None:
         return observation

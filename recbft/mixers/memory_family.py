@@ -93,30 +93,19 @@ def unfiltered_memory(
     """A memory by (9.19) or (9.21), read with q after each token. Linear in T.
 
     Args:
-        q, k: queries and keys, (B, H, T, K).
-        v: values, (B, H, T, M).
-        transition: what is kept of each row, broadcastable to (B, H, T, K), in (0, 1]; None keeps everything.
         observation_noise: r2, broadcastable to (B, H, T), or by column (B, H, T, M); >= 0.
         variance: lam, a number or (H,) or (B, H), > 0.
         rule: ``reset`` or ``additive``.
-        first: (B, T) bool, True where a history begins and the memory with it; None for the first column alone.
-        impl: ``auto``, ``reference`` (the loop) or ``chunked``.
-
-    Raises:
-        ValueError: a transition that does not fit, an unknown ``impl``, or one that cannot serve the call.
+        others: as those of ``filter_memory``; ``impl`` is ``auto``, ``reference`` (the loop) or ``chunked``.
     """
     q, k, v = fitted_tokens(q, k, v)
-    if transition is not None and transition.is_complex():
-        raise ValueError("a memory without a covariance takes real transitions, got complex ones; use filter_memory")
     B, H, T, _ = k.shape
     noise, by_column = observation_noise.to(v.dtype), observation_noise.dim() == 4
     noise = noise if by_column else noise.expand(B, H, T)[..., None]
     lam = beside(v, variance).expand(B, H)[..., None, None]
     share = write_share(k, noise, lam, rule)
-    transition = fitted_transition(transition, k)
-    readout, mean = memory.unfiltered_memory(
-        q, k, v, transition=transition, share=share, rule=rule, first=first, impl=impl
-    )
+    kept = fitted_transition(transition, k)
+    readout, mean = memory.unfiltered_memory(q, k, v, transition=kept, share=share, rule=rule, first=first, impl=impl)
     spread, gain = unfiltered_reading(q, k, share, lam, rule)
     if not by_column:
         spread, gain = None if spread is None else spread[..., 0], gain[..., 0]
@@ -125,21 +114,14 @@ def unfiltered_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFamilyConfig(MixerOptions):
-    """Where the learned parts of a design model start (the ``mixing`` section of a config).
-
-    Args:
-        observation_noise: r2, in units of lam.
-        retention: what is kept of the memory at each token, where that is learned.
-        prior_variance: s of (9.18); None means 1 / K, as of the REML estimator.
-        key_precision: divide the noise of a write by its mean incoming precision^w.
-    """
+    """Where the learned parts of a design model start (the ``mixing`` section of a config)."""
 
     only_with_precision = ("key_precision", "prior_variance")
 
-    observation_noise: float = 0.1
-    retention: float = 0.98
-    prior_variance: float | None = None
-    key_precision: Literal["on", "off"] = "on"
+    observation_noise: float = 0.1  # r2, in units of lam
+    retention: float = 0.98  # what is kept of the memory at each token, where that is learned
+    prior_variance: float | None = None  # s of (9.18); None means 1 / K, as of the REML estimator
+    key_precision: Literal["on", "off"] = "on"  # divide the noise of a write by its mean incoming precision^w
 
     def __post_init__(self) -> None:
         check_range("observation_noise", self.observation_noise, above=0)
@@ -148,15 +130,7 @@ class MemoryFamilyConfig(MixerOptions):
 
 
 class MemoryFamilyMixer(Mixer):
-    """A line of the table over a packed batch; the memory begins anew with every history.
-
-    Args:
-        config: where learned parts start.
-        design: a key of ``DESIGN_MODELS``.
-
-    Raises:
-        UserError: an unknown design, or a setting that has no effect in it.
-    """
+    """A line of the table, ``design``, over a packed batch; the memory begins anew with every history."""
 
     def __init__(
         self,
@@ -203,16 +177,8 @@ class MemoryFamilyMixer(Mixer):
         first = history_starts(context, self.design)
         source = x if source is None else source
         q, k, v = self.maps(x, source)
-        trace = unfiltered_memory(
-            q,
-            k,
-            v,
-            transition=self.transition(source),
-            observation_noise=self._noise(source, precision, ramp),
-            variance=1.0,
-            rule=self.model.rule,
-            first=first,
-        )
+        a, r2, rule = self.transition(source), self._noise(source, precision, ramp), self.model.rule
+        trace = unfiltered_memory(q, k, v, transition=a, observation_noise=r2, variance=1.0, rule=rule, first=first)
         real = context.valid[..., None]
         return self._observation(trace.readout, trace.readout_variance, x).each(lambda part: part * real)
 

@@ -37,12 +37,7 @@ PROCESS_FLOOR, OBSERVATION_FLOOR = 1e-6, 1e-4
 
 
 class KeysAndValues(nn.Module):
-    """Equation (9.22): (B, T, D) -> three of (B, H, T, K).
-
-    Args:
-        hidden_size, n_heads: D and H.
-        pairs: whether keys and queries stand on the first row of each pair.
-    """
+    """Equation (9.22): (B, T, D) -> three of (B, H, T, K); with ``pairs`` on the first row of each pair, (9.24)."""
 
     def __init__(self, hidden_size: int, n_heads: int, *, pairs: bool = False) -> None:
         super().__init__()
@@ -69,9 +64,6 @@ class Transition(nn.Module):
         kind: ``identity`` keeps everything; ``retention`` keeps 1 - 2^(-5 - h) in head h, whatever the input;
             ``scalar`` one share per head, ``diagonal`` one per row, ``complex_pairs`` one and an angle per pair.
         start: where (9.23) starts, between a0 and 1.
-
-    Raises:
-        UserError: pairs of an odd head width.
     """
 
     def __init__(self, hidden_size: int, n_heads: int, kind: Transitions, *, start: float) -> None:
@@ -129,11 +121,7 @@ class Noise(nn.Module):
 
 
 def history_starts(context: SequenceContext, mixer: str) -> Tensor | None:
-    """(B, T) bool, True where a history or the padding begins; None where nothing begins after the first column.
-
-    Raises:
-        UserError: the context reads both ways, and a memory only forwards.
-    """
+    """(B, T) bool, True where a history or the padding begins; None where nothing begins after the first column."""
     if not context.causal:
         raise UserError(
             f"mixer {mixer!r} reads a history from its first item to its last and cannot look ahead, as a "
@@ -152,24 +140,10 @@ def fitted_tokens(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def fitted_transition(transition: Tensor | None, k: Tensor) -> Tensor | None:
-    """A transition for keys (B, H, T, K), expanded but for an axis of 1 that stands for all K, in their precision.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """A transition for keys (B, H, T, K), expanded but for an axis of 1 that stands for all K, in their precision."""
     if transition is None:
         return None
-    K, rows = k.shape[-1], transition.shape[-1]
-    if transition.is_complex():
-        if K % 2 or rows != K // 2:
-            raise ValueError(
-                f"a complex transition turns pairs of rows: keys of width {K} need {K / 2:g} of them, got {rows}; "
-                "give keys an even width and the transition half of it"
-            )
-        return transition.to(k.dtype.to_complex()).expand(*k.shape[:3], rows)
-    if rows not in (1, K):
-        raise ValueError(f"transition has {rows} rows for keys of width {K}; give {K} or 1")
-    return transition.to(k.dtype).expand(*k.shape[:3], rows)
+    return transition.to(k.dtype.to_complex() if transition.is_complex() else k.dtype).expand(*k.shape[:3], -1)
 
 
 def beside(v: Tensor, number: float | Tensor) -> Tensor:

@@ -57,9 +57,6 @@ class PointwiseAttention(Mixer):
         recency_decay: start of the learned rho in (0, 1), or None for no decay.
         estimator: how the observation precision is estimated (``sandwich``), or None for the plain layer.
         centre: m of the estimator, as ``core.sandwich_precision_ref`` explains it.
-
-    Raises:
-        UserError: the estimator is not defined for weights that need not sum to one.
     """
 
     weights = "silu"  # which estimators are defined: core.ESTIMATORS

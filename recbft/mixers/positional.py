@@ -44,17 +44,11 @@ _READ_BY: dict[str, tuple[Scheme, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PositionalConfig(MixerOptions):
-    """Frequencies and decays of the positional schemes.
+    """Frequencies and decays of the positional schemes (the ``mixing`` section of a config)."""
 
-    Args:
-        frequency_base: frequencies run from 1 towards 1 / frequency_base.
-        damping: b, decay over the highest frequency of a band; where decays are learned, their start.
-        undamped_heads: heads that do not decay; None means a quarter of them.
-    """
-
-    frequency_base: float = 10_000.0
-    damping: float = DAMPING
-    undamped_heads: int | None = None
+    frequency_base: float = 10_000.0  # frequencies run from 1 towards 1 / frequency_base
+    damping: float = DAMPING  # b, decay over the highest frequency of a band; where decays are learned, their start
+    undamped_heads: int | None = None  # heads that do not decay; None means a quarter of them
 
     def __post_init__(self) -> None:
         check_range("frequency_base", self.frequency_base, above=1)
@@ -63,15 +57,7 @@ class PositionalConfig(MixerOptions):
 
 
 class PositionalAttention(Mixer):
-    """Softmax attention with one of the schemes; other arguments as those of ``SoftmaxAttention``.
-
-    Args:
-        config: frequencies and decays.
-        scheme: (9.1), (9.2), (9.3) or (9.4).
-
-    Raises:
-        UserError: an unknown scheme, a head of odd width that is to be turned, or a setting that has no effect.
-    """
+    """Softmax attention with one of the schemes; other arguments as those of ``SoftmaxAttention``."""
 
     groups: Mapping[str, Group] = {"sde": "dynamics"}
 

@@ -85,14 +85,7 @@ class RegimeConfig(MixerOptions):
 
 
 class GaussianMemberships(nn.Module):
-    """Equation (9.29), or (9.30) with ``type2``.
-
-    Args:
-        hidden_size: D.
-        regimes: R.
-        width: of the projection, at least R; D unless given.
-        type2: learn how uncertain the widths are, token by token.
-    """
+    """Equation (9.29) with a projection to ``width``, D unless given; (9.30) with ``type2``."""
 
     def __init__(self, hidden_size: int, regimes: int, *, width: int | None = None, type2: bool = False) -> None:
         super().__init__()
@@ -125,11 +118,7 @@ class RegimeAttention(Mixer):
     """Equations (9.29) to (9.36) over a packed batch; the other arguments are those of ``SoftmaxAttention``.
 
     Args:
-        config: the regime prior.
         length: the longest history; there cannot be more regimes.
-
-    Raises:
-        UserError: there are more regimes than positions.
     """
 
     penalty: PenaltySlot
@@ -180,16 +169,8 @@ class RegimeAttention(Mixer):
             self.register_buffer(name, torch.tensor(start))
         self.temperature_before.fill_(config.temperature)
 
-    def forward(
-        self,
-        x: Tensor,
-        precision: Tensor | None,
-        context: SequenceContext,
-        *,
-        ramp: float = 1.0,
-        source: Tensor | None = None,
-    ) -> Observation:
-        """Observe every position, as ``Mixer`` says.
+    def forward(self, x: Tensor, precision: Tensor | None, context: SequenceContext, **how: Any) -> Observation:
+        """Observe every position, as ``Mixer`` says; ``how`` is ramp and source.
 
         A pass in training moves the running means, for the passes after it.
         """
@@ -200,25 +181,17 @@ class RegimeAttention(Mixer):
         if not self.reader.takes_terms(x):
             bias, raw = _written_out(terms, context)
             moments = partial(_moments_of, raw, context)
-        mean, found = self.reader(x, precision, context, ramp=ramp, source=source, bias=bias)
+        mean, found = self.reader(x, precision, context, bias=bias, **how)
         innovation = self._gated(mean, mu)
         if self.training:
             self._leave_penalty(mu, context)
             self._remember(mu.detach(), moments, context)
         return projected(Observation(innovation, found), self.out, cap=self.lam_max)
 
-    def attention(
-        self,
-        x: Tensor,
-        precision: Tensor | None,
-        context: SequenceContext,
-        *,
-        ramp: float = 1.0,
-        source: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, x: Tensor, precision: Tensor | None, context: SequenceContext, **how: Any) -> Tensor:
         """The weights behind ``forward``, as ``SoftmaxAttention.attention`` gives them."""
         bias, _ = _written_out(self._terms(self.memberships(x), context), context)
-        return self.reader.attention(x, precision, context, ramp=ramp, source=source, bias=bias)
+        return self.reader.attention(x, precision, context, bias=bias, **how)
 
     @property
     def recency_decay(self) -> Tensor | None:

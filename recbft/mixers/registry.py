@@ -12,60 +12,45 @@ from recbft.errors import UserError
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.bayesian import BayesianConfig, BayesianMixer
 from recbft.mixers.boosted import BoostedAttention, BoostedConfig, TwicingAttention
+from recbft.mixers.head_dynamics import RobustFilterConfig
 from recbft.mixers.interface import Estimation, Mixer, MixerOptions
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyConfig, MemoryFamilyMixer
 from recbft.mixers.pointwise import PointwiseAttention
 from recbft.mixers.positional import PositionalAttention, PositionalConfig
 from recbft.mixers.regime import RegimeAttention, RegimeConfig
-from recbft.mixers.rfa import RobustFilterAttention, RobustFilterConfig
+from recbft.mixers.rfa import RobustFilterAttention
 from recbft.mixers.spectral import SpectralConfig, SpectralMixer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a backbone tells the mixers of its layers; a mixer is given what its ``MixerSpec.hears`` names.
-
-    Args:
-        hidden_size, n_heads, length: D, H and the longest history.
-        dropout: probability of dropping an attention weight.
-        output_projection: a linear map after the heads are joined.
-        recency_decay: start of the learned decay with the lag, or None for none.
-        estimation: of the observation precision; None for a layer without precision.
-    """
+    """What a backbone tells the mixers of its layers; a mixer is given what its ``MixerSpec.hears`` names."""
 
     hidden_size: int
     n_heads: int
-    length: int
-    dropout: float = 0.0
-    output_projection: bool = False
-    recency_decay: float | None = None
-    estimation: Estimation | None = None
+    length: int  # the longest history
+    dropout: float = 0.0  # probability of dropping an attention weight
+    output_projection: bool = False  # a linear map after the heads are joined
+    recency_decay: float | None = None  # start of the learned decay with the lag, or None for none
+    estimation: Estimation | None = None  # of the observation precision; None for a layer without precision
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixerSpec:
     """A mixer by name.
 
-    Args:
-        summary: a line for ``recbft models``.
-        kind: the class; its constructor takes the hidden size, the number of heads and what follows from the rest.
-        options: the class of its own options (the ``mixing`` section of a config).
-        fixed: constructor arguments that make this name of a kind with several.
-        precision: where its observation precision comes from: an estimator of ``softmax`` or (HSTU's layer alone)
-            ``silu`` weights, the mechanism itself (``own``), or nowhere (``none``).
-        hears: parts of a ``Place`` beyond its shape that have an effect.
-        both_ways: whether it can look at a whole history.
-        reads_back: whether the host looks at numbers of a device in the middle of its work, which no CUDA graph can.
+    Its observation precision comes from an estimator of ``softmax`` or (HSTU's layer alone) ``silu`` weights, from the
+    mechanism itself (``own``), or from nowhere (``none``).
     """
 
-    summary: str
-    kind: type[Mixer]
-    options: type = MixerOptions
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    summary: str  # a line for ``recbft models``
+    kind: type[Mixer]  # its constructor takes the hidden size, the number of heads and what follows from the rest
+    options: type = MixerOptions  # the class of its own options (the ``mixing`` section of a config)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that make this name of a kind with several
     precision: Literal["softmax", "silu", "own", "none"] = "softmax"
-    hears: tuple[str, ...] = ("dropout", "output_projection", "recency_decay")
-    both_ways: bool = True
-    reads_back: bool = False
+    hears: tuple[str, ...] = ("dropout", "output_projection", "recency_decay")  # of a ``Place``, what has an effect
+    both_ways: bool = True  # whether it can look at a whole history
+    reads_back: bool = False  # whether the host reads from a device amid its work, which no CUDA graph can
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("softmax", "silu", "own", "none"))
@@ -78,11 +63,7 @@ class MixerSpec:
                 raise UserError(f"{name} is {found.__name__}; derive it from recbft.mixers.{base.__name__}")
 
     def make(self, place: Place, options: MixerOptions | None = None, **more: Any) -> Mixer:
-        """The mixer of one layer, with the defaults of its options unless given; ``more``: arguments of its kind alone.
-
-        Raises:
-            UserError: an estimator that is not defined here.
-        """
+        """The mixer of one layer, by default with its own options' defaults; ``more``: arguments of its kind alone."""
         given: dict[str, Any] = {name: getattr(place, name) for name in self.hears} | dict(self.fixed) | more
         if self.options is not MixerOptions:
             given["config"] = self.options() if options is None else options

@@ -24,7 +24,6 @@ Shapes: B rows, T tokens, D model width, H heads, K complex coordinates per head
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from recbft.autograd.complex_pairs import as_complex, real
 from recbft.autograd.eager import eagerly
 from recbft.core import SequenceContext, projected_precision, ramped, scalar_log_precision
-from recbft.kernels.robust_filter import Clock, Dynamics, Variant, decayed_weights, filtered, read_clock
+from recbft.kernels.robust_filter import Clock, Dynamics, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,
     QUERY_NOISE_START,
@@ -44,63 +43,7 @@ from recbft.mixers.head_dynamics import (
 )
 from recbft.mixers.interface import Group, Mixer, Observation
 
-__all__ = ["RfaOutput", "RobustFilterAttention", "RobustFilterConfig", "robust_filter_attention", "sample_state"]
-
-NO_CHANGE = Variant()
 LEAST_EVIDENCE = 1e-6  # behind a draw: of less, single precision makes a variance without end
-
-
-class RfaOutput(NamedTuple):
-    """What the filter says of every position; zeros where a token may read nothing."""
-
-    value: Tensor  # (B, H, T, K) complex, the estimate of the state
-    evidence: Tensor  # (B, H, T)  sum_j exp(L_tj), >= 0
-
-
-def robust_filter_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    frequency: Tensor,
-    decay: Tensor,
-    process: Tensor,
-    key_noise: Tensor,
-    query_noise: Tensor,
-    dof: Tensor,
-    temperature: float | Tensor = 1.0,
-    impl: str = "auto",
-    use_time: bool = False,
-    time_unit: float | Tensor = 1.0,
-    variant: Variant = NO_CHANGE,
-) -> RfaOutput:
-    """Equations (9.9) to (9.12), without a weighing of the keys.
-
-    Args:
-        q, k, v: queries, keys and values, (B, H, T, K) complex.
-        context: which token may read which, and when.
-        frequency: w, (H, K), radians per unit of time.
-        decay: mu, (H,), >= 0.
-        process: s2, (H,), >= 0: the variance that process noise adds up to, or per unit of time where ``decay`` is 0.
-        key_noise, query_noise: eta2 and gamma2, (H,), >= 0.
-        dof: nu, (H,), > 0.
-        temperature: tau, an inverse temperature, a number or (H,).
-        impl: ``auto`` takes the fastest path that serves the call; ``reference`` (the tensor form), ``isotropic``,
-            ``c`` and ``triton`` force one.
-        use_time, time_unit: read real times in this unit, not positions.
-        variant: parts of the mechanism to leave out, for study.
-
-    Raises:
-        ValueError: scalars out of range, an unknown ``impl`` or one that cannot serve the call.
-        UserError: no times, or a negative elapsed time.
-    """
-    real_type = q.real.dtype
-    tau = torch.as_tensor(temperature, dtype=real_type, device=q.device).expand(q.shape[1])
-    dynamics = Dynamics(frequency, decay, process, key_noise, query_noise, dof, tau)
-    _check_scalars(dynamics)
-    clock = read_clock(context, use_time=use_time, time_unit=time_unit, dtype=real_type)
-    return RfaOutput(*filtered(q, k, v, context, dynamics, clock, variant, impl=impl))
 
 
 def sample_state(
@@ -133,13 +76,13 @@ class RobustFilterAttention(Mixer):
     """Robust filter attention over a packed batch.
 
     Args:
-        config: parts and starting values.
         coupled: ``sc_rfa``: frequencies in bands, decay bound to them.
         dropout: probability of dropping a weight of (9.11); evidence always uses all.
         gives_precision: whether to report lobs of (9.14); without it evidence is computed for (9.13) alone.
     """
 
     groups: Mapping[str, Group] = {"sde": "dynamics", "precision": "precision"}
+    read: nn.Parameter  # where there is no output map
 
     def __init__(
         self,
@@ -165,7 +108,8 @@ class RobustFilterAttention(Mixer):
         self.key = nn.Linear(hidden_size, 2 * n_heads * K)
         self.value = nn.Linear(hidden_size, 2 * n_heads * K)
         self.out = nn.Linear(2 * n_heads * K, hidden_size) if output_projection else None
-        self.read = None if output_projection else nn.Parameter(_real_parts(n_heads, width, K))
+        if not output_projection:
+            self.read = nn.Parameter(_real_parts(n_heads, width, K))
         self.gate = ConfidenceGate(n_heads) if config.confidence_gate else None
         self.precision = None
         if gives_precision:
@@ -189,7 +133,8 @@ class RobustFilterAttention(Mixer):
         dropout = self.dropout if self.training else 0.0
         clock = self._clock(context, x)
         value, evidence = filtered(
-            *self._sightings(x, source),
+            self._heads(self.query(x)),
+            self._heads(self.key(source)),
             v,
             context,
             dynamics,
@@ -205,7 +150,8 @@ class RobustFilterAttention(Mixer):
             value = sample_state(value, evidence, dynamics.query_noise, valid=context.valid)
         latent = real(value.transpose(1, 2)).flatten(2).to(x.dtype)  # (B, T, 2 H K)
         found = None if self.precision is None else self._carried(self.precision(evidence, self.lam_max).to(x.dtype))
-        return Observation(self._read_out(latent), found)
+        innovation = F.linear(latent, torch.block_diag(*self.read)) if self.out is None else self.out(latent)
+        return Observation(innovation, found)
 
     def attention(
         self,
@@ -217,10 +163,9 @@ class RobustFilterAttention(Mixer):
         source: Tensor | None = None,
     ) -> Tensor:
         """What is left of each key in the estimate, before dropout: softmax times decay, (B, H, T, T)."""
-        q, k = self._sightings(x, x if source is None else source)
         weights, _ = decayed_weights(
-            q,
-            k,
+            self._heads(self.query(x)),
+            self._heads(self.key(x if source is None else source)),
             context,
             self._dynamics(x),
             self._clock(context, x),
@@ -228,9 +173,6 @@ class RobustFilterAttention(Mixer):
             self._key_bias(precision, ramp),
         )
         return weights
-
-    def _sightings(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-        return self._heads(self.query(x)), self._heads(self.key(source))
 
     def _dynamics(self, x: Tensor) -> Dynamics:
         return Dynamics(*(part.to(_real_type(x)) for part in self.sde()))
@@ -245,18 +187,10 @@ class RobustFilterAttention(Mixer):
             return None
         return ramped(scalar_log_precision(precision), ramp)
 
-    def _read_out(self, latent: Tensor) -> Tensor:
-        if self.out is not None:
-            read: Tensor = self.out(latent)
-            return read
-        assert self.read is not None
-        return F.linear(latent, torch.block_diag(*self.read))
-
     def _carried(self, per_head: Tensor) -> Tensor:
         """lobs on the coordinates of the output, (B, H, T) -> (B, T, D)."""
         per_token = per_head.transpose(1, 2)  # (B, T, H)
         if self.out is None:
-            assert self.read is not None
             return per_token.repeat_interleave(self.read.shape[1], dim=-1)
         columns = self.out.weight.shape[1] // self.n_heads
         return projected_precision(per_token.repeat_interleave(columns, dim=-1), self.out.weight, cap=self.lam_max)
@@ -276,13 +210,3 @@ def _real_parts(n_heads: int, width: int, K: int) -> Tensor:
     row = torch.arange(width)
     read[:, row, 2 * (row % K)] = 1.0
     return read
-
-
-def _check_scalars(dynamics: Dynamics) -> None:
-    H = dynamics.frequency.shape[0]
-    for name in ("decay", "process", "key_noise", "query_noise", "dof"):
-        value, least = getattr(dynamics, name), "> 0" if name == "dof" else ">= 0"
-        if value.shape != (H,):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; give one number per head, ({H},)")
-        if not bool((value > 0).all() if name == "dof" else (value >= 0).all()):
-            raise ValueError(f"{name} is {value.min().item():g} in some head; give numbers {least}")

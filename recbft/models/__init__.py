@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recbft.datasets.batches import EpochBatches, TrainingBatches
+from recbft.datasets.batches import Batch, EpochBatches, TrainingBatches
 from recbft.mixers import MIXERS, MixerOptions, MixerSpec
 from recbft.models.backbone import BackboneConfig
 from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
+from recbft.models.contract import ItemTable, SequenceModel, UserStates
 from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.hstu import HSTUConfig, hstu
 from recbft.models.layers import Mixing
 from recbft.models.losses import LOSSES
-from recbft.models.popularity import Popularity, PopularityConfig
 from recbft.models.precision_channel import CoreConfig
 from recbft.models.sasrec import SASRecConfig, sasrec
 
@@ -27,31 +28,22 @@ from recbft.models.sasrec import SASRecConfig, sasrec
 class ModelSpec:
     """How a model is configured and made.
 
-    Args:
-        summary, arm_summaries: for ``recbft models``.
-        config: the class of the ``backbone`` section.
-        build: ``build(config, core, training_counts, seed=..., mixing=..., moe=...)`` returns the module. ``core`` None
-            leaves the precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give
-            equal weights to the parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice.
-        batches: ``batches(config, items, start, stop, num_items=..., samples=..., batch_size=..., seed=...,
-            times=...)`` returns
-            what the model is trained on.
-        arms: each arm's own defaults of the backbone's keys.
-        precision_arms: the arms that take a ``core`` section.
-        core: the model's own defaults of that section.
-        takes: which mixers its layers can have.
+    ``build(config, core, training_counts, seed=..., mixing=..., moe=...)`` returns the module. ``core`` None leaves the
+    precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give equal weights to the
+    parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice. ``batches(config, items, start,
+    stop, num_items=..., samples=..., batch_size=..., seed=..., times=...)`` returns what the model is trained on.
     """
 
     summary: str
-    config: type
+    config: type  # the class of the ``backbone`` section
     build: Callable[..., nn.Module]
-    arms: Mapping[str, Mapping[str, Any]]
-    precision_arms: tuple[str, ...] = ()
+    arms: Mapping[str, Mapping[str, Any]]  # each arm's own defaults of the backbone's keys
+    precision_arms: tuple[str, ...] = ()  # the arms that take a ``core`` section
     trainable: bool = True
     arm_summaries: Mapping[str, str] = field(default_factory=dict)
     batches: Callable[..., EpochBatches] | None = None
-    core: Mapping[str, Any] = field(default_factory=dict)
-    takes: Callable[[MixerSpec], bool] = lambda mixer: False
+    core: Mapping[str, Any] = field(default_factory=dict)  # the model's own defaults of that section
+    takes: Callable[[MixerSpec], bool] = lambda mixer: False  # which mixers its layers can have
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -94,8 +86,33 @@ def next_item_batches(
     return TrainingBatches(items, start, stop, **how)
 
 
-def _popularity(config: PopularityConfig, core: None, training_counts: Tensor, *, seed: int = 0) -> nn.Module:
-    return Popularity(training_counts)
+@dataclass(frozen=True, kw_only=True)
+class PopularityConfig:
+    """Nothing to choose."""
+
+
+class Popularity(nn.Module, SequenceModel):
+    """Every user gets the items by training count, the reference that a model must beat: state 1, weights the counts.
+
+    Args:
+        training_counts: events per item index, (V + 1,), whole numbers >= 0.
+    """
+
+    counts: Tensor
+    max_length = 1  # events read of a history, of which none matters
+
+    def __init__(self, training_counts: Tensor | NDArray[np.int64]) -> None:
+        super().__init__()
+        # Double precision holds every count exactly, so equal scores are equal counts.
+        self.register_buffer("counts", torch.as_tensor(training_counts, dtype=torch.float64))
+
+    def user_states(self, batch: Batch) -> UserStates:
+        """The same state, 1, for every history."""
+        return UserStates(self.counts.new_ones(batch.last.numel(), 1), None)
+
+    def item_table(self) -> ItemTable:
+        """The counts as weights of width 1."""
+        return ItemTable(self.counts[:, None], None)
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -157,10 +174,10 @@ MODELS: dict[str, ModelSpec] = {
     "pop": ModelSpec(
         summary="items by training count: the reference every model must beat",
         config=PopularityConfig,
-        build=_popularity,
+        build=lambda config, core, training_counts, *, seed=0: Popularity(training_counts),
         arms={"published": {}},
         trainable=False,
     ),
 }
 
-__all__ = ["MODELS", "CoreConfig", "ModelSpec", "next_item_batches"]
+__all__ = ["MODELS", "CoreConfig", "ModelSpec", "Popularity"]

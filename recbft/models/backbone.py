@@ -83,10 +83,7 @@ class Backbone(TrainableModel):
     """A model over item histories; ``core`` None leaves the precision channel out.
 
     Args:
-        config: the keys that backbones share.
-        core: the precision channel, or None.
         training_counts: (V + 1,) counts of each item in training, index 0 padding.
-        blocks: the layers.
         embedding_scale: s of (6.1).
         seed: equal seeds give equal weights to the parameters that two arms share.
         read_out: from the last layer's mean to the state; a LayerNorm unless given.

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from recbft.config.fields import check_range
 from recbft.datasets.batches import ClozeBatches
-from recbft.errors import UserError
 from recbft.kernels.layer_norm import LayerNorm
 from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
 from recbft.models.feed_forward import FuzzyMoEConfig
@@ -70,11 +69,6 @@ def bert4rec(
     moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
     """The model; arguments as ``ModelSpec`` says."""
-    if core is not None and config.layer != "pre_norm":
-        raise UserError(
-            f"backbone.layer is {config.layer!r}, but arm 'bft' needs 'pre_norm'; leave it out, or take arm matched or "
-            "published"
-        )
     D, post_norm = config.hidden_size, config.layer == "post_norm"
     read_out: nn.Module | None = None
     if config.head == "gelu":

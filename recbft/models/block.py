@@ -29,7 +29,7 @@ from recbft.mixers import Mixer, Observation
 from recbft.mixers.interface import Group, TrainedPart
 from recbft.models.feed_forward import Activation, FeedForward, FuzzyMoE, Prediction
 from recbft.models.precision_channel import LayerPrecision
-from recbft.models.update_rules import KalmanUpdate, check_update
+from recbft.models.update_rules import KalmanUpdate, without_precision
 
 Layer = Literal["pre_norm", "post_norm", "original"]
 
@@ -38,8 +38,7 @@ class Block(TrainedPart):
     """Observe, update, predict.
 
     Args:
-        mixer: what moves information along T.
-        precision: the layer's precision channel, or None for the plain residual layer.
+        precision: None for the plain residual layer.
         update: the rule of a layer with a precision channel; Kalman's unless given.
         hidden_size, inner_size: D and F; ``inner_size`` None leaves the network out of a plain pre-norm layer.
         dropout: on the innovation and on the feed-forward output; also inside the network when ``layer`` is original.
@@ -67,14 +66,12 @@ class Block(TrainedPart):
         moe: FuzzyMoE | None = None,
     ) -> None:
         super().__init__()
-        assert precision is None or (activation == "gelu" and layer == "pre_norm" and inner_size is not None)
-        assert moe is None or (layer == "pre_norm" and inner_size is not None)
-        assert inner_size is not None or layer == "pre_norm"
         self.mixer, self.precision = mixer, precision
         self.update: nn.Module | None = None
         if precision is not None:
             self.update = KalmanUpdate() if update is None else update
-            check_update(self.update, mixer)
+            if isinstance(self.update, KalmanUpdate) and not mixer.gives_precision:
+                raise without_precision(type(mixer).__name__)
         self.norm_mixer = LayerNorm(hidden_size, eps=norm_eps)
         self.norm_ffn = None if inner_size is None else LayerNorm(hidden_size, eps=norm_eps)
         self.moe = moe
@@ -88,12 +85,7 @@ class Block(TrainedPart):
     def forward(self, belief: Belief, context: SequenceContext, ramp: float, only: Tensor | None = None) -> Belief:
         """One layer's step; without a precision channel the incoming precision is passed on untouched.
 
-        Args:
-            belief: of all tokens, (B, T, D).
-            context: which token may read which.
-            ramp: the warm-up, in [0, 1].
-            only: tokens, counted through the rows, whose belief is all that is wanted: the result is (N, D). For the
-                last layer in evaluation.
+        ``only``, for the last layer in evaluation, names the tokens that are wanted, as in ``Backbone.encode``.
         """
         if self.precision is None or self.update is None:
             return Belief(self._plain(belief.mean, context, ramp, only), pick(belief.precision, only))

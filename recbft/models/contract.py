@@ -70,9 +70,6 @@ def read_histories(
     Args:
         times: time per event, or None; a model that is shown target times also reads ``times[stop]``.
         source: what the histories are, for messages.
-
-    Raises:
-        UserError: the model reads times and there are none.
     """
     if model.reads_times and times is None:
         raise UserError(

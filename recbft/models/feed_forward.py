@@ -75,26 +75,19 @@ class Prediction(NamedTuple):
 
 
 class FeedForward(NamedTuple):
-    """One network, (4.1), of the maps that a layer holds.
+    """One network, (4.1), of the maps that a layer holds."""
 
-    Args:
-        inner, outer: W1 with b1, and W2 with b2.
-        activation: phi; a precision channel needs gelu.
-        dropout: inside the network, or None.
-    """
-
-    inner: nn.Linear
-    outer: nn.Linear
-    activation: Activation = "gelu"
-    dropout: nn.Module | None = None
+    inner: nn.Linear  # W1 with b1
+    outer: nn.Linear  # W2 with b2
+    activation: Activation = "gelu"  # phi; a precision channel needs gelu
+    dropout: nn.Module | None = None  # inside the network
 
     def predict(
         self, x: Tensor, context: SequenceContext, precision: LayerPrecision | None = None, only: Tensor | None = None
     ) -> Prediction:
         """From the normalised stream, with the Jacobian that a precision channel works with.
 
-        Args:
-            x: (B, T, D), or (N, D) where ``only`` names tokens, counted through the rows.
+        ``x`` is (B, T, D), or (N, D) where ``only`` names tokens, counted through the rows.
         """
         a, jacobian = self.inner(x), None
         if precision is not None:
@@ -109,13 +102,7 @@ class FeedForward(NamedTuple):
 
 
 class FuzzyMoE(TrainedPart):
-    """Experts, (9.37) to (9.41).
-
-    Args:
-        hidden_size: D.
-        inner_size: F, of each expert.
-        config: the experts.
-    """
+    """Experts, (9.37) to (9.41), each of width F, ``inner_size``."""
 
     penalty: PenaltySlot
 
@@ -129,16 +116,11 @@ class FuzzyMoE(TrainedPart):
         self.penalty = PenaltySlot()
 
     def forward(self, x: Tensor, valid: Tensor, *, with_jacobian: bool = False) -> Prediction:
-        """Predict from the normalised stream.
-
-        Args:
-            x: (B, T, D), or tokens alone, (N, D).
-            valid: (B, T) or (N,), True for real tokens.
-            with_jacobian: also return (9.41).
-        """
+        """Predict from the normalised stream, (B, T, D) or tokens alone, (N, D), with (9.41) where it is asked for."""
         gates = self.gates(self.memberships(x)) * valid[..., None]
-        if self.training:
-            self.penalty.leave(self.config.load_balance * load_imbalance(gates, valid))
+        if self.training:  # (9.40)
+            load = gates.flatten(0, -2).sum(dim=0) / valid.sum().clamp(min=1)
+            self.penalty.leave(self.config.load_balance * (load - 1 / self.config.experts).square().mean())
         tokens, shares = x.flatten(0, -2), gates.flatten(0, -2)
         output = torch.zeros_like(tokens)
         jacobian = torch.zeros_like(tokens) if with_jacobian else None
@@ -182,14 +164,3 @@ class FuzzyMoE(TrainedPart):
 def _choosers(share: Tensor) -> Tensor:
     """Which tokens have a share in an expert; under torch.func, whose members choose apart, all, most with one of 0."""
     return torch.arange(len(share), device=share.device) if transformed() else share.nonzero()[:, 0]
-
-
-def load_imbalance(gates: Tensor, valid: Tensor) -> Tensor:
-    """The mean square of (9.40) over real tokens; 0 where all experts carry alike.
-
-    Args:
-        gates: (B, T, E), 0 at padding.
-        valid: (B, T), True for real tokens.
-    """
-    load = gates.flatten(0, -2).sum(dim=0) / valid.sum().clamp(min=1)
-    return (load - 1 / gates.shape[-1]).square().mean()

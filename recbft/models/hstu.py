@@ -23,11 +23,10 @@ from typing import Literal
 from torch import Tensor
 
 from recbft.errors import UserError
-from recbft.mixers import MIXERS, Mixer
 from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
 from recbft.models.feed_forward import FuzzyMoEConfig
-from recbft.models.layers import make_blocks, place_in
-from recbft.models.precision_channel import CoreConfig, check_core
+from recbft.models.layers import Mixing, make_blocks, mixer_maker
+from recbft.models.precision_channel import CoreConfig
 
 DROPOUT_CAP = 0.2
 
@@ -71,24 +70,12 @@ def hstu(
     moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
     """The model; arguments as ``ModelSpec`` says."""
-    spec = MIXERS["pointwise"]
-    if core is not None:
-        for key, needed in (("feed_forward", True), ("activation", "gelu")):
-            if (found := getattr(config, key)) != needed:
-                raise UserError(
-                    f"backbone.{key} is {str(found).lower()}, but arm 'bft' needs {str(needed).lower()}, to predict "
-                    "precision through the feed-forward network; leave it out, or take arm matched or published"
-                )
-        check_core(core, spec.precision, config.max_length)
-    place = place_in(config, core, dropout=config.dropout)
-
-    def mixer() -> Mixer:
-        return spec.make(place, norm_eps=config.norm_eps, time_bias=config.time_bias)
-
+    own = {"norm_eps": config.norm_eps, "time_bias": config.time_bias}
+    pointwise = Mixing("pointwise")
     blocks = make_blocks(
         config,
         core,
-        mixer,
+        mixer_maker(config, core, pointwise, attention_dropout=None, default_dropout=config.dropout, **own),
         inner_size=(config.inner_size or 4 * config.hidden_size) if config.feed_forward else None,
         # With an output map the innovation is dropped before it, as the authors do.
         innovation_dropout=0.0 if config.output_projection else None,

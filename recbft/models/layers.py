@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recbft.errors import UserError
 from recbft.mixers import MIXERS, Mixer, MixerOptions, Place
@@ -28,12 +28,18 @@ def make_blocks(
     layer: Layer = "pre_norm",
     moe: FuzzyMoEConfig | None = None,
 ) -> list[Block]:
-    """The layers of a backbone around its mixers, each with a precision channel where ``core`` is given.
-
-    Raises:
-        UserError: experts in a layer that has no place for them, or a setting that has no effect with them.
-    """
+    """The layers of a backbone around its mixers, each with a precision channel where ``core`` is given."""
     D = config.hidden_size
+    for key, found, needed in (
+        ("layer", layer, "pre_norm"),
+        ("activation", activation, "gelu"),
+        ("feed_forward", str(inner_size is not None).lower(), "true"),
+    ):
+        if core is not None and found != needed:
+            raise UserError(
+                f"backbone.{key} is {found}, but arm 'bft' needs {needed}, to predict precision through the "
+                "feed-forward network; leave it out, or take arm matched or published"
+            )
     if moe is not None and (layer != "pre_norm" or inner_size is None):
         kind = layer if layer != "pre_norm" else "feed_forward false"
         raise UserError(f"experts need a pre-norm layer with a feed-forward network, got {kind}; leave them out")
@@ -91,15 +97,14 @@ def mixer_maker(
     *,
     attention_dropout: float | None,
     default_dropout: float,
+    **more: Any,
 ) -> Callable[[], Mixer]:
-    """What makes the mixer of each layer of SASRec and BERT4Rec.
+    """What makes the mixer of each layer.
 
     Args:
         attention_dropout: as asked for, or None.
         default_dropout: of the attention weights where nothing is asked for.
-
-    Raises:
-        UserError: a setting without effect in this mixer.
+        more: arguments of this mixer alone.
     """
     spec = MIXERS[mixing.name]
     if attention_dropout is not None and "dropout" not in spec.hears:
@@ -114,18 +119,13 @@ def mixer_maker(
         check_core(core, spec.precision, config.max_length)
         if core.update == "kalman" and spec.precision == "none":
             raise without_precision(f"mixer {mixing.name}")
-    place = place_in(config, core, dropout=default_dropout if attention_dropout is None else attention_dropout)
-    return lambda: spec.make(place, mixing.options)
-
-
-def place_in(config: BackboneConfig, core: CoreConfig | None, *, dropout: float) -> Place:
-    """What a backbone tells the mixers of its layers."""
-    return Place(
+    place = Place(
         hidden_size=config.hidden_size,
         n_heads=config.n_heads,
         length=config.max_length,
-        dropout=dropout,
+        dropout=default_dropout if attention_dropout is None else attention_dropout,
         output_projection=config.output_projection,
         recency_decay=RECENCY_START if config.recency_decay else None,
         estimation=None if core is None else core.estimation,
     )
+    return lambda: spec.make(place, mixing.options, **more)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -43,31 +43,17 @@ from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
 
+if TYPE_CHECKING:
+    from recbft.models.backbone import BackboneConfig
+
 Negatives = Literal["uniform", "in_batch"]
 
 GBCE_T = 0.75
 BLOCK_ELEMENTS = 4_000_000  # of gathered item vectors at a time
 
 
-class LossSettings(Protocol):
-    """The keys of a config that choose a loss; None means the loss's own default."""
-
-    @property
-    def loss(self) -> str: ...
-    @property
-    def negatives(self) -> Negatives | None: ...
-    @property
-    def num_negatives(self) -> int | None: ...
-    @property
-    def gbce_t(self) -> float | None: ...
-
-
-def check_loss(settings: LossSettings) -> None:
-    """Refuse values out of range and settings without effect.
-
-    Raises:
-        UserError: see above.
-    """
+def check_loss(settings: BackboneConfig) -> None:
+    """Refuse values out of range and settings without effect."""
     check_range("num_negatives", settings.num_negatives, at_least=1)
     check_range("gbce_t", settings.gbce_t, at_least=0, at_most=1)
     check_choice("loss", settings.loss, LOSSES)
@@ -83,12 +69,9 @@ class ItemLoss:
 
     Args:
         training_counts: events per item index, (V + 1,), index 0 padding; only ``in_batch`` reads them.
-
-    Raises:
-        UserError: the loss needs negatives and there is one item only.
     """
 
-    def __init__(self, settings: LossSettings, training_counts: Tensor) -> None:
+    def __init__(self, settings: BackboneConfig, training_counts: Tensor) -> None:
         self.name, self.spec, self.in_batch = settings.loss, LOSSES[settings.loss], settings.negatives == "in_batch"
         self.num_items = training_counts.numel() - 1
         if self.spec.num_negatives and self.num_items < 2:
@@ -133,8 +116,9 @@ class ItemLoss:
 
 def _cross_entropy(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: Tensor | None) -> Tensor:
     mean = full_cross_entropy(states, weight, target, left_out=seen)
-    if loss.label_smoothing:
-        mean = mean + loss.label_smoothing * smoothing_term(states, weight, target)
+    if loss.label_smoothing:  # (10.4)
+        from_mean = weight[target] - weight.mean(dim=0)
+        mean = mean + loss.label_smoothing * (states * from_mean).sum(dim=1).mean()
     return mean
 
 
@@ -153,19 +137,12 @@ def _gbce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """A loss by name.
+    """A loss by name."""
 
-    Args:
-        mean: from the configured loss, states, item vectors, targets and seen items to the mean over positions.
-        num_negatives: that are drawn unless the config says; 0 for a loss that draws none.
-        reads: the settings that have an effect.
-        leaves_out_seen: whether items that a history holds are no rivals of its targets.
-    """
-
-    mean: Callable[..., Tensor]
-    num_negatives: int = 0
-    reads: tuple[str, ...] = ()
-    leaves_out_seen: bool = False
+    mean: Callable[..., Tensor]  # over positions: of the configured loss, states, item vectors, targets and seen items
+    num_negatives: int = 0  # that are drawn unless the config says; 0 for a loss that draws none
+    reads: tuple[str, ...] = ()  # the settings that have an effect
+    leaves_out_seen: bool = False  # items that a history holds are no rivals of its targets
 
 
 LOSSES: dict[str, LossSpec] = {
@@ -210,11 +187,6 @@ def seen_items(batch: Batch, learn: Tensor, target: Tensor, *, num_items: int, c
         seen = torch.cat([seen, batch.earlier[begin[other] + within]])[order]
     others = seen - 1 != target[who]
     return torch.stack([who[others], seen[others] - 1])
-
-
-def smoothing_term(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The factor of e in (10.4), its mean over positions; arguments as those of ``ItemLoss``, biases a column."""
-    return (states * (weight[target] - weight.mean(dim=0))).sum(dim=1).mean()
 
 
 def sampled_softmax(states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, log_expected: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ from recbft.errors import RunError, UserError
 from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
 from recbft.mixers import Estimation
-from recbft.mixers.interface import refuse_idle
+from recbft.mixers.interface import Kriging, refuse_idle
 
 LAM_MIN = 1e-3
 LARGEST_LOG_FACTOR = 4.0  # 55 times more or less than the count says
@@ -83,51 +83,30 @@ _ONLY_WITH: tuple[tuple[str, str | bool, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class CoreConfig:
-    """Observe, update and predict: what is estimated and how.
+    """Observe, update and predict: what is estimated and how."""
 
-    Args:
-        estimator: observation precision from the attention weights and residuals.
-        prior_dof: nu, the observations the estimator's prior is worth.
-        prior_variance: s0, the variance it expects; None means 1 / head width.
-        sandwich_centre: m of the sandwich estimator; ``innovation`` is the paper's.
-        kriging: whether attention weighs a key by its mean precision, or each coordinate of it by its own.
-        update: the gain, from precision or one of those it is compared with.
-        fixed_gain: the gain of update ``fixed``.
-        gate: whether update ``gate`` learns a gain per head or per coordinate.
-        initial: precision of an item before the first layer.
-        prior_events: n0 of initial ``credibility``: how many events its count prior is worth.
-        initial_gain: K0, the gain an item of full count starts with, and every gain of update ``gate``.
-        prior_scale: ``per_layer`` rescales each layer's incoming precision so that its gain starts at about K0.
-        lam_max: the largest precision before and after a layer.
-        propagation: how precision leaves a layer; ``discount`` and ``decay`` learn one factor per layer instead.
-        jacobian: the feed-forward slope in training.
-        jacobian_in_evaluation: the same in evaluation; ``running_mean`` costs nothing per token.
-        jacobian_rank: rank of ``low_rank``.
-        jacobian_detach: treat the slope as a constant for gradients.
-        process_noise: learn the variance each layer adds.
-        q_max: scale of the process noise.
-    """
-
-    estimator: Estimator = "reml"
-    prior_dof: float = 1.0
-    prior_variance: float | None = None
-    sandwich_centre: Literal["root", "innovation"] = "root"
-    kriging: Literal["scalar", "per_dimension"] = "scalar"
-    update: Literal["kalman", "residual", "gate", "fixed"] = "kalman"
-    fixed_gain: float = 0.9
-    gate: Literal["elementwise", "headwise"] = "elementwise"
+    estimator: Estimator = "reml"  # of observation precision, from the attention weights and residuals
+    prior_dof: float = 1.0  # nu, the observations the estimator's prior is worth
+    prior_variance: float | None = None  # s0, the variance it expects; None means 1 / head width
+    sandwich_centre: Literal["root", "innovation"] = "root"  # m of the sandwich estimator; innovation is the paper's
+    kriging: Kriging = "scalar"  # a key is weighed by its mean precision, or each coordinate of it by its own
+    update: Literal["kalman", "residual", "gate", "fixed"] = "kalman"  # the gain, from precision or one to compare with
+    fixed_gain: float = 0.9  # the gain of update fixed
+    gate: Literal["elementwise", "headwise"] = "elementwise"  # what update gate learns a gain for
+    # precision of an item before the first layer
     initial: Literal["hybrid", "count", "table", "credibility", "uniform", "empirical_bayes"] = "count"
-    prior_events: float = 100.0
-    initial_gain: float = 0.9
-    prior_scale: Literal["off", "per_layer"] = "off"
-    lam_max: float = 100.0
+    prior_events: float = 100.0  # n0 of initial credibility: how many events its count prior is worth
+    initial_gain: float = 0.9  # K0, the gain an item of full count starts with, and every gain of update gate
+    prior_scale: Literal["off", "per_layer"] = "off"  # per_layer: rescaled so that each layer's gain starts at about K0
+    lam_max: float = 100.0  # the largest precision before and after a layer
+    # how precision leaves a layer; discount and decay learn one factor per layer
     propagation: Literal["jacobian", "discount", "decay"] = "jacobian"
-    jacobian: JacobianMode = "low_rank"
-    jacobian_in_evaluation: JacobianMode = "running_mean"
-    jacobian_rank: int = 16
-    jacobian_detach: bool = False
-    process_noise: bool = True
-    q_max: float = 1.0
+    jacobian: JacobianMode = "low_rank"  # the feed-forward slope in training
+    jacobian_in_evaluation: JacobianMode = "running_mean"  # which costs nothing per token
+    jacobian_rank: int = 16  # of low_rank
+    jacobian_detach: bool = False  # treat the slope as a constant for gradients
+    process_noise: bool = True  # learn the variance each layer adds
+    q_max: float = 1.0  # scale of the process noise
 
     def __post_init__(self) -> None:
         for key, value, dependent in _ONLY_WITH:
@@ -171,12 +150,7 @@ class CoreConfig:
 
 
 def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
-    """Refuse what is not defined, has no effect or would not fit with a mixer's kind of weights.
-
-    Args:
-        weights: a key of ``core.ESTIMATORS``, or another word for a mixer whose precision no estimator makes.
-        max_length: the longest row of tokens.
-    """
+    """Refuse what is not defined, has no effect or would not fit with a mixer's ``MixerSpec.precision``."""
     if weights not in ESTIMATORS:
         idle = ("estimator", "sandwich_centre", "kriging", *(() if core.starts_from_gain else _PRIOR))
         refuse_idle(core, idle, "with a mixer that has no attention weights")
@@ -196,11 +170,7 @@ def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
 class ItemPrecision(nn.Module):
     """Precision of an item before the first layer, (5.1) or (5.4) to (5.8).
 
-    Args:
-        core: which of ``hybrid | count | table | credibility | uniform | empirical_bayes``.
-        token_counts: training events of each token; 0 is padding, 1 to V are items, what follows is no item (a mask).
-        num_items: V.
-        hidden_size, head_width: D and K.
+    ``token_counts`` are training events per token: 0 is padding, 1 to V are items, what follows is no item (a mask).
     """
 
     base: Tensor
@@ -237,7 +207,9 @@ class ItemPrecision(nn.Module):
             tau = (self.range * self.base[items])[..., None]
             tau = tau + (F.softplus(self.read(embedded)) if self.mode == "hybrid" else math.log(2))
             if self.mode == "credibility":
-                tau = tau * _bounded((self.credibility * self.table)[items]).exp()[..., None]
+                log_factor = (self.credibility * self.table)[items]
+                bounded = LARGEST_LOG_FACTOR * torch.tanh(log_factor / LARGEST_LOG_FACTOR)  # never without a gradient
+                tau = tau * bounded.exp()[..., None]
         return tau.clamp(LAM_MIN, self.lam_max)
 
 
@@ -389,11 +361,6 @@ class LayerPrecision(nn.Module):
         before = self.mean_jacobian.clone()
         remember(self.mean_jacobian, mean_over_tokens(jacobian.detach(), context.valid[::every]), self.updates)
         return before
-
-
-def _bounded(log_factor: Tensor) -> Tensor:
-    """Within the largest log factor either way, and never without a gradient."""
-    return LARGEST_LOG_FACTOR * torch.tanh(log_factor / LARGEST_LOG_FACTOR)
 
 
 def _empirical_bayes(token_counts: Tensor, num_items: int) -> Tensor:

@@ -20,7 +20,6 @@ from typing import Literal
 from torch import Tensor
 
 from recbft.config.fields import check_range
-from recbft.errors import UserError
 from recbft.models.backbone import Backbone, BackboneConfig, check_backbone, root_of_width
 from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.layers import ATTENTION, Mixing, make_blocks, mixer_maker
@@ -58,12 +57,6 @@ def sasrec(
     moe: FuzzyMoEConfig | None = None,
 ) -> Backbone:
     """The model; arguments as ``ModelSpec`` says."""
-    for key, needed in (("layer", "pre_norm"), ("activation", "gelu")):
-        if core is not None and getattr(config, key) != needed:
-            raise UserError(
-                f"backbone.{key} is {getattr(config, key)!r}, but arm 'bft' needs {needed!r}; leave it out, or take "
-                "arm matched or published"
-            )
     blocks = make_blocks(
         config,
         core,

@@ -137,13 +137,10 @@ class SeedDropout(nn.Module):
 
 
 class SeedPrecision(nn.Module):
-    """``LayerPrecision`` of several seeds; its running means become views of the ones here.
+    """``LayerPrecision`` of several seeds, ``each``, whose running means become views of the ones here.
 
-    Args:
-        seeds: whose rows are whose.
-        plain: a copy of one of them, which knows the settings and whether it is in training.
-        each: those of the seeds.
-        parameters: the stacked parameters by their names in ``LayerPrecision``.
+    ``plain``, a copy of one of them, knows the settings and whether it is in training; ``parameters`` are the stacked
+    ones by their names in ``LayerPrecision``.
     """
 
     def __init__(

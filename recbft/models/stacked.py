@@ -44,9 +44,6 @@ class Stacked:
         models: built from the same config, with as many steps behind them; from here on their parameters and running
             means are views of the stacked ones.
         generators: where each seed draws its dropout from.
-
-    Raises:
-        UserError: these models cannot be stacked; the message names what stands in the way.
     """
 
     def __init__(self, models: Sequence[Backbone], generators: Sequence[torch.Generator]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from recbft.core import ESTIMATORS, Belief, gain_update, gate
 from recbft.errors import UserError
 from recbft.kernels.filter_step import kalman_update
-from recbft.mixers import MIXERS, Mixer, Observation
+from recbft.mixers import MIXERS, Observation
 from recbft.models.precision_channel import CoreConfig
 
 
@@ -40,7 +40,7 @@ class KalmanUpdate(nn.Module):
 
     def forward(self, belief: Belief, observation: Observation, x: Tensor, ramp: float) -> Updated:
         """Belief before, what the mixer saw (innovation after dropout), the normalised belief it read, the warm-up."""
-        if observation.precision is None:  # check_update has asked the mixer
+        if observation.precision is None:  # the block has asked the mixer
             raise UserError("the mixer says that it gives a precision, and returned None in its place; return one")
         after, gain = kalman_update(belief, observation.innovation, observation.precision, ramp=ramp)
         return Updated(*after, gain)
@@ -60,13 +60,7 @@ class FixedUpdate(nn.Module):
 
 
 class GateUpdate(nn.Module):
-    """Equation (3.4).
-
-    Args:
-        hidden_size: D.
-        num_gains: rows of W: H for a gain per head, D for one per coordinate.
-        initial_gain: K0, the gain at the start.
-    """
+    """Equation (3.4); ``num_gains``, the rows of W, is H for a gain per head, D for one per coordinate."""
 
     def __init__(self, hidden_size: int, num_gains: int, *, initial_gain: float) -> None:
         super().__init__()
@@ -88,12 +82,6 @@ def make_update(core: CoreConfig, *, hidden_size: int, n_heads: int) -> nn.Modul
     if core.update == "kalman":
         return KalmanUpdate()
     return FixedUpdate(core.fixed_gain if core.update == "fixed" else 1.0)
-
-
-def check_update(update: nn.Module, mixer: Mixer) -> None:
-    """Refuse the Kalman update over a mixer that does not say how precise its innovation is."""
-    if isinstance(update, KalmanUpdate) and not mixer.gives_precision:
-        raise without_precision(type(mixer).__name__)
 
 
 def without_precision(mixer: str) -> UserError:

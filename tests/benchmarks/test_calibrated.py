@@ -11,7 +11,7 @@ import pytest
 from benchmarks.study import calibrated
 from recbft import Recommender
 from recbft.datasets import Dataset, leave_one_out
-from recbft.models.popularity import Popularity
+from recbft.models import Popularity
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from recbft.evaluation import evaluate as evaluating
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.views import evaluation_mode, histories_at_once, view_of
+from recbft.models import Popularity
 from recbft.models.contract import ItemTable, SequenceModel, UserStates
-from recbft.models.popularity import Popularity
 from recbft.training.run_config import load_run_config
 
 

@@ -11,7 +11,7 @@ import torch
 from recbft.datasets.batches import pack_histories
 from recbft.evaluation.event_weights import explain
 from recbft.evaluation.trace import trace
-from recbft.models.popularity import Popularity
+from recbft.models import Popularity
 
 HISTORY = np.array([3, 1, 7, 3, 12, 5])
 

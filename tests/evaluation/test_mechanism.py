@@ -20,9 +20,8 @@ from recbft.evaluation.strata import item_frequency
 from recbft.evaluation.trace import trace
 from recbft.evaluation.views import batches_of_view
 from recbft.mixers import Mixer
-from recbft.models import MODELS
+from recbft.models import MODELS, Popularity
 from recbft.models.contract import read_histories
-from recbft.models.popularity import Popularity
 from recbft.system.files import json_text
 from recbft.training.run_config import load_run_config
 

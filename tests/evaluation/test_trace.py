@@ -12,7 +12,7 @@ from recbft.datasets.batches import pack_histories
 from recbft.datasets.split import leave_one_out
 from recbft.evaluation.trace import at_cap, trace
 from recbft.mixers import PointwiseAttention
-from recbft.models.popularity import Popularity
+from recbft.models import Popularity
 from recbft.training.run_config import load_run_config
 
 UPDATES = [{}, {"update": "residual"}, {"update": "fixed", "fixed_gain": 0.6}, {"update": "gate"},

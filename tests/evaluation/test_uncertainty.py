@@ -16,8 +16,8 @@ from recbft.errors import RunError
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.probability import calibrations
 from recbft.evaluation.uncertainty import uncertainty
+from recbft.models import Popularity
 from recbft.models.contract import read_histories
-from recbft.models.popularity import Popularity
 from recbft.system.files import json_text
 
 

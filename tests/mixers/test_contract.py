@@ -12,10 +12,10 @@ from recbft.core import SequenceContext
 from recbft.mixers import MIXERS
 from recbft.mixers.bayesian import BayesianConfig
 from recbft.mixers.boosted import BoostedConfig
+from recbft.mixers.head_dynamics import RobustFilterConfig
 from recbft.mixers.memory_family import MemoryFamilyConfig
 from recbft.mixers.positional import PositionalConfig
 from recbft.mixers.regime import RegimeConfig
-from recbft.mixers.rfa import RobustFilterConfig
 from recbft.mixers.spectral import SpectralConfig
 from tests.mixers.histories import D, H, inputs, packed
 from tests.tolerances import TOLERANCE
@@ -225,6 +225,7 @@ def test_keys_and_values_may_be_read_elsewhere_and_weights_tell_which_keys_are_r
         assert weights.shape == (len(x), D if mixer.by_coordinate else mixer.n_heads, *2 * x.shape[1:2])
         assert not weights[:, :, ~context.allowed[0]].any()
         assert torch.equal(weights, mixer.attention(x, precision, context, ramp=1.0, source=source))
+        assert not torch.allclose(weights, mixer.attention(x, precision, context))
 
 
 @over_mixers

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from recbft.config.fields import from_dict
-from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.mixers import SoftmaxAttention
 from recbft.mixers.positional import PositionalAttention, PositionalConfig
 from tests.mixers.histories import D, H, K, inputs, packed
 
@@ -64,27 +62,6 @@ def test_weights_and_innovation_are_the_sums_written_out(scheme, causal, estimat
     innovation, estimated = mixer(x, precision, context, ramp=0.7)
     torch.testing.assert_close(innovation[0], (found @ v).transpose(0, 1).flatten(1), rtol=1e-9, atol=1e-11)
     assert (estimated is None) == (estimator is None)
-
-
-def test_without_distance_nothing_but_plain_attention_is_left():
-    batch, context = packed([1, 1])
-    x, precision = inputs(batch)
-    for scheme in SCHEMES:
-        mixer = make(scheme)
-        plain = SoftmaxAttention(D, H, estimator="reml").double()
-        plain.load_state_dict(mixer.reader.state_dict())
-        for one, two in zip(mixer(x, precision, context), plain(x, precision, context), strict=True):
-            torch.testing.assert_close(one, two)
-
-
-def test_rope_knows_distances_and_not_places():
-    mixer = make("rope")
-    batch, context = packed([6])
-    x, _ = inputs(batch)
-    moved = SequenceContext(context.segment, context.position + 17)
-    torch.testing.assert_close(mixer(x, None, moved).innovation, mixer(x, None, context).innovation)
-    spread = SequenceContext(context.segment, 2 * context.position)
-    assert not torch.allclose(mixer(x, None, spread).innovation, mixer(x, None, context).innovation)
 
 
 def test_what_makes_no_sense_is_refused():

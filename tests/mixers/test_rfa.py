@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from recbft.config.fields import from_dict, to_dict
+from recbft.config.fields import from_dict
 from recbft.core import SequenceContext
 from recbft.errors import UserError
+from recbft.kernels.robust_filter import Variant, filtered, read_clock
 from recbft.mixers.head_dynamics import ConfidenceGate, RobustFilterConfig, positive, raw_of
-from recbft.mixers.rfa import RobustFilterAttention, robust_filter_attention, sample_state
+from recbft.mixers.rfa import RobustFilterAttention, sample_state
 from tests.mixers.histories import D, H, K, inputs, packed
 
 OUTSIDE_CONFIG = ("coupled", "output_projection", "dropout", "gives_precision", "lam_max")
@@ -27,16 +26,17 @@ def make(*, training=False, seed=0, **settings):
 def test_attention_reports_what_is_left_of_each_key_that_may_be_read(settings):
     mixer = make(**settings)
     batch, context = packed([5, 3, 4])
-    x, precision = inputs(batch)
-    weights = mixer.attention(x, precision, context, ramp=0.7)
+    (x, precision), (source, _) = inputs(batch), inputs(batch, seed=1)
+    weights = mixer.attention(x, precision, context, ramp=0.7, source=source)
     assert weights.shape == (*batch.items.shape[:1], H, *2 * batch.items.shape[1:])
     assert (weights >= 0).all() and (weights.sum(-1) <= 1 + 1e-12).all()
     assert not weights.masked_fill(context.allowed[:, None], 0.0).any()
     if settings.get("rotate") == "off":  # then nothing but the weights stands between the values and the estimate
-        v = torch.view_as_complex(mixer.value(x).unflatten(-1, (H, K, 2))).transpose(1, 2)
+        v = torch.view_as_complex(mixer.value(source).unflatten(-1, (H, K, 2))).transpose(1, 2)
         state = torch.view_as_real((weights.to(v.dtype) @ v).transpose(1, 2)).flatten(2)
         expected = state @ torch.block_diag(*mixer.read).T
-        torch.testing.assert_close(mixer(x, precision, context, ramp=0.7).innovation, expected)
+        found = mixer(x, precision, context, ramp=0.7, source=source).innovation
+        torch.testing.assert_close(found, expected)
 
 
 # --- starts
@@ -116,8 +116,7 @@ def test_evidence_passes_an_output_projection_by_its_squared_weights():
         torch.view_as_complex(f(x).unflatten(-1, (H, K, 2))).transpose(1, 2)
         for f in (mixer.query, mixer.key, mixer.value)
     )
-    d = mixer.sde()._asdict()
-    evidence = robust_filter_attention(q, k, v, context, **d).evidence
+    _, evidence = filtered(q, k, v, context, mixer.sde(), read_clock(context, dtype=x.dtype), Variant())
     per_head = (evidence * mixer.precision.log_scale.exp()[:, None]).clamp(max=100)  # (1, H, T)
     variance = (1 / per_head).transpose(1, 2).repeat_interleave(2 * K, dim=-1)
     torch.testing.assert_close(found, (1 / (variance @ mixer.out.weight.square().T)).clamp(max=100), rtol=1e-8, atol=0)
@@ -224,16 +223,6 @@ def test_real_time_with_equal_gaps_is_position_and_a_longer_pause_decays_more():
 # --- refusals
 
 
-def test_times_that_are_missing_or_run_backwards_are_refused():
-    batch, context = packed([5])
-    x, _ = inputs(batch)
-    mixer = make(time=True)
-    with pytest.raises(UserError, match="time: true needs the time of every event"):
-        mixer(x, None, SequenceContext(context.segment, context.position))
-    with pytest.raises(UserError, match="is negative; sort every history by time"):
-        mixer(x, None, SequenceContext(context.segment, context.position, -context.time))
-
-
 def test_odd_widths_and_too_many_undamped_heads_are_refused():
     with pytest.raises(
         UserError, match="3 complex coordinates per head do not make pairs of frequencies; give an even"
@@ -275,78 +264,3 @@ def test_what_softplus_makes_of_a_start_is_the_start():
 def test_settings_out_of_range_or_without_effect_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         from_dict(RobustFilterConfig, settings)
-
-
-def test_a_config_survives_yaml_words():
-    config = from_dict(RobustFilterConfig, {"rotate": False, "multiplicative": "off", "time": True})
-    assert config.rotate == "off" and config.multiplicative == "off"
-    assert from_dict(RobustFilterConfig, to_dict(config)) == config
-
-
-# --- the function
-
-
-def scalars(**changed):
-    numbers = {"decay": 0.1, "process": 0.3, "key_noise": 0.5, "query_noise": 0.2, "dof": 8.0} | changed
-    return {name: torch.full((1,), float(value)).double() for name, value in numbers.items()}
-
-
-def test_the_function_filters_by_any_path():
-    q, k, v = (torch.randn(1, 1, 5, 2, dtype=torch.complex128) for _ in range(3))
-    context = SequenceContext(torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None], 3 * torch.arange(5)[None])
-    frequency = torch.tensor([[0.4, -0.4]]).double()
-    found = {
-        impl: robust_filter_attention(q, k, v, context, frequency=frequency, **scalars(), impl=impl)
-        for impl in ("auto", "isotropic", "reference")
-    }
-    for output in found.values():
-        torch.testing.assert_close(output, found["reference"])
-    timed = robust_filter_attention(
-        q, k, v, context, frequency=frequency, **scalars(), use_time=True, time_unit=3.0, temperature=torch.ones(1)
-    )
-    torch.testing.assert_close(timed, found["reference"])
-    one, two = (
-        robust_filter_attention(q, k, v, context, frequency=frequency, **scalars(), use_time=True, **unit)
-        for unit in ({}, {"time_unit": 1.0})
-    )
-    assert torch.equal(one.evidence, two.evidence) and not torch.allclose(one.evidence, timed.evidence)
-    cold = robust_filter_attention(q, k, v, context, frequency=frequency, **scalars(), temperature=2.0)
-    torch.testing.assert_close(cold.evidence, timed.evidence)
-    assert not torch.allclose(cold.value, timed.value)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"decay": torch.tensor([-0.1])}, "decay is -0.1 in some head; give numbers >= 0"),
-        ({"dof": torch.tensor([0.0])}, "dof is 0 in some head; give numbers > 0"),
-        ({"key_noise": torch.tensor([math.nan])}, "key_noise is nan in some head; give numbers >= 0"),
-        ({"process": torch.tensor(0.1)}, r"process has shape \(\); give one number per head, \(1,\)"),
-        ({"impl": "gpu"}, "unknown impl 'gpu'"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_inputs_that_do_not_fit_are_refused(changed, message):
-    x = torch.zeros(1, 1, 5, 2, dtype=torch.complex128)
-    context = SequenceContext(torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None])
-    inputs = {
-        "q": x,
-        "k": x,
-        "v": x,
-        "context": context,
-        "frequency": torch.zeros(1, 2).double(),
-        **scalars(),
-    } | changed
-    with pytest.raises(ValueError, match=message):
-        robust_filter_attention(inputs.pop("q"), inputs.pop("k"), inputs.pop("v"), inputs.pop("context"), **inputs)
-
-
-@pytest.mark.parametrize("name", ["decay", "process", "key_noise", "query_noise", "dof"])
-def test_one_head_out_of_range_among_others_is_refused(name):
-    x = torch.zeros(1, 2, 5, 2, dtype=torch.complex128)
-    context = SequenceContext(torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None])
-    inputs = {"frequency": torch.zeros(2, 2).double(), **{key: value.repeat(2) for key, value in scalars().items()}}
-    robust_filter_attention(x, x, x, context, **inputs)
-    inputs[name][1] = -0.5
-    with pytest.raises(ValueError, match=f"{name} is -0.5 in some head"):
-        robust_filter_attention(x, x, x, context, **inputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +16,6 @@ from recbft.models.feed_forward import FuzzyMoEConfig
 
 V, D, T = 12, 8, 10
 
-# SASRec under other names, with the settings of its precision channel.
-NAMED: dict[str, dict[str, Any]] = {
-    "bft exact": {"jacobian": "exact", "jacobian_in_evaluation": "exact"},
-    "bft low rank in evaluation": {"jacobian_in_evaluation": "low_rank", "jacobian_rank": 3},
-    "bft per layer": {"prior_scale": "per_layer"},
-}
-
 
 def counts_of(num_items=V):
     return torch.tensor([0, *range(num_items)])  # the first item is never seen in training
@@ -31,11 +23,10 @@ def counts_of(num_items=V):
 
 def build(arm="bft", model="sasrec", *, seed=0, counts=None, core=None, mixer=None, mixing=None, **backbone):
     """A model with dropout 0 unless asked for; settings of experts are known by their names."""
-    core = {**NAMED.get(arm, {}), **(core or {})}
-    arm, spec = arm.partition(" ")[0], MODELS[model]
+    spec = MODELS[model]
     settings = {"hidden_size": D, "max_length": T, "dropout": 0.0, **spec.arms[arm], **backbone}
     moe = FuzzyMoEConfig(**{key: settings.pop(key) for key in field_types(FuzzyMoEConfig) if key in settings})
-    chosen = CoreConfig(**{**spec.core, **core}) if arm in spec.precision_arms else None
+    chosen = CoreConfig(**{**spec.core, **(core or {})}) if arm in spec.precision_arms else None
     counts = counts_of() if counts is None else counts
     return spec.make(spec.config(**settings), chosen, counts, seed=seed, mixer=mixer, mixing=mixing, moe=moe)
 
@@ -118,23 +109,10 @@ def assert_same(one, two):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-def watched(model, batch, *, layer=0):
-    """Incoming precision, observation precision and gain of a layer's update at every token."""
-    seen = []
-    hook = model.blocks[layer].mixer.register_forward_hook(
-        lambda module, args, output: seen.append((args[1], output.precision))
-    )
-    with torch.no_grad():
-        model.encode(batch)
-    hook.remove()
-    ((lam, observed),) = seen
-    return lam, observed, observed / (lam + observed)
-
-
 @pytest.fixture(scope="session")
 def lab():
     """The functions above, for the tests of this folder."""
     return SimpleNamespace(
         V=V, D=D, T=T, build=build, shaken=shaken, packed=packed, training_batch=training_batch,
-        beliefs=beliefs, watched=watched, draw_histories=draw_histories, counts_of=counts_of, assert_same=assert_same,
+        beliefs=beliefs, draw_histories=draw_histories, counts_of=counts_of, assert_same=assert_same,
     )  # fmt: skip

@@ -7,17 +7,22 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from recbft.core import (
     SequenceContext,
     ffn_jacobian,
     gelu_slope,
     jacobian_factors,
-    kalman_update_ref,
 )
+from recbft.datasets import Dataset, SyntheticConfig
+from recbft.datasets.synth import generate
 from recbft.errors import RunError
 from recbft.models import CoreConfig
 from recbft.models.precision_channel import LayerPrecision
+from recbft.training.bundle import load_trained
+from recbft.training.one_run import train
+from recbft.training.run_config import load_run_config
 
 # Starting values -------------------------------------------------------------------------------------
 
@@ -27,24 +32,15 @@ from recbft.models.precision_channel import LayerPrecision
 def test_an_item_of_full_count_starts_with_about_the_asked_gain(lab, gain, initial):
     model = lab.build("bft", core={"initial_gain": gain, "initial": initial}, hidden_size=64).eval()
     model.set_ramp(1.0)
-    batch = lab.packed([[lab.V], [1]])  # the item of full count, and one never seen
-    _, observed, found = lab.watched(model, batch)
-    own = batch.segment == 0
+    batch, seen = lab.packed([[lab.V], [1]]), []  # the item of full count, and one never seen
+    model.blocks[0].mixer.register_forward_hook(lambda _, args, output: seen.extend((args[1], output.precision)))
+    with torch.no_grad():
+        model.encode(batch)
+    lam, observed = seen
+    found, own = observed / (lam + observed), batch.segment == 0
     torch.testing.assert_close(observed[own], torch.full((1, 64), 64.0))
     assert found[own].mean().item() == pytest.approx(gain, abs=0.015)
     assert found[~own].mean().item() > 0.98, "next to nothing is known of an item never seen"
-
-
-def test_left_alone_the_second_layer_starts_with_a_lower_gain_and_a_scale_per_layer_mends_it(lab):
-    gains = {}
-    for variant in ("bft", "bft per layer"):
-        model = lab.build(variant, hidden_size=64).train()
-        model.set_ramp(1.0)
-        model.encode(lab.packed(lab.draw_histories(0, 50)))
-        gains[variant] = (
-            lab.watched(model.eval(), lab.packed([[lab.V, lab.V - 1, lab.V - 2, lab.V - 3]]), layer=1)[2].mean().item()
-        )
-    assert gains["bft"] < 0.6 and 0.8 < gains["bft per layer"] < 0.98
 
 
 @pytest.mark.parametrize(
@@ -100,6 +96,7 @@ def test_what_is_learned_of_an_item_counts_by_how_often_it_was_seen(lab):
 # The precision channel --------------------------------------------------------------------------------
 
 
+LOW_RANK = {"jacobian_in_evaluation": "low_rank", "jacobian_rank": 3}
 CORES = [
     {},
     {"initial": "hybrid", "propagation": "discount"},
@@ -108,30 +105,9 @@ CORES = [
     {"initial": "uniform", "propagation": "decay"},
     {"estimator": "delta", "jacobian": "off", "jacobian_in_evaluation": "off", "lam_max": 10.0},
 ]
-over_cores = pytest.mark.parametrize("core", CORES, ids=str)
 
 
-@over_cores
-@pytest.mark.parametrize("training", [False, True])
-def test_precision_stays_within_its_bounds_whatever_is_learned(lab, core, training):
-    found = []
-    for seed, size in ((0, 1.0), (1, 30.0)):
-        model = lab.shaken(lab.build(core=core), seed)
-        groups = model.optimiser_groups()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if groups[name] == "precision":
-                    parameter.mul_(size)
-        found.clear()
-        for block in model.blocks:
-            block.register_forward_hook(lambda module, args, output: found.append(output.precision))
-        for _, precision in lab.beliefs(model, lab.draw_histories(seed), training=training):
-            assert torch.isfinite(precision).all()
-        for precision in found:
-            assert precision.min() >= 1e-3 and precision.max() <= model.core.lam_max
-
-
-@over_cores
+@pytest.mark.parametrize("core", CORES, ids=str)
 def test_running_means_are_updated_in_training_and_in_training_alone(lab, core):
     model = lab.shaken(lab.build(core=core))
     histories = lab.draw_histories(0)
@@ -181,10 +157,11 @@ def test_a_layer_adds_little_noise_at_the_start_and_keeps_precision_above_a_thou
     layer = LayerPrecision(core, hidden_size=4, head_width=2).double()
     precision = torch.tensor([1e-3, 1.0, 30.0, 1e3]).double()
     start = layer.predict(precision, torch.zeros(()).double())
-    if propagation == "jacobian":
-        noise = 2 * math.log1p(math.exp(-9))
-        torch.testing.assert_close(start, (1 / (1 / precision + noise)).clamp(1e-3, 100))
+    noise = 2 * math.log1p(math.exp(-9))
+    left = {"jacobian": 1 / (1 / precision + noise), "discount": 0.99 * precision, "decay": precision}[propagation]
+    torch.testing.assert_close(start, left.clamp(1e-3, 100))
     (parameter,) = layer.parameters()
+    assert parameter.numel() == (4 if propagation == "jacobian" else 1)
     with torch.no_grad():
         parameter.fill_({"jacobian": 1e4, "discount": -20.0, "decay": 20.0}[propagation])
     assert (layer.predict(precision, torch.zeros(()).double())[:3] == 1e-3).all()
@@ -238,14 +215,14 @@ def test_each_phase_has_the_jacobian_that_was_asked_for_it(is_last, jacobian, in
 def test_a_low_rank_is_had_where_it_was_asked_for_whatever_the_other_phase_has(jacobian, is_last):
     core = CoreConfig(jacobian=jacobian, jacobian_in_evaluation="low_rank", jacobian_rank=1)
     layer = LayerPrecision(core, hidden_size=4, head_width=2, is_last=is_last).double()
-    context = SequenceContext(torch.zeros(1, 3).long(), torch.arange(3)[None])
+    context = SequenceContext(torch.tensor([[0, 0, -1]]), torch.arange(3)[None])
     a, w1, w2 = torch.randn(1, 3, 5).double(), torch.randn(5, 4).double(), torch.randn(4, 5).double()
     left, right = jacobian_factors(w1, w2, 1)
     low = gelu_slope(a) @ right @ left.T
     torch.testing.assert_close(layer.eval().activate(a, w1, w2, context)[1], low)
     layer.train().activate(a, w1, w2, context)
     in_training = low if jacobian == "low_rank" else ffn_jacobian(a, w1, w2)
-    torch.testing.assert_close(layer.mean_jacobian, in_training[0].mean(dim=0))
+    torch.testing.assert_close(layer.mean_jacobian, in_training[0, :2].mean(dim=0))  # of real tokens
 
 
 @pytest.mark.parametrize("jacobian", ["exact", "low_rank"])
@@ -299,37 +276,8 @@ def test_where_only_the_mean_jacobian_is_wanted_every_fourth_row_makes_it():
         layer.predict(torch.ones(6, 3, 4).double(), found)
 
 
-def test_the_running_jacobian_is_the_mean_over_real_tokens_only(lab):
-    model = lab.shaken(lab.build("bft exact"))
-    histories = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 1, 2, 3]]  # rows with padding between them
-    block = model.blocks[0]
-    means = []
-    for parts in ([histories], [[history] for history in histories]):
-        total, count = 0.0, 0
-        for part in parts:
-            block.precision.updates.zero_()  # the first batch sets the mean
-            lab.beliefs(model, part, training=True, remember=True)
-            size = sum(len(history) for history in part)
-            total, count = total + block.precision.mean_jacobian.clone() * size, count + size
-        means.append(total / count)
-    torch.testing.assert_close(*means, rtol=1e-10, atol=1e-12)
-
-
-def test_a_low_rank_jacobian_of_full_rank_is_the_exact_one(lab):
-    exact = lab.shaken(lab.build("bft exact"))
-    full = lab.shaken(
-        lab.build("bft", core={"jacobian": "low_rank", "jacobian_in_evaluation": "low_rank", "jacobian_rank": lab.D})
-    )
-    histories = lab.draw_histories(2)
-    for training in (False, True):
-        for one, two in zip(
-            *(lab.beliefs(model, histories, training=training) for model in (exact, full)), strict=True
-        ):
-            lab.assert_same(one, two)
-
-
 def test_kept_factors_of_the_jacobian_go_with_the_weights_they_are_of(lab):
-    model, other = (lab.build("bft low rank in evaluation", seed=seed) for seed in (0, 1))
+    model, other = (lab.build(core=LOW_RANK, seed=seed) for seed in (0, 1))
     model.refresh()
     model.double().train().encode(lab.packed([[1, 2, 3]]))  # of another type
     with torch.inference_mode():
@@ -344,7 +292,7 @@ def test_kept_factors_of_the_jacobian_go_with_the_weights_they_are_of(lab):
 
 
 def test_weights_that_are_too_large_for_a_jacobian_are_told(lab):
-    model = lab.build("bft low rank in evaluation")
+    model = lab.build(core=LOW_RANK)
     with torch.no_grad():
         for weight in (model.blocks[0].inner.weight, model.blocks[0].outer.weight):
             weight.mul_(1e30 / weight.abs().max())  # finite, and their products are not
@@ -352,32 +300,28 @@ def test_weights_that_are_too_large_for_a_jacobian_are_told(lab):
         model.refresh()
 
 
-def test_a_lower_rank_changes_scores_little_but_not_nothing(lab):
-    exact, low = lab.shaken(lab.build("bft exact")), lab.shaken(lab.build("bft low rank in evaluation"))
-    one, two = (lab.beliefs(model, [[1, 2, 3, 4]])[0][0] for model in (exact, low))
-    assert 1e-9 < (one - two).abs().max() < 0.2 * one.abs().max()
-
-
-def test_the_ramp_changes_scores_continuously_from_the_plain_layer_on(lab):
-    model = lab.shaken(lab.build("bft"))
-    scores = []
-    for ramp in (0.0, 1e-6, 0.5, 1.0):
-        model.set_ramp(ramp)
-        scores.append(lab.beliefs(model, [[1, 2, 3, 4, 5]])[0][0])
-    assert torch.allclose(scores[0], scores[1], atol=1e-3) and not torch.equal(scores[0], scores[1])
-    assert not torch.allclose(scores[0], scores[3], atol=1e-2)
-    assert not torch.allclose(scores[2], scores[3], atol=1e-3)
-
-
-def test_the_update_is_the_core_s(lab):
-    model = lab.shaken(lab.build("bft"))
-    batch = lab.packed([[1, 2, 3, 4]])
-    block, seen = model.blocks[0], {}
-    block.register_forward_hook(lambda module, args, output: seen.update(belief=args[0]))
-    block.norm_ffn.register_forward_hook(lambda module, args, output: seen.update(after=args[0]))
-    block.mixer.register_forward_hook(lambda module, args, output: seen.update(observation=output))
+def test_credibility_finds_which_items_are_noise(tmp_path):
+    """Where the reliability of items is known, the precision that is learned is that reliability."""
+    planted = generate(
+        SyntheticConfig(
+            num_users=800,
+            num_items=200,
+            item_reliabilities=(1.0, 0.2),
+            item_shares=(0.5, 0.5),
+            user_reliabilities=(1.0,),
+            user_shares=(1.0,),
+            seed=0,
+        )
+    )
+    dataset = Dataset.from_frame(planted.events, name="planted", time="timestamp")
+    settings = ["hidden_size=32", "batch_size=32", "dropout=0.3", "epochs=12", "training.threads=1"]
+    core = ["core.initial=credibility", "core.prior_events=30"]
+    config = load_run_config(None, [*settings, *core], model="sasrec", arm="bft", seed=0)
+    *_, model = load_trained(train(config, tmp_path / "run", dataset=dataset).path)
+    items = torch.arange(1, dataset.num_items + 1)
     with torch.no_grad():
-        model.eval().encode(batch)
-        after, gain = kalman_update_ref(seen["belief"], *seen["observation"], ramp=1.0)
-    torch.testing.assert_close(seen["after"], after.mean)
-    assert ((gain > 0) & (gain < 1)).all()
+        learned = model.item_precision(items, model.item_embedding(items))[:, 0].numpy()
+    truth = planted.items.set_index("item_id").loc[dataset.decode(items.numpy()), "reliability"].to_numpy()
+    assert stats.spearmanr(learned, truth).statistic > 0.5  # .87 at most, since the truth has two levels
+    noise, taste = (np.exp(np.log(learned[truth == level]).mean()) for level in (0.2, 1.0))
+    assert taste > 4 * noise

@@ -77,6 +77,18 @@ def test_a_step_reads_nothing_back_from_its_device_and_copies_there_before_it_is
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(stack.parameters)
 
 
+def test_every_seed_has_the_loss_it_has_alone_with_its_own_item_biases():
+    settings = {"model": "bert4rec", "arm": "matched", "head": "gelu", "hidden_size": 8, "dropout": 0.0}
+    models = [load_run_config(seed=n, **settings).build(torch.arange(NUM_ITEMS + 1)) for n in range(2)]
+    with torch.no_grad():
+        for model in models:
+            model.item_bias.normal_()
+    own = batches()[:2]
+    expected = torch.stack([model.loss(batch) for model, batch in zip(models, own, strict=True)])
+    stack = Stacked(models, [torch.Generator()] * 2)
+    torch.testing.assert_close(stack.losses(lay_side_by_side(own)), expected)
+
+
 @pytest.mark.parametrize("width", [1, 6, 8])
 def test_random_bits_are_the_same_drawn_together_or_one_by_one(width):
     side = lay_side_by_side(batches())

@@ -10,7 +10,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.exposure import exposure
 from recbft.evaluation.protocol import config_hash, protocol
-from recbft.models.popularity import Popularity
+from recbft.models import Popularity
 from recbft.reporting.run_tables import format_exposure, format_metrics
 
 CONFIG = {"model": "pop", "arm": "published"}

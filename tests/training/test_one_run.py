@@ -345,7 +345,7 @@ def test_nothing_is_left_where_a_run_cannot_begin(tmp_path, dataset):
         (config(dataset="no-such-data"), None, "no-such-data"),
         (config(dataset=str(tmp_path / "missing.parquet")), None, "missing.parquet"),
         (config(), Dataset.from_frame(short), "has nothing to learn from: no user has 4 events"),
-        (config(layer="original"), dataset, "backbone.layer is 'original', but arm 'bft' needs 'pre_norm'"),
+        (config(layer="original"), dataset, "backbone.layer is original, but arm 'bft' needs pre_norm"),
         (config(device="cuda:7"), dataset, "device is 'cuda:7', but PyTorch sees"),
     ):
         with pytest.raises(UserError, match=message):
