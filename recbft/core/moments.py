@@ -49,25 +49,11 @@ def ramped(x: Tensor, ramp: float) -> Tensor:
     return x if ramp == 1 else ramp * x
 
 
-def softmax_weights(
-    q: Tensor,
-    k: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+def softmax_weights(q: Tensor, k: Tensor, context: SequenceContext, **terms: Tensor | None) -> Tensor:
     """Equations (2.2) and (2.3): (B, H, T, T); a token that may read nothing has weights 0.
 
-    Args:
-        q, k: queries and keys, (B, H, T, K).
-        context: which token may read which.
-        log_precision: log of each key's scalar precision, (B, T).
-        log_decay: log of the recency decay, a scalar, <= 0.
-        bias: any other bias, finite, (B or 1, H or 1, T, T).
+    Arguments as those of ``logits_of``.
     """
-    terms = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
     return normalised(logits_of(q, k, context, **terms), context)
 
 
@@ -76,11 +62,19 @@ def logits_of(
     k: Tensor,
     context: SequenceContext,
     *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
-    bias: Tensor | None,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Equation (2.2) alone."""
+    """Equation (2.2) alone.
+
+    Args:
+        q, k: queries and keys, (B, H, T, K).
+        context: which token may read which.
+        log_precision: log of each key's scalar precision, (B, T).
+        log_decay: log of the recency decay, a scalar, <= 0.
+        bias: any other bias, finite, (B or 1, H or 1, T, T).
+    """
     logits = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if log_precision is not None:
         logits = logits + log_precision[:, None, None, :]
@@ -99,18 +93,9 @@ def normalised(logits: Tensor, context: SequenceContext) -> Tensor:
 
 
 def softmax_moments_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    dropout: float = 0.0,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, dropout: float = 0.0, **terms: Tensor | None
 ) -> Moments:
     """Equations (2.4) to (2.6)."""
-    terms = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
     weights = softmax_weights(q, k, context, **terms).to(v.dtype)
     mean = F.dropout(weights, dropout) @ v  # (2.4)
     size = effective_sample_size(weights)
@@ -118,18 +103,9 @@ def softmax_moments_ref(
 
 
 def softmax_mean_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    dropout: float = 0.0,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, dropout: float = 0.0, **terms: Tensor | None
 ) -> Tensor:
     """Equation (2.4)."""
-    terms = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
     return F.dropout(softmax_weights(q, k, context, **terms).to(v.dtype), dropout) @ v
 
 
@@ -177,7 +153,7 @@ def per_dimension_weights(
             f"per-dimension weights of {T} tokens would be {T} x {T} for every coordinate; at most {MAX_TOKENS} tokens "
             "are taken: shorten the histories or use scalar weights"
         )
-    logits = logits_of(q, k, context, log_precision=None, log_decay=log_decay, bias=bias)
+    logits = logits_of(q, k, context, log_decay=log_decay, bias=bias)
     # (B, H, T, T) -> (B, D, T, T)
     return normalised(logits.repeat_interleave(K, dim=1) + log_precision.mT[:, :, None, :], context)
 

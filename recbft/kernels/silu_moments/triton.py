@@ -23,6 +23,7 @@ from torch import Tensor
 from recbft.autograd.full_precision import exact_products
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext, SiluMoments
+from recbft.core.silu import total_bias
 from recbft.kernels import dispatch
 from recbft.kernels.layout import readable
 from recbft.kernels.silu_moments import product_dtype
@@ -32,18 +33,19 @@ OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def silu_moments(
-    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, **biases: Tensor | None
 ) -> SiluMoments:
     """The same as the reference; e in the type of v, the other moments in float32."""
+    bias = total_bias(q, context, **biases)
     history = (context.segment.contiguous(), context.position.contiguous())
     return SiluMoments(
         *applied(_SiluMoments, readable(q), readable(k), readable(v), bias, *history, context.causal, length)
     )
 
 
-def silu_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None) -> Tensor:
+def silu_mean(*call: Any, **more: Any) -> Tensor:
     """The mean alone; the other moments cost a kernel next to nothing."""
-    return silu_moments(q, k, v, context, length=length, bias=bias).mean
+    return silu_moments(*call, **more).mean
 
 
 class _SiluMoments(torch.autograd.Function):
