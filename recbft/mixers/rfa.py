@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from recbft.autograd.complex_pairs import as_complex, real
 from recbft.autograd.eager import eagerly
 from recbft.core import SequenceContext, projected_precision, ramped, scalar_log_precision
-from recbft.kernels.robust_filter import Clock, Dynamics, Variant, decayed_weights, filtered, read_clock
+from recbft.kernels.robust_filter import Clock, Dynamics, Setting, Variant, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,
     QUERY_NOISE_START,
@@ -218,15 +218,8 @@ class RobustFilterAttention(Mixer):
     ) -> Tensor:
         """What is left of each key in the estimate, before dropout: softmax times decay, (B, H, T, T)."""
         q, k = self._sightings(x, x if source is None else source)
-        weights, _ = decayed_weights(
-            q,
-            k,
-            context,
-            self._dynamics(x),
-            self._clock(context, x),
-            self.config.variant,
-            self._key_bias(precision, ramp),
-        )
+        setting = Setting(context, self._dynamics(x), self._clock(context, x), self.config.variant)
+        weights, _ = decayed_weights(q, k, setting, self._key_bias(precision, ramp))
         return weights
 
     def _sightings(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:

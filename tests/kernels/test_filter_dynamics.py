@@ -7,16 +7,19 @@ import math
 import pytest
 import torch
 
-from recbft.kernels.robust_filter import Dynamics, Variant, decayed_weights, read_clock
+from recbft.kernels.robust_filter import Dynamics, Setting, Variant, decayed_weights, filtered, read_clock
 from recbft.kernels.robust_filter.dynamics import residual_variance
-from recbft.kernels.robust_filter.reference import isotropic
 from tests.kernels.test_robust_filter import head, one_history, randoms
 
 
 def weights_and_logits(q, k, dynamics, kernel="student"):
     context = one_history(q.shape[2])
     clock = read_clock(context, dtype=torch.float64)
-    return decayed_weights(q, k, context, dynamics, clock, Variant(kernel=kernel), None)
+    return decayed_weights(q, k, Setting(context, dynamics, clock, Variant(kernel=kernel)), None)
+
+
+def isotropic(*given):
+    return filtered(*given, impl="isotropic")
 
 
 @pytest.mark.parametrize("process", [0.0, 0.7])

@@ -8,7 +8,7 @@ import torch
 from recbft.core import SequenceContext
 from recbft.kernels import c_library
 from recbft.kernels.dispatch import choose
-from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, read_clock
+from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, filtered, read_clock
 from tests.packed_rows import packed
 
 REASON = c_library.missing()
@@ -38,7 +38,7 @@ def run(path, inputs, context, variant, dtype, *, with_evidence=True, learned=()
     dynamics = Dynamics(x["frequency"], *(x[name].exp() for name in SCALARS))
     clock = read_clock(context, dtype=dtype)
     more = {"key_bias": x.get("key_bias"), "with_evidence": with_evidence}
-    mean, evidence = PATHS[path].load()(q, k, v, context, dynamics, clock, variant, **more)
+    mean, evidence = filtered(q, k, v, context, dynamics, clock, variant, impl=path, **more)
     outputs = {"mean": torch.view_as_real(mean.resolve_conj())} | ({"evidence": evidence} if with_evidence else {})
     g = torch.Generator().manual_seed(5)
     loss = sum((y * torch.randn(y.shape, generator=g, dtype=torch.float64).to(dtype)).sum() for y in outputs.values())
@@ -168,6 +168,7 @@ def test_what_it_cannot_serve_goes_to_another_path():
         assert choose("auto", PATHS, tensor, **call) is PATHS["isotropic"].load()
         with pytest.raises(ValueError, match=f"c path declined: {reason}"):
             choose("c", PATHS, tensor, **call)
-    context = packed([[2]], 2, causal=True)
-    with pytest.raises(ValueError, match=r"values torch.complex128; this path takes complex64"):
-        run("c", drawn(1, 1, 2, 3), context, Variant(), torch.float64)
+    context = packed([[2]], 2)
+    scalars = Dynamics(torch.zeros(1, 2), *torch.ones(6, 1))
+    with pytest.raises(ValueError, match=r"values torch.float64; the kernels in C take float32"):
+        filtered(q, q, q.to(torch.complex128), context, scalars, read_clock(context, dtype=torch.float32), Variant())
