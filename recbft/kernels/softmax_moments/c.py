@@ -23,12 +23,14 @@ from recbft.core.regimes import BiasTerms
 from recbft.kernels import c_library
 from recbft.kernels.c_library import pointer
 from recbft.kernels.c_library.heads import (
+    Biases,
     HeadView,
     Packing,
     PairBias,
     Spans,
     Terms,
     check,
+    over_heads,
     pairs_readable,
     run,
     spans_of,
@@ -127,14 +129,12 @@ class _Call(ctypes.Structure):
         ("kind", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "nu", "constant", "cap")),
         *((name, HeadView) for name in ("q", "k", "v")),
-        *((name, ctypes.c_void_p) for name in ("key_bias", "log_decay")),
-        ("pairs", PairBias),
+        ("biases", Biases),
         *((name, HeadView) for name in ("mean", "second")),
         *((name, ctypes.c_void_p) for name in ("size", "log_total")),
         *((name, HeadView) for name in ("grad_mean", "grad_second")),
         ("grad_size", ctypes.c_void_p),
         *((name, HeadView) for name in ("d_q", "d_k", "d_v")),
-        *((name, ctypes.c_void_p) for name in ("d_key_bias", "d_log_decay")),
     )
 
 
@@ -162,7 +162,7 @@ class _Softmax(torch.autograd.Function):
         size, log_total = (q.new_empty(q.shape[:3]) for _ in range(2))
         kept = *heads, *biases, mean, second, size, log_total
         call = _call(spans, estimate, *kept)
-        call.pairs = (
+        call.biases.pairs = (
             PairBias.of(bias, q, k.shape[2]) if terms is None else PairBias.made_of(Terms.of(terms, spans.causal))
         )
         run(c_library.library().softmax_forward, call, q)
@@ -183,24 +183,19 @@ class _Softmax(torch.autograd.Function):
         grad_second = grad_mean if grad_second is None else readable(grad_second)
         grad_size = None if grad_size is None else grad_size.contiguous()
         d_q, d_k, d_v = (by_tokens(x) for x in (q, k, v))
-        wants_key, wants_decay, wants_pairs = ctx.needs_input_grad[3:6]
-        d_key = k.new_empty(k.shape[:3]) if wants_key else None
-        d_decay = q.new_empty(q.shape[:3]) if wants_decay else None
-        d_pairs = q.new_empty(*q.shape[:3], k.shape[2]) if wants_pairs else None
         call = _call(ctx.spans, ctx.estimate, *kept)
         call.grad_mean, call.grad_second = map(HeadView.of, (grad_mean, grad_second))
         call.d_q, call.d_k, call.d_v = map(HeadView.of, (d_q, d_k, d_v))
-        call.grad_size, call.d_key_bias, call.d_log_decay = map(pointer, (grad_size, d_key, d_decay))
-        call.pairs, d_shares, d_scale = PairBias.of(bias, q, k.shape[2], d_pairs), None, None
+        call.grad_size, call.biases.pairs = pointer(grad_size), PairBias.of(bias, q, k.shape[2])
+        key, decay, pairs = ctx.needs_input_grad[3:6]
+        room, d_shares, d_scale = call.biases.make_room((key, False, decay, pairs), q, k.shape[2]), None, None
         if ctx.terms is not None:
             d_shares, d_scale = q.new_empty(*q.shape[:3], shares.shape[-1]), q.new_empty(q.shape[:3])
-            call.pairs = PairBias.made_of(Terms.of(ctx.terms, ctx.spans.causal, d_shares, d_scale))
+            call.biases.pairs = PairBias.made_of(Terms.of(ctx.terms, ctx.spans.causal, d_shares, d_scale))
         run(c_library.library().softmax_backward, call, q)
         d_shares = None if d_shares is None else d_shares.sum(dim=1)
         d_scale = None if d_scale is None else d_scale.sum()
-        d_key = None if d_key is None else d_key.sum(dim=1)
-        d_decay = None if d_decay is None else d_decay.sum(dim=(1, 2))
-        d_pairs = None if d_pairs is None else d_pairs.sum_to_size(bias.shape)
+        d_key, _, d_decay, d_pairs = over_heads(room, bias)
         return d_q, d_k, d_v, d_key, d_decay, d_pairs, d_shares, d_scale, None, None, None
 
 
@@ -210,5 +205,6 @@ def _call(spans: Spans, estimate: _Estimate, *kept: Any) -> _Call:
     call = _Call(Packing.of(spans, q.shape[1], q.shape[3]), estimate.kind, 1 / math.sqrt(q.shape[-1]))
     call.nu, call.constant, call.cap = estimate.prior_dof, estimate.constant, estimate.cap
     call.q, call.k, call.v, call.mean, call.second = map(HeadView.of, (q, k, v, mean, second))
-    call.key_bias, call.log_decay, call.size, call.log_total = map(pointer, (key_bias, log_decay, size, log_total))
+    call.biases = Biases.of(key_bias, None, log_decay, PairBias())
+    call.size, call.log_total = map(pointer, (size, log_total))
     return call
