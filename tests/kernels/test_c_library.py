@@ -257,23 +257,6 @@ def test_a_folder_put_in_the_place_of_the_cache_once_that_is_checked_is_not_read
     assert list(cache.iterdir()) == []
 
 
-@needs_build
-@pytest.mark.parametrize("library", [False, True], ids=["no library", "a library of others"])
-def test_a_file_without_our_functions_is_built_again(cache, monkeypatch, tmp_path, library):
-    file = tmp_path / "other.c"
-    file.write_text("int other;")
-    if library:
-        made = tmp_path / "other.so"
-        subprocess.run([*c_library._compiler(), "-shared", "-fPIC", str(file), "-o", str(made)], check=True)
-        file = made
-    monkeypatch.setattr(c_library, "_key", lambda *_: "key")
-    monkeypatch.setattr(c_library, "_build", place_of_a_build)
-    cache.mkdir(parents=True, mode=0o700)
-    planted = file.rename(cache / c_library._name("kernels-key", file.read_bytes()))
-    planted.chmod(0o755)
-    assert c_library._loaded() == cache.resolve()
-
-
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
