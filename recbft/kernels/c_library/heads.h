@@ -114,32 +114,6 @@ INLINE Reads reads_in_span(const Packing *of, int64_t b, int64_t t)
     return reads_of(token, of->token_place[token], of->key_place + b * of->J + start, most(0, of->stop[token] - start));
 }
 
-/* Add what is given for the pairs of a token within its span; columns are counted from `low`. */
-INLINE void add_pairs(const PairBias *bias, const Packing *of, int64_t b, int64_t h, int64_t t, int64_t low, float *row)
-{
-    if (bias->terms)
-        add_terms(bias->terms, reads_in_span(of, b, t), row + of->start[b * of->T + t] - low);
-    if (!bias->data)
-        return;
-    const float *own = bias->data + b * bias->row + h * bias->head + t * bias->token + low;
-    for (int64_t j = of->start[b * of->T + t] - low; j < of->stop[b * of->T + t] - low; j++)
-        row[j] += own[j];
-}
-
-/* Write the gradient of a token's pairs: 0 but for those that `row` has. */
-INLINE void keep_pairs(const PairBias *bias, const Packing *of, int64_t b, int64_t h, int64_t t, int64_t low,
-                       int64_t width, const float *row)
-{
-    const int64_t place = (b * of->H + h) * of->T + t;
-    if (bias->terms && bias->terms->d_shares)
-        keep_terms(bias->terms, reads_in_span(of, b, t), place, row + of->start[b * of->T + t] - low);
-    if (!bias->gradient)
-        return;
-    float *own = bias->gradient + place * of->J;
-    memset(own, 0, of->J * sizeof(float));
-    memcpy(own + low, row, least(width, of->J - low) * sizeof(float));
-}
-
 /* A few neighbouring tokens and the keys, in whole vectors, that any of them may read; these are the `depth` keys from
  * low + skip, the others only fill up the vectors. */
 typedef struct {
@@ -186,7 +160,14 @@ INLINE void add_biases(const Biases *biases, const Packing *of, int64_t b, int64
                        float *row)
 {
     const int64_t token = b * of->T + t, start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
-    add_pairs(&biases->pairs, of, b, h, t, tile.low, row);
+    const PairBias *pairs = &biases->pairs;
+    if (pairs->terms)
+        add_terms(pairs->terms, reads_in_span(of, b, t), row + start);
+    if (pairs->data) {
+        const float *own = pairs->data + b * pairs->row + h * pairs->head + t * pairs->token + tile.low;
+        for (int64_t j = start; j < stop; j++)
+            row[j] += own[j];
+    }
     if (biases->lag)
         for (int64_t j = start; j < stop; j++)
             row[j] += biases->lag[least(lag(of, b, token, tile.low + j), biases->L - 1)];
@@ -217,8 +198,15 @@ INLINE void begin_biases(const Biases *biases, const Packing *of, int64_t b, int
 INLINE void keep_biases(const Biases *biases, const Packing *of, int64_t b, int64_t h, int64_t t, Tile tile,
                         int64_t start, int64_t stop, const float *d)
 {
-    const int64_t token = b * of->T + t, head = b * of->H + h;
-    keep_pairs(&biases->pairs, of, b, h, t, tile.low, tile.width, d);
+    const int64_t token = b * of->T + t, head = b * of->H + h, own = head * of->T + t;
+    const PairBias *pairs = &biases->pairs;
+    if (pairs->terms && pairs->terms->d_shares)
+        keep_terms(pairs->terms, reads_in_span(of, b, t), own, d + of->start[token] - tile.low);
+    if (pairs->gradient) {
+        float *d_pairs = pairs->gradient + own * of->J;
+        memset(d_pairs, 0, of->J * sizeof(float));
+        memcpy(d_pairs + tile.low, d, least(tile.width, of->J - tile.low) * sizeof(float));
+    }
     if (biases->d_key) {
         float *d_key = biases->d_key + head * of->J + tile.low;
         for (int64_t j = start; j < stop; j++)
@@ -233,7 +221,7 @@ INLINE void keep_biases(const Biases *biases, const Packing *of, int64_t b, int6
         float sum = 0;
         for (int64_t j = start; j < stop; j++)
             sum += d[j] * (float)lag(of, b, token, tile.low + j);
-        biases->d_log_decay[head * of->T + t] = sum;
+        biases->d_log_decay[own] = sum;
     }
 }
 
