@@ -1,4 +1,4 @@
-"""Robust filter attention: the tensor form against sums written out, the fast forms against it, limits and clocks."""
+"""Robust filter attention: the tensor form against sums written out, the plain form against it, clocks, limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from recbft.core import SequenceContext
 from recbft.errors import UserError
 from recbft.kernels.dispatch import choose
-from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, filtered, read_clock
+from recbft.kernels.robust_filter import PATHS, Dynamics, Setting, Variant, decayed_weights, filtered, read_clock
+from recbft.kernels.robust_filter.dynamics import residual_variance
 
 PLAIN = ("isotropic", "reference")  # the paths of float64
 
@@ -284,30 +285,50 @@ def test_what_has_faded_away_says_nothing_of_the_decay(variant, impl="isotropic"
     torch.testing.assert_close(slope(impl, torch.float32), slope("reference", torch.float64), rtol=1e-3, atol=1e-5)
 
 
-def test_a_single_token_returns_its_own_value():
-    q, k, v = (randoms(1, 1, 1, 2, seed=s) for s in range(3))
-    context, d = one_history(1), head()
-    clock = read_clock(context, dtype=torch.float64)
-    for impl in PLAIN:
-        value, evidence = filtered(q, k, v, context, d, clock, Variant(), impl=impl)
-        torch.testing.assert_close(value, v)
-        precision = 1 / 0.7
-        misfit = 1 + precision * (q - k).abs().square().sum(-1) / 8
-        torch.testing.assert_close(evidence, precision * misfit ** -((8 + 2) / 2))
+# --- filters whose answer is known
 
 
-def test_padding_gets_zeros_and_gives_nothing():
-    (q, k, v), d = drawn()
-    context = packed()
-    clock = read_clock(context, dtype=torch.float64)
-    for impl in PLAIN:
-        before = filtered(q, k, v, context, d, clock, Variant(), impl=impl)
-        spoilt = [x.clone() for x in (q, k, v)]
-        for x in spoilt:
-            x[1, :, 6] = 1e6
-        after = filtered(*spoilt, context, d, clock, Variant(), impl=impl)
-        for one, two in zip(before, after, strict=True):
-            assert not one[1, :, 6].abs().any() and torch.equal(one, two)
+def told(num_tokens, dynamics, variant=VARIANTS[0]):
+    """Of one history, what ``filtered`` takes beside queries, keys and values."""
+    context = one_history(num_tokens)
+    return context, dynamics, read_clock(context, dtype=torch.float64), variant
+
+
+@pytest.mark.parametrize("process", [0.0, 0.7])
+def test_as_decay_goes_to_zero_the_filter_goes_to_the_one_without_decay(process):
+    q, k, v = (randoms(1, 1, 9, 2, seed=s) for s in range(3))
+    still = filtered(q, k, v, *told(9, head(decay=0.0, process=process)))
+    for decay, tolerance in ((1e-3, 2e-2), (1e-6, 2e-5), (1e-9, 2e-8)):
+        nearly = filtered(q, k, v, *told(9, head(decay=decay, process=process / (2 * decay))))
+        for one, two in zip(nearly, still, strict=True):
+            torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+
+
+def test_a_trajectory_without_noise_is_its_own_estimate():
+    d = head(decay=0.13, frequency=[0.4, -1.1])
+    t = torch.arange(9).double()
+    carry = torch.exp((-0.13 + 1j * d.frequency) * t[:, None])  # (9, 2)
+    state = (carry * randoms(2, seed=5))[None, None]
+    value, evidence = filtered(state, state, state, *told(9, d))
+    torch.testing.assert_close(value, state)
+    precision = 1 / residual_variance(t, Dynamics(*(x[0] for x in d)))
+    torch.testing.assert_close(evidence[0, 0], precision.cumsum(0))
+
+
+def unit_norm(x):
+    return x / x.abs().square().sum(-1, keepdim=True).sqrt()
+
+
+def test_with_equal_norms_and_no_decay_scores_are_a_monotone_map_of_rope_scores():
+    q, k = unit_norm(randoms(1, 1, 12, 4, seed=1)), unit_norm(randoms(1, 1, 12, 4, seed=2))
+    d = head(decay=0.0, process=0.0, frequency=[0.9, -0.9, 0.2, -0.2])
+    turn = torch.exp(-1j * d.frequency * torch.arange(12).double()[:, None])
+    rope = ((q * turn) @ (k * turn).mH).real[0, 0]
+    _, logits = decayed_weights(q, k, Setting(*told(12, d)), None)
+    assert torch.equal(logits[0, 0, -1].argsort(), rope[-1].argsort())
+    weights, _ = decayed_weights(q, k, Setting(*told(12, d, Variant(kernel="gaussian"))), None)
+    expected = torch.softmax(2 * (8 + 4) / (4 * 8) / 0.7 * rope[-1], dim=0)
+    torch.testing.assert_close(weights[0, 0, -1], expected)
 
 
 # --- dispatch

@@ -12,23 +12,12 @@ from recbft.kernels.robust_filter import Dynamics, Variant, filtered, read_clock
 pytest.importorskip("triton", minversion="3.3")
 
 from recbft.kernels.robust_filter import triton as fast
+from tests import packed_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-H, K, TILE = 2, 3, 16
-NAMES = (
-    "mean",
-    "evidence",
-    "q",
-    "k",
-    "v",
-    "decay",
-    "process",
-    "key noise",
-    "query noise",
-    "dof",
-    "temperature",
-    "bias",
-)
+H, K, TILE = 2, 3, fast.OWN
+SCALARS = ("decay", "process", "key noise", "query noise", "dof", "temperature")
+NAMES = ("mean", "evidence", "q", "k", "v", *SCALARS, "bias")
 PLAIN = Variant()
 VARIANTS = [
     Variant(kernel="gaussian"),
@@ -39,9 +28,7 @@ VARIANTS = [
 
 
 @pytest.fixture(autouse=True)
-def small_tiles_and_memory_of_nans(monkeypatch):
-    monkeypatch.setattr(fast, "OWN", TILE)
-    monkeypatch.setattr(fast, "STEP", TILE)
+def memory_of_nans():
     torch.set_deterministic_debug_mode("warn")  # which fills new memory with NaN
     assert torch.empty(3, device=DEVICE).isnan().all()
     yield
@@ -54,17 +41,10 @@ def one_history(T, B=1):
 
 def packed(*, causal=True, shuffled=False):
     """Rows of 20 columns: two histories that end in different tiles, padding alone, three histories and padding."""
-    segment = torch.full((3, 20), -1)
-    position = torch.zeros(3, 20, dtype=torch.int64)
-    for row, lengths in ((0, (14, 6)), (2, (1, 2, 15))):
-        start = 0
-        for number, length in enumerate(lengths):
-            segment[row, start : start + length] = 7 * row + number
-            position[row, start : start + length] = torch.arange(length)
-            start += length
-    time = torch.where(segment >= 0, 1_700_000_000 + 30 * position + position**2, 0)
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(5)) if shuffled else torch.arange(20)
-    return SequenceContext(segment[:, order], position[:, order], time[:, order], causal=causal)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(5)) if shuffled else None
+    at = packed_rows.packed([[14, 6], [], [1, 2, 15]], 20, order=order)
+    time = torch.where(at.segment >= 0, 1_700_000_000 + 30 * at.position + at.position**2, 0)
+    return SequenceContext(at.segment, at.position, time, causal=causal)
 
 
 def on(device, context):
@@ -201,35 +181,13 @@ def test_two_runs_are_equal_bit_by_bit():
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def complexes(B, T, *, width=K):
-    return [torch.randn(B, H, T, width, dtype=torch.complex64, device=DEVICE) for _ in range(3)]
-
-
-def test_a_history_hears_nothing_of_the_others_in_its_row():
-    context = packed()
-    context = on(DEVICE, SequenceContext(context.segment[2:], context.position[2:], context.time[2:]))
-    other = (context.segment != 15)[:, None, :, None]  # 15: columns 1 and 2
-    q, k, v = complexes(1, 20)
-    _, scalars, frequency, _ = drawn(1, 1)
-    d = Dynamics(*(x.to(DEVICE, torch.float32) for x in (frequency, *scalars)))
-    told = context, d, read_clock(context, dtype=torch.float32), PLAIN
-    before = filtered(q, k, v, *told, impl="triton")
-    noisy = [torch.where(other, 100 * x + 1, x).requires_grad_() for x in (q, k, v)]
-    after = filtered(*noisy, *told, impl="triton")
-    for one, two in zip(before, after, strict=True):
-        assert torch.equal(one[:, :, 1:3], two[:, :, 1:3])
-    loss = after[0][:, :, 1:3].abs().sum() + after[1][:, :, 1:3].sum()
-    for gradient in torch.autograd.grad(loss, noisy):
-        assert not torch.where(other, gradient, 0).any() and gradient.any()
-
-
 def test_dropped_weights_are_scaled_and_their_gradient_is_that_of_the_same_drop(monkeypatch):
     T, p, width = 9, 0.4, 9
     context = on(DEVICE, one_history(T))
     scalars = torch.tensor([0.1, 0.3, 0.5, 0.2, 8.0, 1.0], device=DEVICE).unsqueeze(-1).expand(-1, H)
     d = Dynamics(torch.zeros(H, width, device=DEVICE), *scalars)
     exact = Dynamics(*(x.cpu().double() for x in d))
-    q, k, _ = complexes(1, T, width=width)
+    q, k = torch.randn(2, 1, H, T, width, dtype=torch.complex64, device=DEVICE)
     axes = torch.eye(T, dtype=torch.complex64, device=DEVICE).expand(1, H, T, T)  # the mean of which is the weights
 
     def run(impl, d, *inputs):
