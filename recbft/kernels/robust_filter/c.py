@@ -43,12 +43,13 @@ def robust_filter(
     context, dynamics, clock, variant = setting
     assert dropout == 0 and clock.by_position
     d = Dynamics(*(x.float() for x in dynamics))
-    turned, back = _Turns(*turns_of(d.frequency, clock)), None
-    outside = turned.query.requires_grad or transformed()  # frequencies that torch.func may ask about
+    turns, back = turns_of(d.frequency, clock), None
+    outside = turns[0].requires_grad or transformed()  # frequencies that torch.func may ask about
     if outside:
-        q, k = q * turned.query, k * turned.key
+        asks, reads = turns
+        q, k = q * asks, k * reads
         if variant.rotate_values:
-            v, back = v * turned.key, turned.query.conj()
+            v, back = v * reads, asks.conj()
     kappa = (d.dof + q.shape[-1]) / q.shape[-1]
     tables = _tables(context, clock, d, variant)
     bias = None if key_bias is None else key_bias.float().expand(context.segment.shape)
@@ -61,7 +62,7 @@ def robust_filter(
         kappa,
         d.temperature,
         bias,
-        None if outside else turned,
+        () if outside else turns,
         spans,
         how,
     )
@@ -76,13 +77,6 @@ def _tables(context: SequenceContext, clock: Clock, dynamics: Dynamics, variant:
         longest = int(context.position.max() - context.position.min())
     lags = torch.arange(longest + 1, dtype=torch.float32)[None, None, None]
     return Tables(*(x[0, :, 0] for x in tables_of(lags, dynamics, variant)))
-
-
-class _Turns(NamedTuple):
-    """exp(-i w t), (B or 1, H, T, K)."""
-
-    query: Tensor
-    key: Tensor
 
 
 class _How(NamedTuple):
@@ -124,7 +118,7 @@ class _RobustFilter(torch.autograd.Function):
         kappa: Tensor,
         temperature: Tensor,
         key_bias: Tensor | None,
-        turned: _Turns | None,
+        turns: tuple[Tensor, ...],
         spans: Spans,
         how: _How,
     ) -> tuple[Tensor, ...]:
@@ -134,7 +128,7 @@ class _RobustFilter(torch.autograd.Function):
         key_bias = None if key_bias is None else key_bias.contiguous()
         mean, log_total = by_tokens(q), q.new_empty(q.shape[:3])
         evidence = torch.empty_like(log_total) if how.with_evidence else None
-        kept = *heads, *scalars, key_bias, log_total, *(real(x).contiguous() for x in turned or ())
+        kept = *heads, *scalars, key_bias, log_total, *(real(x).contiguous() for x in turns)
         call = _call(spans, how, *kept)
         call.mean, call.evidence = HeadView.of(mean), pointer(evidence)
         run(c_library.library().robust_filter_forward, call, q)
@@ -169,7 +163,7 @@ def _call(spans: Spans, how: _How, *kept: Any) -> _Call:
     names = (*SCALARS, "key_bias", "log_total")
     for name, x in zip(names, named, strict=False):
         setattr(call, name, pointer(x))
-    if turned := named[len(names) :]:
-        call.turn_query, call.turn_key = map(pointer, turned)
-        call.turn_query_row, call.turn_key_row = (x.stride(0) if x.shape[0] > 1 else 0 for x in turned)
+    if turns := named[len(names) :]:  # (B or 1, H, T, K)
+        call.turn_query, call.turn_key = map(pointer, turns)
+        call.turn_query_row, call.turn_key_row = (x.stride(0) if x.shape[0] > 1 else 0 for x in turns)
     return call
