@@ -52,7 +52,7 @@ def ramped(x: Tensor, ramp: float) -> Tensor:
 def softmax_weights(q: Tensor, k: Tensor, context: SequenceContext, **terms: Tensor | None) -> Tensor:
     """Equations (2.2) and (2.3): (B, H, T, T); a token that may read nothing has weights 0.
 
-    Arguments as ``logits_of``.
+    Arguments as those of ``logits_of``.
     """
     return normalised(logits_of(q, k, context, **terms), context)
 

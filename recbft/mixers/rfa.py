@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from recbft.autograd.complex_pairs import as_complex, real
 from recbft.autograd.eager import eagerly
 from recbft.core import SequenceContext, projected_precision, ramped, scalar_log_precision
-from recbft.kernels.robust_filter import Clock, Dynamics, decayed_weights, filtered, read_clock
+from recbft.kernels.robust_filter import Clock, Dynamics, Setting, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (
     KEY_NOISE_START,
     QUERY_NOISE_START,
@@ -163,15 +163,9 @@ class RobustFilterAttention(Mixer):
         source: Tensor | None = None,
     ) -> Tensor:
         """What is left of each key in the estimate, before dropout: softmax times decay, (B, H, T, T)."""
-        weights, _ = decayed_weights(
-            self._heads(self.query(x)),
-            self._heads(self.key(x if source is None else source)),
-            context,
-            self._dynamics(x),
-            self._clock(context, x),
-            self.config.variant,
-            self._key_bias(precision, ramp),
-        )
+        q, k = self._heads(self.query(x)), self._heads(self.key(x if source is None else source))
+        setting = Setting(context, self._dynamics(x), self._clock(context, x), self.config.variant)
+        weights, _ = decayed_weights(q, k, setting, self._key_bias(precision, ramp))
         return weights
 
     def _dynamics(self, x: Tensor) -> Dynamics:

@@ -28,6 +28,19 @@ def scratch_full_of_nan():
 
 
 @pytest.fixture
+def runs_by_threads():
+    """What a function returns of one thread, twice, and of more."""
+
+    def with_threads(count, function):
+        torch.set_num_threads(count)
+        return function()
+
+    threads = torch.get_num_threads()
+    yield lambda function: [with_threads(count, function) for count in (1, 1, 2, 3)]
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def larger_of_numbers(monkeypatch):
     """The larger or smaller of a number and NaN is the number, as on a GPU, where the interpreter has NaN."""
     if interpreted():

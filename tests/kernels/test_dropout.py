@@ -52,7 +52,7 @@ def test_nothing_is_dropped_at_a_rate_of_zero_nor_outside_training():
 @pytest.mark.parametrize("impl", ["c"])
 @pytest.mark.parametrize("p", [0.1, 0.999])
 def test_both_paths_on_a_cpu_draw_and_scale_alike(p, impl):
-    x = torch.randn(7, 33, requires_grad=True)
+    x = torch.randn(1023, 513, requires_grad=True)  # whose bits meet the least that is kept some times
     with torch.random.fork_rng():
         torch.manual_seed(3)
         y = dropout(x, p)

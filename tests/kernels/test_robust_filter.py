@@ -1,4 +1,4 @@
-"""Robust filter attention: the tensor form against sums written out, the fast forms against it, limits and clocks."""
+"""Robust filter attention: the tensor form against sums written out, the plain form against it, clocks, limits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from recbft.core import SequenceContext
 from recbft.errors import UserError
-from recbft.kernels import robust_filter
 from recbft.kernels.dispatch import choose
-from recbft.kernels.robust_filter import Dynamics, Variant, filtered, read_clock
+from recbft.kernels.robust_filter import PATHS, Dynamics, Setting, Variant, decayed_weights, filtered, read_clock
+from recbft.kernels.robust_filter.dynamics import residual_variance
 
-PATHS = {name: robust_filter.PATHS[name].load() for name in ("isotropic", "reference")}  # those of float64
+PLAIN = ("isotropic", "reference")  # the paths of float64
 
 B, H, T, K = 3, 2, 7, 4
 SEGMENT = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2, -1], [3, 3, 4, 4, 4, 4, 4]])
@@ -94,7 +94,7 @@ def test_the_tensor_form_is_the_sum_over_keys(causal, variant):
     (q, k, v), d = drawn(per_coordinate=True)
     context, key_bias = packed(causal=causal), torch.randn(B, T, dtype=torch.float64)
     clock = read_clock(context, dtype=torch.float64)
-    found = PATHS["reference"](q, k, v, context, d, clock, variant, key_bias=key_bias)
+    found = filtered(q, k, v, context, d, clock, variant, key_bias=key_bias, impl="reference")
     expected = by_sums(q, k, v, context, d, variant, context.position, key_bias)
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
@@ -114,7 +114,7 @@ def values_and_gradients(impl, context, variant, *, use_time=False, learn_unit=F
     if learn_unit:
         leaves.append(unit)
     clock = read_clock(context, use_time=use_time, time_unit=unit, dtype=torch.float64)
-    value, evidence = PATHS[impl](q, k, v, context, d, clock, variant, key_bias=key_bias)
+    value, evidence = filtered(q, k, v, context, d, clock, variant, key_bias=key_bias, impl=impl)
     g = torch.Generator().manual_seed(4)
     weight = torch.randn(value.shape, generator=g, dtype=torch.complex128)
     loss = (value * weight).real.sum() + (evidence * torch.randn(evidence.shape, generator=g).double()).sum()
@@ -178,8 +178,8 @@ def test_lags_in_real_time_are_those_of_positions_where_times_are_positions():
         read_clock(by_place, dtype=torch.float64),
         read_clock(by_time, use_time=True, time_unit=7.0, dtype=torch.float64),
     ]
-    for impl in PATHS:
-        one, two = (PATHS[impl](q, k, v, by_place, d, clock, Variant()) for clock in clocks)
+    for impl in PLAIN:
+        one, two = (filtered(q, k, v, by_place, d, clock, Variant(), impl=impl) for clock in clocks)
         for left, right in zip(one, two, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
 
@@ -190,7 +190,7 @@ def test_a_token_reads_at_its_query_time():
     asked = SequenceContext(context.segment, context.position, context.time, query_time=context.time + 40)
     clock = read_clock(asked, use_time=True, dtype=torch.float64)
     assert torch.equal(clock.lag, read_clock(context, use_time=True, dtype=torch.float64).lag + 40)
-    one, two = (PATHS[impl](q, k, v, context, d, clock, Variant())[0] for impl in PATHS)
+    one, two = (filtered(q, k, v, context, d, clock, Variant(), impl=impl)[0] for impl in PLAIN)
     torch.testing.assert_close(one, two)
 
 
@@ -245,7 +245,7 @@ def test_huge_times_and_zero_vectors_stay_finite(dtype):
     q = torch.zeros(1, 1, 4, 2, dtype=torch.complex64 if dtype == torch.float32 else torch.complex128)
     leaves = [q.clone().requires_grad_() for _ in range(3)]
     scalars = [x.clone().requires_grad_() for x in d[1:]]
-    value, evidence = PATHS["isotropic"](*leaves, context, Dynamics(d.frequency, *scalars), clock, Variant())
+    value, evidence = filtered(*leaves, context, Dynamics(d.frequency, *scalars), clock, Variant(), impl="isotropic")
     assert not value.abs().any() and torch.isfinite(evidence).all()
     for gradient in torch.autograd.grad(value.real.sum() + evidence.log().sum(), leaves + scalars):
         assert torch.isfinite(torch.view_as_real(gradient) if gradient.is_complex() else gradient).all()
@@ -258,8 +258,9 @@ def test_a_misfit_that_rounds_below_nothing_is_none(kernel):
     d = head(decay=0.0, process=0.0, key_noise=0.0, query_noise=1e-4, frequency=[0.0] * 4)
     d = Dynamics(*(part.float() for part in d))
     context = one_history(64)
-    for path in PATHS.values():  # of each token its own key fits exactly, and no other does
-        value, evidence = path(x, x, x, context, d, read_clock(context, dtype=torch.float32), Variant(kernel=kernel))
+    clock = read_clock(context, dtype=torch.float32)
+    for impl in PLAIN:  # of each token its own key fits exactly, and no other does
+        value, evidence = filtered(x, x, x, context, d, clock, Variant(kernel=kernel), impl=impl)
         torch.testing.assert_close(value, x)
         assert (evidence <= 1.01e4).all() and evidence.isfinite().all()
 
@@ -277,36 +278,57 @@ def test_what_has_faded_away_says_nothing_of_the_decay(variant, impl="isotropic"
         decay = d.decay[:1].to(precision).requires_grad_()
         scalars = Dynamics(*(x[:1].to(precision) for x in d))._replace(decay=decay)
         clock = read_clock(context, use_time=True, dtype=precision)
-        value, evidence = PATHS[impl](*(x[:, :1] for x in inputs), context, scalars, clock, variant)
+        value, evidence = filtered(*(x[:, :1] for x in inputs), context, scalars, clock, variant, impl=impl)
         (value.real.sum() + value.imag.sum() + evidence.log().sum()).backward()
         return decay.grad.double()
 
     torch.testing.assert_close(slope(impl, torch.float32), slope("reference", torch.float64), rtol=1e-3, atol=1e-5)
 
 
-def test_a_single_token_returns_its_own_value():
-    q, k, v = (randoms(1, 1, 1, 2, seed=s) for s in range(3))
-    context, d = one_history(1), head()
-    for path in PATHS.values():
-        value, evidence = path(q, k, v, context, d, read_clock(context, dtype=torch.float64), Variant())
-        torch.testing.assert_close(value, v)
-        precision = 1 / 0.7
-        misfit = 1 + precision * (q - k).abs().square().sum(-1) / 8
-        torch.testing.assert_close(evidence, precision * misfit ** -((8 + 2) / 2))
+# --- filters whose answer is known
 
 
-def test_padding_gets_zeros_and_gives_nothing():
-    (q, k, v), d = drawn()
-    context = packed()
-    clock = read_clock(context, dtype=torch.float64)
-    for path in PATHS.values():
-        before = path(q, k, v, context, d, clock, Variant())
-        spoilt = [x.clone() for x in (q, k, v)]
-        for x in spoilt:
-            x[1, :, 6] = 1e6
-        after = path(*spoilt, context, d, clock, Variant())
-        for one, two in zip(before, after, strict=True):
-            assert not one[1, :, 6].abs().any() and torch.equal(one, two)
+def told(num_tokens, dynamics, variant=VARIANTS[0]):
+    """Of one history, what ``filtered`` takes beside queries, keys and values."""
+    context = one_history(num_tokens)
+    return context, dynamics, read_clock(context, dtype=torch.float64), variant
+
+
+@pytest.mark.parametrize("process", [0.0, 0.7])
+def test_as_decay_goes_to_zero_the_filter_goes_to_the_one_without_decay(process):
+    q, k, v = (randoms(1, 1, 9, 2, seed=s) for s in range(3))
+    still = filtered(q, k, v, *told(9, head(decay=0.0, process=process)))
+    for decay, tolerance in ((1e-3, 2e-2), (1e-6, 2e-5), (1e-9, 2e-8)):
+        nearly = filtered(q, k, v, *told(9, head(decay=decay, process=process / (2 * decay))))
+        for one, two in zip(nearly, still, strict=True):
+            torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+
+
+def test_a_trajectory_without_noise_is_its_own_estimate():
+    d = head(decay=0.13, frequency=[0.4, -1.1])
+    t = torch.arange(9).double()
+    carry = torch.exp((-0.13 + 1j * d.frequency) * t[:, None])  # (9, 2)
+    state = (carry * randoms(2, seed=5))[None, None]
+    value, evidence = filtered(state, state, state, *told(9, d))
+    torch.testing.assert_close(value, state)
+    precision = 1 / residual_variance(t, Dynamics(*(x[0] for x in d)))
+    torch.testing.assert_close(evidence[0, 0], precision.cumsum(0))
+
+
+def unit_norm(x):
+    return x / x.abs().square().sum(-1, keepdim=True).sqrt()
+
+
+def test_with_equal_norms_and_no_decay_scores_are_a_monotone_map_of_rope_scores():
+    q, k = unit_norm(randoms(1, 1, 12, 4, seed=1)), unit_norm(randoms(1, 1, 12, 4, seed=2))
+    d = head(decay=0.0, process=0.0, frequency=[0.9, -0.9, 0.2, -0.2])
+    turn = torch.exp(-1j * d.frequency * torch.arange(12).double()[:, None])
+    rope = ((q * turn) @ (k * turn).mH).real[0, 0]
+    _, logits = decayed_weights(q, k, Setting(*told(12, d)), None)
+    assert torch.equal(logits[0, 0, -1].argsort(), rope[-1].argsort())
+    weights, _ = decayed_weights(q, k, Setting(*told(12, d, Variant(kernel="gaussian"))), None)
+    expected = torch.softmax(2 * (8 + 4) / (4 * 8) / 0.7 * rope[-1], dim=0)
+    torch.testing.assert_close(weights[0, 0, -1], expected)
 
 
 # --- dispatch
@@ -315,4 +337,4 @@ def test_padding_gets_zeros_and_gives_nothing():
 def test_where_no_kernel_serves_the_isotropic_form_does():
     q = torch.zeros(1, 1, 1, 2, dtype=torch.complex64)
     for given in (q.to(torch.complex128), q.to("meta")):
-        assert choose("auto", robust_filter.PATHS, given, dropout=0.0, by_position=True) is PATHS["isotropic"]
+        assert choose("auto", PATHS, given, dropout=0.0, by_position=True) is PATHS["isotropic"].load()

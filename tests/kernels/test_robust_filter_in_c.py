@@ -8,7 +8,7 @@ import torch
 from recbft.core import SequenceContext
 from recbft.kernels import c_library
 from recbft.kernels.dispatch import choose
-from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, read_clock
+from recbft.kernels.robust_filter import PATHS, Dynamics, Variant, filtered, read_clock
 from tests.packed_rows import packed
 
 REASON = c_library.missing()
@@ -38,7 +38,7 @@ def run(path, inputs, context, variant, dtype, *, with_evidence=True, learned=()
     dynamics = Dynamics(x["frequency"], *(x[name].exp() for name in SCALARS))
     clock = read_clock(context, dtype=dtype)
     more = {"key_bias": x.get("key_bias"), "with_evidence": with_evidence}
-    mean, evidence = PATHS[path].load()(q, k, v, context, dynamics, clock, variant, **more)
+    mean, evidence = filtered(q, k, v, context, dynamics, clock, variant, impl=path, **more)
     outputs = {"mean": torch.view_as_real(mean.resolve_conj())} | ({"evidence": evidence} if with_evidence else {})
     g = torch.Generator().manual_seed(5)
     loss = sum((y * torch.randn(y.shape, generator=g, dtype=torch.float64).to(dtype)).sum() for y in outputs.values())
@@ -47,12 +47,16 @@ def run(path, inputs, context, variant, dtype, *, with_evidence=True, learned=()
     return {name: value.detach().double() for name, value in found.items()}
 
 
-def assert_near(found, exact):
+def compare(inputs, context, variant=VARIANTS["student"], **settings):
+    """The path in C in float32 with the isotropic form in float64."""
+    exact = run("isotropic", inputs, context, variant, torch.float64, **settings)
+    found = run("c", inputs, context, variant, torch.float32, **settings)
     for name, true in exact.items():
         # Gradients of the scalars are sums in which most cancels.
         slack = 2e-3 if name[2:] in (*SCALARS, "frequency") else 3e-5
         error, size = ((x.abs().max().item() if x.numel() else 0.0) for x in (found[name] - true, true))
         assert error <= slack * size + 1e-5, f"{name}: {error} off, of {size}"
+    return found
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -64,20 +68,13 @@ def test_it_equals_the_isotropic_form_in_values_and_gradients(T, K, shuffled, ca
     context = packed(lengths, T, causal=causal, order=order)
     inputs = drawn(4, 2, T, K, seed=T)
     for with_evidence in (True, False):
-        exact = run("isotropic", inputs, context, VARIANTS[variant], torch.float64, with_evidence=with_evidence)
-        found = run("c", inputs, context, VARIANTS[variant], torch.float32, with_evidence=with_evidence)
-        assert_near(found, exact)
+        compare(inputs, context, VARIANTS[variant], with_evidence=with_evidence)
 
 
 def test_learned_frequencies_have_their_gradients():
-    context = packed([[6], [2, 4]], 6, causal=True)
-    inputs = drawn(2, 2, 6, 3)
-    exact, found = (
-        run(path, inputs, context, Variant(), dtype, learned=("frequency",))
-        for path, dtype in (("isotropic", torch.float64), ("c", torch.float32))
-    )
+    context = packed([[6], [2, 4]], 6)
+    found = compare(drawn(2, 2, 6, 3), context, learned=("frequency",))
     assert found["d frequency"].abs().max() > 0
-    assert_near(found, exact)
 
 
 def test_the_logarithm_of_a_misfit_is_exact_over_its_range():
@@ -85,14 +82,14 @@ def test_the_logarithm_of_a_misfit_is_exact_over_its_range():
     inputs = {name: x.float().double() for name, x in drawn(N, 1, 1, 1).items()}
     inputs["k"].zero_()
     inputs["q"][:, 0, 0, 0, 0] = torch.logspace(-3, 4, N).double()
-    context = packed([[1]] * N, 1, causal=True)
+    context = packed([[1]] * N, 1)
     exact = run("isotropic", inputs, context, Variant(), torch.float64)["evidence"].log()
     found = run("c", inputs, context, Variant(), torch.float32)["evidence"].log()
     assert ((found - exact).abs() / (1 + exact.abs())).max() < 4e-7
 
 
 def test_keys_without_a_bias_weigh_as_they_do_with_one_of_0():
-    context = packed([[6], [2, 4]], 6, causal=True)
+    context = packed([[6], [2, 4]], 6)
     inputs = drawn(2, 2, 6, 3)
     inputs["key_bias"].zero_()
     biased = run("c", inputs, context, Variant(), torch.float32)
@@ -109,20 +106,7 @@ def test_positions_may_have_holes(causal):
     position[1, 20:] += 2
     position[2, :6] -= 3
     context = SequenceContext(context.segment, position, causal=causal)
-    inputs = drawn(3, 2, 40, 5)
-    exact, found = (
-        run(path, inputs, context, Variant(), dtype)
-        for path, dtype in (("isotropic", torch.float64), ("c", torch.float32))
-    )
-    assert_near(found, exact)
-
-
-def test_positions_that_begin_late_are_those_that_begin_at_0():
-    inputs = drawn(2, 2, 6, 3)
-    early, late = (packed([[6], [2, 4]], 6, causal=True, offset=offset) for offset in (0, 900))
-    one, two = (run("c", inputs, context, Variant(), torch.float32) for context in (early, late))
-    for name, found in two.items():
-        torch.testing.assert_close(found, one[name], rtol=1e-4, atol=1e-4)
+    compare(drawn(3, 2, 40, 5), context)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -130,30 +114,19 @@ def test_a_key_without_weight_counts_in_the_evidence(causal):
     context = packed([[5, 4], [9]], 11, causal=causal, order=torch.arange(11).flip(0))
     inputs = drawn(2, 2, 11, 3)
     inputs["key_bias"][context.position == 1] = float("-inf")
-    exact, found = (
-        run(path, inputs, context, Variant(), dtype)
-        for path, dtype in (("isotropic", torch.float64), ("c", torch.float32))
-    )
-    for name, value in found.items():
-        torch.testing.assert_close(value, exact[name], rtol=1e-4, atol=1e-4, msg=name)
+    compare(inputs, context)
 
 
-def test_runs_and_numbers_of_threads_give_the_same_bits():
-    context = packed([[50], [20, 30], [5] * 10], 50, causal=True)
-    inputs, threads, runs = drawn(3, 2, 50, 8), torch.get_num_threads(), []
-    try:
-        for count in (1, 1, 2, 3):
-            torch.set_num_threads(count)
-            runs.append(run("c", inputs, context, Variant(), torch.float32))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(other[name], value) for other in runs[1:] for name, value in runs[0].items())
+def test_runs_and_numbers_of_threads_give_the_same_bits(runs_by_threads):
+    context, inputs = packed([[50], [20, 30], [5] * 10], 50), drawn(3, 2, 50, 8)
+    first, *others = runs_by_threads(lambda: run("c", inputs, context, Variant(), torch.float32))
+    assert all(torch.equal(other[name], value) for other in others for name, value in first.items())
 
 
 def test_what_is_not_a_number_stays_visible():
     inputs = drawn(1, 1, 4, 3)
     inputs["q"][0, 0, 1, 2, 0] = float("nan")
-    found = run("c", inputs, packed([[4]], 4, causal=True), Variant(), torch.float32)
+    found = run("c", inputs, packed([[4]], 4), Variant(), torch.float32)
     assert torch.isnan(found["mean"][0, 0, 1]).any() and torch.isnan(found["evidence"][0, 0, 1])
 
 
@@ -168,6 +141,7 @@ def test_what_it_cannot_serve_goes_to_another_path():
         assert choose("auto", PATHS, tensor, **call) is PATHS["isotropic"].load()
         with pytest.raises(ValueError, match=f"c path declined: {reason}"):
             choose("c", PATHS, tensor, **call)
-    context = packed([[2]], 2, causal=True)
-    with pytest.raises(ValueError, match=r"values torch.complex128; this path takes complex64"):
-        run("c", drawn(1, 1, 2, 3), context, Variant(), torch.float64)
+    context = packed([[2]], 2)
+    scalars = Dynamics(torch.zeros(1, 2), *torch.ones(6, 1))
+    with pytest.raises(ValueError, match=r"values torch.float64; the kernels in C take float32"):
+        filtered(q, q, q.to(torch.complex128), context, scalars, read_clock(context, dtype=torch.float32), Variant())

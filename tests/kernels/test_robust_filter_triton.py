@@ -7,28 +7,17 @@ import torch
 
 from recbft.core import SequenceContext
 from recbft.kernels import dispatch, robust_filter
-from recbft.kernels.robust_filter import Dynamics, Variant, read_clock, reference
+from recbft.kernels.robust_filter import Dynamics, Variant, filtered, read_clock, reference
 
 pytest.importorskip("triton", minversion="3.3")
 
 from recbft.kernels.robust_filter import triton as fast
+from tests import packed_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-H, K, TILE = 2, 3, 16
-NAMES = (
-    "mean",
-    "evidence",
-    "q",
-    "k",
-    "v",
-    "decay",
-    "process",
-    "key noise",
-    "query noise",
-    "dof",
-    "temperature",
-    "bias",
-)
+H, K, TILE = 2, 3, fast.OWN
+SCALARS = ("decay", "process", "key noise", "query noise", "dof", "temperature")
+NAMES = ("mean", "evidence", "q", "k", "v", *SCALARS, "bias")
 PLAIN = Variant()
 VARIANTS = [
     Variant(kernel="gaussian"),
@@ -39,9 +28,7 @@ VARIANTS = [
 
 
 @pytest.fixture(autouse=True)
-def small_tiles_and_memory_of_nans(monkeypatch):
-    monkeypatch.setattr(fast, "OWN", TILE)
-    monkeypatch.setattr(fast, "STEP", TILE)
+def memory_of_nans():
     torch.set_deterministic_debug_mode("warn")  # which fills new memory with NaN
     assert torch.empty(3, device=DEVICE).isnan().all()
     yield
@@ -54,17 +41,10 @@ def one_history(T, B=1):
 
 def packed(*, causal=True, shuffled=False):
     """Rows of 20 columns: two histories that end in different tiles, padding alone, three histories and padding."""
-    segment = torch.full((3, 20), -1)
-    position = torch.zeros(3, 20, dtype=torch.int64)
-    for row, lengths in ((0, (14, 6)), (2, (1, 2, 15))):
-        start = 0
-        for number, length in enumerate(lengths):
-            segment[row, start : start + length] = 7 * row + number
-            position[row, start : start + length] = torch.arange(length)
-            start += length
-    time = torch.where(segment >= 0, 1_700_000_000 + 30 * position + position**2, 0)
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(5)) if shuffled else torch.arange(20)
-    return SequenceContext(segment[:, order], position[:, order], time[:, order], causal=causal)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(5)) if shuffled else None
+    at = packed_rows.packed([[14, 6], [], [1, 2, 15]], 20, order=order)
+    time = torch.where(at.segment >= 0, 1_700_000_000 + 30 * at.position + at.position**2, 0)
+    return SequenceContext(at.segment, at.position, time, causal=causal)
 
 
 def on(device, context):
@@ -83,10 +63,9 @@ def drawn(B, T, seed=0):
     return pairs, list(scalars), torch.randn(H, K, generator=g).double(), torch.randn(B, T, generator=g).double()
 
 
-def values_and_gradients(path, context, variant=PLAIN, *, biased=True, unit=None, seed=0, **options):
+def values_and_gradients(impl, context, variant=PLAIN, *, biased=True, unit=None, seed=0, **options):
     """By name; the reference in float64, the kernels in float32 on their device."""
-    exact = path is reference.robust_filter_ref
-    device, dtype = ("cpu", torch.float64) if exact else (DEVICE, torch.float32)
+    device, dtype = ("cpu", torch.float64) if impl == "reference" else (DEVICE, torch.float32)
     context = on(device, context)
     B, T = context.segment.shape
     pairs, scalars, frequency, bias = drawn(B, T, seed)
@@ -95,13 +74,14 @@ def values_and_gradients(path, context, variant=PLAIN, *, biased=True, unit=None
     if unit is not None:
         leaves.append(torch.tensor(unit, dtype=dtype, device=device, requires_grad=True))
         settings = {"use_time": True, "time_unit": leaves[-1]}
-    value, evidence = path(
+    value, evidence = filtered(
         *(torch.view_as_complex(x) for x in leaves[:3]),
         context,
         Dynamics(frequency.to(device, dtype), *leaves[3:9]),
         read_clock(context, dtype=dtype, **settings),
         variant,
         key_bias=leaves[9] if biased else None,
+        impl=impl,
         **options,
     )
     outputs = [torch.view_as_real(value)] + ([] if evidence is None else [evidence])
@@ -113,10 +93,7 @@ def values_and_gradients(path, context, variant=PLAIN, *, biased=True, unit=None
 
 
 def assert_equal_to_the_reference(context, variant=PLAIN, **settings):
-    fused, exact = (
-        values_and_gradients(path, context, variant, **settings)
-        for path in (fast.robust_filter, reference.robust_filter_ref)
-    )
+    fused, exact = (values_and_gradients(impl, context, variant, **settings) for impl in ("triton", "reference"))
     assert list(fused) == list(exact)
     for name, truth in exact.items():
         assert fused[name].shape == truth.shape and fused[name].dtype == torch.float32
@@ -141,9 +118,7 @@ def test_what_is_no_number_is_no_perfect_match(place, larger_of_numbers):
     clock = read_clock(here, dtype=torch.float32)
     lost = [
         [torch.isnan(x) if x.dim() == 3 else torch.view_as_real(x).isnan().any(dim=(-2, -1)) for x in found]
-        for found in (
-            path(*heads, here, dynamics, clock, PLAIN) for path in (fast.robust_filter, reference.robust_filter_ref)
-        )
+        for found in (filtered(*heads, here, dynamics, clock, PLAIN, impl=impl) for impl in ("triton", "reference"))
     ]
     assert all(torch.equal(*each) for each in zip(*lost, strict=True)) and lost[0][1].any()
 
@@ -193,9 +168,8 @@ def test_a_short_lag_long_after_the_start_keeps_its_digits():
     context = on(DEVICE, SequenceContext(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], time))
     d = Dynamics(*(torch.tensor([x], device=DEVICE) for x in ([0.0] * K, 0.1, 0.3, 0.5, 0.2, 8.0, 1.0)))
     nothing = torch.zeros(1, 1, 4, K, dtype=torch.complex64, device=DEVICE)
-    _, evidence = fast.robust_filter(
-        nothing, nothing, nothing, context, d, read_clock(context, use_time=True, dtype=torch.float32), Variant()
-    )
+    clock = read_clock(context, use_time=True, dtype=torch.float32)
+    _, evidence = filtered(nothing, nothing, nothing, context, d, clock, PLAIN, impl="triton")
     lags = torch.tensor([0.0, 5.0, 2.0**40, 2.0**40], dtype=torch.float64)
     E2 = torch.exp(-0.2 * lags)
     expected = (1 / (0.3 * (1 - E2) + 0.5 * E2 + 0.2)).sum()  # precision by the last token's lags
@@ -203,34 +177,8 @@ def test_a_short_lag_long_after_the_start_keeps_its_digits():
 
 
 def test_two_runs_are_equal_bit_by_bit():
-    one, two = (values_and_gradients(fast.robust_filter, one_history(TILE + 1)) for _ in range(2))
+    one, two = (values_and_gradients("triton", one_history(TILE + 1)) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def filtered(q, k, v, context, **options):
-    _, scalars, frequency, _ = drawn(1, 1)
-    d = Dynamics(*(x.to(DEVICE, torch.float32) for x in (frequency, *scalars)))
-    clock = read_clock(context, dtype=torch.float32)
-    return fast.robust_filter(q, k, v, context, d, clock, Variant(), **options)
-
-
-def complexes(B, T, *, width=K):
-    return [torch.randn(B, H, T, width, dtype=torch.complex64, device=DEVICE) for _ in range(3)]
-
-
-def test_a_history_hears_nothing_of_the_others_in_its_row():
-    context = packed()
-    context = on(DEVICE, SequenceContext(context.segment[2:], context.position[2:], context.time[2:]))
-    other = (context.segment != 15)[:, None, :, None]  # 15: columns 1 and 2
-    q, k, v = complexes(1, 20)
-    before = filtered(q, k, v, context)
-    noisy = [torch.where(other, 100 * x + 1, x).requires_grad_() for x in (q, k, v)]
-    after = filtered(*noisy, context)
-    for one, two in zip(before, after, strict=True):
-        assert torch.equal(one[:, :, 1:3], two[:, :, 1:3])
-    loss = after[0][:, :, 1:3].abs().sum() + after[1][:, :, 1:3].sum()
-    for gradient in torch.autograd.grad(loss, noisy):
-        assert not torch.where(other, gradient, 0).any() and gradient.any()
 
 
 def test_dropped_weights_are_scaled_and_their_gradient_is_that_of_the_same_drop(monkeypatch):
@@ -239,29 +187,29 @@ def test_dropped_weights_are_scaled_and_their_gradient_is_that_of_the_same_drop(
     scalars = torch.tensor([0.1, 0.3, 0.5, 0.2, 8.0, 1.0], device=DEVICE).unsqueeze(-1).expand(-1, H)
     d = Dynamics(torch.zeros(H, width, device=DEVICE), *scalars)
     exact = Dynamics(*(x.cpu().double() for x in d))
-    q, k, _ = complexes(1, T, width=width)
+    q, k = torch.randn(2, 1, H, T, width, dtype=torch.complex64, device=DEVICE)
     axes = torch.eye(T, dtype=torch.complex64, device=DEVICE).expand(1, H, T, T)  # the mean of which is the weights
 
-    def run(path, d, *inputs):
+    def run(impl, d, *inputs):
         leaves = [x.detach().requires_grad_() for x in inputs]
         place = on(leaves[0].device, context)
         clock = read_clock(place, dtype=d.dof.dtype)
         torch.manual_seed(7)
-        value, evidence = path(*leaves, place, d, clock, Variant(), dropout=p)
+        value, evidence = filtered(*leaves, place, d, clock, PLAIN, dropout=p, impl=impl)
         return [value, evidence, *torch.autograd.grad(value.abs().square().sum() + evidence.log().sum(), leaves)]
 
-    weights = run(fast.robust_filter, d, q, k, axes)[0]
+    weights = run("triton", d, q, k, axes)[0]
     monkeypatch.setattr(reference.F, "dropout", lambda weights, p: weights)
-    all_kept = run(reference.robust_filter_ref, exact, *(x.cpu().to(torch.complex128) for x in (q, k, axes)))[0]
+    all_kept = run("reference", exact, *(x.cpu().to(torch.complex128) for x in (q, k, axes)))[0]
     share = torch.where(all_kept == 0, 0, weights.cpu() / all_kept).real[..., None]
     kept = share > 0.5
     torch.testing.assert_close(share, kept.double() / (1 - p), rtol=1e-5, atol=1e-6)
     assert 0.4 < kept.sum() / (T * (T + 1) / 2 * H) < 0.8
     monkeypatch.setattr(reference.F, "dropout", lambda weights, p: weights * kept / (1 - p))
     v = torch.randn_like(q)
-    found = run(fast.robust_filter, d, q, k, v)
+    found = run("triton", d, q, k, v)
     for one, two in zip(
-        found, run(reference.robust_filter_ref, exact, *(x.cpu().to(torch.complex128) for x in (q, k, v))), strict=True
+        found, run("reference", exact, *(x.cpu().to(torch.complex128) for x in (q, k, v))), strict=True
     ):
         torch.testing.assert_close(one.cpu().to(two.dtype), two, rtol=1e-4, atol=1e-5)
 

@@ -68,12 +68,16 @@ INLINE void fetch_rows(const Packing *of, HeadView view, int64_t b, int64_t h, i
     memset(to, 0, (rows - tokens) * width * sizeof(float));
 }
 
-/* The bias of each key of a row, or 0. */
-INLINE void fetch_bias(const Packing *of, const float *key_bias, int64_t b, float *to)
+/* Write the K elements of some tokens of a head, scaled, from rows of `width`. */
+INLINE void put_rows(const Packing *of, HeadView view, int64_t b, int64_t h, int64_t from, int64_t count, float scale,
+                     const float *rows, int64_t width)
 {
-    memset(to, 0, padded(of->J) * sizeof(float));
-    if (key_bias)
-        memcpy(to, key_bias + b * of->J, of->J * sizeof(float));
+    const int64_t K = of->K;
+    float *to = at(view, b, h) + from * view.token;
+    for (int64_t t = 0; t < count; t++, to += view.token, rows += width)
+#pragma omp simd
+        for (int64_t i = 0; i < K; i++)
+            to[i] = rows[i] * scale;
 }
 
 /* Set what a tile leaves out of a row of its block to 0. */
@@ -98,37 +102,16 @@ INLINE int may_read(const Packing *of, int64_t b, int64_t token, int64_t j)
            (!of->causal || of->key_place[key] <= of->token_place[token]);
 }
 
+INLINE int reads_any(const Packing *of, int64_t b, int64_t t)
+{
+    return of->start[b * of->T + t] < of->stop[b * of->T + t];
+}
+
 /* What a token reads of keys within its span. */
 INLINE Reads reads_in_span(const Packing *of, int64_t b, int64_t t)
 {
     const int64_t token = b * of->T + t, start = of->start[token];
     return reads_of(token, of->token_place[token], of->key_place + b * of->J + start, most(0, of->stop[token] - start));
-}
-
-/* Add what is given for the pairs of a token within its span; columns are counted from `low`. */
-INLINE void add_pairs(const PairBias *bias, const Packing *of, int64_t b, int64_t h, int64_t t, int64_t low, float *row)
-{
-    if (bias->terms)
-        add_terms(bias->terms, reads_in_span(of, b, t), row + of->start[b * of->T + t] - low);
-    if (!bias->data)
-        return;
-    const float *own = bias->data + b * bias->row + h * bias->head + t * bias->token + low;
-    for (int64_t j = of->start[b * of->T + t] - low; j < of->stop[b * of->T + t] - low; j++)
-        row[j] += own[j];
-}
-
-/* Write the gradient of a token's pairs: 0 but for those that `row` has. */
-INLINE void keep_pairs(const PairBias *bias, const Packing *of, int64_t b, int64_t h, int64_t t, int64_t low,
-                       int64_t width, const float *row)
-{
-    const int64_t place = (b * of->H + h) * of->T + t;
-    if (bias->terms && bias->terms->d_shares)
-        keep_terms(bias->terms, reads_in_span(of, b, t), place, row + of->start[b * of->T + t] - low);
-    if (!bias->gradient)
-        return;
-    float *own = bias->gradient + place * of->J;
-    memset(own, 0, of->J * sizeof(float));
-    memcpy(own + low, row, least(width, of->J - low) * sizeof(float));
 }
 
 /* A few neighbouring tokens and the keys, in whole vectors, that any of them may read; these are the `depth` keys from
@@ -141,14 +124,105 @@ INLINE Tile tile_of(const Packing *of, int64_t b, int64_t from, int64_t end)
 {
     int64_t low = of->J, high = 0;
     for (int64_t t = from; t < end; t++) {
-        int64_t start = of->start[b * of->T + t], stop = of->stop[b * of->T + t];
-        if (start < stop)
-            low = least(low, start), high = most(high, stop);
+        if (reads_any(of, b, t))
+            low = least(low, of->start[b * of->T + t]), high = most(high, of->stop[b * of->T + t]);
     }
     if (low >= high)
         return (Tile){from, end - from, 0, 0, 0, 0};
     const int64_t whole = low / LANES * LANES;
     return (Tile){from, end - from, whole, padded(high - whole), low - whole, high - low};
+}
+
+/* What is added to the products of queries and keys, and the gradients of it; any may be NULL. */
+typedef struct {
+    const float *key;       /* (B, J) */
+    const float *lag;       /* (L), the last for all lags that are longer */
+    const float *log_decay; /* (B): per step of the lag */
+    int64_t L;
+    PairBias pairs;
+    float *d_key, *d_lag, *d_log_decay; /* (B, H, J), (B, H, L), (B, H, T) */
+} Biases;
+
+/* Set what a token may not read to `blank`. */
+INLINE void blank_unread(const Packing *of, int64_t b, int64_t token, Tile tile, float blank, float *row)
+{
+    const int64_t start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
+    for (int64_t j = 0; j < tile.width; j++)
+        row[j] = j >= start && j < stop ? row[j] : blank;
+    if (of->gaps[token])
+        for (int64_t j = start; j < stop; j++)
+            if (!may_read(of, b, token, tile.low + j))
+                row[j] = blank;
+}
+
+/* Complete the products of a token, which become `blank` where it may not read. */
+INLINE void add_biases(const Biases *biases, const Packing *of, int64_t b, int64_t h, int64_t t, Tile tile, float blank,
+                       float *row)
+{
+    const int64_t token = b * of->T + t, start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
+    const PairBias *pairs = &biases->pairs;
+    if (pairs->terms)
+        add_terms(pairs->terms, reads_in_span(of, b, t), row + start);
+    if (pairs->data) {
+        const float *own = pairs->data + b * pairs->row + h * pairs->head + t * pairs->token + tile.low;
+        for (int64_t j = start; j < stop; j++)
+            row[j] += own[j];
+    }
+    if (biases->lag)
+        for (int64_t j = start; j < stop; j++)
+            row[j] += biases->lag[least(lag(of, b, token, tile.low + j), biases->L - 1)];
+    if (biases->log_decay) {
+        const float decay = biases->log_decay[b];
+        for (int64_t j = start; j < stop; j++)
+            row[j] += decay * (float)lag(of, b, token, tile.low + j);
+    }
+    if (biases->key) {
+        const float *key = biases->key + b * of->J + tile.low;
+        for (int64_t j = start; j < stop; j++)
+            row[j] += key[j];
+    }
+    blank_unread(of, b, token, tile, blank, row);
+}
+
+/* Begin the gradients that are sums over the tokens of a head. */
+INLINE void begin_biases(const Biases *biases, const Packing *of, int64_t b, int64_t h)
+{
+    const int64_t head = b * of->H + h;
+    if (biases->d_key)
+        memset(biases->d_key + head * of->J, 0, of->J * sizeof(float));
+    if (biases->d_lag)
+        memset(biases->d_lag + head * biases->L, 0, biases->L * sizeof(float));
+}
+
+/* Take in the gradients of a token's logits, which are 0 where it may not read and outside of start to stop. */
+INLINE void keep_biases(const Biases *biases, const Packing *of, int64_t b, int64_t h, int64_t t, Tile tile,
+                        int64_t start, int64_t stop, const float *d)
+{
+    const int64_t token = b * of->T + t, head = b * of->H + h, own = head * of->T + t;
+    const PairBias *pairs = &biases->pairs;
+    if (pairs->terms && pairs->terms->d_shares)
+        keep_terms(pairs->terms, reads_in_span(of, b, t), own, d + of->start[token] - tile.low);
+    if (pairs->gradient) {
+        float *d_pairs = pairs->gradient + own * of->J;
+        memset(d_pairs, 0, of->J * sizeof(float));
+        memcpy(d_pairs + tile.low, d, least(tile.width, of->J - tile.low) * sizeof(float));
+    }
+    if (biases->d_key) {
+        float *d_key = biases->d_key + head * of->J + tile.low;
+        for (int64_t j = start; j < stop; j++)
+            d_key[j] += d[j];
+    }
+    if (biases->d_lag) {
+        float *d_lag = biases->d_lag + head * biases->L;
+        for (int64_t j = start; j < stop; j++)
+            d_lag[least(lag(of, b, token, tile.low + j), biases->L - 1)] += d[j];
+    }
+    if (biases->d_log_decay) {
+        float sum = 0;
+        for (int64_t j = start; j < stop; j++)
+            sum += d[j] * (float)lag(of, b, token, tile.low + j);
+        biases->d_log_decay[own] = sum;
+    }
 }
 
 /* exp(row - top) of a tile's rows in their place; before any sum of a row, for which the next would wait. */
@@ -197,36 +271,6 @@ INLINE void *allot(int num, const int64_t *sizes, float ***parts)
     return all;
 }
 
-/* What a mechanism does on a head, in the room of a thread; `take` gives what is to be freed, or NULL. */
-typedef struct {
-    void *(*take)(void *room, const void *call, int backward);
-    void (*forward)(void *room, const void *call, int64_t b, int64_t h);
-    void (*backward)(void *room, const void *call, int64_t b, int64_t h);
-} Mechanism;
-
-#define ROOM_BYTES 512 /* of the pointers of any mechanism */
-
-/* All heads, each by one thread; 0, or 1 where memory is short. */
-INLINE int each_head(const Mechanism *mechanism, const Packing *of, const void *call, int backward)
-{
-    int failed = 0;
-#pragma omp parallel
-    {
-        _Alignas(64) char room[ROOM_BYTES];
-        void *taken = mechanism->take(room, call, backward);
-        if (!taken) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < of->B * of->H; i++)
-            if (taken)
-                (backward ? mechanism->backward : mechanism->forward)(room, call, i / of->H, i % of->H);
-        free(taken);
-    }
-    return failed;
-}
-
 typedef void (*ForwardStep)(void *room, const void *call, int64_t b, int64_t h, Tile tile);
 typedef void (*TileStep)(void *room, const void *call, int64_t b, int64_t h, Tile tile, int64_t row, Tile block);
 typedef void (*KeyStep)(void *room, const void *call, int64_t from, Tile readers, int64_t key, int64_t column);
@@ -257,6 +301,44 @@ INLINE void each_block(const Packing *of, int64_t b, int64_t h, void *room, cons
                 keys(room, call, from, readers, block.low + j, j);
         }
     }
+}
+
+/* What a mechanism does on a head, in the room of a thread; `take` gives what is to be freed, or NULL. */
+typedef struct {
+    void *(*take)(void *room, const void *call, int backward);
+    void (*fetch)(void *room, const void *call, int64_t b, int64_t h, int backward);
+    ForwardStep forward; /* of a tile */
+    void (*backward)(void *room, const void *call, int64_t b, int64_t h);
+} Mechanism;
+
+#define ROOM_BYTES 512 /* of the pointers of any mechanism */
+
+/* All heads, each by one thread; 0, or 1 where memory is short. */
+INLINE int each_head(const Mechanism *mechanism, const Packing *of, const void *call, int backward)
+{
+    int failed = 0;
+#pragma omp parallel
+    {
+        _Alignas(64) char room[ROOM_BYTES];
+        void *taken = mechanism->take(room, call, backward);
+        if (!taken) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < of->B * of->H; i++) {
+            const int64_t b = i / of->H, h = i % of->H;
+            if (!taken)
+                continue;
+            mechanism->fetch(room, call, b, h, backward);
+            if (backward)
+                mechanism->backward(room, call, b, h);
+            else
+                each_tile(of, b, h, room, call, mechanism->forward);
+        }
+        free(taken);
+    }
+    return failed;
 }
 
 #endif

@@ -6,6 +6,7 @@ Shapes: B rows, H heads, T tokens that read, J keys, K head width.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -129,12 +130,41 @@ class PairBias(ctypes.Structure):
         return cls(terms=ctypes.pointer(terms))
 
     @classmethod
-    def of(cls, bias: Tensor | None, q: Tensor, num_keys: int, gradient: Tensor | None = None) -> PairBias:
+    def of(cls, bias: Tensor | None, q: Tensor, num_keys: int) -> PairBias:
         """Of a bias that broadcasts to (B, H, T, J), whose last stride is 1, and that the caller keeps."""
         if bias is None:
             return cls()
-        strides = bias.expand(*q.shape[:3], num_keys).stride()
-        return cls(bias.data_ptr(), *strides[:3], pointer(gradient))
+        return cls(bias.data_ptr(), *bias.expand(*q.shape[:3], num_keys).stride()[:3])
+
+
+class Biases(ctypes.Structure):
+    """What is added to the products of queries and keys, and room for its gradients."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("key", "lag", "log_decay")),
+        ("L", ctypes.c_int64),
+        ("pairs", PairBias),
+        *((name, ctypes.c_void_p) for name in ("d_key", "d_lag", "d_log_decay")),
+    )
+
+    @classmethod
+    def of(cls, key: Tensor | None, lag: Tensor | None, log_decay: Tensor | None, pairs: PairBias) -> Biases:
+        """Of tensors that the caller keeps: (B, J), (L,) and (B,)."""
+        return cls(*map(pointer, (key, lag, log_decay)), 0 if lag is None else len(lag), pairs)
+
+    def make_room(self, wanted: Sequence[bool], q: Tensor, num_keys: int) -> list[Tensor | None]:
+        """Room for the gradients of keys, lags, decays and pairs that are wanted, for each head."""
+        ends = (num_keys,), (self.L,), (q.shape[2],), (q.shape[2], num_keys)
+        room = [q.new_empty(*q.shape[:2], *end) if each else None for each, end in zip(wanted, ends, strict=True)]
+        self.d_key, self.d_lag, self.d_log_decay, self.pairs.gradient = map(pointer, room)
+        return room
+
+
+def over_heads(room: list[Tensor | None], bias: Tensor | None) -> list[Tensor | None]:
+    """The sums of what ``Biases.make_room`` has been filled with; ``bias`` is that of pairs."""
+    *by_name, d_pairs = room
+    sums = [None if x is None else x.sum(dim=dim) for x, dim in zip(by_name, ((1,), (0, 1), (1, 2)), strict=True)]
+    return [*sums, None if d_pairs is None or bias is None else d_pairs.sum_to_size(bias.shape)]
 
 
 def pairs_readable(bias: Tensor | None, q: Tensor, num_keys: int) -> Tensor | None:

@@ -21,7 +21,7 @@ from recbft.kernels import c_library
 from recbft.kernels.c_library import pointer
 from recbft.kernels.c_library.heads import HeadView, Packing, Spans, check, run, spans_of
 from recbft.kernels.layout import by_tokens, readable
-from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
+from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Setting, Variant, turns_of
 from recbft.kernels.robust_filter.reference import Tables, tables_of
 
 
@@ -37,29 +37,19 @@ def decline(q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> str
 
 
 def robust_filter(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    dynamics: Dynamics,
-    clock: Clock,
-    variant: Variant,
-    *,
-    key_bias: Tensor | None = None,
-    dropout: float = 0.0,
-    with_evidence: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, setting: Setting, *, key_bias: Tensor | None, dropout: float, with_evidence: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The same as the reference with scalars (H,)."""
+    context, dynamics, clock, variant = setting
     assert dropout == 0 and clock.by_position
-    if not (q.dtype == k.dtype == v.dtype == torch.complex64):
-        raise ValueError(f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}; this path takes complex64")
     d = Dynamics(*(x.float() for x in dynamics))
-    turned, back = _Turns(*turns_of(d.frequency, clock)), None
-    outside = turned.query.requires_grad or transformed()  # frequencies that torch.func may ask about
+    turns, back = turns_of(d.frequency, clock), None
+    outside = turns[0].requires_grad or transformed()  # frequencies that torch.func may ask about
     if outside:
-        q, k = q * turned.query, k * turned.key
+        asks, reads = turns
+        q, k = q * asks, k * reads
         if variant.rotate_values:
-            v, back = v * turned.key, turned.query.conj()
+            v, back = v * reads, asks.conj()
     kappa = (d.dof + q.shape[-1]) / q.shape[-1]
     tables = _tables(context, clock, d, variant)
     bias = None if key_bias is None else key_bias.float().expand(context.segment.shape)
@@ -72,7 +62,7 @@ def robust_filter(
         kappa,
         d.temperature,
         bias,
-        None if outside else turned,
+        () if outside else turns,
         spans,
         how,
     )
@@ -89,17 +79,13 @@ def _tables(context: SequenceContext, clock: Clock, dynamics: Dynamics, variant:
     return Tables(*(x[0, :, 0] for x in tables_of(lags, dynamics, variant)))
 
 
-class _Turns(NamedTuple):
-    """exp(-i w t), (B or 1, H, T, K)."""
-
-    query: Tensor
-    key: Tensor
-
-
 class _How(NamedTuple):
     student: bool
     turns_values: bool
     with_evidence: bool
+
+
+SCALARS = (*Tables._fields, "kappa", "temperature")
 
 
 class _Call(ctypes.Structure):
@@ -109,13 +95,13 @@ class _Call(ctypes.Structure):
         *((name, HeadView) for name in ("q", "k", "v")),
         *((name, ctypes.c_void_p) for name in ("turn_query", "turn_key")),
         *((name, ctypes.c_int64) for name in ("turn_query_row", "turn_key_row")),
-        *((name, ctypes.c_void_p) for name in (*Tables._fields, "kappa", "temperature", "key_bias")),
+        *((name, ctypes.c_void_p) for name in (*SCALARS, "key_bias")),
         ("mean", HeadView),
         *((name, ctypes.c_void_p) for name in ("evidence", "log_total")),
         ("grad_mean", HeadView),
         ("grad_evidence", ctypes.c_void_p),
         *((name, HeadView) for name in ("d_q", "d_k", "d_v")),
-        *((f"d_{name}", ctypes.c_void_p) for name in (*Tables._fields, "kappa", "temperature", "key_bias")),
+        *((f"d_{name}", ctypes.c_void_p) for name in (*SCALARS, "key_bias")),
     )
 
 
@@ -132,65 +118,52 @@ class _RobustFilter(torch.autograd.Function):
         kappa: Tensor,
         temperature: Tensor,
         key_bias: Tensor | None,
-        turned: _Turns | None,
+        turns: tuple[Tensor, ...],
         spans: Spans,
         how: _How,
     ) -> tuple[Tensor, ...]:
         check(q, k, v, spans)
-        q, k, v = (readable(x) for x in (q, k, v))
+        heads = [readable(x) for x in (q, k, v)]
         scalars = [x.contiguous() for x in (log_decay, log_precision, sharpness, kappa, temperature)]
         key_bias = None if key_bias is None else key_bias.contiguous()
-        turned_real = [] if turned is None else [real(x).contiguous() for x in turned]
         mean, log_total = by_tokens(q), q.new_empty(q.shape[:3])
         evidence = torch.empty_like(log_total) if how.with_evidence else None
-        call = _call(q, k, v, scalars, key_bias, turned_real, spans, how, log_total)
+        kept = *heads, *scalars, key_bias, log_total, *(real(x).contiguous() for x in turns)
+        call = _call(spans, how, *kept)
         call.mean, call.evidence = HeadView.of(mean), pointer(evidence)
         run(c_library.library().robust_filter_forward, call, q)
-        ctx.save_for_backward(q, k, v, key_bias, log_total, *scalars, *turned_real)
+        ctx.save_for_backward(*kept)
         ctx.constants = spans, how
         return (mean,) if evidence is None else (mean, evidence)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_mean: Tensor, grad_evidence: Tensor | None = None) -> Any:
-        q, k, v, key_bias, log_total, *rest = ctx.saved_tensors
-        scalars, turned_real = rest[:5], rest[5:]
-        spans, how = ctx.constants
-        call = _call(q, k, v, scalars, key_bias, turned_real, spans, how, log_total)
+        q, k, v, *scalars = ctx.saved_tensors[: 3 + len(SCALARS)]
+        call = _call(*ctx.constants, *ctx.saved_tensors)
         grad_mean = readable(grad_mean)
         grad_evidence = None if grad_evidence is None else grad_evidence.contiguous()
         call.grad_mean, call.grad_evidence = HeadView.of(grad_mean), pointer(grad_evidence)
         d_q, d_k, d_v = (by_tokens(x) for x in (q, k, v))
         call.d_q, call.d_k, call.d_v = map(HeadView.of, (d_q, d_k, d_v))
-        B = q.shape[0]
-        sums = [x.new_empty(B, *x.shape) for x in scalars]
+        sums = [x.new_empty(q.shape[0], *x.shape) for x in scalars]
         d_bias = q.new_empty(k.shape[:3]) if ctx.needs_input_grad[8] else None
-        for name, x in zip((*Tables._fields, "kappa", "temperature", "key_bias"), (*sums, d_bias), strict=True):
+        for name, x in zip((*SCALARS, "key_bias"), (*sums, d_bias), strict=True):
             setattr(call, f"d_{name}", pointer(x))
         run(c_library.library().robust_filter_backward, call, q)
         d_scalars = (x.sum(dim=0) for x in sums)
         return d_q, d_k, d_v, *d_scalars, None if d_bias is None else d_bias.sum(dim=1), None, None, None
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scalars: list[Tensor],
-    key_bias: Tensor | None,
-    turned_real: list[Tensor],
-    spans: Spans,
-    how: _How,
-    log_total: Tensor,
-) -> _Call:
+def _call(spans: Spans, how: _How, *kept: Any) -> _Call:
     """What both directions know; the tensors stay with the caller."""
-    call = _Call(Packing.of(spans, q.shape[1], q.shape[3]), how.student, how.turns_values, scalars[0].shape[1])
+    q, k, v, *named = kept
+    call = _Call(Packing.of(spans, q.shape[1], q.shape[3]), how.student, how.turns_values, named[0].shape[1])
     call.q, call.k, call.v = map(HeadView.of, (q, k, v))
-    for name, x in zip((*Tables._fields, "kappa", "temperature", "key_bias"), (*scalars, key_bias), strict=True):
+    names = (*SCALARS, "key_bias", "log_total")
+    for name, x in zip(names, named, strict=False):
         setattr(call, name, pointer(x))
-    if turned_real:
-        query, key = turned_real
-        call.turn_query, call.turn_key = pointer(query), pointer(key)
-        call.turn_query_row, call.turn_key_row = (x.stride(0) if x.shape[0] > 1 else 0 for x in turned_real)
-    call.log_total = pointer(log_total)
+    if turns := named[len(names) :]:  # (B or 1, H, T, K)
+        call.turn_query, call.turn_key = map(pointer, turns)
+        call.turn_query_row, call.turn_key_row = (x.stride(0) if x.shape[0] > 1 else 0 for x in turns)
     return call

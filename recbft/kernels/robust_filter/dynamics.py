@@ -60,6 +60,15 @@ class Clock(NamedTuple):
     unit: float | Tensor = 1.0  # of the data's time
 
 
+class Setting(NamedTuple):
+    """What a filter is told beside queries, keys and values."""
+
+    context: SequenceContext
+    dynamics: Dynamics
+    clock: Clock
+    variant: Variant
+
+
 def read_clock(
     context: SequenceContext, *, use_time: bool = False, time_unit: float | Tensor = 1.0, dtype: torch.dtype
 ) -> Clock:

@@ -106,8 +106,10 @@ INLINE const float *key_turn(const FilterCall *call, int64_t b, int64_t h, int64
     return turn_of(call->turn_key, call->turn_key_row, b, h, call->of.J, j, call->of.K);
 }
 
-static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int backward)
+static void fetch(void *given, const void *of_call, int64_t b, int64_t h, int backward)
 {
+    Room *room = given;
+    const FilterCall *call = of_call;
     const int64_t K = call->of.K, J = call->of.J, T = call->of.T, Kp = room->Kp, Jp = room->Jp;
     const float *q = at(call->q, b, h), *k = at(call->k, b, h), *v = at(call->v, b, h);
     memset(room->q, 0, T * Kp * sizeof(float));
@@ -128,9 +130,11 @@ static void fetch(Room *room, const FilterCall *call, int64_t b, int64_t h, int 
     }
     transpose(room->k, Jp, Kp, room->k_columns);
     const int64_t by_lag = h * call->L;
-    const float *given[] = {call->log_decay + by_lag, call->log_precision + by_lag, call->sharpness + by_lag};
-    lay_tables(&room->tables, &call->of, b, given);
-    fetch_bias(&call->of, call->key_bias, b, room->bias);
+    const float *tables[] = {call->log_decay + by_lag, call->log_precision + by_lag, call->sharpness + by_lag};
+    lay_tables(&room->tables, &call->of, b, tables);
+    memset(room->bias, 0, Jp * sizeof(float));
+    if (call->key_bias)
+        memcpy(room->bias, call->key_bias + b * J, J * sizeof(float));
     if (!backward)
         return;
     transpose(room->v, Jp, Kp, room->v_columns);
@@ -267,11 +271,11 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);
     product(0, tile.count, K, tile.width, room->g + tile.from * Kp, Kp, 1, room->v_columns + tile.low, Jp, d, Jp);
     for (int64_t r = 0; r < tile.count; r++) {
-        const int64_t t = tile.from + r, token = b * of->T + t;
+        const int64_t t = tile.from + r;
         blank_rest(weights + r * Jp, before, tile.width, after);
         blank_rest(d_cross + r * Jp, before, tile.width, after);
         d_square[r] = 0;
-        if (of->start[token] < of->stop[token]) {
+        if (reads_any(of, b, t)) {
             d_square[r] = backward_token(room, call, b, h, t, tile, a + r * Jp, d + r * Jp);
         } else {
             memset(a + r * Jp, 0, tile.width * sizeof(float));
@@ -306,7 +310,6 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
     const FilterCall *call = of_call;
     const Packing *of = &call->of;
     const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, head = b * of->H + h;
-    fetch(room, call, b, h, 1);
     memset(room->d_k, 0, Jp * Kp * sizeof(float));
     memset(room->d_v, 0, Jp * Kp * sizeof(float));
     memset(room->d_k_square, 0, Jp * sizeof(float));
@@ -331,13 +334,7 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
     }
 }
 
-static void forward_head(void *room, const void *call, int64_t b, int64_t h)
-{
-    fetch(room, call, b, h, 0);
-    each_tile(&((const FilterCall *)call)->of, b, h, room, call, forward_tile);
-}
-
-static const Mechanism mechanism = {take, forward_head, backward_head};
+static const Mechanism mechanism = {take, fetch, forward_tile, backward_head};
 
 /* Equations (9.8, 9.9) and (9.11, 9.12); 0, or 1 where memory is short. */
 int robust_filter_forward(const FilterCall *call) { return each_head(&mechanism, &call->of, call, 0); }

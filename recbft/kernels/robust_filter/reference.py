@@ -35,38 +35,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recbft.autograd.complex_pairs import as_complex, real
-from recbft.core.belief import SequenceContext
 from recbft.core.moments import normalised
-from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, residual_variance, turns
+from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Setting, Variant, residual_variance, turns
 
 
 def robust_filter_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    dynamics: Dynamics,
-    clock: Clock,
-    variant: Variant,
-    *,
-    key_bias: Tensor | None = None,
-    dropout: float = 0.0,
-    with_evidence: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, setting: Setting, *, key_bias: Tensor | None, dropout: float, with_evidence: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Filter every position.
-
-    Args:
-        q, k, v: (B, H, T, K) complex.
-        context: which token may read which.
-        dynamics: scalars (H,), or (H, K) where every coordinate has its own; dof and temperature are (H,).
-        clock: when each token asks and is read.
-        key_bias: b of (9.11), (B, T).
-        dropout: probability of dropping a weight of (9.11).
-
-    Returns:
-        The estimate (B, H, T, K), complex, and the evidence: (B, H, T), or (B, H, T, K) for scalars (H, K); zeros where
-        nothing may be read.
-    """
+    """The tensor form of ``filtered``, whose arguments these are."""
+    context, dynamics, clock, variant = setting
     K = q.shape[-1]
     per_coordinate = dynamics.decay.dim() == 2
     d = Dynamics(*(x if x.dim() == 2 else x[:, None] for x in dynamics))  # (H, K) or (H, 1)
@@ -129,20 +106,11 @@ def tables_of(lag: Tensor, dynamics: Dynamics, variant: Variant) -> Tables:
 
 
 def isotropic(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    dynamics: Dynamics,
-    clock: Clock,
-    variant: Variant,
-    *,
-    key_bias: Tensor | None = None,
-    dropout: float = 0.0,
-    with_evidence: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, setting: Setting, *, key_bias: Tensor | None, dropout: float, with_evidence: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The same as the reference with scalars (H,)."""
-    weights, logits = decayed_weights(q, k, context, dynamics, clock, variant, key_bias)
+    context, dynamics, clock, variant = setting
+    weights, logits = decayed_weights(q, k, setting, key_bias)
     value = real(v * turns(dynamics.frequency, clock.key) if variant.rotate_values else v)
     mean = as_complex(F.dropout(weights, dropout) @ value)
     if variant.rotate_values:
@@ -151,17 +119,9 @@ def isotropic(
     return mean, evidence
 
 
-def decayed_weights(
-    q: Tensor,
-    k: Tensor,
-    context: SequenceContext,
-    dynamics: Dynamics,
-    clock: Clock,
-    variant: Variant,
-    key_bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def decayed_weights(q: Tensor, k: Tensor, setting: Setting, key_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """A of (9.11), 0 where a token may not read, and L of (9.9): (B, H, T, T) each."""
-    K = q.shape[-1]
+    (context, dynamics, clock, variant), K = setting, q.shape[-1]
     tables = lag_tables(clock, dynamics, variant)
     query, key = (real(x * turns(dynamics.frequency, time)) for x, time in ((q, clock.query), (k, clock.key)))
     decay, cross = tables.log_decay.exp(), query @ key.mT

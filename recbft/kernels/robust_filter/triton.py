@@ -9,17 +9,16 @@ Shapes: B rows, H heads, T tokens, K complex coordinates per head, n tiles of re
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from recbft.autograd.transforms import applied, decline_dropout, once_differentiable, transformed
-from recbft.core.belief import SequenceContext
 from recbft.kernels.dispatch import interpreted
 from recbft.kernels.layout import by_tokens
-from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Variant, turns_of
+from recbft.kernels.robust_filter.dynamics import Setting, turns_of
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
 
 OWN, STEP = 16, 16  # tokens of a program, and those it goes over at once: larger tiles spill registers
@@ -39,20 +38,11 @@ def decline(q: Tensor, *, dropout: float = 0.0, by_position: bool = True) -> str
 
 
 def robust_filter(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    dynamics: Dynamics,
-    clock: Clock,
-    variant: Variant,
-    *,
-    key_bias: Tensor | None = None,
-    dropout: float = 0.0,
-    with_evidence: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, setting: Setting, *, key_bias: Tensor | None, dropout: float, with_evidence: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The same as the reference with scalars (H,)."""
-    K = q.shape[-1]
+    context, dynamics, clock, variant = setting
+    H, T, K = q.shape[1:]
     asks, reads = turns_of(dynamics.frequency, clock)
     # Learned frequencies or unit of time, or what torch.func may ask about: the rotations are left to autograd.
     outside = asks.requires_grad or transformed()
@@ -64,60 +54,32 @@ def robust_filter(
     if isinstance(clock.unit, Tensor):
         scale = scale * (clock.unit.detach() / clock.unit)  # 1, with the gradient of the unit
     scalars = torch.stack((*dynamics[1:6], kappa, dynamics.temperature, scale), dim=-1)
-    seed = int(torch.randint(2**31 - 1, ())) if dropout > 0 else 0
-    mean, evidence = applied(
-        _RobustFilter,
-        q,
-        k,
-        v,
-        scalars,
-        key_bias,
-        *_Places(
-            context.segment.contiguous(),
-            context.position.contiguous(),
-            _in_two(clock.query),
-            _in_two(clock.key),
-            torch.view_as_real(asks.detach().contiguous()),
-            torch.view_as_real(reads.detach().contiguous()),
-        ),
-        _Options(
-            context.causal,
-            variant.kernel == "student",
-            variant.multiplicative,
-            not outside,
-            not outside and variant.rotate_values,
-            with_evidence,
-            dropout,
-            seed,
-            variant.horizon,
-        ),
+    places = (
+        context.segment.contiguous(),  # (B, T), as the positions
+        context.position.contiguous(),
+        _in_two(clock.query),  # (B or 1, T, 2), as those of the keys: one row may stand for all
+        _in_two(clock.key),
+        torch.view_as_real(asks.detach().contiguous()),  # (B or 1, H, T, K, 2), as those of the keys
+        torch.view_as_real(reads.detach().contiguous()),
     )
+    options = {
+        "times_row": 2 * T if clock.query.shape[0] > 1 else 0,
+        "turns_row": 2 * H * T * K if asks.shape[0] > 1 else 0,
+        "horizon": variant.horizon,
+        "p": dropout,
+        "seed": int(torch.randint(2**31 - 1, ())) if dropout > 0 else 0,
+        "CAUSAL": context.causal,
+        "STUDENT": variant.kernel == "student",
+        "MULTIPLICATIVE": variant.multiplicative,
+        "TURN": not outside,
+        "TURN_VALUES": not outside and variant.rotate_values,
+        "WITH_EVIDENCE": with_evidence,
+        "DROPOUT": dropout > 0,
+    }
+    mean, evidence = applied(_RobustFilter, q, k, v, scalars, key_bias, options, *places)
     if outside and variant.rotate_values:
         mean = mean * asks.conj()
     return mean, evidence if with_evidence else None
-
-
-class _Places(NamedTuple):
-    """Where and when tokens stand; of times and turns one row may stand for all."""
-
-    segment: Tensor  # (B, T)
-    position: Tensor  # (B, T)
-    asked: Tensor  # (B or 1, T, 2)
-    read: Tensor  # (B or 1, T, 2)
-    asks: Tensor  # (B or 1, H, T, K, 2)
-    reads: Tensor  # (B or 1, H, T, K, 2)
-
-
-class _Options(NamedTuple):
-    causal: bool
-    student: bool
-    multiplicative: bool
-    turn: bool  # queries and keys are turned in the kernel
-    turn_values: bool
-    with_evidence: bool
-    dropout: float
-    seed: int
-    horizon: float
 
 
 def _in_two(time: Tensor) -> Tensor:
@@ -136,23 +98,16 @@ class _RobustFilter(torch.autograd.Function):
         v: Tensor,
         scalars: Tensor,
         key_bias: Tensor | None,
-        segment: Tensor,
-        position: Tensor,
-        asked: Tensor,
-        read: Tensor,
-        asks: Tensor,
-        reads: Tensor,
-        options: _Options,
+        options: dict[str, Any],
+        *places: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        places = _Places(segment, position, asked, read, asks, reads)
         q, k, v = _alike(q, k, v)
         scalars, bias = scalars.contiguous(), None if key_bias is None else key_bias.contiguous()
         mean = by_tokens(q)
         evidence, log_sum = (scalars.new_empty(q.shape[:3]) for _ in range(2))
         if mean.numel():
-            forward[_grid(q)](
-                *_pairs(q, k, v, mean), evidence, log_sum, scalars, bias, *places, **_settings(q, mean, places, options)
-            )
+            settings = _settings(q, mean, options)
+            forward[_grid(q)](*_pairs(q, k, v, mean), evidence, log_sum, scalars, bias, *places, **settings)
         ctx.save_for_backward(q, k, v, mean, log_sum, scalars, bias, *places)
         ctx.options = options
         return mean, evidence
@@ -167,7 +122,7 @@ class _RobustFilter(torch.autograd.Function):
         parts = scalars.new_empty(B, _tiles(T), H, NUM_SCALARS)
         spent, d_bias = (scalars.new_empty(B, H, T) for _ in range(2))
         if mean.numel():
-            settings = _settings(q, mean, _Places(*places), ctx.options)
+            settings = _settings(q, mean, ctx.options)
             shared = (scalars, bias, *places, *(2 * step for step in g.stride()[:3]))
             pairs = _pairs(q, k, v, g)
             readers_backward[_grid(q)](
@@ -177,10 +132,9 @@ class _RobustFilter(torch.autograd.Function):
         return dq, dk, dv, parts.sum(dim=(0, 1)), None if bias is None else d_bias.sum(dim=1), *(None,) * 7
 
 
-def _settings(q: Tensor, mean: Tensor, places: _Places, options: _Options) -> dict[str, Any]:
+def _settings(q: Tensor, mean: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """What all kernels are told, by name; strides count numbers, of which a complex one has two."""
     _, H, T, K = q.shape
-    own_times, own_turns = places.asked.shape[0] > 1, places.asks.shape[0] > 1
     strides = {
         f"{name}_{axis}": 2 * x.stride(i)
         for name, x in (("in", q), ("out", mean))
@@ -188,21 +142,10 @@ def _settings(q: Tensor, mean: Tensor, places: _Places, options: _Options) -> di
     }
     return {
         **strides,
-        "times_row": 2 * T if own_times else 0,
-        "turns_row": 2 * H * T * K if own_turns else 0,
+        **options,
         "H": H,
         "T": T,
         "K": K,
-        "horizon": options.horizon,
-        "p": options.dropout,
-        "seed": options.seed,
-        "CAUSAL": options.causal,
-        "STUDENT": options.student,
-        "MULTIPLICATIVE": options.multiplicative,
-        "TURN": options.turn,
-        "TURN_VALUES": options.turn_values,
-        "WITH_EVIDENCE": options.with_evidence,
-        "DROPOUT": options.dropout > 0,
         # The residual is a difference of large numbers: TF32 alone would not do.
         "PRECISION": "ieee" if interpreted() else "tf32x3",
         "OWN": OWN,

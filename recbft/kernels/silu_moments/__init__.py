@@ -15,7 +15,6 @@ from torch import Tensor, bfloat16, dtype, float16, float32
 from recbft import core
 from recbft.autograd.eager import eagerly
 from recbft.core import SequenceContext, SiluMoments
-from recbft.core.silu import total_bias
 from recbft.kernels.dispatch import SOME_READ, Path, choose, late
 from recbft.kernels.silu_moments import c
 from recbft.kernels.silu_moments import torch as by_torch
@@ -51,27 +50,17 @@ def silu_moments(
         ValueError: unknown ``impl``, or the forced path cannot serve the call; ``length`` is not positive.
     """
     biases = {"bias": bias, "lag_bias": lag_bias, "log_precision": log_precision, "log_decay": log_decay}
-    sums: SiluMoments = _path(MOMENTS, impl, q, context, length)(q, k, v, context, length=length, **biases)
+    sums: SiluMoments = _attend(MOMENTS, impl, q, k, v, context, length=length, **biases)
     return sums
 
 
 @eagerly
-def silu_mean(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    length: int,
-    bias: Tensor | None = None,
-    lag_bias: Tensor | None = None,
-    log_precision: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    impl: str = "auto",
-) -> Tensor:
-    """e of (8.3) alone, for layers that keep no precision: the same as ``silu_moments(...).mean``."""
-    biases = {"bias": bias, "lag_bias": lag_bias, "log_precision": log_precision, "log_decay": log_decay}
-    mean: Tensor = _path(MEAN, impl, q, context, length)(q, k, v, context, length=length, **biases)
+def silu_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, impl: str = "auto", **call: Any) -> Tensor:
+    """e of (8.3) alone, for layers that keep no precision: the same as ``silu_moments(...).mean``.
+
+    Arguments as those of ``silu_moments``.
+    """
+    mean: Tensor = _attend(MEAN, impl, q, k, v, context, **call)
     return mean
 
 
@@ -80,10 +69,11 @@ def product_dtype(given: dtype) -> dtype:
     return float32 if given == float16 else given
 
 
-def _path(paths: dict[str, Path], impl: str, q: Tensor, context: SequenceContext, length: int) -> Any:
+def _attend(paths: dict[str, Path], impl: str, *inputs: Any, length: int, **biases: Tensor | None) -> Any:
     if length <= 0:
         raise ValueError(f"length is {length}; give the constant that divides the weights, > 0")
-    return choose(impl, paths, q, read_by_all=context.read_by_all)
+    q, _, _, context = inputs
+    return choose(impl, paths, q, read_by_all=context.read_by_all)(*inputs, length=length, **biases)
 
 
 def _decline_torch(q: Tensor, *, read_by_all: bool) -> str | None:
@@ -102,21 +92,11 @@ def _decline_triton(q: Tensor, *, read_by_all: bool) -> str | None:
     )
 
 
-def _summed(load: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
-    """What loads a path that takes the sum of all biases."""
-
-    def path(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, **biases: Tensor | None) -> Any:
-        return load()(q, k, v, context, length=length, bias=total_bias(q, context, **biases))
-
-    return lambda: path
-
-
 def _paths(name: str, reference: Callable[..., Any]) -> dict[str, Path]:
-    triton = _summed(late("silu_moments", name))
     return {
-        "triton": Path(triton, "cuda", _decline_triton, opened=True, takes_halves=True),
+        "triton": Path(late("silu_moments", name), "cuda", _decline_triton, opened=True, takes_halves=True),
         "c": Path(lambda: getattr(c, name), "cpu", c.decline, opened=True),
-        "torch": Path(_summed(lambda: getattr(by_torch, name)), "cpu", _decline_torch, opened=True),
+        "torch": Path(lambda: getattr(by_torch, name), "cpu", _decline_torch, opened=True),
         "reference": Path(lambda: reference),
     }
 

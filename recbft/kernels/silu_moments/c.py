@@ -17,11 +17,13 @@ from recbft.core.belief import SequenceContext, SiluMoments
 from recbft.kernels import c_library
 from recbft.kernels.c_library import pointer
 from recbft.kernels.c_library.heads import (
+    Biases,
     HeadView,
     Packing,
     PairBias,
     Spans,
     check,
+    over_heads,
     pairs_readable,
     run,
     spans_of,
@@ -68,17 +70,15 @@ def _biases(
 class _Call(ctypes.Structure):
     _fields_ = (
         ("of", Packing),
-        *((name, ctypes.c_int64) for name in ("mean_alone", "L")),
+        ("mean_alone", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "share")),
         *((name, HeadView) for name in ("q", "k", "v")),
-        *((name, ctypes.c_void_p) for name in ("key_bias", "lag_bias", "log_decay")),
-        ("pairs", PairBias),
+        ("biases", Biases),
         *((name, HeadView) for name in ("mean", "square_mean", "square_second")),
         *((name, ctypes.c_void_p) for name in ("weight_sum", "square_sum")),
         *((name, HeadView) for name in ("grad_mean", "grad_square_mean", "grad_square_second")),
         *((name, ctypes.c_void_p) for name in ("grad_weight_sum", "grad_square_sum")),
         *((name, HeadView) for name in ("d_q", "d_k", "d_v")),
-        *((name, ctypes.c_void_p) for name in ("d_key_bias", "d_lag_bias", "d_log_decay")),
     )
 
 
@@ -100,8 +100,7 @@ class _Silu(torch.autograd.Function):
         check(q, k, v, spans)
         q, k, v = (readable(x.to(q.dtype)) for x in (q, k, v))
         biases = [None if x is None else x.contiguous() for x in (key_bias, lag_bias, log_decay)]
-        call = _call(q, k, v, biases, spans, length, mean_alone)
-        call.pairs = PairBias.of(bias, q, k.shape[2])
+        call = _call(spans, length, mean_alone, q, k, v, bias, *biases)
         mean = by_tokens(q)
         call.mean = HeadView.of(mean)
         outputs: Any = mean
@@ -119,8 +118,8 @@ class _Silu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_mean: Tensor, *others: Tensor) -> Any:
-        q, k, v, bias, *biases = ctx.saved_tensors
-        call = _call(q, k, v, biases, *ctx.constants)
+        q, k, v, bias, *_ = ctx.saved_tensors
+        call = _call(*ctx.constants, *ctx.saved_tensors)
         grad_mean = readable(grad_mean)
         call.grad_mean = HeadView.of(grad_mean)
         if others:
@@ -130,34 +129,15 @@ class _Silu(torch.autograd.Function):
             call.grad_square_mean, call.grad_square_second = HeadView.of(h1), HeadView.of(h2)
         d_q, d_k, d_v = (by_tokens(x) for x in (q, k, v))
         call.d_q, call.d_k, call.d_v = map(HeadView.of, (d_q, d_k, d_v))
-        wanted = ctx.needs_input_grad[3:7]
-        ends = ((k.shape[2],), (call.L,), (q.shape[2],), (q.shape[2], k.shape[2]))
-        d_key, d_lag, d_decay, d_pairs = (
-            q.new_empty(*q.shape[:2], *end) if wants else None for wants, end in zip(wanted, ends, strict=True)
-        )
-        call.pairs = PairBias.of(bias, q, k.shape[2], d_pairs)
-        call.d_key_bias, call.d_lag_bias, call.d_log_decay = map(pointer, (d_key, d_lag, d_decay))
+        room = call.biases.make_room(ctx.needs_input_grad[3:7], q, k.shape[2])
         run(c_library.library().silu_backward, call, q)
-        return (
-            d_q,
-            d_k,
-            d_v,
-            None if d_key is None else d_key.sum(dim=1),
-            None if d_lag is None else d_lag.sum(dim=(0, 1)),
-            None if d_decay is None else d_decay.sum(dim=(1, 2)),
-            None if d_pairs is None else d_pairs.sum_to_size(bias.shape),
-            None,
-            None,
-            None,
-        )
+        return d_q, d_k, d_v, *over_heads(room, bias), None, None, None
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor | None], spans: Spans, length: int, mean_alone: bool
-) -> _Call:
+def _call(spans: Spans, length: int, mean_alone: bool, *kept: Any) -> _Call:
     """What both directions know; the tensors stay with the caller."""
-    call = _Call(Packing.of(spans, q.shape[1], q.shape[3]), mean_alone, 0 if biases[1] is None else len(biases[1]))
-    call.scale, call.share = 1 / math.sqrt(q.shape[-1]), 1 / length
+    q, k, v, bias, key, lag, decay = kept
+    call = _Call(Packing.of(spans, q.shape[1], q.shape[3]), mean_alone, 1 / math.sqrt(q.shape[-1]), 1 / length)
     call.q, call.k, call.v = map(HeadView.of, (q, k, v))
-    call.key_bias, call.lag_bias, call.log_decay = map(pointer, biases)
+    call.biases = Biases.of(key, lag, decay, PairBias.of(bias, q, k.shape[2]))
     return call

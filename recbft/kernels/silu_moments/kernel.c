@@ -15,19 +15,15 @@
 
 typedef struct {
     Packing of;
-    int64_t mean_alone, L;
+    int64_t mean_alone;
     float scale, share; /* 1 / sqrt(K); 1 / N */
     HeadView q, k, v;
-    const float *key_bias;  /* (B, J) or NULL */
-    const float *lag_bias;  /* (L) or NULL: of the lag, the last for all that are longer */
-    const float *log_decay; /* (B) or NULL: per step of the lag */
-    PairBias pairs;
+    Biases biases;
     HeadView mean, square_mean, square_second;
     float *weight_sum, *square_sum; /* (B, H, T) */
     HeadView grad_mean, grad_square_mean, grad_square_second;
     const float *grad_weight_sum, *grad_square_sum;
     HeadView d_q, d_k, d_v;
-    float *d_key_bias, *d_lag_bias, *d_log_decay; /* (B, H, J), (B, H, L), (B, H, T), or NULL */
 } SiluCall;
 
 /* What a head is worked on with. */
@@ -38,7 +34,6 @@ typedef struct {
     float *weights, *squares, *d_scores; /* (BLOCK, Jp) */
     float *pull;                         /* (BLOCK, Kp + Vp): g beside h1 and h2 */
     float *sums;                         /* (TALL, Kp + Vp) */
-    float *bias, *d_bias;                /* (Jp) */
     float *d_k, *d_v, *d_v_squares;      /* (Jp, Kp) twice, (Jp, Vp) */
 } Room;
 
@@ -51,17 +46,19 @@ static void *take(void *given, const void *of_call, int backward)
     (void)backward;
     const int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), Vp = call->mean_alone ? Kp : 2 * Kp;
     const int64_t sizes[] = {call->of.T * Kp, Kp * Jp, Jp * Kp, Jp * Vp, Vp * Jp, BLOCK * Jp, BLOCK * Jp, BLOCK * Jp,
-                             BLOCK * (Kp + Vp), TALL * (Kp + Vp), Jp, Jp, Jp * Kp, Jp * Kp, Jp * Vp};
+                             BLOCK * (Kp + Vp), TALL * (Kp + Vp), Jp * Kp, Jp * Kp, Jp * Vp};
     float **parts[] = {&room->q, &room->k_columns, &room->k, &room->v, &room->v_columns, &room->weights, &room->squares,
-                       &room->d_scores, &room->pull, &room->sums, &room->bias, &room->d_bias, &room->d_k, &room->d_v,
+                       &room->d_scores, &room->pull, &room->sums, &room->d_k, &room->d_v,
                        &room->d_v_squares};
     room->Kp = Kp, room->Jp = Jp, room->Vp = Vp;
     return allot(sizeof sizes / sizeof *sizes, sizes, parts);
 }
 
 /* Operands of a head, padded: q scaled, k, v beside v^2, and k and v by columns. */
-static void fetch(Room *room, const SiluCall *call, int64_t b, int64_t h, int backward)
+static void fetch(void *given, const void *of_call, int64_t b, int64_t h, int backward)
 {
+    Room *room = given;
+    const SiluCall *call = of_call;
     const int64_t K = call->of.K, J = call->of.J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
     fetch_rows(&call->of, call->q, b, h, call->of.T, call->scale, room->q, call->of.T, Kp);
     fetch_rows(&call->of, call->k, b, h, J, 1, room->k, Jp, Kp);
@@ -74,29 +71,6 @@ static void fetch(Room *room, const SiluCall *call, int64_t b, int64_t h, int ba
     transpose(room->k, Jp, Kp, room->k_columns);
     if (backward)
         transpose(room->v, Jp, Vp, room->v_columns);
-    fetch_bias(&call->of, call->key_bias, b, room->bias);
-}
-
-/* Add the biases to the scores of a token; what it may not read gets a score of 0, whose weight is 0. */
-static void complete(const Room *room, const SiluCall *call, int64_t b, int64_t h, int64_t t, Tile tile, float *row)
-{
-    const Packing *of = &call->of;
-    const int64_t token = b * of->T + t;
-    const int64_t start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
-    const float *bias = room->bias + tile.low;
-    add_pairs(&call->pairs, of, b, h, t, tile.low, row);
-    if (call->lag_bias)
-        for (int64_t j = start; j < stop; j++)
-            row[j] += call->lag_bias[least(lag(of, b, token, tile.low + j), call->L - 1)];
-    if (call->log_decay)
-        for (int64_t j = start; j < stop; j++)
-            row[j] += call->log_decay[b] * (float)lag(of, b, token, tile.low + j);
-    for (int64_t j = 0; j < tile.width; j++)
-        row[j] = j >= start && j < stop ? row[j] + bias[j] : 0;
-    if (of->gaps[token])
-        for (int64_t j = start; j < stop; j++)
-            if (!may_read(of, b, token, tile.low + j))
-                row[j] = 0;
 }
 
 INLINE float sigmoid(float s) { return 1 / (1 + exponential(-s)); }
@@ -116,7 +90,7 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r, own = (b * call->of.H + h) * call->of.T + t;
         float *row = weights + r * Jp, *square = room->squares + r * Jp;
-        complete(room, call, b, h, t, tile, row);
+        add_biases(&call->biases, &call->of, b, h, t, tile, 0, row); /* a score of 0 has a weight of 0 */
 #pragma omp simd
         for (int64_t j = 0; j < tile.width; j++) {
             float a = row[j] * sigmoid(row[j]) * call->share;
@@ -132,15 +106,11 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
     over_keys(tile, weights, Jp, room->v, Vp, Kp, room->sums, wide);
     if (!call->mean_alone)
         over_keys(tile, room->squares, Jp, room->v, Vp, Vp, room->sums + Kp, wide);
-    for (int64_t r = 0; r < tile.count; r++) {
-        const int64_t t = tile.from + r;
-        const float *sums = room->sums + r * wide;
-        memcpy(at(call->mean, b, h) + t * call->mean.token, sums, K * sizeof(float));
-        if (call->mean_alone)
-            continue;
-        memcpy(at(call->square_mean, b, h) + t * call->square_mean.token, sums + Kp, K * sizeof(float));
-        memcpy(at(call->square_second, b, h) + t * call->square_second.token, sums + 2 * Kp, K * sizeof(float));
-    }
+    put_rows(&call->of, call->mean, b, h, tile.from, tile.count, 1, room->sums, wide);
+    if (call->mean_alone)
+        return;
+    put_rows(&call->of, call->square_mean, b, h, tile.from, tile.count, 1, room->sums + Kp, wide);
+    put_rows(&call->of, call->square_second, b, h, tile.from, tile.count, 1, room->sums + 2 * Kp, wide);
 }
 
 /* a, a^2 and ds of a few tokens, in the rows that are theirs; dq of them, and what biases get. */
@@ -172,49 +142,21 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
         const int64_t t = tile.from + r, token = b * of->T + t, own = (b * of->H + h) * of->T + t;
         const float g1 = call->mean_alone ? 0 : call->grad_weight_sum[own];
         const float g2 = call->mean_alone ? 0 : call->grad_square_sum[own], share = call->share;
-        const int64_t start = of->start[token] - tile.low, stop = of->stop[token] - tile.low;
-        float *d_bias = room->d_bias + tile.low;
         for (int i = 0; i < 3; i++)
             blank_rest(kept[i] + r * Jp, before, tile.width, after);
-        complete(room, call, b, h, t, tile, a);
+        add_biases(&call->biases, of, b, h, t, tile, 0, a);
         for (int64_t j = 0; j < tile.width; j++) {
             const float s = a[j], gate = sigmoid(s), weight = s * gate * share;
             const float more = call->mean_alone ? 0 : 2 * weight * (g2 + square[j]);
-            float x = gate * (1 + s * (1 - gate)) * share * (d[j] + g1 + more);
-            x = j >= start && j < stop ? x : 0;
             a[j] = weight;
             square[j] = weight * weight;
-            d[j] = x;
+            d[j] = gate * (1 + s * (1 - gate)) * share * (d[j] + g1 + more);
         }
-        if (of->gaps[token])
-            for (int64_t j = start; j < stop; j++)
-                if (!may_read(of, b, token, tile.low + j))
-                    d[j] = 0;
-        for (int64_t j = 0; j < tile.width; j++)
-            d_bias[j] += d[j];
-        keep_pairs(&call->pairs, of, b, h, t, tile.low, tile.width, d);
-        if (call->d_lag_bias) {
-            float *d_lag = call->d_lag_bias + (b * of->H + h) * call->L;
-            for (int64_t j = start; j < stop; j++)
-                d_lag[least(lag(of, b, token, tile.low + j), call->L - 1)] += d[j];
-        }
-        if (call->d_log_decay) {
-            float sum = 0;
-            for (int64_t j = start; j < stop; j++)
-                sum += d[j] * (float)lag(of, b, token, tile.low + j);
-            call->d_log_decay[own] = sum;
-        }
+        blank_unread(of, b, token, tile, 0, d);
+        keep_biases(&call->biases, of, b, h, t, tile, of->start[token] - tile.low, of->stop[token] - tile.low, d);
     }
-    d = kept[1] + before;
-    over_keys(tile, d, Jp, room->k, Kp, Kp, room->sums, Kp);
-    const float scale = call->scale; /* which the compiler would read again after every element written */
-    for (int64_t r = 0; r < tile.count; r++) {
-        float *d_q = at(call->d_q, b, h) + (tile.from + r) * call->d_q.token;
-        const float *sums = room->sums + r * Kp;
-#pragma omp simd
-        for (int64_t i = 0; i < K; i++)
-            d_q[i] = sums[i] * scale;
-    }
+    over_keys(tile, kept[1] + before, Jp, room->k, Kp, Kp, room->sums, Kp);
+    put_rows(of, call->d_q, b, h, tile.from, tile.count, call->scale, room->sums, Kp);
 }
 
 /* TALL keys against the tokens of a block that may read them. */
@@ -237,37 +179,25 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
     const SiluCall *call = of_call;
     const Packing *of = &call->of;
     const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, Vp = room->Vp;
-    fetch(room, call, b, h, 1);
     make_room(call->d_k, b, h, 0, J, K);
     make_room(call->d_v, b, h, 0, J, K);
     memset(room->d_k, 0, Jp * Kp * sizeof(float));
     memset(room->d_v, 0, Jp * Kp * sizeof(float));
     memset(room->d_v_squares, 0, Jp * Vp * sizeof(float));
-    memset(room->d_bias, 0, Jp * sizeof(float));
-    if (call->d_lag_bias)
-        memset(call->d_lag_bias + (b * of->H + h) * call->L, 0, call->L * sizeof(float));
+    begin_biases(&call->biases, of, b, h);
     each_block(of, b, h, room, call, backward_tile, gather_keys);
-    if (call->d_key_bias)
-        memcpy(call->d_key_bias + (b * of->H + h) * J, room->d_bias, J * sizeof(float));
-    for (int64_t j = 0; j < J; j++) {
-        const float *v = room->v + j * Vp, *mean = room->d_v + j * Kp, *squares = room->d_v_squares + j * Vp;
-        float *d_v = at(call->d_v, b, h) + j * call->d_v.token;
-        memcpy(at(call->d_k, b, h) + j * call->d_k.token, room->d_k + j * Kp, K * sizeof(float));
-        if (call->mean_alone)
-            memcpy(d_v, mean, K * sizeof(float));
-        else
+    if (!call->mean_alone)
+        for (int64_t j = 0; j < J; j++) {
+            const float *v = room->v + j * Vp, *squares = room->d_v_squares + j * Vp;
+            float *d_v = room->d_v + j * Kp;
             for (int64_t i = 0; i < K; i++)
-                d_v[i] = mean[i] + squares[i] + 2 * v[i] * squares[Kp + i];
-    }
+                d_v[i] = d_v[i] + squares[i] + 2 * v[i] * squares[Kp + i];
+        }
+    put_rows(of, call->d_k, b, h, 0, J, 1, room->d_k, Kp);
+    put_rows(of, call->d_v, b, h, 0, J, 1, room->d_v, Kp);
 }
 
-static void forward_head(void *room, const void *call, int64_t b, int64_t h)
-{
-    fetch(room, call, b, h, 0);
-    each_tile(&((const SiluCall *)call)->of, b, h, room, call, forward_tile);
-}
-
-static const Mechanism mechanism = {take, forward_head, backward_head};
+static const Mechanism mechanism = {take, fetch, forward_tile, backward_head};
 
 /* Equations (8.2, 8.3) and (8.3, 8.6); 0, or 1 where memory is short. */
 int silu_forward(const SiluCall *call) { return each_head(&mechanism, &call->of, call, 0); }

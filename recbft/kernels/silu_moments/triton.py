@@ -23,6 +23,7 @@ from torch import Tensor
 from recbft.autograd.full_precision import exact_products
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext, SiluMoments
+from recbft.core.silu import total_bias
 from recbft.kernels import dispatch
 from recbft.kernels.layout import readable
 from recbft.kernels.silu_moments import product_dtype
@@ -32,18 +33,19 @@ OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def silu_moments(
-    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, **biases: Tensor | None
 ) -> SiluMoments:
     """The same as the reference; e in the type of v, the other moments in float32."""
+    bias = total_bias(q, context, **biases)
     history = (context.segment.contiguous(), context.position.contiguous())
     return SiluMoments(
         *applied(_SiluMoments, readable(q), readable(k), readable(v), bias, *history, context.causal, length)
     )
 
 
-def silu_mean(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, length: int, bias: Tensor | None) -> Tensor:
+def silu_mean(*call: Any, **more: Any) -> Tensor:
     """The mean alone; the other moments cost a kernel next to nothing."""
-    return silu_moments(q, k, v, context, length=length, bias=bias).mean
+    return silu_moments(*call, **more).mean
 
 
 class _SiluMoments(torch.autograd.Function):
@@ -59,18 +61,16 @@ class _SiluMoments(torch.autograd.Function):
         causal: bool,
         length: int,
     ) -> tuple[Tensor, ...]:
-        launch = _Launch.of(q, k, v, causal, length)
+        grid, told = _launch(q, k, v, causal, length)
         mean = torch.empty_like(v)
         square_mean, square_second = (torch.empty_like(v, dtype=torch.float32) for _ in range(2))
         weight_sum, square_sum = (torch.empty(v.shape[:3], dtype=torch.float32, device=v.device) for _ in range(2))
         found = (mean, weight_sum, square_sum, square_mean, square_second)
         if v.numel():
-            strides = (*_strides(q, k, v), *_bias_strides(bias, launch), *_strides(mean))
-            forward_pass[(launch.programs,)](
-                *(q, k, v, bias, segment, position, *found, *strides, *launch.numbers), **launch.constants
-            )
+            strides = (*_strides(q, k, v), *_bias_strides(bias, q), *_strides(mean))
+            forward_pass[grid](q, k, v, bias, segment, position, *found, *strides, **told)
         ctx.save_for_backward(q, k, v, bias, segment, position)
-        ctx.launch = launch
+        ctx.launch = grid, told
         ctx.set_materialize_grads(False)
         return found
 
@@ -78,7 +78,7 @@ class _SiluMoments(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         q, k, v, bias, segment, position = ctx.saved_tensors
-        launch = ctx.launch
+        grid, told = ctx.launch
         of_all = any(grad is not None for grad in grads[1:])  # else what they would add is left out
         wide, narrow = v.shape, v.shape[:3]
         g, g1, g2, h1, h2 = (
@@ -86,15 +86,13 @@ class _SiluMoments(torch.autograd.Function):
             for place, (grad, shape) in enumerate(zip(grads, (wide, narrow, narrow, wide, wide), strict=True))
         )
         given = (q, k, v, bias, segment, position, g, g1, g2, h1, h2)
-        strides = (*_strides(q, k, v, g, h1, h2), *_bias_strides(bias, launch))
-        constants = {"ALL": of_all, **launch.constants}
+        strides = (*_strides(q, k, v, g, h1, h2), *_bias_strides(bias, q))
         d_q, d_k, d_v, d_pairs = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
         if bias is not None and ctx.needs_input_grad[3]:  # zero where nothing is read
-            d_pairs = torch.zeros((launch.B, launch.H, launch.T, launch.T), dtype=torch.float32, device=v.device)
+            d_pairs = torch.zeros(*q.shape[:3], q.shape[2], dtype=torch.float32, device=v.device)
         if v.numel():
-            grid = (launch.programs,)
-            readers_pass[grid](*given, d_q, d_pairs, *strides, *_strides(d_q), *launch.numbers, **constants)
-            keys_pass[grid](*given, d_k, d_v, *strides, *_strides(d_k, d_v), *launch.numbers, **constants)
+            readers_pass[grid](*given, d_q, d_pairs, *strides, *_strides(d_q), ALL=of_all, **told)
+            keys_pass[grid](*given, d_k, d_v, *strides, *_strides(d_k, d_v), ALL=of_all, **told)
         d_bias = None if d_pairs is None else d_pairs.sum_to_size(bias.shape).to(bias.dtype)
         return d_q, d_k, d_v, d_bias, None, None, None, None
 
@@ -120,60 +118,31 @@ TILES_ON_HOPPER = {
 }
 
 
-class _Launch(NamedTuple):
-    """What all kernels are launched with."""
-
-    B: int
-    H: int
-    T: int
-    K: int
-    causal: bool
-    length: int  # N
-    dtype: torch.dtype  # of q, k and v together
-    on_hopper: bool
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, length: int) -> _Launch:
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        B, H, T, K = q.shape
-        return cls(B, H, T, K, causal, length, dtype, dispatch.on_hopper(q))
-
-    @property
-    def width(self) -> int:
-        return max(16, 1 << (self.K - 1).bit_length())
-
-    @property
-    def exact(self) -> bool:
-        return self.dtype == torch.float32 and exact_products()
-
-    @property
-    def tiles(self) -> Tiles:
-        kind = product_dtype(self.dtype)
-        row_bytes = max(64, self.width * kind.itemsize)
-        other = TILES_ON_HOPPER[kind, self.exact] if self.on_hopper else {}
-        return other.get(row_bytes) or (TILES_OF_EXACT if self.exact else TILES)[row_bytes]
-
-    @property
-    def programs(self) -> int:
-        return self.B * self.H * -(-self.T // self.tiles.own)
-
-    @property
-    def numbers(self) -> tuple[int, int, float, float]:
-        return self.H, self.T, 1 / math.sqrt(self.K), 1 / self.length
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {
-            "CAUSAL": self.causal,
-            "K": self.K,
-            "W": self.width,
-            "OWN": self.tiles.own,
-            "OTHER": self.tiles.other,
-            "OPERAND": OPERANDS[product_dtype(self.dtype)],
-            "PRECISION": "tf32x3" if self.exact else "tf32",
-            "num_warps": self.tiles.warps,
-            "num_stages": 1,
-        }
+def _launch(q: Tensor, k: Tensor, v: Tensor, causal: bool, length: int) -> tuple[tuple[int], dict[str, Any]]:
+    """How many programs all kernels are launched with, and what they are told by name."""
+    B, H, T, K = q.shape
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    exact, kind = dtype == torch.float32 and exact_products(), product_dtype(dtype)
+    width = max(16, 1 << (K - 1).bit_length())
+    row_bytes = max(64, width * kind.itemsize)
+    there = TILES_ON_HOPPER[kind, exact] if dispatch.on_hopper(q) else {}
+    tiles = there.get(row_bytes) or (TILES_OF_EXACT if exact else TILES)[row_bytes]
+    told = {
+        "H": H,
+        "T": T,
+        "scale": 1 / math.sqrt(K),
+        "share": 1 / length,
+        "CAUSAL": causal,
+        "K": K,
+        "W": width,
+        "OWN": tiles.own,
+        "OTHER": tiles.other,
+        "OPERAND": OPERANDS[kind],
+        "PRECISION": "tf32x3" if exact else "tf32",
+        "num_warps": tiles.warps,
+        "num_stages": 1,
+    }
+    return (B * H * -(-T // tiles.own),), told
 
 
 def _gradient(grad: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
@@ -188,8 +157,8 @@ def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()[:3]))
 
 
-def _bias_strides(bias: Tensor | None, launch: _Launch) -> tuple[int, ...]:
+def _bias_strides(bias: Tensor | None, q: Tensor) -> tuple[int, ...]:
     """Of rows, heads, readers and keys; 0 along what it is the same for."""
     if bias is None:
         return (0, 0, 0, 0)
-    return bias.expand(launch.B, launch.H, launch.T, launch.T).stride()
+    return bias.expand(*q.shape[:3], q.shape[2]).stride()

@@ -15,7 +15,6 @@ from recbft import core
 from recbft.autograd.eager import eagerly
 from recbft.autograd.transforms import transformed
 from recbft.core import Moments, SequenceContext
-from recbft.core.regimes import BiasTerms
 from recbft.kernels import dispatch
 from recbft.kernels.dispatch import SOME_READ, Path, choose, late
 from recbft.kernels.filter_step import reml_precision
@@ -58,62 +57,37 @@ def softmax_moments(
         ValueError: unknown ``impl``, or the forced path cannot serve the call (the message says why).
     """
     biases = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
-    moments: Moments = _path(MOMENTS, impl, q, context, log_decay, dropout)(q, k, v, context, dropout=dropout, **biases)
+    moments: Moments = _attend(MOMENTS, impl, q, k, v, context, dropout=dropout, **biases)
     return moments
 
 
 @eagerly
 def softmax_mean(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    dropout: float = 0.0,
-    bias: Tensor | BiasTerms | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, impl: str = "auto", **call: Any
 ) -> Tensor:
-    """Equation (2.4) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``."""
-    biases = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
-    mean: Tensor = _path(MEAN, impl, q, context, log_decay, dropout)(q, k, v, context, dropout=dropout, **biases)
+    """Equation (2.4) alone, for layers that keep no precision: the same numbers as ``softmax_moments(...).mean``.
+
+    Arguments as those of ``softmax_moments``; where ``takes_terms``, the bias may be its terms.
+    """
+    mean: Tensor = _attend(MEAN, impl, q, k, v, context, **call)
     return mean
 
 
 @eagerly
 def softmax_reml(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    prior_scale: float,
-    prior_dof: float,
-    cap: float,
-    log_precision: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    dropout: float = 0.0,
-    bias: Tensor | BiasTerms | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, impl: str = "auto", **call: Any
 ) -> tuple[Tensor, Tensor]:
     """The mean of ``softmax_moments`` and what ``reml_precision`` makes of its other moments, in one pass.
 
     Args:
-        q, k, v, context, log_precision, log_decay, dropout, bias: as in ``softmax_moments``.
-        prior_scale, prior_dof, cap: as in ``core.reml_precision_ref``.
+        q, k, v, context: as in ``softmax_moments``.
         impl: ``auto`` takes the fastest path that serves the call; ``triton``, ``c`` and ``composed`` force one.
+        call: what else ``softmax_mean`` takes, and ``prior_scale``, ``prior_dof`` and ``cap`` of ``reml_precision``.
 
     Returns:
         Mean and precision, (B, H, T, K) each.
-
-    Raises:
-        ValueError: unknown ``impl``, or the forced path cannot serve the call (the message says why).
     """
-    biases = {"log_precision": log_precision, "log_decay": log_decay, "bias": bias}
-    prior = {"prior_scale": prior_scale, "prior_dof": prior_dof, "cap": cap}
-    path = _path(REML, impl, q, context, log_decay, dropout)
-    mean, precision = path(q, k, v, context, dropout=dropout, **biases, **prior)
+    mean, precision = _attend(REML, impl, q, k, v, context, **call)
     return mean, precision
 
 
@@ -124,12 +98,19 @@ def takes_terms(x: Tensor, *, dropout: float) -> bool:
     return x.device.type == "cpu" and not closed and c.decline(x, dropout=dropout) is None
 
 
-def _path(
-    paths: dict[str, Path], impl: str, q: Tensor, context: SequenceContext, log_decay: Tensor | None, dropout: float
+def _attend(
+    paths: dict[str, Path],
+    impl: str,
+    *inputs: Any,
+    log_decay: Tensor | None = None,
+    dropout: float = 0.0,
+    **more: Any,
 ) -> Any:
+    q, _, _, context = inputs
     if log_decay is not None and log_decay.numel() != 1 and log_decay.shape != (q.shape[0], 1):
         raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; give a scalar tensor, or (B, 1) per row")
-    return choose(impl, paths, q, dropout=dropout, read_by_all=context.read_by_all)
+    path = choose(impl, paths, q, dropout=dropout, read_by_all=context.read_by_all)
+    return path(*inputs, log_decay=log_decay, dropout=dropout, **more)
 
 
 def _decline_triton(q: Tensor, *, dropout: float, read_by_all: bool) -> str | None:
@@ -147,18 +128,8 @@ def _decline_triton(q: Tensor, *, dropout: float, read_by_all: bool) -> str | No
     return None
 
 
-def _composed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    prior_scale: float,
-    prior_dof: float,
-    cap: float,
-    **moments: Any,
-) -> tuple[Tensor, Tensor]:
-    mean, S, n = softmax_moments(q, k, v, context, **moments)
+def _composed(*inputs: Any, prior_scale: float, prior_dof: float, cap: float, **moments: Any) -> tuple[Tensor, Tensor]:
+    mean, S, n = softmax_moments(*inputs, **moments)
     return mean, reml_precision(S, n, prior_scale=prior_scale, prior_dof=prior_dof, cap=cap)
 
 

@@ -23,12 +23,14 @@ from recbft.core.regimes import BiasTerms
 from recbft.kernels import c_library
 from recbft.kernels.c_library import pointer
 from recbft.kernels.c_library.heads import (
+    Biases,
     HeadView,
     Packing,
     PairBias,
     Spans,
     Terms,
     check,
+    over_heads,
     pairs_readable,
     run,
     spans_of,
@@ -80,17 +82,16 @@ def _attend(
     context: SequenceContext,
     estimate: _Estimate,
     *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
     dropout: float,
     bias: Tensor | BiasTerms | None = None,
+    **more: Tensor | None,
 ) -> Any:
     """What the kernel gives for an estimate."""
     assert dropout == 0
     terms, shares, scale = None, None, None
     if isinstance(bias, BiasTerms):
         terms, shares, scale, bias = bias, bias.shares, bias.scale, None
-    biases = _biases(q, context, log_precision, log_decay, bias)
+    biases = _biases(q, context, bias, **more)
     return applied(_Softmax, q, k, v, *biases, shares, scale, spans_of(context), estimate, terms)
 
 
@@ -102,7 +103,12 @@ class _Estimate(NamedTuple):
 
 
 def _biases(
-    q: Tensor, context: SequenceContext, log_precision: Tensor | None, log_decay: Tensor | None, bias: Tensor | None
+    q: Tensor,
+    context: SequenceContext,
+    bias: Tensor | None,
+    *,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The bias per key, (B, J); where it is not one, the log decay per row, (B,); and the bias per pair."""
     bias = pairs_readable(bias, q, context.segment.shape[1])
@@ -123,14 +129,12 @@ class _Call(ctypes.Structure):
         ("kind", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "nu", "constant", "cap")),
         *((name, HeadView) for name in ("q", "k", "v")),
-        *((name, ctypes.c_void_p) for name in ("key_bias", "log_decay")),
-        ("pairs", PairBias),
+        ("biases", Biases),
         *((name, HeadView) for name in ("mean", "second")),
         *((name, ctypes.c_void_p) for name in ("size", "log_total")),
         *((name, HeadView) for name in ("grad_mean", "grad_second")),
         ("grad_size", ctypes.c_void_p),
         *((name, HeadView) for name in ("d_q", "d_k", "d_v")),
-        *((name, ctypes.c_void_p) for name in ("d_key_bias", "d_log_decay")),
     )
 
 
@@ -151,19 +155,19 @@ class _Softmax(torch.autograd.Function):
         terms: BiasTerms | None,
     ) -> Any:
         check(q, k, v, spans)
-        q, k, v = (readable(x.to(q.dtype)) for x in (q, k, v))
-        key_bias = None if key_bias is None else key_bias.contiguous()
-        log_decay = None if log_decay is None else log_decay.contiguous()
+        heads = [readable(x.to(q.dtype)) for x in (q, k, v)]
+        biases = [None if x is None else x.contiguous() for x in (key_bias, log_decay)]
         mean = by_tokens(q)
         second = mean if estimate.kind == MEAN else by_tokens(q)
         size, log_total = (q.new_empty(q.shape[:3]) for _ in range(2))
-        call = _call(q, k, v, key_bias, log_decay, spans, estimate, mean, second, size, log_total)
-        call.pairs = (
+        kept = *heads, *biases, mean, second, size, log_total
+        call = _call(spans, estimate, *kept)
+        call.biases.pairs = (
             PairBias.of(bias, q, k.shape[2]) if terms is None else PairBias.made_of(Terms.of(terms, spans.causal))
         )
         run(c_library.library().softmax_forward, call, q)
         ctx.spans, ctx.estimate, ctx.terms = spans, estimate, terms
-        ctx.save_for_backward(q, k, v, key_bias, log_decay, bias, shares, mean, second, size, log_total)
+        ctx.save_for_backward(bias, shares, *kept)
         if estimate.kind == MEAN:
             return mean
         return (mean, second, size) if estimate.kind == MOMENTS else (mean, second)
@@ -173,52 +177,34 @@ class _Softmax(torch.autograd.Function):
     def backward(
         ctx: Any, grad_mean: Tensor, grad_second: Tensor | None = None, grad_size: Tensor | None = None
     ) -> Any:
-        q, k, v, key_bias, log_decay, bias, shares, *results = ctx.saved_tensors
+        bias, shares, *kept = ctx.saved_tensors
+        q, k, v, *_ = kept
         grad_mean = readable(grad_mean)
         grad_second = grad_mean if grad_second is None else readable(grad_second)
         grad_size = None if grad_size is None else grad_size.contiguous()
         d_q, d_k, d_v = (by_tokens(x) for x in (q, k, v))
-        wants_key, wants_decay, wants_pairs = ctx.needs_input_grad[3:6]
-        d_key = k.new_empty(k.shape[:3]) if wants_key else None
-        d_decay = q.new_empty(q.shape[:3]) if wants_decay else None
-        d_pairs = q.new_empty(*q.shape[:3], k.shape[2]) if wants_pairs else None
-        call = _call(q, k, v, key_bias, log_decay, ctx.spans, ctx.estimate, *results)
-        call.grad_mean, call.grad_second, call.grad_size = (
-            *map(HeadView.of, (grad_mean, grad_second)),
-            pointer(grad_size),
-        )
+        call = _call(ctx.spans, ctx.estimate, *kept)
+        call.grad_mean, call.grad_second = map(HeadView.of, (grad_mean, grad_second))
         call.d_q, call.d_k, call.d_v = map(HeadView.of, (d_q, d_k, d_v))
-        call.d_key_bias, call.d_log_decay = pointer(d_key), pointer(d_decay)
-        call.pairs, d_shares, d_scale = PairBias.of(bias, q, k.shape[2], d_pairs), None, None
+        call.grad_size, call.biases.pairs = pointer(grad_size), PairBias.of(bias, q, k.shape[2])
+        key, decay, pairs = ctx.needs_input_grad[3:6]
+        room, d_shares, d_scale = call.biases.make_room((key, False, decay, pairs), q, k.shape[2]), None, None
         if ctx.terms is not None:
             d_shares, d_scale = q.new_empty(*q.shape[:3], shares.shape[-1]), q.new_empty(q.shape[:3])
-            call.pairs = PairBias.made_of(Terms.of(ctx.terms, ctx.spans.causal, d_shares, d_scale))
+            call.biases.pairs = PairBias.made_of(Terms.of(ctx.terms, ctx.spans.causal, d_shares, d_scale))
         run(c_library.library().softmax_backward, call, q)
         d_shares = None if d_shares is None else d_shares.sum(dim=1)
         d_scale = None if d_scale is None else d_scale.sum()
-        d_key = None if d_key is None else d_key.sum(dim=1)
-        d_decay = None if d_decay is None else d_decay.sum(dim=(1, 2))
-        d_pairs = None if d_pairs is None else d_pairs.sum_to_size(bias.shape)
+        d_key, _, d_decay, d_pairs = over_heads(room, bias)
         return d_q, d_k, d_v, d_key, d_decay, d_pairs, d_shares, d_scale, None, None, None
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_bias: Tensor | None,
-    log_decay: Tensor | None,
-    spans: Spans,
-    estimate: _Estimate,
-    mean: Tensor,
-    second: Tensor,
-    size: Tensor,
-    log_total: Tensor,
-) -> _Call:
+def _call(spans: Spans, estimate: _Estimate, *kept: Any) -> _Call:
     """What both directions know; the tensors stay with the caller."""
+    q, k, v, key_bias, log_decay, mean, second, size, log_total = kept
     call = _Call(Packing.of(spans, q.shape[1], q.shape[3]), estimate.kind, 1 / math.sqrt(q.shape[-1]))
     call.nu, call.constant, call.cap = estimate.prior_dof, estimate.constant, estimate.cap
     call.q, call.k, call.v, call.mean, call.second = map(HeadView.of, (q, k, v, mean, second))
-    call.key_bias, call.log_decay = pointer(key_bias), pointer(log_decay)
-    call.size, call.log_total = pointer(size), pointer(log_total)
+    call.biases = Biases.of(key_bias, None, log_decay, PairBias())
+    call.size, call.log_total = map(pointer, (size, log_total))
     return call

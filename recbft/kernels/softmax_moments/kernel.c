@@ -25,15 +25,12 @@ typedef struct {
     int64_t kind;
     float scale, nu, constant, cap; /* of the logits, 1 / sqrt(K); of (2.8) */
     HeadView q, k, v;
-    const float *key_bias;  /* (B, J) or NULL */
-    const float *log_decay; /* (B) or NULL: per step of the lag */
-    PairBias pairs;
+    Biases biases;
     HeadView mean, second;       /* e; S or r */
     float *size, *log_total; /* n and log sum exp l, (B, H, T) */
     HeadView grad_mean, grad_second;
     const float *grad_size; /* (B, H, T), of MOMENTS */
     HeadView d_q, d_k, d_v;
-    float *d_key_bias, *d_log_decay; /* (B, H, J), (B, H, T), or NULL */
 } Call;
 
 /* What a head is worked on with; allocated once per thread. */
@@ -43,7 +40,6 @@ typedef struct {
     float *weights, *d_weights; /* (BLOCK, Jp) */
     float *pull;                /* (BLOCK, Up): G beside g_S */
     float *sums;                /* (TALL, Up) */
-    float *bias, *d_bias;       /* (Jp) */
     float *d_k, *d_u;           /* (Jp, Kp), (Jp, Up) */
 } Room;
 
@@ -55,16 +51,18 @@ static void *take(void *given, const void *of_call, int backward)
     const Call *call = of_call;
     const int64_t Kp = padded(call->of.K), Jp = padded(call->of.J), Up = call->kind == MEAN ? Kp : 2 * Kp;
     const int64_t sizes[] = {call->of.T * Kp, Jp * Kp, Kp * Jp, Jp * Up, Up * Jp, BLOCK * Jp, BLOCK * Jp, BLOCK * Up,
-                             TALL * Up, Jp, Jp, backward ? Jp * Kp : 0, backward ? Jp * Up : 0};
+                             TALL * Up, backward ? Jp * Kp : 0, backward ? Jp * Up : 0};
     float **parts[] = {&room->q, &room->k, &room->k_columns, &room->u, &room->u_columns, &room->weights,
-                       &room->d_weights, &room->pull, &room->sums, &room->bias, &room->d_bias, &room->d_k, &room->d_u};
+                       &room->d_weights, &room->pull, &room->sums, &room->d_k, &room->d_u};
     room->Kp = Kp, room->Jp = Jp, room->Up = Up;
     return allot(sizeof sizes / sizeof *sizes, sizes, parts);
 }
 
 /* Operands of a head, padded: q scaled, k, u = v - first value beside u^2, and k and u by columns. */
-static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backward)
+static void fetch(void *given, const void *of_call, int64_t b, int64_t h, int backward)
 {
+    Room *room = given;
+    const Call *call = of_call;
     const int64_t K = call->of.K, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     const Packing *of = &call->of;
     fetch_rows(of, call->q, b, h, of->T, call->scale, room->q, of->T, Kp);
@@ -83,28 +81,6 @@ static void fetch(Room *room, const Call *call, int64_t b, int64_t h, int backwa
     transpose(room->k, Jp, Kp, room->k_columns);
     if (backward)
         transpose(room->u, Jp, Up, room->u_columns);
-    fetch_bias(&call->of, call->key_bias, b, room->bias);
-}
-
-/* Logits of a token, -inf where it may not read; the largest, or 0 of a token that reads nothing. */
-static float mask(const Room *room, const Call *call, int64_t b, int64_t h, int64_t t, Tile tile, float *row)
-{
-    const int64_t token = b * call->of.T + t;
-    const int64_t start = call->of.start[token] - tile.low, stop = call->of.stop[token] - tile.low;
-    const float *bias = room->bias + tile.low;
-    add_pairs(&call->pairs, &call->of, b, h, t, tile.low, row);
-    if (call->log_decay) {
-        const float decay = call->log_decay[b];
-        for (int64_t j = start; j < stop; j++)
-            row[j] += decay * (float)lag(&call->of, b, token, tile.low + j);
-    }
-    if (call->of.gaps[token])
-        for (int64_t j = start; j < stop; j++)
-            if (!may_read(&call->of, b, token, tile.low + j))
-                row[j] = -INFINITY;
-    for (int64_t j = 0; j < tile.width; j++)
-        row[j] = j >= start && j < stop ? row[j] + bias[j] : -INFINITY;
-    return start < stop ? largest(row, tile.width) : 0;
 }
 
 static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h, Tile tile)
@@ -118,8 +94,10 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
         make_room(call->second, b, h, tile.from, tile.count, K);
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, weights, Jp);
     float size[TALL], top[TALL];
-    for (int64_t r = 0; r < tile.count; r++)
-        top[r] = mask(room, call, b, h, tile.from + r, tile, weights + r * Jp);
+    for (int64_t r = 0; r < tile.count; r++) {
+        add_biases(&call->biases, &call->of, b, h, tile.from + r, tile, -INFINITY, weights + r * Jp);
+        top[r] = reads_any(&call->of, b, tile.from + r) ? largest(weights + r * Jp, tile.width) : 0;
+    }
     exponentials(weights, Jp, tile, top);
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t own = (b * call->of.H + h) * call->of.T + tile.from + r;
@@ -132,15 +110,15 @@ static void forward_tile(void *given, const void *of_call, int64_t b, int64_t h,
         call->log_total[own] = total == 0 ? INFINITY : top[r] + logf(total);
     }
     over_keys(tile, weights, Jp, room->u, Up, Up, room->sums, Up);
+    if (call->kind == MEAN) {
+        put_rows(&call->of, call->mean, b, h, tile.from, tile.count, 1, room->sums, Up);
+        return;
+    }
     const float *v = at(call->v, b, h);
     for (int64_t r = 0; r < tile.count; r++) {
         const int64_t t = tile.from + r, start = call->of.start[b * call->of.T + t];
         const float *o = room->sums + r * Up;
         float *mean = at(call->mean, b, h) + t * call->mean.token;
-        if (call->kind == MEAN) {
-            memcpy(mean, o, K * sizeof(float));
-            continue;
-        }
         float *second = at(call->second, b, h) + t * call->second.token;
         if (size[r] == 0) {
             memset(mean, 0, K * sizeof(float));
@@ -222,53 +200,31 @@ static void backward_tile(void *given, const void *of_call, int64_t b, int64_t h
     product(0, tile.count, K, tile.width, room->q + tile.from * Kp, Kp, 1, room->k_columns + tile.low, Jp, a, Jp);
     product(0, tile.count, Up, tile.width, pull, Up, 1, room->u_columns + tile.low, Jp, d, Jp);
     for (int64_t r = 0; r < tile.count; r++)
-        mask(room, call, b, h, tile.from + r, tile, a + r * Jp);
+        add_biases(&call->biases, &call->of, b, h, tile.from + r, tile, -INFINITY, a + r * Jp);
     exponentials(a, Jp, tile, call->log_total + (b * call->of.H + h) * call->of.T + tile.from);
     for (int64_t r = 0; r < tile.count; r++, a += Jp, d += Jp) {
-        const int64_t t = tile.from + r, own = (b * call->of.H + h) * call->of.T + t;
+        const int64_t t = tile.from + r;
         blank_rest(weights + r * Jp, before, tile.width, after);
         blank_rest(d_weights + r * Jp, before, tile.width, after);
-        if (call->of.start[b * call->of.T + t] >= call->of.stop[b * call->of.T + t]) {
+        if (reads_any(&call->of, b, t)) {
+            /* The sum is near 1: what the log has lost would not cancel in dl. */
+            const float against = push[r], share = 1 / sum_of(a, tile.width);
+            for (int64_t j = 0; j < tile.width; j++) {
+                float weight = a[j] * share;
+                a[j] = weight;
+                d[j] -= against * weight;
+            }
+            const float along = dot(d, a, tile.width);
+            for (int64_t j = 0; j < tile.width; j++)
+                d[j] = a[j] * (d[j] - along);
+        } else {
             memset(a, 0, tile.width * sizeof(float));
             memset(d, 0, tile.width * sizeof(float));
-            if (call->d_log_decay)
-                call->d_log_decay[own] = 0;
-            keep_pairs(&call->pairs, &call->of, b, h, t, 0, 0, d);
-            continue;
         }
-        /* The sum is near 1: what the log has lost would not cancel in dl. */
-        const float against = push[r], share = 1 / sum_of(a, tile.width);
-        for (int64_t j = 0; j < tile.width; j++) {
-            float weight = a[j] * share;
-            a[j] = weight;
-            d[j] -= against * weight;
-        }
-        const float along = dot(d, a, tile.width);
-        float *d_bias = room->d_bias + tile.low;
-        for (int64_t j = 0; j < tile.width; j++) {
-            float x = a[j] * (d[j] - along);
-            d[j] = x;
-            d_bias[j] += x;
-        }
-        keep_pairs(&call->pairs, &call->of, b, h, t, tile.low, tile.width, d);
-        if (call->d_log_decay) {
-            const int64_t token = b * call->of.T + t;
-            float sum = 0;
-            for (int64_t j = 0; j < least(tile.width, call->of.J - tile.low); j++)
-                sum += d[j] * (float)lag(&call->of, b, token, tile.low + j);
-            call->d_log_decay[own] = sum;
-        }
+        keep_biases(&call->biases, &call->of, b, h, t, tile, 0, least(tile.width, call->of.J - tile.low), d);
     }
-    d = d_weights + before;
-    over_keys(tile, d, Jp, room->k, Kp, Kp, room->sums, Kp);
-    const float scale = call->scale; /* which the compiler would read again after every element written */
-    for (int64_t r = 0; r < tile.count; r++) {
-        float *d_q = at(call->d_q, b, h) + (tile.from + r) * call->d_q.token;
-        const float *sums = room->sums + r * Kp;
-#pragma omp simd
-        for (int64_t i = 0; i < K; i++)
-            d_q[i] = sums[i] * scale;
-    }
+    over_keys(tile, d_weights + before, Jp, room->k, Kp, Kp, room->sums, Kp);
+    put_rows(&call->of, call->d_q, b, h, tile.from, tile.count, call->scale, room->sums, Kp);
 }
 
 /* TALL keys against the tokens of a block that may read them. */
@@ -286,35 +242,26 @@ static void backward_head(void *given, const void *of_call, int64_t b, int64_t h
 {
     Room *room = given;
     const Call *call = of_call;
-    const int64_t K = call->of.K, J = call->of.J, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
-    fetch(room, call, b, h, 1);
+    const Packing *of = &call->of;
+    const int64_t K = of->K, J = of->J, Kp = room->Kp, Jp = room->Jp, Up = room->Up;
     make_room(call->d_k, b, h, 0, J, K);
     make_room(call->d_v, b, h, 0, J, K);
     memset(room->d_k, 0, Jp * Kp * sizeof(float));
     memset(room->d_u, 0, Jp * Up * sizeof(float));
-    memset(room->d_bias, 0, Jp * sizeof(float));
-    each_block(&call->of, b, h, room, call, backward_tile, gather_keys);
-    if (call->d_key_bias)
-        memcpy(call->d_key_bias + (b * call->of.H + h) * J, room->d_bias, J * sizeof(float));
-    for (int64_t j = 0; j < J; j++) {
-        const float *u = room->u + j * Up, *d_u = room->d_u + j * Up;
-        float *d_v = at(call->d_v, b, h) + j * call->d_v.token;
-        memcpy(at(call->d_k, b, h) + j * call->d_k.token, room->d_k + j * Kp, K * sizeof(float));
-        if (call->kind == MEAN)
-            memcpy(d_v, d_u, K * sizeof(float));
-        else
+    begin_biases(&call->biases, of, b, h);
+    each_block(of, b, h, room, call, backward_tile, gather_keys);
+    if (call->kind != MEAN)
+        for (int64_t j = 0; j < J; j++) {
+            const float *u = room->u + j * Up;
+            float *d_u = room->d_u + j * Up;
             for (int64_t i = 0; i < K; i++)
-                d_v[i] = d_u[i] + 2 * u[i] * d_u[Kp + i];
-    }
+                d_u[i] += 2 * u[i] * d_u[Kp + i];
+        }
+    put_rows(of, call->d_k, b, h, 0, J, 1, room->d_k, Kp);
+    put_rows(of, call->d_v, b, h, 0, J, 1, room->d_u, Up);
 }
 
-static void forward_head(void *room, const void *call, int64_t b, int64_t h)
-{
-    fetch(room, call, b, h, 0);
-    each_tile(&((const Call *)call)->of, b, h, room, call, forward_tile);
-}
-
-static const Mechanism mechanism = {take, forward_head, backward_head};
+static const Mechanism mechanism = {take, fetch, forward_tile, backward_head};
 
 /* Equations (2.3 to 2.6) and (2.8); 0, or 1 where memory is short. */
 int softmax_forward(const Call *call) { return each_head(&mechanism, &call->of, call, 0); }

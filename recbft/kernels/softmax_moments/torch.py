@@ -50,44 +50,27 @@ def decline_mean(q: Tensor, *, dropout: float, read_by_all: bool = True) -> str 
 
 
 def softmax_moments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
-    dropout: float,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, dropout: float, **biases: Tensor | None
 ) -> Moments:
     """The same as the reference."""
-    biases = _biases(q, context, log_precision, log_decay, bias)
-    return Moments(*applied(_SoftmaxMoments, q, k, v, *biases, context))
+    return Moments(*applied(_SoftmaxMoments, q, k, v, *_biases(q, context, **biases), context))
 
 
 def softmax_mean(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: SequenceContext,
-    *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
-    dropout: float,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, dropout: float, **biases: Tensor | None
 ) -> Tensor:
     """The mean alone, by the same arithmetic."""
-    biases = _biases(q, context, log_precision, log_decay, bias)
-    mean: Tensor = applied(_SoftmaxMean, q, k, v, *biases, context, dropout)
+    mean: Tensor = applied(_SoftmaxMean, q, k, v, *_biases(q, context, **biases), context, dropout)
     return mean
 
 
 def _biases(
     q: Tensor,
     context: SequenceContext,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
-    bias: Tensor | None,
+    *,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The bias per key, (B, T), and per pair, (B or 1, H or 1, T, T)."""
     if log_decay is None:

@@ -99,9 +99,9 @@ def _attend(
     context: SequenceContext,
     moments: bool | _Reml,
     *,
-    log_precision: Tensor | None,
-    log_decay: Tensor | None,
     dropout: float,
+    log_precision: Tensor | None = None,
+    log_decay: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """What ``_SoftmaxMoments`` gives."""
@@ -161,11 +161,10 @@ class _SoftmaxMoments(torch.autograd.Function):
         statistics = (offset, lse, size, residual, precision)
         ctx.reml = moments._asdict() if isinstance(moments, _Reml) else _Reml()._asdict()
         in_products = offset.dtype  # bfloat16 has too few digits for the difference in S
-        call = _Call.of(
-            q, k, v, log_precision, log_decay, bias, spans, in_products, squares=size is not None, forward=True
-        )
+        inputs = (q, k, v, log_precision, log_decay, bias)
+        call = _Call.of(*inputs, spans=spans, in_products=in_products, squares=size is not None, forward=True)
         call.run(forward_kernel, spans.read, v, mean, *statistics, **_strides("v", "bhtk", v), **ctx.reml)
-        ctx.save_for_backward(q, k, v, log_precision, log_decay, bias, *spans[:4], *statistics)
+        ctx.save_for_backward(*inputs, *spans[:4], *statistics)
         ctx.causal, ctx.whole = spans.causal, moments is True
         ctx.set_materialize_grads(False)
         if size is not None and residual is not None:
@@ -175,15 +174,16 @@ class _SoftmaxMoments(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor | None, *others: Tensor | None) -> Any:
-        q, k, v, log_precision, log_decay, bias, home, place, read, readers, *statistics = ctx.saved_tensors
-        spans = Spans(home, place, read, readers, ctx.causal)
+        inputs, (home, place, read, readers) = ctx.saved_tensors[:6], ctx.saved_tensors[6:10]
+        spans, statistics = Spans(home, place, read, readers, ctx.causal), ctx.saved_tensors[10:]
+        q, _, v, log_precision, log_decay, bias = inputs
         wants_precision, wants_decay, wants_bias = ctx.needs_input_grad[3:6]
         g_size, g_residual = others if ctx.whole else (None, None)
         g_precision = others[0] if others and not ctx.whole else None
         gradients = g_mean, g_size, g_residual, g_precision
         B, H, T, _ = q.shape
         spreads = g_residual is not None or g_precision is not None
-        call = _Call.of(q, k, v, log_precision, log_decay, bias, spans, v.dtype, squares=spreads)
+        call = _Call.of(*inputs, spans=spans, in_products=v.dtype, squares=spreads)
         d_q, d_k, d_v, pulled = (by_tokens(v) for _ in range(4))
         spread = by_tokens(v) if spreads else None
         delta = _in_products(v, B, H, T)
@@ -193,7 +193,7 @@ class _SoftmaxMoments(torch.autograd.Function):
         d_bias = bias.new_zeros(B, H, T, T) if wants_bias else None
         call.run(
             query_kernel,
-            *(read, *gradients, *statistics),
+            *(spans.read, *gradients, *statistics),
             *(d_q, pulled, spread, delta, push, d_bias),
             **_strides("e", "bhtk", g_mean),
             **_strides("n", "bht", g_size),
@@ -203,7 +203,7 @@ class _SoftmaxMoments(torch.autograd.Function):
         )
         d_terms = _output(v, B, H, T) if wants_precision else None
         _, lse, *_ = statistics
-        call.run(key_kernel, readers, lse, pulled, spread, delta, push, d_k, d_v, d_terms, d_decay)
+        call.run(key_kernel, spans.readers, lse, pulled, spread, delta, push, d_k, d_v, d_terms, d_decay)
         if d_terms is not None:
             d_terms = d_terms.sum(dim=1).to(log_precision.dtype)
         if d_decay is not None:
@@ -221,21 +221,9 @@ class _Call(NamedTuple):
     scalars: dict[str, Any]
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_precision: Tensor | None,
-        log_decay: Tensor | None,
-        bias: Tensor | None,
-        spans: Spans,
-        in_products: torch.dtype,
-        *,
-        squares: bool,
-        forward: bool = False,
-    ) -> _Call:
+    def of(cls, *inputs: Any, spans: Spans, in_products: torch.dtype, squares: bool, forward: bool = False) -> _Call:
         """The call of a function of these inputs; its columns are worked out here, in the type of the products."""
+        q, k, v, log_precision, log_decay, bias = inputs
         B, H, T, K = q.shape
         columns = _columns(v, log_precision, log_decay, spans, in_products, squares=squares)
         scalars: dict[str, Any] = _strides("q", "bhtk", q) | _strides("k", "bhtk", k)
