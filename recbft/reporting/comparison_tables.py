@@ -19,7 +19,7 @@ from recbft.evaluation.metrics import meaning
 from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm, share_of
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments.lists import counted, seeds_text
-from recbft.reporting.tables import Cell, Column, Table, p_equals, percent, slug, unsigned_zero
+from recbft.reporting.tables import Cell, Column, Table, digits_for, p_equals, percent, slug, unsigned_zero
 
 HEADLINE_METRIC = "ndcg@10"
 Result = Mapping[str, Any]  # what ``results_of`` returns, and ``comparison.json`` holds
@@ -82,6 +82,10 @@ def level_table(result: Result) -> Table:
         columns=[Column("arm"), Column("items"), *(Column(metric.upper(), "spread", "phone" if n < 2 else "terminal")
                                                    for n, metric in enumerate(result["metrics"]))],
         rows=rows,
+        digits=digits_for(
+            (cell["over_seeds"]["difference"], cell["over_seeds"]["p_t"])
+            for against in result["comparisons"].values() for *_, cell in cells_of(against)
+        ),
     )  # fmt: skip
 
 
@@ -115,6 +119,7 @@ def seed_table(result: Result, found: Sequence[Finding]) -> Table:
             Column("detectable", "share", "terminal"), Column("on validation", "text", "terminal"),
         ],
         rows=rows,
+        digits=digits_for((one.seeds.difference, one.seeds.p_t) for one in found),
     )  # fmt: skip
 
 
@@ -144,6 +149,7 @@ def user_table(result: Result, found: Sequence[Finding]) -> Table | None:
             Column("p flips", "p", "terminal"), Column("p Holm", "p"),
         ],
         rows=rows,
+        digits=digits_for((users.difference, users.p_sign_flip) for _, users in having),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from recbft.reporting.comparison_tables import (
     user_table,
     without_spread,
 )
-from recbft.reporting.tables import Cell, Column, Kind, Table, markdown_words
+from recbft.reporting.tables import Cell, Column, Kind, Table, digits_for, markdown_words
 from recbft.reporting.tables import markdown as markdown_of
 from recbft.reporting.tables import text as text_of
 
@@ -107,16 +107,17 @@ def _sweep_table(result: Mapping[str, Any]) -> Table:
     for row in result["rows"]:
         label = f"{_value(row['value'])}{' (default)' if row['is_default'] else ''}"
         rows.append([label, *(cell for part in parts for cell in _part_cells(row[part]))])
-    differences = [row[part]["difference"] for row in result["rows"] for part in parts]
-    constant = without_spread(is_constant(d) for d in differences if d is not None)
+    differences = [d for row in result["rows"] for part in parts if (d := row[part]["difference"]) is not None]
     return Table(
         name="sweep",
         title=f"{result['metric'].upper()}, {SETTINGS[result['setting']]}, by {result['key']}",
         caption=f"Differences from the default {_value(result['default'])} are paired by seed; p: paired t-test; p "
-        f"Holm: adjusted by Holm over the {counted(len(rows) - 1, 'other value')}.{constant}",
+        f"Holm: adjusted by Holm over the {counted(len(rows) - 1, 'other value')}."
+        f"{without_spread(map(is_constant, differences))}",
         columns=[Column(result["key"]), *(Column(f"{part} {name}", kind) for part in parts
                                           for name, kind in kinds.items())],
         rows=rows,
+        digits=digits_for((d["difference"], d["p_t"]) for d in differences),
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from recbft.reporting.comparison_tables import (
 from recbft.reporting.page import Plot, Section
 from recbft.reporting.stratified_arms import subject_of_comparison
 from recbft.reporting.stratum_tables import Stratified, available, stratified
-from recbft.reporting.tables import Cell, Column, Table, distinct
+from recbft.reporting.tables import Cell, Column, Table, digits_for, distinct
 from recbft.training.run_config import load_run_config
 
 Exposures = Mapping[str, Mapping[str, Mapping[str, Any]]]  # arm -> setting -> measure@k -> mean, sd, values
@@ -222,6 +222,7 @@ def _exposure_differences(comparison: Comparison, found: Exposures, k: int) -> T
                  Column("relative", "percent"), Column("95 % interval", "interval", "terminal"),
                  Column("p", "p", "terminal"), Column("p Holm", "p")],
         rows=rows,
+        digits=digits_for((one.difference, one.p_t) for *_, one in pairs),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of,
 from recbft.experiments.lists import listed
 from recbft.reporting.comparison_tables import out_of_reach, without_spread
 from recbft.reporting.stratified_arms import Subject
-from recbft.reporting.tables import Cell, Column, Table, p_equals, slug
+from recbft.reporting.tables import Cell, Column, Table, digits_for, p_equals, slug
 
 METRICS = ("ndcg@10", "hr@10")
 
@@ -141,6 +141,7 @@ def _table(
         caption=_caption(subject, name, strata, results, metric, setting),
         columns=[*who, *levels, Column("remark"), *more],
         rows=[cells for row in results for cells in _rows(subject, row)],
+        digits=digits_for((one.difference, p_of(one)) for row in results for one in row.differences.values()),
     )
 
 

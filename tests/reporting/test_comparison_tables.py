@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recbft.comparing.results import results_of
-from recbft.evaluation.paired import compare_seeds, compare_users, holm
+from recbft.evaluation.paired import UserComparison, compare_seeds, compare_users, holm
 from recbft.reporting.comparison_tables import (
     findings,
     headline_findings,
@@ -86,6 +86,17 @@ def test_a_difference_that_is_the_same_in_every_seed_has_dashes_and_a_reason(res
     assert by_heading(table)[2]["detectable"] == found[1].seeds.smallest_effect / found[1].seeds.mean_baseline
     assert "A difference without an interval is the same in every seed" in table.caption
     assert "without an interval" not in seed_table(results, found[1:]).caption
+
+
+def test_levels_and_differences_have_the_digits_of_what_was_found(results, found):
+    base = np.linspace(0.1, 0.15, 6)
+    seeds = compare_seeds(base, base + [3e-5, 2e-5, 3e-5, 2e-5, 3e-5, 2e-5])
+    users = UserComparison(num_users=9, difference=4e-4, interval=(1e-4, 7e-4), p_sign_flip=0.01)
+    tiny = replace(found[0], seeds=seeds, users=users)
+    assert (seed_table(results, [found[1], tiny]).digits, user_table(results, [tiny]).digits) == (6, 5)
+    cells = {"hr@10": {"over_seeds": {"difference": 2.5e-5, "p_t": seeds.p_t}}}
+    changed = results | {"comparisons": results["comparisons"] | {"matched": {"bft": {"unfiltered": cells}}}}
+    assert (level_table(changed).digits, level_table(results).digits) == (6, 4)
 
 
 def test_the_headline_is_one_metric_per_arm_in_the_protocol_s_setting(comparison, results, found):

@@ -188,7 +188,7 @@ def test_a_pool_says_where_a_difference_has_no_spread_or_no_relative_size():
     results = pools(("beauty", -2), ("games", -1))
     one, other = (r["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]["over_seeds"] for r in results)
     one["relative"], other["relative"] = None, -0.0004
-    assert "| - | 0.0 % | 0.0 % |" in pooled_document(pool(results), markdown=True)
+    assert "| - | -0.04 % | -0.04 % |" in pooled_document(pool(results), markdown=True)
     assert "sign flips" not in pooled_document(pool(results), markdown=False)
     other["difference"] = other["smallest_effect"] = 0.0
     assert "same in every seed of a data set" in " ".join(pooled_document(pool(results), markdown=False).split())
