@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recbft.errors import RunError, UserError
+from recbft.evaluation import ranks as ranking
 from recbft.evaluation import score_blocks
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.score_blocks import block_shape, spans
@@ -126,6 +127,14 @@ def test_ranks_leave_the_table_and_the_states_as_they_were():
     weight = table.weight.clone().requires_grad_()
     full_ranks(states.requires_grad_(), ItemTable(weight, table.bias), targets, *jagged(seen))
     assert torch.equal(weight, table.weight) and weight.requires_grad
+
+
+def test_a_target_counts_though_its_score_was_rounded_up_in_another_product(monkeypatch):
+    own = ranking._own_scores
+    monkeypatch.setattr(ranking, "_own_scores", lambda *given: own(*given) * (1 + 1e-6))
+    table, targets = ItemTable(torch.arange(51.0)[:, None], None), np.array([50, 49, 2, 1])
+    found = full_ranks(torch.ones(4, 1), table, targets, *jagged([[]] * 4), memory_mb=TINY)
+    assert found.unfiltered.tolist() == [1, 2, 49, 50]
 
 
 @pytest.mark.parametrize("memory_mb", [256, TINY])
