@@ -12,7 +12,7 @@ from typing import Any
 from recbft.comparing.comparison import Arm, Comparison
 from recbft.config.fields import verbatim
 from recbft.errors import UserError
-from recbft.evaluation.exposure import MEASURES, lists_of, usual_cutoff
+from recbft.evaluation.evaluate import lists_of
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS, config_hash, headline_setting
 from recbft.evaluation.strata import QUANTILES
@@ -30,12 +30,14 @@ from recbft.reporting.comparison_tables import (
     without_spread,
 )
 from recbft.reporting.page import Plot, Section
+from recbft.reporting.run_tables import usual_cutoff
 from recbft.reporting.stratified_arms import subject_of_comparison
 from recbft.reporting.stratum_tables import Stratified, available, stratified
 from recbft.reporting.tables import Cell, Column, Table, digits_for, distinct
 from recbft.training.run_config import load_run_config
 
 Exposures = Mapping[str, Mapping[str, Mapping[str, Any]]]  # arm -> setting -> measure@k -> mean, sd, values
+MEASURES = ("coverage", "gini", "popularity")
 MAX_ARMS_IN_BARS = 4
 _STRATA = (
     "Users are split into groups, called strata, to see for whom there is a difference. Q0 is the group with the "

@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy import special, stats
 
-from recbft.evaluation import calibration as calibrating
-from recbft.evaluation.calibration import calibration, predicted
-from recbft.evaluation.probability import AS_TRAINED, Calibration
+from recbft.evaluation import probability
+from recbft.evaluation.confidence import calibration
+from recbft.evaluation.probability import AS_TRAINED, Calibration, predicted
 from recbft.evaluation.score_blocks import score_block
 from recbft.models.contract import ItemTable
 
@@ -73,10 +73,10 @@ def test_the_scores_alive_at_a_time_fit_into_the_memory(monkeypatch, memory_mb):
         blocks.append(room.numel())
         return score_block(chunk, candidates, columns, room)
 
-    monkeypatch.setattr(calibrating, "score_block", watched)
+    monkeypatch.setattr(probability, "score_block", watched)
     states, table, _ = drawn(0, N=400, V=30)
     predicted(states, table, np.ones(400, np.int64), calibrations=[AS_TRAINED], ks=(1,), memory_mb=memory_mb)
-    allowed = memory_mb * 2**20 / (calibrating.COPIES * states.element_size())
+    allowed = memory_mb * 2**20 / (probability.COPIES * states.element_size())
     assert set(blocks) == {30 * max(1, int(allowed / 30))} and sum(blocks) >= 400 * 30
 
 

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import recbft.evaluation.evaluate as evaluating
-import recbft.evaluation.exposure as exposures
 from recbft.datasets.split import leave_one_out
-from recbft.evaluation.evaluate import evaluate
-from recbft.evaluation.exposure import exposure, shown, usual_cutoff
+from recbft.evaluation import evaluate as evaluating
+from recbft.evaluation.evaluate import evaluate, exposure, shown
 from recbft.models.contract import read_histories
 
 
@@ -43,11 +41,6 @@ def test_lists_without_an_item_cover_nothing_and_have_neither_gini_nor_popularit
     assert found == {"coverage@10": 0.0}
 
 
-@pytest.mark.parametrize(("ks", "shown_k"), [((5, 10, 20), 10), ((3, 7), 7)])
-def test_the_cut_off_shown_is_10_where_there_is_one(ks, shown_k):
-    assert usual_cutoff(exposure(np.ones((len(ks), 4), np.int64), np.arange(4), ks)) == shown_k
-
-
 @pytest.mark.parametrize("memory_mb", [1e-3, 256.0])
 def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab, arm, memory_mb):
     dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
@@ -78,8 +71,8 @@ def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab
 def test_on_large_data_the_lists_are_of_some_users_the_same_each_time_and_however_the_work_is_shared(lab, monkeypatch):
     dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
     model = lab.make_model(dataset, "sasrec", "bft")
-    monkeypatch.setattr(exposures, "LISTED_USERS", 5)
-    monkeypatch.setattr(exposures, "LISTED_SCORES", 20 * dataset.num_items)
+    monkeypatch.setattr(evaluating, "LISTED_USERS", 5)
+    monkeypatch.setattr(evaluating, "LISTED_SCORES", 20 * dataset.num_items)
     made = []
     monkeypatch.setattr(evaluating, "shown", lambda items, *sizes: made.append(items) or shown(items, *sizes))
     found = evaluate(model, dataset, "test", ks=(3,), histories_per_batch=16, memory_mb=1e-3, lists=True)

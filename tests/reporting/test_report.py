@@ -171,8 +171,8 @@ def test_what_lists_show_is_that_of_the_runs_and_differences_are_paired_by_seed(
 
 def test_lists_say_where_they_are_of_some_users_and_where_a_difference_has_no_spread(comparison, monkeypatch):
     results = results_of(comparison, over_users=False)
-    monkeypatch.setattr("recbft.evaluation.exposure.LISTED_USERS", 7)
-    monkeypatch.setattr("recbft.evaluation.exposure.LISTED_SCORES", 1)
+    monkeypatch.setattr("recbft.evaluation.evaluate.LISTED_USERS", 7)
+    monkeypatch.setattr("recbft.evaluation.evaluate.LISTED_SCORES", 1)
     for more, said in ([0.125, 0.125, 0.125], True), ([0.125, 0.25, 0.125], False):
         for arm, values in (("matched", np.array([0.5, 0.25, 0.75])), ("bft", np.add([0.5, 0.25, 0.75], more))):
             coverage = {"mean": values.mean(), "sd": values.std(ddof=1), "values": values.tolist()}
