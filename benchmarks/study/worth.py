@@ -26,8 +26,7 @@ from scipy import optimize, special
 from benchmarks import machine
 from benchmarks.command import finish, parse, parser, recorded
 from benchmarks.study.choose import finished_runs
-from recbft.comparing.finished_runs import by_seed, check_same, read_run
-from recbft.comparing.labels import label_runs
+from recbft.comparing.finished_runs import by_seed, check_same, label_runs, read_run
 from recbft.datasets import Dataset
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.confidence import Ranking

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recbft.comparing.external_ranks import ExternalRanks, read_external
-from recbft.comparing.finished_runs import COLUMNS, Run, by_seed, check_same, read_run
-from recbft.comparing.labels import OF_MACHINE, config_of, label_runs
+from recbft.comparing.finished_runs import OF_MACHINE, Run, by_seed, check_same, config_of, label_runs, read_run
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.protocol import SETTINGS
@@ -42,7 +41,7 @@ class Arm:
     runs: tuple[Path | None, ...]  # None for external ranks
     ranks: dict[str, IntArray]  # "unfiltered"/"filtered" -> (S, U) ranks of the test target; absent where not known
     histories: tuple[list[dict[str, Any]], ...]  # rows of history.csv; none for external ranks
-    config: dict[str, Any]  # of its first run, see ``labels.config_of``; empty for external ranks
+    config: dict[str, Any]  # of its first run, see ``config_of``; empty for external ranks
     trained: bool = False  # every seed; neither a file is, nor popularity, which has nothing to learn
     # "unfiltered"/"filtered" -> metric -> (S,) on validation, of the weights tested; where each run says it
     validation: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
@@ -112,7 +111,7 @@ def comparison_of(
     Args:
         baseline: an arm's name; "matched" (of several models the first "MODEL/matched"), else the first arm.
         external: arm name -> file of ranks, see ``external``.
-        names: run folder -> arm name; found from the configurations where left out, see ``labels``.
+        names: run folder -> arm name; found from the configurations where left out, see ``finished_runs``.
         skip_broken: leave out folders that cannot be read, and say so in the notes.
 
     Raises:
@@ -124,9 +123,9 @@ def comparison_of(
     check_same(runs)
     grouped = label_runs(runs) if names is None else _grouped(runs, names)
     seeds_of = {name: by_seed(name, group) for name, group in grouped.items()}
-    users = runs[0].per_user[COLUMNS["user"]].to_numpy()
-    targets = runs[0].per_user[COLUMNS["target"]].to_numpy()
-    files = {name: read_external(Path(path), users, targets, num_items=runs[0].protocol["items"])
+    users = runs[0].per_user["user"].to_numpy()
+    of_users = runs[0].of_users
+    files = {name: read_external(Path(path), users, of_users["target"], num_items=runs[0].protocol["items"])
              for name, path in (external or {}).items()}  # fmt: skip
     if clash := sorted(set(files) & set(grouped)):
         raise UserError(f"external arm {clash[0]!r} has the name of a trained arm; give it another")
@@ -144,14 +143,11 @@ def comparison_of(
     notes += _notes_on_trainers(grouped)
     chosen = _baseline(baseline, arms)
     _refuse_without_seeds(chosen, arms)
-    per_user = runs[0].per_user
     return Comparison(
         path=None,
         protocol=_shared_protocol(runs, arms, seeds),
         users=users,
-        training_length=per_user[COLUMNS["history_length"]].to_numpy(np.int64) - 1,  # without the validation event
-        target_frequency=per_user[COLUMNS["target_count"]].to_numpy(np.int64),
-        target=targets,
+        **of_users,
         arms=arms,
         baseline=chosen,
         seeds=seeds,
@@ -233,10 +229,7 @@ def _trained_arm(name: str, runs: Mapping[int, Run], seeds: tuple[int, ...]) -> 
         name=name,
         seeds=seeds,
         runs=tuple(run.path for run in chosen),
-        ranks={
-            setting: np.stack([run.per_user[COLUMNS[setting]].to_numpy(np.int64) for run in chosen])
-            for setting in SETTINGS
-        },
+        ranks={setting: np.stack([run.ranks(setting) for run in chosen]) for setting in SETTINGS},
         histories=tuple(run.history for run in chosen),
         config=config_of(chosen),
         trained=all(run.is_trained for run in chosen),

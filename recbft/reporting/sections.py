@@ -31,8 +31,7 @@ from recbft.reporting.comparison_tables import (
 )
 from recbft.reporting.page import Plot, Section
 from recbft.reporting.run_tables import usual_cutoff
-from recbft.reporting.stratified_arms import subject_of_comparison
-from recbft.reporting.stratum_tables import Stratified, available, stratified
+from recbft.reporting.stratum_tables import Stratified, available, stratified, subject_of_comparison
 from recbft.reporting.tables import Cell, Column, Table, digits_for, distinct
 from recbft.training.run_config import load_run_config
 

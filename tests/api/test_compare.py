@@ -23,7 +23,7 @@ from recbft.comparing.results import results_of
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.paired import compare_seeds, holm
-from recbft.reporting.stratified_arms import subject_of_comparison
+from recbft.reporting.stratum_tables import subject_of_comparison
 from recbft.runs.folder import RunFolder
 from recbft_cli.main import main
 from tests.comparing.test_results import made_up

@@ -15,8 +15,7 @@ from recbft.api.train_and_compare import conclude
 from recbft.comparing import provenance
 from recbft.comparing.comparison import comparison_of, load_comparison
 from recbft.comparing.external_ranks import read_external
-from recbft.comparing.finished_runs import check_same, read_run
-from recbft.comparing.labels import config_of, label_runs
+from recbft.comparing.finished_runs import check_same, config_of, label_runs, read_run
 from recbft.comparing.provenance import notes_on_machines
 from recbft.comparing.results import results_of, write_comparison
 from recbft.config.fields import to_dict

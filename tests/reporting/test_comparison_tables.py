@@ -90,7 +90,7 @@ def test_a_difference_that_is_the_same_in_every_seed_has_dashes_and_a_reason(res
 
 def test_levels_and_differences_have_the_digits_of_what_was_found(results, found):
     base = np.linspace(0.1, 0.15, 6)
-    seeds = compare_seeds(base, base + [3e-5, 2e-5, 3e-5, 2e-5, 3e-5, 2e-5])
+    seeds = compare_seeds(base, np.add(base, [3e-5, 2e-5, 3e-5, 2e-5, 3e-5, 2e-5]))
     users = UserComparison(num_users=9, difference=4e-4, interval=(1e-4, 7e-4), p_sign_flip=0.01)
     tiny = replace(found[0], seeds=seeds, users=users)
     assert (seed_table(results, [found[1], tiny]).digits, user_table(results, [tiny]).digits) == (6, 5)

@@ -15,8 +15,17 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import leave_one_out
 from recbft.errors import UserError
 from recbft.evaluation.metrics import one_from_ranks
-from recbft.reporting.stratified_arms import Items, Subject, load_items, subject_of_comparison, subject_of_runs
-from recbft.reporting.stratum_tables import STRATA, available, confound_line, make_strata, stratified
+from recbft.reporting.stratum_tables import (
+    STRATA,
+    Items,
+    Subject,
+    available,
+    confound_line,
+    load_items,
+    stratified,
+    subject_of_comparison,
+    subject_of_runs,
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +120,7 @@ def test_every_partition_of_real_runs_holds_every_user_once(subject, comparison)
 
 
 def test_the_grid_is_both_axes_at_once(subject):
-    one, other, both = (make_strata(subject, name, 3) for name in ("item-frequency", "user-activity", "grid"))
+    one, other, both = (STRATA[name](subject, 3) for name in ("item-frequency", "user-activity", "grid"))
     for name, users in ((name, both.users(n)) for n, name in enumerate(both.names)):
         a, b = name.split(" x ")
         assert {one.names[m] for m in one.member[users]} == {a}
