@@ -20,7 +20,7 @@ from recbft.experiments.lists import parse_seeds
 from recbft.experiments.missing_runs import check_devices, prepare, train_missing
 from recbft.experiments.plan import Job
 from recbft.experiments.queue import Watcher
-from recbft.reporting.documents import comparison_document
+from recbft.reporting.comparison_tables import comparison_document
 from recbft.system.files import write_atomic
 from recbft.training.run_config import RunConfig
 

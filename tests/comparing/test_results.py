@@ -11,8 +11,7 @@ from scipy import stats
 
 from recbft.comparing import results as results_module
 from recbft.comparing.comparison import Arm, Comparison
-from recbft.comparing.pooling import pool, read_results
-from recbft.comparing.results import cells_of, results_of
+from recbft.comparing.results import cells_of, pool, read_results, results_of
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_users, holm
 from recbft.system.files import write_json

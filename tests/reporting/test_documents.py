@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from recbft.comparing.comparison import Arm, Comparison
-from recbft.comparing.pooling import pool
-from recbft.comparing.results import cells_of, results_of
+from recbft.comparing.results import cells_of, pool, results_of
 from recbft.evaluation.paired import holm
-from recbft.reporting.comparison_tables import out_of_reach
-from recbft.reporting.documents import comparison_document, pooled_document
+from recbft.reporting.comparison_tables import comparison_document, out_of_reach, pooled_document
 from recbft.reporting.tables import p_equals, p_text
 
 MADE = {"command": "recbft compare", "date": "2026-01-01", "cpu": "a CPU", "device": "cpu", "machine": "m",
