@@ -22,6 +22,7 @@ from recbft.experiments.plan import Job
 from recbft.experiments.queue import Watcher
 from recbft.reporting.comparison_tables import comparison_document
 from recbft.system.files import write_atomic
+from recbft.training.process_settings import chosen_device
 from recbft.training.run_config import RunConfig
 
 
@@ -103,7 +104,7 @@ def train_and_compare(
         UserError, RunError: as in ``train_missing`` and ``comparison_of``.
     """
     check_devices(jobs)
-    made = provenance.header(command, dataset, device=provenance.device_of(jobs[0].config))
+    made = provenance.header(command, dataset, device=chosen_device(jobs[0].config.training.device))
     train_missing(jobs, dataset, out, workers=workers, watch=watch, batch_seeds=batch_seeds)
     comparison = comparison_of(
         [job.path for job in jobs],

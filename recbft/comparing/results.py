@@ -51,21 +51,19 @@ _USER_SAMPLES, _MANY_USERS = (10_000, 2_000), 10_000  # resamples up to so many 
 Cells = dict[str, dict[str, dict[str, dict[str, Any]]]]  # arm -> setting -> metric -> figures
 
 
-def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over_users: bool = True) -> dict[str, Any]:
+def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS) -> dict[str, Any]:
     """Every figure of a comparison, ready for JSON.
 
     Args:
         metrics: names that ``values_from_ranks`` knows; with the arms and settings they are the family of tests.
-        over_users: compare over users too, which takes seconds per arm on large data.
     """
     comparisons, others = {}, list(comparison.arms)
     for baseline in _baselines(comparison):
         others = [name for name in others if name != baseline]  # a pair of baselines is compared once
         if others:
-            comparisons[baseline] = _against(comparison, baseline, others, metrics, over_users)
+            comparisons[baseline] = _against(comparison, baseline, others, metrics)
     notes = [*comparison.notes, *notes_on_machines(comparison), *_decay_alone(comparison)]
-    notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds))]
-    notes += _few_users(len(comparison.users)) if over_users else []
+    notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds)), *_few_users(len(comparison.users))]
     return {
         "baseline": comparison.baseline,
         "seeds": list(comparison.seeds),
@@ -224,9 +222,7 @@ def _level(values: Sequence[float], has_spread: bool) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "sd": sd, "values": list(values)}
 
 
-def _against(
-    comparison: Comparison, baseline: str, others: Sequence[str], metrics: Sequence[str], over_users: bool
-) -> Cells:
+def _against(comparison: Comparison, baseline: str, others: Sequence[str], metrics: Sequence[str]) -> Cells:
     samples = user_samples(len(comparison.users))
     found: Cells = {}
     for name in others:
@@ -236,7 +232,7 @@ def _against(
             for metric in metrics:
                 pair = [comparison.values(arm, setting, metric) for arm in (baseline, name)]
                 cell: dict[str, Any] = {"over_seeds": asdict(compare_seeds(*pair))}
-                if over_users and len(comparison.users) > 1:
+                if len(comparison.users) > 1:
                     pair = [comparison.per_user(arm, setting, metric) for arm in (baseline, name)]
                     cell["over_users"] = asdict(compare_users(*pair, samples=samples))
                 held = [comparison.arms[arm].validation.get(setting, {}).get(metric) for arm in (baseline, name)]

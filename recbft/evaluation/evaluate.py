@@ -94,7 +94,6 @@ def evaluate(
     filter_seen: bool = False,
     ks: Sequence[int] = KS,
     memory_mb: float = 256.0,
-    histories_per_batch: int | None = None,
     sharing: Sharing | None = None,
     lists: bool = False,
 ) -> Evaluation:
@@ -102,7 +101,6 @@ def evaluate(
 
     Args:
         memory_mb: bound on the block of scores, and on the states held at a time.
-        histories_per_batch: histories that the model reads at once; None for as many as are fast on its device.
         sharing: processes that call this alike and share the work; every one of them gets the whole.
         lists: make the lists of the best items too, in both settings, and say which items they show; of some users,
             drawn from a fixed seed, where users by items are more than a billion.
@@ -116,10 +114,7 @@ def evaluate(
     listed = listed_users(num_users, dataset.num_items) if lists else np.empty(0, np.int64)
 
     def rank(users: slice) -> _Found:
-        return _rank(
-            model, dataset, view, users, ks=ks if lists else (), listed=listed,
-            memory_mb=memory_mb, histories_per_batch=histories_per_batch,
-        )  # fmt: skip
+        return _rank(model, dataset, view, users, ks=ks if lists else (), listed=listed, memory_mb=memory_mb)
 
     parts = [rank(slice(0, num_users))] if sharing is None else sharing.each_does(num_users, rank)
     ranks = _joined([part.ranks for part in parts])
@@ -208,18 +203,17 @@ def _rank(
     ks: Sequence[int],
     listed: IntArray,
     memory_mb: float,
-    histories_per_batch: int | None,
 ) -> _Found:
     """Ranks of some users, and what the lists of those who are listed show, with the model in evaluation mode."""
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
-        at_once = max(histories_per_batch or HISTORIES_PER_BATCH, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
+        at_once = max(HISTORIES_PER_BATCH, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
         ranks, precisions = [], []
         counts = np.zeros((2, len(ks), dataset.num_items), np.int64)
         for first in range(users.start, users.stop, at_once):
             chunk = slice(first, min(first + at_once, users.stop))
             part = view.rows(chunk)
-            states, precision = states_of_view(model, dataset, part, table.weight.device, histories_per_batch)
+            states, precision = states_of_view(model, dataset, part, table.weight.device)
             seen = events_of(dataset.items, part.start, part.stop)
             ids = dataset.user_ids[chunk]
             ranks.append(full_ranks(states, table, part.target, *seen, memory_mb=memory_mb, user_ids=ids))

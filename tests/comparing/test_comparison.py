@@ -271,16 +271,14 @@ def test_a_constant_metric_is_noted_and_compared_without_nan(trained, tmp_path):
     vocabulary = found.protocol["items"]
     result = write_comparison(found, tmp_path / "out", made={})
     assert not any("cannot tell" in note for note in result["notes"])
-    result = results_of(found, metrics=[f"hr@{vocabulary}"], over_users=False)
+    result = results_of(found, metrics=[f"hr@{vocabulary}"])
     assert f"HR@{vocabulary} (filtered) is 1 for every arm and seed: it cannot tell the arms apart" in result["notes"]
     assert result["comparisons"]["matched"]["bft"]["filtered"][f"hr@{vocabulary}"]["over_seeds"]["p_t"] == 1
 
 
 def test_how_long_an_arm_trained_is_what_its_runs_say(trained, tmp_path):
     file = ranks_file(tmp_path / "other.csv", runs_in(trained)[0])
-    arms = results_of(comparison_of(runs_in(trained), external={"other": file}), metrics=["mrr"], over_users=False)[
-        "arms"
-    ]
+    arms = results_of(comparison_of(runs_in(trained), external={"other": file}), metrics=["mrr"])["arms"]
     for name in ("matched", "bft"):
         ran = [RunFolder(run).metrics for run in runs_in(trained, name)]
         assert arms[name]["epochs"] == [one["epochs"] for one in ran] == [2, 2, 2]
@@ -312,7 +310,7 @@ def test_a_lead_that_may_be_the_decays_alone_is_noted(trained, arms, noted):
     groups = label_runs(configured(read_run(runs_in(trained)[0]), arms))
     ranks = {name: replace(found.arms["bft"], name=name, config=config_of(runs)) for name, runs in groups.items()}
     made = replace(found, arms=ranks, baseline=next(iter(ranks)))
-    notes = results_of(made, metrics=["mrr"], over_users=False)["notes"]
+    notes = results_of(made, metrics=["mrr"])["notes"]
     assert [note for note in notes if "decay" in note] == [
         f"{name} has the recency decay and matched has not, so a difference between them may be the decay's alone; "
         "matched+recency as another arm tells"
@@ -405,7 +403,7 @@ def test_ranks_of_another_system_join_as_an_arm(trained, tmp_path):
     assert found.run_folders == runs_in(trained, "bft") + runs_in(trained, "matched")
     with pytest.raises(UserError, match="arm other has no filtered ranks; use unfiltered"):
         found.values("other", "filtered", "mrr")
-    assert list(results_of(found, over_users=False)["comparisons"]["matched"]["other"]) == ["unfiltered"]
+    assert list(results_of(found)["comparisons"]["matched"]["other"]) == ["unfiltered"]
     assert [note.split(":")[0] for note in found.notes] == [
         "arm other is external",
         "arm other has one set of ranks, used for every seed",
@@ -424,7 +422,7 @@ def test_users_of_a_file_of_ranks_may_be_whole_floats(trained, tmp_path):
 
 def test_one_set_of_ranks_for_all_seeds_has_no_standard_deviation(trained, tmp_path):
     found = comparison_of(runs_in(trained), external={"other": ranks_file(tmp_path / "other.csv", runs_in(trained)[0])})
-    arms = results_of(found, over_users=False)["arms"]
+    arms = results_of(found)["arms"]
     other, bft = (arms[name]["metrics"]["unfiltered"]["mrr"] for name in ("other", "bft"))
     assert other["sd"] is None and bft["sd"] > 0
 
@@ -435,10 +433,10 @@ def test_a_file_with_seeds_has_a_standard_deviation_where_any_rank_of_any_seed_i
     parts = [table[["user", "rank_unfiltered", "rank_filtered"]].assign(seed=seed) for seed in range(3)]
     file = tmp_path / "other.parquet"
     pd.concat(parts).to_parquet(file)
-    alike = results_of(comparison_of(runs_in(trained), external={"other": file}), metrics=["mrr"], over_users=False)
+    alike = results_of(comparison_of(runs_in(trained), external={"other": file}), metrics=["mrr"])
     parts[2].loc[4, column] += 1
     pd.concat(parts).to_parquet(file)
-    found = results_of(comparison_of(runs_in(trained), external={"other": file}), metrics=["mrr"], over_users=False)
+    found = results_of(comparison_of(runs_in(trained), external={"other": file}), metrics=["mrr"])
     for setting in ("unfiltered", "filtered"):
         assert alike["arms"]["other"]["metrics"][setting]["mrr"]["sd"] is None
         mrr = found["arms"]["other"]["metrics"][setting]["mrr"]
@@ -602,7 +600,7 @@ def test_two_files_of_one_seed_are_not_told_apart_over_seeds(trained, tmp_path):
     with pytest.raises(UserError, match="arms pop and peer have one set of ranks each"):
         comparison_of(runs_in(trained), external=files, baseline="pop")
     files["matched+recency"] = files.pop("pop")  # the name of a second baseline makes none of it
-    found = results_of(comparison_of(runs_in(trained), external=files), metrics=["mrr"], over_users=False)
+    found = results_of(comparison_of(runs_in(trained), external=files), metrics=["mrr"])
     assert list(found["comparisons"]) == ["matched"]
 
 
@@ -616,7 +614,7 @@ def test_popularity_is_not_told_apart_over_seeds_from_ranks_that_are_alike_in_al
         with pytest.raises(UserError, match="arms published and file have one set of ranks each"):
             comparison_of(runs, external={"file": file})
     found = comparison_of([*runs, *runs_in(trained, "bft")], external={"file": seeds}, baseline="sasrec/bft")
-    said = results_of(found, metrics=["mrr"], over_users=False)["arms"]
+    said = results_of(found, metrics=["mrr"])["arms"]
     sds = [one["metrics"]["unfiltered"]["mrr"]["sd"] for one in said.values()]
     shown = [said[name]["exposure"]["filtered"]["gini@10"]["sd"] for name in ("pop/published", "sasrec/bft")]
     assert list(said) == ["pop/published", "sasrec/bft", "file"]
@@ -629,7 +627,7 @@ def test_a_file_of_ranks_may_be_the_baseline_where_something_varies_over_seeds(t
     runs = runs_in(trained, "bft")
     popular = ranks_file(tmp_path / "popular.csv", runs[0])
     found = comparison_of(runs_in(trained), external={"popular": popular}, baseline="popular")
-    cell = results_of(found, metrics=["mrr"], over_users=False)["comparisons"]["popular"]["bft"]["unfiltered"]["mrr"]
+    cell = results_of(found, metrics=["mrr"])["comparisons"]["popular"]["bft"]["unfiltered"]["mrr"]
     values = found.values("bft", "unfiltered", "mrr")
     expected = stats.ttest_1samp(values, values[0])
     assert cell["over_seeds"]["p_t"] == pytest.approx(expected.pvalue)

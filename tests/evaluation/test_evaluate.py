@@ -9,9 +9,10 @@ from torch import nn
 from recbft.datasets.dataset import Dataset
 from recbft.errors import RunError, UserError
 from recbft.evaluation import evaluate as evaluating
+from recbft.evaluation import views
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.ranks import full_ranks
-from recbft.evaluation.views import evaluation_mode, histories_at_once, view_of
+from recbft.evaluation.views import evaluation_mode, view_of
 from recbft.models.contract import ItemTable, SequenceModel, UserStates
 from recbft.models.popularity import Popularity
 from recbft.training.run_config import load_run_config
@@ -77,10 +78,11 @@ def test_popularity_on_a_data_set_worked_by_hand():
 
 
 @pytest.mark.parametrize(("seed", "part", "max_length"), [(0, "validation", 50), (1, "test", 4), (2, "validation", 4)])
-def test_each_user_is_ranked_from_the_right_events(seed, part, max_length):
+def test_each_user_is_ranked_from_the_right_events(histories_at_once, seed, part, max_length):
+    histories_at_once(7)
     dataset = draw_dataset(seed)
     model = SumModel(dataset.num_items, max_length=max_length, seed=seed)
-    result = evaluate(model, dataset, part, histories_per_batch=7)
+    result = evaluate(model, dataset, part)
     weight = model.weight.numpy()
     back = 2 if part == "validation" else 1
     for u, row in result.per_user.iterrows():
@@ -96,18 +98,20 @@ def test_each_user_is_ranked_from_the_right_events(seed, part, max_length):
         assert result.precision[u] == min(len(history), max_length)
 
 
-def test_neither_batches_nor_memory_change_a_result():
+def test_neither_batches_nor_memory_change_a_result(histories_at_once):
     dataset = draw_dataset(5)
     model = SumModel(dataset.num_items)
     whole = evaluate(model, dataset, "test")
     for at_once, memory_mb in ((1, 256), (7, 1e-4), (1000, 1e-3)):
-        cut = evaluate(model, dataset, "test", histories_per_batch=at_once, memory_mb=memory_mb)
+        histories_at_once(at_once)
+        cut = evaluate(model, dataset, "test", memory_mb=memory_mb)
         pd.testing.assert_frame_equal(whole.per_user, cut.per_user)
         assert whole.metrics == cut.metrics and whole.precision.tolist() == cut.precision.tolist()
 
 
-@pytest.mark.parametrize(("histories_per_batch", "held"), [(7, 13), (16, 16)])
-def test_no_more_states_are_held_than_memory_or_one_batch_of_histories_allows(monkeypatch, histories_per_batch, held):
+@pytest.mark.parametrize(("at_once", "held"), [(7, 13), (16, 16)])
+def test_no_more_states_are_held_than_memory_or_one_batch_allows(monkeypatch, histories_at_once, at_once, held):
+    histories_at_once(at_once)
     ranked = []
 
     def watched(states, *arguments, **how):
@@ -117,7 +121,7 @@ def test_no_more_states_are_held_than_memory_or_one_batch_of_histories_allows(mo
     monkeypatch.setattr(evaluating, "full_ranks", watched)
     dataset = draw_dataset(5)
     memory_mb = 13 * 4 * 4 / 2**20  # of thirteen states of four single-precision numbers
-    evaluate(SumModel(dataset.num_items), dataset, "test", histories_per_batch=histories_per_batch, memory_mb=memory_mb)
+    evaluate(SumModel(dataset.num_items), dataset, "test", memory_mb=memory_mb)
     assert ranked == [held] * (40 // held) + [40 % held]
 
 
@@ -178,8 +182,8 @@ def test_the_cuts_are_those_asked_for():
 def test_a_gpu_is_given_as_many_histories_at_once_as_their_tokens_allow(settings, device, histories):
     config = load_run_config(None, ["hidden_size=8", "max_length=20", *settings], model="sasrec", arm="bft")
     model, lengths = config.build(torch.tensor([0, 2, 1])), np.full(10_000, 2_000)
-    assert histories_at_once(model, torch.device(device), lengths) == histories
-    assert histories_at_once(Popularity(torch.tensor([0, 2, 1])), torch.device("cpu"), lengths) == 256
+    assert views.histories_at_once(model, torch.device(device), lengths) == histories
+    assert views.histories_at_once(Popularity(torch.tensor([0, 2, 1])), torch.device("cpu"), lengths) == 256
 
 
 def test_of_histories_in_the_order_of_their_lengths_no_batch_has_too_many_tokens():
@@ -187,7 +191,7 @@ def test_of_histories_in_the_order_of_their_lengths_no_batch_has_too_many_tokens
         torch.tensor([0, 2, 1])
     )
     lengths = np.sort(np.random.default_rng(torch.seed() % 1000).geometric(0.05, size=60_000))
-    at_once = histories_at_once(model, torch.device("cuda"), lengths)
+    at_once = views.histories_at_once(model, torch.device("cuda"), lengths)
     batches = [np.minimum(lengths[n : n + at_once], 200).sum() for n in range(0, 60_000, at_once)]
     assert 50_000 < max(batches) <= 200_000 and at_once > 1_000
-    assert histories_at_once(model, torch.device("cuda"), lengths[:1]) == 256
+    assert views.histories_at_once(model, torch.device("cuda"), lengths[:1]) == 256

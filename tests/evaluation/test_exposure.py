@@ -42,10 +42,11 @@ def test_lists_without_an_item_cover_nothing_and_have_neither_gini_nor_popularit
 
 
 @pytest.mark.parametrize("memory_mb", [1e-3, 256.0])
-def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab, arm, memory_mb):
+def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab, arm, histories_at_once, memory_mb):
+    histories_at_once(16)
     dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
     model = lab.make_model(dataset, *arm)
-    found = evaluate(model, dataset, "test", ks=(3, 50), memory_mb=memory_mb, histories_per_batch=16, lists=True)
+    found = evaluate(model, dataset, "test", ks=(3, 50), memory_mb=memory_mb, lists=True)
     assert evaluate(model, dataset, "test", ks=(3, 50)).exposure is None
     view = leave_one_out(dataset).test
     with torch.no_grad():
@@ -68,14 +69,17 @@ def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab
             assert measures[f"gini@{k}"] == pytest.approx(np.abs(n[:, None] - n).mean() / (2 * n.mean()))
 
 
-def test_on_large_data_the_lists_are_of_some_users_the_same_each_time_and_however_the_work_is_shared(lab, monkeypatch):
+def test_on_large_data_the_lists_are_of_some_users_the_same_each_time_and_however_shared(
+    lab, monkeypatch, histories_at_once
+):
+    histories_at_once(16)
     dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
     model = lab.make_model(dataset, "sasrec", "bft")
     monkeypatch.setattr(evaluating, "LISTED_USERS", 5)
     monkeypatch.setattr(evaluating, "LISTED_SCORES", 20 * dataset.num_items)
     made = []
     monkeypatch.setattr(evaluating, "shown", lambda items, *sizes: made.append(items) or shown(items, *sizes))
-    found = evaluate(model, dataset, "test", ks=(3,), histories_per_batch=16, memory_mb=1e-3, lists=True)
+    found = evaluate(model, dataset, "test", ks=(3,), memory_mb=1e-3, lists=True)
     lists = np.concatenate(made[::2])  # of all items; every second one is of the items not seen
     users = np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:20])
     view = leave_one_out(dataset).test

@@ -105,19 +105,19 @@ def test_the_headline_is_one_metric_per_arm_in_the_protocol_s_setting(comparison
     masked = replace(comparison, protocol={**comparison.protocol, "filter_seen": True})
     ((one, _),) = headline_findings(masked, found)
     assert (one.metric, one.setting) == ("ndcg@10", "filtered")
-    other = results_of(comparison, metrics=("mrr", "hr@10"), over_users=False)
+    other = results_of(comparison, metrics=("mrr", "hr@10"))
     ((one, _),) = headline_findings(comparison, findings(other)["matched"])
     assert (one.metric, one.setting) == ("mrr", "unfiltered")
     assert headline_findings(comparison, []) == []
 
 
 def test_an_external_system_joins_with_the_setting_that_it_has(with_external):
-    results = results_of(with_external, metrics=("ndcg@10",), over_users=False)
+    results = results_of(with_external, metrics=("ndcg@10",))
     found = findings(results)["matched"]
     (ours, other), adjusted = zip(*headline_findings(with_external, found), strict=True)
     assert list(adjusted) == holm([ours.seeds.p_t, other.seeds.p_t]) != [ours.seeds.p_t, other.seeds.p_t]
     assert (ours.setting, other.arm, other.setting) == ("unfiltered", "<b>other</b>", "filtered")
-    assert user_table(results, found) is None
+    assert user_table(results, [replace(one, users=None) for one in found]) is None, "of one user there are none"
     table = level_table(results)
     cells = {row[0]: row[2] for row in table.texts()}
     assert "±" not in cells["<b>other</b>"] and "±" in cells["bft"]  # one set of ranks for all seeds
