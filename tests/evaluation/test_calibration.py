@@ -114,12 +114,6 @@ def test_equal_probabilities_share_one_bin_and_one_user_is_enough():
     assert alone["ece"] == 0.75 and alone["interval"] is None  # one user, of whom all resamples are alike
 
 
-@pytest.mark.parametrize(("hits", "ece"), [(True, 0.6), (False, 0.4)])
-def test_all_right_and_all_wrong_are_as_far_off_as_the_claims(hits, ece):
-    claims = np.linspace(0.2, 0.6, 21)
-    assert calibration(claims, np.full(21, hits), samples=10)["ece"] == pytest.approx(ece)
-
-
 def test_true_claims_show_about_the_floor_and_false_ones_more():
     rng = np.random.default_rng(0)
     claims = rng.beta(1, 6, 3000)

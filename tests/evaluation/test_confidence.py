@@ -34,18 +34,11 @@ def by_hand(confidence, hit):
     return total / orders
 
 
-def test_a_table_without_ties_worked_by_hand():
-    # by falling confidence: hit, miss, hit, miss, so risks 0, 1/2, 1/3, 2/4; of 4 pairs of a hit and a miss 3 are won
-    ranking = Ranking([0.9, 0.2, 0.5, 0.7], [True, False, True, False])
-    assert ranking.area == Fraction(3, 4)
-    assert ranking.risk_area == pytest.approx(float(Fraction(0 + Fraction(1, 2) + Fraction(1, 3) + Fraction(2, 4), 4)))
-    assert ranking.curve() == {"coverage": [0.25, 0.5, 0.75, 1.0], "risk": pytest.approx([0, 1 / 2, 1 / 3, 1 / 2])}
-
-
 def test_users_of_equal_confidence_share_their_risk_along_the_curve():
     assert Ranking([1, 1, 1, 1], [True, False, False, False]).curve()["risk"] == pytest.approx([3 / 4] * 4)
     # two at random of a hit and a miss, then a hit
-    assert Ranking([2, 2, 1], [True, False, True]).curve()["risk"] == pytest.approx([1 / 2, 1 / 2, 1 / 3])
+    curve = Ranking([2, 2, 1], [True, False, True]).curve()
+    assert curve == {"coverage": pytest.approx([1 / 3, 2 / 3, 1]), "risk": pytest.approx([1 / 2, 1 / 2, 1 / 3])}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -81,15 +74,6 @@ def test_no_order_beats_hits_first_and_saying_nothing_costs_the_share_of_misses(
     best, nothing = Ranking(hit, hit).risk_area, Ranking(np.zeros(len(hit)), hit)
     assert Ranking(confidence, hit).risk_area >= best - 1e-12
     assert nothing.risk_area == pytest.approx(1 - hit.mean()) and nothing.num_distinct == 1
-
-
-@given(users)
-def test_only_the_order_of_the_confidences_counts_and_turning_it_round_mirrors_the_auroc(drawn):
-    confidence, hit = columns(drawn)
-    one, scaled, turned = (Ranking(c, hit) for c in (confidence, np.exp(confidence) * 7, -confidence))
-    assert (one.area, one.risk_area) == (scaled.area, scaled.risk_area) or np.isnan(one.area)
-    if not np.isnan(one.area):
-        assert turned.area == pytest.approx(1 - one.area)
 
 
 @pytest.mark.parametrize("hits", [[True] * 4, [False] * 4, [True], [False]])
@@ -150,17 +134,6 @@ def test_the_reference_is_compared_on_the_same_resamples():
     assert above["auroc"] == found["good"]["auroc"] - found["bad"]["auroc"]
     assert 0 < above["interval"][0] < above["auroc"] < above["interval"][1]
     assert "reference_above" not in found["good"]
-
-
-def test_bootstrap_intervals_cover_the_truth_about_as_often_as_they_say():
-    rng, covered = np.random.default_rng(1), 0
-    for trial in range(100):
-        hit = np.arange(80) < 30
-        low, high = compare_confidences({"c": rng.normal(size=80) + hit}, hit, samples=200, seed=trial)["c"][
-            "auroc_interval"
-        ]
-        covered += low <= 0.7602 <= high  # P(N(1, 1) > N(0, 1)) = Phi(1 / sqrt 2)
-    assert 88 <= covered <= 100
 
 
 def test_resamples_draw_as_many_users_as_there_are_and_depend_on_the_seed_alone(monkeypatch):

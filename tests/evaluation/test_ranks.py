@@ -110,18 +110,6 @@ def test_items_with_equal_rows_tie_among_others_that_differ(memory_mb):
     assert ranks.filtered.tolist() == (better.sum(1) + 4 - num_masked).tolist()
 
 
-def test_the_target_stays_a_candidate_though_it_was_seen_before():
-    weight = torch.tensor([[0.0], [3.0], [2.0], [1.0]])
-    ranks = full_ranks(torch.ones(1, 1), ItemTable(weight, None), np.array([2]), *jagged([[1, 2, 2]]))
-    assert ranks.unfiltered.tolist() == [2] and ranks.filtered.tolist() == [1]
-
-
-def test_a_seen_item_is_masked_once_however_often_it_was_seen():
-    weight = torch.tensor([[0.0], [4.0], [3.0], [2.0], [1.0]])
-    ranks = full_ranks(torch.ones(1, 1), ItemTable(weight, None), np.array([4]), *jagged([[1, 1, 1, 2]]))
-    assert ranks.unfiltered.tolist() == [4] and ranks.filtered.tolist() == [2]
-
-
 def test_ranks_leave_the_table_and_the_states_as_they_were():
     states, table, targets, seen = draw_case(0)
     weight = table.weight.clone().requires_grad_()
@@ -149,14 +137,6 @@ def test_nan_scores_are_refused_with_their_number_and_the_first(memory_mb, broke
         said = "NaN for 7 of 7 users, first for row 0;"
     with pytest.raises(RunError, match=said):
         full_ranks(states, ItemTable(weight, bias), targets, *jagged(seen), memory_mb=memory_mb)
-
-
-def test_the_first_user_with_nan_is_named_where_names_are_given():
-    states, table, targets, seen = draw_case(1)
-    states[3] = torch.nan
-    with pytest.raises(RunError, match="1 of 7 users, first for user 'dora'"):
-        names = np.array(["ann", "bob", "cem", "dora", "eve", "fay", "gil"], dtype=object)
-        full_ranks(states, table, targets, *jagged(seen), user_ids=names)
 
 
 def test_infinite_scores_are_ranked_and_their_difference_is_refused():
