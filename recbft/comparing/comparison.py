@@ -68,11 +68,7 @@ class Comparison:
     notes: tuple[str, ...]  # what a reader must know: seeds and runs left out, arms that are external or identical
 
     def values(self, arm: str, setting: str, metric: str) -> FloatArray:
-        """A metric per seed, (S,).
-
-        Raises:
-            UserError: an unknown arm, setting or metric, or one that this arm lacks.
-        """
+        """A metric per seed, (S,); UserError where the arm, setting or metric is unknown or this arm lacks it."""
         values: FloatArray = self._values(arm, setting, metric).mean(axis=1)
         return values
 

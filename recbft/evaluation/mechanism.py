@@ -75,9 +75,6 @@ def mechanism(
         planted: the truth behind generated data.
         quantiles: bins of item frequency.
         memory_mb: bound on the attention weights that are written out at a time.
-
-    Raises:
-        UserError: the part is unknown or there is no user.
     """
     view = view_of(dataset, part, users)
     layers: list[_LayerSums] = []

@@ -113,7 +113,7 @@ def compare_users(baseline: ArrayLike, other: ArrayLike, *, samples: int = 10_00
         samples: resamples of the users for the interval, and sign patterns for the p.
 
     Raises:
-        UserError: fewer than two users, or unequal numbers of them.
+        UserError: as ``compare_seeds``, of users.
     """
     a, b = _pair(baseline, other, "users")
     d = _differences(a, b)

@@ -104,9 +104,6 @@ def calibrations(
     Returns:
         "unfiltered" over all items, "filtered" over those that the user has not seen, fitted where the target is among
         them; None if it never is. Ready for JSON.
-
-    Raises:
-        UserError: there is no user.
     """
     view = view_of(dataset, "validation", fitting_users(dataset, np.arange(dataset.num_users)))
     with torch.inference_mode(), evaluation_mode(model):

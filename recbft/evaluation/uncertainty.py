@@ -78,10 +78,6 @@ def uncertainty(
         users: row numbers of the users to judge by, and to fit the probabilities on; all unless given.
         samples: of the bootstrap over users.
         memory_mb: bound on the scores held at a time; users by items are never held at once.
-
-    Raises:
-        UserError: the part is unknown or there is no user.
-        RunError: a score is NaN.
     """
     view = view_of(dataset, part, users)
     with torch.inference_mode(), evaluation_mode(model):

@@ -104,9 +104,3 @@ def test_a_name_that_is_no_metric_s_is_refused(name):
 def test_no_user_is_refused():
     with pytest.raises(UserError, match="no user to evaluate"):
         metrics_from_ranks(np.array([], dtype=np.int64))
-
-
-@pytest.mark.parametrize("k", [0, 2.5, True])
-def test_a_cut_that_is_not_a_positive_whole_number_is_refused(k):
-    with pytest.raises(UserError, match=f"cut at k = {k!r}; give whole numbers of at least 1"):
-        metrics_from_ranks(np.array([1]), ks=(k,))

@@ -250,7 +250,7 @@ def test_a_probe_stays_with_a_run_whose_weights_are_gone(copied):
     [
         (lambda probe: probe["protocol"].update(part="validation"), "of the validation, not the test"),
         (lambda probe: probe["protocol"].update(content_hash="0"), "of other data"),
-        (lambda probe: probe["uncertainty"].update(num_users=30), "of 30 of the 150 users"),
+        (lambda probe: probe["uncertainty"].update(num_users=30), "of 30 of the 60 users"),
         (lambda probe: probe["protocol"].update(recbft_version="0.0"), "of another version"),
         (lambda probe: probe.pop("mechanism"), "damaged or of another version"),
         # Of a run that was probed, and went on with its training.
