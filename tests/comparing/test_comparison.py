@@ -16,7 +16,7 @@ from recbft.comparing import provenance
 from recbft.comparing.comparison import comparison_of, load_comparison
 from recbft.comparing.external_ranks import read_external
 from recbft.comparing.finished_runs import check_same, config_of, label_runs, read_run
-from recbft.comparing.provenance import notes_on_machines
+from recbft.comparing.provenance import notes_on_machines, recorded
 from recbft.comparing.results import results_of, write_comparison
 from recbft.config.fields import to_dict
 from recbft.datasets.dataset import Dataset
@@ -649,3 +649,21 @@ def test_an_external_arm_may_not_take_a_trained_arms_name(trained, tmp_path):
     file = ranks_file(tmp_path / "other.csv", runs_in(trained)[0])
     with pytest.raises(UserError, match="external arm 'bft' has the name of a trained arm"):
         comparison_of(runs_in(trained), external={"bft": file})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-d", "/home/ann/x.csv"], "-d x.csv"),
+        (["-d/home/ann/x.csv", "-j", "2"], "-d x.csv -j 2"),
+        (["--dataset=/home/ann/x.csv"], "--dataset x.csv"),
+        (["--external=o=/home/ann/o.csv", "--external", "p=p.csv"], "--external o=o.csv --external p=p.csv"),
+        (
+            ["--set", "data.data_root=/home/ann", "--set=training.epochs=3"],
+            "--set data.data_root=ann --set training.epochs=3",
+        ),
+        (["--out", "/home/ann/x", "/home/ann/runs/a", "b"], "--out OUT a b"),
+    ],
+)
+def test_no_place_of_this_machine_is_written(arguments, said):
+    assert recorded("recbft compare", arguments) == f"recbft compare {said}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,17 @@ from recbft.comparing.results import cells_of, pool, read_results, results_of
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_users, holm
 from recbft.system.files import write_json
-from tests.comparing.made_up import MADE, drawn, made_up
+from tests.comparing.made_up import drawn, made_up, on_data
+
+
+def test_levels_are_over_seeds_and_holm_is_over_all_tests_of_the_table():
+    ranks = drawn("matched", "bft", "published")
+    found = results_of(made_up(ranks))
+    for name, of_arm in ranks.items():
+        figures, per_seed = found["arms"][name]["metrics"]["unfiltered"]["hr@10"], (of_arm <= 10).mean(axis=1)
+        assert figures == {"mean": per_seed.mean(), "sd": np.std(per_seed, ddof=1), "values": per_seed.tolist()}
+    cells = [cell["over_seeds"] for *_, cell in cells_of(found["comparisons"]["matched"])]
+    assert [c["p_holm"] for c in cells] == holm([c["p_t"] for c in cells]) and len(cells) == 6
 
 
 def test_the_second_baseline_is_of_the_model_of_the_first():
@@ -26,29 +35,6 @@ def test_the_second_baseline_is_of_the_model_of_the_first():
         arms = {name: replace(arm, trained=True) for name, arm in made.arms.items()}
         found = results_of(replace(made, arms=arms), metrics=["mrr"])
         assert list(found["comparisons"]) == [f"{model}/matched", f"{model}/matched+recency"]
-
-
-def test_figures_are_scipys_and_holm_is_over_all_tests_of_the_table():
-    ranks = drawn("matched", "bft", "published", users=80)
-    found = results_of(made_up(ranks))
-    has_rng = "rng" in inspect.signature(stats.permutation_test).parameters  # since scipy 1.15
-    seeded = {"rng" if has_rng else "random_state": 0}
-    for name, of_arm in ranks.items():
-        figures, per_seed = found["arms"][name]["metrics"]["unfiltered"]["hr@10"], (of_arm <= 10).mean(axis=1)
-        assert figures["values"] == pytest.approx(per_seed)
-        assert (figures["mean"], figures["sd"]) == pytest.approx((per_seed.mean(), stats.tstd(per_seed)))
-    cells = []
-    for name in ("bft", "published"):
-        for metric, value in (("hr@10", ranks[name] <= 10), ("mrr", 1 / ranks[name])):
-            base = ranks["matched"] <= 10 if metric == "hr@10" else 1 / ranks["matched"]
-            cell = found["comparisons"]["matched"][name]["unfiltered"][metric]
-            assert cell["over_seeds"]["p_t"] == pytest.approx(stats.ttest_rel(value.mean(1), base.mean(1)).pvalue)
-            d = value.mean(0) - base.mean(0)
-            assert cell["over_users"]["difference"] == pytest.approx(d.mean())
-            flips = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=20_000, **seeded)
-            assert cell["over_users"]["p_sign_flip"] == pytest.approx(flips.pvalue, abs=0.03)
-        cells += [c["over_seeds"] for c in found["comparisons"]["matched"][name]["unfiltered"].values()]
-    assert [c["p_holm"] for c in cells] == holm([c["p_t"] for c in cells]) and len(cells) == 6
 
 
 @pytest.mark.parametrize(("users", "samples"), [(10_000, 10_000), (10_001, 2_000)])
@@ -117,16 +103,8 @@ def test_what_the_same_runs_have_on_validation_is_tested_where_both_arms_say_it(
     assert not any("on_validation" in cell for *key, cell in cells_of(found) if key != ["bft", "unfiltered", "mrr"])
 
 
-def results_with(shift, content):
-    rng = np.random.default_rng(3)
-    base = rng.integers(5, 40, (8, 60))
-    other = np.maximum(1, base + shift + rng.integers(-3, 4, base.shape))
-    found = results_of(made_up({"matched": base, "bft": other}, content=content))
-    return {**found, "made": {**MADE, "command": f"recbft compare -d {content}"}}
-
-
 def test_pooling_is_fishers_and_tells_the_direction():
-    results = [results_with(-2, "beauty"), results_with(-1, "games"), results_with(2, "toys")]
+    results = [on_data("beauty", -2), on_data("games", -1), on_data("toys", 2)]
     found = pool(results)
     assert found["data"] == ["beauty", "games", "toys"]
     first = found["pooled"][0]
@@ -147,7 +125,7 @@ def test_pooling_is_fishers_and_tells_the_direction():
 
 
 def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part_in_their_mean():
-    results = [results_with(-2, "beauty"), results_with(-1, "games")]
+    results = [on_data("beauty", -2), on_data("games", -1)]
     one, other = (r["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]["over_seeds"] for r in results)
     one["relative"] = None
     first = pool(results)["pooled"][0]
@@ -161,9 +139,9 @@ def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part
 def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_they_are_damaged(tmp_path):
     with pytest.raises(UserError, match=r"holds no comparison\.json; --pool takes folders written by recbft compare"):
         read_results(tmp_path)
-    written = results_with(1, "beauty")
+    written = on_data("beauty", 1)
     write_json(tmp_path / "comparison.json", written)
-    assert pool([read_results(tmp_path), results_with(2, "games")]) == pool([written, results_with(2, "games")])
+    assert pool([read_results(tmp_path), on_data("games", 2)]) == pool([written, on_data("games", 2)])
     (tmp_path / "comparison.json").write_text("{")
     with pytest.raises(UserError, match=r"comparison\.json is damaged; make it again with recbft compare"):
         read_results(tmp_path)
@@ -171,7 +149,7 @@ def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_th
 
 def test_one_file_prepared_in_two_ways_is_not_pooled():
     def prepared(content, before=(1429, 900, 10261), **filters):
-        result = results_with(1, content)
+        result = on_data(content, 1)
         told = {"before": dict(zip(("users", "items", "events"), before, strict=True)), "filters": filters}
         result["protocol"] |= {"dataset": "instruments", "preparation": told}
         return result
@@ -179,7 +157,7 @@ def test_one_file_prepared_in_two_ways_is_not_pooled():
     whole = prepared("a", where=None, drop_last_events=0, k_core=0)
     cut = prepared("b", where=None, drop_last_events=1, k_core=5)
     with pytest.raises(UserError, match="on the events of instruments, prepared with other drop_last_events, k_core;"):
-        pool([whole, results_with(2, "games"), cut])
+        pool([whole, on_data("games", 2), cut])
     for other in (
         prepared("b", where="year>2000", drop_last_events=1, k_core=0),
         prepared("b", where=None, drop_last_events=0, k_core=0),
@@ -189,20 +167,20 @@ def test_one_file_prepared_in_two_ways_is_not_pooled():
 
 
 def test_what_cannot_be_pooled_is_refused():
-    one = results_with(1, "beauty")
+    one = on_data("beauty", 1)
     with pytest.raises(UserError, match="needs at least 2 comparisons"):
         pool([one])
     with pytest.raises(UserError, match="two comparisons are on the same data"):
-        pool([one, results_with(2, "beauty")])
-    untimed = results_with(2, "games")  # the same targets from a file without times
+        pool([one, on_data("beauty", 2)])
+    untimed = on_data("games", 2)  # the same targets from a file without times
     untimed["protocol"]["target_hash"] = one["protocol"]["target_hash"]
     with pytest.raises(UserError, match="two comparisons are on the same data"):
         pool([one, untimed])
     with pytest.raises(UserError, match="have baselines bft, matched; give --baseline"):
-        pool([one, {**results_with(2, "games"), "baseline": "bft"}])
+        pool([one, {**on_data("games", 2), "baseline": "bft"}])
     models = [{**each, "protocol": {**each["protocol"], "config": {"model": model}}}
-              for each, model in ((one, "sasrec"), (results_with(2, "games"), "hstu"))]  # fmt: skip
+              for each, model in ((one, "sasrec"), (on_data("games", 2), "hstu"))]  # fmt: skip
     with pytest.raises(UserError, match="the comparisons are of hstu, sasrec; pool those of one model"):
         pool(models)
     with pytest.raises(UserError, match="no arm and metric in common"):
-        pool([one, {**results_with(2, "games"), "comparisons": {}}])
+        pool([one, {**on_data("games", 2), "comparisons": {}}])

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 from sklearn.metrics import roc_auc_score
 
-from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval, resamples, verdict
+from recbft.evaluation.confidence import (
+    Ranking,
+    bootstrap,
+    calibration,
+    compare_confidences,
+    interval,
+    resamples,
+    verdict,
+)
 
 users = st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=30)
 
@@ -160,3 +168,49 @@ def test_the_curve_of_many_users_has_a_hundred_points_and_ends_at_the_whole():
     curve = Ranking(rng.random(1234), hit).curve()
     assert len(curve["coverage"]) == 100 and curve["coverage"][-1] == 1
     assert curve["risk"][-1] == pytest.approx(1 - hit.mean())
+
+
+def test_calibration_worked_by_hand():
+    # two bins of two users: claimed 1/8 and happened 1/2; claimed 3/4 and happened 1/2
+    found = calibration(np.array([0.1, 0.15, 0.7, 0.8]), np.array([0, 1, 1, 0], bool), bins=2, samples=50)
+    assert found["ece"] == pytest.approx((3 / 8 + 1 / 4) / 2)
+    assert found["bins"] == [
+        {"probability": pytest.approx(1 / 8), "hit_rate": 0.5, "num_users": 2},
+        {"probability": pytest.approx(3 / 4), "hit_rate": 0.5, "num_users": 2},
+    ]
+    assert (found["mean_probability"], found["hit_rate"]) == (pytest.approx(7 / 16), 0.5)
+    spreads = (0.1 * 0.9 + 0.15 * 0.85, 0.7 * 0.3 + 0.8 * 0.2)
+    assert found["floor"] == pytest.approx(sum(np.sqrt(2 / np.pi * s) for s in spreads) / 4)
+
+
+@pytest.mark.parametrize("bins", [2, 14, 38])
+def test_bins_are_equal_where_the_number_of_users_allows_it(bins):
+    for each in (1, 3, 7):
+        claims = np.linspace(0.1, 0.9, each * bins)
+        found = calibration(claims, claims > 0.5, bins=bins, samples=1)
+        assert [one["num_users"] for one in found["bins"]] == [each] * bins
+
+
+def test_equal_probabilities_share_one_bin_and_one_user_is_enough():
+    found = calibration(np.full(7, 0.25), np.arange(7) < 2, samples=10)
+    assert len(found["bins"]) == 1 and found["ece"] == pytest.approx(2 / 7 - 1 / 4)
+    alone = calibration(np.array([0.25]), np.array([True]), samples=10)
+    assert alone["ece"] == 0.75 and alone["interval"] is None  # one user, of whom all resamples are alike
+
+
+def test_true_claims_show_about_the_floor_and_false_ones_more():
+    rng = np.random.default_rng(0)
+    claims = rng.beta(1, 6, 3000)
+    true = np.mean([calibration(claims, rng.random(3000) < claims, samples=1)["ece"] for _ in range(200)])
+    floor = calibration(claims, rng.random(3000) < claims, samples=1)["floor"]
+    assert true == pytest.approx(floor, rel=0.05)
+    assert calibration(claims, rng.random(3000) < claims**2, samples=1)["ece"] > 5 * floor
+
+
+def test_the_interval_is_of_the_same_bins_over_resampled_users():
+    rng = np.random.default_rng(0)
+    claims = rng.random(500)
+    found = calibration(claims, rng.random(500) < claims**2, samples=300)
+    assert [one["num_users"] for one in found["bins"]] == [50] * 10
+    assert found["interval"][0] < found["ece"] < found["interval"][1]
+    assert calibration(claims, rng.random(500) < 2, samples=5)["hit_rate"] == 1

@@ -23,7 +23,7 @@ from recbft.reporting.comparison_tables import (
     user_table,
 )
 from recbft.reporting.tables import comma_separated, p_equals, p_text, percent
-from tests.comparing.made_up import MADE, drawn, made_up
+from tests.comparing.made_up import MADE, drawn, made_up, on_data
 
 ITEMS = {"unfiltered": "all items", "filtered": "seen masked"}
 
@@ -222,19 +222,8 @@ def test_the_document_says_by_which_metric_and_within_how_many_epochs_runs_were_
     assert f"Early stopping on {said}" in text
 
 
-def pools(*shifts):
-    rng = np.random.default_rng(3)
-    base = rng.integers(5, 40, (8, 60))
-    made = []
-    for content, shift in shifts:
-        ranks = {"matched": base, "bft": np.maximum(1, base + shift + rng.integers(-3, 4, base.shape))}
-        command = {"made": {**MADE, "command": f"recbft compare -d {content}"}}
-        made.append({**results_of(made_up(ranks, content=content)), **command})
-    return made
-
-
 def test_a_pool_shows_its_rows_and_how_each_comparison_was_made():
-    results = pools(("beauty", -2), ("games", -1), ("toys", 2))
+    results = [on_data("beauty", -2), on_data("games", -1), on_data("toys", 2)]
     found = pool(results)
     text = pooled_document(found, markdown=False)
     for data in ("beauty", "games", "toys"):
@@ -249,7 +238,7 @@ def test_a_pool_shows_its_rows_and_how_each_comparison_was_made():
 
 
 def test_a_pool_says_where_a_difference_has_no_spread_or_no_relative_size():
-    results = pools(("beauty", -2), ("games", -1))
+    results = [on_data("beauty", -2), on_data("games", -1)]
     one, other = (r["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]["over_seeds"] for r in results)
     one["relative"], other["relative"] = None, -0.0004
     assert "| - | -0.04 % | -0.04 % |" in pooled_document(pool(results), markdown=True)
