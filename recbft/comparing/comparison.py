@@ -228,7 +228,7 @@ def _trained_arm(name: str, runs: Mapping[int, Run], seeds: tuple[int, ...]) -> 
         ranks={setting: np.stack([run.ranks(setting) for run in chosen]) for setting in SETTINGS},
         histories=tuple(run.history for run in chosen),
         config=config_of(chosen),
-        trained=all(run.is_trained for run in chosen),
+        trained=all(run.metrics.get("epochs") != 0 for run in chosen),  # what RecBole trained does not say epochs
         validation={setting: _on_validation(chosen, setting) for setting in SETTINGS},
     )
 

@@ -73,11 +73,6 @@ class Run:
         """Of the test targets, (U,)."""
         return self.per_user[f"rank_{setting}"].to_numpy(np.int64)
 
-    @property
-    def is_trained(self) -> bool:
-        """False of a model that learns nothing, whose seeds are all alike; what RecBole trained does not say epochs."""
-        return self.metrics.get("epochs") != 0
-
 
 def read_run(path: str | Path) -> Run:
     """Read a run folder and check that its ranks belong to its metrics.

@@ -63,7 +63,7 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS) -> d
         if others:
             comparisons[baseline] = _against(comparison, baseline, others, metrics)
     notes = [*comparison.notes, *notes_on_machines(comparison), *_decay_alone(comparison)]
-    notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds)), *_few_users(len(comparison.users))]
+    notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds), len(comparison.users))]
     return {
         "baseline": comparison.baseline,
         "seeds": list(comparison.seeds),
@@ -270,21 +270,17 @@ def _decay_alone(comparison: Comparison) -> list[str]:
     ]
 
 
-def _few(seeds: int) -> list[str]:
-    """What so few seeds cannot show however large the difference."""
-    smallest = 2 / 2**seeds
-    if smallest <= 0.05:
-        return []
-    return [f"with {seeds} seeds no sign-flip p can be below {smallest:g}; 6 seeds are the fewest that can reach 0.05"]
-
-
-def _few_users(users: int) -> list[str]:
-    """The rule of strata: resamples of so few users are too much alike."""
-    if users >= MIN_USERS:
-        return []
-    return [
-        f"with {counted(users, 'user')} intervals over users are too narrow; {MIN_USERS} are the fewest, as in strata"
-    ]
+def _few(seeds: int, users: int) -> list[str]:
+    """What so few seeds cannot show however large the difference, and the rule of strata for users."""
+    notes, smallest = [], 2 / 2**seeds
+    if smallest > 0.05:
+        notes.append(
+            f"with {seeds} seeds no sign-flip p can be below {smallest:g}; 6 seeds are the fewest that can reach 0.05"
+        )
+    if users < MIN_USERS:
+        few = counted(users, "user")
+        notes.append(f"with {few} intervals over users are too narrow; {MIN_USERS} are the fewest, as in strata")
+    return notes
 
 
 def _environments(comparison: Comparison) -> list[dict[str, Any]]:

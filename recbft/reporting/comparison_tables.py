@@ -24,6 +24,7 @@ from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments.lists import counted, seeds_text
 from recbft.reporting.tables import (
+    DIFFERENCE,
     Cell,
     Column,
     Kind,
@@ -129,9 +130,7 @@ def seed_table(result: Result, found: Sequence[Finding]) -> Table:
         f"validation targets, by which their epochs were chosen, with its own p."
         f"{without_spread(one.seeds.is_constant for one in found)}",
         columns=[
-            Column("arm"), Column("metric"), Column("items"), Column("difference", "signed", "terminal"),
-            Column("relative", "percent"), Column("95 % interval", "interval", "terminal"),
-            Column("p", "p", "terminal"), Column("p Holm", "p"), Column("p flips", "p", "terminal"),
+            Column("arm"), Column("metric"), Column("items"), *DIFFERENCE, Column("p flips", "p", "terminal"),
             Column("wins", "text", "terminal"), Column("d", "effect", "terminal"),
             Column("detectable", "share", "terminal"), Column("on validation", "text", "terminal"),
         ],

@@ -84,7 +84,7 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
         ],
         terms={**terms(chosen, max(map(len, first.values()), default=0)), **sections.summaries(comparison)},
         sections=[
-            sections.notes_section(notes),
+            Section(name="notes", title="Before you rely on this", words=notes or ["Nothing unusual was found."]),
             sections.metrics_section(comparison, results, draw=draw),
             sections.strata_section(comparison, data_root=data_root, draw=draw),
             mechanism_section(probes, draw=draw),

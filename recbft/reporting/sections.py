@@ -32,7 +32,7 @@ from recbft.reporting.comparison_tables import (
 from recbft.reporting.page import Plot, Section
 from recbft.reporting.run_tables import usual_cutoff
 from recbft.reporting.stratum_tables import Stratified, available, stratified, subject_of_comparison
-from recbft.reporting.tables import Cell, Column, Table, digits_for, distinct
+from recbft.reporting.tables import DIFFERENCE, Cell, Column, Table, digits_for, distinct
 from recbft.training.run_config import load_run_config
 
 Exposures = Mapping[str, Mapping[str, Mapping[str, Any]]]  # arm -> setting -> measure@k -> mean, sd, values
@@ -172,11 +172,6 @@ def commands_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
     )
 
 
-def notes_section(notes: Sequence[str]) -> Section:
-    """What a reader must know before using the numbers."""
-    return Section(name="notes", title="Before you rely on this", words=notes or ["Nothing unusual was found."])
-
-
 def _exposure_table(comparison: Comparison, found: Exposures, k: int) -> Table:
     rows: list[list[Cell]] = []
     for setting, words in SETTINGS.items():
@@ -219,9 +214,7 @@ def _exposure_differences(comparison: Comparison, found: Exposures, k: int) -> T
         caption="p: two-sided paired t-test; interval: t; p Holm: the same p, adjusted by Holm over the "
         f"{len(rows)} tests of this table. More is not better or worse by itself."
         f"{without_spread(one.is_constant for *_, one in pairs)}",
-        columns=[Column("arm"), Column("measure"), Column("items"), Column("difference", "signed", "terminal"),
-                 Column("relative", "percent"), Column("95 % interval", "interval", "terminal"),
-                 Column("p", "p", "terminal"), Column("p Holm", "p")],
+        columns=[Column("arm"), Column("measure"), Column("items"), *DIFFERENCE],
         rows=rows,
         digits=digits_for((one.difference, one.p_t) for *_, one in pairs),
     )  # fmt: skip

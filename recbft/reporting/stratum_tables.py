@@ -32,7 +32,7 @@ from recbft.evaluation.strata import MIN_USERS, Strata, confound
 from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of, stratify
 from recbft.experiments.lists import listed
 from recbft.reporting.comparison_tables import out_of_reach, without_spread
-from recbft.reporting.tables import Cell, Column, Table, digits_for, p_equals, slug
+from recbft.reporting.tables import DIFFERENCE, Cell, Column, Table, digits_for, p_equals, slug
 
 METRICS = ("ndcg@10", "hr@10")
 IntArray = NDArray[np.int64]
@@ -235,9 +235,7 @@ def _table(
         ours = others[0] if len(others) == 1 else "the arm's"
         levels = [
             *([] if len(others) == 1 else [Column("arm")]), Column(subject.baseline, "value", "terminal"),
-            Column(ours, "value", "terminal"), Column("difference", "signed", "terminal"),
-            Column("relative", "percent"), Column("95 % interval", "interval", "terminal"),
-            Column("p", "p", "terminal"), Column("p Holm", "p"),
+            Column(ours, "value", "terminal"), *DIFFERENCE,
         ]  # fmt: skip
         more = [
             Column("targets", "count", "page"), Column(f"{subject.baseline}: 95 %", "range", "page"),

@@ -50,6 +50,16 @@ class Column:
         return self.kind == "text"
 
 
+# Of a test: how much, and whether it is found.
+DIFFERENCE = (
+    Column("difference", "signed", "terminal"),
+    Column("relative", "percent"),
+    Column("95 % interval", "interval", "terminal"),
+    Column("p", "p", "terminal"),
+    Column("p Holm", "p"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Rows under columns.

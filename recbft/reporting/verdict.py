@@ -85,10 +85,11 @@ def answer(
             evidence="difference 0, p = 1.",
         )
     if p < LEVEL:
-        better = "better" if found.seeds.difference > 0 else "worse"
+        held = on_validation(found)
+        beside = f" On validation the same runs have {held}." if held else ""
         return Answer(
-            sentence=_shown(found, better, dataset, arms), advice=_advice(found, arms),
-            evidence=f"{_evidence(found, p, num_arms)}. {_signs(found)}{_held(found)}",
+            sentence=_shown(found, dataset, arms), advice=_advice(found, arms),
+            evidence=f"{_evidence(found, p, num_arms)}. {_signs(found)}{beside}",
         )  # fmt: skip
     sentence = f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}"
     evidence, more = _evidence(found, p, num_arms), "."
@@ -129,7 +130,7 @@ def terms(found: Sequence[Finding], num_arms: int) -> dict[str, str]:
     return told
 
 
-def _shown(found: Finding, better: str, dataset: str, arms: Mapping[str, Any]) -> str:
+def _shown(found: Finding, dataset: str, arms: Mapping[str, Any]) -> str:
     """One sentence of a difference that is shown: what differs, and whether it may be luck."""
     n = found.seeds.num_seeds
     luck = f"with {counted(n, 'repeat')} this is unlikely to be luck"
@@ -143,6 +144,7 @@ def _shown(found: Finding, better: str, dataset: str, arms: Mapping[str, Any]) -
         ours, theirs = (f"{mean:.{digits}f}" for mean in (found.seeds.mean_other, found.seeds.mean_baseline))
         beside = f" ({told})" if told else ""
         told = f"its {found.metric.upper()} is {ours}, that of {found.baseline} {theirs}{beside}"
+    better = "better" if found.seeds.difference > 0 else "worse"
     return f"{found.arm} ranks {better} than {found.baseline} on {dataset}: {told}; {luck}."
 
 
@@ -210,12 +212,6 @@ def _signs(found: Finding) -> str:
     if smallest >= LEVEL:
         return f"{wins}, and {n} seeds cannot bring it below {smallest:.3g}."
     return f"{wins}." if p < LEVEL else f"{wins}: the {exact} test does not show it."
-
-
-def _held(found: Finding) -> str:
-    """What the same runs have on validation."""
-    held = on_validation(found)
-    return f" On validation the same runs have {held}." if held else ""
 
 
 def _not_shown(found: Sequence[tuple[Finding, float]], dataset: str, num_arms: int) -> Answer:

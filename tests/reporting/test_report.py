@@ -91,12 +91,6 @@ def test_the_page_opens_with_the_answer_and_its_words_and_has_every_section(page
     assert main.count("<svg") == 10 and "has no plots" not in header
 
 
-def test_a_page_without_plots_says_so(comparison, tmp_path):
-    (path,) = write_report(make_report(comparison, draw=False), tmp_path, ("html",))
-    content = path.read_text()
-    assert "<svg" not in content and "This page has no plots, because matplotlib is missing." in content
-
-
 def test_two_reports_are_the_same_bytes(comparison, page, tmp_path):
     (again,) = write_report(make_report(comparison), tmp_path, ("html",))
     assert again.read_bytes() == page.read_bytes()
@@ -291,9 +285,7 @@ def test_every_form_is_written(report, tmp_path):
         assert not re.search(r"\b(nan|inf)\b", text(table))
 
 
-def test_unknown_formats_are_refused():
-    with pytest.raises(UserError, match="unknown format 'htm'; did you mean 'html'"):
-        check_formats(["htm"])
+def test_no_format_is_refused():
     with pytest.raises(UserError, match="no format is given; choose of html, md, latex, csv, svg"):
         check_formats([])
 

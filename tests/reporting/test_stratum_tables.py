@@ -274,8 +274,6 @@ def test_a_setting_without_ranks_and_an_unknown_metric_are_refused():
         )  # fmt: skip
     with pytest.raises(UserError, match="there are no ranks all items"):
         stratified(by_hand(ranks={"unfiltered": {"bft": alone}}), by=["first-time"], quantiles=2, setting="unfiltered")
-    with pytest.raises(UserError, match="unknown metric 'auc@10'"):
-        stratified(by_hand(), by=["first-time"], metrics=["auc@10"], quantiles=2, setting="unfiltered")
 
 
 def test_several_arms_have_a_line_each(comparison):
