@@ -211,7 +211,8 @@ def _data(protocol: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pool(folders: Sequence[Path], out: Path | None) -> None:
-    from recbft.comparing.results import pool, read_results
+    from recbft.comparing.comparison import read_results
+    from recbft.comparing.results import pool
     from recbft.reporting.comparison_tables import pooled_document
     from recbft.system.files import make_folder, write_atomic, write_json
 

@@ -158,18 +158,35 @@ def load_comparison(path: str | Path) -> Comparison:
         UserError: there is none, or a run it names has gone or is broken.
     """
     path = Path(path)
-    file = path / COMPARISON_FILE
-    if not file.is_file():
-        raise UserError(f"{path} holds no {COMPARISON_FILE}; make it with: recbft compare RUN_DIR... --out {path}")
+    saved = read_results(path)
     try:
-        saved = read_json(file)
         names = {path / run: name for name, arm in saved["arms"].items() for run in arm["runs"].values()}
         external = {name: path / arm["external"] for name, arm in saved["arms"].items() if arm["external"]}
         baseline, order, notes = saved["baseline"], list(saved["arms"]), tuple(saved["notes"])
-    except (ValueError, KeyError):
-        raise UserError(f"{file} is damaged; make it again with: recbft compare RUN_DIR... --out {path}") from None
+    except KeyError:
+        raise _damaged(path) from None
     made = comparison_of(list(names), baseline=baseline, external=external, names=names)
     return replace(made, path=path, arms={name: made.arms[name] for name in order}, notes=notes)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The figures in a folder written by ``recbft compare``.
+
+    Raises:
+        UserError: there are none, or they are damaged.
+    """
+    if not (path / COMPARISON_FILE).is_file():
+        raise UserError(f"{path} holds no {COMPARISON_FILE}; make it with: recbft compare RUN_DIR... --out {path}")
+    try:
+        read: dict[str, Any] = read_json(path / COMPARISON_FILE)
+    except ValueError:
+        raise _damaged(path) from None
+    return read
+
+
+def _damaged(path: Path) -> UserError:
+    file = path / COMPARISON_FILE
+    return UserError(f"{file} is damaged; make it again with: recbft compare RUN_DIR... --out {path}")
 
 
 def _read(run_dirs: Sequence[str | Path], skip_broken: bool) -> tuple[list[Run], list[str]]:

@@ -128,18 +128,6 @@ def write_comparison(
     return result
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """The figures in a folder written by ``recbft compare``."""
-    file = path / COMPARISON_FILE
-    if not file.is_file():
-        raise UserError(f"{path} holds no {COMPARISON_FILE}; --pool takes folders written by recbft compare")
-    try:
-        read: dict[str, Any] = read_json(file)
-    except ValueError:
-        raise UserError(f"{file} is damaged; make it again with recbft compare") from None
-    return read
-
-
 def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Pool comparisons made on different data sets.
 

@@ -230,7 +230,7 @@ def test_a_failed_run_ends_in_exit_code_1_and_its_name(capsys, events, tmp_path)
         (["run", "--pool", "--metrics", "hr@10"], "--metrics has no effect with --pool; give it to each comparison"),
         (["--out", "x", "--metrics", "hr@10,auc"], "unknown metric 'auc'; give hr@K, ndcg@K"),
         (["--out", "x", "--external", "other=none.csv"], "--external other: there is no file none.csv"),
-        (["run", "--pool"], "run holds no comparison.json; --pool takes folders written by recbft compare"),
+        (["run", "--pool"], "run holds no comparison.json; make it with: recbft compare RUN_DIR"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_is_written(capsys, monkeypatch, tmp_path, events, more, message):

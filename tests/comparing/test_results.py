@@ -9,10 +9,9 @@ import pytest
 from scipy import stats
 
 from recbft.comparing import results as results_module
-from recbft.comparing.results import cells_of, pool, read_results, results_of
+from recbft.comparing.results import cells_of, pool, results_of
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_users, holm
-from recbft.system.files import write_json
 from tests.comparing.made_up import drawn, made_up, on_data
 
 
@@ -134,17 +133,6 @@ def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part
     assert pool(results)["pooled"][0]["mean_relative"] is None
     other["difference"] = other["smallest_effect"] = 0.0
     assert pool(results)["pooled"][0]["better_on"] == 1, "a data set on which nothing differs is none it is better on"
-
-
-def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_they_are_damaged(tmp_path):
-    with pytest.raises(UserError, match=r"holds no comparison\.json; --pool takes folders written by recbft compare"):
-        read_results(tmp_path)
-    written = on_data("beauty", 1)
-    write_json(tmp_path / "comparison.json", written)
-    assert pool([read_results(tmp_path), on_data("games", 2)]) == pool([written, on_data("games", 2)])
-    (tmp_path / "comparison.json").write_text("{")
-    with pytest.raises(UserError, match=r"comparison\.json is damaged; make it again with recbft compare"):
-        read_results(tmp_path)
 
 
 def test_one_file_prepared_in_two_ways_is_not_pooled():
