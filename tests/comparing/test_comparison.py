@@ -414,14 +414,6 @@ def test_ranks_of_another_system_join_as_an_arm(trained, tmp_path):
     assert found.notes[2] == "arm other: 1 user of its file, not in this comparison, left out"
 
 
-def test_users_of_a_file_of_ranks_may_be_whole_floats(trained, tmp_path):
-    path = ranks_file(tmp_path / "other.csv", runs_in(trained, "bft")[0])
-    table = pd.read_csv(path)
-    table.assign(user=table["user"].astype(float)).to_parquet(tmp_path / "other.parquet")
-    found = comparison_of(runs_in(trained), external={"other": tmp_path / "other.parquet"})
-    np.testing.assert_array_equal(found.arms["other"].ranks["unfiltered"][0], table["rank"])
-
-
 @pytest.mark.parametrize("column", ["rank_unfiltered", "rank_filtered"])
 def test_a_file_with_seeds_has_a_standard_deviation_where_any_rank_of_any_seed_is_another(trained, tmp_path, column):
     first, file = ranks_by_seed(trained, "bft")[0], tmp_path / "other.parquet"
@@ -553,10 +545,10 @@ def test_an_id_in_a_file_of_ranks_that_is_none_is_named_with_the_file(tmp_path):
         read_external(file, users, targets, num_items=2)
 
 
-def test_ranks_and_seeds_may_be_whole_numbers_written_as_text(tmp_path):
-    table = pd.DataFrame({"user": ["a", "b"], "rank": ["1", "2.0"], "seed": ["3", "3.0"]})
+def test_ids_ranks_and_seeds_may_be_whole_floats_and_numbers_written_as_text(tmp_path):
+    table = pd.DataFrame({"user": [7.0, 8.0], "rank": ["1", "2.0"], "seed": ["3", "3.0"]})
     table.to_parquet(tmp_path / "other.parquet")
-    found = read_external(tmp_path / "other.parquet", np.array(["b", "a"]), np.array(["x", "y"]), num_items=2)
+    found = read_external(tmp_path / "other.parquet", np.array([8, 7]), np.array(["x", "y"]), num_items=2)
     assert found.seeds == (3,) and found.ranks["unfiltered"].tolist() == [[2, 1]]
 
 

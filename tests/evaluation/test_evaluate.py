@@ -211,17 +211,6 @@ def test_lists_worked_by_hand():
     )  # fmt: skip
 
 
-def test_gini_is_the_mean_difference_of_two_items_over_twice_their_mean():
-    n = np.random.default_rng(0).integers(0, 9, 50)
-    found = exposure(n[None], np.ones(50, np.int64), [3])["gini@3"]
-    assert found == pytest.approx(np.abs(n[:, None] - n).mean() / (2 * n.mean()))
-
-
-@pytest.mark.parametrize(("counts", "gini"), [([5, 5, 5, 5], 0.0), ([0, 0, 9, 0], 3 / 4)])
-def test_gini_is_0_where_all_items_are_shown_alike_and_1_less_1_over_v_where_one_is(counts, gini):
-    assert exposure(np.array([counts]), np.ones(4, np.int64), [1])["gini@1"] == pytest.approx(gini)
-
-
 def test_lists_without_an_item_cover_nothing_and_have_neither_gini_nor_popularity():
     found = exposure(np.zeros((1, 3), np.int64), np.ones(3, np.int64), [10])
     assert found == {"coverage@10": 0.0}
