@@ -82,6 +82,7 @@ def test_levels_and_differences_have_the_digits_of_what_was_found(results, found
     users = UserComparison(num_users=9, difference=4e-4, interval=(1e-4, 7e-4), p_sign_flip=0.01)
     tiny = replace(found[0], seeds=seeds, users=users)
     assert (seed_table(results, [found[1], tiny]).digits, user_table(results, [tiny]).digits) == (6, 5)
+    assert user_table(results, [tiny]).rows[0][4] == 4e-4 / seeds.mean_baseline
     cells = {"hr@10": {"over_seeds": {"difference": 2.5e-5, "p_t": seeds.p_t}}}
     changed = results | {"comparisons": results["comparisons"] | {"matched": {"bft": {"unfiltered": cells}}}}
     assert (level_table(changed).digits, level_table(results).digits) == (6, 4)
