@@ -33,6 +33,7 @@ from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json
 from recbft.training.one_run import run_name
+from recbft.training.process_settings import chosen_device
 from recbft.training.run_config import RunConfig, load_run_config
 
 NAME = "kill_resume"
@@ -160,7 +161,7 @@ def main(arguments: Sequence[str]) -> int:
         None, settings, model=options.model, arm=options.arm, dataset=options.dataset, data_root=options.data_root
     )
     dataset = config.data.load()
-    header = machine.header(recorded(NAME, arguments), dataset, device=machine.device_of(config))
+    header = machine.header(recorded(NAME, arguments), dataset, device=chosen_device(config.training.device))
     header["threads"] = config.training.threads
     trainer = Trainer(_train_command(config, settings, options), run_name(config, dataset.name), options.data_root)
     with tempfile.TemporaryDirectory(prefix="recbft-kill-resume-") as name:

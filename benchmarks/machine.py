@@ -5,9 +5,9 @@ from __future__ import annotations
 import resource
 import sys
 
-from recbft.comparing.provenance import close, device_of, header, lines
+from recbft.comparing.provenance import close, header, lines
 
-__all__ = ["close", "device_of", "header", "lines", "peak_rss_mb"]
+__all__ = ["close", "header", "lines", "peak_rss_mb"]
 
 
 def peak_rss_mb() -> int:

@@ -38,6 +38,7 @@ from recbft.training.build import build_model, training_batches
 from recbft.training.graphs import GraphedSteps
 from recbft.training.loop import fit
 from recbft.training.optimiser import make_optimizer
+from recbft.training.process_settings import chosen_device
 from recbft.training.progress import Silent
 from recbft.training.run_config import RunConfig
 
@@ -85,7 +86,7 @@ def make_contestant(arm: ArmSpec, config: RunConfig, dataset: Dataset) -> Contes
     """An untrained model and its batches."""
     batches = training_batches(config, dataset)
     assert batches is not None  # checked with the options
-    device = machine.device_of(config)
+    device = chosen_device(config.training.device)
     torch.manual_seed(config.seed)
     model = trainable(config, dataset).to(device)
     optimizer = make_optimizer(model, config.training)
@@ -319,7 +320,7 @@ def main(arguments: Sequence[str]) -> int:
     configs = [_config(arm, options) for arm in arms]
     check_distinct(arms, configs)
     dataset = configs[0].data.load()
-    header = machine.header(recorded(NAME, arguments), dataset, device=machine.device_of(configs[0]))
+    header = machine.header(recorded(NAME, arguments), dataset, device=chosen_device(configs[0].training.device))
     parity = {
         arm.label: check_parity(arm.label, config, dataset)
         for arm, config in zip(arms, configs, strict=True)

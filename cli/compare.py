@@ -211,8 +211,9 @@ def _data(protocol: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pool(folders: Sequence[Path], out: Path | None) -> None:
-    from recbft.comparing.pooling import pool, read_results
-    from recbft.reporting.documents import pooled_document
+    from recbft.comparing.comparison import read_results
+    from recbft.comparing.results import pool
+    from recbft.reporting.comparison_tables import pooled_document
     from recbft.system.files import make_folder, write_atomic, write_json
 
     pooled = pool([read_results(folder) for folder in folders])

@@ -15,7 +15,7 @@ from recbft.errors import UserError
 from recbft_cli.options import DataRoot
 
 if TYPE_CHECKING:
-    from recbft.reporting.stratified_arms import Subject
+    from recbft.reporting.stratum_tables import Subject
 
 EXAMPLES = """Examples:
 
@@ -135,7 +135,7 @@ def stratify(
 
 def _subject(source: Path, baseline: Path | None, data_root: str | None) -> Subject:
     """What lies in the folder: a run has a config, everything else must be a comparison."""
-    from recbft.reporting.stratified_arms import subject_of_comparison, subject_of_runs
+    from recbft.reporting.stratum_tables import subject_of_comparison, subject_of_runs
 
     if not source.is_dir():
         raise UserError(f"there is no folder {source}; give a run's folder or a comparison's")

@@ -57,7 +57,7 @@ def sweep(
     from recbft.experiments.lists import parse_seeds
     from recbft.experiments.missing_runs import prepare, usual_workers
     from recbft.experiments.sweep import plan_sweep, sweep_results
-    from recbft.reporting.documents import sweep_document
+    from recbft.reporting.comparison_tables import sweep_document
     from recbft.system.files import write_atomic, write_json
     from recbft.training.run_config import load_run_config
     from recbft_cli.progress import view_for

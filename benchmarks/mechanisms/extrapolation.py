@@ -35,9 +35,8 @@ from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
 from recbft.datasets import Dataset, SyntheticConfig, View, synthetic_dataset
 from recbft.errors import UserError
-from recbft.evaluation.calibration import predicted
 from recbft.evaluation.metrics import metrics_from_ranks
-from recbft.evaluation.probability import AS_TRAINED
+from recbft.evaluation.probability import AS_TRAINED, predicted
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.views import evaluation_mode, states_of_view, view_of
 from recbft.experiments.lists import parse_seeds, split_list

@@ -4,7 +4,7 @@
     python -m benchmarks.study.calibrated OUT --arm bft --data-root DIR --json FILE
 
 Lists of the k best items for the test's users, of all items and, where the target is new, of those not seen: what the
-probabilities of a list sum to, how often the target is on it, and ECE@k between the two (``evaluation.calibration``,
+probabilities of a list sum to, how often the target is on it, and ECE@k between the two (``evaluation.confidence``,
 which floor too is from); and NLL, the mean of -ln p of the target, in nats. Probabilities are made three ways: of the
 scores as trained, at a temperature, and at a temperature and a lapse rate, as a run has them. What is fitted is fitted
 on validation; mean and standard deviation over seeds. With `--part validation` the test is not read: what is fitted on
@@ -28,7 +28,7 @@ from benchmarks.command import finish, parse
 from benchmarks.study.worth import over_seeds, runs_parser
 from recbft.datasets import Dataset
 from recbft.datasets.split import View
-from recbft.evaluation.calibration import calibration
+from recbft.evaluation.confidence import calibration
 from recbft.evaluation.probability import (
     AS_TRAINED,
     Calibration,

@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.command import finish, parser
-from recbft.comparing.finished_runs import Run, by_seed, check_same, read_run
-from recbft.comparing.labels import label_runs
+from recbft.comparing.finished_runs import Run, by_seed, check_same, label_runs, read_run
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.paired import SeedComparison, compare_seeds
 from recbft.reporting.tables import markdown_table, p_text

@@ -20,8 +20,7 @@ import pandas as pd
 
 from benchmarks.command import finish, parser
 from benchmarks.study.choose import finished_runs
-from recbft.comparing.finished_runs import Run, read_run
-from recbft.comparing.labels import arm_name, own_settings
+from recbft.comparing.finished_runs import Run, arm_name, own_settings, read_run
 from recbft.errors import UserError
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_atomic
@@ -98,7 +97,7 @@ def line(run: Run) -> dict[str, Any]:
         "content": run.protocol["content_hash"][:12],
         "model": run.config["model"],
         "arm": run.config["arm"],
-        "settings": json.dumps(own_settings(run), sort_keys=True),
+        "settings": json.dumps(own_settings([run]), sort_keys=True),
         "seed": run.seed,
         "recbft": environment["recbft"],
         "commit": environment.get("commit") or "",  # none of an installed package

@@ -26,15 +26,13 @@ from scipy import optimize, special
 from benchmarks import machine
 from benchmarks.command import finish, parse, parser, recorded
 from benchmarks.study.choose import finished_runs
-from recbft.comparing.finished_runs import by_seed, check_same, read_run
-from recbft.comparing.labels import label_runs
+from recbft.comparing.finished_runs import by_seed, check_same, label_runs, read_run
 from recbft.datasets import Dataset
 from recbft.errors import UserError, did_you_mean
-from recbft.evaluation.calibration import predicted
 from recbft.evaluation.confidence import Ranking
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import seed_interval
-from recbft.evaluation.probability import AS_TRAINED
+from recbft.evaluation.probability import AS_TRAINED, predicted
 from recbft.evaluation.views import Part, evaluation_mode, states_of_view, view_of
 from recbft.models.contract import SequenceModel
 from recbft.reporting.tables import markdown_table

@@ -38,7 +38,7 @@ from recbft.experiments.lists import parse_metrics, split_list
 from recbft.experiments.missing_runs import check_devices, usual_workers
 from recbft.experiments.plan import Job
 from recbft.experiments.queue import WORDLESS, Failure, Running, Watcher
-from recbft.reporting.documents import comparison_document
+from recbft.reporting.comparison_tables import comparison_document
 from recbft.system.files import make_folder, plain, read_json
 from recbft.training.run_config import RunConfig
 

@@ -20,8 +20,9 @@ from recbft.experiments.lists import parse_seeds
 from recbft.experiments.missing_runs import check_devices, prepare, train_missing
 from recbft.experiments.plan import Job
 from recbft.experiments.queue import Watcher
-from recbft.reporting.documents import comparison_document
+from recbft.reporting.comparison_tables import comparison_document
 from recbft.system.files import write_atomic
+from recbft.training.process_settings import chosen_device
 from recbft.training.run_config import RunConfig
 
 
@@ -96,7 +97,7 @@ def train_and_compare(
         metrics: what is tested.
     """
     check_devices(jobs)
-    made = provenance.header(command, dataset, device=provenance.device_of(jobs[0].config))
+    made = provenance.header(command, dataset, device=chosen_device(jobs[0].config.training.device))
     train_missing(jobs, dataset, out, workers=workers, watch=watch, batch_seeds=batch_seeds)
     comparison = comparison_of(
         [job.path for job in jobs],

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recbft.comparing.external_ranks import ExternalRanks, read_external
-from recbft.comparing.finished_runs import COLUMNS, Run, by_seed, check_same, read_run
-from recbft.comparing.labels import OF_MACHINE, config_of, label_runs
+from recbft.comparing.finished_runs import OF_MACHINE, Run, by_seed, check_same, config_of, label_runs, read_run
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.protocol import SETTINGS
@@ -42,7 +41,7 @@ class Arm:
     runs: tuple[Path | None, ...]  # None for external ranks
     ranks: dict[str, IntArray]  # "unfiltered"/"filtered" -> (S, U) ranks of the test target; absent where not known
     histories: tuple[list[dict[str, Any]], ...]  # rows of history.csv; none for external ranks
-    config: dict[str, Any]  # of its first run, see ``labels.config_of``; empty for external ranks
+    config: dict[str, Any]  # of its first run, see ``config_of``; empty for external ranks
     trained: bool = False  # every seed; neither a file is, nor popularity, which has nothing to learn
     # "unfiltered"/"filtered" -> metric -> (S,) on validation, of the weights tested; where each run says it
     validation: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
@@ -69,11 +68,7 @@ class Comparison:
     notes: tuple[str, ...]  # what a reader must know: seeds and runs left out, arms that are external or identical
 
     def values(self, arm: str, setting: str, metric: str) -> FloatArray:
-        """A metric per seed, (S,).
-
-        Raises:
-            UserError: an unknown arm, setting or metric, or one that this arm lacks.
-        """
+        """A metric per seed, (S,); UserError where the arm, setting or metric is unknown or this arm lacks it."""
         values: FloatArray = self._values(arm, setting, metric).mean(axis=1)
         return values
 
@@ -112,7 +107,7 @@ def comparison_of(
     Args:
         baseline: an arm's name; "matched" (of several models the first "MODEL/matched"), else the first arm.
         external: arm name -> file of ranks, see ``external``.
-        names: run folder -> arm name; found from the configurations where left out, see ``labels``.
+        names: run folder -> arm name; found from the configurations where left out, see ``finished_runs``.
         skip_broken: leave out folders that cannot be read, and say so in the notes.
 
     Raises:
@@ -124,9 +119,9 @@ def comparison_of(
     check_same(runs)
     grouped = label_runs(runs) if names is None else _grouped(runs, names)
     seeds_of = {name: by_seed(name, group) for name, group in grouped.items()}
-    users = runs[0].per_user[COLUMNS["user"]].to_numpy()
-    targets = runs[0].per_user[COLUMNS["target"]].to_numpy()
-    files = {name: read_external(Path(path), users, targets, num_items=runs[0].protocol["items"])
+    users = runs[0].per_user["user"].to_numpy()
+    of_users = runs[0].of_users
+    files = {name: read_external(Path(path), users, of_users["target"], num_items=runs[0].protocol["items"])
              for name, path in (external or {}).items()}  # fmt: skip
     if clash := sorted(set(files) & set(grouped)):
         raise UserError(f"external arm {clash[0]!r} has the name of a trained arm; give it another")
@@ -144,14 +139,11 @@ def comparison_of(
     notes += _notes_on_trainers(grouped)
     chosen = _baseline(baseline, arms)
     _refuse_without_seeds(chosen, arms)
-    per_user = runs[0].per_user
     return Comparison(
         path=None,
         protocol=_shared_protocol(runs, arms, seeds),
         users=users,
-        training_length=per_user[COLUMNS["history_length"]].to_numpy(np.int64) - 1,  # without the validation event
-        target_frequency=per_user[COLUMNS["target_count"]].to_numpy(np.int64),
-        target=targets,
+        **of_users,
         arms=arms,
         baseline=chosen,
         seeds=seeds,
@@ -166,18 +158,35 @@ def load_comparison(path: str | Path) -> Comparison:
         UserError: there is none, or a run it names has gone or is broken.
     """
     path = Path(path)
-    file = path / COMPARISON_FILE
-    if not file.is_file():
-        raise UserError(f"{path} holds no {COMPARISON_FILE}; make it with: recbft compare RUN_DIR... --out {path}")
+    saved = read_results(path)
     try:
-        saved = read_json(file)
         names = {path / run: name for name, arm in saved["arms"].items() for run in arm["runs"].values()}
         external = {name: path / arm["external"] for name, arm in saved["arms"].items() if arm["external"]}
         baseline, order, notes = saved["baseline"], list(saved["arms"]), tuple(saved["notes"])
-    except (ValueError, KeyError):
-        raise UserError(f"{file} is damaged; make it again with: recbft compare RUN_DIR... --out {path}") from None
+    except KeyError:
+        raise _damaged(path) from None
     made = comparison_of(list(names), baseline=baseline, external=external, names=names)
     return replace(made, path=path, arms={name: made.arms[name] for name in order}, notes=notes)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The figures in a folder written by ``recbft compare``.
+
+    Raises:
+        UserError: there are none, or they are damaged.
+    """
+    if not (path / COMPARISON_FILE).is_file():
+        raise UserError(f"{path} holds no {COMPARISON_FILE}; make it with: recbft compare RUN_DIR... --out {path}")
+    try:
+        read: dict[str, Any] = read_json(path / COMPARISON_FILE)
+    except ValueError:
+        raise _damaged(path) from None
+    return read
+
+
+def _damaged(path: Path) -> UserError:
+    file = path / COMPARISON_FILE
+    return UserError(f"{file} is damaged; make it again with: recbft compare RUN_DIR... --out {path}")
 
 
 def _read(run_dirs: Sequence[str | Path], skip_broken: bool) -> tuple[list[Run], list[str]]:
@@ -233,13 +242,10 @@ def _trained_arm(name: str, runs: Mapping[int, Run], seeds: tuple[int, ...]) -> 
         name=name,
         seeds=seeds,
         runs=tuple(run.path for run in chosen),
-        ranks={
-            setting: np.stack([run.per_user[COLUMNS[setting]].to_numpy(np.int64) for run in chosen])
-            for setting in SETTINGS
-        },
+        ranks={setting: np.stack([run.ranks(setting) for run in chosen]) for setting in SETTINGS},
         histories=tuple(run.history for run in chosen),
         config=config_of(chosen),
-        trained=all(run.is_trained for run in chosen),
+        trained=all(run.metrics.get("epochs") != 0 for run in chosen),  # what RecBole trained does not say epochs
         validation={setting: _on_validation(chosen, setting) for setting in SETTINGS},
     )
 

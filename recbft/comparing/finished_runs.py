@@ -1,8 +1,17 @@
-"""Finished runs as a comparison reads them: their ranks and their protocol, checked."""
+"""Finished runs as a comparison reads them: their ranks and their protocol, checked, and the arms they belong to.
+
+Runs belong to one arm if they have one trainer and one configuration, but for the seed, the data's place and what a
+machine decides (threads, device, memory). Where each began from an older run of its own seed, the folders of those may
+differ in that seed. An arm is called as the model calls it. Where several share the name, the settings in which they
+differ are added in the form of ``arms``: ``matched+recency``, ``bft[core.lam_max=10]``. A setting as the model, the arm
+or the mixer has it by itself is not among them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +21,16 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
 from recbft.evaluation.metrics import metrics_from_ranks
-from recbft.evaluation.protocol import SETTINGS
+from recbft.evaluation.protocol import SETTINGS, config_hash
 from recbft.runs.checkpoint import best_digest
 from recbft.runs.folder import RunFolder
+from recbft.training.run_config import load_run_config
 
-COLUMNS = {
-    "user": "user",
-    "history_length": "history_length",
-    "target": "target",
-    "target_count": "target_count",
-    "unfiltered": "rank_unfiltered",
-    "filtered": "rank_filtered",
-}
+# Decided by the machine a run was made on, not by the arm.
+OF_MACHINE = ("training.threads", "training.device", "training.tensorboard", "evaluation.memory_mb")
 # What must be equal for numbers to be comparable.
 _SAME = (
     "content_hash", "target_hash", "users", "items", "split", "part", "ranking", "ties", "filter_seen", "recbft_version"
@@ -55,9 +60,18 @@ class Run:
         return self.metrics.get("trained_by")
 
     @property
-    def is_trained(self) -> bool:
-        """False of a model that learns nothing, whose seeds are all alike; what RecBole trained does not say epochs."""
-        return self.metrics.get("epochs") != 0
+    def of_users(self) -> dict[str, NDArray[Any]]:
+        """(U,) each: raw id of the test target, its training events, and the training events of the user."""
+        return {
+            "target": self.per_user["target"].to_numpy(),
+            "target_frequency": self.per_user["target_count"].to_numpy(np.int64),
+            # The test is ranked from training and the validation event.
+            "training_length": self.per_user["history_length"].to_numpy(np.int64) - 1,
+        }
+
+    def ranks(self, setting: str) -> NDArray[np.int64]:
+        """Of the test targets, (U,)."""
+        return self.per_user[f"rank_{setting}"].to_numpy(np.int64)
 
 
 def read_run(path: str | Path) -> Run:
@@ -68,16 +82,17 @@ def read_run(path: str | Path) -> Run:
     """
     run = RunFolder.open(path)
     metrics, protocol, per_user = run.metrics, run.protocol, read_per_user(run)
+    made = Run(run.path, protocol["seed"], protocol, metrics, per_user, list(run.read_history()))
     for setting in SETTINGS:
         figures = metrics["test"][setting]
         cutoffs = [int(k) for name in figures if (k := name.partition("@")[2]).isdecimal()]
-        for name, found in metrics_from_ranks(per_user[COLUMNS[setting]].to_numpy(np.int64), cutoffs).items():
+        for name, found in metrics_from_ranks(made.ranks(setting), cutoffs).items():
             if abs(found - figures[name]) > 1e-9:
                 raise UserError(
                     f"{run.per_user_file} gives {name.upper()} {found:.6f} ({setting}) and {run.metrics_file.name} "
                     f"says {figures[name]}; they are not of one run: restore them, or train again"
                 )
-    return Run(run.path, protocol["seed"], protocol, metrics, per_user, list(run.read_history()))
+    return made
 
 
 def check_same(runs: Sequence[Run]) -> None:
@@ -143,6 +158,45 @@ def weights_of(path: Path) -> str | None:
         return None
 
 
+def label_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs by arm, in the order in which the arms come."""
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        alike.setdefault(config_hash(_of_arm([run])), []).append(run)
+    arms: dict[str, list[Run]] = {}
+    for exactly, group in alike.items():
+        under_any_seed = {config_hash(_of_arm([run], any_seed=True)) for run in group}
+        # Where runs of several seeds began from one older run, its folder is what they share as it is.
+        arms.setdefault(under_any_seed.pop() if len(under_any_seed) == 1 else exactly, []).extend(group)
+    groups = list(arms.values())
+    several_models = len({run.config["model"] for run in runs}) > 1
+    names = [_name(group, groups, several_models) for group in groups]
+    assert len(set(names)) == len(names), "settings that differ are in the names"
+    return dict(zip(names, groups, strict=True))
+
+
+def config_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """The configuration of an arm's runs: that of the first, and SEED for the seed in what each began from."""
+    return _under_any_seed(runs[0].config) if _began_apart(runs) else runs[0].config
+
+
+def own_settings(runs: Sequence[Run]) -> dict[str, Any]:
+    """The settings of an arm's runs that are not its defaults, by their full names."""
+    config = runs[0].config
+    default = by_setting(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
+    return {key: value for key, value in by_setting(_of_arm(runs)).items() if default.get(key) != value}
+
+
+def arm_name(name: str, settings: Mapping[str, Any]) -> str:
+    """An arm with settings of its own, in the form of ``arms``."""
+    own = dict(settings)
+    if own.get("backbone.recency_decay") is True:
+        del own["backbone.recency_decay"]
+        name += "+recency"
+    listed = ",".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items())
+    return f"{name}[{listed}]" if listed else name
+
+
 def _column(run: Run, column: str) -> NDArray[Any]:
     return run.per_user[column].to_numpy().astype(str)  # ids are equal by text, whatever file they came from
 
@@ -151,3 +205,57 @@ def _short(value: object) -> str:
     """A value for a message; of a hash the part that is printed elsewhere too."""
     text = str(value)
     return text[:12] if len(text) == 64 and " " not in text else text
+
+
+def _name(group: Sequence[Run], groups: Sequence[Sequence[Run]], with_model: bool) -> str:
+    config = group[0].config
+    alike = [by_setting(_of_arm(o)) for o in groups if all(o[0].config[k] == config[k] for k in ("model", "arm"))]
+    said_by_mixer = _mixer_defaults(config)
+    # The decay is always said: a plain layer with it is another baseline than one without.
+    own = {
+        key: value
+        for key, value in own_settings(group).items()
+        if key == "backbone.recency_decay"
+        or (any(other.get(key) != value for other in alike) and (key, value) not in said_by_mixer)
+    }
+    return arm_name(f"{config['model']}/{config['arm']}" if with_model else str(config["arm"]), own)
+
+
+def _mixer_defaults(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What the name of a run's mixer says of its own options; nothing of a mixer that this process does not know."""
+    try:
+        usual = load_run_config(model=config["model"], arm=config["arm"], mixer=config.get("mixer"))
+    except UserError:
+        return []
+    return list(by_setting({"mixing": to_dict(usual.mixing)}).items())
+
+
+def _of_arm(runs: Sequence[Run], *, any_seed: bool = False) -> dict[str, Any]:
+    """What runs of one arm share."""
+    config = runs[0].config
+    shared = _identifying(_under_any_seed(config) if any_seed or _began_apart(runs) else config)
+    return shared if runs[0].trained_by is None else shared | {"trained_by": runs[0].trained_by}
+
+
+def _began_apart(runs: Sequence[Run]) -> bool:
+    return len({run.config.get("training", {}).get("warm_start") for run in runs}) > 1
+
+
+def _under_any_seed(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with SEED for its own seed in the folder of the older run that it began from."""
+    training = config.get("training", {})
+    older = training.get("warm_start")
+    if older is None:
+        return config
+    said = re.sub(rf"(seed\W?){config['seed']}(?!\d)", r"\1SEED", older)
+    return config | {"training": training | {"warm_start": said}}
+
+
+def _identifying(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: {name: v for name, v in value.items() if f"{key}.{name}" not in OF_MACHINE}
+        if isinstance(value, dict)
+        else value
+        for key, value in config.items()
+        if key not in ("seed", "data")
+    }

@@ -19,8 +19,6 @@ from recbft.errors import UserError
 from recbft.experiments.lists import seeds_text
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
-from recbft.training.process_settings import chosen_device
-from recbft.training.run_config import RunConfig
 
 # Options whose values are places on one machine, and the word that a recorded command has instead.
 _PLACES = {"--data-root": "DIR", "--out": "OUT", "--json": "FILE", "--config": "FILE"}
@@ -139,15 +137,6 @@ def notes_on_machines(comparison: Comparison) -> list[str]:
     if mixed:
         notes.append(_on_pairs(mixed, kinds))
     return notes
-
-
-def device_of(config: RunConfig) -> torch.device:
-    """Where a run with this config takes place.
-
-    Raises:
-        UserError: the device is not there.
-    """
-    return chosen_device(config.training.device)
 
 
 def _on_pairs(seeds: list[int], kinds: Mapping[str, Mapping[int, str]]) -> str:

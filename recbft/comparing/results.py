@@ -9,12 +9,22 @@ there too; one of these test events does not.
 
 Holm's adjustment is over the family that the table itself declares: every arm, metric and setting that is tested
 against one baseline. Give fewer metrics to declare a smaller family.
+
+The same comparison made on several data sets has one answer (``pool``), Fisher's pooled p:
+
+    X = -2 sum_k log p_k  ~  chi-square with 2 k degrees of freedom where nothing differs on any data set         (a)
+
+(a) asks whether there is a difference somewhere, whichever way: a gain here and a loss there add up to a small p too.
+So the number of data sets on which the arm is better stands beside it. Holm's adjustment is over the rows of the table.
+
+Source: Fisher, Statistical Methods for Research Workers (1925), section 21.1.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +34,9 @@ import numpy as np
 
 from recbft.comparing.comparison import COMPARISON_FILE, Comparison
 from recbft.comparing.provenance import notes_on_machines
-from recbft.evaluation.paired import compare_seeds, compare_users, holm
+from recbft.errors import UserError
+from recbft.evaluation.paired import compare_seeds, compare_users, fisher, holm
+from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import MIN_USERS
 from recbft.experiments.arms import has_decay
 from recbft.experiments.lists import counted
@@ -39,21 +51,19 @@ _USER_SAMPLES, _MANY_USERS = (10_000, 2_000), 10_000  # resamples up to so many 
 Cells = dict[str, dict[str, dict[str, dict[str, Any]]]]  # arm -> setting -> metric -> figures
 
 
-def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS, over_users: bool = True) -> dict[str, Any]:
+def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS) -> dict[str, Any]:
     """Every figure of a comparison, ready for JSON.
 
     Args:
         metrics: names that ``values_from_ranks`` knows; with the arms and settings they are the family of tests.
-        over_users: compare over users too, which takes seconds per arm on large data.
     """
     comparisons, others = {}, list(comparison.arms)
     for baseline in _baselines(comparison):
         others = [name for name in others if name != baseline]  # a pair of baselines is compared once
         if others:
-            comparisons[baseline] = _against(comparison, baseline, others, metrics, over_users)
+            comparisons[baseline] = _against(comparison, baseline, others, metrics)
     notes = [*comparison.notes, *notes_on_machines(comparison), *_decay_alone(comparison)]
-    notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds))]
-    notes += _few_users(len(comparison.users)) if over_users else []
+    notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds), len(comparison.users))]
     return {
         "baseline": comparison.baseline,
         "seeds": list(comparison.seeds),
@@ -118,6 +128,43 @@ def write_comparison(
     return result
 
 
+def pool(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Pool comparisons made on different data sets.
+
+    Raises:
+        UserError: fewer than two, two on the same data or on one file's events, different baselines or models, or no
+            comparison in common.
+    """
+    if len(results) < 2:
+        raise UserError("pooling needs at least 2 comparisons; give more folders")
+    # The content of a data set has another hash with its times than without; its targets have not.
+    hashes = [[result["protocol"][of] for result in results] for of in ("content_hash", "target_hash")]
+    if any(len(set(found)) < len(found) for found in hashes):
+        raise UserError("two comparisons are on the same data; pooled p-values must come from different data sets")
+    _check_different_events([result["protocol"] for result in results])
+    baselines = {result["baseline"] for result in results}
+    if len(baselines) > 1:
+        raise UserError(f"the comparisons have baselines {', '.join(sorted(baselines))}; give --baseline to each alike")
+    baseline = baselines.pop()
+    each = [{cell[:3]: cell[3] for cell in cells_of(result["comparisons"].get(baseline, {}))} for result in results]
+    models = {str(result["protocol"].get("config", {}).get("model")) for result in results}
+    if len(models) > 1:
+        raise UserError(f"the comparisons are of {', '.join(sorted(models))}; pool those of one model")
+    shared = [key for key in each[0] if all(key in one for one in each)]
+    if not shared:
+        raise UserError("the comparisons have no arm and metric in common; compare the same arms on each data set")
+    pooled = [_pooled(key, [one[key]["over_seeds"] for one in each]) for key in shared]
+    for row, p in zip(pooled, holm([row["p_fisher"] for row in pooled]), strict=True):
+        row["p_holm"] = p
+    return {
+        "baseline": baseline,
+        "data": [result["protocol"]["dataset"] for result in results],
+        "made_of": [{key: result[key] for key in ("made", "seeds", "protocol", "notes")} for result in results],
+        "pooled": pooled,
+        "left_out": _left_out({key for one in each for key in one}, set(shared)),
+    }
+
+
 def _baselines(comparison: Comparison) -> list[str]:
     """The comparison's own and, where it is another arm that takes part, the plain layer with the decay."""
     of_model, _, baseline = comparison.baseline.rpartition("/")
@@ -163,9 +210,7 @@ def _level(values: Sequence[float], has_spread: bool) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "sd": sd, "values": list(values)}
 
 
-def _against(
-    comparison: Comparison, baseline: str, others: Sequence[str], metrics: Sequence[str], over_users: bool
-) -> Cells:
+def _against(comparison: Comparison, baseline: str, others: Sequence[str], metrics: Sequence[str]) -> Cells:
     samples = user_samples(len(comparison.users))
     found: Cells = {}
     for name in others:
@@ -175,7 +220,7 @@ def _against(
             for metric in metrics:
                 pair = [comparison.values(arm, setting, metric) for arm in (baseline, name)]
                 cell: dict[str, Any] = {"over_seeds": asdict(compare_seeds(*pair))}
-                if over_users and len(comparison.users) > 1:
+                if len(comparison.users) > 1:
                     pair = [comparison.per_user(arm, setting, metric) for arm in (baseline, name)]
                     cell["over_users"] = asdict(compare_users(*pair, samples=samples))
                 held = [comparison.arms[arm].validation.get(setting, {}).get(metric) for arm in (baseline, name)]
@@ -213,21 +258,17 @@ def _decay_alone(comparison: Comparison) -> list[str]:
     ]
 
 
-def _few(seeds: int) -> list[str]:
-    """What so few seeds cannot show however large the difference."""
-    smallest = 2 / 2**seeds
-    if smallest <= 0.05:
-        return []
-    return [f"with {seeds} seeds no sign-flip p can be below {smallest:g}; 6 seeds are the fewest that can reach 0.05"]
-
-
-def _few_users(users: int) -> list[str]:
-    """The rule of strata: resamples of so few users are too much alike."""
-    if users >= MIN_USERS:
-        return []
-    return [
-        f"with {counted(users, 'user')} intervals over users are too narrow; {MIN_USERS} are the fewest, as in strata"
-    ]
+def _few(seeds: int, users: int) -> list[str]:
+    """What so few seeds cannot show however large the difference, and the rule of strata for users."""
+    notes, smallest = [], 2 / 2**seeds
+    if smallest > 0.05:
+        notes.append(
+            f"with {seeds} seeds no sign-flip p can be below {smallest:g}; 6 seeds are the fewest that can reach 0.05"
+        )
+    if users < MIN_USERS:
+        few = counted(users, "user")
+        notes.append(f"with {few} intervals over users are too narrow; {MIN_USERS} are the fewest, as in strata")
+    return notes
 
 
 def _environments(comparison: Comparison) -> list[dict[str, Any]]:
@@ -255,3 +296,50 @@ def _keep(folder: Path, name: str, ending: str, ranks: bytes, taken: set[str]) -
     taken.add(file.casefold())
     write_atomic(folder / file, ranks)
     return os.path.relpath(folder / file, folder.parent)
+
+
+def _check_different_events(protocols: Sequence[dict[str, Any]]) -> None:
+    """UserError where one file's events were prepared in two ways: their p-values are not independent.
+
+    Rows chosen by another ``where`` are other data. Of equal filters other content is another file of that size.
+    """
+    seen: dict[str, dict[str, Any]] = {}
+    for protocol in protocols:
+        preparation = protocol.get("preparation", {})
+        filters = dict(preparation.get("filters", {}))
+        events = repr((protocol["dataset"], preparation.get("before"), filters.pop("where", None)))
+        other = seen.setdefault(events, filters)
+        differ = sorted(key for key in filters.keys() | other.keys() if filters.get(key) != other.get(key))
+        if differ:
+            raise UserError(
+                f"two comparisons are on the events of {protocol['dataset']}, prepared with other {', '.join(differ)}; "
+                "pooled p-values must come from different data sets"
+            )
+
+
+def _left_out(there: set[tuple[str, str, str]], shared: set[tuple[str, str, str]]) -> list[str]:
+    """Arms that not every comparison has, and of the others the metrics that not every one has."""
+    arms = {arm for arm, _, _ in shared}
+    return sorted(
+        {
+            f"{arm} {metric.upper()} ({SETTINGS[setting]})" if arm in arms else arm
+            for arm, setting, metric in there - shared
+        }
+    )
+
+
+def _pooled(key: tuple[str, str, str], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    arm, setting, metric = key
+    relative = [one["relative"] for one in each]
+    known = [value for value in relative if value is not None]
+    return {
+        "arm": arm,
+        "setting": setting,
+        "metric": metric,
+        "relative": relative,
+        "mean_relative": statistics.mean(known) if known else None,
+        "constant_on": sum(map(is_constant, each)),
+        "better_on": sum(one["difference"] > 0 for one in each),
+        "p_fisher": fisher([one["p_t"] for one in each]),
+        "p_fisher_sign_flip": fisher([one["p_sign_flip"] for one in each]),
+    }

@@ -31,15 +31,14 @@ class Association(NamedTuple):
     n: int
 
 
-NO_ASSOCIATION = Association(None, None, 0)  # of figures that are not there
-
-
-def spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Association:
-    """Equation (a), or (b) with ``given`` held fixed; pairs with a NaN are left out.
+def spearman(x: ArrayLike | None, y: ArrayLike | None, given: ArrayLike | None = None) -> Association:
+    """Equation (a), or (b) with ``given`` held fixed; pairs with a NaN are left out. None is a figure that is missing.
 
     >>> spearman([1, 2, 3, 4], [1, 4, 9, 16])
     Association(rho=1.0, p=0.08333333333333333, n=4)
     """
+    if x is None or y is None:
+        return Association(None, None, 0)
     from scipy import stats  # seconds to import, which nobody who only recommends has to wait for
 
     columns = [_tied(np.asarray(values, dtype=np.float64)) for values in (x, y, given) if values is not None]

@@ -18,8 +18,20 @@ same, however little they prove. A verdict asks the test of no order as well, wi
 
     z = (AUROC - 1/2) n_hit n_miss / sqrt( n_hit n_miss (N + 1 - sum_m (t_m^3 - t_m) / (N (N - 1))) / 12 )  (f)
 
+Are the probabilities true? With P@k what a model gives for the target being among its k best (``probability``), and
+hit@k for rank <= k, ties against the target,
+
+    ECE@k  = sum_b (n_b / N) |mean P@k - share of hits@k|  over bins b of users                             (g)
+    floor  = (1 / N) sum_b sqrt((2 / pi) sum_{u in b} P@k (1 - P@k))                                        (h)
+
+The bins of (g) hold equal numbers of users as far as ties allow, in the order of P@k (quantile edges, ties together).
+ECE@1 is the usual top-label calibration error, ECE@10 that of the project's usual metric. (h) is what (g) would be on
+average if P@k were true (normal approximation to the hits of a bin): an ECE is never 0 with finitely many users, and
+bootstrap intervals share that excess.
+
 Source: Mann and Whitney (1947); Geifman and El-Yaniv, Selective Classification for Deep Neural Networks (2017);
-Geifman, Uziel and El-Yaniv, Bias-Reduced Uncertainty Estimation (2019), for (c) and (d).
+Geifman, Uziel and El-Yaniv, Bias-Reduced Uncertainty Estimation (2019), for (c) and (d); Guo et al., On Calibration of
+Modern Neural Networks (2017), and Nguyen and O'Connor (2015) for equal-mass bins.
 Shapes: N users, R resamples, M groups of users of equal confidence.
 """
 
@@ -32,9 +44,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from recbft.evaluation.strata import quantile_edges
+
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 CURVE_POINTS = 100
+NUM_BINS = 10
 CELLS = 1_000_000  # of resampled users held at a time
 LEVEL = 0.05  # of the test behind a verdict
 
@@ -151,6 +166,46 @@ def compare_confidences(
             apart = interval(areas[reference][0] - areas[name][0], hit.size)
             found[name]["reference_above"] = {"auroc": above, "interval": apart}
     return found
+
+
+def calibration(
+    probability: FloatArray, hit: NDArray[np.bool_], *, bins: int = NUM_BINS, samples: int = 1000, seed: int = 0
+) -> dict[str, Any]:
+    """Equations (g) and (h) and the reliability diagram.
+
+    Args:
+        probability: P@k of each user, (N,), in [0, 1].
+        hit: hit@k, (N,).
+        samples, seed: of the bootstrap over users, which keeps the bins.
+
+    Returns:
+        ece, interval (95 %), floor, mean_probability, hit_rate, and bins: a list of {probability, hit_rate, num_users}.
+    """
+    edges = quantile_edges(probability, bins)
+    _, member = np.unique(np.searchsorted(edges, probability, side="left"), return_inverse=True)
+    number = np.bincount(member)
+    mean, rate = (np.bincount(member, weights=w) / number for w in (probability, hit))
+    spread = np.bincount(member, weights=probability * (1 - probability))
+    order = np.argsort(member, kind="stable")
+    gap = (probability - hit)[order]
+    first = np.concatenate([[0], np.cumsum(number)[:-1]])
+
+    def ece(weights: IntArray) -> FloatArray:
+        ordered = weights[:, order]
+        sums: FloatArray = np.abs(np.add.reduceat(ordered * gap, first, axis=1)).sum(axis=1) / ordered.sum(axis=1)
+        return sums
+
+    return {
+        "ece": float(ece(np.ones((1, hit.size), np.int64))[0]),
+        "interval": interval(bootstrap(ece, hit.size, samples=samples, seed=seed), hit.size),
+        "floor": float(np.sqrt(2 / np.pi * spread).sum() / hit.size),
+        "mean_probability": float(probability.mean()),
+        "hit_rate": float(hit.mean()),
+        "bins": [
+            {"probability": float(p), "hit_rate": float(h), "num_users": int(n)}
+            for p, h, n in zip(mean, rate, number, strict=True)
+        ],
+    }
 
 
 def verdict(auroc: float | None, inside: list[float] | None, num_distinct: int, p: float) -> str:

@@ -1,9 +1,21 @@
 """Rank every user's held-out item with a model: the one pass behind every number.
 
 Both settings (all items, seen items masked) come from the same pass; ``filter_seen`` says which one is the headline.
-Asked for, the lists of the best items are made beside the ranks, for which items they show.
+Asked for, the lists of the best items are made beside the ranks: how much of the catalogue do they show, how evenly,
+and how popular is it?
 
-Shapes: N users.
+    n_i          = number of users whose k best items hold item i                          (a)
+    coverage@k   = share of the V items with n_i > 0                                       (b)
+    gini@k       = sum_i (2 i - V - 1) n_(i) / (V sum_i n_i),  n_(1) <= ... <= n_(V)        (c)
+    popularity@k = sum_i n_i c_i / sum_i n_i,  c_i the training events of item i           (d)
+
+(c) is 0 where all items are shown to equally many users and 1 - 1 / V where one item is shown to all; (d) is the mean
+over all places of all lists, by the data that are evaluated, which may be others than were trained on. What users took
+themselves is what (d) can be held against: the mean training count of the targets.
+
+Source: Shani and Gunawardana, Evaluating Recommendation Systems (2011), section 3.3 for (b) and (c); RecBole has them
+as ItemCoverage, GiniIndex and AveragePopularity.
+Shapes: N users, V items, k items per list.
 """
 
 from __future__ import annotations
@@ -20,16 +32,17 @@ from numpy.typing import NDArray
 from recbft.datasets.batches import HISTORIES_PER_BATCH
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
-from recbft.evaluation.exposure import exposure, listed_users, shown
 from recbft.evaluation.metrics import KS, metrics_from_ranks
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.evaluation.ranks import Ranks, full_ranks
 from recbft.evaluation.top_k import top_k
-from recbft.evaluation.views import Part, evaluation_mode, events_of, states_of_view, view_of
+from recbft.evaluation.views import Part, evaluation_mode, events_of, some_users, states_of_view, view_of
 from recbft.models.contract import SequenceModel
 
 IntArray = NDArray[np.int64]
 T = TypeVar("T")
+LISTED_SCORES = 1_000_000_000  # lists are made of so many users by items,
+LISTED_USERS = 1000  # or of so many users where that is more
 
 
 class Sharing(Protocol):
@@ -52,8 +65,7 @@ class Evaluation:
             rank_unfiltered, rank_filtered.
         metrics: "unfiltered" and "filtered", each metric by name.
         precision: the posterior precision behind each user's scores, (N,); None where the model keeps none.
-        exposure: "unfiltered" and "filtered", which items the lists of the best show (``exposure``); None where no
-            lists were asked for.
+        exposure: "unfiltered" and "filtered", (b) to (d) by name; None where no lists were asked for.
     """
 
     part: Part
@@ -82,7 +94,6 @@ def evaluate(
     filter_seen: bool = False,
     ks: Sequence[int] = KS,
     memory_mb: float = 256.0,
-    histories_per_batch: int | None = None,
     sharing: Sharing | None = None,
     lists: bool = False,
 ) -> Evaluation:
@@ -90,7 +101,6 @@ def evaluate(
 
     Args:
         memory_mb: bound on the block of scores, and on the states held at a time.
-        histories_per_batch: histories that the model reads at once; None for as many as are fast on its device.
         sharing: processes that call this alike and share the work; every one of them gets the whole.
         lists: make the lists of the best items too, in both settings, and say which items they show; of some users,
             drawn from a fixed seed, where users by items are more than a billion.
@@ -104,10 +114,7 @@ def evaluate(
     listed = listed_users(num_users, dataset.num_items) if lists else np.empty(0, np.int64)
 
     def rank(users: slice) -> _Found:
-        return _rank(
-            model, dataset, view, users, ks=ks if lists else (), listed=listed,
-            memory_mb=memory_mb, histories_per_batch=histories_per_batch,
-        )  # fmt: skip
+        return _rank(model, dataset, view, users, ks=ks if lists else (), listed=listed, memory_mb=memory_mb)
 
     parts = [rank(slice(0, num_users))] if sharing is None else sharing.each_does(num_users, rank)
     ranks = _joined([part.ranks for part in parts])
@@ -140,6 +147,45 @@ def evaluate(
     )
 
 
+def lists_of(num_users: int, num_items: int) -> str | None:
+    """Whose lists are made, in words, where they are not everyone's; coverage rises with their number."""
+    listed = listed_users(num_users, num_items).size
+    return None if listed == num_users else f"{listed:,} of the {num_users:,} users"
+
+
+def listed_users(num_users: int, num_items: int) -> IntArray:
+    """Row numbers of those whose lists are made."""
+    return some_users(num_users, num_items, scores=LISTED_SCORES, at_least=LISTED_USERS)
+
+
+def shown(items: IntArray, num_items: int, ks: Sequence[int]) -> IntArray:
+    """Equation (a) for each k, (len(ks), V).
+
+    Args:
+        items: item indices of every list, best first, 0 where a list is shorter, (N, max(ks)).
+    """
+    counts = [np.bincount(items[:, :k].ravel(), minlength=num_items + 1)[1:] for k in ks]
+    return np.stack(counts).astype(np.int64)
+
+
+def exposure(counts: IntArray, training_counts: IntArray, ks: Sequence[int]) -> dict[str, float]:
+    """Equations (b) to (d) by name ("coverage@10"); (c) and (d) are left out where no list has an item.
+
+    Args:
+        counts: (a) for each k, (len(ks), V).
+        training_counts: c of (d), (V,).
+    """
+    found: dict[str, float] = {}
+    num_items = counts.shape[1]
+    for k, n in zip(ks, counts, strict=True):
+        found[f"coverage@{k}"] = float(np.mean(n > 0))
+        if total := int(n.sum()):
+            place = 2 * np.arange(1, num_items + 1) - num_items - 1
+            found[f"gini@{k}"] = float(place @ np.sort(n)) / (num_items * total)
+            found[f"popularity@{k}"] = float(n @ training_counts) / total
+    return found
+
+
 class _Found(NamedTuple):
     """What is known of n users of a view."""
 
@@ -157,18 +203,17 @@ def _rank(
     ks: Sequence[int],
     listed: IntArray,
     memory_mb: float,
-    histories_per_batch: int | None,
 ) -> _Found:
     """Ranks of some users, and what the lists of those who are listed show, with the model in evaluation mode."""
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
-        at_once = max(histories_per_batch or HISTORIES_PER_BATCH, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
+        at_once = max(HISTORIES_PER_BATCH, int(memory_mb * 2**20) // (4 * table.weight.shape[1]))
         ranks, precisions = [], []
         counts = np.zeros((2, len(ks), dataset.num_items), np.int64)
         for first in range(users.start, users.stop, at_once):
             chunk = slice(first, min(first + at_once, users.stop))
             part = view.rows(chunk)
-            states, precision = states_of_view(model, dataset, part, table.weight.device, histories_per_batch)
+            states, precision = states_of_view(model, dataset, part, table.weight.device)
             seen = events_of(dataset.items, part.start, part.stop)
             ids = dataset.user_ids[chunk]
             ranks.append(full_ranks(states, table, part.target, *seen, memory_mb=memory_mb, user_ids=ids))

@@ -46,7 +46,7 @@ from torch import Tensor
 from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.planted import PlantedReliability
-from recbft.evaluation.association import NO_ASSOCIATION, spearman
+from recbft.evaluation.association import spearman
 from recbft.evaluation.strata import QUANTILES, Strata, item_frequency
 from recbft.evaluation.trace import LayerTrace, at_cap, blocks_of, trace
 from recbft.evaluation.views import Part, batches_of_view, evaluation_mode, view_of
@@ -75,9 +75,6 @@ def mechanism(
         planted: the truth behind generated data.
         quantiles: bins of item frequency.
         memory_mb: bound on the attention weights that are written out at a time.
-
-    Raises:
-        UserError: the part is unknown or there is no user.
     """
     view = view_of(dataset, part, users)
     layers: list[_LayerSums] = []
@@ -102,7 +99,7 @@ def mechanism(
             "num_tokens": int(tokens.sum()),
             "num_items": int((tokens[1:-1] > 0).sum()),
             "tracks_precision": bool(posterior),
-            "cap": _cap(model),
+            "cap": None if model.core is None else float(model.core.lam_max),
             "bins": _bin_rows(bins, tokens),
             "layers": [
                 {"layer": number, **layer.report(bins, tokens, counts, reliability)}
@@ -123,7 +120,7 @@ class _LayerSums:
         self.share: list[FloatArray] = []
         self.gain: list[FloatArray] = []
         self.keys: list[IntArray] = []
-        self.constants: dict[str, Any] = {}
+        self.constants: dict[str, Any] = {}  # what does not depend on the token
 
     def add(self, layer: LayerTrace, batch: Batch) -> None:
         """Add a batch."""
@@ -147,7 +144,12 @@ class _LayerSums:
                 own += np.bincount(items, weights=means, minlength=self.size)
         self._add_saturated(layer, batch, real)
         self._add_last_token(layer, batch)
-        self.constants = _constants(layer)
+        noise, precision = layer.noise, layer.block.precision
+        self.constants = {
+            "jacobian_mode": None if precision is None else precision.mode,
+            "process_noise": None if noise is None else {"mean": float(noise.mean()), "max": float(noise.max())},
+            "recency_decay": layer.recency_decay,
+        }
 
     def _add_saturated(self, layer: LayerTrace, batch: Batch, real: Tensor) -> None:
         if layer.block.precision is None:
@@ -170,12 +172,12 @@ class _LayerSums:
         row, column = batch.last // T, batch.last % T
         before = batch.position.flatten()[batch.last]  # tokens of its history before it; they lie side by side
         share = layer.shares.cpu()[row, :, column, column - before].double()  # (S, G)
-        H = layer.num_heads
+        H = layer.block.mixer.n_heads
         self.share.append(share.view(len(row), H, -1).mean(dim=-1).numpy())
         self.keys.append((before + 1).numpy())
         if layer.gain is not None:
             gain = layer.gain.flatten(0, 1).cpu()[batch.last].double()  # (S, D)
-            if layer.mixes_heads:  # an output map mixes the heads: no coordinate is one head's own
+            if layer.block.mixer.mixes_heads:  # an output map mixes the heads: no coordinate is one head's own
                 gain = gain.mean(dim=-1, keepdim=True).expand(-1, H)
             self.gain.append(gain.reshape(len(row), H, -1).mean(dim=-1).numpy())
 
@@ -197,37 +199,27 @@ class _LayerSums:
         if not self.share:
             return None
         share, keys = np.concatenate(self.share), np.concatenate(self.keys)
-        gain = np.concatenate(self.gain) if self.gain else None
         asked = keys >= 2  # a token alone gives itself everything
+        share, keys = share[asked], keys[asked]
+        gain = np.concatenate(self.gain)[asked] if self.gain else None
         rows = []
         for head in range(share.shape[1]):
-            own = None if gain is None else gain[asked, head]
-            one = NO_ASSOCIATION if own is None else spearman(share[asked, head], own)
-            fixed = NO_ASSOCIATION if own is None else spearman(share[asked, head], own, given=keys[asked])
+            own = None if gain is None else gain[:, head]
+            one, fixed = spearman(share[:, head], own), spearman(share[:, head], own, given=keys)
             rows.append(
                 {
                     "head": head + 1,
-                    "share": mean(share[asked, head]),
-                    "uniform": mean(1 / keys[asked]),
+                    "share": mean(share[:, head]),
+                    "uniform": mean(1 / keys),
                     "gain": None if own is None else mean(own),
                     "rho": one.rho,
                     "p": one.p,
                     "rho_given_keys": fixed.rho,
                     "p_given_keys": fixed.p,
-                    "num_users": int(asked.sum()),
+                    "num_users": len(keys),
                 }
             )
         return rows
-
-
-def _constants(layer: LayerTrace) -> dict[str, Any]:
-    """What does not depend on the token."""
-    noise = layer.noise
-    return {
-        "jacobian_mode": None if layer.block.precision is None else layer.block.precision.mode,
-        "process_noise": None if noise is None else {"mean": float(noise.mean()), "max": float(noise.max())},
-        "recency_decay": layer.recency_decay,
-    }
 
 
 def _by_frequency(
@@ -242,8 +234,7 @@ def _by_frequency(
     if tokens[-1]:
         by_bin = np.append(by_bin, sums[-1] / tokens[-1])
     of_item = ratio(own, of)
-    found = spearman(counts, of_item)
-    planted = NO_ASSOCIATION if reliability is None else spearman(reliability, of_item)
+    found, planted = spearman(counts, of_item), spearman(reliability, of_item)
     return {
         "mean": float(sums.sum() / tokens.sum()),
         "bins": plain(by_bin),
@@ -294,10 +285,9 @@ def _initial(
     items = torch.arange(1, len(counts) + 1, device=weight.device)[None]
     tau = item_precision(items, weight[items])[0, :, 0].double().cpu().numpy()
     tau = np.where(counts > 0, tau, np.nan)  # an item never seen in training has learned nothing
-    found, seen = spearman(counts, tau), ~np.isnan(tau)
+    found, planted, seen = spearman(counts, tau), spearman(reliability, tau), ~np.isnan(tau)
     size = len(bins.names)
     in_bin = np.bincount(bins.member[seen], minlength=size)
-    planted = NO_ASSOCIATION if reliability is None else spearman(reliability, tau)
     return {
         "mean": mean(tau[seen]),
         "min": float(tau[seen].min()) if seen.any() else None,
@@ -346,7 +336,3 @@ def _histories_per_batch(model: SequenceModel, memory_mb: float) -> int:
         most = max(most, weight.shape[1] if block.mixer.by_coordinate else block.mixer.n_heads)
     each = COPIES * weight.element_size() * most * model.max_length**2
     return max(1, min(HISTORIES_PER_BATCH, int(memory_mb * 2**20) // each))
-
-
-def _cap(model: SequenceModel) -> float | None:
-    return None if model.core is None else float(model.core.lam_max)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.config.fields import check_range, is_whole
+from recbft.config.fields import check_range
 from recbft.errors import UserError
 
 IntArray = NDArray[np.int64]
@@ -98,14 +98,7 @@ def check_metric(name: str) -> None:
 
 
 def values_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, FloatArray]:
-    """Every metric's value per user, by name ("hr@10", "ndcg@10", "mrr@10", "mrr").
-
-    Raises:
-        UserError: a k is not a positive whole number.
-    """
-    for k in ks:
-        if not (is_whole(k) and k >= 1):
-            raise UserError(f"metrics are cut at k = {k!r}; give whole numbers of at least 1")
+    """Every metric's value per user, by name ("hr@10", "ndcg@10", "mrr@10", "mrr")."""
     assert ranks.size == 0 or ranks.min() >= 1, "the best rank is 1"
     values = {f"{name}@{k}": of(ranks, k) for name, (of, _) in METRICS.items() for k in ks}
     return values | {"mrr": reciprocal_rank(ranks)}
@@ -126,7 +119,7 @@ def metrics_from_ranks(ranks: IntArray, ks: Sequence[int] = KS) -> dict[str, flo
     """Every metric's mean over users, by name.
 
     Raises:
-        UserError: there is no user, or a k is not a positive whole number.
+        UserError: there is no user.
     """
     if ranks.size == 0:
         raise UserError("no user to evaluate: the data set has no user with at least 3 events")

@@ -69,12 +69,11 @@ class UserComparison:
     p_sign_flip: float  # sampled sign patterns of the users' differences
 
 
-def compare_seeds(baseline: ArrayLike, other: ArrayLike, *, samples: int = 100_000, seed: int = 0) -> SeedComparison:
+def compare_seeds(baseline: ArrayLike, other: ArrayLike) -> SeedComparison:
     """Compare two arms whose values stand in the same order of seeds.
 
     Args:
         baseline, other: one value per seed, (n,), n >= 2.
-        samples, seed: for the sign patterns where there are more than ``EXACT_SEEDS`` seeds.
 
     Returns:
         The comparison; identical arms have difference 0 and p 1, never NaN.
@@ -87,7 +86,7 @@ def compare_seeds(baseline: ArrayLike, other: ArrayLike, *, samples: int = 100_0
     mean, sd = float(d.mean()), _spread(d, a, b)
     quantile = float(stats.t.ppf(0.975, n - 1))
     half = quantile * sd / math.sqrt(n)
-    p_signs = sign_flip_p(d, samples=samples, seed=seed)
+    p_signs = sign_flip_p(d)
     return SeedComparison(
         num_seeds=n,
         mean_baseline=float(a.mean()),
@@ -106,24 +105,23 @@ def compare_seeds(baseline: ArrayLike, other: ArrayLike, *, samples: int = 100_0
     )
 
 
-def compare_users(baseline: ArrayLike, other: ArrayLike, *, samples: int = 10_000, seed: int = 0) -> UserComparison:
+def compare_users(baseline: ArrayLike, other: ArrayLike, *, samples: int = 10_000) -> UserComparison:
     """Compare two arms user by user.
 
     Args:
         baseline, other: one value per user in the same order, averaged over seeds, (N,), N >= 2.
         samples: resamples of the users for the interval, and sign patterns for the p.
-        seed: of both.
 
     Raises:
-        UserError: fewer than two users, or unequal numbers of them.
+        UserError: as ``compare_seeds``, of users.
     """
     a, b = _pair(baseline, other, "users")
     d = _differences(a, b)
     return UserComparison(
         num_users=d.size,
         difference=float(d.mean()),
-        interval=bootstrap_interval(d, samples=samples, seed=seed),
-        p_sign_flip=sign_flip_p(d, samples=samples, seed=seed),
+        interval=bootstrap_interval(d, samples=samples),
+        p_sign_flip=sign_flip_p(d, samples=samples),
     )
 
 

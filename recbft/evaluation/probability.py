@@ -13,6 +13,13 @@ count as lapses; steps of 2 can miss the higher one. The prior (6.9) matters the
 nothing speaks against it, and u is as if one event had been a lapse and three had not. Lists of fewer items than (6.8)
 was fitted on take the same T and u over those.
 
+T = 1 and u = 0 is the softmax that a model was trained as. What such a distribution says of a user, over all V items,
+seen ones included (``predicted``):
+
+    NLL    = mean over users of -ln p_target                                                                 (a)
+    H      = -sum_i p_i ln p_i                                                                               (b)
+    P@k    = sum of the k largest p: what the model itself gives for the target being among its k best       (c)
+
 Source: docs/method.md, section 6. Temperature: Guo et al., On Calibration of Modern Neural Networks (2017); lapse rate:
 Wichmann and Hill, The psychometric function I (2001), who bound it by a prior too; their product and (6.9) are ours.
 Shapes: N users, V items, D state width; a block has n users by w items.
@@ -21,7 +28,7 @@ Shapes: N users, V items, D state width; a block has n users by w items.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +52,8 @@ GRID = sorted({2.0**power for power in range(-5, 21)} | {2.0 ** (quarters / 4) f
 SCALE_OF_LOG_T = 0.4  # of (6.9)
 LAPSED, FORESEEN = 1, 3  # events of (6.9)
 CLOSE = 1.0  # a peak of the grid further below the highest one is not looked into
+COPIES = 4  # of a block of scores that are alive at once
+CACHED_SCORES = 1_000_000  # a block of so many stays in a processor's cache from one step to the next
 TOLERANCE = 1e-3  # of ln T, of which its own uncertainty is a hundred times as much
 
 
@@ -56,6 +65,14 @@ class Calibration(NamedTuple):
 
 
 AS_TRAINED = Calibration(1.0, 0.0)
+
+
+class Predicted(NamedTuple):
+    """What each user's distribution says, (N,) each, float64."""
+
+    nll: FloatArray  # -ln p_target
+    entropy: FloatArray  # (b), in nats, between 0 and ln V
+    top: dict[int, FloatArray]  # k -> (c)
 
 
 class LogSum:
@@ -87,9 +104,6 @@ def calibrations(
     Returns:
         "unfiltered" over all items, "filtered" over those that the user has not seen, fitted where the target is among
         them; None if it never is. Ready for JSON.
-
-    Raises:
-        UserError: there is no user.
     """
     view = view_of(dataset, "validation", fitting_users(dataset, np.arange(dataset.num_users)))
     with torch.inference_mode(), evaluation_mode(model):
@@ -235,3 +249,57 @@ def log_softmax_of_targets(
         for parts, one in zip(found, sums, strict=True):
             parts.append(one.log_softmax(score[users, None])[:, 0])
     return [torch.cat(parts).cpu().numpy() for parts in found]
+
+
+def predicted(
+    states: Tensor,
+    table: ItemTable,
+    targets: IntArray,
+    *,
+    calibrations: Sequence[Calibration],
+    ks: Sequence[int],
+    memory_mb: float,
+) -> list[Predicted]:
+    """Equations (6.7) and (a) to (c) user by user, once for each T and u.
+
+    Args:
+        states: (N, D).
+        targets: item index per user, (N,).
+        ks: cut-offs of (c); a k beyond the catalogue takes all of it.
+        memory_mb: bound on the scores that are alive at a time; at least one user's are.
+    """
+    found: list[list[Tensor]] = [[] for _ in calibrations]
+    for scores, own in _rows(states, table, targets, memory_mb):
+        best = scores.topk(min(max(ks), scores.shape[1]), dim=1).indices
+        for (temperature, lapse), parts in zip(calibrations, found, strict=True):
+            z = scores / temperature
+            log_p = z.sub_(z.logsumexp(dim=1, keepdim=True))
+            if lapse > 0:
+                even = torch.full((), math.log(lapse) - math.log(scores.shape[1]), dtype=z.dtype, device=z.device)
+                log_p = torch.logaddexp(log_p.add_(math.log1p(-lapse)), even)
+            p = log_p.exp()
+            entropy = -torch.linalg.vecdot(p, log_p).clamp(max=0)
+            parts.append(torch.cat([-log_p.gather(1, own), entropy[:, None], p.gather(1, best)], dim=1))
+    # Summed on the CPU: on a GPU a running sum has no fixed order, and PyTorch refuses it where one is asked for.
+    return [_predicted(torch.cat(parts).cpu(), ks) for parts in found]
+
+
+def _predicted(columns: Tensor, ks: Sequence[int]) -> Predicted:
+    """From -ln p_target, (b) and the largest p in falling order, user by user, (N, 2 + max k)."""
+    nll, entropy = columns[:, :2].double().T.contiguous().numpy()
+    top = columns[:, 2:].cumsum(dim=1).clamp(max=1).double()
+    return Predicted(nll, entropy, {k: top[:, min(k, top.shape[1]) - 1].contiguous().numpy() for k in ks})
+
+
+def _rows(states: Tensor, table: ItemTable, targets: IntArray, memory_mb: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores of some users for all items, (n, V), to be overwritten at will, and their targets' columns, (n, 1)."""
+    states, candidates = align(states, table)
+    num_items = len(candidates.weight)
+    fitting = min(CACHED_SCORES, int(memory_mb * 2**20) // (COPIES * states.element_size()))
+    at_once = max(1, min(len(states), fitting // num_items))
+    own = torch.from_numpy(targets - 1).to(states.device)[:, None]
+    candidates = candidates.for_blocks(len(states), at_once)
+    room = states.new_empty(at_once * num_items)
+    for first in range(0, len(states), at_once):
+        chunk = slice(first, first + at_once)
+        yield score_block(states[chunk], candidates, slice(0, num_items), room), own[chunk]

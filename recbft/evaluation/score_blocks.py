@@ -60,9 +60,6 @@ def block_shape(
         item_size: bytes per score.
         memory_mb: bound on the block.
         cached: whether blocks should stay in a processor's cache; a GPU, which is waited for after each, wants few.
-
-    Raises:
-        UserError: the memory is not positive.
     """
     if not memory_mb > 0:
         raise UserError(f"memory for scores is {memory_mb} MB; give a positive number, such as 256")
@@ -168,11 +165,7 @@ class NanWatch:
             self.broken.update((rows + users.start).tolist())
 
     def close(self, user_ids: NDArray[np.generic] | None) -> None:
-        """End the watch.
-
-        Raises:
-            RunError: there was a NaN.
-        """
+        """End the watch: RunError where there was a NaN."""
         if self.broken:
             first = min(self.broken)
             name = f"row {first}" if user_ids is None else f"user {user_ids[first : first + 1].tolist()[0]!r}"

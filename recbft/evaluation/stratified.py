@@ -79,9 +79,6 @@ def stratify(
         metric: a name such as "ndcg@10" or "mrr".
         target: of each user, (N,); counted, not read.
         target_frequency: training events of each target, (N,).
-
-    Raises:
-        UserError: the metric is unknown.
     """
     arrays = {arm: np.atleast_2d(np.asarray(of_arm, dtype=np.int64)) for arm, of_arm in ranks.items()}
     shapes = {of_arm.shape for of_arm in arrays.values()}

@@ -7,7 +7,7 @@ Shapes: N users, V items, D state width; a block has n users by w items.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,8 +59,7 @@ def top_k(
         user_ids: names for messages, (N,).
 
     Raises:
-        UserError: k is not positive, or the memory is not.
-        RunError: a score is NaN.
+        UserError, RunError: k is not positive, and as ``full_ranks``.
     """
     if k < 1:
         raise UserError(f"k is {k}; ask for at least 1 item")
@@ -80,7 +79,8 @@ def top_k(
     excluded = Excluded.of(exclude_items, exclude_offsets, num_users, num_items, barred)
     left = excluded.left(num_items)
     lengths = np.minimum(k, left)
-    best = _padding(lengths, k, states.new_empty(0).cpu().numpy().dtype)
+    shape, dtype = (num_users, k), states.new_empty(0).cpu().numpy().dtype
+    best = TopK(np.zeros(shape, np.int64), np.full(shape, np.nan, dtype), lengths, np.full(shape, np.nan))
     if not lengths.any():
         return best
     watch = NanWatch(states, candidates)
@@ -123,12 +123,6 @@ def _places(items: IntArray, among: IntArray) -> IntArray:
     place = np.searchsorted(among, items)
     found = among[np.minimum(place, len(among) - 1)] == items if len(among) else np.zeros(len(items), bool)
     return np.where(found, place + 1, 0)
-
-
-def _padding(lengths: IntArray, k: int, dtype: np.dtype[Any]) -> TopK:
-    """Lists in which nothing stands yet."""
-    shape = len(lengths), k
-    return TopK(np.zeros(shape, np.int64), np.full(shape, np.nan, dtype), lengths, np.full(shape, np.nan))
 
 
 def _best_of_block(block: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -46,21 +46,6 @@ class LayerTrace:
         self.block, self._calls = block, calls
 
     @property
-    def tracks_precision(self) -> bool:
-        """Whether the layer carries a precision."""
-        return self.block.precision is not None
-
-    @property
-    def num_heads(self) -> int:
-        """H, of a mixer that attends."""
-        return self.block.mixer.n_heads
-
-    @property
-    def mixes_heads(self) -> bool:
-        """Whether an output map follows the heads, so that no coordinate of the innovation is one head's own."""
-        return self.block.mixer.mixes_heads
-
-    @property
     def incoming(self) -> Tensor | None:
         """(B, T, D) lam, the precision that attention and update work with."""
         precision: Tensor | None = self._calls["mixer"].arguments[1]
@@ -76,12 +61,12 @@ class LayerTrace:
     def outgoing(self) -> Tensor | None:
         """(B, T, D) lam'', the precision that the layer hands on."""
         precision: Tensor = self._calls["block"].output.precision
-        return precision if self.tracks_precision else None
+        return None if self.block.precision is None else precision
 
     @property
     def gain(self) -> Tensor | None:
         """(B, T, D), equation (3.1)."""
-        gain: Tensor | None = self._calls["update"].output.gain if self.tracks_precision else None
+        gain: Tensor | None = None if self.block.precision is None else self._calls["update"].output.gain
         return gain
 
     @cached_property

@@ -6,8 +6,8 @@ Right means hit@10: the target's full rank among all items is 10 or better, ties
     negative_entropy  of the softmax over the whole catalogue, in nats        history_length   events before the target
     top_probability   the largest probability of that softmax                 top_10_probability   its ten largest
 
-and AUROC, risk-coverage curve and its area say whether it sorts hits from misses (``confidence``). Whether the
-probabilities themselves are true, as trained and fitted, is ``calibration``. The distribution is over all items, seen
+and AUROC, risk-coverage curve and its area say whether it sorts hits from misses; whether the probabilities themselves
+are true, as trained and fitted, is calibration (both in ``confidence``). The distribution is over all items, seen
 ones included, whatever ``filter_seen`` is; lists that leave seen items out have probabilities by a fit of their own.
 
 The precision has a ceiling, lam_max, and the last layer's often lies there: ``saturation`` says how much of it does.
@@ -25,7 +25,7 @@ The precision has a ceiling, lam_max, and the last layer's often lies there: ``s
                     at the cap; distinct precisions; None without precision
     calibration     {temperature, lapse, fitted_on, fitted_users, nll: {before, before_interval, after,
                     after_interval, uniform}, before: {"hit@1", "hit@10"}, after: {"hit@1", "hit@10"}}, each hit@k as
-                    ``calibration.calibration`` returns it; before: as trained, after: at temperature and lapse rate;
+                    ``confidence.calibration`` returns it; before: as trained, after: at temperature and lapse rate;
                     uniform: ln V, that of equal probabilities
 
 Shapes: S histories, N users, D state width.
@@ -43,9 +43,8 @@ from torch import Tensor
 
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
-from recbft.evaluation.calibration import Predicted, calibration, predicted
-from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval
-from recbft.evaluation.probability import AS_TRAINED, fit, fitting_users
+from recbft.evaluation.confidence import Ranking, bootstrap, calibration, compare_confidences, interval
+from recbft.evaluation.probability import AS_TRAINED, Predicted, fit, fitting_users, predicted
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.strata import MIN_USERS
 from recbft.evaluation.trace import at_cap as saturated
@@ -79,10 +78,6 @@ def uncertainty(
         users: row numbers of the users to judge by, and to fit the probabilities on; all unless given.
         samples: of the bootstrap over users.
         memory_mb: bound on the scores held at a time; users by items are never held at once.
-
-    Raises:
-        UserError: the part is unknown or there is no user.
-        RunError: a score is NaN.
     """
     view = view_of(dataset, part, users)
     with torch.inference_mode(), evaluation_mode(model):

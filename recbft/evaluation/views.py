@@ -97,11 +97,7 @@ def histories_at_once(model: SequenceModel, device: torch.device, lengths: IntAr
 def batches_of_view(
     model: SequenceModel, dataset: Dataset, view: View, histories_per_batch: int = HISTORIES_PER_BATCH
 ) -> Iterator[Batch]:
-    """What the model reads of the users of a view, in batches.
-
-    Raises:
-        UserError: the model reads times and the data set has none.
-    """
+    """What the model reads of the users of a view, in batches."""
     return read_histories(
         model,
         dataset.items,
@@ -114,18 +110,11 @@ def batches_of_view(
 
 
 def states_of_view(
-    model: SequenceModel,
-    dataset: Dataset,
-    view: View,
-    device: torch.device,
-    histories_per_batch: int | None = None,
+    model: SequenceModel, dataset: Dataset, view: View, device: torch.device
 ) -> tuple[torch.Tensor, NDArray[np.floating] | None]:
-    """States, (N, D), and precisions, (N,) or None where there are none, of the users of a view.
-
-    The model is in evaluation mode, and no gradient is asked for.
-    """
+    """States, (N, D), and precisions, (N,) or None where there are none, of the users of a view."""
     states, precisions = [], []  # on the device, which nobody waits for until all is under way
-    at_once = histories_per_batch or histories_at_once(model, device, view.stop - view.start)
+    at_once = histories_at_once(model, device, view.stop - view.start)
     for batch in batches_of_view(model, dataset, view, at_once):
         state, precision = model.user_states(batch.to(device))
         states.append(state)

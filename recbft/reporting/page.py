@@ -106,22 +106,15 @@ def _section(section: Section) -> str:
     parts = [f'<section id="{escape(section.name)}"><h2>{escape(section.title)}</h2>']
     parts += map(_paragraph, section.words)
     if section.plots:
-        parts.append(f'<div class="plots">{"".join(map(_plot, section.plots))}</div>')
+        # The drawings are our own: see ``plots.svg``, which escapes what it writes.
+        drawn = (f"<figure>{p.svg}<figcaption>{html_words(p.caption)}</figcaption></figure>" for p in section.plots)
+        parts.append(f'<div class="plots">{"".join(drawn)}</div>')
     parts += map(html, section.tables)
-    parts += map(_folded, section.folded)
+    parts += (f"<details><summary>{escape(t.title)}</summary>{html(t)}</details>" for t in section.folded)
     parts += (f"<pre>{escape(command)}</pre>" for command in section.commands)
     if section.items:
         parts.append(f"<details><summary>Every field of the protocol</summary>{_definitions(section.items)}</details>")
     return "\n".join([*parts, "</section>"])
-
-
-def _plot(plot: Plot) -> str:
-    # The drawing is our own: see ``plots.svg``, which escapes what it writes.
-    return f"<figure>{plot.svg}<figcaption>{html_words(plot.caption)}</figcaption></figure>"
-
-
-def _folded(table: Table) -> str:
-    return f"<details><summary>{escape(table.title)}</summary>{html(table)}</details>"
 
 
 def _definitions(items: Mapping[str, str]) -> str:

@@ -33,14 +33,13 @@ _CONFIDENCE = (
     "A model knows when it is right if users whose list holds the target get more confidence than the others. AUROC "
     "measures this: 0.5 is no better than guessing, 1 is perfect."
 )
-Probes = Parts  # arm -> seed -> content of probe.json
 _MISSING = (
     "No run of this comparison has been probed yet. recbft probe RUN makes this section; call it for each folder RUN "
     "of the comparison, then recbft report again."
 )
 
 
-def load_probes(comparison: Comparison) -> tuple[Probes, list[str]]:
+def load_probes(comparison: Comparison) -> tuple[Parts, list[str]]:
     """The probes beside the runs, and a line for each that cannot be used."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     notes = []
@@ -76,7 +75,7 @@ def _misfit(probe: Mapping[str, Any], comparison: Comparison, run: Path) -> str:
     return "of other weights than the run has now" if None not in (probed, now) and probed != now else ""
 
 
-def mechanism_section(probes: Probes, *, draw: bool) -> Section:
+def mechanism_section(probes: Parts, *, draw: bool) -> Section:
     """Gain, precision and noise by item frequency."""
     parts = {arm: {seed: probe["mechanism"] for seed, probe in each.items()} for arm, each in probes.items()}
     tracking = {arm: each for arm, each in parts.items() if any(one["tracks_precision"] for one in each.values())}
@@ -96,7 +95,7 @@ def mechanism_section(probes: Probes, *, draw: bool) -> Section:
     )  # fmt: skip
 
 
-def uncertainty_section(probes: Probes, *, draw: bool) -> Section:
+def uncertainty_section(probes: Parts, *, draw: bool) -> Section:
     """Whether the model knows when it is right."""
     parts = {arm: {seed: probe["uncertainty"] for seed, probe in each.items()} for arm, each in probes.items()}
     title = "Does it know when it is right?"

@@ -138,16 +138,13 @@ def _frequency_table(parts: Parts) -> Table | None:
         f"{'' if alone else '; p < 0.05: seeds in which its p is below 0.05'}. Gain: the share of what attention found "
         "that a position takes up. Effective sample size: how many tokens the attention weights amount to. Jacobian: "
         "how strongly the feed-forward network passes a change on (used: what stands for it in the precision).",
-        columns=[Column("layer"), Column("quantity"), *(_bin_column(n, row, len(bins)) for n, row in enumerate(bins)),
+        columns=[Column("layer"), Column("quantity"),
+                 *(Column(row["name"], "short", "phone" if n in (0, len(bins) - 1) else "terminal")
+                   for n, row in enumerate(bins)),
                  Column("rho", "change", "terminal"),
                  Column("p", "p", "terminal") if alone else Column("p < 0.05", "text", "terminal")],
         rows=rows,
     )  # fmt: skip
-
-
-def _bin_column(number: int, row: Mapping[str, Any], of: int) -> Column:
-    """A phone shows the rarest and the most frequent items."""
-    return Column(row["name"], "short", "phone" if number in (0, of - 1) else "terminal")
 
 
 def _by_bin(found: Sequence[Any], bins: Sequence[Any], alone: bool) -> list[Cell]:

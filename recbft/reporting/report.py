@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from recbft.comparing.comparison import COMPARISON_FILE, Comparison
+from recbft.comparing.comparison import Comparison, read_results
 from recbft.comparing.provenance import notes_on_machines
 from recbft.comparing.results import results_of
 from recbft.errors import UserError, did_you_mean
@@ -28,7 +27,7 @@ from recbft.reporting.probe_sections import load_probes, mechanism_section, unce
 from recbft.reporting.tables import Table, markdown, markdown_words, write_tables
 from recbft.reporting.verdict import SENTENCES, Answer, answers, terms
 from recbft.system import recbft_version
-from recbft.system.files import make_folder, read_json, write_atomic
+from recbft.system.files import make_folder, write_atomic
 
 FORMATS = ("html", "md", "latex", "csv", "svg")
 WITH_PLOTS = ("html", "svg")
@@ -65,7 +64,8 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
     """
     if draw:
         plots.check_available()
-    results = _results(comparison)
+    # What ``recbft compare`` wrote, if the comparison was read from its folder.
+    results = results_of(comparison) if comparison.path is None else read_results(comparison.path)
     dataset = comparison.protocol["dataset"]
     first = {name: headline_findings(comparison, each) for name, each in findings(results).items()}
     chosen = [one for each in first.values() for one, _ in each]
@@ -84,7 +84,7 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
         ],
         terms={**terms(chosen, max(map(len, first.values()), default=0)), **sections.summaries(comparison)},
         sections=[
-            sections.notes_section(notes),
+            Section(name="notes", title="Before you rely on this", words=notes or ["Nothing unusual was found."]),
             sections.metrics_section(comparison, results, draw=draw),
             sections.strata_section(comparison, data_root=data_root, draw=draw),
             mechanism_section(probes, draw=draw),
@@ -145,14 +145,6 @@ def document(report: Report) -> str:
             items = (markdown_words(f"- {key}: {value}") for key, value in section.items.items())
             parts.append("\n".join(items) + "\n")
     return "\n".join(parts)
-
-
-def _results(comparison: Comparison) -> dict[str, Any]:
-    """What ``recbft compare`` wrote, if the comparison was read from its folder; else computed now."""
-    if comparison.path is None:
-        return results_of(comparison)
-    saved: dict[str, Any] = read_json(comparison.path / COMPARISON_FILE)
-    return saved
 
 
 def _equal_arms(comparison: Comparison, baseline: str) -> set[str]:

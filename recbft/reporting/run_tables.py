@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recbft.evaluation.exposure import lists_of, usual_cutoff
+from recbft.evaluation.evaluate import lists_of
 from recbft.evaluation.protocol import SETTINGS, protocol_lines
 from recbft.reporting.tables import text_table
 
@@ -40,3 +40,9 @@ def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float, pr
     table = text_table([f"lists of {k} show", "COVERAGE", "GINI", "POPULARITY"], rows)
     some = lists_of(protocol["users"], protocol["items"])
     return f"{table}\nlists of {some}, drawn from a fixed seed" if some else table
+
+
+def usual_cutoff(found: Mapping[str, float]) -> int:
+    """The k of a table of ``exposure``: 10 where it was measured, else the largest."""
+    ks = [int(name.partition("@")[2]) for name in found]
+    return 10 if 10 in ks else max(ks)

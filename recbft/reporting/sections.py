@@ -12,7 +12,7 @@ from typing import Any
 from recbft.comparing.comparison import Arm, Comparison
 from recbft.config.fields import verbatim
 from recbft.errors import UserError
-from recbft.evaluation.exposure import MEASURES, lists_of, usual_cutoff
+from recbft.evaluation.evaluate import lists_of
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.protocol import SETTINGS, config_hash, headline_setting
 from recbft.evaluation.strata import QUANTILES
@@ -30,12 +30,13 @@ from recbft.reporting.comparison_tables import (
     without_spread,
 )
 from recbft.reporting.page import Plot, Section
-from recbft.reporting.stratified_arms import subject_of_comparison
-from recbft.reporting.stratum_tables import Stratified, available, stratified
-from recbft.reporting.tables import Cell, Column, Table, distinct
+from recbft.reporting.run_tables import usual_cutoff
+from recbft.reporting.stratum_tables import Stratified, available, stratified, subject_of_comparison
+from recbft.reporting.tables import DIFFERENCE, Cell, Column, Table, digits_for, distinct
 from recbft.training.run_config import load_run_config
 
 Exposures = Mapping[str, Mapping[str, Mapping[str, Any]]]  # arm -> setting -> measure@k -> mean, sd, values
+MEASURES = ("coverage", "gini", "popularity")
 MAX_ARMS_IN_BARS = 4
 _STRATA = (
     "Users are split into groups, called strata, to see for whom there is a difference. Q0 is the group with the "
@@ -171,11 +172,6 @@ def commands_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
     )
 
 
-def notes_section(notes: Sequence[str]) -> Section:
-    """What a reader must know before using the numbers."""
-    return Section(name="notes", title="Before you rely on this", words=notes or ["Nothing unusual was found."])
-
-
 def _exposure_table(comparison: Comparison, found: Exposures, k: int) -> Table:
     rows: list[list[Cell]] = []
     for setting, words in SETTINGS.items():
@@ -218,10 +214,9 @@ def _exposure_differences(comparison: Comparison, found: Exposures, k: int) -> T
         caption="p: two-sided paired t-test; interval: t; p Holm: the same p, adjusted by Holm over the "
         f"{len(rows)} tests of this table. More is not better or worse by itself."
         f"{without_spread(one.is_constant for *_, one in pairs)}",
-        columns=[Column("arm"), Column("measure"), Column("items"), Column("difference", "signed", "terminal"),
-                 Column("relative", "percent"), Column("95 % interval", "interval", "terminal"),
-                 Column("p", "p", "terminal"), Column("p Holm", "p")],
+        columns=[Column("arm"), Column("measure"), Column("items"), *DIFFERENCE],
         rows=rows,
+        digits=digits_for((one.difference, one.p_t) for *_, one in pairs),
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """One table in five forms: terminal, Markdown, LaTeX (booktabs), CSV and HTML.
 
 Cells hold values, not text; the kind of a column says how they are written. Only CSV keeps all digits; there a pair
-(interval, or mean and deviation) takes two columns. Outside CSV a missing value is a dash.
+(interval, or mean and deviation) takes two columns. Outside CSV a missing value is a dash, and a metric has four digits
+after the point, or as many as show two digits of the smallest difference that the table's tests found (``digits_for``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from recbft.experiments.lists import counted
 from recbft.system.files import make_folder, write_atomic
@@ -26,6 +27,7 @@ Kind = Literal[
     "range", "interval",
 ]  # fmt: skip
 NONE = "-"
+LEVEL = 0.05  # of a test that finds a difference
 WIDTH = 110  # of a caption in a terminal
 LONG = 24  # letters of a row's name, beyond which a page may break it
 _LATEX = {
@@ -48,6 +50,16 @@ class Column:
         return self.kind == "text"
 
 
+# Of a test: how much, and whether it is found.
+DIFFERENCE = (
+    Column("difference", "signed", "terminal"),
+    Column("relative", "percent"),
+    Column("95 % interval", "interval", "terminal"),
+    Column("p", "p", "terminal"),
+    Column("p Holm", "p"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Rows under columns.
@@ -56,6 +68,7 @@ class Table:
         name: of its files, such as "strata-item-frequency".
         title: a few words.
         caption: what a reader must know to use the numbers: setting, tie rule, test, family.
+        digits: after the point, of metrics, their differences and intervals.
     """
 
     name: str
@@ -63,13 +76,16 @@ class Table:
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
+    digits: int = 4
 
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), f"a row of {self.name} has other columns"
 
     def texts(self) -> list[list[str]]:
         """Every cell as it is written."""
-        return [[written(cell, c.kind) for cell, c in zip(row, self.columns, strict=True)] for row in self.rows]
+        return [
+            [written(cell, c.kind, self.digits) for cell, c in zip(row, self.columns, strict=True)] for row in self.rows
+        ]
 
     def without(self, heading: str) -> Table:
         """The same table without one column."""
@@ -78,7 +94,7 @@ class Table:
         return replace(self, columns=[self.columns[n] for n in kept], rows=rows)
 
 
-def written(cell: Cell, kind: Kind) -> str:
+def written(cell: Cell, kind: Kind, digits: int = 4) -> str:
     """A cell as text.
 
     >>> written(0.0123, "signed"), written(-0.05, "percent"), written((-0.1, 0.2), "interval"), written(2e-5, "p")
@@ -89,7 +105,17 @@ def written(cell: Cell, kind: Kind) -> str:
     if isinstance(cell, str):
         return cell
     assert not isinstance(cell, float) or math.isfinite(cell), "no number is printed that is none"
-    return _WRITTEN[kind](cell)
+    return _WRITTEN[kind](cell, digits)
+
+
+def digits_for(found: Iterable[tuple[float, float]]) -> int:
+    """The ``digits`` of a table with these differences, each with the p of its test before any adjustment.
+
+    >>> digits_for([(0.0123, 0.01), (-0.00004, 0.02), (1e-9, 0.5)])
+    6
+    """
+    sizes = [abs(difference) for difference, p in found if p < LEVEL]
+    return max([4, *(1 - math.floor(math.log10(size)) for size in sizes if size)])
 
 
 def text(table: Table) -> str:
@@ -266,12 +292,13 @@ def unsigned_zero(number: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share with its sign, such as "+1.7 %".
+    """A share with its sign and one digit after the point, or up to three where fewer would be 0.
 
-    >>> percent(0.0171), percent(0.0)
-    ('+1.7 %', '0.0 %')
+    >>> percent(0.0171), percent(0.00042), percent(0.0)
+    ('+1.7 %', '+0.04 %', '0.0 %')
     """
-    return f"{unsigned_zero(f'{100 * share:+.1f}')} %"
+    digits = next((digits for digits in (1, 2, 3) if round(100 * share, digits)), 1)
+    return f"{unsigned_zero(f'{100 * share:+.{digits}f}')} %"
 
 
 def p_text(p: float) -> str:
@@ -313,30 +340,27 @@ def signed(value: float | None) -> str:
     return NONE if value is None or value != value else f"{value:+.3f}"
 
 
-def _between(cell: Cell, spec: str) -> str:
+def _between(cell: tuple[float, float], spec: str) -> str:
     """An interval; an end that rounds to zero keeps its sign, which says on which side of zero the interval ends."""
-    assert isinstance(cell, tuple)
     return " to ".join(format(end, spec) if end else unsigned_zero(format(end, spec)) for end in cell)
 
 
-_WRITTEN: dict[Kind, Callable[..., str]] = {
-    "text": str,
-    "count": lambda cell: f"{cell:,}",
-    "number": lambda cell: f"{cell:,.1f}",
-    "value": lambda cell: f"{cell:.4f}",
-    "signed": lambda cell: unsigned_zero(f"{cell:+.4f}"),
-    "percent": percent,
-    "share": lambda cell: f"{100 * cell:.1f} %",
-    "short": short,
-    "change": signed,
-    "effect": lambda cell: f"{cell:+.2f}",
-    "p": p_text,
-    "spread": lambda cell: f"{cell[0]:.4f}" if cell[1] is None else f"{cell[0]:.4f} ± {cell[1]:.4f}",
-    "range": lambda cell: _between(cell, ".4f"),
-    "interval": lambda cell: _between(cell, "+.4f"),
+_WRITTEN: dict[Kind, Callable[[Any, int], str]] = {
+    "text": lambda cell, _: str(cell),
+    "count": lambda cell, _: f"{cell:,}",
+    "number": lambda cell, _: f"{cell:,.1f}",
+    "value": lambda cell, digits: f"{cell:.{digits}f}",
+    "signed": lambda cell, digits: unsigned_zero(f"{cell:+.{digits}f}"),
+    "percent": lambda cell, _: percent(cell),
+    "share": lambda cell, _: f"{100 * cell:.1f} %",
+    "short": lambda cell, _: short(cell),
+    "change": lambda cell, _: signed(cell),
+    "effect": lambda cell, _: f"{cell:+.2f}",
+    "p": lambda cell, _: p_text(cell),
+    "spread": lambda cell, digits: " ± ".join(f"{part:.{digits}f}" for part in cell if part is not None),
+    "range": lambda cell, digits: _between(cell, f".{digits}f"),
+    "interval": lambda cell, digits: _between(cell, f"+.{digits}f"),
 }
-
-
 _PAIRS: dict[Kind, tuple[str, str]] = {"spread": ("mean", "sd"), "range": ("low", "high"), "interval": ("low", "high")}
 
 

@@ -18,9 +18,8 @@ from recbft.evaluation.paired import EXACT_SEEDS
 from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.lists import counted
 from recbft.reporting.comparison_tables import Finding, on_validation
-from recbft.reporting.tables import p_equals, p_text, percent
+from recbft.reporting.tables import LEVEL, digits_for, p_equals, p_text, percent
 
-LEVEL = 0.05
 SENTENCES = 8  # arms that have one each, whatever was found
 FEWEST_SEEDS = 6  # with which sign flips can reach ``LEVEL``
 _PLACES = {1: "first place", 5: "top five", 10: "top ten", 20: "top twenty"}
@@ -86,10 +85,11 @@ def answer(
             evidence="difference 0, p = 1.",
         )
     if p < LEVEL:
-        better = "better" if found.seeds.difference > 0 else "worse"
+        held = on_validation(found)
+        beside = f" On validation the same runs have {held}." if held else ""
         return Answer(
-            sentence=_shown(found, better, dataset, arms), advice=_advice(found, arms),
-            evidence=f"{_evidence(found, p, num_arms)}. {_signs(found)}{_held(found)}",
+            sentence=_shown(found, dataset, arms), advice=_advice(found, arms),
+            evidence=f"{_evidence(found, p, num_arms)}. {_signs(found)}{beside}",
         )  # fmt: skip
     sentence = f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}"
     evidence, more = _evidence(found, p, num_arms), "."
@@ -98,9 +98,10 @@ def answer(
         with_power = f"with {counted(found.seeds.num_seeds, 'seed')} a difference of {_detectable(found)} would have"
         alone = " by a test alone, without Holm's adjustment" if num_arms > 1 else ""
         more = f"; {with_power} been found with 80 % power{alone}."
-    hits = _hits(found, arms)
+    hits, _ = _hits(found, arms, found.arm)
+    hits = f"Both{hits[4:]}" if hits.startswith("both find ") else hits
     return Answer(
-        sentence=f"{sentence}.{f' {found.arm} {hits}.' if hits else ''}",
+        sentence=f"{sentence}.{f' {hits}.' if hits else ''}",
         advice=f"keep {found.baseline}, or train more seeds: four times as many find a difference half as large.",
         evidence=f"{evidence}{more}",
     )
@@ -129,30 +130,41 @@ def terms(found: Sequence[Finding], num_arms: int) -> dict[str, str]:
     return told
 
 
-def _shown(found: Finding, better: str, dataset: str, arms: Mapping[str, Any]) -> str:
-    """One sentence of a difference that is shown."""
+def _shown(found: Finding, dataset: str, arms: Mapping[str, Any]) -> str:
+    """One sentence of a difference that is shown: what differs, and whether it may be luck."""
     n = found.seeds.num_seeds
     luck = f"with {counted(n, 'repeat')} this is unlikely to be luck"
     if n < FEWEST_SEEDS:
         luck = f"but {counted(n, 'repeat')} are too few to rely on it"
     elif found.seeds.p_sign_flip >= LEVEL:
         luck = "but only one of two tests says that this is unlikely to be luck"
-    hits = _hits(found, arms)
-    return f"{found.arm} ranks {better} than {found.baseline} on {dataset}: {f'it {hits}; ' if hits else ''}{luck}."
+    told, differ = _hits(found, arms, "it")
+    if not differ:
+        digits = digits_for([(found.seeds.difference, found.seeds.p_t)])
+        ours, theirs = (f"{mean:.{digits}f}" for mean in (found.seeds.mean_other, found.seeds.mean_baseline))
+        beside = f" ({told})" if told else ""
+        told = f"its {found.metric.upper()} is {ours}, that of {found.baseline} {theirs}{beside}"
+    better = "better" if found.seeds.difference > 0 else "worse"
+    return f"{found.arm} ranks {better} than {found.baseline} on {dataset}: {told}; {luck}."
 
 
-def _hits(found: Finding, arms: Mapping[str, Any]) -> str:
-    """How many users find their item near the top, beside how many do so with the baseline; "" where not known."""
+def _hits(found: Finding, arms: Mapping[str, Any], who: str) -> tuple[str, bool]:
+    """How many users find their item near the top with either arm, and whether this tells the two apart.
+
+    It does where tenths of a percent differ, and the same way as the metric that was tested. "" where it is not known.
+    """
     levels = [arms.get(arm, {}).get("metrics", {}).get(found.setting, {}) for arm in (found.arm, found.baseline)]
     names = [name for name in levels[0] if name.startswith("hr@")]
     if not names:
-        return ""
+        return "", False
     name = "hr@10" if "hr@10" in names else names[0]
     k = cutoff(name) or 0
-    shares = [100 * level[name]["mean"] for level in levels]
-    digits = next((digits for digits in (1, 2) if round(shares[0], digits) != round(shares[1], digits)), 3)
-    ours, theirs = (f"{share:.{digits}f} %" for share in shares)
-    return f"finds the next item in its {_PLACES.get(k, f'top {k}')} for {ours} of users, {found.baseline} for {theirs}"
+    place = _PLACES.get(k, f"top {k}")
+    ours, theirs = (round(100 * level[name]["mean"], 1) for level in levels)
+    if ours == theirs:
+        return f"both find the next item in their {place} for {ours:.1f} % of users", False
+    said = f"{who} finds the next item in its {place} for {ours:.1f} % of users, {found.baseline} for {theirs:.1f} %"
+    return said, (ours > theirs) == (found.seeds.difference > 0)
 
 
 def _advice(found: Finding, arms: Mapping[str, Any]) -> str:
@@ -177,7 +189,7 @@ def _advice(found: Finding, arms: Mapping[str, Any]) -> str:
 
 def _evidence(found: Finding, p: float, num_arms: int) -> str:
     n = found.seeds.num_seeds
-    low, high = (_end(found, end) for end in found.seeds.interval)
+    low, high = (_amount(found, end) for end in found.seeds.interval)
     within = f"95 % interval {low.removesuffix(' %')} to {high}"
     if found.seeds.is_constant:
         within = "the same in every seed and so without an interval, p by sign flips"
@@ -202,12 +214,6 @@ def _signs(found: Finding) -> str:
     return f"{wins}." if p < LEVEL else f"{wins}: the {exact} test does not show it."
 
 
-def _held(found: Finding) -> str:
-    """What the same runs have on validation."""
-    held = on_validation(found)
-    return f" On validation the same runs have {held}." if held else ""
-
-
 def _not_shown(found: Sequence[tuple[Finding, float]], dataset: str, num_arms: int) -> Answer:
     """The answer of several arms, of which no difference is shown in one setting and number of seeds."""
     ordered = sorted((one for one, _ in found), key=lambda one: one.seeds.difference)
@@ -229,9 +235,3 @@ def _detectable(found: Finding) -> str:
 def _amount(found: Finding, difference: float) -> str:
     share = found.share(difference)
     return f"{difference:+.4f}" if share is None else percent(share)
-
-
-def _end(found: Finding, end: float) -> str:
-    """An end of the interval; one that rounds to zero keeps its sign, which says on which side of zero it lies."""
-    share = found.share(end)
-    return _amount(found, end) if not share else f"{100 * share:+.1f} %"

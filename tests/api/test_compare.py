@@ -23,7 +23,7 @@ from recbft.comparing.results import results_of
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.paired import compare_seeds, holm
-from recbft.reporting.stratified_arms import subject_of_comparison
+from recbft.reporting.stratum_tables import subject_of_comparison
 from recbft.runs.folder import RunFolder
 from recbft_cli.main import main
 from tests.comparing.test_results import made_up
@@ -230,7 +230,7 @@ def test_one_difference_in_every_seed_has_no_interval_and_no_smallest_effect_in_
     first_hits, noise = base.copy(), base - np.arange(120).reshape(4, 30) % 17
     first_hits[:, 0] = 5
     ranks = {"matched": base, "equal": base, "one hit more": first_hits, "noise": noise}
-    compared = Compared(Path("out"), {}, {"sasrec": results_of(made_up(ranks), metrics=["hr@10"], over_users=False)})
+    compared = Compared(Path("out"), {}, {"sasrec": results_of(made_up(ranks), metrics=["hr@10"])})
     found = compared.differences.set_index("arm")
     assert found.loc[["equal", "one hit more"], ["low", "high", "smallest_effect"]].isna().all(axis=None)
     assert found.at["one hit more", "difference"] == pytest.approx(1 / 30) and found.at["one hit more", "p_t"] == 1 / 8

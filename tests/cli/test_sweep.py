@@ -12,7 +12,7 @@ from recbft.comparing.comparison import load_comparison
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.experiments.plan import Job
 from recbft.experiments.sweep import plan_sweep, sweep_results
-from recbft.reporting.documents import sweep_document
+from recbft.reporting.comparison_tables import sweep_document
 from recbft.reporting.tables import written
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json

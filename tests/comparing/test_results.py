@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from recbft.comparing import results as results_module
-from recbft.comparing.comparison import Arm, Comparison
-from recbft.comparing.pooling import pool, read_results
-from recbft.comparing.results import cells_of, results_of
+from recbft.comparing.results import cells_of, pool, results_of
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_users, holm
-from recbft.system.files import write_json
-
-MADE = {"command": "recbft compare", "date": "2026-01-01", "cpu": "a CPU", "device": "cpu", "machine": "m",
-        "system": "s", "cores": 1, "memory_gib": 1.0, "threads": 1, "load_average_before": 0.0, "recbft": "1",
-        "commit": "c", "python": "3", "torch": "2", "numpy": "2"}  # fmt: skip
+from tests.comparing.made_up import drawn, made_up, on_data
 
 
-def made_up(ranks, baseline="matched", content="a"):
-    """A comparison of arms with these (S, U) ranks."""
-    seeds, users = next(iter(ranks.values())).shape
-    numbers = tuple(range(seeds))
-    arms = {
-        name: Arm(name, numbers, (None,) * seeds, {"unfiltered": each}, tuple([] for _ in numbers), {})
-        for name, each in ranks.items()
-    }
-    zeros = np.zeros(users, dtype=np.int64)
-    hashes = {"content_hash": content, "target_hash": content}
-    protocol = {"items": 50, **hashes, "dataset": content, "filter_seen": False, "config": {}}
-    return Comparison(None, protocol, zeros, zeros, zeros, zeros, arms, baseline, numbers, ())
+def test_levels_are_over_seeds_and_holm_is_over_all_tests_of_the_table():
+    ranks = drawn("matched", "bft", "published")
+    found = results_of(made_up(ranks))
+    for name, of_arm in ranks.items():
+        figures, per_seed = found["arms"][name]["metrics"]["unfiltered"]["hr@10"], (of_arm <= 10).mean(axis=1)
+        assert figures == {"mean": per_seed.mean(), "sd": np.std(per_seed, ddof=1), "values": per_seed.tolist()}
+    cells = [cell["over_seeds"] for *_, cell in cells_of(found["comparisons"]["matched"])]
+    assert [c["p_holm"] for c in cells] == holm([c["p_t"] for c in cells]) and len(cells) == 6
 
 
 def test_the_second_baseline_is_of_the_model_of_the_first():
@@ -43,35 +32,11 @@ def test_the_second_baseline_is_of_the_model_of_the_first():
     for model in ("sasrec", "hstu"):
         made = made_up(ranks, baseline=f"{model}/matched")
         arms = {name: replace(arm, trained=True) for name, arm in made.arms.items()}
-        found = results_of(replace(made, arms=arms), metrics=["mrr"], over_users=False)
+        found = results_of(replace(made, arms=arms), metrics=["mrr"])
         assert list(found["comparisons"]) == [f"{model}/matched", f"{model}/matched+recency"]
 
 
-def test_figures_are_scipys_and_holm_is_over_all_tests_of_the_table():
-    rng = np.random.default_rng(0)
-    ranks = {name: rng.integers(1, 40, (6, 80)) for name in ("matched", "bft", "published")}
-    found = results_of(made_up(ranks))
-    has_rng = "rng" in inspect.signature(stats.permutation_test).parameters  # since scipy 1.15
-    drawn = {"rng" if has_rng else "random_state": 0}
-    for name, of_arm in ranks.items():
-        figures, per_seed = found["arms"][name]["metrics"]["unfiltered"]["hr@10"], (of_arm <= 10).mean(axis=1)
-        assert figures["values"] == pytest.approx(per_seed)
-        assert (figures["mean"], figures["sd"]) == pytest.approx((per_seed.mean(), stats.tstd(per_seed)))
-    cells = []
-    for name in ("bft", "published"):
-        for metric, value in (("hr@10", ranks[name] <= 10), ("mrr", 1 / ranks[name])):
-            base = ranks["matched"] <= 10 if metric == "hr@10" else 1 / ranks["matched"]
-            cell = found["comparisons"]["matched"][name]["unfiltered"][metric]
-            assert cell["over_seeds"]["p_t"] == pytest.approx(stats.ttest_rel(value.mean(1), base.mean(1)).pvalue)
-            d = value.mean(0) - base.mean(0)
-            assert cell["over_users"]["difference"] == pytest.approx(d.mean())
-            flips = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=20_000, **drawn)
-            assert cell["over_users"]["p_sign_flip"] == pytest.approx(flips.pvalue, abs=0.03)
-        cells += [c["over_seeds"] for c in found["comparisons"]["matched"][name]["unfiltered"].values()]
-    assert [c["p_holm"] for c in cells] == holm([c["p_t"] for c in cells]) and len(cells) == 6
-
-
-@pytest.mark.parametrize(("users", "samples"), [(80, 10_000), (10_000, 10_000), (10_001, 2_000)])
+@pytest.mark.parametrize(("users", "samples"), [(10_000, 10_000), (10_001, 2_000)])
 def test_beyond_ten_thousand_users_there_are_fewer_resamples(monkeypatch, users, samples):
     asked = []
 
@@ -80,11 +45,8 @@ def test_beyond_ten_thousand_users_there_are_fewer_resamples(monkeypatch, users,
         return compare_users(*pair, samples=20)
 
     monkeypatch.setattr(results_module, "compare_users", watched)
-    rng = np.random.default_rng(0)
-    ranks = {name: rng.integers(1, 21, (2, users)) for name in ("matched", "bft")}
-    found = results_of(made_up(ranks), metrics=["hr@10"])["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]
-    pair = ((ranks[name] <= 10).mean(axis=0) for name in ("matched", "bft"))
-    assert found["over_users"] == asdict(compare_users(*pair, samples=20)) and asked == [samples]
+    results_of(made_up(drawn("matched", "bft", seeds=2, users=users)), metrics=["hr@10"])
+    assert asked == [samples]
 
 
 @pytest.mark.parametrize(
@@ -104,77 +66,44 @@ def test_what_is_left_over_the_recency_decay_has_a_table_of_its_own_where_there_
     arms, baseline, tables
 ):
     ranks = {name: np.random.default_rng(0).integers(1, 40, (3, 30)) for name in arms}
-    found = results_of(made_up(ranks, baseline=baseline), metrics=["mrr"], over_users=False)["comparisons"]
+    found = results_of(made_up(ranks, baseline=baseline), metrics=["mrr"])["comparisons"]
     assert {name: list(against) for name, against in found.items()} == tables
 
 
-def test_one_user_is_compared_over_seeds_alone():
-    rng = np.random.default_rng(0)
-    found = results_of(made_up({name: rng.integers(1, 40, (4, 1)) for name in ("matched", "bft")}), metrics=["mrr"])
-    assert set(found["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"]) == {"over_seeds"}
-    two = results_of(made_up({name: rng.integers(1, 40, (4, 2)) for name in ("matched", "bft")}), metrics=["mrr"])
-    assert set(two["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"]) == {"over_seeds", "over_users"}
+@pytest.mark.parametrize(("users", "also"), [(1, set()), (2, {"over_users"})])
+def test_one_user_is_compared_over_seeds_alone(users, also):
+    found = results_of(made_up(drawn("matched", "bft", users=users)), metrics=["mrr"])
+    assert set(found["comparisons"]["matched"]["bft"]["unfiltered"]["mrr"]) == {"over_seeds"} | also
 
 
-def test_where_nothing_differs_five_in_a_hundred_tables_say_otherwise():
-    rng = np.random.default_rng(0)
-    p_t, p_flip = [], []
-    for _ in range(1000):
-        ranks = {name: rng.integers(1, 40, (10, 30)) for name in ("matched", "bft")}
-        result = results_of(made_up(ranks), metrics=["ndcg@10"], over_users=False)
-        cell = result["comparisons"]["matched"]["bft"]["unfiltered"]["ndcg@10"]["over_seeds"]
-        p_t.append(cell["p_t"])
-        p_flip.append(cell["p_sign_flip"])
-        assert cell["p_holm"] == cell["p_t"]
-    for p in (p_t, p_flip):
-        assert 0.035 <= np.mean(np.array(p) <= 0.05) <= 0.065
-        assert stats.kstest(p, "uniform").pvalue > 0.01
-
-
-def test_few_seeds_are_said_to_show_little():
-    rng = np.random.default_rng(1)
-    ranks = {name: rng.integers(1, 40, (3, 30)) for name in ("matched", "bft")}
-    notes = results_of(made_up(ranks), over_users=False)["notes"]
-    assert notes == ["with 3 seeds no sign-flip p can be below 0.25; 6 seeds are the fewest that can reach 0.05"]
-    five = {name: rng.integers(1, 40, (5, 30)) for name in ("matched", "bft")}
-    (note,) = results_of(made_up(five), over_users=False)["notes"]
-    assert note.startswith("with 5 seeds no sign-flip p can be below 0.0625;")
-    six = {name: rng.integers(1, 40, (6, 30)) for name in ("matched", "bft")}
-    assert results_of(made_up(six), over_users=False)["notes"] == []
-
-
-def test_few_users_are_said_to_have_no_interval_to_rely_on():
-    rng = np.random.default_rng(1)
-    few, enough = ({name: rng.integers(1, 40, (6, users)) for name in ("matched", "bft")} for users in (3, 30))
-    said = "with 3 users intervals over users are too narrow; 30 are the fewest, as in strata"
-    assert said in results_of(made_up(few), metrics=["mrr"])["notes"]
-    assert results_of(made_up(few), metrics=["mrr"], over_users=False)["notes"] == []
-    assert results_of(made_up(enough), metrics=["mrr"])["notes"] == []
+@pytest.mark.parametrize(
+    ("seeds", "users", "notes"),
+    [
+        (3, 30, ["with 3 seeds no sign-flip p can be below 0.25; 6 seeds are the fewest that can reach 0.05"]),
+        (5, 30, ["with 5 seeds no sign-flip p can be below 0.0625; 6 seeds are the fewest that can reach 0.05"]),
+        (6, 30, []),
+        (6, 29, ["with 29 users intervals over users are too narrow; 30 are the fewest, as in strata"]),
+    ],
+)
+def test_few_seeds_and_few_users_are_said_to_show_little(seeds, users, notes):
+    assert results_of(made_up(drawn("matched", "bft", seeds=seeds, users=users)), metrics=["mrr"])["notes"] == notes
 
 
 def test_what_the_same_runs_have_on_validation_is_tested_where_both_arms_say_it():
     rng = np.random.default_rng(5)
-    comparison = made_up({name: rng.integers(1, 40, (6, 40)) for name in ("matched", "bft", "other")})
+    comparison = made_up(drawn("matched", "bft", "other"))
     held = {name: rng.uniform(0.1, 0.2, 6) for name in ("matched", "bft")}
     for name, values in held.items():
         comparison.arms[name].validation["unfiltered"] = {"mrr": values}
-    found = results_of(comparison, metrics=("hr@10", "mrr"), over_users=False)["comparisons"]["matched"]
+    found = results_of(comparison, metrics=("hr@10", "mrr"))["comparisons"]["matched"]
     said = found["bft"]["unfiltered"]["mrr"]["on_validation"]
     assert said["p_t"] == pytest.approx(stats.ttest_rel(held["bft"], held["matched"]).pvalue)
     assert said["difference"] == pytest.approx((held["bft"] - held["matched"]).mean())
     assert not any("on_validation" in cell for *key, cell in cells_of(found) if key != ["bft", "unfiltered", "mrr"])
 
 
-def results_with(shift, content):
-    rng = np.random.default_rng(3)
-    base = rng.integers(5, 40, (8, 60))
-    other = np.maximum(1, base + shift + rng.integers(-3, 4, base.shape))
-    found = results_of(made_up({"matched": base, "bft": other}, content=content), over_users=False)
-    return {**found, "made": {**MADE, "command": f"recbft compare -d {content}"}}
-
-
 def test_pooling_is_fishers_and_tells_the_direction():
-    results = [results_with(-2, "beauty"), results_with(-1, "games"), results_with(2, "toys")]
+    results = [on_data("beauty", -2), on_data("games", -1), on_data("toys", 2)]
     found = pool(results)
     assert found["data"] == ["beauty", "games", "toys"]
     first = found["pooled"][0]
@@ -195,7 +124,7 @@ def test_pooling_is_fishers_and_tells_the_direction():
 
 
 def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part_in_their_mean():
-    results = [results_with(-2, "beauty"), results_with(-1, "games")]
+    results = [on_data("beauty", -2), on_data("games", -1)]
     one, other = (r["comparisons"]["matched"]["bft"]["unfiltered"]["hr@10"]["over_seeds"] for r in results)
     one["relative"] = None
     first = pool(results)["pooled"][0]
@@ -206,20 +135,9 @@ def test_a_data_set_whose_baseline_has_no_hit_has_no_relative_change_and_no_part
     assert pool(results)["pooled"][0]["better_on"] == 1, "a data set on which nothing differs is none it is better on"
 
 
-def test_results_to_be_pooled_are_read_as_they_were_written_and_refused_where_they_are_damaged(tmp_path):
-    with pytest.raises(UserError, match=r"holds no comparison\.json; --pool takes folders written by recbft compare"):
-        read_results(tmp_path)
-    written = results_with(1, "beauty")
-    write_json(tmp_path / "comparison.json", written)
-    assert pool([read_results(tmp_path), results_with(2, "games")]) == pool([written, results_with(2, "games")])
-    (tmp_path / "comparison.json").write_text("{")
-    with pytest.raises(UserError, match=r"comparison\.json is damaged; make it again with recbft compare"):
-        read_results(tmp_path)
-
-
 def test_one_file_prepared_in_two_ways_is_not_pooled():
     def prepared(content, before=(1429, 900, 10261), **filters):
-        result = results_with(1, content)
+        result = on_data(content, 1)
         told = {"before": dict(zip(("users", "items", "events"), before, strict=True)), "filters": filters}
         result["protocol"] |= {"dataset": "instruments", "preparation": told}
         return result
@@ -227,7 +145,7 @@ def test_one_file_prepared_in_two_ways_is_not_pooled():
     whole = prepared("a", where=None, drop_last_events=0, k_core=0)
     cut = prepared("b", where=None, drop_last_events=1, k_core=5)
     with pytest.raises(UserError, match="on the events of instruments, prepared with other drop_last_events, k_core;"):
-        pool([whole, results_with(2, "games"), cut])
+        pool([whole, on_data("games", 2), cut])
     for other in (
         prepared("b", where="year>2000", drop_last_events=1, k_core=0),
         prepared("b", where=None, drop_last_events=0, k_core=0),
@@ -237,20 +155,20 @@ def test_one_file_prepared_in_two_ways_is_not_pooled():
 
 
 def test_what_cannot_be_pooled_is_refused():
-    one = results_with(1, "beauty")
+    one = on_data("beauty", 1)
     with pytest.raises(UserError, match="needs at least 2 comparisons"):
         pool([one])
     with pytest.raises(UserError, match="two comparisons are on the same data"):
-        pool([one, results_with(2, "beauty")])
-    untimed = results_with(2, "games")  # the same targets from a file without times
+        pool([one, on_data("beauty", 2)])
+    untimed = on_data("games", 2)  # the same targets from a file without times
     untimed["protocol"]["target_hash"] = one["protocol"]["target_hash"]
     with pytest.raises(UserError, match="two comparisons are on the same data"):
         pool([one, untimed])
     with pytest.raises(UserError, match="have baselines bft, matched; give --baseline"):
-        pool([one, {**results_with(2, "games"), "baseline": "bft"}])
+        pool([one, {**on_data("games", 2), "baseline": "bft"}])
     models = [{**each, "protocol": {**each["protocol"], "config": {"model": model}}}
-              for each, model in ((one, "sasrec"), (results_with(2, "games"), "hstu"))]  # fmt: skip
+              for each, model in ((one, "sasrec"), (on_data("games", 2), "hstu"))]  # fmt: skip
     with pytest.raises(UserError, match="the comparisons are of hstu, sasrec; pool those of one model"):
         pool(models)
     with pytest.raises(UserError, match="no arm and metric in common"):
-        pool([one, {**results_with(2, "games"), "comparisons": {}}])
+        pool([one, {**on_data("games", 2), "comparisons": {}}])

@@ -53,8 +53,8 @@ def test_nothing_read_means_no_precision():
 
 
 def test_naive_reml_is_capped_for_one_observation_and_vanishing_residuals():
-    S, n = tensor([0.0, 2.0], [0.0, 2.0], [0.0, 2.0]), tensor(1.0, 1.5, 5.0)
-    expected = tensor([100.0, 100.0], [100.0, 0.25], [100.0, 2.0])
+    S, n = tensor(*[[0.0, 2.0]] * 4), tensor(1.0, 1 + 1e-7, 1.5, 5.0)  # and one that is a rounding above 1
+    expected = tensor([100.0, 100.0], [100.0, 100.0], [100.0, 0.25], [100.0, 2.0])
     torch.testing.assert_close(reml_naive_precision(S, n), expected)
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from recbft.datasets import Dataset
+from recbft.evaluation import evaluate as evaluating
+from recbft.evaluation import views
 from recbft.models import MODELS, CoreConfig
 
 ARMS = [(model, arm) for model in ("sasrec", "bert4rec", "hstu") for arm in ("published", "matched", "bft")]
@@ -47,6 +49,17 @@ def make_model(dataset, model="sasrec", arm="bft", *, core=None, seed=0, **backb
 def lab():
     """The functions above."""
     return SimpleNamespace(dataset=make_dataset(), make_dataset=make_dataset, make_model=make_model, ARMS=ARMS)
+
+
+@pytest.fixture
+def histories_at_once(monkeypatch):
+    """Sets how many histories are read at once."""
+
+    def read(number):
+        for module in (evaluating, views):
+            monkeypatch.setattr(module, "HISTORIES_PER_BATCH", number)
+
+    return read
 
 
 @pytest.fixture(params=ARMS, ids=lambda pair: "-".join(pair))

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 from sklearn.metrics import roc_auc_score
 
-from recbft.evaluation.confidence import Ranking, bootstrap, compare_confidences, interval, resamples, verdict
+from recbft.evaluation.confidence import (
+    Ranking,
+    bootstrap,
+    calibration,
+    compare_confidences,
+    interval,
+    resamples,
+    verdict,
+)
 
 users = st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=30)
 
@@ -34,18 +42,11 @@ def by_hand(confidence, hit):
     return total / orders
 
 
-def test_a_table_without_ties_worked_by_hand():
-    # by falling confidence: hit, miss, hit, miss, so risks 0, 1/2, 1/3, 2/4; of 4 pairs of a hit and a miss 3 are won
-    ranking = Ranking([0.9, 0.2, 0.5, 0.7], [True, False, True, False])
-    assert ranking.area == Fraction(3, 4)
-    assert ranking.risk_area == pytest.approx(float(Fraction(0 + Fraction(1, 2) + Fraction(1, 3) + Fraction(2, 4), 4)))
-    assert ranking.curve() == {"coverage": [0.25, 0.5, 0.75, 1.0], "risk": pytest.approx([0, 1 / 2, 1 / 3, 1 / 2])}
-
-
 def test_users_of_equal_confidence_share_their_risk_along_the_curve():
     assert Ranking([1, 1, 1, 1], [True, False, False, False]).curve()["risk"] == pytest.approx([3 / 4] * 4)
     # two at random of a hit and a miss, then a hit
-    assert Ranking([2, 2, 1], [True, False, True]).curve()["risk"] == pytest.approx([1 / 2, 1 / 2, 1 / 3])
+    curve = Ranking([2, 2, 1], [True, False, True]).curve()
+    assert curve == {"coverage": pytest.approx([1 / 3, 2 / 3, 1]), "risk": pytest.approx([1 / 2, 1 / 2, 1 / 3])}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -81,15 +82,6 @@ def test_no_order_beats_hits_first_and_saying_nothing_costs_the_share_of_misses(
     best, nothing = Ranking(hit, hit).risk_area, Ranking(np.zeros(len(hit)), hit)
     assert Ranking(confidence, hit).risk_area >= best - 1e-12
     assert nothing.risk_area == pytest.approx(1 - hit.mean()) and nothing.num_distinct == 1
-
-
-@given(users)
-def test_only_the_order_of_the_confidences_counts_and_turning_it_round_mirrors_the_auroc(drawn):
-    confidence, hit = columns(drawn)
-    one, scaled, turned = (Ranking(c, hit) for c in (confidence, np.exp(confidence) * 7, -confidence))
-    assert (one.area, one.risk_area) == (scaled.area, scaled.risk_area) or np.isnan(one.area)
-    if not np.isnan(one.area):
-        assert turned.area == pytest.approx(1 - one.area)
 
 
 @pytest.mark.parametrize("hits", [[True] * 4, [False] * 4, [True], [False]])
@@ -152,17 +144,6 @@ def test_the_reference_is_compared_on_the_same_resamples():
     assert "reference_above" not in found["good"]
 
 
-def test_bootstrap_intervals_cover_the_truth_about_as_often_as_they_say():
-    rng, covered = np.random.default_rng(1), 0
-    for trial in range(100):
-        hit = np.arange(80) < 30
-        low, high = compare_confidences({"c": rng.normal(size=80) + hit}, hit, samples=200, seed=trial)["c"][
-            "auroc_interval"
-        ]
-        covered += low <= 0.7602 <= high  # P(N(1, 1) > N(0, 1)) = Phi(1 / sqrt 2)
-    assert 88 <= covered <= 100
-
-
 def test_resamples_draw_as_many_users_as_there_are_and_depend_on_the_seed_alone(monkeypatch):
     one = np.concatenate(list(resamples(7, 10, seed=3)))
     assert one.shape == (10, 7) and (one.sum(axis=1) == 7).all()
@@ -187,3 +168,49 @@ def test_the_curve_of_many_users_has_a_hundred_points_and_ends_at_the_whole():
     curve = Ranking(rng.random(1234), hit).curve()
     assert len(curve["coverage"]) == 100 and curve["coverage"][-1] == 1
     assert curve["risk"][-1] == pytest.approx(1 - hit.mean())
+
+
+def test_calibration_worked_by_hand():
+    # two bins of two users: claimed 1/8 and happened 1/2; claimed 3/4 and happened 1/2
+    found = calibration(np.array([0.1, 0.15, 0.7, 0.8]), np.array([0, 1, 1, 0], bool), bins=2, samples=50)
+    assert found["ece"] == pytest.approx((3 / 8 + 1 / 4) / 2)
+    assert found["bins"] == [
+        {"probability": pytest.approx(1 / 8), "hit_rate": 0.5, "num_users": 2},
+        {"probability": pytest.approx(3 / 4), "hit_rate": 0.5, "num_users": 2},
+    ]
+    assert (found["mean_probability"], found["hit_rate"]) == (pytest.approx(7 / 16), 0.5)
+    spreads = (0.1 * 0.9 + 0.15 * 0.85, 0.7 * 0.3 + 0.8 * 0.2)
+    assert found["floor"] == pytest.approx(sum(np.sqrt(2 / np.pi * s) for s in spreads) / 4)
+
+
+@pytest.mark.parametrize("bins", [2, 14, 38])
+def test_bins_are_equal_where_the_number_of_users_allows_it(bins):
+    for each in (1, 3, 7):
+        claims = np.linspace(0.1, 0.9, each * bins)
+        found = calibration(claims, claims > 0.5, bins=bins, samples=1)
+        assert [one["num_users"] for one in found["bins"]] == [each] * bins
+
+
+def test_equal_probabilities_share_one_bin_and_one_user_is_enough():
+    found = calibration(np.full(7, 0.25), np.arange(7) < 2, samples=10)
+    assert len(found["bins"]) == 1 and found["ece"] == pytest.approx(2 / 7 - 1 / 4)
+    alone = calibration(np.array([0.25]), np.array([True]), samples=10)
+    assert alone["ece"] == 0.75 and alone["interval"] is None  # one user, of whom all resamples are alike
+
+
+def test_true_claims_show_about_the_floor_and_false_ones_more():
+    rng = np.random.default_rng(0)
+    claims = rng.beta(1, 6, 3000)
+    true = np.mean([calibration(claims, rng.random(3000) < claims, samples=1)["ece"] for _ in range(200)])
+    floor = calibration(claims, rng.random(3000) < claims, samples=1)["floor"]
+    assert true == pytest.approx(floor, rel=0.05)
+    assert calibration(claims, rng.random(3000) < claims**2, samples=1)["ece"] > 5 * floor
+
+
+def test_the_interval_is_of_the_same_bins_over_resampled_users():
+    rng = np.random.default_rng(0)
+    claims = rng.random(500)
+    found = calibration(claims, rng.random(500) < claims**2, samples=300)
+    assert [one["num_users"] for one in found["bins"]] == [50] * 10
+    assert found["interval"][0] < found["ece"] < found["interval"][1]
+    assert calibration(claims, rng.random(500) < 2, samples=5)["hit_rate"] == 1

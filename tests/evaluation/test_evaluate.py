@@ -7,13 +7,15 @@ import torch
 from torch import nn
 
 from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import leave_one_out
 from recbft.errors import RunError, UserError
 from recbft.evaluation import evaluate as evaluating
-from recbft.evaluation.evaluate import evaluate
+from recbft.evaluation import views
+from recbft.evaluation.evaluate import evaluate, exposure, shown
 from recbft.evaluation.ranks import full_ranks
-from recbft.evaluation.views import evaluation_mode, histories_at_once, view_of
+from recbft.evaluation.views import evaluation_mode, view_of
 from recbft.models import Popularity
-from recbft.models.contract import ItemTable, SequenceModel, UserStates
+from recbft.models.contract import ItemTable, SequenceModel, UserStates, read_histories
 from recbft.training.run_config import load_run_config
 
 
@@ -77,10 +79,11 @@ def test_popularity_on_a_data_set_worked_by_hand():
 
 
 @pytest.mark.parametrize(("seed", "part", "max_length"), [(0, "validation", 50), (1, "test", 4), (2, "validation", 4)])
-def test_each_user_is_ranked_from_the_right_events(seed, part, max_length):
+def test_each_user_is_ranked_from_the_right_events(histories_at_once, seed, part, max_length):
+    histories_at_once(7)
     dataset = draw_dataset(seed)
     model = SumModel(dataset.num_items, max_length=max_length, seed=seed)
-    result = evaluate(model, dataset, part, histories_per_batch=7)
+    result = evaluate(model, dataset, part)
     weight = model.weight.numpy()
     back = 2 if part == "validation" else 1
     for u, row in result.per_user.iterrows():
@@ -96,18 +99,20 @@ def test_each_user_is_ranked_from_the_right_events(seed, part, max_length):
         assert result.precision[u] == min(len(history), max_length)
 
 
-def test_neither_batches_nor_memory_change_a_result():
+def test_neither_batches_nor_memory_change_a_result(histories_at_once):
     dataset = draw_dataset(5)
     model = SumModel(dataset.num_items)
     whole = evaluate(model, dataset, "test")
     for at_once, memory_mb in ((1, 256), (7, 1e-4), (1000, 1e-3)):
-        cut = evaluate(model, dataset, "test", histories_per_batch=at_once, memory_mb=memory_mb)
+        histories_at_once(at_once)
+        cut = evaluate(model, dataset, "test", memory_mb=memory_mb)
         pd.testing.assert_frame_equal(whole.per_user, cut.per_user)
         assert whole.metrics == cut.metrics and whole.precision.tolist() == cut.precision.tolist()
 
 
-@pytest.mark.parametrize(("histories_per_batch", "held"), [(7, 13), (16, 16)])
-def test_no_more_states_are_held_than_memory_or_one_batch_of_histories_allows(monkeypatch, histories_per_batch, held):
+@pytest.mark.parametrize(("at_once", "held"), [(7, 13), (16, 16)])
+def test_no_more_states_are_held_than_memory_or_one_batch_allows(monkeypatch, histories_at_once, at_once, held):
+    histories_at_once(at_once)
     ranked = []
 
     def watched(states, *arguments, **how):
@@ -117,7 +122,7 @@ def test_no_more_states_are_held_than_memory_or_one_batch_of_histories_allows(mo
     monkeypatch.setattr(evaluating, "full_ranks", watched)
     dataset = draw_dataset(5)
     memory_mb = 13 * 4 * 4 / 2**20  # of thirteen states of four single-precision numbers
-    evaluate(SumModel(dataset.num_items), dataset, "test", histories_per_batch=histories_per_batch, memory_mb=memory_mb)
+    evaluate(SumModel(dataset.num_items), dataset, "test", memory_mb=memory_mb)
     assert ranked == [held] * (40 // held) + [40 % held]
 
 
@@ -178,8 +183,8 @@ def test_the_cuts_are_those_asked_for():
 def test_a_gpu_is_given_as_many_histories_at_once_as_their_tokens_allow(settings, device, histories):
     config = load_run_config(None, ["hidden_size=8", "max_length=20", *settings], model="sasrec", arm="bft")
     model, lengths = config.build(torch.tensor([0, 2, 1])), np.full(10_000, 2_000)
-    assert histories_at_once(model, torch.device(device), lengths) == histories
-    assert histories_at_once(Popularity(torch.tensor([0, 2, 1])), torch.device("cpu"), lengths) == 256
+    assert views.histories_at_once(model, torch.device(device), lengths) == histories
+    assert views.histories_at_once(Popularity(torch.tensor([0, 2, 1])), torch.device("cpu"), lengths) == 256
 
 
 def test_of_histories_in_the_order_of_their_lengths_no_batch_has_too_many_tokens():
@@ -187,7 +192,83 @@ def test_of_histories_in_the_order_of_their_lengths_no_batch_has_too_many_tokens
         torch.tensor([0, 2, 1])
     )
     lengths = np.sort(np.random.default_rng(torch.seed() % 1000).geometric(0.05, size=60_000))
-    at_once = histories_at_once(model, torch.device("cuda"), lengths)
+    at_once = views.histories_at_once(model, torch.device("cuda"), lengths)
     batches = [np.minimum(lengths[n : n + at_once], 200).sum() for n in range(0, 60_000, at_once)]
     assert 50_000 < max(batches) <= 200_000 and at_once > 1_000
-    assert histories_at_once(model, torch.device("cuda"), lengths[:1]) == 256
+    assert views.histories_at_once(model, torch.device("cuda"), lengths[:1]) == 256
+
+
+def test_lists_worked_by_hand():
+    items = np.array([[1, 2], [1, 3], [2, 0]])  # the last list is short
+    counts = shown(items, 4, [1, 2])
+    assert counts.tolist() == [[2, 1, 0, 0], [2, 2, 1, 0]]
+    found = exposure(counts, np.array([10, 20, 60, 80]), [1, 2])
+    assert found == pytest.approx(
+        {
+            "coverage@1": 2 / 4, "gini@1": (1 * 1 + 3 * 2) / (4 * 3), "popularity@1": (2 * 10 + 20) / 3,
+            "coverage@2": 3 / 4, "gini@2": (-1 * 1 + 1 * 2 + 3 * 2) / (4 * 5), "popularity@2": (20 + 40 + 60) / 5,
+        }
+    )  # fmt: skip
+
+
+def test_lists_without_an_item_cover_nothing_and_have_neither_gini_nor_popularity():
+    found = exposure(np.zeros((1, 3), np.int64), np.ones(3, np.int64), [10])
+    assert found == {"coverage@10": 0.0}
+
+
+@pytest.mark.parametrize("memory_mb", [1e-3, 256.0])
+def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab, arm, histories_at_once, memory_mb):
+    histories_at_once(16)
+    dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
+    model = lab.make_model(dataset, *arm)
+    found = evaluate(model, dataset, "test", ks=(3, 50), memory_mb=memory_mb, lists=True)
+    assert evaluate(model, dataset, "test", ks=(3, 50)).exposure is None
+    view = leave_one_out(dataset).test
+    with torch.no_grad():
+        (batch,) = read_histories(model, dataset.items, view.start, view.stop, times=dataset.times, source="")
+        states, _ = model.user_states(batch)
+        weight, bias = model.item_table()
+        scores = (states @ weight[1:].T + (0 if bias is None else bias[1:])).numpy()
+    seen = [dataset.items[start:stop] - 1 for start, stop in zip(view.start, view.stop, strict=True)]
+    for setting in ("unfiltered", "filtered"):
+        lists = []
+        for row, own in zip(scores.copy(), seen, strict=True):
+            order = np.argsort(-row, kind="stable")
+            lists.append(order if setting == "unfiltered" else order[~np.isin(order, own)])
+        for k in (3, 50):
+            entries = np.concatenate([each[:k] for each in lists])
+            n, c = np.bincount(entries, minlength=dataset.num_items), dataset.training_counts[1:]
+            measures = found.exposure[setting]
+            assert measures[f"coverage@{k}"] == len(set(entries.tolist())) / dataset.num_items
+            assert measures[f"popularity@{k}"] == pytest.approx(c[entries].mean())
+            assert measures[f"gini@{k}"] == pytest.approx(np.abs(n[:, None] - n).mean() / (2 * n.mean()))
+
+
+def test_on_large_data_the_lists_are_of_some_users_the_same_each_time_and_however_shared(
+    lab, monkeypatch, histories_at_once
+):
+    histories_at_once(16)
+    dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
+    model = lab.make_model(dataset, "sasrec", "bft")
+    monkeypatch.setattr(evaluating, "LISTED_USERS", 5)
+    monkeypatch.setattr(evaluating, "LISTED_SCORES", 20 * dataset.num_items)
+    made = []
+    monkeypatch.setattr(evaluating, "shown", lambda items, *sizes: made.append(items) or shown(items, *sizes))
+    found = evaluate(model, dataset, "test", ks=(3,), memory_mb=1e-3, lists=True)
+    lists = np.concatenate(made[::2])  # of all items; every second one is of the items not seen
+    users = np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:20])
+    view = leave_one_out(dataset).test
+    with torch.no_grad():
+        (batch,) = read_histories(model, dataset.items, view.start[users], view.stop[users], source="")
+        states, _ = model.user_states(batch)
+        scores = (states @ model.item_table().weight[1:].T).numpy()
+    assert (lists == 1 + np.argsort(-scores, axis=1, kind="stable")[:, :3]).all()
+    counts = shown(lists, dataset.num_items, [3])
+    assert found.exposure["unfiltered"] == exposure(counts, dataset.training_counts[1:], [3])
+
+    class Halves:
+        def each_does(self, count, work):
+            return [work(slice(0, 33)), work(slice(33, 33)), work(slice(33, count))]
+
+    shared = evaluate(model, dataset, "test", ks=(3,), sharing=Halves(), lists=True)
+    assert shared.exposure == found.exposure

@@ -40,11 +40,6 @@ def test_the_change_is_the_score_less_that_of_the_history_without_the_event(lab,
         np.testing.assert_allclose(found.change[:, column], found.score - without, rtol=1e-8, atol=1e-10)
 
 
-def test_what_the_model_does_not_read_could_not_have_changed_the_score(lab):
-    model = lab.make_model(lab.dataset, max_length=4)
-    np.testing.assert_allclose(score(model, np.delete(HISTORY, 0), [5]), score(model, HISTORY, [5]), rtol=1e-12)
-
-
 def test_what_is_not_read_of_a_long_history_takes_no_memory(lab):
     model, history = lab.make_model(lab.dataset, max_length=30), np.arange(50_000) % 5 + 1
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Paired comparisons against scipy, full enumeration, and simulations in which nothing is different."""
+"""Paired comparisons against scipy and full enumeration."""
 
 from __future__ import annotations
 
@@ -120,29 +120,6 @@ def test_the_power_at_the_smallest_effect_is_four_fifths_by_the_noncentral_t(n):
     assert power == pytest.approx(0.8, abs=1e-6)
 
 
-# Arms of skewed metrics differ symmetrically where nothing differs. Ten skewed differences are beyond both tests, which
-# reject one in ten of them; over users there are enough.
-NULLS = {
-    "normal": lambda rng, shape: (rng.normal(size=shape), rng.normal(size=shape)),
-    "skewed": lambda rng, shape: (rng.exponential(size=shape), rng.exponential(size=shape)),
-}
-
-
-@pytest.mark.parametrize("draw", NULLS.values(), ids=NULLS)
-def test_where_nothing_differs_seeds_are_told_apart_as_often_as_the_level_says(draw):
-    comparisons = [compare_seeds(a, b) for a, b in zip(*draw(np.random.default_rng(3), (3000, 10)), strict=True)]
-    for p in (np.array([c.p_t for c in comparisons]), np.array([c.p_sign_flip for c in comparisons])):
-        assert 0.035 <= (p <= 0.05).mean() <= 0.065
-        assert 0.17 <= (p <= 0.2).mean() <= 0.23
-
-
-def test_where_nothing_differs_users_are_told_apart_as_often_as_the_level_says():
-    rng = np.random.default_rng(4)
-    draws = rng.gamma(4, size=(2500, 300)) - 4
-    p = np.array([sign_flip_p(d, samples=199, seed=seed) for seed, d in enumerate(draws)])
-    assert 0.035 <= (p <= 0.05).mean() <= 0.065
-
-
 def test_the_interval_of_a_share_of_users_is_the_binomial_s():
     num_users, hits = 10_000, 3_000
     found = bootstrap_interval(np.arange(num_users) < hits, samples=100_000)
@@ -153,10 +130,9 @@ def test_the_interval_of_a_share_of_users_is_the_binomial_s():
 @pytest.mark.parametrize(("field", "drawn"), [("interval", bootstrap_interval), ("p_sign_flip", sign_flip_p)])
 def test_what_is_drawn_over_users_is_of_as_many_samples_as_asked_for_and_of_a_seed(field, drawn):
     values = np.random.default_rng(0).normal(size=50)
-    found = getattr(compare_users(np.zeros(50), values, samples=200, seed=3), field)
-    assert found == drawn(values, samples=200, seed=3)
-    assert found != drawn(values, samples=200, seed=4) != drawn(values, samples=201, seed=4)
-    assert found != drawn(values, samples=200)
+    found = getattr(compare_users(np.zeros(50), values, samples=200), field)
+    assert found == drawn(values, samples=200)
+    assert drawn(values, samples=201) != found != drawn(values, samples=200, seed=4)
 
 
 @pytest.mark.parametrize("values", ["all differ", "a tenth differ"])

@@ -10,7 +10,8 @@ from scipy import optimize, special, stats
 
 from recbft.datasets import Dataset
 from recbft.evaluation import probability
-from recbft.evaluation.probability import best_lapse, calibrations, fit
+from recbft.evaluation.probability import AS_TRAINED, Calibration, best_lapse, calibrations, fit, predicted
+from recbft.evaluation.score_blocks import score_block
 from recbft.models.contract import ItemTable, SequenceModel, UserStates
 
 
@@ -46,14 +47,6 @@ def best_by_search(scores, targets, *, prior=True):
     how = {"method": "Nelder-Mead", "options": {"xatol": 1e-7, "fatol": 1e-12, "maxiter": 2000}}
     found = min((optimize.minimize(loss, (a, b), **how) for a in (-1, 1) for b in (-3, 0)), key=lambda one: one.fun)
     return np.exp(found.x[0]), special.expit(found.x[1])
-
-
-@pytest.mark.parametrize(("temperature", "lapse"), [(0.5, 0.3), (1.0, 0.0), (1.3, 0.7)])
-def test_planted_numbers_are_found_again(temperature, lapse):
-    states, table, scores = drawn(1, N=6000)
-    targets = sample(mixed(scores, temperature, lapse), seed=2)
-    found = fit(states, table, targets)
-    assert found.temperature == pytest.approx(temperature, rel=0.15) and found.lapse == pytest.approx(lapse, abs=0.05)
 
 
 def test_scores_that_are_counts_of_many_events_have_their_temperature_too():
@@ -156,14 +149,6 @@ def test_a_target_that_the_softmax_leaves_no_room_gets_its_share_of_the_lapses(l
     assert best_lapse(np.full(16, log_p), np.full(16, np.log(0.1)))[0] == pytest.approx(17 / 20)
 
 
-def test_targets_that_scores_all_but_rule_out_leave_the_temperature_where_it_was_planted():
-    states, table, scores = drawn(6, N=2000, bias=True)
-    table.bias[16:] -= 3000
-    scores[:, 15:] -= 3000
-    found = fit(states, table, sample(mixed(scores, 1.0, 0.3), seed=2))
-    assert found.temperature == pytest.approx(1, rel=0.15) and found.lapse == pytest.approx(0.3, abs=0.05)
-
-
 def test_one_item_or_equal_scores_need_no_care():
     one = fit(torch.ones(5, 3), ItemTable(torch.ones(2, 3), None), np.ones(5, np.int64))
     equal = fit(torch.ones(5, 3), ItemTable(torch.ones(9, 3), None), np.ones(5, np.int64))
@@ -237,3 +222,67 @@ def test_where_every_target_was_seen_before_there_is_none_of_the_unseen():
     states, weight = torch.randn(10, 2, generator=generator), torch.randn(dataset.num_items + 1, 2, generator=generator)
     found = calibrations(Known(states, ItemTable(weight, None)), dataset)
     assert found["filtered"] is None and found["unfiltered"]["temperature"] > 0
+
+
+@pytest.mark.parametrize(
+    ("temperature", "lapse", "memory_mb", "bias"),
+    [(0.5, 0.0, 256.0, True), (3.0, 0.2, 1e-9, False), (0.7, 1.0 - 1e-6, 1e-9, True)],
+)
+def test_every_user_s_distribution_is_the_softmax_over_all_items_and_the_lapses(temperature, lapse, memory_mb, bias):
+    states, table, scores = drawn(0, N=20, bias=bias)
+    targets = np.random.default_rng(0).integers(1, 31, 20)
+    calibrations = (Calibration(7.0, 0.5), Calibration(temperature, lapse))
+    _, found = predicted(states, table, targets, calibrations=calibrations, ks=(1, 10, 500), memory_mb=memory_mb)
+    p = (1 - lapse) * special.softmax(scores / temperature, axis=1) + lapse / 30
+    # Where an item is all but certain both are near 0, and no nearer to it than the rounding of scores.
+    np.testing.assert_allclose(found.nll, -np.log(p[np.arange(20), targets - 1]), rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(found.entropy, [stats.entropy(row) for row in p], rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(found.top[1], p.max(axis=1), rtol=1e-10)
+    np.testing.assert_allclose(found.top[10], np.sort(p, axis=1)[:, -10:].sum(axis=1), rtol=1e-10)
+    np.testing.assert_allclose(found.top[500], 1.0, rtol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rounding_in_single_precision_makes_no_probability_beyond_one_and_no_entropy_below_zero(seed):
+    states, (weight, _), scores = drawn(seed, N=200)
+    states, scores = 8 * states, 8 * scores
+    table = ItemTable(weight.float(), None)
+    targets = scores.argmax(axis=1) + 1
+    (found,) = predicted(states.float(), table, targets, calibrations=[AS_TRAINED], ks=(1, 10, 30), memory_mb=1)
+    assert found.entropy.min() >= 0.0 and all(0 < p.min() <= p.max() <= 1.0 for p in found.top.values())
+    assert {part.dtype for part in (found.nll, found.entropy, *found.top.values())} == {np.dtype(np.float64)}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="what PyTorch refuses of a GPU")
+def test_a_gpu_gives_the_same_by_deterministic_algorithms():
+    states, (weight, _), _ = drawn(0)
+    targets = np.random.default_rng(0).integers(1, 31, 400)
+    asked = {"calibrations": [AS_TRAINED], "ks": (1, 10), "memory_mb": 1.0}
+    (plain,) = predicted(states, ItemTable(weight, None), targets, **asked)
+    torch.use_deterministic_algorithms(True)
+    try:
+        (found,) = predicted(states.cuda(), ItemTable(weight.cuda(), None), targets, **asked)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    np.testing.assert_allclose(found.top[10], plain.top[10], rtol=1e-10)
+
+
+@pytest.mark.parametrize("memory_mb", [1e-9, 0.05])
+def test_the_scores_alive_at_a_time_fit_into_the_memory(monkeypatch, memory_mb):
+    blocks = []
+
+    def watched(chunk, candidates, columns, room):
+        blocks.append(room.numel())
+        return score_block(chunk, candidates, columns, room)
+
+    monkeypatch.setattr(probability, "score_block", watched)
+    states, table, _ = drawn(0, N=400, V=30)
+    predicted(states, table, np.ones(400, np.int64), calibrations=[AS_TRAINED], ks=(1,), memory_mb=memory_mb)
+    allowed = memory_mb * 2**20 / (probability.COPIES * states.element_size())
+    assert set(blocks) == {30 * max(1, int(allowed / 30))} and sum(blocks) >= 400 * 30
+
+
+def test_scores_far_apart_give_a_sure_distribution_and_no_nan():
+    table = ItemTable(torch.tensor([[0.0], [1e6], [0.0]]), None)
+    (found,) = predicted(torch.ones(1, 1), table, np.array([2]), calibrations=[AS_TRAINED], ks=(1,), memory_mb=1)
+    assert (found.entropy[0], found.top[1][0], found.nll[0]) == (0.0, 1.0, 1e6)

@@ -36,6 +36,7 @@ def test_users_are_cut_into_equal_numbers():
     found = user_activity([4, 5, 6, 7, 8, 9, 10, 11, 12, 40])
     assert np.bincount(found.member).tolist() == [2, 2, 2, 2, 2]
     assert found.bounds == ("4-5", "6-7", "8-9", "10-11", "12-40")
+    assert user_activity(range(1, 8), quantiles=2).bounds == ("1-4", "5-7"), "half of them at or below the edge"
 
 
 @pytest.mark.parametrize("quantiles", [2, 5, 7, 14, 40])
@@ -89,12 +90,10 @@ def test_recency_says_its_bounds_in_a_unit_one_can_read():
 
 
 def test_a_grid_holds_the_pairs_that_occur():
-    found = grid(first_time_items([0, 3, 0]), user_activity([4, 4, 9], quantiles=2))
-    assert found.names == (
-        "target never in training x Q0", "target never in training x Q1", "target in training x Q0",
-    )  # fmt: skip
-    assert found.bounds == ("0 x 4", "0 x 5-9", "1-3 x 4")
-    assert found.member.tolist() == [0, 2, 1]
+    found = grid(first_time_items([0, 3, 0]), user_activity([4, 5, 9], quantiles=3))
+    never, there = "target never in training", "target in training"
+    assert found.names == (f"{never} x Q0", f"{never} x Q2", f"{there} x Q1")
+    assert found.bounds == ("0 x 4", "0 x 6-9", "1-3 x 5") and found.member.tolist() == [0, 2, 1]
 
 
 def test_a_partition_says_what_it_is_by_and_what_its_bounds_count():

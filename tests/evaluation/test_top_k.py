@@ -56,13 +56,6 @@ def test_the_best_are_those_of_a_full_sort_with_ties_by_the_smaller_index(seed, 
         assert values[: len(expected)].tolist() == [row[item] for item in expected]
 
 
-def test_all_items_can_be_asked_for_and_padding_is_not_among_them():
-    weight = torch.tensor([[9.0], [1.0], [3.0], [2.0]])
-    best = top_k(torch.ones(2, 1), ItemTable(weight, None), 3)
-    assert best.items.tolist() == [[2, 3, 1]] * 2 and best.scores.tolist() == [[3, 2, 1]] * 2
-    assert best.items.dtype == np.int64 and best.scores.dtype == np.float32
-
-
 @pytest.mark.parametrize("compiled", ["0", "1"])
 @pytest.mark.parametrize(
     ("memory_mb", "dtype", "among", "temperature"),
@@ -108,18 +101,6 @@ def test_probabilities_change_nothing_else_and_those_of_all_items_sum_to_one():
     np.testing.assert_allclose(best.probabilities.sum(axis=1), 1, rtol=1e-12)
 
 
-@pytest.mark.parametrize("memory_mb", [256, 1e-5])
-def test_barred_items_are_recommended_to_nobody(memory_mb):
-    rng = np.random.default_rng(0)
-    states, table = torch.tensor(rng.normal(size=(5, 3))), ItemTable(torch.tensor(rng.normal(size=(13, 3))), None)
-    seen = [[1, 2], [], [5, 5], [12], [3]]
-    items, offsets = jagged(seen)
-    barred = np.array([9, 2, 12, 5])
-    best = top_k(states, table, 7, exclude_items=items, exclude_offsets=offsets, barred=barred, memory_mb=memory_mb)
-    scores = (states @ table.weight.T).tolist()
-    assert best.items.tolist() == best_by_hand(scores, 7, [[*own, *barred] for own in seen])
-
-
 @pytest.mark.parametrize(("memory_mb", "k"), [(256, 3), (1e-5, 5), (256, 9)])
 def test_a_user_with_fewer_items_left_gets_those_and_then_padding(memory_mb, k):
     rng = np.random.default_rng(0)
@@ -133,12 +114,6 @@ def test_a_user_with_fewer_items_left_gets_those_and_then_padding(memory_mb, k):
     for items, scores, own in zip(best.items, best.scores, expected, strict=True):
         assert items.tolist() == own + [0] * (k - len(own))
         assert np.isnan(scores[len(own) :]).all() and np.isfinite(scores[: len(own)]).all()
-
-
-def test_constant_scores_give_the_first_items():
-    best = top_k(torch.zeros(3, 2), ItemTable(torch.zeros(1001, 2), None), 4, exclude_items=np.array([2]),
-                 exclude_offsets=np.array([0, 1, 1, 1]))  # fmt: skip
-    assert best.items.tolist() == [[1, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3, 4]]
 
 
 def test_no_items_are_refused():

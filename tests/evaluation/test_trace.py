@@ -94,16 +94,6 @@ def test_the_kalman_gain_is_r_over_lam_plus_r_let_in_by_the_ramp(lab, name):
         torch.testing.assert_close(layer.gain, gain, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("core", "gain"), [({"update": "residual"}, 1.0), ({"update": "fixed", "fixed_gain": 0.6}, 0.6)]
-)
-def test_other_rules_show_the_gain_they_apply(lab, core, gain):
-    model = lab.make_model(lab.dataset, core=core)
-    model.set_ramp(1.0)
-    for layer in traced(model, packed(lab.dataset, model))[1]:
-        torch.testing.assert_close(layer.gain, torch.full_like(layer.gain, gain))
-
-
 def test_the_weights_are_those_that_made_the_innovation_in_every_arm(lab, arm):
     check_weights(lab.make_model(lab.dataset, *arm), lab.dataset)
 
@@ -177,24 +167,6 @@ def test_the_jacobian_in_use_is_the_mode_s(lab):
     for core in ({"propagation": "decay"}, {"jacobian_in_evaluation": "off"}):
         layer = traced(lab.make_model(lab.dataset, core=core), batch)[1][0]
         assert layer.jacobian is None and layer.jacobian_used is None
-
-
-def test_a_history_s_figures_do_not_depend_on_its_batch_mates_nor_on_the_future(lab):
-    model = lab.make_model(lab.dataset, max_length=20)
-    view = leave_one_out(lab.dataset).test
-
-    def figures(start, stop):
-        batch = pack_histories(lab.dataset.items, start, stop)
-        layer = traced(model, batch)[1][1]
-        first = batch.segment == 0
-        order = batch.position[first].argsort()
-        return [part[first][order] for part in (layer.gain, layer.outgoing, layer.effective_sample_size.mT)]
-
-    together = figures(view.start, view.stop)
-    shorter = figures(view.start, view.stop - (view.stop - view.start > 2))
-    for one, two, cut in zip(together, figures(view.start[:1], view.stop[:1]), shorter, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
-        torch.testing.assert_close(one[: len(cut)], cut, rtol=1e-9, atol=1e-11)
 
 
 def test_a_model_without_layers_has_no_traces(lab):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from recbft.comparing.labels import arm_name
+from recbft.comparing.finished_runs import arm_name
 from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
 from recbft.experiments.arms import ArmSpec, check_distinct, check_varies, parse_arms, settings_of

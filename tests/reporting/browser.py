@@ -112,11 +112,6 @@ class Browser:
                 found.append(f"asked for {said['request']['url']}")
         return found
 
-    def picture(self, path: Path, *, full: bool = True) -> None:
-        """A PNG of the page."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     def pdf(self, path: Path) -> None:
         """The page as it would be printed on A4."""
         printed = self.call("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=False)

@@ -1,4 +1,4 @@
-"""A comparison of real runs, small enough to train in seconds, with probes in one arm."""
+"""A comparison of the runs of tests/experiments, with probes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,18 @@ import pytest
 
 from recbft.api import Recommender
 from recbft.comparing.comparison import comparison_of
-from recbft.datasets.synth import SyntheticConfig, generate
-from recbft.experiments.arms import parse_arms
-from recbft.experiments.plan import plan
 from recbft.reporting.report import make_report
 from recbft.system.files import json_text
-from recbft.training.one_run import train
+from tests.experiments.conftest import events
+from tests.experiments.conftest import trained as unprobed
 
-SMALL = ("data.time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "epochs=2")
-
-
-@pytest.fixture(scope="session")
-def events(tmp_path_factory):
-    path = tmp_path_factory.mktemp("report-data") / "tiny.parquet"
-    generate(SyntheticConfig(num_users=150, num_items=60, mean_length=7.0, seed=3)).events.to_parquet(path)
-    return path
+__all__ = ["events", "unprobed"]
 
 
 @pytest.fixture(scope="session")
-def trained(events, tmp_path_factory):
-    """The folder of six finished runs; tests that change it work on a copy."""
-    out = tmp_path_factory.mktemp("report-runs")
-    jobs = plan(
-        parse_arms("matched,bft"), (0, 1, 2), out / "runs",
-        lambda arm, seed: arm.config(SMALL, dataset=str(events), seed=seed),
-    )  # fmt: skip
-    for job in jobs:
-        train(job.config, job.path)
+def trained(unprobed, tmp_path_factory):
+    """The folder of six finished runs, some of them probed; tests that change it work on a copy."""
+    out = Path(shutil.copytree(unprobed, tmp_path_factory.mktemp("report") / "runs-of-arms"))
     for name in ("bft-seed0", "bft-seed1", "matched-seed0"):
         recommender = Recommender.load(out / "runs" / name)
         found = recommender.probe(recommender.config.data.load(), "test")

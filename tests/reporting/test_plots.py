@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds
 from recbft.evaluation.stratified import Level, StratumResult
 from recbft.reporting import plots
@@ -54,12 +52,6 @@ def test_a_file_of_its_own_has_plain_colours(drawn):
     alone = plots.standalone(drawn)
     ET.fromstring(alone.encode())
     assert "var(" not in alone and "currentColor" not in alone and "#0072b2" in alone
-
-
-def test_equal_values_give_equal_bytes(drawn):
-    rng = np.random.default_rng(0)
-    values = {arm: rng.normal(0.1, 0.01, 5) for arm in ("matched", "bft <1>")}
-    assert plots.seed_scatter("matched", values, "ndcg@10", {"matched": 0, "bft <1>": 1}) == drawn
 
 
 def test_equal_points_and_constant_curves_can_be_drawn():
@@ -158,12 +150,6 @@ def test_a_difference_without_an_interval_is_hollow():
 def test_letters_that_matplotlib_has_no_font_for_are_drawn_without_a_warning(recwarn):
     assert "日本語" in words(plots.lines({"日本語": ([0.0, 1.0], [0.0, 1.0]), "b": ([0.0], [0.0])}, "x", "y", "t"))
     assert not [one for one in recwarn if "Glyph" in str(one.message)]
-
-
-def test_a_missing_matplotlib_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=re.escape("install it with: pip install 'recbft[report]'")):
-        plots.check_available()
 
 
 def test_a_plot_in_a_file_and_on_a_page_and_in_print_has_the_same_colours():

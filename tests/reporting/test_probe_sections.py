@@ -125,10 +125,7 @@ def test_the_mask_has_a_column_of_its_own_beside_the_bins_of_items(comparison, m
         for layer in probe["mechanism"]["layers"]:
             for quantity in layer["quantities"].values():
                 quantity["bins"].append(0.5 + number)
-    drawn = {}
-    monkeypatch.setattr(
-        plots, "lines", lambda curves, *given, **more: drawn.setdefault(given[2], (curves, more)) and ""
-    )
+    drawn = watched_lines(monkeypatch)
     table = mechanism_section(probes, draw=True).tables[0]
     assert [column.heading for column in table.columns][7:9] == ["Q4", "mask"]
     assert [row[8] for row in table.rows] == [None, *[1.0] * (len(table.rows) - 1)], "an initial precision is of items"
@@ -181,10 +178,7 @@ def test_confidences_and_probabilities_are_shown_as_means_with_intervals_over_th
 
 
 def test_curves_of_probes_are_means_by_frequency_and_one_probe_s_risk_and_reliability(comparison, trained, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(
-        plots, "lines", lambda curves, *given, **more: drawn.setdefault(given[2], (curves, more)) and ""
-    )
+    drawn = watched_lines(monkeypatch)
     probes, notes = load_probes(comparison)
     assert notes == [] and {arm: list(each) for arm, each in probes.items()} == {"bft": [0, 1], "matched": [0]}
     mechanism_section(probes, draw=True)
@@ -250,7 +244,7 @@ def test_a_probe_stays_with_a_run_whose_weights_are_gone(copied):
     [
         (lambda probe: probe["protocol"].update(part="validation"), "of the validation, not the test"),
         (lambda probe: probe["protocol"].update(content_hash="0"), "of other data"),
-        (lambda probe: probe["uncertainty"].update(num_users=30), "of 30 of the 150 users"),
+        (lambda probe: probe["uncertainty"].update(num_users=30), "of 30 of the 60 users"),
         (lambda probe: probe["protocol"].update(recbft_version="0.0"), "of another version"),
         (lambda probe: probe.pop("mechanism"), "damaged or of another version"),
         # Of a run that was probed, and went on with its training.

@@ -91,12 +91,6 @@ def test_the_page_opens_with_the_answer_and_its_words_and_has_every_section(page
     assert main.count("<svg") == 10 and "has no plots" not in header
 
 
-def test_a_page_without_plots_says_so(comparison, tmp_path):
-    (path,) = write_report(make_report(comparison, draw=False), tmp_path, ("html",))
-    content = path.read_text()
-    assert "<svg" not in content and "This page has no plots, because matplotlib is missing." in content
-
-
 def test_two_reports_are_the_same_bytes(comparison, page, tmp_path):
     (again,) = write_report(make_report(comparison), tmp_path, ("html",))
     assert again.read_bytes() == page.read_bytes()
@@ -133,7 +127,7 @@ def test_what_is_drawn_is_the_headline_setting_by_seed_and_each_run_by_epoch(wit
         protocol=with_external.protocol | {"filter_seen": filter_seen},
         arms=with_external.arms | {"bft": replace(bft, histories=histories)},
     )
-    results = results_of(comparison, over_users=False)
+    results = results_of(comparison)
     metrics_section(comparison, results, draw=True)
     training_section(comparison, results, draw=True)
     setting = "filtered" if filter_seen else "unfiltered"
@@ -170,9 +164,9 @@ def test_what_lists_show_is_that_of_the_runs_and_differences_are_paired_by_seed(
 
 
 def test_lists_say_where_they_are_of_some_users_and_where_a_difference_has_no_spread(comparison, monkeypatch):
-    results = results_of(comparison, over_users=False)
-    monkeypatch.setattr("recbft.evaluation.exposure.LISTED_USERS", 7)
-    monkeypatch.setattr("recbft.evaluation.exposure.LISTED_SCORES", 1)
+    results = results_of(comparison)
+    monkeypatch.setattr("recbft.evaluation.evaluate.LISTED_USERS", 7)
+    monkeypatch.setattr("recbft.evaluation.evaluate.LISTED_SCORES", 1)
     for more, said in ([0.125, 0.125, 0.125], True), ([0.125, 0.25, 0.125], False):
         for arm, values in (("matched", np.array([0.5, 0.25, 0.75])), ("bft", np.add([0.5, 0.25, 0.75], more))):
             coverage = {"mean": values.mean(), "sd": values.std(ddof=1), "values": values.tolist()}
@@ -242,7 +236,7 @@ def test_the_first_metric_is_shown_without_the_grid_and_the_rest_is_folded(repor
 def test_a_metric_of_which_the_baseline_has_nothing_is_named_beside_the_plot(comparison):
     far = {setting: ranks + 10 for setting, ranks in comparison.arms["matched"].ranks.items()}
     changed = replace(comparison, arms={**comparison.arms, "matched": replace(comparison.arms["matched"], ranks=far)})
-    section = metrics_section(changed, results_of(changed, over_users=False), draw=True)
+    section = metrics_section(changed, results_of(changed), draw=True)
     assert section.plots[0].caption.endswith(" Left out, since matched has 0 of it: HR@10, NDCG@10.")
 
 
@@ -291,9 +285,7 @@ def test_every_form_is_written(report, tmp_path):
         assert not re.search(r"\b(nan|inf)\b", text(table))
 
 
-def test_unknown_formats_are_refused():
-    with pytest.raises(UserError, match="unknown format 'htm'; did you mean 'html'"):
-        check_formats(["htm"])
+def test_no_format_is_refused():
     with pytest.raises(UserError, match="no format is given; choose of html, md, latex, csv, svg"):
         check_formats([])
 

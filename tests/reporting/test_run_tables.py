@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 
 from recbft.datasets.dataset import Dataset
-from recbft.evaluation.evaluate import evaluate
-from recbft.evaluation.exposure import exposure
+from recbft.evaluation.evaluate import evaluate, exposure
 from recbft.evaluation.protocol import config_hash, protocol
 from recbft.models import Popularity
 from recbft.reporting.run_tables import format_exposure, format_metrics
@@ -51,8 +50,8 @@ def test_lists_are_told_of_beside_the_targets_and_where_they_are_of_some_users(m
     assert lines[0].split() == ["lists", "of", "10", "show", "COVERAGE", "GINI", "POPULARITY"]
     assert lines[1].split() == ["seen", "masked", "0.0000", "-", "-"] and lines[2].split() == ["the", "targets", "2.2"]
     assert len(lines) == 3
-    monkeypatch.setattr("recbft.evaluation.exposure.LISTED_USERS", 5)
-    monkeypatch.setattr("recbft.evaluation.exposure.LISTED_SCORES", 20 * 40)
+    monkeypatch.setattr("recbft.evaluation.evaluate.LISTED_USERS", 5)
+    monkeypatch.setattr("recbft.evaluation.evaluate.LISTED_SCORES", 20 * 40)
     some = exposure(np.ones((2, 4), np.int64), np.arange(4), [3, 7])
     told = format_exposure({"unfiltered": some}, 1.0, {"users": 70, "items": 40}).splitlines()
     assert told[-1] == "lists of 20 of the 70 users, drawn from a fixed seed" and told[0].startswith("lists of 7 show")

@@ -13,6 +13,7 @@ from recbft.reporting.tables import (
     Column,
     Table,
     comma_separated,
+    digits_for,
     distinct,
     html,
     latex,
@@ -109,6 +110,15 @@ def test_zero_has_no_sign_and_no_number_is_not_a_number():
         Table(name="t", title="", caption="", columns=[Column("d", "signed")], rows=[[float("nan")]]).texts()
     with pytest.raises(AssertionError, match="a row of t has other columns"):
         Table(name="t", title="", caption="", columns=[Column("d")], rows=[["a", "b"]])
+
+
+def test_a_table_has_digits_for_the_smallest_difference_that_its_tests_found():
+    columns = [Column("mean", "spread"), Column("value", "value"), Column("d", "signed"), Column("i", "interval")]
+    rows = [[(0.1, None), 0.25, 0.00004, (0.00001, 0.00007)]]
+    made = Table(name="t", title="t", caption="", columns=columns, rows=rows)
+    assert made.texts() == [["0.1000", "0.2500", "0.0000", "+0.0000 to +0.0001"]]
+    more = replace(made, digits=digits_for([(0.00004, 0.049), (0.03, 0.001), (1e-9, 0.05), (0.0, 0.01)]))
+    assert more.texts() == [["0.100000", "0.250000", "+0.000040", "+0.000010 to +0.000070"]]
 
 
 def test_tables_of_one_name_get_numbers():

@@ -62,16 +62,30 @@ def test_a_gain_is_one_sentence_for_everyone_and_evidence_for_the_curious():
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "told"), [(0.10534, 0.10527, "10.53 % of users, matched for 10.53 %"), (0.1, 0.2, "10.0 %")]
-)
-def test_shares_have_as_many_digits_as_tell_them_apart(ours, theirs, told):
-    said = say(BASE, noisy(0, 0.001), arms(ours, theirs)).sentence
-    assert told.replace("10.53 %", "10.534 %", 1).replace("10.53 %", "10.527 %") in said
+    ("ours", "theirs", "told"),
+    [
+        (0.10534, 0.10527, ": its NDCG@10 is 0.0520, that of matched 0.0510 (both find the next item in their top ten "
+         "for 10.5 % of users); with"),
+        (0.101, 0.102, ": its NDCG@10 is 0.0520, that of matched 0.0510 (it finds the next item in its top ten for "
+         "10.1 % of users, matched for 10.2 %); with"),
+        (0.2, 0.1, ": it finds the next item in its top ten for 20.0 % of users, matched for 10.0 %; with"),
+    ],
+)  # fmt: skip
+def test_the_sentence_speaks_of_what_differs(ours, theirs, told):
+    assert told in say(BASE, noisy(0, 0.001), arms(ours, theirs)).sentence
+
+
+def test_where_hits_hardly_differ_and_nothing_is_shown_both_find_as_many():
+    said = say(BASE, noisy(1, sd=0.002), arms(0.10534, 0.10527)).sentence
+    assert said.endswith(" Both find the next item in their top ten for 10.5 % of users.")
 
 
 def test_without_hits_or_seconds_nothing_is_said_of_them():
     said = say(BASE, noisy(0, 0.001))
-    assert said.sentence == "bft ranks better than matched on ml-1m: with 10 repeats this is unlikely to be luck."
+    assert said.sentence == (
+        "bft ranks better than matched on ml-1m: its NDCG@10 is 0.0520, that of matched 0.0510; with 10 repeats this "
+        "is unlikely to be luck."
+    )
     assert said.advice == "use bft, if a gain of this size is worth a change."
 
 
@@ -142,10 +156,10 @@ def test_the_same_difference_in_every_seed_has_no_interval_and_no_power(n):
     assert "80 % power" not in said.evidence
 
 
-def test_an_end_of_the_interval_that_rounds_to_zero_keeps_its_side():
+def test_an_end_of_the_interval_near_zero_shows_its_side():
     d = np.array([1, 3.5, 1, 2.5, 1, 3.25, 2, 2.25]) * 1e-5  # from 0.024 to 0.055 % of the baseline
-    assert "95 % interval +0.0 to +0.1 %" in say(np.full(8, 0.05), 0.05 + d).evidence
-    assert "95 % interval -0.1 to -0.0 %" in say(np.full(8, 0.05), 0.05 - d).evidence
+    assert "+0.04 % NDCG@10 (all items), 95 % interval +0.02 to +0.1 %" in say(np.full(8, 0.05), 0.05 + d).evidence
+    assert "95 % interval -0.1 to -0.02 %" in say(np.full(8, 0.05), 0.05 - d).evidence
 
 
 def test_a_baseline_of_zero_is_compared_in_the_metrics_own_unit():
