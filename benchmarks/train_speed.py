@@ -102,7 +102,7 @@ def make_contestant(arm: ArmSpec, config: RunConfig, dataset: Dataset) -> Contes
         device=device,
         state=state,
         random_state=torch.get_rng_state(),
-        graphs=GraphedSteps.asked_for(model, optimizer, config.training),
+        graphs=GraphedSteps(model, optimizer, config.training) if config.training.cuda_graphs else None,
     )
 
 

@@ -23,10 +23,10 @@ from recbft.runs.folder import RunFolder, settle
 from recbft.system.files import make_folder
 from recbft.system.torchrun import refuse_several
 from recbft.training.build import check_begins
+from recbft.training.bundle import first_difference
 from recbft.training.many_seeds import check_stackable, check_together
 from recbft.training.process_settings import chosen_device
 from recbft.training.run_config import RunConfig
-from recbft.training.same_run import first_difference
 
 SIDE_BY_SIDE = "processes that the command itself begins (-j) train the runs, each one of them"  # not torchrun's
 _NAMED_AT_MOST = 5  # failed runs that a message names

@@ -20,8 +20,8 @@ from recbft.experiments.arms import ArmSpec, settings_of
 from recbft.runs.folder import RunFolder
 from recbft.system import recbft_version
 from recbft.system.files import write_atomic
+from recbft.training.bundle import refuse_other_data, refuse_other_settings
 from recbft.training.run_config import RunConfig
-from recbft.training.same_run import refuse_other_data, refuse_other_settings
 
 Status = Literal["missing", "unfinished", "finished"]
 

@@ -32,8 +32,8 @@ from recbft.runs import locks
 from recbft.system.files import make_folder
 from recbft.system.torchrun import refuse_several
 from recbft.training.build import check_begins
+from recbft.training.bundle import refuse_other_data, refuse_other_settings
 from recbft.training.run_config import RunConfig
-from recbft.training.same_run import refuse_other_data, refuse_other_settings
 
 _STUDY = "recbft"
 _AGAIN = "asked for again"  # numbers of trials that do not count, since another was or will be asked for instead

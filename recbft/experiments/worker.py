@@ -22,9 +22,9 @@ from recbft.experiments.processes import Word
 from recbft.runs import locks
 from recbft.system.files import explained
 from recbft.system.memory import keep_freed_memory
+from recbft.training.bundle import refuse_other_data
 from recbft.training.many_seeds import train_seeds
 from recbft.training.one_run import resume, train
-from recbft.training.same_run import refuse_other_data
 
 _CHANGED = "the file has changed since: put it back as it was, or give another --out"
 _MOST, _LONGEST = 20, 1_000  # warnings that are passed on, and letters of each: nobody reads them before the end

@@ -57,9 +57,6 @@ def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, beg
 
     Args:
         begins: False where the run has weights of its own, and needs no older run's.
-
-    Raises:
-        UserError: a part cannot be made.
     """
     model = build_model(config, dataset, device)
     begun_from = warm_start(model, config, dataset) if begins else None
@@ -70,17 +67,13 @@ def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, beg
         batches=training_batches(config, dataset),
         optimizer=optimizer,
         controllers=make_controllers(config.controllers, model, seed=config.seed),
-        graphs=None if optimizer is None else GraphedSteps.asked_for(model, optimizer, config.training),
+        graphs=GraphedSteps(model, optimizer, config.training) if optimizer and config.training.cuda_graphs else None,
         begun_from=begun_from,
     )
 
 
 def check_begins(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse what ``make_parts`` would refuse on any device, before a process is begun for it.
-
-    Raises:
-        UserError: a part cannot be made.
-    """
+    """Refuse what ``make_parts`` would refuse on any device, before a process is begun for it."""
     with set_aside(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run says them
         model = build_model(config, dataset)
@@ -143,12 +136,8 @@ def check_clock(config: RunConfig, name: str, latest: int, unit: str | None = No
     """A mixer's clock starts at a day of seconds: refuse that where the data's times are no seconds.
 
     Args:
-        name: of the data set.
-        latest: the largest of its times.
+        latest: the largest of the times of the data set that has this ``name``.
         unit: theirs, guessed by their size unless given.
-
-    Raises:
-        UserError: the clock would be off by a factor of 1000 or more.
     """
     if config.reads_times is None or getattr(config.mixing, "time_unit", None) != DAY:
         return
@@ -164,6 +153,9 @@ def run_protocol(
     config: RunConfig, dataset: Dataset, model: Any, begun_from: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What ``protocol.json`` holds: how the run's test metrics are made; ``begun_from`` as in ``Parts``."""
+    target_time = "no times are read"
+    if getattr(model, "reads_times", False):
+        target_time = "shown" if model.shows_target_time else "not shown"
     return protocol(
         dataset,
         part="test",
@@ -171,15 +163,9 @@ def run_protocol(
         max_length=model.max_length,
         seed=config.seed,
         config=to_dict(config),
-        target_time=_target_time(model),
+        target_time=target_time,
         begun_from=begun_from,
     )
-
-
-def _target_time(model: Any) -> str:
-    if not getattr(model, "reads_times", False):
-        return "no times are read"
-    return "shown" if model.shows_target_time else "not shown"
 
 
 def new_state(config: RunConfig, dataset: Dataset) -> TrainState:

@@ -1,4 +1,6 @@
-"""What a run folder holds for serving: the vocabulary beside the best weights, so that no data set is needed.
+"""What a run folder holds for serving, and whether it is that of the run asked for.
+
+The vocabulary lies beside the best weights, so that no data set is needed:
 
 checkpoint/vocabulary.parquet    item_id, training_count; a row per item, index order
 """
@@ -29,7 +31,7 @@ from recbft.runs.folder import RunFolder
 from recbft.system.files import write_parquet
 from recbft.system.torch_state import set_aside
 from recbft.training.process_settings import OwnRandomNumbers
-from recbft.training.run_config import RunConfig, run_config_of
+from recbft.training.run_config import RunConfig, load_run_config
 
 VOCABULARY_FILE = "vocabulary.parquet"
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
@@ -103,7 +105,7 @@ def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
             f"{run.config_file} has mixer {mixer!r}, which this program does not know; if it is one of your own, run "
             "the lines that enter it in recbft.mixers.MIXERS first, in a script: the command line knows none of them"
         )
-    config = run_config_of(written, run.config_file)
+    config = load_run_config(run.config_file)
     changed = differences(to_dict(config), begun, tuple(begun) if to_train else (*OF_THE_MODEL, "seed"))
     if changed:
         said = ", ".join(f"{key} is {now!r} and was {was!r}" for key, (now, was) in changed.items())
@@ -112,11 +114,7 @@ def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
 
 
 def check_checkpoint(run: RunFolder, state: TrainState) -> None:
-    """Refuse the checkpoint of another run.
-
-    Raises:
-        UserError: the configuration that it was saved under is not the one that the run was begun with.
-    """
+    """Refuse a checkpoint that was saved under another configuration than the run was begun with."""
     if state.config_hash != config_hash(run.protocol.get("config", {})):
         raise UserError(
             f"{run.checkpoint} is of another run (seed {state.seed}) than {run.protocol_file}; put its own checkpoint "
@@ -131,6 +129,39 @@ def differences(
     one, other = (by_setting({key: config[key] for key in keys if key in config}) for config in (here, there))
     # Where one has no such key, the model, the arm or the mixer differ too.
     return {key: (one[key], other[key]) for key in one if key in other and one[key] != other[key]}
+
+
+def refuse_other_settings(there: Mapping[str, Any], now: Mapping[str, Any], what: str, remedy: str) -> None:
+    """Refuse to go on with other settings than those begun with, wherever the data were read from.
+
+    Args:
+        what: what was begun and the verb, such as "DIR holds a run with".
+    """
+    before, after = {**there, "data": None}, {**now, "data": None}
+    if config_hash(before) != config_hash(after):
+        raise UserError(f"{what} {first_difference(before, after)}; {remedy}")
+
+
+def refuse_other_data(content_hash: str, dataset: Dataset, what: str, remedy: str) -> None:
+    """Refuse to go on with data of another content than those begun with, wherever they lie.
+
+    Args:
+        what: what was begun, such as "DIR holds a run".
+    """
+    if content_hash != dataset.content_hash:
+        raise UserError(
+            f"{what} on data with content {content_hash[:12]}, and {dataset.name!r} as loaded has "
+            f"{dataset.content_hash[:12]}; {remedy}"
+        )
+
+
+def first_difference(there: Any, now: Any, key: str = "") -> str:
+    """The first key in which two configs differ, with both values."""
+    if isinstance(there, Mapping) and isinstance(now, Mapping):
+        for name in [*now, *(name for name in there if name not in now)]:
+            if config_hash({"": there.get(name)}) != config_hash({"": now.get(name)}):
+                return first_difference(there.get(name), now.get(name), f"{key}.{name}" if key else str(name))
+    return f"{key} {there!r}, and {now!r} is asked for"
 
 
 def _lacking(written: Any, begun: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

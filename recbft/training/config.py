@@ -39,18 +39,14 @@ class TrainingConfig:
     tensorboard: bool = False  # write history.csv as TensorBoard events too
 
     def __post_init__(self) -> None:
-        check_range("epochs", self.epochs, at_least=1)
-        check_range("batch_size", self.batch_size, at_least=1)
-        check_range("batch_targets", self.batch_targets, at_least=1)
-        check_range("learning_rate", self.learning_rate, above=0)
+        for key in ("epochs", "batch_size", "batch_targets", "patience", "eval_every"):
+            check_range(key, getattr(self, key), at_least=1)
+        for key in ("learning_rate", "precision_lr_multiplier", "clip_norm"):
+            check_range(key, getattr(self, key), above=0)
         check_range("weight_decay", self.weight_decay, at_least=0)
         if self.optimizer == "adamw" and not self.weight_decay:
             raise UserError("optimizer adamw has no effect with weight_decay 0; leave it out, or set weight_decay")
-        check_range("precision_lr_multiplier", self.precision_lr_multiplier, above=0)
         check_range("warmup_steps", self.warmup_steps, at_least=0)
-        check_range("clip_norm", self.clip_norm, above=0)
-        check_range("patience", self.patience, at_least=1)
-        check_range("eval_every", self.eval_every, at_least=1)
         check_range("threads", self.threads, at_least=1, at_most=1024)
         if not re.fullmatch(METRIC, self.valid_metric):
             raise UserError(

@@ -79,27 +79,21 @@ class GraphedSteps:
     """The training steps of a model on a GPU, whose config has been found to allow it (``RunConfig``).
 
     What a graph was recorded of stays where it is: the weights, what the optimiser remembers, what layers keep.
+
+    Raises:
+        UserError: the device has no graphs, or the model cannot be recorded.
     """
 
     ahead = 1  # steps that may begin before the loss of one is read
 
-    def __init__(self, model: Backbone, optimizer: torch.optim.Optimizer, config: TrainingConfig) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainingConfig) -> None:
         self.device = next(model.parameters()).device
+        check_recordable(model, self.device)
+        assert isinstance(model, Backbone)
         self.model, self.optimizer, self.config = model, optimizer, config
         self.stream = torch.cuda.Stream(self.device)
         self.pool = torch.cuda.graph_pool_handle()  # shared: a step leaves nothing there that another reads
         self.recorded: dict[Shape, _Recorded | None] = {}  # None where a shape was met once
-
-    @classmethod
-    def asked_for(
-        cls, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainingConfig
-    ) -> GraphedSteps | None:
-        """None unless ``training.cuda_graphs`` is true; UserError where it cannot be."""
-        if not config.cuda_graphs:
-            return None
-        check_recordable(model, next(model.parameters()).device)
-        assert isinstance(model, Backbone)
-        return cls(model, optimizer, config)
 
     def begin(self, batch: Batch) -> _Coming:
         """The whole of a step, not waited for: the loss of a batch, which is on the CPU, before it."""
@@ -161,11 +155,7 @@ class GraphedSteps:
 
 
 def check_recordable(model: nn.Module, device: torch.device) -> None:
-    """Refuse a device without CUDA graphs, and models whose loss is not known here.
-
-    Raises:
-        UserError: see above.
-    """
+    """Refuse a device without CUDA graphs, and models whose loss is not known here."""
     if device.type != "cuda":
         raise UserError(f"training.cuda_graphs is true, and the run is on {device.type}, which has none; leave it out")
     if not isinstance(model, Backbone):

@@ -96,17 +96,18 @@ def close_epoch(
     keep: Callable[[Row, bool], None],
     progress: Progress,
 ) -> None:
-    """Validate where it is due, judge, save and tell; ``state`` counts the epoch already. Arguments as in ``fit``.
-
-    Raises:
-        RunError: a weight is not finite.
-    """
+    """Validate where it is due, judge, save and tell; ``state`` counts the epoch already. Arguments as in ``fit``."""
     check_weights(model, config, state)
     improved = False
     if state.epoch % config.eval_every == 0 or state.epoch == config.epochs:
         metrics = validate()
-        improved = _judge(state, metrics[config.valid_metric])
-        row |= {f"valid_{name}": value for name, value in metrics.items()}
+        value = metrics[config.valid_metric]
+        improved = state.best_metric is None or value > state.best_metric
+        if improved:
+            state.best_metric, state.best_epoch, state.bad_epochs = value, state.epoch, 0
+        else:
+            state.bad_epochs += 1
+        row |= {f"valid_{name}": metric for name, metric in metrics.items()}
     keep(row, improved)
     progress.epoch(row)
     if is_over(config, state) and state.epoch < config.epochs:
@@ -127,7 +128,6 @@ class RunningEpoch:
     failure: RunError | None = None
 
     def learned(self, loss: float, tokens: int) -> None:
-        """Count a step."""
         self.state.step += 1
         self.tokens, self.total = self.tokens + tokens, self.total + loss * tokens
 
@@ -144,28 +144,20 @@ class RunningEpoch:
         }
 
 
-class Losses(Protocol):
-    """Of a step, one per run: a tensor, or what is on its way."""
-
-    def tolist(self) -> list[float]: ...
-
-
 class Steps(Protocol):
     """How one model, or a stack of those of several runs, takes the steps of an epoch."""
 
     ahead: ClassVar[int]  # steps that may begin before the losses of one are read
+    model: Any
 
     def begin_epoch(self) -> None:
         """Have the model learn, from its weights as they are."""
 
-    def set_ramp(self, ramp: float) -> None:
-        """How far the warm-up is."""
-
     def targets(self, batch: Any) -> list[int]:
         """How much each run has to learn of a batch."""
 
-    def begin(self, batch: Any) -> Losses:
-        """The losses of a batch and, for ``end``, their gradients."""
+    def begin(self, batch: Any) -> Any:
+        """The losses of a batch, whose ``tolist`` reads one per run, and, for ``end``, their gradients."""
 
     def end(self) -> None:
         """Change the weights."""
@@ -193,7 +185,7 @@ def train_epoch(
         is_stopped: whether another thread has broken off.
     """
     began, done = time.perf_counter(), 0
-    under_way: deque[tuple[Losses, list[int]]] = deque()  # of each step whose losses are not read: those, its targets
+    under_way: deque[tuple[Any, list[int]]] = deque()  # of each step whose losses are not read: those, its targets
     plain.begin_epoch()
     controllers.on_epoch_start(now())
     batch = next(batches, None)
@@ -203,7 +195,7 @@ def train_epoch(
         batch = controllers.on_batch(batch)
         targets = plain.targets(batch)  # while it is on the CPU: reading from a device waits for it
         ramp = warmup_ramp(runs[0].state.step, config.ramp_steps)
-        plain.set_ramp(ramp)
+        plain.model.set_ramp(ramp)
         steps: Steps | GraphedSteps = plain if graphs is None or ramp < 1 else graphs
         under_way.append((steps.begin(batch), targets))
         batch = next(batches, None)  # packed while a device is at work
@@ -212,7 +204,7 @@ def train_epoch(
             values = losses.tolist()  # a device is waited for once per step, when all its work is under way
             for run, value in zip(runs, values, strict=True):
                 if run.failure is None and not math.isfinite(value):
-                    run.failure = not_finite(value, config, run.state)
+                    run.failure = _not_saved(f"the loss is {value} at", run.state.step + 1, run.state.epoch + 1, config)
             if all(run.failure is not None for run in runs):
                 return [run.failure for run in runs if run.failure is not None]
             controllers.before_step(now())
@@ -242,9 +234,6 @@ class ModelSteps:
     def begin_epoch(self) -> None:
         self.model.train()
         self.model.refresh()
-
-    def set_ramp(self, ramp: float) -> None:
-        self.model.set_ramp(ramp)
 
     def targets(self, batch: Batch) -> list[int]:
         return [num_targets(batch)]
@@ -286,35 +275,17 @@ def moment_of(
     )
 
 
-def _judge(state: TrainState, metric: float) -> bool:
-    """Whether this is the best validation so far; counts those since the best."""
-    improved = state.best_metric is None or metric > state.best_metric
-    if improved:
-        state.best_metric, state.best_epoch, state.bad_epochs = metric, state.epoch, 0
-    else:
-        state.bad_epochs += 1
-    return improved
-
-
 def check_weights(model: torch.nn.Module, config: TrainingConfig, state: TrainState) -> None:
-    """A finite loss can have a gradient that is not: what an epoch leaves of it is told before it is saved.
-
-    Raises:
-        RunError: a weight is not a number.
-    """
+    """A finite loss can have a gradient that is not: what an epoch leaves of it is told before it is saved."""
     named = dict(model.named_parameters())
     finite = torch.stack([parameter.isfinite().all() for parameter in named.values()])
     if not bool(finite.all()):  # a device is waited for once
         name = list(named)[finite.tolist().index(False)]
-        raise RunError(
-            f"{name} is not finite after step {state.step} (epoch {state.epoch}), which is not saved: "
-            f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
-        )
+        raise _not_saved(f"{name} is not finite after", state.step, state.epoch, config)
 
 
-def not_finite(loss: float, config: TrainingConfig, state: TrainState) -> RunError:
-    """What is said of a run whose loss is not a number."""
+def _not_saved(what: str, step: int, epoch: int, config: TrainingConfig) -> RunError:
     return RunError(
-        f"the loss is {loss} at step {state.step + 1} (epoch {state.epoch + 1}), which is not saved: "
-        f"lower learning_rate ({config.learning_rate:g}) or set clip_norm"
+        f"{what} step {step} (epoch {epoch}), which is not saved: lower learning_rate ({config.learning_rate:g}) "
+        "or set clip_norm"
     )

@@ -38,14 +38,13 @@ from recbft.system.torch_state import set_aside
 from recbft.system.torchrun import refuse_several
 from recbft.training.background import prefetched
 from recbft.training.build import loaded
-from recbft.training.bundle import own_config
+from recbft.training.bundle import own_config, refuse_other_data, refuse_other_settings
 from recbft.training.loop import Row, RunningEpoch, close_epoch, is_over, num_targets, train_epoch
 from recbft.training.one_run import begin, go_on
 from recbft.training.optimiser import make_optimizer
 from recbft.training.process_settings import OwnRandomNumbers, memory_explained, run_settings, work_for_run
 from recbft.training.progress import Progress, Silent, check_tensorboard
 from recbft.training.run_config import RunConfig
-from recbft.training.same_run import refuse_other_data, refuse_other_settings
 from recbft.training.session import Session
 
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
@@ -111,12 +110,7 @@ def train_seeds(
 
 
 def check_together(configs: Sequence[RunConfig]) -> None:
-    """Refuse runs that cannot share a stack.
-
-    Raises:
-        UserError: there are none, they differ in more than the seed, two have the same seed, or a setting that has
-            no effect on them.
-    """
+    """Refuse runs that cannot share a stack by their settings."""
     if not configs:
         raise UserError("there are no runs to train; give at least one seed")
     if configs[0].controllers.named:
@@ -139,11 +133,7 @@ def check_together(configs: Sequence[RunConfig]) -> None:
 
 
 def check_stackable(config: RunConfig) -> None:
-    """Refuse a model whose seeds cannot share a stack, before there are data.
-
-    Raises:
-        UserError: naming what stands in the way.
-    """
+    """Refuse a model whose seeds cannot share a stack, before there are data."""
     with set_aside(), OwnRandomNumbers():
         model = config.build(torch.tensor([0, 1, 1]))
     Stacked([_backbone(model)], [torch.Generator()])
@@ -209,7 +199,8 @@ class _Group:
 
     def _rounds(self, pool: ThreadPoolExecutor) -> None:
         """An epoch of every run at a time; those that were stopped earlier than others catch up first."""
-        list(pool.map(self._close, [s for s in self.sessions if is_over(s.config.training, s.state)]))
+        over = [session for session in self.sessions if is_over(session.config.training, session.state)]
+        list(pool.map(self._close_epoch, over, [None] * len(over)))
         while active := [s for s in self.sessions if not self._is_done(s)]:
             epoch = min(session.state.epoch for session in active)
             self._restack([session for session in active if session.state.epoch == epoch])
@@ -243,34 +234,25 @@ class _Group:
                 list(closers.map(self._close_epoch, *zip(*rest, strict=True)))
         self.has_closed = True
 
-    def _close_epoch(self, session: Session, row: Row | RunError) -> None:
-        """Validate and save a run, and evaluate it if it is over."""
+    def _close_epoch(self, session: Session, row: Row | RunError | None) -> None:
+        """Validate and save a run, unless that is done, and evaluate it if it is over."""
         if self.stop.is_set():
             return
-        if isinstance(row, RunError):
-            self.failed[session.config.seed] = row
-            return
         try:
-            close_epoch(
-                row,
-                session.model,
-                session.config.training,
-                session.state,
-                validate=session.validate,
-                keep=session.keep,
-                progress=session.progress,
-            )
-        except RunError as error:
-            self.failed[session.config.seed] = error
-        else:
-            self._close(session)
-
-    def _close(self, session: Session) -> None:
-        """Evaluate the best weights of a run that is over."""
-        if not is_over(session.config.training, session.state):
-            return
-        try:
-            session.report()
+            if isinstance(row, RunError):
+                raise row
+            if row is not None:
+                close_epoch(
+                    row,
+                    session.model,
+                    session.config.training,
+                    session.state,
+                    validate=session.validate,
+                    keep=session.keep,
+                    progress=session.progress,
+                )
+            if is_over(session.config.training, session.state):
+                session.report()
         except RunError as error:
             self.failed[session.config.seed] = error
 
@@ -312,9 +294,6 @@ class _Stack:
         self.model.body.train()
         self.model.refresh()
 
-    def set_ramp(self, ramp: float) -> None:
-        self.model.set_ramp(ramp)
-
     def targets(self, batch: _SideBySide) -> list[int]:
         return [num_targets(each) for each in batch.each]
 
@@ -340,7 +319,7 @@ class _Stack:
 
     def _join_moments(self, parameter: nn.Parameter, each: Sequence[nn.Parameter]) -> None:
         """Stack what the runs' optimisers remember of a parameter, and leave them views of it."""
-        memories = [_optimizer(session).state for session in self.sessions]
+        memories = [session.optimizer.state for session in self.sessions if session.optimizer is not None]
         known = [memory.get(own) for memory, own in zip(memories, each, strict=True)]
         moments = {
             name: torch.stack(
@@ -352,11 +331,6 @@ class _Stack:
         self.optimizer.state[parameter] = {"step": step, **moments}
         for n, (memory, own) in enumerate(zip(memories, each, strict=True)):
             memory[own] = {"step": step, **{name: moment[n] for name, moment in moments.items()}}
-
-
-def _optimizer(session: Session) -> torch.optim.Optimizer:
-    assert session.optimizer is not None  # a Backbone has one
-    return session.optimizer
 
 
 def _backbone(model: nn.Module) -> Backbone:

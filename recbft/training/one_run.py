@@ -23,13 +23,12 @@ from recbft.runs import checkpoint
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.training.build import loaded, make_parts, new_state, run_protocol
-from recbft.training.bundle import check_checkpoint, own_config
+from recbft.training.bundle import check_checkpoint, own_config, refuse_other_data
 from recbft.training.optimiser import idle_settings
 from recbft.training.process_settings import memory_explained, run_settings
 from recbft.training.process_team import ALONE, Team, departure_explained, join_team
 from recbft.training.progress import Progress, Silent, check_tensorboard
 from recbft.training.run_config import RunConfig
-from recbft.training.same_run import refuse_other_data
 from recbft.training.session import Session
 
 
@@ -89,7 +88,6 @@ def resume(
         path: the run's folder.
         data_root: where its data set lies now.
         dataset: its data, loaded or by name or file; otherwise ``config.yaml`` says which.
-        progress: as in ``train``.
 
     Raises:
         UserError: there is no run, or the data are not those it was begun with.
@@ -128,8 +126,6 @@ def begin(
     Args:
         generator: where dropout is drawn from; the model is built with its seed set.
         remarks: what ``environment.json`` says besides.
-        overwrite: as in ``train``.
-        team: the processes that train it.
     """
     parts = make_parts(config, dataset, device)
     if team.leads and isinstance(parts.model, TrainableModel):
@@ -158,11 +154,7 @@ def go_on(
     generator: torch.Generator = torch.default_generator,
     team: Team = ALONE,
 ) -> Session:
-    """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last.
-
-    Raises:
-        UserError: data or checkpoint are not its own.
-    """
+    """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last."""
     # An epoch's line comes after a state, if only that before the first epoch.
     if not run.checkpoint.is_dir() or (run.history_file.is_file() and not run.has_checkpoint):
         lost = run.checkpoint / checkpoint.STATE_FILE if run.checkpoint.is_dir() else run.checkpoint

@@ -41,18 +41,16 @@ def make_optimizer(model: Parametrised, config: TrainingConfig) -> torch.optim.O
 
 def parameter_groups(model: Parametrised, config: TrainingConfig) -> list[dict[str, Any]]:
     """The parameters with the rate and weight decay of each group, for any optimiser of torch."""
-    backbone: list[Tensor] = []
-    precision: list[Tensor] = []
-    dynamics: list[Tensor] = []
-    group_of, lists = model.optimiser_groups(), {"backbone": backbone, "precision": precision, "dynamics": dynamics}
+    lists: dict[Group, list[Tensor]] = {"backbone": [], "precision": [], "dynamics": []}
+    group_of = model.optimiser_groups()
     for name, parameter in model.named_parameters():
         lists[group_of[name]].append(parameter)
-    groups: list[dict[str, Any]] = [{"params": backbone, "weight_decay": config.weight_decay}]
-    if precision:
+    groups: list[dict[str, Any]] = [{"params": lists["backbone"], "weight_decay": config.weight_decay}]
+    if lists["precision"]:
         rate = config.learning_rate * config.precision_lr_multiplier
-        groups.append({"params": precision, "lr": rate, "weight_decay": 0.0})
-    if dynamics:
-        groups.append({"params": dynamics, "lr": config.learning_rate / 2, **DYNAMICS})
+        groups.append({"params": lists["precision"], "lr": rate, "weight_decay": 0.0})
+    if lists["dynamics"]:
+        groups.append({"params": lists["dynamics"], "lr": config.learning_rate / 2, **DYNAMICS})
     return groups
 
 

@@ -20,8 +20,6 @@ from recbft.system.torchrun import Process, this_process
 from recbft.training.config import TrainingConfig
 from recbft.training.run_config import RunConfig
 
-DTYPES = {"bf16": torch.bfloat16}
-
 _turns = [RLock()]  # of this process's runs, in a list so that a forked process can have its own
 _thread = local()
 _DRAWS = {
@@ -36,9 +34,6 @@ def run_settings(config: TrainingConfig) -> Iterator[torch.device]:
 
     They belong to the process, so a run in another thread waits until this one is through. What the caller works
     within, such as ``torch.no_grad()``, is set aside.
-
-    Raises:
-        UserError: the device is not there.
     """
     device = chosen_device(config.device, this_process())
     with _turn(), _current(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -95,12 +90,8 @@ def _turn() -> Iterator[None]:
         turn.release()
 
 
-def _own_turns() -> None:
-    _turns[0] = RLock()
-
-
 if hasattr(os, "register_at_fork"):  # who held the turn is not there after a fork
-    os.register_at_fork(after_in_child=_own_turns)
+    os.register_at_fork(after_in_child=lambda: _turns.__setitem__(0, RLock()))
 
 
 def chosen_device(name: str, here: Process | None = None) -> torch.device:
@@ -108,9 +99,6 @@ def chosen_device(name: str, here: Process | None = None) -> torch.device:
 
     Args:
         here: the process; one that works alone unless given.
-
-    Raises:
-        UserError: it is not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,11 +125,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def memory_explained(config: RunConfig) -> Iterator[None]:
-    """Turn an allocator's refusal into one line with the settings that say most about the memory of a run.
-
-    Raises:
-        OneProcessError: there was one.
-    """
+    """Turn an allocator's refusal into one line with the settings that say most about the memory of a run."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -165,7 +149,7 @@ def autocast(name: str | None, device: torch.device) -> contextlib.AbstractConte
     Products with learned weights are in bfloat16, all else and every weight in float32. bfloat16 has float32's range,
     so gradients need no scaling. Validation and evaluation stay in float32.
     """
-    return contextlib.nullcontext() if name is None else torch.autocast(device.type, dtype=DTYPES[name])
+    return contextlib.nullcontext() if name is None else torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

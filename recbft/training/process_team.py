@@ -48,20 +48,14 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first process."""
         return self.process.leads
 
     @property
     def several(self) -> bool:
-        """Whether there is another process."""
         return self.process.size > 1
 
     def first_does(self, work: Callable[[], T]) -> T:
-        """What the first process makes of it, which the others wait for and get too.
-
-        Raises:
-            UserError, RunError: it failed so, in every process; in the others also where it failed otherwise.
-        """
+        """What the first process makes of it, which the others wait for and get too; so an error that it has."""
         if not self.several:
             return work()
         own: _Outcome = _outcome(work) if self.leads else (None, None)
@@ -73,8 +67,7 @@ class Team:
     def each_does(self, count: int, work: Callable[[slice], T]) -> list[T]:
         """What the processes make of their parts of ``count`` users, in order; a part may be empty.
 
-        Raises:
-            UserError, RunError: one of them failed so, or otherwise; it is raised in every process.
+        An error of one is raised in every process.
         """
         if not self.several:
             return [work(slice(0, count))]

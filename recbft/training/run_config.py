@@ -121,18 +121,6 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     Raises:
         UserError: a key is unknown, a value wrong, or a setting would have no effect in this model and arm.
     """
-    return _described(file, {} if file is None else read_yaml(file), settings, named)
-
-
-def run_config_of(content: Mapping[str, Any], file: Path | str) -> RunConfig:
-    """The run that a YAML file describes which has been read already: ``load_run_config(file)``."""
-    return _described(file, content, (), {})
-
-
-def _described(
-    file: Path | str | None, content: Mapping[str, Any], settings: Iterable[str], named: dict[str, Any]
-) -> RunConfig:
-    """``load_run_config`` where the file's content is at hand."""
     layers: list[tuple[str, Mapping[str, Any]]] = [("", dict([parse_setting(text)])) for text in settings]
     for key in _PLACES:
         if isinstance(named.get(key), str):
@@ -141,7 +129,7 @@ def _described(
     words: Mapping[str, str] = {}
     if file is not None:
         above = {key: layer[key] for _, layer in layers for key in ("model", "dataset") if key in layer}
-        read, found, words = _translated(file, content, above)
+        read, found, words = _translated(file, read_yaml(file), above)
         layers = [(source, {**layer, "dataset": found} if "dataset" in layer else layer) for source, layer in layers]
         layers.insert(0, (f"{file}: ", read))
 
@@ -255,17 +243,13 @@ def sections_of(model: str, mixer: str | None = None) -> dict[str, type]:
     return {
         "data": DataConfig,
         "backbone": MODELS[model].config,
-        "mixing": _options_of(mixer),
+        "mixing": MixerOptions if mixer is None else MIXERS[mixer].options,
         "moe": FuzzyMoEConfig,
         "core": CoreConfig,
         "training": TrainingConfig,
         "controllers": ControllersConfig,
         "evaluation": EvaluationConfig,
     }
-
-
-def _options_of(mixer: str | None) -> type:
-    return MixerOptions if mixer is None else MIXERS[mixer].options
 
 
 def _translated(
@@ -297,7 +281,7 @@ def _translated(
         ignored += [f"{written(tree).get(key, key)} ({model!r} is not trained)" for key in unused]
         translated = {key: value for key, value in translated.items() if key not in unused}
     if ignored:
-        warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=4)
+        warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=3)
     found = Verbatim(translated["dataset"]) if above.get("dataset") is not None else None
     return translated, found, written(tree)
 
@@ -312,25 +296,16 @@ def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConf
     if core and arm not in spec.precision_arms:
         use = f" or take arm {' or '.join(spec.precision_arms)}" if spec.precision_arms else ""
         raise UserError(f"core.{next(iter(core))} has no effect in arm {arm!r} of {model}; leave it out{use}")
-    moe = from_dict(FuzzyMoEConfig, tree.get("moe", {}), "moe")
-    training = from_dict(TrainingConfig, tree.get("training", {}), "training")
-    controllers = from_dict(ControllersConfig, tree.get("controllers", {}), "controllers")
+    presets = {"backbone": spec.arms[arm], "core": spec.core}
+    made: dict[str, Any] = {
+        name: from_dict(section, {**presets.get(name, {}), **tree.get(name, {})}, name)
+        for name, section in sections_of(model, mixer).items()
+    }
+    if arm not in spec.precision_arms:
+        made["core"] = None
     if not spec.trainable:
-        _refuse_training(model, moe, training, controllers)
-    return RunConfig(
-        model=model,
-        arm=arm,
-        seed=seed,
-        mixer=mixer,
-        mixing=from_dict(_options_of(mixer), tree.get("mixing", {}), "mixing"),
-        data=from_dict(DataConfig, tree.get("data", {}), "data"),
-        moe=moe,
-        backbone=from_dict(spec.config, {**spec.arms[arm], **tree.get("backbone", {})}, "backbone"),
-        core=from_dict(CoreConfig, {**spec.core, **core}, "core") if arm in spec.precision_arms else None,
-        training=training,
-        controllers=controllers,
-        evaluation=from_dict(EvaluationConfig, tree.get("evaluation", {}), "evaluation"),
-    )
+        _refuse_training(model, made["moe"], made["training"], made["controllers"])
+    return RunConfig(model=model, arm=arm, seed=seed, mixer=mixer, **made)
 
 
 def _refuse_training(model: str, moe: FuzzyMoEConfig, training: TrainingConfig, controllers: ControllersConfig) -> None:

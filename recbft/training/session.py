@@ -52,16 +52,13 @@ class Session:
             self.progress = TensorBoard(run.path / "tensorboard", progress)
         self.rows: list[Row] = []
         self.is_saved = False  # whether there is a state to go on from
+        # Of several processes, each of which tells what is saved, the others wait for the first to write it.
         self.background = Background(in_thread=writes_in_background(device) and not team.several)
         team.draw_apart(config.seed, device)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """The run in this process's hands alone, in the state saved last if there is one.
-
-        Raises:
-            UserError: another process trains it, or what was saved is damaged.
-        """
+        """The run in this process's hands alone, in the state saved last if there is one."""
         with ExitStack() as held:
 
             def take() -> Loaded | None:
@@ -197,9 +194,6 @@ class Session:
             lists=lists,
         )
 
-    def _calibrations(self) -> dict[str, dict[str, float] | None]:
-        return calibrations(self.model, self.dataset, memory_mb=self.config.evaluation.memory_mb)  # type: ignore[arg-type]
-
     def keep(self, row: Row, best: bool) -> None:
         """Save the state after an epoch, and the weights that were judged as the best ones if they are."""
         judged = None
@@ -240,12 +234,15 @@ class Session:
         self.progress.note("ranking each user's validation and test item")  # minutes where users and items are many
         self.model.load_state_dict(self.team.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
         validation, test = self._evaluate("validation"), self._evaluate("test", lists=True)
+        memory_mb = self.config.evaluation.memory_mb
         metrics = {
             "filter_seen": self.config.evaluation.filter_seen,
             "test": test.metrics,
             "validation": validation.metrics,
             "exposure": test.exposure,
-            "probability": self.team.first_does(self._calibrations),
+            "probability": self.team.first_does(
+                lambda: calibrations(self.model, self.dataset, memory_mb=memory_mb)  # type: ignore[arg-type]
+            ),
             "best_epoch": self.state.best_epoch,
             "epochs": self.state.epoch,
             "steps": self.state.step,
@@ -255,10 +252,7 @@ class Session:
 
 
 def writes_in_background(device: torch.device) -> bool:
-    """Whether a state is written while training goes on: where it is copied anyway, and the CPU has time left over.
-
-    Of several processes, each of which tells what is saved, the others wait for the first to write it.
-    """
+    """Whether a state is written while training goes on: where it is copied anyway, and the CPU has time left over."""
     return device.type != "cpu"
 
 

@@ -46,9 +46,6 @@ def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> d
     Returns:
         What a protocol keeps of it: the older ``run``, the SHA-256 of its ``weights``, its data's ``content_hash``, how
         much was ``kept``, and how many of the new data's items it knew, ``known_items``; None where no run is named.
-
-    Raises:
-        UserError: there is no such run, its weights do not fit this model, or it knows none of the items.
     """
     path = config.training.warm_start
     if path is None:

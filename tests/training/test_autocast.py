@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -11,14 +10,10 @@ import torch
 
 from recbft.autograd.full_precision import autocast_device, in_full_precision
 from recbft.core import SequenceContext, projected_precision
-from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.synth import SyntheticConfig
-from recbft.errors import UserError
 from recbft.mixers import MIXERS
 from recbft.mixers.registry import Place
 from recbft.models import MODELS
 from recbft.training import build, one_run
-from recbft.training.many_seeds import train_seeds
 from recbft.training.process_settings import autocast
 from recbft.training.run_config import load_run_config
 
@@ -30,11 +25,6 @@ MADE = [
     for mixer in (spec.mixers or (None,))
 ]
 SMALL = {"hidden_size": 16, "max_length": 8, "dropout": 0.0, "batch_size": 16, "device": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=40, num_items=60, mean_length=7, seed=1))
 
 
 def learned(model, batch, precision):
@@ -105,17 +95,6 @@ def test_a_run_trains_in_it_and_is_nearly_the_run(dataset, tmp_path):
     )
     assert not half.equals(whole)
     assert half.tolist() == pytest.approx(whole.tolist(), rel=1e-2)
-
-
-def test_seeds_together_refuse_it(dataset, tmp_path):
-    config = load_run_config(model="sasrec", arm="bft", **SMALL, autocast="bf16")
-    with pytest.raises(UserError, match="no effect on seeds that are trained together"):
-        train_seeds([config, replace(config, seed=1)], [tmp_path / "0", tmp_path / "1"], dataset=dataset)
-
-
-def test_another_type_is_refused():
-    with pytest.raises(UserError, match="autocast"):
-        load_run_config(model="sasrec", autocast="fp16")
 
 
 @pytest.mark.parametrize("name", [name for name in MIXERS if name != "pointwise"])

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from recbft.errors import RunError
+from recbft.errors import RunError, RunInterruptedError
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.system.files import explained
@@ -187,7 +187,7 @@ def test_a_full_disk_is_told_and_leaves_the_state_before(epoch, in_background, w
 def test_seeds_together_are_the_same_however_their_states_are_written(dataset, tmp_path, monkeypatch):
     expected = together(config(threads=1), tmp_path / "expected", dataset, (0, 1))
     monkeypatch.setattr(session, "writes_in_background", lambda device: True)
-    with pytest.raises(RunError, match="every run's last full epoch is saved"):
+    with pytest.raises(RunInterruptedError, match="interrupted; every run's last full epoch is saved, the same call"):
         listeners = [StopAt(2, 1, KeyboardInterrupt) for _ in expected]
         together(config(threads=1), tmp_path / "found", dataset, (0, 1), progresses=listeners)
     saved = [checkpoint.load_state(tmp_path / f"found/seed{run.protocol['seed']}/checkpoint") for run in expected]

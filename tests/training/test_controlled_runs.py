@@ -8,17 +8,16 @@ from safetensors.torch import load_file
 
 from recbft.datasets import Dataset
 from recbft.datasets.synth import SyntheticConfig, generate
-from recbft.errors import UserError
+from recbft.runs.checkpoint import load
 from recbft.training import session
-from recbft.training.many_seeds import train_seeds
 from recbft.training.one_run import resume, train
 from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
 from tests.training.conftest import StopAt, Stopped, assert_equal_runs
 
 EVERY = {
-    "ema": {}, "swa": {"gain": 0.0}, "chaos": {}, "lr_floor": {}, "label_smoothing": {}, "dropout_glide": {},
-    "context_game": {"lengths": [4, 10]},
+    "ema": {}, "swa": {"start": 0.0, "gain": 0.0}, "chaos": {}, "lr_floor": {},
+    "label_smoothing": {}, "dropout_glide": {}, "context_game": {"lengths": [4, 10]},
 }  # fmt: skip
 SMALL = {"epochs": 4, "hidden_size": 8, "max_length": 10, "batch_size": 16, "device": "cpu", "threads": 1}
 
@@ -49,10 +48,11 @@ def test_no_controllers_is_the_default_and_a_config_with_them_reads_back(tmp_pat
 
 
 def test_a_run_broken_off_and_resumed_equals_one_that_was_not(dataset, tmp_path):
-    asked = config(controllers=EVERY | {"guardian": {}})
+    asked = config(controllers=EVERY | {"guardian": {}}, learning_rate=0.01)
     whole = train(asked, tmp_path / "whole", dataset=dataset)
     with pytest.raises(Stopped):
-        train(asked, tmp_path / "broken", dataset=dataset, progress=StopAt(2))
+        train(asked, tmp_path / "broken", dataset=dataset, progress=StopAt(3))
+    assert load(tmp_path / "broken" / "checkpoint").controllers_state["swa"]["epochs"] > 0
     assert_equal_runs(resume(tmp_path / "broken", dataset=dataset), whole)
 
 
@@ -65,13 +65,6 @@ def test_steering_changes_training_and_leaves_an_ordinary_run(dataset, tmp_path)
     assert one.keys() == two.keys() and any(not torch.equal(one[name], two[name]) for name in one)
     evaluation = Recommender.load(steered.path).evaluate(dataset)
     assert evaluation.metrics["unfiltered"] == steered.metrics["test"]["unfiltered"]
-
-
-def test_seeds_trained_together_refuse_controllers(dataset, tmp_path):
-    configs = [load_run_config(**SMALL, seed=seed, controllers={"ema": {}}) for seed in (0, 1)]
-    with pytest.raises(UserError, match=r"controllers\.ema steers one run"):
-        train_seeds(configs, [tmp_path / "0", tmp_path / "1"], dataset=dataset)
-    assert not any(tmp_path.iterdir())
 
 
 def test_the_weights_kept_as_best_are_those_that_were_validated(dataset, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from recbft.training.build import build_model, training_batches
 from recbft.training.graphs import GraphedSteps, cut, pad, padded_loss
 from recbft.training.run_config import load_run_config
 from recbft.training.session import Session
+from tests.training.conftest import StopAt, Stopped
 
 SMALL = ["max_length=8", "hidden_size=8", "batch_size=12", "seed=3", "device=cpu"]
 DATASET = synthetic_dataset(SyntheticConfig(num_users=45, num_items=80, mean_length=9))
@@ -212,14 +213,8 @@ def test_a_loss_that_is_not_finite_is_told_of_its_own_step(made, monkeypatch, tm
 def test_a_run_from_graphs_that_was_stopped_goes_on_as_if_it_had_not_been(made, monkeypatch, tmp_path):
     config = config_of("bft", "cuda_graphs=true", "epochs=4", "warmup_steps=5")
     whole = one_run.train(config, tmp_path / "whole", dataset=DATASET)
-
-    class Stopped(one_run.Silent):
-        def epoch(self, row):
-            if row["epoch"] == 2:
-                raise KeyboardInterrupt
-
-    with pytest.raises(RunError, match="interrupted"):
-        one_run.train(config, tmp_path / "stopped", dataset=DATASET, progress=Stopped())
+    with pytest.raises(Stopped):
+        one_run.train(config, tmp_path / "stopped", dataset=DATASET, progress=StopAt(2))
     resumed = one_run.resume(tmp_path / "stopped", dataset=DATASET)
     assert [row["loss"] for row in resumed.read_history()] == [row["loss"] for row in whole.read_history()]
     assert resumed.metrics["test"] == whole.metrics["test"]

@@ -60,12 +60,23 @@ class Recorder(Silent):
         self.calls.append(("stop",))
 
 
-def train(model, metrics=None, *, state=None, optimizer=None, progress=None, data=None, controllers=None, **settings):
+def train(
+    model,
+    metrics=None,
+    *,
+    state=None,
+    optimizer=None,
+    progress=None,
+    data=None,
+    controllers=None,
+    kept=None,
+    **settings,
+):
     """Fit with a given sequence of validation metrics; returns what was kept."""
     config = TrainingConfig(**{"epochs": 3, "learning_rate": 1e-2, **settings})
     state = new_state() if state is None else state
     values = iter(metrics if metrics is not None else np.linspace(0.1, 0.9, 1000))
-    kept = []
+    kept = [] if kept is None else kept
     fit(
         model,
         make_optimizer(model, config) if optimizer is None else optimizer,
@@ -92,7 +103,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_it():
     optimizer = make_optimizer(model, TrainingConfig())
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
-        RunError, match=r"the loss is nan at step 21 \(epoch 5\), which is not saved: lower learning_rate"
+        RunError,
+        match=r"the loss is nan at step 21 \(epoch 5\), which is not saved: lower learning_rate \(0.001\) or set",
     ):
         train(model, state=state, epochs=9, learning_rate=1e-3, optimizer=optimizer, progress=progress)
     for name, parameter in model.named_parameters():
@@ -107,13 +119,6 @@ def test_an_infinite_loss_is_not_finite_either(monkeypatch):
     monkeypatch.setattr(model, "loss", lambda batch: loss(batch) * float("inf"))
     with pytest.raises(RunError, match=r"the loss is inf at step 1 \(epoch 1\)"):
         train(model)
-
-
-def test_a_loss_that_blows_up_on_the_way_stops_the_run_at_that_step():
-    state = new_state()
-    with pytest.raises(RunError, match=r"the loss is (nan|inf) at step (\d+) \(epoch 1\).*\(1e\+38\) or set clip_norm"):
-        train(build(False, recency_decay=False), state=state, learning_rate=1e38)
-    assert state.epoch == 0 and state.step >= 1
 
 
 # Epochs, early stopping, validation -------------------------------------------------------------------
@@ -168,11 +173,6 @@ def test_validation_comes_every_so_many_epochs_and_after_the_last():
     _, kept = train(build(), epochs=5, eval_every=2)
     assert ["valid_ndcg@10" in row for row, _ in kept] == [False, True, False, True, True]
     assert [best for _, best in kept] == [False, True, False, True, True]
-
-
-def test_patience_counts_validations_rather_than_epochs():
-    _, kept = train(build(), [0.5, 0.4, 0.3], epochs=50, eval_every=3, patience=2)
-    assert len(kept) == 9
 
 
 def test_the_metric_that_judges_is_the_configured_one():
@@ -233,15 +233,6 @@ def test_precision_is_ramped_in_over_the_warm_up_steps():
     assert ramps == [1.0] * 3
 
 
-def test_precision_parameters_move_further_than_the_backbone_at_their_higher_rate():
-    # Adam's first step is as long as the rate, whatever dropout did to the gradient; later ones may turn back.
-    model = build()
-    before = copy.deepcopy(model.state_dict())
-    train(model, epochs=1, learning_rate=1e-4, warmup_steps=0, data=batches(num_users=4))
-    moved = {name: (p.detach() - before[name]).abs().max().item() for name, p in model.named_parameters()}
-    assert moved["item_precision.range"] == pytest.approx(100 * moved["item_embedding.weight"], rel=0.01)
-
-
 def test_a_gradient_is_clipped_to_the_asked_norm():
     # A clipped plain-SGD step shows the norm; Adam would hide it.
     model = build(core=False, recency_decay=False)
@@ -293,28 +284,9 @@ def test_controllers_are_asked_in_order_and_their_rate_is_the_one_of_the_step():
         torch.testing.assert_close(after, before - 0.5 * 0.5**step * grad)
 
 
-def test_equal_seeds_give_equal_weights_and_other_dropout_others():
-    results = []
-    for global_seed in (0, 0, 1):
-        model = build()
-        torch.manual_seed(global_seed)
-        train(model)
-        results.append(model.state_dict())
-    one, two, three = results
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(one["item_embedding.weight"], three["item_embedding.weight"])
-
-
-def test_progress_is_stopped_when_something_fails():
-    progress = Recorder()
-    progress.batch = lambda *_: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        train(build(), progress=progress)
-    assert progress.calls == [("start", 3, 1), ("stop",)]
-
-
 def test_a_gradient_that_is_not_finite_is_told_before_its_weights_are_kept():
-    model = build()
+    model, kept = build(), []
     model.item_embedding.weight.register_hook(lambda gradient: gradient * float("nan"))
     with pytest.raises(RunError, match=r"item_embedding\.weight is not finite after step 1 \(epoch 1\), which is not"):
-        train(model, data=batches(num_users=4), eval_every=3)
+        train(model, data=batches(num_users=4), eval_every=3, kept=kept)
+    assert kept == []

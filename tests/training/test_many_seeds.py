@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 from recbft.datasets.synth import SyntheticConfig, generate
-from recbft.errors import RunError, RunInterruptedError, UserError
+from recbft.errors import RunError, UserError
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.training import many_seeds, one_run, process_settings
@@ -73,6 +71,17 @@ def apart(dataset, tmp_path_factory):
         return alone(config(), tmp_path_factory.mktemp("apart"), dataset)
 
 
+def with_each(monkeypatch, change):
+    """Change each run of a group when it has begun."""
+
+    def begin(config, *arguments, **options):
+        made = one_run.begin(config, *arguments, **options)
+        change(made)
+        return made
+
+    monkeypatch.setattr(many_seeds, "begin", begin)
+
+
 def assert_close_runs(found, expected):
     """Losses, weights and running means to rounding; ranks, epochs, and where the random numbers stand exactly."""
     tolerance = TOLERANCE[torch.get_default_dtype()]
@@ -126,11 +135,6 @@ def test_seeds_trained_together_equal_seeds_trained_alone(settings, dataset, tmp
         assert_close_runs(found, expected)
 
 
-def test_one_seed_together_equals_one_seed_alone(apart, dataset, tmp_path, in_float64):
-    (found,) = together(config(), tmp_path, dataset, [0])
-    assert_close_runs(found, apart[0])
-
-
 def test_in_single_precision_losses_and_weights_agree_to_1e_5_and_all_ranks(whole, dataset, tmp_path):
     found = together(config(), tmp_path, dataset, (0, 1))
     assert_close_runs(found[0], whole)
@@ -174,11 +178,9 @@ def test_runs_are_validated_at_once_but_for_the_first_of_all(dataset, tmp_path, 
     meet = {epoch: threading.Barrier(number, timeout=60) for epoch, number in ((1, 3), (2, 4))}  # nobody passes alone
     others, was_alone = threading.Event(), []
 
-    def begin(config, *arguments, **options):
-        made = one_run.begin(config, *arguments, **options)
-
+    def meeting(made):
         def validate(own=made.validate):
-            if (made.state.epoch, config.seed) == (1, 0):
+            if (made.state.epoch, made.config.seed) == (1, 0):
                 was_alone.append(not others.wait(0.5))
             else:
                 others.set()
@@ -186,9 +188,8 @@ def test_runs_are_validated_at_once_but_for_the_first_of_all(dataset, tmp_path, 
             return own()
 
         made.validate = validate
-        return made
 
-    monkeypatch.setattr(many_seeds, "begin", begin)
+    with_each(monkeypatch, meeting)
     together(config(epochs=2), tmp_path, dataset, range(4))
     assert was_alone == [True]
 
@@ -211,16 +212,10 @@ def test_closed_at_once_a_failed_run_leaves_the_others_and_anything_else_ends_th
     close_at_once(monkeypatch, 3)
     failure = [RunError("no room")]
 
-    def begin(config, *arguments, **options):
-        made = one_run.begin(config, *arguments, **options)
-        if config.seed == seed:
-            made.keep = failing
-        return made
-
     def failing(row, best):
         raise failure[0]
 
-    monkeypatch.setattr(many_seeds, "begin", begin)
+    with_each(monkeypatch, lambda made: made.config.seed == seed and setattr(made, "keep", failing))
     with pytest.raises(RunError, match=f"the run of seed {seed} failed: no room"):
         together(config(epochs=2), tmp_path / "failed", dataset, range(4))
     finished = [RunFolder.open(tmp_path / f"failed/seed{n}").is_finished for n in range(4)]
@@ -312,22 +307,12 @@ def test_a_run_that_was_stopped_together_with_others_can_go_on_alone(apart, data
     assert_close_runs(found, apart[0])
 
 
-def test_an_interrupted_group_says_how_to_go_on(dataset, tmp_path):
-    with pytest.raises(
-        RunInterruptedError, match="interrupted; every run's last full epoch is saved, the same call goes on"
-    ):
-        together(config(), tmp_path, dataset, progresses=[StopAt(1, error=KeyboardInterrupt), Silent(), Silent()])
-
-
 def test_a_run_whose_loss_is_not_finite_fails_alone(apart, dataset, tmp_path, monkeypatch, in_float64):
-    def begin(config, *arguments, **options):
-        made = one_run.begin(config, *arguments, **options)
-        if config.seed == 1:
-            with torch.no_grad():
-                made.model.item_embedding.weight[3:9] = float("nan")
-        return made
+    def spoil(made):
+        if made.config.seed == 1:
+            made.model.item_embedding.weight.data[3:9] = float("nan")
 
-    monkeypatch.setattr(many_seeds, "begin", begin)
+    with_each(monkeypatch, spoil)
     message = r"the run of seed 1 failed: the loss is nan at step 1 \(epoch 1\), which is not saved"
     with pytest.raises(RunError, match=message):
         together(config(), tmp_path / "together", dataset)
@@ -339,70 +324,13 @@ def test_a_run_whose_loss_is_not_finite_fails_alone(apart, dataset, tmp_path, mo
 
 @pytest.mark.parametrize(("broken", "said"), [((1, 5), "; so did 1 other run"), ((0, 1, 5), "; so did 2 other runs")])
 def test_a_group_says_how_many_of_its_runs_failed(broken, said, dataset, tmp_path, monkeypatch):
-    def begin(config, *arguments, **options):
-        made = one_run.begin(config, *arguments, **options)
-        if config.seed in broken:
-            with torch.no_grad():
-                made.model.item_embedding.weight.fill_(float("nan"))
-        return made
+    def spoil(made):
+        if made.config.seed in broken:
+            made.model.item_embedding.weight.data.fill_(float("nan"))
 
-    monkeypatch.setattr(many_seeds, "begin", begin)
+    with_each(monkeypatch, spoil)
     with pytest.raises(RunError, match=rf"set clip_norm{said}$"):
         together(config(epochs=1), tmp_path, dataset)
-
-
-def test_a_run_whose_weights_are_not_finite_fails_alone_and_does_not_save_them(
-    dataset, tmp_path, monkeypatch, in_float64
-):
-    def begin(config, *arguments, **options):
-        made = one_run.begin(config, *arguments, **options)
-        if config.seed == 1:
-            with torch.no_grad():  # of a position that no history reaches: the loss does not tell
-                made.model.position_embedding.weight[-1] = float("nan")
-        return made
-
-    base = config(max_length=100, epochs=1)
-    monkeypatch.setattr(many_seeds, "begin", begin)
-    message = (
-        r"the run of seed 1 failed: position_embedding\.weight is not finite after step \d+ \(epoch 1\), which is not"
-    )
-    with pytest.raises(RunError, match=message):
-        together(base, tmp_path / "together", dataset)
-    assert RunFolder.open(tmp_path / "together/seed0").is_finished
-    failed = RunFolder.open(tmp_path / "together/seed1")
-    assert not failed.is_finished and checkpoint.load_state(failed.checkpoint).epoch == 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs processes that are forked"
-)
-def test_a_group_killed_at_random_moments_ends_as_it_would_have(dataset, tmp_path):
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["recbft.training.many_seeds", "torch._dynamo"])
-    base = config(epochs=12, patience=50, threads=1, batch_size=8)
-    rng = np.random.default_rng(0)
-    kills = 0
-    while kills < 3:
-        process = processes.Process(target=together, args=(base, tmp_path / "together", dataset), daemon=True)
-        process.start()
-        begun = tmp_path / "together/seed5/checkpoint/state.json"
-        while not begun.exists() and process.is_alive():
-            time.sleep(0.01)
-        process.join(rng.uniform(0.05, 0.6))
-        if not process.is_alive():
-            break
-        process.kill()
-        process.join()
-        kills += 1
-    assert kills > 0
-    found = together(base, tmp_path / "together", dataset)
-    for one, other in zip(found, alone(base, tmp_path / "alone", dataset), strict=True):
-        np.testing.assert_allclose(
-            [row["loss"] for row in one.read_history()], [row["loss"] for row in other.read_history()], rtol=1e-4
-        )
-        assert one.metrics["epochs"] == other.metrics["epochs"] == 12
-        assert not list(one.path.glob(".*.tmp")) and not list(one.checkpoint.glob(".*.tmp"))
 
 
 # What cannot be trained together ---------------------------------------------------------------------
@@ -417,6 +345,12 @@ def test_a_group_killed_at_random_moments_ends_as_it_would_have(dataset, tmp_pat
         ({"output_projection": True}, "several seeds cannot be trained together with output_projection under a prec"),
         ({"update": "gate"}, "several seeds cannot be trained together with parameter blocks.0.update.weight"),
         ({"initial": "table"}, "several seeds cannot be trained together with parameter item_precision.table"),
+        (
+            {"autocast": "bf16"},
+            "training.autocast has no effect on seeds that are trained together, whose products are",
+        ),
+        ({"cuda_graphs": True}, "training.cuda_graphs has no effect on seeds that are trained together, whose kernels"),
+        ({"controllers": {"ema": {}}}, "controllers.ema steers one run, and these are trained together; leave it out"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused_before_a_folder_is_made(settings, message, dataset, tmp_path):

@@ -134,18 +134,6 @@ def test_the_gradient_of_stochastic_dynamics_is_clipped_by_itself_and_then_all_t
     assert found == pytest.approx(norms, rel=1e-4)
 
 
-def test_weight_decay_pulls_at_the_backbone_and_not_at_precision():
-    model = build(CoreConfig())
-    optimizer = make_optimizer(model, TrainingConfig(weight_decay=1.0, learning_rate=0.01))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        moved = not torch.equal(parameter, before[name])
-        assert moved == (model.optimiser_groups()[name] != "precision" and bool(before[name].any())), name
-
-
 def test_the_warm_up_is_linear_from_nothing_to_all():
     assert [warmup_ramp(step, 4) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     assert warmup_ramp(0, 0) == 1.0

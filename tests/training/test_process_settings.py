@@ -77,10 +77,15 @@ def test_the_random_numbers_of_a_run_begin_on_its_own_device_alone(device, gpus,
         assert torch.initial_seed() == 7 and begun == gpus
 
 
-@pytest.mark.parametrize(("given", "kept"), [("", ":4096:8"), (":16:8", ":16:8")])
-def test_a_deterministic_run_on_a_gpu_has_what_its_products_ask_for(given, kept, monkeypatch):
+@pytest.fixture
+def any_device(monkeypatch):
+    """Every device that is named is there."""
     monkeypatch.setattr(process_settings, "chosen_device", lambda name, here: torch.device(name))
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(("given", "kept"), [("", ":4096:8"), (":16:8", ":16:8")])
+def test_a_deterministic_run_on_a_gpu_has_what_its_products_ask_for(given, kept, any_device, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
     if not given:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
@@ -90,7 +95,7 @@ def test_a_deterministic_run_on_a_gpu_has_what_its_products_ask_for(given, kept,
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cuda:3", ["cuda:3"]), ("cuda", []), ("cpu", [])])
-def test_a_gpu_chosen_by_number_is_the_current_one(device, wanted, monkeypatch):
+def test_a_gpu_chosen_by_number_is_the_current_one(device, wanted, any_device, monkeypatch):
     made_current = []
 
     @contextlib.contextmanager
@@ -98,8 +103,6 @@ def test_a_gpu_chosen_by_number_is_the_current_one(device, wanted, monkeypatch):
         made_current.append(str(device))
         yield
 
-    monkeypatch.setattr(process_settings, "chosen_device", lambda name, here: torch.device(name))
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", current)
     with process_settings.run_settings(TrainingConfig(device=device)):
         assert made_current == wanted

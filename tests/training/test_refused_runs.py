@@ -16,12 +16,11 @@ from recbft.training import one_run, progress
 from recbft.training.build import training_batches
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
-from recbft.training.run_config import load_run_config
+from tests.training.conftest import config as small_config
 
 
 def config(**settings):
-    small = {"hidden_size": 8, "max_length": 8, "batch_size": 32, "epochs": 1, "arm": "matched", "device": "cpu"}
-    return load_run_config(**{**small, **settings})
+    return small_config("matched", **{"epochs": 1, "warmup_steps": 50, **settings})
 
 
 def begun(made, path, dataset):

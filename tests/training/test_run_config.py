@@ -7,12 +7,9 @@ import pytest
 import torch
 
 from recbft.config.fields import field_types
-from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
 from recbft.experiments.arms import settings_of
 from recbft.models import MODELS
-from recbft.training.build import build_model
 from recbft.training.run_config import load_run_config, sections_of
 
 ARMS = [(model, arm) for model, spec in MODELS.items() for arm in spec.arms]
@@ -82,11 +79,6 @@ def test_what_a_file_sets_beyond_its_arm_stays_in_another(write):
     assert load_run_config(write("arm: matched\nrecency_decay: false"), arm="bft").backbone.recency_decay
 
 
-@pytest.mark.parametrize(("model", "arm"), ARMS)
-def test_only_precision_arms_have_a_core(model, arm):
-    assert (load_run_config(model=model, arm=arm).core is not None) == (arm in MODELS[model].precision_arms)
-
-
 def test_nothing_given_is_sasrec_with_precision_tracking():
     config = load_run_config()
     assert (config.model, config.arm, config.seed, config.data.dataset) == ("sasrec", "bft", 0, None)
@@ -114,10 +106,6 @@ def test_what_is_said_to_be_written_for_a_controller_s_own_setting_can_be_writte
     assert getattr(made, key) == {"lengths": (20, 50), "zone": None, "value": "valid_mrr"}[key]
 
 
-def test_a_model_without_that_arm_takes_its_own():
-    assert load_run_config(model="pop").arm == "published"
-
-
 @pytest.mark.parametrize("text", ["epochs: 3\ntraining: {epochs: 5}", "training.epochs: 3\nepochs: 5"])
 def test_a_key_that_a_file_has_in_two_forms_is_refused(tmp_path, text):
     file = tmp_path / "run.yaml"
@@ -135,20 +123,6 @@ def test_experts_take_the_place_of_the_feed_forward_network():
     assert all(block.moe is not None and block.inner is None for block in blocks)
     plain = load_run_config(arm="matched", hidden_size=8, max_length=4).build(torch.arange(5))
     assert all(block.moe is None for block in plain.blocks)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"experts_per_token": 3}, "experts_per_token has no effect without experts; leave it out or set experts: 4"),
-        ({"experts": 1}, "experts is 1; give a whole number >= 2"),
-        ({"experts": 2, "experts_per_token": 3}, "experts_per_token is 3, but there are 2 experts; take at most 2"),
-        ({"experts": 2, "model": "pop"}, "experts has no effect in model 'pop', which has no layers"),
-    ],
-)
-def test_experts_that_cannot_be_are_named(settings, message):
-    with pytest.raises(UserError, match=message):
-        load_run_config(**settings)
 
 
 def test_experts_need_a_layer_with_a_place_for_them():
@@ -217,9 +191,9 @@ def test_arms_differ_in_nothing_but_their_presets():
         ({"ks": []}, "evaluation.ks is empty; give at least one cut-off"),
         ({"ks": [5, 5]}, "evaluation.ks is [5, 5]; give each cut-off once"),
         ({"arm": "matched", "lam_max": 3}, "core.lam_max has no effect in arm 'matched' of sasrec; leave it out"),
-        ({"model": "pop", "hidden_size": 3}, "key 'hidden_size' has no effect with model 'pop'"),
         ({"model": "pop", "epochs": 5}, "training.epochs has no effect in model 'pop', which is not trained; leave it"),
         ({"model": "pop", "controllers": {"ema": {}}}, "controllers.ema has no effect in model 'pop', which is not"),
+        ({"experts": 2, "model": "pop"}, "experts has no effect in model 'pop', which has no layers"),
         ({"hiden_size": 3}, "unknown key 'hiden_size'; did you mean 'hidden_size'?"),
     ],
 )
@@ -284,9 +258,8 @@ def test_how_recbole_would_train_a_model_that_is_not_trained_is_ignored_aloud(wr
     ],
 )
 def test_a_setting_that_a_layer_would_not_hear_is_refused(settings, message):
-    data = synthetic_dataset(SyntheticConfig(num_users=50, num_items=60, mean_length=7, seed=1))
     with pytest.raises(UserError, match=message):
-        build_model(load_run_config(settings=["arm=matched", "hidden_size=8", *settings]), data)
+        load_run_config(settings=["arm=matched", "hidden_size=8", *settings]).build(torch.arange(5))
 
 
 @pytest.mark.parametrize(

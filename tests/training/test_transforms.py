@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from recbft.datasets.planted import synthetic_dataset
-from recbft.datasets.synth import SyntheticConfig
 from recbft.mixers import MIXERS
 from recbft.models import MODELS
 from recbft.training import build
@@ -23,13 +21,8 @@ MADE = [
     if spec.trainable
     for arm in ("published", "matched", "bft")
     for mixer in (spec.mixers if arm == "bft" else spec.mixers[:1])
-]
+] + [("sasrec", arm, "experts") for arm in ("matched", "bft")]
 SMALL = {"hidden_size": 8, "max_length": 8, "dropout": 0.0, "batch_size": 4, "device": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def dataset():
-    return synthetic_dataset(SyntheticConfig(num_users=12, num_items=60, mean_length=7, seed=1))
 
 
 class Loss(nn.Module):
@@ -52,13 +45,13 @@ class Loss(nn.Module):
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def models_of(dataset, model, arm, mixer, *, moe=None, **core):
+def models_of(dataset, model, arm, mixer, **core):
     """Two seeds of a model, and a batch."""
     own = {} if mixer is None else {"mixer": mixer}
-    if moe is not None:
-        own["moe"] = moe
+    if mixer == "experts":  # which take no place of a mixer
+        own = {"moe": {"experts": 4, "gate_noise": False}}
     if arm == "bft":  # kept factors of the Jacobian would be those of one seed
-        without = mixer is not None and MIXERS[mixer].precision == "none"
+        without = mixer in MIXERS and MIXERS[mixer].precision == "none"
         own["core"] = {"jacobian": "exact"} | ({"update": "residual"} if without else {}) | core
     config = load_run_config(model=model, arm=arm, **SMALL, **own)
     batch = next(iter(build.training_batches(config, dataset).epoch(0)))
@@ -105,19 +98,6 @@ def test_an_ensemble_stacked_with_its_buffers_gives_the_states_of_each(model, ar
         stacked = vmap(lambda *own: functional_call(members[0], own, (batch,)))(*stack_module_state(members))
         for found, member in zip(stacked, members, strict=True):
             torch.testing.assert_close(found, member(batch), rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("arm", ["matched", "bft"])
-def test_experts_are_stacked_too(arm, dataset):
-    losses, batch = models_of(dataset, "sasrec", arm, None, moe={"experts": 4, "gate_noise": False})
-    found = stacked_gradients(losses, batch)
-    for seed, alone in enumerate(losses):
-        for name, expected in alone.backward_gradients(batch).items():
-            torch.testing.assert_close(found[name][seed], expected, rtol=1e-6, atol=1e-9, msg=name)
-    members = [States(alone.model) for alone in losses]
-    stacked = vmap(lambda *own: functional_call(members[0], own, (batch,)))(*stack_module_state(members))
-    for states, member in zip(stacked, members, strict=True):
-        torch.testing.assert_close(states, member(batch), rtol=1e-6, atol=1e-9)
 
 
 def test_an_ensemble_has_one_warm_up(dataset):

@@ -22,13 +22,13 @@ from recbft.training.bundle import load_trained
 from recbft.training.many_seeds import train_seeds
 from recbft.training.run_config import load_run_config
 from tests.training.conftest import StopAt, Stopped, assert_equal_runs
+from tests.training.conftest import config as small_config
 
 CPU = torch.device("cpu")
 
 
 def config(model="sasrec", arm="bft", **settings):
-    small = {"hidden_size": 8, "max_length": 8, "batch_size": 16, "epochs": 3, "warmup_steps": 6, "device": "cpu"}
-    return load_run_config(model=model, arm=arm, **{**small, **settings})
+    return small_config(arm, model, **{"epochs": 3, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,15 @@ def older(older_data, tmp_path_factory):
 
 def begun(asked, dataset):
     return make_parts(asked, dataset, CPU)
+
+
+def stop_before_the_first_state(asked, path, dataset, monkeypatch):
+    def killed(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(one_run.Session, "make_resumable", killed)
+        one_run.train(asked, path, dataset=dataset)
 
 
 MODELS = [
@@ -151,12 +160,7 @@ def test_a_run_stopped_before_its_first_state_was_saved_begins_from_the_older_we
     asked = config(warm_start=older())
     whole = one_run.train(asked, tmp_path / "whole", dataset=grown)
 
-    def killed(*_):
-        raise Stopped
-
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(one_run.Session, "make_resumable", killed)
-        one_run.train(asked, tmp_path / "part", dataset=grown)
+    stop_before_the_first_state(asked, tmp_path / "part", grown, monkeypatch)
     assert_equal_runs(whole, one_run.resume(tmp_path / "part", dataset=grown))
 
 
@@ -164,12 +168,7 @@ def test_a_run_whose_older_one_has_changed_before_it_began_is_refused(older_data
     one_run.train(config(epochs=1), tmp_path / "lent", dataset=older_data)
     asked = config(warm_start=str(tmp_path / "lent"))
 
-    def killed(*_):
-        raise Stopped
-
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(one_run.Session, "make_resumable", killed)
-        one_run.train(asked, tmp_path / "part", dataset=grown)
+    stop_before_the_first_state(asked, tmp_path / "part", grown, monkeypatch)
     one_run.train(config(epochs=1, seed=1), tmp_path / "lent", dataset=older_data, overwrite=True)
     with pytest.raises(UserError, match=r"part was to begin from other weights than .*lent has now; train it anew"):
         one_run.resume(tmp_path / "part", dataset=grown)

@@ -56,11 +56,7 @@ class ControllersConfig:
 
 
 def make_controllers(config: ControllersConfig, model: nn.Module, *, seed: int) -> Controllers:
-    """The controllers of a run over an untrained model.
-
-    Raises:
-        UserError: one of them does not fit the model.
-    """
+    """The controllers of a run over an untrained model."""
     c = config
     made: dict[str, Any] = {
         "chaos": c.chaos and ChaosSchedule(c.chaos),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.evaluation.metrics import METRIC
-from recbft.training.controllers.hooks import Moment, value_of
+from recbft.training.controllers.hooks import Moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,6 @@ class Ema:
         self.mean: dict[str, Tensor] = {}
 
     def after_step(self, moment: Moment, loss: float) -> None:
-        """Take the weights of this step in."""
         decay = min(self.config.decay, (1 + self.steps) / (10 + self.steps))
         take_in(self.mean, moment.model, 1 - decay)
         self.steps += 1
@@ -77,7 +76,6 @@ class Ema:
         return {"steps": self.steps, "mean": dict(self.mean)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.steps = state["steps"]
         self.mean = {name: tensor.clone() for name, tensor in state["mean"].items()}
 
@@ -92,8 +90,8 @@ class SelectiveSwa:
 
     def on_epoch_end(self, moment: Moment, row: Mapping[str, Any]) -> None:
         """Take the epoch's weights in if it gained enough."""
-        value = value_of(row, self.config.value, "swa.value")
-        if value is None:
+        value = row.get(self.config.value)
+        if value is None:  # the epoch was not validated
             return
         previous, self.previous = self.previous, value
         late = moment.epoch > self.config.start * moment.total_epochs
@@ -111,7 +109,6 @@ class SelectiveSwa:
         return {"epochs": self.epochs, "previous": self.previous, "mean": dict(self.mean)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.epochs, self.previous = state["epochs"], state["previous"]
         self.mean = {name: tensor.clone() for name, tensor in state["mean"].items()}
 

@@ -53,13 +53,8 @@ class ContextGame:
     """Equations (10.2) and (a).
 
     Args:
-        config: lengths and utility.
         model: whose regime mixers are asked for (a).
         seed: of its draws; the default generator is left alone.
-
-    Raises:
-        UserError: the model reads no history that one of the lengths would cut, or a key of (a) is changed that has
-            no effect in it.
     """
 
     def __init__(self, config: ContextGameConfig, model: nn.Module, *, seed: int = 0) -> None:
@@ -130,7 +125,6 @@ class ContextGame:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.log_share, self.earned, self.played = (state[name].clone() for name in ("log_share", "earned", "played"))
         self.generator.set_state(state["generator"])
 

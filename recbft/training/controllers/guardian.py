@@ -31,7 +31,7 @@ from recbft.errors import UserError
 from recbft.evaluation.views import evaluation_mode, view_of
 from recbft.mixers.regime import RegimeAttention
 from recbft.models.contract import SequenceModel, read_histories
-from recbft.training.controllers.hooks import VALIDATION_LOSS, Moment, value_of
+from recbft.training.controllers.hooks import VALIDATION_LOSS, Moment
 
 LARGEST_ACTION = 3.0
 TEMPERATURE_STEP, PENALTY_STEP = 0.03, 0.01
@@ -62,12 +62,7 @@ class Guardian:
     """Equations (a) to (d).
 
     Args:
-        config: reward and policy.
-        model: what it guards.
         seed: of its weights and actions; the default generator is left alone.
-
-    Raises:
-        UserError: the model has no regime mixer.
     """
 
     needs_validation_loss = True
@@ -88,7 +83,7 @@ class Guardian:
 
     def on_epoch_end(self, moment: Moment, row: Mapping[str, Any]) -> None:
         """Reward the last action, take the next."""
-        loss = value_of(row, VALIDATION_LOSS, "the guardian")
+        loss = row.get(VALIDATION_LOSS)
         if loss is None:
             return
         self.zone = loss if self.zone is None else self.zone
@@ -116,7 +111,6 @@ class Guardian:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
@@ -202,10 +196,8 @@ def validation_cross_entropy(model: SequenceModel, dataset: Dataset, *, most_use
 
 
 def regime_mixers(model: nn.Module) -> list[RegimeAttention]:
-    """The regime mixers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, RegimeAttention)]
 
 
 def mean_temperature(guarded: Sequence[RegimeAttention]) -> float:
-    """Over mixers."""
     return sum(mixer.temperature.item() for mixer in guarded) / len(guarded)

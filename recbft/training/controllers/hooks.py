@@ -6,7 +6,7 @@ A controller is any object with some of these methods; what it leaves out is not
     on_batch(batch) -> batch        before a batch is learned from
     lr_factor(moment) -> float      once per step; the learning rate is the optimiser's own times all factors
     after_step(moment, loss)        after an optimiser step
-    on_epoch_end(moment, row)       after validation; ``row`` is the epoch's line of history.csv
+    on_epoch_end(moment, row)       after an epoch; ``row`` is its line of history.csv, with what was validated
     evaluation_weights(model)       a context in which the model has the weights to validate and to keep
     final_weights(model)            the same once, after the last epoch; None where there is nothing to offer
     state_dict(), load_state_dict() plain values and tensors; equal states go on equally
@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from recbft.datasets.batches import Batch
-from recbft.errors import UserError
 
 CROSS_ENTROPY = "cross_entropy"  # among the validation metrics, wherever a controller wants it
 VALIDATION_LOSS = f"valid_{CROSS_ENTROPY}"  # the same in an epoch's ``row``
@@ -50,11 +49,7 @@ class Moment:
 
 
 class Controllers:
-    """The controllers of a run, by name, in the order in which they are asked.
-
-    >>> Controllers({}).needs_validation_loss
-    False
-    """
+    """The controllers of a run, by name, in the order in which they are asked."""
 
     def __init__(self, controllers: Mapping[str, Any]) -> None:
         self.controllers = dict(controllers)
@@ -65,7 +60,6 @@ class Controllers:
         return any(getattr(one, "needs_validation_loss", False) for one in self.controllers.values())
 
     def on_epoch_start(self, moment: Moment) -> None:
-        """Ask all."""
         for act in self._having("on_epoch_start"):
             act(moment)
 
@@ -86,12 +80,10 @@ class Controllers:
                 group["lr"] *= factor
 
     def after_step(self, moment: Moment, loss: float) -> None:
-        """Tell all."""
         for act in self._having("after_step"):
             act(moment, loss)
 
     def on_epoch_end(self, moment: Moment, row: Mapping[str, Any]) -> None:
-        """Tell all."""
         for act in self._having("on_epoch_end"):
             act(moment, row)
 
@@ -107,37 +99,13 @@ class Controllers:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each, by name."""
-        return {name: one.state_dict() for name, one in self.controllers.items()}
+        return {name: getattr(one, "state_dict", dict)() for name, one in self.controllers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same controllers.
-
-        Raises:
-            UserError: the state is of others.
-        """
-        if set(state) != set(self.controllers):
-            raise UserError(
-                f"the saved state has controllers {sorted(state)}, this run {sorted(self.controllers)}; "
-                "resume with the controllers that it was begun with"
-            )
-        for name, one in self.controllers.items():
-            one.load_state_dict(state[name])
+        """Go on from a state of the same controllers."""
+        for name, own in state.items():
+            if own:
+                self.controllers[name].load_state_dict(own)
 
     def _having(self, method: str) -> list[Any]:
         return [act for one in self.controllers.values() if (act := getattr(one, method, None)) is not None]
-
-
-def value_of(row: Mapping[str, Any], key: str, owner: str) -> float | None:
-    """A number of an epoch's row; None where the epoch was not validated.
-
-    Raises:
-        UserError: there are validation values, but not this one.
-    """
-    if key in row:
-        return float(row[key])
-    valid = sorted(name for name in row if name.startswith("valid_"))
-    if key.startswith("valid_") and not valid:
-        return None
-    raise UserError(
-        f"{owner} reads {key!r} of an epoch, which has {', '.join(valid or sorted(row))}; name one of these"
-    )

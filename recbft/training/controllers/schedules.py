@@ -83,18 +83,7 @@ class ChaosConfig:
         check_range("decay", self.decay, at_least=0)
 
 
-class _Stateless:
-    """A function of the moment alone."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to go on from."""
-
-
-class LrFloor(_Stateless):
+class LrFloor:
     """Equation (10.3)."""
 
     def __init__(self, config: LrFloorConfig) -> None:
@@ -108,12 +97,8 @@ class LrFloor(_Stateless):
         return self.config.floor + (1 - self.config.floor) * (1 + math.cos(math.pi * u)) / 2
 
 
-class LabelSmoothing(_Stateless):
-    """Equation (10.4), put into ``model.item_loss.label_smoothing`` at the start of an epoch.
-
-    Raises:
-        UserError: the model's loss is not ``ce``, the only one that is smoothed.
-    """
+class LabelSmoothing:
+    """Equation (10.4), put into ``model.item_loss.label_smoothing`` at the start of an epoch."""
 
     def __init__(self, config: LabelSmoothingConfig, model: nn.Module) -> None:
         loss = getattr(getattr(model, "item_loss", None), "name", None)
@@ -123,22 +108,16 @@ class LabelSmoothing(_Stateless):
             )
         self.config = config
 
-    def smoothing(self, progress: float) -> float:
-        """At a share of the steps."""
-        c = self.config
-        return c.floor + (c.start - c.floor) * max(0.0, 1 - progress / c.until)
-
     def on_epoch_start(self, moment: Moment) -> None:
         """Set it for an epoch."""
         loss: Any = moment.model.item_loss
-        loss.label_smoothing = self.smoothing(moment.progress)
+        loss.label_smoothing = _falling(self.config.start, self.config.floor, self.config.until, moment)
 
 
-class DropoutGlide(_Stateless):
+class DropoutGlide:
     """Equation (10.5) for every dropout of the model, those inside mixers included; p_0 is the rate it was built with.
 
-    Raises:
-        UserError: no rate is above the floor.
+    A rate below the floor is left alone.
     """
 
     def __init__(self, config: DropoutGlideConfig, model: nn.Module) -> None:
@@ -150,16 +129,11 @@ class DropoutGlide(_Stateless):
                 f"{config.floor:g}; leave it out, lower the floor, or raise dropout"
             )
 
-    def rate(self, built: float, progress: float) -> float:
-        """Of a layer that was built with this rate."""
-        if built < self.config.floor:
-            return built
-        return self.config.floor + (built - self.config.floor) * max(0.0, 1 - progress / self.config.until)
-
     def on_epoch_start(self, moment: Moment) -> None:
         """Set the rates for an epoch."""
         for name, holder, key in _dropouts(moment.model):
-            setattr(holder, key, self.rate(self.built[name], moment.progress))
+            if self.built[name] >= self.config.floor:
+                setattr(holder, key, _falling(self.built[name], self.config.floor, self.config.until, moment))
 
 
 class ChaosSchedule:
@@ -180,8 +154,12 @@ class ChaosSchedule:
         return {"x": self.x, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.x, self.steps = state["x"], state["steps"]
+
+
+def _falling(start: float, floor: float, until: float, moment: Moment) -> float:
+    """Equations (10.4) and (10.5)."""
+    return floor + (start - floor) * max(0.0, 1 - moment.progress / until)
 
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
