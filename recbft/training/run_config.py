@@ -167,7 +167,7 @@ def _model_and_mixer(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[s
         raise UserError(f"mixer {mixer!r} has no effect in model {model!r}, which has no layers; leave it out")
     if not mixer:
         return model, next(iter(mixers), None)
-    check_choice("mixer", mixer, MIXERS)
+    check_choice("mixer", mixer, mixers if mixer not in MIXERS else MIXERS)
     if mixer not in mixers:
         raise UserError(f"mixer {mixer!r} does not go with model {model!r}; choose one of {', '.join(mixers)}")
     return model, mixer
