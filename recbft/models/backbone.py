@@ -47,7 +47,9 @@ class BackboneConfig:
     inner_size: int | None = None  # of the feed-forward network; None means 4 hidden_size
     max_length: int = 50  # tokens of a history that are read, the last ones
     absolute_positions: bool = True  # a learned vector per position; False for mixers that know the lag
-    positions: Literal["oldest", "latest"] = "oldest"  # the event that is read from which positions are counted
+    positions: Literal["oldest", "latest"] = (
+        "oldest"  # event that is 0; with latest, tokens know how many come after them
+    )
     dropout: float = 0.5
     embedding_scale: float | None = None  # None means the backbone's own
     initializer_range: float = 0.02  # standard deviation of the initial weights

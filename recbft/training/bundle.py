@@ -31,7 +31,7 @@ from recbft.runs.folder import RunFolder
 from recbft.system.files import write_parquet
 from recbft.system.torch_state import set_aside
 from recbft.training.process_settings import OwnRandomNumbers
-from recbft.training.run_config import RunConfig, load_run_config
+from recbft.training.run_config import RunConfig, run_config_of
 
 VOCABULARY_FILE = "vocabulary.parquet"
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
@@ -105,7 +105,7 @@ def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
             f"{run.config_file} has mixer {mixer!r}, which this program does not know; if it is one of your own, run "
             "the lines that enter it in recbft.mixers.MIXERS first, in a script: the command line knows none of them"
         )
-    config = load_run_config(run.config_file)
+    config = run_config_of(written, run.config_file)
     changed = differences(to_dict(config), begun, tuple(begun) if to_train else (*OF_THE_MODEL, "seed"))
     if changed:
         said = ", ".join(f"{key} is {now!r} and was {was!r}" for key, (now, was) in changed.items())

@@ -121,6 +121,14 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     Raises:
         UserError: a key is unknown, a value wrong, or a setting would have no effect in this model and arm.
     """
+    return run_config_of({} if file is None else read_yaml(file), file, settings, named)
+
+
+def run_config_of(
+    content: Mapping[str, Any], file: Path | str | None, settings: Iterable[str] = (), named: Mapping[str, Any] = {}
+) -> RunConfig:
+    """``load_run_config`` where the content of the file has been read already."""
+    named = dict(named)
     layers: list[tuple[str, Mapping[str, Any]]] = [("", dict([parse_setting(text)])) for text in settings]
     for key in _PLACES:
         if isinstance(named.get(key), str):
@@ -129,7 +137,7 @@ def load_run_config(file: Path | str | None = None, settings: Iterable[str] = ()
     words: Mapping[str, str] = {}
     if file is not None:
         above = {key: layer[key] for _, layer in layers for key in ("model", "dataset") if key in layer}
-        read, found, words = _translated(file, read_yaml(file), above)
+        read, found, words = _translated(file, content, above)
         layers = [(source, {**layer, "dataset": found} if "dataset" in layer else layer) for source, layer in layers]
         layers.insert(0, (f"{file}: ", read))
 
@@ -281,7 +289,7 @@ def _translated(
         ignored += [f"{written(tree).get(key, key)} ({model!r} is not trained)" for key in unused]
         translated = {key: value for key, value in translated.items() if key not in unused}
     if ignored:
-        warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=3)
+        warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=4)
     found = Verbatim(translated["dataset"]) if above.get("dataset") is not None else None
     return translated, found, written(tree)
 

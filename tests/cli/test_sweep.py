@@ -17,7 +17,7 @@ from recbft.reporting.tables import written
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json
 from tests.cli.conftest import SETTINGS, run
-from tests.comparing.test_results import MADE
+from tests.comparing.made_up import MADE
 
 
 def test_a_sweep_compares_each_value_with_the_default_and_chooses_by_validation(capsys, events, tmp_path):

@@ -45,7 +45,7 @@ def test_every_key_of_training_is_read_here_or_has_its_reason():
     from recbft.recbole.settings import OWN_TRAINING, RECBOLE_KEYS
     from recbft.training.config import TrainingConfig
 
-    ours = {"cuda_graphs", "tensorboard", "threads", "warm_start", "warm_start_keep"}
+    ours = {"cuda_graphs", "optimizer", "samples", "tensorboard", "threads", "warm_start", "warm_start_keep"}
     assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_KEYS} == ours
 
 

@@ -18,8 +18,8 @@ import torch
 from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import evaluate
+from recbft.models import Popularity
 from recbft.models.backbone import Backbone
-from recbft.models.popularity import Popularity
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.training import one_run, session
