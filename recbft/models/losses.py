@@ -176,17 +176,29 @@ def seen_items(batch: Batch, learn: Tensor, target: Tensor, *, num_items: int, c
     read = (batch.segment[row] == segment[:, None]) & (batch.items[row] <= num_items)  # (N, T)
     if causal:
         read &= batch.position[row] <= position[:, None]
-    who, column = read.nonzero(as_tuple=True)
-    seen = batch.items[row[who], column]
+    each = read.sum(dim=1)
+    before = torch.zeros_like(each) if batch.num_earlier is None else batch.num_earlier[segment]
+    first = (each + before).cumsum(0) - each - before  # of each position among all pairs
+    who = _spread(each + before)
+    seen = torch.empty_like(who)
+    reader, column = read.nonzero(as_tuple=True)
+    seen[_within(each, reader, first)] = batch.items[row[reader], column]
     if batch.earlier is not None and batch.num_earlier is not None:
-        before = batch.num_earlier[segment]  # (N,)
-        begin = (batch.num_earlier.cumsum(0) - batch.num_earlier)[segment]
-        other = torch.arange(len(learn), device=learn.device).repeat_interleave(before)
-        within = torch.arange(len(other), device=learn.device) - (before.cumsum(0) - before)[other]
-        who, order = torch.cat([who, other]).sort(stable=True)
-        seen = torch.cat([seen, batch.earlier[begin[other] + within]])[order]
-    others = seen - 1 != target[who]
-    return torch.stack([who[others], seen[others] - 1])
+        reader, begin = _spread(before), batch.num_earlier.cumsum(0) - batch.num_earlier
+        seen[_within(before, reader, first + each)] = batch.earlier[_within(before, reader, begin[segment])]
+    seen -= 1
+    others = seen != target[who]
+    return torch.stack([who, seen]) if others.all() else torch.stack([who[others], seen[others]])
+
+
+def _spread(counts: Tensor) -> Tensor:
+    """0 counts[0] times, 1 counts[1] times, ..."""
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+
+
+def _within(counts: Tensor, owner: Tensor, first: Tensor) -> Tensor:
+    """first[n], first[n] + 1, ... for each n, counts[n] of them; ``owner`` is the n of each."""
+    return torch.arange(len(owner), device=owner.device) + (first - (counts.cumsum(0) - counts))[owner]
 
 
 def sampled_softmax(states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, log_expected: Tensor) -> Tensor:

@@ -176,12 +176,14 @@ class _Blanks:
         if left_out is None:
             return
         position, item = left_out
+        ends = torch.arange(1, -(-N // rows) * self.across + 1)
+        if self.across == 1:  # in the order of the pieces already
+            self.bounds += torch.searchsorted(position.contiguous(), ends * rows).tolist()
+            return
         piece = position.div(rows, rounding_mode="floor") * self.across + item.div(items, rounding_mode="floor")
-        if self.across > 1:
-            piece, order = piece.sort(stable=True)
-            self.pairs = left_out[:, order]
-        ends = torch.arange(-(-N // rows) * self.across, device=piece.device)
-        self.bounds += torch.searchsorted(piece.contiguous(), ends, right=True).tolist()
+        piece, order = piece.sort(stable=True)
+        self.pairs = left_out[:, order]
+        self.bounds += torch.searchsorted(piece, ends).tolist()
 
     def fill(self, logits: Tensor, first_row: int, first_item: int) -> Tensor:
         """The logits of a piece, with ``NOTHING`` written into them where a pair is left out."""
