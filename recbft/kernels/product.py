@@ -10,7 +10,8 @@ ever other numbers of rows fills them up to ``common_size``.
 ``linear`` is (a) of several seeds, with gradients. On a CPU each seed's products are taken by themselves. Of dW and its
 transpose the one with fewer rows is made, which takes less time. The norms of several seeds are in ``layer_norm``.
 
-Shapes: S seeds, N rows or tokens of each, I inputs, O outputs."""
+Shapes: S seeds, N rows or tokens of each, I inputs, O outputs.
+"""
 
 from __future__ import annotations
 
