@@ -8,8 +8,8 @@ import pytest
 
 from recbft.errors import UserError
 from recbft.experiments.arms import ArmSpec
-from recbft.experiments.objectives import OBJECTIVES, check_reach, tail_value
 from recbft.experiments.plan import Job
+from recbft.experiments.search_space import OBJECTIVES, check_reach, tail_value
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json
 from recbft.training.config import TrainingConfig
