@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.autograd.transforms import once_differentiable
 from recbft.kernels import dispatch
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.kernels import c_library, readable
 from recbft.kernels.c_library import pointer
 

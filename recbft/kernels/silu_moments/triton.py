@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from recbft.autograd.full_precision import exact_products
+from recbft.autograd.boundaries import exact_products
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext, SiluMoments
 from recbft.core.silu import total_bias
