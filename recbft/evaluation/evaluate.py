@@ -30,8 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH
-from recbft.datasets.dataset import Dataset
-from recbft.datasets.split import View
+from recbft.datasets.dataset import Dataset, View
 from recbft.evaluation.metrics import KS, metrics_from_ranks
 from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.evaluation.ranks import Ranks, full_ranks
