@@ -30,9 +30,8 @@ from recbft.config.fields import by_setting, is_whole
 from recbft.config.yaml_text import parse_setting, place
 from recbft.errors import UserError
 from recbft.evaluation.protocol import headline_setting
-from recbft.experiments.arms import check_varies
 from recbft.experiments.lists import split_list
-from recbft.experiments.plan import Job
+from recbft.experiments.plan import Job, check_varies
 from recbft.runs.folder import RunFolder
 from recbft.training.config import TrainingConfig
 from recbft.training.run_config import RunConfig, sections_of

@@ -23,8 +23,8 @@ from recbft.config.fields import by_setting, check_range, to_dict
 from recbft.config.yaml_text import parse_yaml
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
-from recbft.experiments.arms import ArmSpec
 from recbft.experiments.missing_runs import SIDE_BY_SIDE, prepare, train_or_say
+from recbft.experiments.plan import ArmSpec
 from recbft.experiments.queue import Watcher
 from recbft.experiments.search_space import (
     OBJECTIVES,

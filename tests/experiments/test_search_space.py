@@ -7,8 +7,7 @@ from fractions import Fraction
 import pytest
 
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec
-from recbft.experiments.plan import Job
+from recbft.experiments.plan import ArmSpec, Job
 from recbft.experiments.search_space import OBJECTIVES, check_reach, tail_value
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json
