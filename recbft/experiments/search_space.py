@@ -29,7 +29,7 @@ from typing import Any
 from recbft.config.fields import by_setting, is_whole
 from recbft.config.yaml_text import parse_setting, place
 from recbft.errors import UserError
-from recbft.evaluation.protocol import headline_setting
+from recbft.evaluation.metrics import headline_setting
 from recbft.experiments.lists import split_list
 from recbft.experiments.plan import Job, check_varies
 from recbft.runs.folder import RunFolder

@@ -17,7 +17,7 @@ from recbft.datasets.batches import EpochBatches
 from recbft.datasets.config import DataConfig
 from recbft.datasets.events import TICKS_PER_SECOND, guessed_unit
 from recbft.errors import UserError
-from recbft.evaluation.protocol import config_hash, protocol
+from recbft.evaluation.metrics import config_hash, protocol
 from recbft.mixers.head_dynamics import DAY
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel

@@ -12,8 +12,8 @@ import torch
 from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.evaluation.metrics import begun_from
 from recbft.evaluation.probability import calibrations
-from recbft.evaluation.protocol import begun_from
 from recbft.evaluation.views import Part
 from recbft.models.contract import TrainableModel
 from recbft.runs import checkpoint

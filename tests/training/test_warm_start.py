@@ -13,7 +13,7 @@ import torch
 from recbft.datasets import Dataset
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import UserError
-from recbft.evaluation.protocol import protocol_lines
+from recbft.evaluation.metrics import protocol_lines
 from recbft.models.backbone import Backbone
 from recbft.runs import checkpoint
 from recbft.training import one_run, warm_start
