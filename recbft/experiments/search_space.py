@@ -33,8 +33,7 @@ from recbft.evaluation.metrics import headline_setting
 from recbft.experiments.lists import split_list
 from recbft.experiments.plan import Job, check_varies
 from recbft.runs.folder import RunFolder
-from recbft.training.config import TrainingConfig
-from recbft.training.run_config import RunConfig, sections_of
+from recbft.training.run_config import RunConfig, TrainingConfig, sections_of
 
 _RANGE = re.compile(r"(log:)?([^.,][^,]*?)\.\.([^,]+)")
 _MOST_POINTS = 1_000  # of a space whose points are counted: in a larger one hardly any is drawn twice
