@@ -28,7 +28,7 @@ from benchmarks.gpu_clock import Clock
 from benchmarks.sheltered import Row
 from benchmarks.train_speed import Contestant
 from recbft.datasets import Dataset
-from recbft.experiments.arms import parse_arms
+from recbft.experiments.plan import parse_arms
 from recbft.training import one_run
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent

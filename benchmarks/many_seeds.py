@@ -25,7 +25,7 @@ from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError
-from recbft.experiments.arms import check_distinct, parse_arms
+from recbft.experiments.plan import check_distinct, parse_arms
 from recbft.reporting.tables import text_table
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder

@@ -27,7 +27,7 @@ from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.batches import Batch, EpochBatches, pack_histories
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import evaluate
-from recbft.experiments.arms import ArmSpec, check_distinct, parse_arms
+from recbft.experiments.plan import ArmSpec, check_distinct, parse_arms
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.reporting.tables import text_table

@@ -24,7 +24,7 @@ from recbft_cli.options import (
 )
 
 if TYPE_CHECKING:
-    from recbft.experiments.arms import ArmSpec
+    from recbft.experiments.plan import ArmSpec
     from recbft.training.run_config import RunConfig
 
 ARMS, SEEDS, METRICS = "matched,matched+recency,bft", "0-9", "hr@10,ndcg@10,mrr"

@@ -50,7 +50,7 @@ def evaluate(
 
     from recbft.api import Recommender
     from recbft.config.fields import to_dict
-    from recbft.evaluation.protocol import headline_setting, protocol
+    from recbft.evaluation.metrics import headline_setting, protocol
     from recbft.reporting.run_tables import format_exposure, format_metrics
     from recbft.runs.folder import RunFolder
 

@@ -115,7 +115,7 @@ def _write(found: dict[str, Any], run: Path, out: Path | None, other: str | None
 
 
 def _show(found: dict[str, Any], counts: str) -> None:
-    from recbft.evaluation.protocol import protocol_lines
+    from recbft.evaluation.metrics import protocol_lines
     from recbft.reporting.probe_tables import mechanism_lines, uncertainty_lines
 
     for lines in (

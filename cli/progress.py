@@ -269,7 +269,7 @@ def _left_for_us(running: Sequence[Running], waiting: int) -> int:
 
 
 def _result(job: Job) -> str:
-    from recbft.evaluation.protocol import headline_setting
+    from recbft.evaluation.metrics import headline_setting
     from recbft.experiments.lists import counted
     from recbft.runs.folder import RunFolder
 

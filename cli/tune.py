@@ -12,7 +12,7 @@ import typer
 from recbft_cli.options import Arm, Config, DataRoot, DatasetName, Jobs, Model, Settings, one_file, refuse_set
 
 if TYPE_CHECKING:
-    from recbft.experiments.arms import ArmSpec
+    from recbft.experiments.plan import ArmSpec
     from recbft.training.run_config import RunConfig
 
 EXAMPLES = """Example: recbft tune -d ml-100k --space training.learning_rate=log:1e-4..1e-2 --trials 20 --out DIR"""

@@ -38,8 +38,8 @@ from recbft.mixers.bayesian import BayesianMixer
 from recbft.mixers.memory_family import DESIGN_MODELS, MemoryFamilyMixer
 from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
-from recbft.training.config import TrainingConfig
 from recbft.training.process_settings import chosen_device
+from recbft.training.run_config import TrainingConfig
 
 NAME = "mechanisms.mqar"
 TASKS = ("base", "update", "block")

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.command import finish, parse
 from benchmarks.study.worth import over_seeds, runs_parser
 from recbft.datasets import Dataset
-from recbft.datasets.split import View
+from recbft.datasets.dataset import View
 from recbft.evaluation.confidence import calibration
 from recbft.evaluation.probability import (
     AS_TRAINED,

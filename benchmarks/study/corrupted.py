@@ -33,8 +33,8 @@ from benchmarks.study.choose import relative_and_p
 from recbft.datasets import Dataset
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.paired import compare_seeds
-from recbft.experiments.arms import parse_arms
 from recbft.experiments.lists import parse_seeds
+from recbft.experiments.plan import parse_arms
 from recbft.reporting.tables import markdown_table
 from recbft.system.files import write_json
 from recbft.training.bundle import load_trained

@@ -35,8 +35,8 @@ from recbft.datasets.synth import generate
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.metrics import ndcg
 from recbft.evaluation.paired import compare_seeds
-from recbft.experiments.arms import ArmSpec, parse_arms
 from recbft.experiments.lists import parse_seeds
+from recbft.experiments.plan import ArmSpec, parse_arms
 from recbft.models.backbone import Backbone
 from recbft.reporting.tables import markdown_table
 from recbft.system.files import write_json

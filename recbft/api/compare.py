@@ -33,10 +33,9 @@ from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.paired import holm
-from recbft.experiments.arms import ArmSpec
 from recbft.experiments.lists import parse_metrics, split_list
 from recbft.experiments.missing_runs import check_devices, usual_workers
-from recbft.experiments.plan import Job
+from recbft.experiments.plan import ArmSpec, Job
 from recbft.experiments.queue import WORDLESS, Failure, Running, Watcher
 from recbft.reporting.comparison_tables import comparison_document
 from recbft.system.files import make_folder, plain, read_json

@@ -32,8 +32,15 @@ from recbft.kernels import c_library
 from recbft.runs.folder import RunFolder
 from recbft.serving.explanations import explanation_table
 from recbft.serving.histories import Histories
-from recbft.serving.lists import check_filter_seen, joined, recommend_in_blocks
-from recbft.serving.vectors import ItemVectors, UserVectors, item_vectors, user_vectors
+from recbft.serving.lists import (
+    ItemVectors,
+    UserVectors,
+    check_filter_seen,
+    item_vectors,
+    joined,
+    recommend_in_blocks,
+    user_vectors,
+)
 from recbft.system.files import new_folder
 from recbft.system.torch_state import one_thread_if_forked
 from recbft.training import one_run

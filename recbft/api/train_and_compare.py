@@ -15,10 +15,9 @@ from recbft.comparing.external_ranks import read_external
 from recbft.comparing.results import METRICS, write_comparison
 from recbft.datasets import Dataset
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec, parse_arms
 from recbft.experiments.lists import parse_seeds
 from recbft.experiments.missing_runs import check_devices, prepare, train_missing
-from recbft.experiments.plan import Job
+from recbft.experiments.plan import ArmSpec, Job, parse_arms
 from recbft.experiments.queue import Watcher
 from recbft.reporting.comparison_tables import comparison_document
 from recbft.system.files import write_atomic

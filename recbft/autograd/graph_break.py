@@ -1,4 +1,4 @@
-"""Where graphs end (``eager``); imported by what is being compiled, since the import takes seconds."""
+"""Where graphs end (``boundaries``); imported by what is being compiled, since the import takes seconds."""
 
 from __future__ import annotations
 

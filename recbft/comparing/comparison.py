@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from recbft.comparing.external_ranks import ExternalRanks, read_external
 from recbft.comparing.finished_runs import OF_MACHINE, Run, by_seed, check_same, config_of, label_runs, read_run
 from recbft.errors import UserError, did_you_mean
-from recbft.evaluation.metrics import one_from_ranks
-from recbft.evaluation.protocol import SETTINGS
-from recbft.experiments.arms import leaves
+from recbft.evaluation.metrics import SETTINGS, one_from_ranks
 from recbft.experiments.lists import counted, seeds_text
+from recbft.experiments.plan import leaves
 from recbft.runs.folder import RunFolder
 from recbft.system.files import read_json
 

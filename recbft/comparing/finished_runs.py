@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
-from recbft.evaluation.metrics import metrics_from_ranks
-from recbft.evaluation.protocol import SETTINGS, config_hash
+from recbft.evaluation.metrics import SETTINGS, config_hash, metrics_from_ranks
 from recbft.runs.checkpoint import best_digest
 from recbft.runs.folder import RunFolder
 from recbft.training.run_config import load_run_config

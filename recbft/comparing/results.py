@@ -35,11 +35,11 @@ import numpy as np
 from recbft.comparing.comparison import COMPARISON_FILE, Comparison
 from recbft.comparing.provenance import notes_on_machines
 from recbft.errors import UserError
+from recbft.evaluation.metrics import SETTINGS
 from recbft.evaluation.paired import compare_seeds, compare_users, fisher, holm
-from recbft.evaluation.protocol import SETTINGS
 from recbft.evaluation.strata import MIN_USERS
-from recbft.experiments.arms import has_decay
 from recbft.experiments.lists import counted
+from recbft.experiments.plan import has_decay
 from recbft.runs.folder import RunFolder
 from recbft.system.files import make_folder, read_json, write_atomic, write_json
 

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.boundaries import in_full_precision
 from recbft.core.belief import Belief
 
 FLOOR = 0.01  # of (4.3), so that cancellation does not raise precision without bound

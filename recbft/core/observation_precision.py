@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.boundaries import in_full_precision
 from recbft.core.belief import SiluMoments
 from recbft.errors import UserError
 

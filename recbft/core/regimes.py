@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable, untransformed
 
 HALF_WIDTH = 1.5  # of a block of (9.31), in T / R

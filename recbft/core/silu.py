@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable
 from recbft.core.belief import SequenceContext, SiluMoments
 

@@ -1,10 +1,19 @@
-"""A data set: jagged integer histories, the item vocabulary that goes with them, and hashes that say which data it was.
+"""A data set: jagged integer histories, their item vocabulary, hashes that say which data it was, and its split.
 
     history of user u     items[offsets[u] : offsets[u+1]]     oldest first, item indices 1..V, 0 is padding
     raw id of item i      item_ids[i - 1]                      int64 where the source column was integer, else text
 
 Two ids are equal when their canonical texts (``str(id)``) are: the integer 7 equals the text ``7`` and not ``007``. So
 a CSV and a Parquet file of the same events give the same hashes, and a data set answers to ids of either type.
+
+It is split by leaving one out, by offset arithmetic: a user's last event tests, the one before validates, the rest
+train.
+
+    history of user u     e_1 ... e_{n-2}   e_{n-1}       e_n
+                          training          validation    test          n = offsets[u+1] - offsets[u] >= 3
+
+Validation ranks from the training events, test from training and validation events. Nothing is copied and no prefix is
+written out: a view is two bounds and a target per user.
 
 Shapes: U users, V items, E events.
 """
@@ -19,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -28,10 +37,9 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from recbft.datasets.columns import SPREADSHEET_NUMBER, check_columns, flat, from_pandas, stands_for_nothing
-from recbft.datasets.events import USUAL_TIME, Events
+from recbft.datasets.events import USUAL_TIME, Events, time_columns, warn_if_rows_go_back
 from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, find_events
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
-from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
@@ -299,3 +307,42 @@ def _sha256(*parts: str | bytes | NDArray[np.int64]) -> str:
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.hexdigest()
+
+
+class View(NamedTuple):
+    """One prediction task per user: from ``items[start:stop]`` predict ``target``."""
+
+    start: NDArray[np.int64]  # (U,)
+    stop: NDArray[np.int64]  # (U,) stop > start
+    target: NDArray[np.int64]  # (U,) item index
+
+    def rows(self, which: NDArray[np.int64] | slice) -> View:
+        """The tasks of some users, by row."""
+        return View(self.start[which], self.stop[which], self.target[which])
+
+
+class Split(NamedTuple):
+    """Training bounds and the two prediction tasks, users in the data set's order."""
+
+    training_start: NDArray[np.int64]  # (U,)
+    training_stop: NDArray[np.int64]  # (U,)
+    validation: View
+    test: View
+
+
+def leave_one_out(dataset: Dataset) -> Split:
+    """Split every history of a data set.
+
+    >>> import pandas as pd
+    >>> dataset = Dataset.from_frame(pd.DataFrame({"user_id": [1, 1, 1, 1], "item_id": list("abcd")}))
+    >>> split = leave_one_out(dataset)
+    >>> split.training_stop.tolist(), split.validation.target.tolist(), split.test.target.tolist()
+    ([2], [3], [4])
+    """
+    start, stop = dataset.offsets[:-1], dataset.offsets[1:]
+    return Split(
+        training_start=start,
+        training_stop=stop - 2,
+        validation=View(start=start, stop=stop - 2, target=dataset.items[stop - 2]),
+        test=View(start=start, stop=stop - 1, target=dataset.items[stop - 1]),
+    )

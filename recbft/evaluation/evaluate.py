@@ -30,10 +30,8 @@ import torch
 from numpy.typing import NDArray
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH
-from recbft.datasets.dataset import Dataset
-from recbft.datasets.split import View
-from recbft.evaluation.metrics import KS, metrics_from_ranks
-from recbft.evaluation.protocol import SETTINGS, headline_setting
+from recbft.datasets.dataset import Dataset, View
+from recbft.evaluation.metrics import KS, SETTINGS, headline_setting, metrics_from_ranks
 from recbft.evaluation.ranks import Ranks, full_ranks
 from recbft.evaluation.top_k import top_k
 from recbft.evaluation.views import Part, evaluation_mode, events_of, some_users, states_of_view, view_of

@@ -36,8 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.datasets.dataset import Dataset
-from recbft.datasets.split import View
+from recbft.datasets.dataset import Dataset, View
 from recbft.evaluation.score_blocks import Excluded, align, score_block, spans, user_blocks
 from recbft.evaluation.views import evaluation_mode, events_of, some_users, states_of_view, view_of
 from recbft.kernels.cross_entropy.torch import exponentials

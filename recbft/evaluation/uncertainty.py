@@ -41,8 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.datasets.dataset import Dataset
-from recbft.datasets.split import View
+from recbft.datasets.dataset import Dataset, View
 from recbft.evaluation.confidence import Ranking, bootstrap, calibration, compare_confidences, interval
 from recbft.evaluation.probability import AS_TRAINED, Predicted, fit, fitting_users, predicted
 from recbft.evaluation.ranks import full_ranks

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch
-from recbft.datasets.dataset import Dataset
-from recbft.datasets.split import View, leave_one_out
+from recbft.datasets.dataset import Dataset, View, leave_one_out
 from recbft.errors import UserError
 from recbft.evaluation.trace import blocks_of
 from recbft.models.contract import SequenceModel, read_histories

@@ -14,8 +14,7 @@ from typing import Any
 from recbft.config.fields import check_range, to_dict
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
-from recbft.experiments.arms import ArmSpec, check_distinct
-from recbft.experiments.plan import Job, plan, status, write_commands
+from recbft.experiments.plan import ArmSpec, Job, check_distinct, plan, status, write_commands
 from recbft.experiments.queue import Watcher, train_all
 from recbft.models import MODELS
 from recbft.runs.environment import cores

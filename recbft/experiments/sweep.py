@@ -14,11 +14,10 @@ from typing import Any
 
 from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
+from recbft.evaluation.metrics import headline_setting
 from recbft.evaluation.paired import compare_seeds, holm
-from recbft.evaluation.protocol import headline_setting
-from recbft.experiments.arms import ArmSpec, check_varies
 from recbft.experiments.lists import split_list
-from recbft.experiments.plan import Job
+from recbft.experiments.plan import ArmSpec, Job, check_varies
 from recbft.runs.folder import RunFolder
 from recbft.training.run_config import RunConfig
 

@@ -23,11 +23,18 @@ from recbft.config.fields import by_setting, check_range, to_dict
 from recbft.config.yaml_text import parse_yaml
 from recbft.datasets import Dataset
 from recbft.errors import RunError, RunInterruptedError, UserError
-from recbft.experiments.arms import ArmSpec
 from recbft.experiments.missing_runs import SIDE_BY_SIDE, prepare, train_or_say
-from recbft.experiments.objectives import OBJECTIVES, best_validation, check_reach
+from recbft.experiments.plan import ArmSpec
 from recbft.experiments.queue import Watcher
-from recbft.experiments.search_space import Dimension, all_points, check_each_once, of_kind
+from recbft.experiments.search_space import (
+    OBJECTIVES,
+    Dimension,
+    all_points,
+    best_validation,
+    check_each_once,
+    check_reach,
+    of_kind,
+)
 from recbft.runs import locks
 from recbft.system.files import make_folder
 from recbft.system.torchrun import refuse_several

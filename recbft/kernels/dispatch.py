@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recbft.autograd.full_precision import autocast_device, in_full_precision
+from recbft.autograd.boundaries import autocast_device, in_full_precision
 from recbft.autograd.transforms import beyond_first_gradients, transformed
 
 LEAST_TRITON = (3, 3)  # the compiler of 3.2 ends the process at some kernels, and its interpreter at others

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.boundaries import in_full_precision
 from recbft.core import (
     Estimator,
     Readers,

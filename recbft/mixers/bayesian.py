@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.config.fields import check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.autograd.full_precision import HALVES
+from recbft.autograd.boundaries import HALVES
 from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.kernels.robust_filter import Dynamics, Variant

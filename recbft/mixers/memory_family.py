@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.config.fields import check_choice, check_range
 from recbft.core import SequenceContext
 from recbft.kernels import memory

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.autograd.full_precision import HALVES
+from recbft.autograd.boundaries import HALVES
 from recbft.core import (
     Readers,
     SequenceContext,

@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from recbft.autograd.boundaries import eagerly
 from recbft.autograd.complex_pairs import as_complex, real
-from recbft.autograd.eager import eagerly
 from recbft.config.fields import check_choice, check_range
 from recbft.core import SequenceContext
 from recbft.errors import UserError

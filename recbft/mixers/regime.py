@@ -34,8 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recbft.autograd.eager import eagerly
-from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.boundaries import eagerly, in_full_precision
 from recbft.autograd.transforms import transformed
 from recbft.config.fields import check_range
 from recbft.core import Estimator, SequenceContext

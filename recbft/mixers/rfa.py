@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recbft.autograd.boundaries import eagerly
 from recbft.autograd.complex_pairs import as_complex, real
-from recbft.autograd.eager import eagerly
 from recbft.core import SequenceContext, projected_precision, ramped, scalar_log_precision
 from recbft.kernels.robust_filter import Clock, Dynamics, Setting, decayed_weights, filtered, read_clock
 from recbft.mixers.head_dynamics import (

@@ -20,8 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from recbft.autograd.eager import eagerly
-from recbft.autograd.full_precision import HALVES
+from recbft.autograd.boundaries import HALVES, eagerly
 from recbft.autograd.transforms import behind_transforms, untransformed
 from recbft.config.fields import check_range
 from recbft.core import Belief, SequenceContext, pick

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.boundaries import in_full_precision
 from recbft.autograd.transforms import transformed
 from recbft.config.fields import check_range
 from recbft.core import SequenceContext, ffn_jacobian, pick

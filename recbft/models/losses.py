@@ -35,8 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recbft.autograd.eager import eagerly
-from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.boundaries import eagerly, in_full_precision
 from recbft.autograd.transforms import applied, beyond_first_gradients, once_differentiable
 from recbft.config.fields import check_choice, check_range
 from recbft.datasets.batches import Batch

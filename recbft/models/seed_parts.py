@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from recbft.core import SequenceContext, decay_precision, discount_precision, process_noise, remember
 from recbft.datasets.side_by_side import SideBySide
-from recbft.kernels import per_seed
 from recbft.kernels.dropout import mask_of, random_bits
 from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
 from recbft.kernels.layer_norm import layer_norms
+from recbft.kernels.product import linear
 from recbft.models.precision_channel import LAM_MIN, SAMPLED_ROWS, LayerPrecision
 
 
@@ -92,7 +92,7 @@ class SeedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(R, T, I) -> (R, T, O)."""
-        y = per_seed.linear(self.seeds.apart(x), self.weight, self.bias)
+        y = linear(self.seeds.apart(x), self.weight, self.bias)
         return y.view(*x.shape[:-1], self.weight.shape[1])
 
 

@@ -16,8 +16,7 @@ from recbft.config.recbole_yaml import ADAPTED, MODEL_KEYS, NAMED, is_done, near
 from recbft.config.yaml_text import refuse_repetition
 from recbft.errors import UserError
 from recbft.models import MODELS
-from recbft.training.config import TrainingConfig
-from recbft.training.run_config import RunConfig, load_run_config, sections_of
+from recbft.training.run_config import RunConfig, TrainingConfig, load_run_config, sections_of
 
 MODEL_SECTIONS = ("backbone", "mixing", "moe", "core")
 OWN_TRAINING = ("precision_lr_multiplier", "warmup_steps")  # what RecBole has no key for

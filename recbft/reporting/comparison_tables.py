@@ -19,9 +19,8 @@ from typing import Any
 from recbft.comparing import provenance
 from recbft.comparing.comparison import Comparison
 from recbft.comparing.results import cells_of, is_constant, user_samples
-from recbft.evaluation.metrics import meaning
+from recbft.evaluation.metrics import SETTINGS, headline_setting, meaning
 from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm, share_of
-from recbft.evaluation.protocol import SETTINGS, headline_setting
 from recbft.experiments.lists import counted, seeds_text
 from recbft.reporting.tables import (
     DIFFERENCE,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from recbft.errors import UserError
 from recbft.evaluation.paired import SeedComparison
-from recbft.evaluation.stratified import StratumResult
+from recbft.evaluation.strata import StratumResult
 from recbft.reporting.comparison_tables import Finding
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recbft.evaluation.evaluate import lists_of
-from recbft.evaluation.protocol import SETTINGS, protocol_lines
+from recbft.evaluation.metrics import SETTINGS, protocol_lines
 from recbft.reporting.tables import text_table
 
 

@@ -13,11 +13,11 @@ from recbft.comparing.comparison import Arm, Comparison
 from recbft.config.fields import verbatim
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import lists_of
+from recbft.evaluation.metrics import SETTINGS, config_hash, headline_setting
 from recbft.evaluation.paired import compare_seeds, holm
-from recbft.evaluation.protocol import SETTINGS, config_hash, headline_setting
 from recbft.evaluation.strata import QUANTILES
-from recbft.experiments.arms import has_decay, leaves, settings_of, summary_of
 from recbft.experiments.lists import listed, seeds_text
+from recbft.experiments.plan import has_decay, leaves, settings_of, summary_of
 from recbft.reporting import plots
 from recbft.reporting.comparison_tables import (
     Finding,

@@ -26,10 +26,9 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.events import TICKS_PER_SECOND
 from recbft.errors import UserError, did_you_mean
 from recbft.evaluation import strata as partition
+from recbft.evaluation.metrics import SETTINGS, headline_setting
 from recbft.evaluation.paired import SeedComparison, UserComparison, share_of
-from recbft.evaluation.protocol import SETTINGS, headline_setting
-from recbft.evaluation.strata import MIN_USERS, Strata, confound
-from recbft.evaluation.stratified import MIN_HITS, SAMPLES, StratumResult, p_of, stratify
+from recbft.evaluation.strata import MIN_HITS, MIN_USERS, SAMPLES, Strata, StratumResult, confound, p_of, stratify
 from recbft.experiments.lists import listed
 from recbft.reporting.comparison_tables import out_of_reach, without_spread
 from recbft.reporting.tables import DIFFERENCE, Cell, Column, Table, digits_for, p_equals, slug

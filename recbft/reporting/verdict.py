@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recbft.evaluation.metrics import cutoff, meaning
+from recbft.evaluation.metrics import SETTINGS, cutoff, meaning
 from recbft.evaluation.paired import EXACT_SEEDS
-from recbft.evaluation.protocol import SETTINGS
 from recbft.experiments.lists import counted
 from recbft.reporting.comparison_tables import Finding, on_validation
 from recbft.reporting.tables import LEVEL, digits_for, p_equals, p_text, percent

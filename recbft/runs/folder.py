@@ -33,8 +33,8 @@ import pyarrow as pa
 
 from recbft.config.yaml_text import read_yaml
 from recbft.errors import UserError
+from recbft.evaluation.metrics import headline_setting
 from recbft.evaluation.probability import Calibration
-from recbft.evaluation.protocol import headline_setting
 from recbft.runs import checkpoint
 from recbft.runs.locks import locked
 from recbft.system.files import json_text, new_folder, read_json, write_atomic, write_json, write_parquet

@@ -1,6 +1,12 @@
-"""Lists for histories of raw ids, of users seen in training or not, with the precision and probability behind each.
+"""What a model has for histories of raw ids, of users seen in training or not: lists, and the vectors behind them.
 
-Shapes: S histories, k items per list.
+A list has the precision and probability behind each item. The products of the vectors are the scores: for an index of
+neighbours, or as features elsewhere.
+
+    score(user, item) = x_user . y_item        x = state,       y = weight                           (a)
+                                               x = (state, 1),  y = (weight, bias)   with item biases (b)
+
+Shapes: S histories, V items, k items per list, D width of (a), or one more in (b).
 """
 
 from __future__ import annotations
@@ -211,3 +217,50 @@ def _ids(name: str, ids: Any) -> Any:
     """The ids as ``Vocabulary.encode`` takes them."""
     is_column = isinstance(ids, (np.ndarray, pd.Series, pd.Index)) and ids.ndim == 1
     return ids if is_column else as_list(ids, f"{name} is", "a list of item ids", ordered=False)
+
+
+class UserVectors(NamedTuple):
+    """What a model knows of users after their last event."""
+
+    users: pd.Series[Any]  # (S,) raw ids, of histories with a known item
+    vectors: NDArray[np.floating]  # (S, D)
+    precision: NDArray[np.floating]  # (S,) posterior precision, NaN where the model keeps none
+    unknown_events: int  # events of items that the model does not know
+    skipped_users: list[Any]  # without a known item
+
+
+class ItemVectors(NamedTuple):
+    """The items of the vocabulary."""
+
+    items: NDArray[Any]  # (V,) raw ids
+    vectors: NDArray[np.floating]  # (V, D)
+
+
+def user_vectors(
+    model: SequenceModel,
+    vocabulary: Vocabulary,
+    histories: Histories,
+    *,
+    time_unit: str | None = None,
+) -> UserVectors:
+    """``Recommender.user_vectors``; see there."""
+    check_asked(model, 1)
+    encoded = encode(histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit)
+    table, blocks = model.item_table(), []
+    with torch.inference_mode(), evaluation_mode(model):
+        for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):
+            own = slice(first, min(first + HISTORIES_AT_ONCE, len(encoded.users)))
+            state, precision = states_of(model, encoded, own, table.weight.device)
+            if table.bias is not None:  # (b)
+                state = torch.cat([state, torch.ones_like(state[:, :1])], dim=1)
+            blocks.append((state.cpu().numpy(), precision.cpu().numpy()))
+    vectors, precisions = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    return UserVectors(encoded.users, vectors, precisions, encoded.unknown_events, list(encoded.skipped_users))
+
+
+@torch.inference_mode()
+def item_vectors(model: SequenceModel, vocabulary: Vocabulary) -> ItemVectors:
+    """``Recommender.item_vectors``; see there."""
+    weight, bias = model.item_table()
+    vectors = weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
+    return ItemVectors(vocabulary.ids.copy(), vectors[1:].cpu().numpy().copy())

@@ -23,7 +23,7 @@ from recbft.config.yaml_text import read_yaml
 from recbft.datasets import Dataset
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
-from recbft.evaluation.protocol import config_hash
+from recbft.evaluation.metrics import config_hash
 from recbft.mixers import MIXERS
 from recbft.runs import checkpoint
 from recbft.runs.checkpoint import TrainState, vocabulary_hash

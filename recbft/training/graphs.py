@@ -31,9 +31,9 @@ from recbft.mixers.interface import take_penalties
 from recbft.models.backbone import Backbone
 from recbft.models.losses import with_bias
 from recbft.system.memory import is_shortage
-from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import clip_gradients
 from recbft.training.process_settings import autocast
+from recbft.training.run_config import TrainingConfig
 
 STEPS_PER_DOUBLING = 8  # sizes that are told apart: a batch is padded by at most an eighth
 

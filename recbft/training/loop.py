@@ -15,13 +15,13 @@ from recbft.datasets.batches import Batch, EpochBatches
 from recbft.errors import RunError
 from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState
-from recbft.training.config import TrainingConfig
 from recbft.training.controllers import Controllers, Moment
 from recbft.training.graphs import GraphedSteps
 from recbft.training.optimiser import clip_gradients, warmup_ramp
 from recbft.training.process_settings import autocast
 from recbft.training.process_team import ALONE, SharedLoss, Team
 from recbft.training.progress import Progress
+from recbft.training.run_config import TrainingConfig
 
 Row = dict[str, Any]
 UNSTEERED = Controllers({})

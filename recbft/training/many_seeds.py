@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ from recbft.models.stacked import Stacked
 from recbft.runs.folder import RunFolder
 from recbft.system.torch_state import set_aside
 from recbft.system.torchrun import refuse_several
-from recbft.training.background import prefetched
 from recbft.training.build import loaded
 from recbft.training.bundle import own_config, refuse_other_data, refuse_other_settings
 from recbft.training.loop import Row, RunningEpoch, close_epoch, is_over, num_targets, train_epoch
@@ -47,6 +46,7 @@ from recbft.training.progress import Progress, Silent, check_tensorboard
 from recbft.training.run_config import RunConfig
 from recbft.training.session import Session
 
+T = TypeVar("T")
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
 CLOSING_ON_GPU = 4  # runs at once, so that what their validations hold at a time stays within gigabytes
 GPU_STACK_TOKENS = 400_000  # so that what a step keeps for its backward pass takes gigabytes in single figures
@@ -331,6 +331,19 @@ class _Stack:
         self.optimizer.state[parameter] = {"step": step, **moments}
         for n, (memory, own) in enumerate(zip(memories, each, strict=True)):
             memory[own] = {"step": step, **{name: moment[n] for name, moment in moments.items()}}
+
+
+def prefetched(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each made by another thread while the caller works on the one before it.
+
+    What making one raises is raised where it would be given. Given up early, it waits for the one being made.
+    """
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as maker:
+        coming = maker.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = maker.submit(next, items, end)
+            yield item  # type: ignore[misc]
 
 
 def _backbone(model: nn.Module) -> Backbone:

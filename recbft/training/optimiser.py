@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recbft.mixers.interface import Group
 from recbft.models.contract import TrainableModel
-from recbft.training.config import TrainingConfig
+from recbft.training.run_config import TrainingConfig
 
 
 class Parametrised(Protocol):

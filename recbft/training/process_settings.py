@@ -17,8 +17,7 @@ from recbft.errors import OneProcessError, UserError
 from recbft.system.memory import is_shortage
 from recbft.system.torch_state import one_thread_if_forked, set_aside
 from recbft.system.torchrun import Process, this_process
-from recbft.training.config import TrainingConfig
-from recbft.training.run_config import RunConfig
+from recbft.training.run_config import RunConfig, TrainingConfig
 
 _turns = [RLock()]  # of this process's runs, in a list so that a forked process can have its own
 _thread = local()

@@ -33,8 +33,8 @@ from recbft.errors import OneProcessError, RunError, UserError
 from recbft.models.contract import TrainableModel
 from recbft.system.memory import is_shortage
 from recbft.system.torchrun import Process, this_process
-from recbft.training.config import TrainingConfig
 from recbft.training.process_settings import seed_everything
+from recbft.training.run_config import TrainingConfig
 
 T = TypeVar("T")
 _Outcome = tuple[Any, Exception | None]  # what was made, or why it was not

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from recbft.errors import UserError
-from recbft.training.config import TrainingConfig
+from recbft.training.run_config import TrainingConfig
 
 
 class Progress(Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,15 +12,14 @@ import torch
 from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.evaluation.metrics import begun_from
 from recbft.evaluation.probability import calibrations
-from recbft.evaluation.protocol import begun_from
 from recbft.evaluation.views import Part
 from recbft.models.contract import TrainableModel
 from recbft.runs import checkpoint
 from recbft.runs.checkpoint import Loaded, TrainState
 from recbft.runs.folder import RunFolder
 from recbft.system.torchrun import Process
-from recbft.training.background import Background
 from recbft.training.build import Parts
 from recbft.training.bundle import write_vocabulary
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
@@ -249,6 +249,34 @@ class Session:
             "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
         }
         self.team.first_does(lambda: self.run.finish(metrics, test.per_user))
+
+
+class Background:
+    """One piece of work at a time, by a thread; what a piece raises there is raised at the next call.
+
+    Args:
+        in_thread: whether there is a thread; a piece is done at once where there is none.
+    """
+
+    def __init__(self, *, in_thread: bool = True) -> None:
+        self.in_thread = in_thread
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="background")  # its thread begins with the first piece
+        self._under_way: Future[None] | None = None
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Begin a piece of work, once that before it is done."""
+        self.wait()
+        if self.in_thread:
+            self._under_way = self._worker.submit(work)
+        else:
+            work()
+
+    def wait(self) -> None:
+        """Until nothing is under way; an interrupt leaves under way what is. The thread ends with the object."""
+        if self._under_way is not None:
+            wait([self._under_way])
+            done, self._under_way = self._under_way, None
+            done.result()
 
 
 def writes_in_background(device: torch.device) -> bool:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from recbft.datasets.synth import SyntheticConfig, generate
-from recbft.experiments.arms import parse_arms
-from recbft.experiments.plan import plan
+from recbft.experiments.plan import parse_arms, plan
 from recbft.training.one_run import train
 
 SMALL = ("time=timestamp", "hidden_size=8", "max_length=10", "batch_size=32", "device=cpu", "epochs=2")

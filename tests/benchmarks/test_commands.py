@@ -28,7 +28,7 @@ from benchmarks.command import recorded
 from benchmarks.mixer_speed import Case, Shape
 from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
-from recbft.experiments.arms import parse_arms
+from recbft.experiments.plan import parse_arms
 from recbft.mixers import MIXERS
 from recbft.runs.checkpoint import load
 from recbft.training.one_run import train

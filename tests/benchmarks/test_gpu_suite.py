@@ -11,7 +11,7 @@ from benchmarks import gpu_cases, gpu_suite, gpu_training, train_speed
 from benchmarks.gpu_clock import Clock, covered
 from benchmarks.sheltered import Unit
 from recbft.errors import RunError, UserError
-from recbft.experiments.arms import parse_arms
+from recbft.experiments.plan import parse_arms
 
 pytest.importorskip("triton", minversion="3.3")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")

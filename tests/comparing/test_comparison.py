@@ -19,10 +19,9 @@ from recbft.comparing.finished_runs import check_same, config_of, label_runs, re
 from recbft.comparing.provenance import notes_on_machines, recorded
 from recbft.comparing.results import results_of, write_comparison
 from recbft.config.fields import to_dict
-from recbft.datasets.dataset import Dataset
-from recbft.datasets.split import leave_one_out
+from recbft.datasets.dataset import Dataset, leave_one_out
 from recbft.errors import UserError
-from recbft.experiments.arms import leaves, parse_arms
+from recbft.experiments.plan import leaves, parse_arms
 from recbft.mixers import MIXERS
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recbft.datasets.dataset import Dataset
-from recbft.datasets.split import leave_one_out
+from recbft.datasets.dataset import Dataset, leave_one_out
 from recbft.errors import RunError, UserError
 from recbft.evaluation import evaluate as evaluating
 from recbft.evaluation import views

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from recbft.datasets.batches import pack_histories
-from recbft.evaluation.event_weights import explain
 from recbft.evaluation.trace import trace
 from recbft.models import Popularity
+from recbft.serving.explanations import explain
 
 HISTORY = np.array([3, 1, 7, 3, 12, 5])
 

@@ -11,8 +11,8 @@ import torch
 from scipy import stats
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH
+from recbft.datasets.dataset import leave_one_out
 from recbft.datasets.planted import PlantedReliability
-from recbft.datasets.split import leave_one_out
 from recbft.evaluation import mechanism as looking
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.mechanism import mechanism

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from recbft.datasets.dataset import Dataset
-from recbft.evaluation.protocol import config_hash, protocol
+from recbft.evaluation.metrics import config_hash, protocol
 
 CONFIG = {"model": "pop", "arm": "published", "evaluation": {"ks": (5, 10)}}
 

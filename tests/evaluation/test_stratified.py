@@ -9,8 +9,7 @@ from scipy import stats
 from recbft.errors import UserError
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.evaluation.paired import SeedComparison, UserComparison, bootstrap_interval, holm, seed_interval
-from recbft.evaluation.strata import MIN_USERS, item_frequency
-from recbft.evaluation.stratified import MIN_HITS, p_of, stratify
+from recbft.evaluation.strata import MIN_HITS, MIN_USERS, item_frequency, p_of, stratify
 
 
 def within(ranks, *, counts, metric="hr@10", baseline="plain", strata=None):

@@ -17,9 +17,8 @@ import torch
 
 from recbft.errors import RunError, UserError
 from recbft.experiments import missing_runs, processes, queue, worker
-from recbft.experiments.arms import ArmSpec, parse_arms
 from recbft.experiments.missing_runs import prepare, train_missing
-from recbft.experiments.plan import plan, status, write_commands
+from recbft.experiments.plan import ArmSpec, parse_arms, plan, status, write_commands
 from recbft.experiments.queue import train_all
 from recbft.runs import locks
 from recbft.runs.folder import RunFolder

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recbft.datasets import SyntheticConfig, synthetic_dataset
 from recbft.evaluation.evaluate import evaluate
-from recbft.experiments.arms import parse_arms
+from recbft.experiments.plan import parse_arms
 from recbft.kernels import dispatch
 from recbft.mixers import MIXERS
 from recbft.mixers.memory_family import DESIGN_MODELS

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from recbft.core import SequenceContext
-from recbft.kernels import per_seed
 from recbft.kernels import product as products
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.kernels.dropout import mask_of, random_bits, scaled_mask
@@ -28,7 +27,7 @@ def draw(*shape, dtype, seed=0):
 def test_the_linear_map_of_each_seed_equals_the_batched_product(S, N, I, O, with_bias, dtype):  # noqa: E741
     leaves = [draw(S, N, I, dtype=dtype), draw(S, O, I, dtype=dtype, seed=1), draw(S, O, dtype=dtype)][: 2 + with_bias]
     fast, reference = (
-        values_and_gradients(lambda x, w, b=None, impl=impl: per_seed.linear(x, w, b, impl=impl), leaves, dtype, "cpu")
+        values_and_gradients(lambda x, w, b=None, impl=impl: products.linear(x, w, b, impl=impl), leaves, dtype, "cpu")
         for impl in ("torch", "reference")
     )
     assert_same(fast, reference, dtype)
@@ -38,7 +37,7 @@ def test_the_linear_map_of_each_seed_equals_the_batched_product(S, N, I, O, with
 def test_inputs_of_any_strides_are_served(dtype):
     x = draw(7, 2, 5, dtype=dtype).transpose(0, 1)
     weight = draw(2, 5, 3, dtype=dtype).mT
-    found = per_seed.linear(x, weight, None, impl="torch")
+    found = products.linear(x, weight, None, impl="torch")
     torch.testing.assert_close(found, torch.einsum("sni,soi->sno", x, weight), **TOLERANCE[dtype])
 
 
@@ -72,7 +71,7 @@ def test_the_loss_is_the_same_by_either_library(monkeypatch, library):
 def test_only_what_is_asked_for_gets_a_gradient(asking):
     parts = [draw(*shape, dtype=torch.float64).requires_grad_() for shape in ((2, 3, 4), (2, 5, 4), (2, 5))]
     found, expected = (
-        torch.autograd.grad(per_seed.linear(*given, impl=impl).sin().sum(), given[asking])
+        torch.autograd.grad(products.linear(*given, impl=impl).sin().sum(), given[asking])
         for given in [[part if n == asking else part.detach() for n, part in enumerate(parts)]]
         for impl in ("torch", "reference")
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.datasets.batches import pack_histories
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.training.run_config import load_run_config

@@ -12,8 +12,8 @@ import torch
 from recbft.core import ESTIMATORS
 from recbft.mixers.boosted import BoostedConfig
 from recbft.mixers.regime import RegimeConfig
-from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import make_optimizer
+from recbft.training.run_config import TrainingConfig
 
 MOE = {"experts": 3, "gate_regimes": 2, "gate_width": 4, "gate_noise": False, "load_balance": 0.0}
 OBSERVING: list[dict[str, Any]] = [{"estimator": name} for name in ESTIMATORS["softmax"]]

@@ -11,9 +11,8 @@ from recbft.datasets.batches import TrainingBatches
 from recbft.datasets.side_by_side import lay_side_by_side
 from recbft.models.seed_parts import SeedRows
 from recbft.models.stacked import Stacked
-from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import make_optimizer
-from recbft.training.run_config import load_run_config
+from recbft.training.run_config import TrainingConfig, load_run_config
 
 NUM_ITEMS, SEEDS = 30, 3
 

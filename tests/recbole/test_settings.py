@@ -43,7 +43,7 @@ def test_a_training_key_that_recboles_trainer_would_not_read_is_refused():
 def test_every_key_of_training_is_read_here_or_has_its_reason():
     from recbft.config.fields import field_types
     from recbft.recbole.settings import OWN_TRAINING, RECBOLE_KEYS
-    from recbft.training.config import TrainingConfig
+    from recbft.training.run_config import TrainingConfig
 
     ours = {"cuda_graphs", "optimizer", "samples", "tensorboard", "threads", "warm_start", "warm_start_keep"}
     assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_KEYS} == ours

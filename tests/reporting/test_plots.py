@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from recbft.evaluation.paired import compare_seeds
-from recbft.evaluation.stratified import Level, StratumResult
+from recbft.evaluation.strata import Level, StratumResult
 from recbft.reporting import plots
 
 pytest.importorskip("matplotlib")

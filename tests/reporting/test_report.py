@@ -15,7 +15,7 @@ from recbft.comparing.comparison import comparison_of, load_comparison
 from recbft.comparing.results import results_of, write_comparison
 from recbft.config.fields import to_dict
 from recbft.errors import UserError
-from recbft.experiments.arms import leaves
+from recbft.experiments.plan import leaves
 from recbft.reporting import plots
 from recbft.reporting.report import check_formats, document, make_report, write_report
 from recbft.reporting.sections import exposure_section, metrics_section, strata_section, training_section

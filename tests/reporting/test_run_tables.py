@@ -8,7 +8,7 @@ import pytest
 
 from recbft.datasets.dataset import Dataset
 from recbft.evaluation.evaluate import evaluate, exposure
-from recbft.evaluation.protocol import config_hash, protocol
+from recbft.evaluation.metrics import config_hash, protocol
 from recbft.models import Popularity
 from recbft.reporting.run_tables import format_exposure, format_metrics
 

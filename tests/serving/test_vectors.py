@@ -42,7 +42,7 @@ def test_a_user_alone_has_the_vector_that_it_has_among_others_however_many_are_r
     together = recommender.user_vectors(histories)
     alone = np.concatenate([recommender.user_vectors([history]).vectors for history in histories])
     np.testing.assert_allclose(alone, together.vectors, rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr("recbft.serving.vectors.HISTORIES_AT_ONCE", 3)
+    monkeypatch.setattr("recbft.serving.lists.HISTORIES_AT_ONCE", 3)
     np.testing.assert_allclose(recommender.user_vectors(histories).vectors, together.vectors, rtol=1e-5, atol=1e-6)
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from recbft.autograd.full_precision import autocast_device, in_full_precision
+from recbft.autograd.boundaries import autocast_device, in_full_precision
 from recbft.core import SequenceContext, projected_precision
 from recbft.mixers import MIXERS
 from recbft.mixers.registry import Place

@@ -14,7 +14,8 @@ from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.system.files import explained
 from recbft.training import one_run, session
-from recbft.training.background import Background, prefetched
+from recbft.training.many_seeds import prefetched
+from recbft.training.session import Background
 from tests.training.conftest import StopAt, assert_equal_runs, config
 from tests.training.test_many_seeds import together
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from recbft.errors import UserError
-from recbft.training.config import TrainingConfig
 from recbft.training.controllers.averaging import EmaConfig, SwaConfig
 from recbft.training.controllers.context_game import ContextGameConfig
 from recbft.training.controllers.guardian import GuardianConfig
 from recbft.training.controllers.schedules import ChaosConfig, DropoutGlideConfig, LabelSmoothingConfig, LrFloorConfig
+from recbft.training.run_config import TrainingConfig
 
 
 def test_without_a_wish_a_model_is_trained_as_it_was_published():

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from recbft.datasets import SyntheticConfig, synthetic_dataset
 from recbft.datasets.batches import pack_histories
 from recbft.errors import RunError, RunInterruptedError, UserError
-from recbft.experiments.arms import parse_arms
+from recbft.experiments.plan import parse_arms
 from recbft.kernels import c_library
 from recbft.training import graphs, one_run
 from recbft.training.build import build_model, training_batches

@@ -14,11 +14,11 @@ from recbft.errors import RunError
 from recbft.models import CoreConfig
 from recbft.models.sasrec import SASRecConfig, sasrec
 from recbft.runs.checkpoint import TrainState
-from recbft.training.config import TrainingConfig
 from recbft.training.controllers import Controllers
 from recbft.training.loop import fit
 from recbft.training.optimiser import make_optimizer
 from recbft.training.progress import Silent
+from recbft.training.run_config import TrainingConfig
 
 V = 15
 

@@ -7,8 +7,8 @@ from recbft.errors import UserError
 from recbft.models import CoreConfig
 from recbft.models.layers import Mixing
 from recbft.models.sasrec import SASRecConfig, sasrec
-from recbft.training.config import TrainingConfig
 from recbft.training.optimiser import clip_gradients, make_optimizer, warmup_ramp
+from recbft.training.run_config import TrainingConfig
 
 
 def build(core, **settings):

@@ -14,9 +14,9 @@ import torch
 from recbft.errors import OneProcessError
 from recbft.system.torchrun import Process
 from recbft.training import process_settings
-from recbft.training.config import TrainingConfig
 from recbft.training.process_settings import rng_state, set_rng_state
 from recbft.training.process_team import Team, departure_explained
+from recbft.training.run_config import TrainingConfig
 from tests.training.conftest import config
 
 

@@ -8,7 +8,7 @@ import torch
 
 from recbft.config.fields import field_types
 from recbft.errors import UserError
-from recbft.experiments.arms import settings_of
+from recbft.experiments.plan import settings_of
 from recbft.models import MODELS
 from recbft.training.run_config import load_run_config, sections_of
 

@@ -13,10 +13,10 @@ import torch
 from recbft.datasets import Dataset
 from recbft.datasets.synth import SyntheticConfig, generate
 from recbft.errors import UserError
-from recbft.evaluation.protocol import protocol_lines
+from recbft.evaluation.metrics import protocol_lines
 from recbft.models.backbone import Backbone
 from recbft.runs import checkpoint
-from recbft.training import one_run, warm_start
+from recbft.training import build, one_run
 from recbft.training.build import make_parts
 from recbft.training.bundle import load_trained
 from recbft.training.many_seeds import train_seeds
@@ -210,10 +210,10 @@ def test_the_digest_kept_is_of_the_weights_taken_while_the_older_run_goes_on_tra
         found = load_trained(asked)
         shutil.rmtree(path)
         shutil.copytree(better.path, path)
-        monkeypatch.setattr(warm_start, "load_trained", load_trained)
+        monkeypatch.setattr(build, "load_trained", load_trained)
         return found
 
-    monkeypatch.setattr(warm_start, "load_trained", replaced_while_read)
+    monkeypatch.setattr(build, "load_trained", replaced_while_read)
     made = begun(config(warm_start=str(path), warm_start_keep=1.0), grown)
     assert made.begun_from["weights"] == checkpoint.best_digest(better.checkpoint)
     taken, theirs = made.model.state_dict(), load_trained(better.path)[3].state_dict()

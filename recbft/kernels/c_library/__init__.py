@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from recbft.autograd.full_precision import HALVES, autocast_device
+from recbft.autograd.boundaries import HALVES, autocast_device
 
 SWITCH = "RECBFT_COMPILED"
 KERNELS = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def missing() -> str | None:
 
 def decline(tensor: Tensor) -> str | None:
     """Why they cannot serve a tensor, or None."""
-    widened = tensor.dtype in HALVES and autocast_device() is not None  # by ``full_precision`` before it is called
+    widened = tensor.dtype in HALVES and autocast_device() is not None  # by ``in_full_precision`` before it is called
     if tensor.dtype != torch.float32 and not widened:
         return f"serves float32, got {str(tensor.dtype).removeprefix('torch.')}"
     return missing()

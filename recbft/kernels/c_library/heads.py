@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recbft.autograd.eager import eagerly
-from recbft.kernels import c_library
+from recbft.autograd.boundaries import eagerly
+from recbft.kernels import c_library, readable
 from recbft.kernels.c_library import pointer
-from recbft.kernels.layout import readable
 
 if TYPE_CHECKING:  # core picks the kernels that need this file
     from recbft.core.belief import SequenceContext

@@ -24,7 +24,7 @@ from torch import (
     stack,
 )
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.kernels.cross_entropy import torch as by_torch
 from recbft.kernels.dispatch import Path, choose, late
 

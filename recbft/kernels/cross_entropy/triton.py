@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recbft.autograd.full_precision import exact_products
+from recbft.autograd.boundaries import exact_products
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.kernels import dispatch
 from recbft.kernels.cross_entropy import product_dtype

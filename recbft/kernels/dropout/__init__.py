@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.autograd.transforms import once_differentiable
 from recbft.kernels import c_library
 from recbft.kernels.dispatch import Path, choose

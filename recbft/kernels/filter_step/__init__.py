@@ -13,8 +13,7 @@ from functools import partial
 from torch import Tensor, float32
 
 from recbft import core
-from recbft.autograd.eager import eagerly
-from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.boundaries import eagerly, in_full_precision
 from recbft.core import Belief, SiluMoments
 from recbft.kernels import c_library
 from recbft.kernels.dispatch import Path, choose, late, triton_of

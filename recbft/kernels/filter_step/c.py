@@ -15,10 +15,9 @@ from torch import Tensor
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SiluMoments
 from recbft.core.filter_step import FLOOR
-from recbft.kernels import c_library
+from recbft.kernels import by_tokens, c_library, readable
 from recbft.kernels.c_library import pointer, pointers
 from recbft.kernels.c_library.heads import HeadView
-from recbft.kernels.layout import by_tokens, readable
 
 PER_COORDINATE = ("mean", "square_mean", "square_second")
 

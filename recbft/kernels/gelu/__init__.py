@@ -18,8 +18,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, autograd, contiguous_format, empty_like, float32, no_grad
 
-from recbft.autograd.eager import eagerly
-from recbft.autograd.full_precision import in_full_precision
+from recbft.autograd.boundaries import eagerly, in_full_precision
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core import gelu_slope
 from recbft.kernels import c_library

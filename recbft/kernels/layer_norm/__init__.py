@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, compiler, float32, nn
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.kernels.dispatch import Path, choose, late
 
 MOST_COLUMNS = 4096  # that a program holds

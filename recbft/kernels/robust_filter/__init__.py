@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.core.belief import SequenceContext
 from recbft.kernels.dispatch import Path, choose, late, late_decline
 from recbft.kernels.robust_filter import c, reference

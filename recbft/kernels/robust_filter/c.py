@@ -17,10 +17,9 @@ from torch import Tensor
 from recbft.autograd.complex_pairs import as_complex, real
 from recbft.autograd.transforms import applied, once_differentiable, transformed
 from recbft.core.belief import SequenceContext
-from recbft.kernels import c_library
+from recbft.kernels import by_tokens, c_library, readable
 from recbft.kernels.c_library import pointer
 from recbft.kernels.c_library.heads import HeadView, Packing, Spans, check, run, spans_of
-from recbft.kernels.layout import by_tokens, readable
 from recbft.kernels.robust_filter.dynamics import Clock, Dynamics, Setting, Variant, turns_of
 from recbft.kernels.robust_filter.reference import Tables, tables_of
 

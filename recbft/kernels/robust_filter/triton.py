@@ -16,8 +16,8 @@ import triton
 from torch import Tensor
 
 from recbft.autograd.transforms import applied, decline_dropout, once_differentiable, transformed
+from recbft.kernels import by_tokens
 from recbft.kernels.dispatch import interpreted
-from recbft.kernels.layout import by_tokens
 from recbft.kernels.robust_filter.dynamics import Setting, turns_of
 from recbft.kernels.robust_filter.triton_passes import forward, keys_backward, readers_backward
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, bfloat16, dtype, float16, float32
 
 from recbft import core
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.core import SequenceContext, SiluMoments
 from recbft.kernels.dispatch import SOME_READ, Path, choose, late
 from recbft.kernels.silu_moments import c

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext, SiluMoments
-from recbft.kernels import c_library
+from recbft.kernels import by_tokens, c_library, readable
 from recbft.kernels.c_library import pointer
 from recbft.kernels.c_library.heads import (
     Biases,
@@ -28,7 +28,6 @@ from recbft.kernels.c_library.heads import (
     run,
     spans_of,
 )
-from recbft.kernels.layout import by_tokens, readable
 
 
 def decline(q: Tensor, *, read_by_all: bool = True) -> str | None:

@@ -20,12 +20,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from recbft.autograd.full_precision import exact_products
+from recbft.autograd.boundaries import exact_products
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import SequenceContext, SiluMoments
 from recbft.core.silu import total_bias
-from recbft.kernels import dispatch
-from recbft.kernels.layout import readable
+from recbft.kernels import dispatch, readable
 from recbft.kernels.silu_moments import product_dtype
 from recbft.kernels.silu_moments.triton_passes import forward_pass, keys_pass, readers_pass
 

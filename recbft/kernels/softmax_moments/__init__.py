@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, bfloat16, float16, float32, is_autocast_enabled
 
 from recbft import core
-from recbft.autograd.eager import eagerly
+from recbft.autograd.boundaries import eagerly
 from recbft.autograd.transforms import transformed
 from recbft.core import Moments, SequenceContext
 from recbft.kernels import dispatch

@@ -20,7 +20,7 @@ from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import Moments, SequenceContext
 from recbft.core.observation_precision import epsilon_of
 from recbft.core.regimes import BiasTerms
-from recbft.kernels import c_library
+from recbft.kernels import by_tokens, c_library, readable
 from recbft.kernels.c_library import pointer
 from recbft.kernels.c_library.heads import (
     Biases,
@@ -35,7 +35,6 @@ from recbft.kernels.c_library.heads import (
     run,
     spans_of,
 )
-from recbft.kernels.layout import by_tokens, readable
 
 MEAN, MOMENTS, REML = range(3)
 

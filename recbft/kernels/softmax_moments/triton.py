@@ -21,8 +21,7 @@ from torch import Tensor
 from recbft.autograd.transforms import applied, once_differentiable
 from recbft.core.belief import Moments, SequenceContext
 from recbft.core.observation_precision import epsilon_of
-from recbft.kernels import dispatch
-from recbft.kernels.layout import by_tokens
+from recbft.kernels import by_tokens, dispatch
 from recbft.kernels.softmax_moments.triton_passes import forward_kernel, key_kernel, query_kernel
 from recbft.kernels.softmax_moments.triton_tiles import columns_kernel, spans_kernel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recbft.autograd.full_precision import exact_products
+from recbft.autograd.boundaries import exact_products
 
 
 @pytest.mark.parametrize(("asked", "exact"), [("highest", True), ("high", False), ("medium", False)])

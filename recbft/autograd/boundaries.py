@@ -1,14 +1,18 @@
-"""Autocast stops here: what is estimated is estimated in float32.
+"""Where what PyTorch does to a whole model stops: autocast before estimates, graphs of its compiler before kernels.
 
 Products with learned weights bear a short mantissa. Residual variances, precisions and running means do not: they are
-differences of nearly equal numbers, or sums of many small ones.
+differences of nearly equal numbers, or sums of many small ones. So they are estimated in float32.
+
+PyTorch's compiler traces with tensors that have no memory. What hands addresses to C or Triton, decides by the numbers,
+or keeps what it found of a batch cannot be traced so, and has nothing to gain: it is the fast path already. Functions
+written by hand stay out of the graphs of ``torch.compile`` and run between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +20,8 @@ from torch import Tensor
 HALVES = (torch.bfloat16, torch.float16)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def in_full_precision(function: Function) -> Function:
@@ -47,3 +53,23 @@ def exact_products() -> bool:
 
 def _widened(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x
+
+
+def eagerly(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, of which ``torch.compile`` sees nothing.
+
+    This is ``torch.compiler.disable``, asked for where something is compiled and not before: its import takes seconds.
+    """
+
+    @wraps(function)
+    def run(*arguments: P.args, **named: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            from recbft.autograd.graph_break import call
+
+            result: R = call(function, *arguments, **named)
+            return result
+        return function(*arguments, **named)
+
+    # A limit of recompilations is kept per code object, which else all that is marked would share.
+    run.__code__ = run.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
+    return run

@@ -5,8 +5,8 @@ import pytest
 from recbft.comparing.finished_runs import arm_name
 from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec, check_distinct, check_varies, parse_arms, settings_of
 from recbft.experiments.lists import parse_seeds
+from recbft.experiments.plan import ArmSpec, check_distinct, check_varies, parse_arms, settings_of
 from recbft.training.run_config import load_run_config
 
 

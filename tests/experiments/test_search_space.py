@@ -7,13 +7,11 @@ from fractions import Fraction
 import pytest
 
 from recbft.errors import UserError
-from recbft.experiments.arms import ArmSpec
-from recbft.experiments.objectives import OBJECTIVES, check_reach, tail_value
-from recbft.experiments.plan import Job
+from recbft.experiments.plan import ArmSpec, Job
+from recbft.experiments.search_space import OBJECTIVES, check_reach, tail_value
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json
-from recbft.training.config import TrainingConfig
-from recbft.training.run_config import load_run_config
+from recbft.training.run_config import TrainingConfig, load_run_config
 from tests.experiments.conftest import jobs_of
 
 
