@@ -76,3 +76,5 @@ def test_a_batch_holds_about_as_many_targets_as_asked(model, dataset):
     batches = training_batches(config(model=model, batch_targets=8), dataset)
     num_targets = [int((batch.target > 0).sum()) for epoch in range(10) for batch in batches.epoch(epoch)]
     assert batches.num_batches > 3 and sum(num_targets) / (10 * batches.num_batches) == pytest.approx(8, rel=0.25)
+    prefixes = training_batches(config(model=model, batch_targets=8, samples="prefixes"), dataset)
+    assert prefixes.batch_size == 8, "a prefix is there for one target, whatever else is masked in it"
