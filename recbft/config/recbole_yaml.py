@@ -1,12 +1,11 @@
 """Read a RecBole config as one of ours: keys with RecBole's meaning, those without one here named, the rest refused.
 
-    (RecBole's training rows, a prefix of a history each)                      ->  training.samples = prefixes
-    train_batch_size   such rows per step                                      ->  training.batch_targets
+    train_batch_size   training rows, a prefix of a history each, per step     ->  training.batch_targets
     stopping_step      validations that may fail before one more ends it       ->  training.patience = stopping_step + 1
     *_inter_num_interval, val_interval, rm_dup_inter                           ->  data.min_*_events, where, deduplicate
     eval_args          only what is evaluated here: leave-one-out, ordered by time, full ranking
 
-A key left out has the default it has in recbft. Nothing here imports RecBole.
+A key left out has the default it has in recbft, but for the samples, which are prefixes. Nothing here imports RecBole.
 """
 
 from __future__ import annotations
@@ -165,9 +164,6 @@ def from_recbole(
     ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
     known = {*METRICS, *OF_LISTS}
     ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in known]
-    sections = [value for key, value in made.items() if key == "training" and isinstance(value, Mapping)]
-    if above.get("model", model.get("model")) != "pop" and not any("samples" in own for own in (made, *sections)):
-        made.setdefault("training.samples", "prefixes")
     return {**model, **_data(tree, above.get("dataset")), **_training(tree), **made}, ignored
 
 

@@ -13,6 +13,7 @@ Shapes: S histories, P pieces.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -48,7 +49,7 @@ class Samples:
         assert kind in SAMPLE_KINDS and 1 <= least <= length
         self.kind, self.start, self.stop, self.length, self.least, self.seed = kind, start, stop, length, least, seed
 
-    @property
+    @cached_property
     def num_pieces(self) -> int:
         """Per epoch; of windows, whose number varies a little from epoch to epoch, the mean."""
         size = self.stop - self.start

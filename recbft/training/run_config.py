@@ -201,6 +201,8 @@ def run_config_of(
         layers[0] = (layers[0][0], _without_its_arm(layers[0][1], model, arms[-1]))
 
     tree: dict[str, Any] = {}
+    if words and MODELS[model].trainable:  # a RecBole config: RecBole's training rows, unless a layer says otherwise
+        tree = {"training": {"samples": "prefixes"}}
     sections = sections_of(model, mixer)
     for source, layer in layers:
         own: dict[str, Any] = {}
