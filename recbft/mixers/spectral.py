@@ -105,17 +105,9 @@ class SpectralMixer(Mixer):
 
         return context.keep(("low-pass", N, h, dtype), make)
 
-    def attention(
-        self,
-        x: Tensor,
-        precision: Tensor | None,
-        context: SequenceContext,
-        *,
-        ramp: float = 1.0,
-        source: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, *seen: Any, **how: Any) -> Tensor:
         """The weights of the attention alone, as ``SoftmaxAttention.attention`` gives them."""
-        return self.attend.attention(x, precision, context, ramp=ramp, source=source)
+        return self.attend.attention(*seen, **how)
 
     @property
     def recency_decay(self) -> Tensor | None:
