@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from recbft.kernels import dispatch
-from recbft.kernels.cross_entropy import full_cross_entropies, full_cross_entropies_ref, full_cross_entropy
+from recbft.kernels.cross_entropy import Pairs, full_cross_entropies, full_cross_entropies_ref, full_cross_entropy
 from recbft.kernels.cross_entropy.torch import exponentials
 from tests.tolerances import assert_as_near_as, assert_same
 
@@ -269,6 +269,46 @@ def test_what_is_left_out_weighs_nothing_and_learns_nothing(counts, scale, piece
         one = full_cross_entropy(states[: counts[0]], weight[0], target[: counts[0]], impl=impl,
                                  left_out=left_out[:, left_out[0] < counts[0]])  # fmt: skip
         torch.testing.assert_close(one.double(), found[0][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("counts", [[1], [17], [100, 1, 40]])
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_what_is_added_to_a_logit_counts_and_has_its_gradient(counts, scale, leaves_out, pieces):
+    states, weight, target = drawn(counts, 31, 8, scale=scale)
+    generator = torch.Generator().manual_seed(1)
+    N = len(target)
+    chosen = torch.rand(N, 31, generator=generator) < 0.3
+    chosen[0], chosen[-1] = True, False  # of one position all, the target too, of another none
+    which = chosen.nonzero().T.contiguous().to(DEVICE)
+    values = (scale * torch.randn(which.shape[1], generator=generator)).to(DEVICE)
+    out = (torch.rand(N, 31, generator=generator) < 0.2).to(DEVICE)
+    out[torch.arange(N), target] = False
+    left_out = out.nonzero().T.contiguous() if leaves_out else None
+
+    def dense(states, weight, values, target, counts):
+        more = torch.zeros(N, 31, dtype=values.dtype, device=DEVICE).index_put(tuple(which), values)
+        logits = [s @ w.T for s, w in zip(states.split(counts), weight, strict=True)]
+        logits = [x + own for x, own in zip(logits, more.split(counts), strict=True)]
+        if leaves_out:
+            logits = [x.masked_fill(o, float("-inf")) for x, o in zip(logits, out.split(counts), strict=True)]
+        return torch.stack([F.cross_entropy(x, t) for x, t in zip(logits, target.split(counts), strict=True)])
+
+    def found(function, *given):
+        given = [x.clone().requires_grad_() for x in given]
+        losses = function(*given, target, counts)
+        weights = torch.linspace(1, 2, len(losses), dtype=losses.dtype, device=DEVICE)
+        return losses.detach(), *torch.autograd.grad((losses * weights).sum(), given)
+
+    exact = found(dense, states.double(), weight.double(), values.double())
+    for impl in ("torch", "reference") if DEVICE == "cpu" else ("reference",):
+
+        def ours(states, weight, values, target, counts, impl=impl):
+            added = Pairs(which, values)
+            return full_cross_entropies(states, weight, target, counts, left_out=left_out, added=added, impl=impl)
+
+        for one, right in zip(found(ours, states, weight, values), exact, strict=True):
+            torch.testing.assert_close(one.double(), right, rtol=2e-4, atol=2e-6 * scale)
 
 
 def test_a_sum_of_some_items_is_not_for_triton():

@@ -2,14 +2,15 @@
 
     loss = mean_n( log sum_v exp(x_n . w_v) - x_n . w_target(n) )                                (6.3)
 
-A position may leave items out of its sum.
+A position may leave items out of its sum, and add something to the logits of a few of them.
 
-Shapes: N positions, V items, D width, S seeds, P pairs that are left out.
+Shapes: N positions, V items, D width, S seeds, P pairs that are left out, A pairs that something is added to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import (
@@ -31,9 +32,18 @@ from recbft.kernels.dispatch import Path, choose, late
 TRITON_ROW_BYTES = 1024  # of a state in the type that is multiplied; a program holds several
 
 
-def _triton_declines(states: Tensor, *, weight: Tensor, left_out: Tensor | None) -> str | None:
-    if left_out is not None:
-        return "leaves no item out"
+class Pairs(NamedTuple):
+    """Numbers for some positions and items, ordered by position."""
+
+    which: Tensor  # (2, A) position and row of ``weight``; what a pair has that stands twice is added up
+    added: Tensor  # (A,) to its logit
+
+
+def _triton_declines(
+    states: Tensor, *, weight: Tensor, left_out: Tensor | None, added: Pairs | None = None
+) -> str | None:
+    if left_out is not None or added is not None:
+        return "treats all items alike"
     kind = product_dtype(states, weight)
     name = str(kind).removeprefix("torch.")
     if kind not in (float32, bfloat16, float16):
@@ -52,13 +62,22 @@ def product_dtype(states: Tensor, weight: Tensor) -> dtype:
 
 
 def full_cross_entropies_ref(
-    states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], left_out: Tensor | None = None
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    counts: Sequence[int],
+    left_out: Tensor | None = None,
+    added: Pairs | None = None,
 ) -> Tensor:
     """The plain form of ``full_cross_entropies``."""
     logits = [x @ w.T for x, w in zip(states.split(list(counts)), weight, strict=True)]
+    if added is not None:
+        which = by_torch.split(added.which, counts)
+        values = added.added.split([pairs.shape[1] for pairs in which])
+        logits = [x.index_put(tuple(p), v, accumulate=True) for x, p, v in zip(logits, which, values, strict=True)]
     if left_out is not None:
-        own = zip(logits, by_torch.split(left_out, counts), strict=True)
-        logits = [x.index_put(tuple(pairs), x.new_tensor(float("-inf"))) for x, pairs in own]
+        which = by_torch.split(left_out, counts)
+        logits = [x.index_put(tuple(p), x.new_tensor(float("-inf"))) for x, p in zip(logits, which, strict=True)]
     return stack([F.cross_entropy(x, y) for x, y in zip(logits, target.split(list(counts)), strict=True)])  # (6.3)
 
 
@@ -73,7 +92,13 @@ PATHS = {
 
 @eagerly
 def full_cross_entropy(
-    states: Tensor, weight: Tensor, target: Tensor, *, left_out: Tensor | None = None, impl: str = "auto"
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    left_out: Tensor | None = None,
+    added: Pairs | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """Mean cross-entropy of ``softmax(states @ weight.T)`` at the targets.
 
@@ -82,12 +107,15 @@ def full_cross_entropy(
         weight: item vectors, (V, D).
         target: row of ``weight`` each position should find, (N,), in [0, V).
         left_out: positions, ascending, and the row of ``weight`` that each leaves out of its sum, (2, P); no target.
+        added: what some pairs have more than the product.
         impl: ``auto`` takes the fastest path for the device; ``triton``, ``torch`` and ``reference`` force one.
 
     Returns:
         A scalar, float32 from ``triton``; ``torch`` forms gradients in the forward pass and supports one backward pass.
     """
-    loss: Tensor = full_cross_entropies(states, weight[None], target, [len(states)], left_out=left_out, impl=impl)[0]
+    loss: Tensor = full_cross_entropies(
+        states, weight[None], target, [len(states)], left_out=left_out, added=added, impl=impl
+    )[0]
     return loss
 
 
@@ -99,6 +127,7 @@ def full_cross_entropies(
     counts: Sequence[int],
     *,
     left_out: Tensor | None = None,
+    added: Pairs | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """``full_cross_entropy`` of several seeds, (S,).
@@ -107,8 +136,9 @@ def full_cross_entropies(
         states, target: of all seeds, one after another, (N, D) and (N,).
         weight: (S, V, D).
         counts: positions of each seed, at least 1; their sum is N.
-        left_out, impl: as above.
+        left_out, added, impl: as above.
     """
-    path = choose(impl, PATHS, states, weight=weight, left_out=left_out)
-    losses: Tensor = path(states, weight, target, counts, *(() if left_out is None else (left_out,)))
+    path = choose(impl, PATHS, states, weight=weight, left_out=left_out, added=added)
+    more = () if left_out is None and added is None else (left_out, added)
+    losses: Tensor = path(states, weight, target, counts, *more)
     return losses

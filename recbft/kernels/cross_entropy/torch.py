@@ -18,16 +18,20 @@ largest logit of a position:
     first     m, z over all tiles
     second    dX += exp(l - m) / z W        dW' += (X / z)' exp(l - m)        for each tile of W       (b)
 
-What a position leaves out of its sum has the logit ``NOTHING`` in either form, whose exponential is 0.
+What a position leaves out of its sum has the logit ``NOTHING`` in either form, whose exponential is 0. With a_k added
+to the logit of position n and item i,
 
-Shapes: N positions, V items, D width, S seeds, P pairs that are left out; a tile has n positions by v items.
+    d loss / d a_k = (exp(l_ni - shift) / z_n - [i is the target of n]) / N                              (c)
+
+Shapes: N positions, V items, D width, S seeds, P pairs that are left out, A pairs that something is added to; a tile
+has n positions by v items.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_int64
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +42,9 @@ from recbft.kernels import c_library
 from recbft.kernels.dispatch import Path, choose
 from recbft.kernels.product import add_product, common_size, fastest_layout, product
 
+if TYPE_CHECKING:
+    from recbft.kernels.cross_entropy import Pairs
+
 BLOCK_ELEMENTS = 1_600_000  # about 6 MB in float32: the block of logits stays in a shared cache
 LONGEST_ROW = 50_000  # of logits; from here on tiles are faster: 1.1 times at 50,000 items, 3.4 times at 1,000,000
 POSITIONS, ITEMS = 256, 4096  # of a tile: 4 MB of logits in float32
@@ -46,42 +53,64 @@ SAFE_LOGIT = 60.0  # exp(+-60) times a vocabulary of any size is far from float3
 
 
 def full_cross_entropies(
-    states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], left_out: Tensor | None = None
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    counts: Sequence[int],
+    left_out: Tensor | None = None,
+    added: Pairs | None = None,
 ) -> Tensor:
     """The same as the reference."""
-    losses: Tensor = applied(_FullCrossEntropies, states, weight, target, counts, left_out)
+    which, values = (None, None) if added is None else added
+    losses: Tensor = applied(_FullCrossEntropies, states, weight, target, counts, left_out, which, values)
     return losses
 
 
-def split(left_out: Tensor, counts: Sequence[int]) -> list[Tensor]:
+def split(pairs: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """The pairs of each seed, whose positions are counted from its first."""
-    ends = torch.tensor(counts, device=left_out.device).cumsum(0)
-    bounds = [0, *torch.searchsorted(left_out[0].contiguous(), ends).tolist()]
-    shifts = [left_out.new_tensor([[n], [0]]) for n in (0, *ends.tolist())]
-    return [left_out[:, a:b] - shift for a, b, shift in zip(bounds, bounds[1:], shifts, strict=False)]
+    ends = torch.tensor(counts, device=pairs.device).cumsum(0)
+    bounds = [0, *torch.searchsorted(pairs[0].contiguous(), ends).tolist()]
+    shifts = [pairs.new_tensor([[n], [0]]) for n in (0, *ends.tolist())]
+    return [pairs[:, a:b] - shift for a, b, shift in zip(bounds, bounds[1:], shifts, strict=False)]
 
 
 class _FullCrossEntropies(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], left_out: Tensor | None
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        counts: Sequence[int],
+        left_out: Tensor | None,
+        which: Tensor | None,
+        values: Tensor | None,
     ) -> Tensor:
         ctx.counts, learns = list(counts), any(ctx.needs_input_grad)
-        pairs = [None] * len(ctx.counts) if left_out is None else split(left_out, ctx.counts)
-        parts = zip(states.split(ctx.counts), weight, target.split(ctx.counts), pairs, strict=True)
-        losses, d_states, d_weight = zip(*(_mean_loss(*own, learns) for own in parts), strict=True)
+        nothing = [None] * len(ctx.counts)
+        pairs = nothing if left_out is None else split(left_out, ctx.counts)
+        added: Any = nothing
+        ctx.added = nothing
+        if which is not None and values is not None:
+            own = split(which, ctx.counts)
+            ctx.added = [one.shape[1] for one in own]
+            added = list(zip(own, values.split(ctx.added), strict=True))
+        parts = zip(states.split(ctx.counts), weight, target.split(ctx.counts), pairs, added, strict=True)
+        losses, d_states, d_weight, d_values = zip(*(_mean_loss(*own, learns) for own in parts), strict=True)
         if learns:
-            ctx.save_for_backward(_joined(d_states), _joined(d_weight).reshape(weight.shape))
+            more = () if values is None else (_joined(d_values),)
+            ctx.save_for_backward(_joined(d_states), _joined(d_weight).reshape(weight.shape), *more)
         return torch.stack(losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        d_states, d_weight = ctx.saved_tensors
-        if (grad == 1).all():  # a product would copy what may be as large as the item table
-            return d_states, d_weight, None, None, None
-        each = grad.repeat_interleave(torch.tensor(ctx.counts))[:, None]
-        return d_states * each, d_weight * grad[:, None, None], None, None, None
+        d_states, d_weight, *d_values = ctx.saved_tensors
+        if not (grad == 1).all():  # a product would copy what may be as large as the item table
+            d_states = d_states * grad.repeat_interleave(torch.tensor(ctx.counts))[:, None]
+            d_weight = d_weight * grad[:, None, None]
+            d_values = [one * grad.repeat_interleave(torch.tensor(ctx.added)) for one in d_values]
+        return d_states, d_weight, None, None, None, None, d_values[0] if d_values else None
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
@@ -90,39 +119,55 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def _mean_loss(
-    states: Tensor, weight: Tensor, target: Tensor, left_out: Tensor | None, with_gradients: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss and, where asked for, its gradients dX (N, D) and dW (V, D)."""
-    N = states.shape[0]
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    left_out: Tensor | None,
+    added: tuple[Tensor, Tensor] | None,
+    with_gradients: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The loss and, where asked for, its gradients dX (N, D), dW (V, D) and those of what is added, (A,)."""
+    (N, _), V = states.shape, len(weight)
     target_weight = weight[target]  # (N, D)
-    bounded = bool(_largest_norm(states) * _largest_norm(weight) <= SAFE_LOGIT)
-    in_pieces = _in_blocks if weight.shape[0] <= LONGEST_ROW else _in_tiles
-    loss, d_states, d_weight = in_pieces(states, weight, left_out, bounded, with_gradients)
-    loss = ((loss - (states * target_weight).sum(dtype=torch.float64)) / N).to(states.dtype)
+    largest, at_target = _largest_norm(states) * _largest_norm(weight), None
+    if added is not None:
+        (position, item), values = added
+        at_target = item == target[position]
+        if len(values):
+            largest = largest + values.detach().abs().amax()
+    rows, items = (
+        (POSITIONS, ITEMS) if V > LONGEST_ROW else (max(16, min(common_size(N, states), BLOCK_ELEMENTS // V)), V)
+    )
+    pairs = _Pairs(left_out, added, N, V, rows=rows, items=items)
+    in_pieces = _in_blocks if V <= LONGEST_ROW else _in_tiles
+    loss, d_states, d_weight = in_pieces(states, weight, pairs, bool(largest <= SAFE_LOGIT), with_gradients)
+    loss = loss - (states * target_weight).sum(dtype=torch.float64)
+    if added is not None and at_target is not None:
+        loss = loss - added[1][at_target].sum(dtype=torch.float64)
+    loss = (loss / N).to(states.dtype)
     if d_states is None or d_weight is None:
-        return loss, None, None
+        return loss, None, None, None
     d_states.add_(target_weight, alpha=-1 / N)
-    return loss, d_states, d_weight.index_add_(0, target, states.detach(), alpha=-1 / N)
+    d_weight.index_add_(0, target, states.detach(), alpha=-1 / N)
+    return loss, d_states, d_weight, None if at_target is None else pairs.shares(at_target, N)
 
 
 def _in_blocks(
-    states: Tensor, weight: Tensor, left_out: Tensor | None, bounded: bool, with_gradients: bool
+    states: Tensor, weight: Tensor, pairs: _Pairs, bounded: bool, with_gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The sum of log z + shift, and where asked for the gradients of its mean, from blocks of positions."""
-    N, V = states.shape[0], weight.shape[0]
-    rows = max(16, min(common_size(N, states), BLOCK_ELEMENTS // V))
+    N, rows = len(states), pairs.rows
     loss = states.new_zeros((), dtype=torch.float64)
     weight = fastest_layout(weight)
     if with_gradients:
         columns = weight.T.contiguous()  # (D, V)
         d_states, d_columns = torch.empty_like(states), torch.zeros_like(columns)
-    room = weight.new_empty(rows, V)
-    blanks = _Blanks(left_out, N, V, rows=rows, items=V)
+    room = weight.new_empty(rows, len(weight))
     for first in range(0, N, rows):
         own = states[first : first + rows]
         n = len(own)
         x = _filled_up(own, rows)
-        logits = blanks.fill(product(x, weight, room=room[: len(x)]), first, 0)
+        logits = pairs.fill(product(x, weight, room=room[: len(x)]), first, 0)
         odds, total, shift = exponentials(logits, shifted=not bounded)
         if shift is not None:
             loss += shift[:n].sum(dtype=torch.float64)
@@ -131,23 +176,23 @@ def _in_blocks(
             share = 1 / (N * total)
             torch.mul(product(odds, columns)[:n], share[:n], out=d_states[first : first + rows])
             add_product(d_columns, (x * share).T, odds.T)
+            pairs.keep(odds, share, first, 0)
     return (loss, d_states, d_columns.T.contiguous()) if with_gradients else (loss, None, None)
 
 
 def _in_tiles(
-    states: Tensor, weight: Tensor, left_out: Tensor | None, bounded: bool, with_gradients: bool
+    states: Tensor, weight: Tensor, pairs: _Pairs, bounded: bool, with_gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The same from tiles of positions by items."""
     N = len(states)
     states = _filled_up(states, POSITIONS)
-    blanks = _Blanks(left_out, N, len(weight), rows=POSITIONS, items=ITEMS)
-    total, shift = _exponential_sums(states, weight, blanks, bounded=bounded)
+    total, shift = _exponential_sums(states, weight, pairs, bounded=bounded)
     loss = total[:N].log().sum(dtype=torch.float64)
     if shift is not None:
         loss = loss + shift[:N].sum(dtype=torch.float64)
     if not with_gradients:
         return loss, None, None
-    d_states, d_weight = _gradients(states, weight, total, shift, blanks, count=N)
+    d_states, d_weight = _gradients(states, weight, total, shift, pairs, count=N)
     return loss, d_states[:N], d_weight
 
 
@@ -162,47 +207,87 @@ def _largest_norm(rows: Tensor) -> Tensor:
     return norms.amax()
 
 
-class _Blanks:
-    """The pairs that are left out, by the piece of N positions by V items in which they are.
+class _Pairs:
+    """What is added to logits or left out, by the piece of N positions by V items in which it is.
 
     Args:
         left_out: (2, P) as ``full_cross_entropy`` takes them, or None.
+        added: pairs, (2, A), and numbers, (A,), or None.
         rows, items: of a piece.
     """
 
-    def __init__(self, left_out: Tensor | None, N: int, V: int, *, rows: int, items: int) -> None:
-        self.rows, self.items, self.across = rows, items, -(-V // items)
-        self.pairs, self.bounds = left_out, [0]
-        if left_out is None:
-            return
-        position, item = left_out
-        ends = torch.arange(1, -(-N // rows) * self.across + 1)
+    def __init__(
+        self,
+        left_out: Tensor | None,
+        added: tuple[Tensor, Tensor] | None,
+        N: int,
+        V: int,
+        *,
+        rows: int,
+        items: int,
+    ) -> None:
+        self.rows, self.items, self.across, self.num_pieces = (
+            rows,
+            items,
+            -(-V // items),
+            -(-N // rows) * -(-V // items),
+        )
+        self.left_out, self.left_bounds, _ = self._by_piece(left_out)
+        pairs, values = (None, None) if added is None else added
+        self.added, self.bounds, self.order = self._by_piece(pairs)
+        if values is not None:
+            self.values = values.detach() if self.order is None else values.detach()[self.order]
+            self.grad = torch.zeros_like(self.values)
+
+    def _by_piece(self, pairs: Tensor | None) -> tuple[Tensor | None, list[int], Tensor | None]:
+        """The pairs in the order of the pieces, where those of each begin and end, and that order if it is new."""
+        if pairs is None:
+            return None, [], None
+        ends = torch.arange(1, self.num_pieces + 1)
         if self.across == 1:  # in the order of the pieces already
-            self.bounds += torch.searchsorted(position.contiguous(), ends * rows).tolist()
-            return
-        piece = position.div(rows, rounding_mode="floor") * self.across + item.div(items, rounding_mode="floor")
-        piece, order = piece.sort(stable=True)
-        self.pairs = left_out[:, order]
-        self.bounds += torch.searchsorted(piece, ends).tolist()
+            return pairs, [0, *torch.searchsorted(pairs[0].contiguous(), ends * self.rows).tolist()], None
+        position, item = pairs
+        piece = position.div(self.rows, rounding_mode="floor") * self.across
+        piece, order = (piece + item.div(self.items, rounding_mode="floor")).sort(stable=True)
+        return pairs[:, order], [0, *torch.searchsorted(piece, ends).tolist()], order
+
+    def _piece(self, first_row: int, first_item: int) -> int:
+        return first_row // self.rows * self.across + first_item // self.items
 
     def fill(self, logits: Tensor, first_row: int, first_item: int) -> Tensor:
-        """The logits of a piece, with ``NOTHING`` written into them where a pair is left out."""
-        if self.pairs is None:
-            return logits
-        piece = first_row // self.rows * self.across + first_item // self.items
-        position, item = self.pairs[:, self.bounds[piece] : self.bounds[piece + 1]]
-        return logits.index_put_((position - first_row, item - first_item), logits.new_tensor(NOTHING))
+        """The logits of a piece, what is added to them added, and with ``NOTHING`` written where a pair is left out."""
+        piece = self._piece(first_row, first_item)
+        if self.added is not None:
+            own = slice(self.bounds[piece], self.bounds[piece + 1])
+            position, item = self.added[:, own]
+            logits.index_put_((position - first_row, item - first_item), self.values[own], accumulate=True)
+        if self.left_out is not None:
+            position, item = self.left_out[:, self.left_bounds[piece] : self.left_bounds[piece + 1]]
+            logits.index_put_((position - first_row, item - first_item), logits.new_tensor(NOTHING))
+        return logits
+
+    def keep(self, odds: Tensor, share: Tensor, first_row: int, first_item: int) -> None:
+        """Keep the probabilities of the pairs of a piece, over N: exp(l - shift), (n, v), times share, (n, 1)."""
+        if self.added is None:
+            return
+        piece = self._piece(first_row, first_item)
+        own = slice(self.bounds[piece], self.bounds[piece + 1])
+        position, item = self.added[:, own]
+        self.grad[own] = odds[position - first_row, item - first_item] * share[position - first_row, 0]
+
+    def shares(self, at_target: Tensor, N: int) -> Tensor:
+        """(c), in the order in which the pairs were given; ``at_target`` (A,) whether a pair's item is the target."""
+        grad = self.grad if self.order is None else torch.empty_like(self.grad).index_copy_(0, self.order, self.grad)
+        return grad - at_target.to(grad.dtype) / N
 
 
-def _exponential_sums(
-    states: Tensor, weight: Tensor, blanks: _Blanks, *, bounded: bool
-) -> tuple[Tensor, Tensor | None]:
+def _exponential_sums(states: Tensor, weight: Tensor, pairs: _Pairs, *, bounded: bool) -> tuple[Tensor, Tensor | None]:
     """The first pass: z and m of each position, (N, 1); m is None where ``bounded``: exp needs no shift."""
     total = states.new_zeros(len(states), 1)
     shift = None if bounded else states.new_full((len(states), 1), float("-inf"))
     for items in _pieces(len(weight), ITEMS):
         for rows in _pieces(len(states), POSITIONS):
-            logits = blanks.fill(product(states[rows], weight[items]), rows.start, items.start)
+            logits = pairs.fill(product(states[rows], weight[items]), rows.start, items.start)
             if shift is not None:
                 higher = torch.maximum(shift[rows], logits.amax(dim=1, keepdim=True))
                 total[rows] *= (shift[rows] - higher).exp_()
@@ -213,7 +298,7 @@ def _exponential_sums(
 
 
 def _gradients(
-    states: Tensor, weight: Tensor, total: Tensor, shift: Tensor | None, blanks: _Blanks, *, count: int
+    states: Tensor, weight: Tensor, total: Tensor, shift: Tensor | None, pairs: _Pairs, *, count: int
 ) -> tuple[Tensor, Tensor]:
     """The second pass: dX (N, D) and dW (V, D) of the mean of log z + m over ``count`` positions, the others' x 0."""
     share = 1 / (count * total)
@@ -223,10 +308,11 @@ def _gradients(
         columns = weight[items].T.contiguous()
         d_columns = torch.zeros_like(columns)  # (D, v), the way its product is fastest
         for rows in _pieces(len(states), POSITIONS):
-            logits = blanks.fill(product(states[rows], weight[items]), rows.start, items.start)
+            logits = pairs.fill(product(states[rows], weight[items]), rows.start, items.start)
             if shift is not None:
                 logits -= shift[rows]
             odds, _, _ = exponentials(logits, shifted=False)
+            pairs.keep(odds, share[rows], rows.start, items.start)
             add_product(d_states[rows], odds, columns)
             add_product(d_columns, scaled[rows].T, odds.T)
         d_weight[items] = d_columns.T
