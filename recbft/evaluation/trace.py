@@ -163,7 +163,7 @@ def _states(model: SequenceModel, batch: Batch) -> UserStates:
     if not isinstance(model, Backbone):
         return model.user_states(batch)
     mean, precision = (part.flatten(0, 1)[batch.last] for part in model.encode(batch))
-    return model.states_of(Belief(mean, precision))
+    return model.states_of(Belief(mean, precision), batch)
 
 
 def _watch(module: nn.Module, name: str, seen: dict[str, _Call]) -> Any:

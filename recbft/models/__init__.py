@@ -28,7 +28,7 @@ from recbft.models.sasrec import SASRecConfig, sasrec
 class ModelSpec:
     """How a model is configured and made.
 
-    ``build(config, core, training_counts, seed=..., mixing=..., moe=...)`` returns the module. ``core`` None leaves the
+    ``build(config, core, training_counts, seed=..., mixing=..., moe=..., content=...)`` returns the module. ``core`` None leaves the
     precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give equal weights to the
     parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice. ``batches(config, items, start,
     stop, num_items=..., samples=..., batch_size=..., seed=..., times=...)`` returns what the model is trained on.
@@ -60,13 +60,16 @@ class ModelSpec:
         mixer: str | None = None,
         mixing: MixerOptions | None = None,
         moe: FuzzyMoEConfig | None = None,
+        content: Tensor | None = None,
     ) -> nn.Module:
-        """The module, with ``mixer`` and its options where the model leaves a choice, and experts where there are."""
+        """The module, with ``mixer`` and its options where the model leaves a choice, experts and content if any."""
         chosen: dict[str, Any] = {}
         if len(self.mixers) > 1:
             chosen["mixing"] = Mixing(mixer or self.mixers[0], mixing)
         if moe is not None and moe.experts:
             chosen["moe"] = moe
+        if content is not None and self.trainable:
+            chosen["content"] = content
         return self.build(config, core, training_counts, seed=seed, **chosen)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.autograd.boundaries import HALVES, eagerly
@@ -32,6 +33,7 @@ from recbft.mixers.interface import Group, take_penalties
 from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
+from recbft.models.item_belief import ItemBelief, Items, check_items
 from recbft.models.losses import ItemLoss, Negatives, check_loss, seen_items
 from recbft.models.precision_channel import CoreConfig, ItemPrecision
 
@@ -59,6 +61,11 @@ class BackboneConfig:
     num_negatives: int | None = None  # None means 512 for sampled_softmax, 1 for bce, 256 for gbce
     negatives: Negatives | None = None  # of sampled_softmax; None means uniform
     gbce_t: float | None = None  # calibration of gbce in [0, 1]; None means 0.75
+    items: Items | None = None  # what an item is known by; None means belief with item features, id without
+    content_events: int = 5  # latest events whose content is compared with that of candidates; 0 compares none
+    content_neighbours: int = 50  # of an event that are compared in training, the most similar ones
+    content_mean: bool = True  # items have a vector from their content, to which events add
+    thinned_items: float = 0.12  # share of the items that count as new in a training step
 
 
 def check_backbone(config: BackboneConfig) -> None:
@@ -69,6 +76,9 @@ def check_backbone(config: BackboneConfig) -> None:
     check_range("embedding_scale", config.embedding_scale, above=0)
     check_range("initializer_range", config.initializer_range, above=0)
     check_range("norm_eps", config.norm_eps, above=0)
+    check_range("content_events", config.content_events, at_least=0)
+    check_range("content_neighbours", config.content_neighbours, at_least=1)
+    check_range("thinned_items", config.thinned_items, at_least=0, below=1)
     if config.positions != type(config).positions and not config.absolute_positions:
         raise UserError("positions has no effect without absolute_positions; leave it out")
     if config.hidden_size % config.n_heads:
@@ -85,6 +95,7 @@ class Backbone(TrainableModel):
 
     Args:
         training_counts: (V + 1,) counts of each item in training, index 0 padding.
+        content: (V + 1, F) vectors of what is known of each item, for ``config.items``.
         embedding_scale: s of (6.1).
         seed: equal seeds give equal weights to the parameters that two arms share.
         read_out: from the last layer's mean to the state; a LayerNorm unless given.
@@ -120,8 +131,10 @@ class Backbone(TrainableModel):
         positions: Literal["oldest", "latest"] = "oldest",
         reads_times: bool = False,
         shows_target_time: bool = False,
+        content: Tensor | None = None,
     ) -> None:
         super().__init__()
+        check_items(config, content)
         D = config.hidden_size
         self.config, self.core, self.max_length = config, core, config.max_length
         self.embedding_scale, self.both_ways, self.positions = embedding_scale, both_ways, positions
@@ -147,18 +160,23 @@ class Backbone(TrainableModel):
         # The warm-up w of the precision and recency biases, as of the last optimiser step: evaluation uses it.
         self.register_buffer("ramp", torch.zeros(()))
         self._told: tuple[Tensor, int, float] | None = None  # the ramp as it was set last, and its value
+        self.item_belief = None if content is None else ItemBelief(config, training_counts, content)
         self.item_loss = ItemLoss(config, training_counts)
         self._initialise(seed)
 
-    def encode(self, batch: Batch, *, only: Tensor | None = None) -> Belief:
+    def encode(self, batch: Batch, *, only: Tensor | None = None, vectors: Tensor | None = None) -> Belief:
         """The belief about every token after the last layer, mean read out; precision is ones without ``core``.
 
         ``only`` names tokens, counted through the rows, whose belief is all that is wanted: the result is (N, D).
+        ``vectors`` are those of all tokens, (V + 1 or more, D), where they are made already.
         """
         if only is not None and self.training:  # what layers keep in training is of all tokens
-            whole = self.encode(batch)
+            whole = self.encode(batch, vectors=vectors)
             return Belief(pick(whole.mean, only), pick(whole.precision, only))
-        embedded = self.item_embedding(batch.items)  # (B, T, D)
+        if self.item_belief is None:
+            embedded = self.item_embedding(batch.items)  # (B, T, D)
+        else:
+            embedded = F.embedding(batch.items, self._vectors() if vectors is None else vectors)
         mean = self.embedding_scale * embedded
         if self.position_embedding is not None:
             mean = mean + self.position_embedding(self._positions(batch))
@@ -185,26 +203,68 @@ class Backbone(TrainableModel):
             )
         target = batch.target.flatten()
         learn = target.nonzero().squeeze(1)  # (N,); a device is waited for here, before it has much to do
-        mean = self.encode(batch).mean.flatten(0, 1)
-        weight, bias = self.item_table()
         wanted, seen = target[learn] - 1, None
         if self.item_loss.spec.leaves_out_seen:
             seen = seen_items(batch, learn, wanted, num_items=self.num_items, causal=not self.both_ways)
-        loss = self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], wanted, seen)
+        if self.item_belief is not None:
+            loss = self._loss_of_beliefs(batch, learn, wanted, seen)
+        else:
+            mean = self.encode(batch).mean.flatten(0, 1)
+            weight, bias = self.item_table()
+            loss = self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], wanted, seen)
         penalties = take_penalties(self)  # of mixers that have some; none at all for most
         return loss if penalties is None else loss + penalties
 
+    def _loss_of_beliefs(self, batch: Batch, learn: Tensor, wanted: Tensor, seen: Tensor | None) -> Tensor:
+        """The loss with item vectors by (6.12) and scores by (6.15), among the items that have training events."""
+        items = self.item_belief
+        assert items is not None
+        counts = items.thinned_counts()
+        vectors = self._vectors(counts)
+        states = self.encode(batch, vectors=vectors).mean.flatten(0, 1)[learn]
+        known = items.has_events[1:]
+        if not self.training or not known[wanted].all():  # validation may ask for an item without any
+            table = self.item_table()
+            states = self._with_content(states, batch, learn)
+            bias = None if table.bias is None else table.bias[1:]
+            return self.item_loss(states, table.weight[1:], bias, wanted, seen)
+        number = known.cumsum(0) - 1  # (V,) of each item among those
+        weight, bias = vectors[1 : self.num_items + 1], None if self.item_bias is None else self.item_bias[1:]
+        if not known.all():
+            weight, bias = weight[known], None if bias is None else bias[known]
+        seen = None if seen is None else torch.stack([seen[0], number[seen[1]]])
+        added = items.pairs(batch, learn, counts) if items.num_events else None
+        return self.item_loss(states, weight, bias, number[wanted], seen, added)
+
     def user_states(self, batch: Batch) -> UserStates:
         """State and mean posterior precision at each history's last token."""
-        return self.states_of(self.encode(batch, only=batch.last))
+        return self.states_of(self.encode(batch, only=batch.last), batch)
 
-    def states_of(self, belief: Belief) -> UserStates:
-        """The user states of beliefs that are computed already, (N, D)."""
-        return UserStates(belief.mean, None if self.core is None else belief.precision.mean(dim=-1))
+    def states_of(self, belief: Belief, batch: Batch) -> UserStates:
+        """The user states of beliefs about each history's last token that are computed already, (S, D)."""
+        state = self._with_content(belief.mean, batch, batch.last)
+        return UserStates(state, None if self.core is None else belief.precision.mean(dim=-1))
 
     def item_table(self) -> ItemTable:
-        """The tied item embeddings, and the item biases where there are any."""
-        return ItemTable(self.item_embedding.weight[: self.num_items + 1], self.item_bias)
+        """The tied item embeddings, beside their content where it is compared, and item biases where there are any."""
+        items = self.item_belief
+        if items is None:
+            return ItemTable(self.item_embedding.weight[: self.num_items + 1], self.item_bias)
+        weight = self._vectors()[: self.num_items + 1]
+        if items.num_events:
+            weight = torch.cat([weight, items.weights(items.counts)[:, None] * items.content], dim=1)
+        return ItemTable(weight, self.item_bias)
+
+    def _vectors(self, counts: Tensor | None = None) -> Tensor:
+        """The vector of every token, by (6.12) or (6.13)."""
+        assert self.item_belief is not None
+        own = self.item_embedding.weight
+        return self.item_belief.vectors(own, self.item_belief.counts if counts is None else counts)
+
+    def _with_content(self, states: Tensor, batch: Batch, at: Tensor) -> Tensor:
+        """States, (N, D), beside (6.14) where content is compared."""
+        items = self.item_belief
+        return states if items is None or not items.num_events else torch.cat([states, items.state(batch, at)], dim=1)
 
     def set_ramp(self, ramp: float) -> None:
         """Set the warm-up w in [0, 1], before an optimiser step; it is not written where it is known to be that."""

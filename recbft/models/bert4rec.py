@@ -67,6 +67,7 @@ def bert4rec(
     seed: int = 0,
     mixing: Mixing = ATTENTION,
     moe: FuzzyMoEConfig | None = None,
+    content: Tensor | None = None,
 ) -> Backbone:
     """The model; arguments as ``ModelSpec`` says."""
     D, post_norm = config.hidden_size, config.layer == "post_norm"
@@ -102,6 +103,7 @@ def bert4rec(
         both_ways=True,
         positions=config.positions,
         reads_times=mixing.reads_times,
+        content=content,
     )
 
 

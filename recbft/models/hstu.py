@@ -68,6 +68,7 @@ def hstu(
     *,
     seed: int = 0,
     moe: FuzzyMoEConfig | None = None,
+    content: Tensor | None = None,
 ) -> Backbone:
     """The model; arguments as ``ModelSpec`` says."""
     own = {"norm_eps": config.norm_eps, "time_bias": config.time_bias}
@@ -92,4 +93,5 @@ def hstu(
         positions=config.positions,
         reads_times=config.time_bias,
         shows_target_time=config.show_target_time,
+        content=content,
     )

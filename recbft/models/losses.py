@@ -40,7 +40,7 @@ from recbft.autograd.transforms import applied, beyond_first_gradients, once_dif
 from recbft.config.fields import check_choice, check_range
 from recbft.datasets.batches import Batch
 from recbft.errors import UserError
-from recbft.kernels.cross_entropy import full_cross_entropy
+from recbft.kernels.cross_entropy import Pairs, full_cross_entropy
 
 if TYPE_CHECKING:
     from recbft.models.backbone import BackboneConfig
@@ -83,7 +83,13 @@ class ItemLoss:
         self.label_smoothing = 0.0  # of ``ce``; a training-time controller may set it
 
     def __call__(
-        self, states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, seen: Tensor | None = None
+        self,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        seen: Tensor | None = None,
+        added: Pairs | None = None,
     ) -> Tensor:
         """The mean over positions.
 
@@ -92,8 +98,10 @@ class ItemLoss:
             weight, bias: item vectors (V, D) and item biases (V,) or None.
             target: row of ``weight`` that each position should find, (N,).
             seen: of (6.10), as ``seen_items`` gives it.
+            added: to scores of some positions and rows of ``weight``, for losses over all items.
         """
-        return self.spec.mean(self, *with_bias(states, weight, bias), target, seen)
+        more = () if added is None else (added,)
+        return self.spec.mean(self, *with_bias(states, weight, bias), target, seen, *more)
 
     def own_negatives(self, target: Tensor) -> Tensor:
         """Negatives of (6.6), (N, k): uniform over all items but the target."""
@@ -113,8 +121,10 @@ class ItemLoss:
         return drawn, share[drawn] + math.log(drawn.numel())
 
 
-def _cross_entropy(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: Tensor | None) -> Tensor:
-    mean = full_cross_entropy(states, weight, target, left_out=seen)
+def _cross_entropy(
+    loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: Tensor | None, added: Pairs | None = None
+) -> Tensor:
+    mean = full_cross_entropy(states, weight, target, left_out=seen, added=added)
     if loss.label_smoothing:  # (10.4)
         from_mean = weight[target] - weight.mean(dim=0)
         mean = mean + loss.label_smoothing * (states * from_mean).sum(dim=1).mean()

@@ -55,6 +55,7 @@ def sasrec(
     seed: int = 0,
     mixing: Mixing = ATTENTION,
     moe: FuzzyMoEConfig | None = None,
+    content: Tensor | None = None,
 ) -> Backbone:
     """The model; arguments as ``ModelSpec`` says."""
     blocks = make_blocks(
@@ -81,4 +82,5 @@ def sasrec(
         seed=seed,
         positions=config.positions,
         reads_times=mixing.reads_times,
+        content=content,
     )

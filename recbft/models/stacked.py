@@ -137,6 +137,8 @@ def _check(model: nn.Module) -> None:
     """Refuse what is known not to be stackable; parameters of parts that are not known are refused as they come."""
     if not isinstance(model, Backbone):
         raise _refused(f"models of kind {type(model).__name__}")
+    if model.item_belief is not None:
+        raise _refused("item features")
     if LOSSES[model.config.loss].num_negatives:
         raise _refused(f"loss {model.config.loss!r}, which draws negatives")
     for block in model.blocks:

@@ -148,8 +148,13 @@ class RunConfig:
             return "backbone.time_bias"
         return "mixing.time" if getattr(self.mixing, "time", False) else None
 
-    def build(self, training_counts: Tensor) -> nn.Module:
-        """The untrained model; ``training_counts`` (V + 1,) events per item in training, index 0 padding."""
+    def build(self, training_counts: Tensor, content: Tensor | None = None) -> nn.Module:
+        """The untrained model.
+
+        Args:
+            training_counts: (V + 1,) events per item in training, index 0 padding.
+            content: (V + 1, F) what is known of each item beside its number, None where nothing is.
+        """
         return MODELS[self.model].make(
             self.backbone,
             self.core,
@@ -158,6 +163,7 @@ class RunConfig:
             mixer=self.mixer,
             mixing=self.mixing,
             moe=self.moe,
+            content=content,
         )
 
     def to_yaml(self) -> str:

@@ -1,0 +1,192 @@
+"""What is known of an item before and after its events: content as the prior, events as the evidence.
+
+    m_i = W x_i                                       the mean that content alone suggests                     (6.11)
+    e_i = m_i + c_i / (c_i + kappa) v_i               belief: the more events, the more of the item's own      (6.12)
+    e_i = m_i + v_i      m_i + s(A m_i + B v_i) v_i      m_i             additive, gate, content               (6.13)
+    g_t = sum_l rho^l x_(i_(t-l)),  l < content_events     content of what a history holds, the latest first   (6.14)
+    score(i) = h_t . e_i + w(c_i) g_t . x_i           w(c) = a + b r / (c + r)                                 (6.15)
+
+c_i counts the training events of an item, x_i is the vector of its content, of length 1, and v_i what training makes of
+its number; kappa, rho, a, b and r are learned. (6.12) is a Kalman update of the prior mean: kappa is how many events
+the prior is worth. (6.14) and (6.15) krige over content: an item resembles what the history holds as far as x says,
+with nothing to forget, and the weight of that falls as events come in. Other arms than belief have b = 0.
+
+In training some items of a step count as if they had no event, so that content alone is met as a target, and (6.15)
+takes the ``content_neighbours`` items that are most similar to each event, the rest adding little. Items without a
+training event stand in no denominator: never being a target, they would only learn to be unlike everything.
+
+Shapes: V items, D model width, F content width, K neighbours, L events, N positions, A pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from recbft.datasets.batches import Batch
+from recbft.errors import UserError
+from recbft.kernels.cross_entropy import Pairs
+from recbft.mixers.interface import Group, TrainedPart
+
+if TYPE_CHECKING:
+    from recbft.models.backbone import BackboneConfig
+
+Items = Literal["id", "additive", "gate", "content", "belief"]
+
+KAPPA_START = 1.0
+DECAY_START = 0.6
+WEIGHT_START = (3.0, 3.0)  # a and b
+EVENTS_START = 4.5  # r
+CAUTION = 0.1  # a step of a learned number of this module, relative to other precision parameters
+SIMILARITIES_AT_ONCE = 4_000_000
+
+
+class ItemBelief(TrainedPart):
+    """The vectors of all items, (6.12) or (6.13), and their content's part of the score, (6.15).
+
+    Args:
+        config: ``items`` names the arm.
+        counts: (V + 1,) training events of each item, index 0 padding.
+        content: (V + 1, F) vectors of length 1, or 0 where nothing is known; row 0 is 0.
+    """
+
+    groups: Mapping[str, Group] = dict.fromkeys(
+        ("kappa_logit", "decay_logit", "base_weight", "rare_weight", "events_logit"), "precision"
+    )
+    content: Tensor
+    counts: Tensor
+
+    def __init__(self, config: BackboneConfig, counts: Tensor, content: Tensor) -> None:
+        super().__init__()
+        assert content.shape[0] == counts.numel(), "content has a row per item and one for padding"
+        D, width = config.hidden_size, content.shape[1]
+        self.arm: Items = config.items or "belief"
+        self.thinned = config.thinned_items
+        self.num_neighbours, self.num_events = config.content_neighbours, config.content_events
+        dtype = torch.get_default_dtype()
+        self.register_buffer("content", content.to(dtype))
+        self.register_buffer("counts", counts.to(dtype))
+        self.prior = nn.Linear(width, D, bias=False) if config.content_mean or self.arm == "content" else None
+        self.gate = nn.Linear(2 * D, D) if self.arm == "gate" else None
+        number = lambda value: nn.Parameter(torch.tensor(value / CAUTION))  # noqa: E731
+        self.kappa_logit = number(math.log(KAPPA_START)) if self.arm == "belief" else None
+        self.decay_logit = number(math.log(DECAY_START / (1 - DECAY_START))) if self.num_events else None
+        self.base_weight = number(WEIGHT_START[0]) if self.num_events else None
+        by_count = self.num_events and self.arm == "belief"
+        self.rare_weight = number(WEIGHT_START[1]) if by_count else None
+        self.events_logit = number(math.log(EVENTS_START)) if by_count else None
+        self._neighbours: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def width(self) -> int:
+        """How much wider (6.15) makes states and items: F, or 0 without content in the score."""
+        return self.content.shape[1] if self.num_events else 0
+
+    @property
+    def has_events(self) -> Tensor:
+        """(V + 1,) whether an item has a training event."""
+        return self.counts > 0
+
+    def thinned_counts(self) -> Tensor:
+        """c, (V + 1,); in training that of a few items is 0, drawn anew for each step."""
+        if not (self.training and self.thinned):
+            return self.counts
+        kept = torch.rand(self.counts.shape, device=self.counts.device) >= self.thinned
+        return self.counts * kept.to(self.counts.dtype)
+
+    def vectors(self, own: Tensor, counts: Tensor) -> Tensor:
+        """e of every row of ``own``, (R, D), of which the first V + 1 are padding and the items."""
+        V1 = len(self.content)
+        if self.arm == "id":
+            return own
+        of_items = own[:V1]
+        if self.kappa_logit is not None:  # (6.12)
+            of_items = (counts / (counts + (CAUTION * self.kappa_logit).exp()))[:, None] * of_items
+        if self.arm == "content":
+            of_items = torch.zeros_like(of_items)
+        if self.prior is not None:
+            mean = self.prior(self.content)
+            if self.gate is not None:
+                of_items = torch.sigmoid(self.gate(torch.cat([mean, of_items], dim=1))) * of_items
+            of_items = mean + of_items
+        return of_items if len(own) == V1 else torch.cat([of_items, own[V1:]])
+
+    def weights(self, counts: Tensor) -> Tensor:
+        """w(c) of (6.15)."""
+        assert self.base_weight is not None
+        weight = CAUTION * self.base_weight
+        if self.rare_weight is not None and self.events_logit is not None:
+            r = (CAUTION * self.events_logit).exp()
+            return weight + CAUTION * self.rare_weight * r / (counts + r)
+        return weight.expand_as(counts)
+
+    def state(self, batch: Batch, at: Tensor) -> Tensor:
+        """g of (6.14), (N, F), at tokens counted through the rows, (N,)."""
+        items, decay = self._latest(batch, at)
+        return torch.einsum("nl,nlf->nf", decay, self.content[items])
+
+    def pairs(self, batch: Batch, at: Tensor, counts: Tensor) -> Pairs:
+        """The content's part of the scores of (6.15) for the neighbours of each position's events.
+
+        Items are numbered among those that have training events.
+        """
+        near, similarity = self.neighbours()
+        items, decay = self._latest(batch, at)
+        found = near[items]  # (N, L, K)
+        values = decay[..., None] * similarity[items] * self.weights(counts[self.has_events])[found]
+        keep = similarity[items] > 0
+        position = torch.arange(len(at), device=at.device)[:, None, None].expand_as(found)
+        return Pairs(torch.stack([position[keep], found[keep]]), values[keep])
+
+    def neighbours(self) -> tuple[Tensor, Tensor]:
+        """Of each item the most similar ones that have training events: their numbers among these, and x . x, (V+1, K).
+
+        An item is none of its own neighbours; similarity is 0 where there are fewer than K that are similar at all.
+        """
+        if self._neighbours is None or self._neighbours[1].device != self.content.device:
+            with torch.no_grad():
+                chosen = self.has_events.nonzero()[:, 0]
+                others = self.content[chosen]
+                K = min(self.num_neighbours, len(chosen))
+                near, similarity = [], []
+                for first in range(0, len(self.content), step := max(1, SIMILARITIES_AT_ONCE // len(chosen))):
+                    rows = torch.arange(first, min(first + step, len(self.content)), device=chosen.device)
+                    cosine = self.content[rows] @ others.T
+                    cosine[rows[:, None] == chosen] = 0
+                    best = cosine.topk(K, dim=1)
+                    near.append(best.indices)
+                    similarity.append(best.values.clamp(min=0))
+                self._neighbours = torch.cat(near), torch.cat(similarity)
+        return self._neighbours
+
+    def _latest(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The events up to each token, the latest first, and rho^l: (N, L) each; what is no item is 0."""
+        assert self.decay_logit is not None
+        lag = torch.arange(self.num_events, device=at.device)
+        there = lag <= batch.position.flatten()[at][:, None]
+        items = batch.items.flatten()[(at[:, None] - lag).clamp(min=0)]
+        there &= items < len(self.content)  # a mask is no item
+        rho = torch.sigmoid(CAUTION * self.decay_logit)
+        return items * there, rho ** lag.to(rho.dtype) * there
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ItemBelief:
+        self._neighbours = None
+        moved: ItemBelief = super()._apply(fn, recurse)
+        return moved
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        self._neighbours = None
+        super()._load_from_state_dict(*arguments, **named)
+
+
+def check_items(config: BackboneConfig, content: Tensor | None) -> None:
+    """Refuse arms that need features where there are none."""
+    if content is None and config.items not in (None, "id"):
+        raise UserError(
+            f"items is {config.items!r}, but the data has no item features; give them (data.items, or --items in a "
+            "shell), or leave items out"
+        )
