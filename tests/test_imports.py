@@ -46,6 +46,7 @@ OTHERS = {
     "matplotlib": "reporting",
     "optuna": "experiments",
     "recbole": "recbole",
+    "sklearn": "datasets",
     "triton": "kernels",
 }
 LIGHT = (

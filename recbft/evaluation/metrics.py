@@ -165,6 +165,7 @@ def protocol(
         "events": dataset.num_events,
         "content_hash": dataset.content_hash,
         "target_hash": dataset.target_hash,
+        **({} if dataset.features is None else {"features_hash": dataset.features.hash}),
         "preparation": dict(dataset.preparation),
         "split": SPLIT,
         "part": part,
