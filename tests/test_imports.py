@@ -46,7 +46,6 @@ OTHERS = {
     "matplotlib": "reporting",
     "optuna": "experiments",
     "recbole": "recbole",
-    "sklearn": "datasets",
     "triton": "kernels",
 }
 LIGHT = (

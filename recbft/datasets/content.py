@@ -1,27 +1,36 @@
 """Item features as vectors whose inner products are cosines, by a transform that knows training items alone.
 
-    category   one-hot; levels that few items have are one level
-    set        multi-hot, a member weighted by its idf
-    words      tf-idf with sublinear tf
-    number     its quantile q as a point on half a circle, (cos pi q, sin pi q)
-    vector     centred and scaled by dimension
+    category   one-hot times idf; rare levels are one level
+    set        multi-hot times idf
+    words      tf-idf
+    number     its quantile q as a point on half a circle, w (cos pi q, sin pi q), w the idf of one level in ten
+    vector     centred and scaled by dimension, then of length w, that of the longest block of terms
 
-    idf = 1 + ln((1 + n) / (1 + n_t))   of n fitted items, n_t have the term      (1)
-    tf  = 1 + ln(count)                                                          (2)
+    idf = 1 + ln((1 + n) / (1 + n_t))            n fitted items have the column, n_t of them the term    (1)
+    tf  = 1 + ln(count)                                                                                 (2)
+    x   = sum_t tf_t idf_t s_t / sqrt(F)         s_t random signs of term or dimension t                 (3)
 
-A column whose block would be wider than ``width`` is brought down to it by a truncated SVD. A block's rows have length
-1, and so have the whole rows: their inner product is the cosine, the mean of the blocks' cosines where two items have
-the same columns. A block of an item that lacks the column is all zero, as no value is.
+A block of more than ``width`` columns is projected on that many random directions (3), which keep a cosine up to an
+error of about 1 / sqrt(F). A truncated SVD loses the rare terms, which tell most. On Amazon Beauty (validation, HR@10
+of the cosine with a user's last five items) unreduced tf-idf has .075, three columns of 128 dimensions by (3) .066, and
+an SVD to 128, 256 and 512 dimensions .034, .048 and .061.
+
+Whole rows have length 1: their inner product is the cosine. A block of an item that lacks the column is all zero, as no
+value is.
 
 The transform is fitted on items with a training event. A term that none of those has is ignored, and counted. Saved as
 numbers (safetensors) and words (JSON), it reads items that were never seen before.
 
-Shapes: N items, V items of a data set, F width of the content, C columns before the SVD.
+Source of (3): Achlioptas, Database-friendly random projections (2003).
+Shapes: N items, V items of a data set, F width of a block or of all, C columns of a block before the projection.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +53,7 @@ from recbft.system.files import read_json, write_atomic, write_json
 ARRAYS_FILE, WORDS_FILE = "items.safetensors", "items.json"
 _WORD = re.compile(r"\w+")
 _QUANTILES = 1000
+_NUMBER_LENGTH = 1 + math.log(10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +63,11 @@ class ContentConfig:
     width: int = 128  # of a column's block at most
     min_items: int = 2  # fitted items that have a term; a rarer level of a category is one with the other rare ones
     max_terms: int = 50_000  # of a column; the most frequent are kept
-    seed: int = 0  # of the SVD
 
     def __post_init__(self) -> None:
-        for name in ("width", "min_items", "max_terms"):
+        check_range("width", self.width, at_least=2)
+        for name in ("min_items", "max_terms"):
             check_range(name, getattr(self, name), at_least=1)
-        check_range("seed", self.seed, at_least=0, below=2**32)
 
 
 class Content(NamedTuple):
@@ -75,13 +84,11 @@ class Block(NamedTuple):
 
     kind: Kind
     terms: list[str]  # of categories, sets and words, a column each; the last column has all terms from there on
-    arrays: dict[str, NDArray[np.float32]]  # idf (C,); quantiles (Q,); mean, scale (C,); components (F, C)
+    arrays: dict[str, NDArray[np.float32]]  # idf (C,); quantiles (Q,); mean, scale (C,), length (1,)
 
     @property
-    def width(self) -> int:
-        """F of this block."""
-        if "components" in self.arrays:
-            return len(self.arrays["components"])
+    def num_columns(self) -> int:
+        """C."""
         return 2 if self.kind == "number" else len(self.arrays["scale" if self.kind == "vector" else "idf"])
 
 
@@ -109,25 +116,34 @@ class ItemContent:
         """
         assert len(counts) == len(features) + 1, "features are those of the data set's items"
         fitted = pa.array(np.flatnonzero(counts[1:] > 0))
-        blocks = {}
+        blocks: dict[str, Block] = {}
+        longest = 0.0
         for name, kind in features.kinds.items():
             values = flat(features.table, name).take(fitted)
-            if values.null_count < len(values):
-                block = _FIT[kind](values, kind, config)
-                if block is not None:
-                    blocks[name] = _reduced(block, values, config)
+            block = _FIT[kind](values, kind, config) if values.null_count < len(values) else None
+            if block is not None:
+                blocks[name] = block
+                if block.terms:
+                    longest = max(longest, math.sqrt(_weighted_terms(block, values)[0].power(2).sum() / len(values)))
         if not blocks:
             raise UserError(
                 f"{features.source}: no column tells the {len(fitted):,} items with a training event apart; give other "
                 "features or kinds"
             )
+        for block in blocks.values():
+            if block.kind == "vector":
+                block.arrays["length"] = np.array([longest or 1], np.float32)
         separators = {name: mark for name, mark in features.separators.items() if name in blocks}
         return cls(blocks, config, separators)
 
     @property
     def width(self) -> int:
         """F."""
-        return sum(block.width for block in self.blocks.values())
+        return sum(self._widths.values())
+
+    @property
+    def _widths(self) -> dict[str, int]:
+        return {name: min(block.num_columns, self.config.width) for name, block in self.blocks.items()}
 
     def matrix(self, features: ItemFeatures) -> Content:
         """The vectors of items, in the order of the features' rows, after the row of padding.
@@ -137,8 +153,8 @@ class ItemContent:
         values = np.zeros((len(features) + 1, self.width), np.float32)
         blocks, ignored, start = {}, {}, 0
         for name, block in self.blocks.items():
-            blocks[name] = slice(start, start + block.width)
-            start += block.width
+            blocks[name] = slice(start, start + self._widths[name])
+            start = blocks[name].stop
             if name in features.kinds:
                 if features.kinds[name] != block.kind:
                     raise UserError(
@@ -146,7 +162,9 @@ class ItemContent:
                         f"{block.kind}; give it that kind"
                     )
                 column = flat(features.table, name)
-                values[1:, blocks[name]], ignored[name] = _encode(block, column, features.source, name)
+                values[1:, blocks[name]], ignored[name] = _encode(
+                    block, column, self.config.width, features.source, name
+                )
         return Content(
             _unit_rows(values), np.asarray(values.any(axis=1)), blocks, {k: n for k, n in ignored.items() if n}
         )
@@ -207,7 +225,7 @@ class ItemContent:
             for number, column in enumerate(words["columns"]):
                 own = {key.partition(".")[2]: array for key, array in arrays.items() if key.startswith(f"{number}.")}
                 blocks[column["name"]] = Block(column["kind"], column["terms"], own)
-                assert blocks[column["name"]].width > 0 and len(column["terms"]) >= len(own.get("idf", ()))
+                assert blocks[column["name"]].num_columns > 0 and len(column["terms"]) >= len(own.get("idf", ()))
             separators = {c["name"]: c["separator"] for c in words["columns"] if c["separator"] is not None}
             return cls(blocks, from_dict(ContentConfig, words["config"]), separators)
         except (OSError, ValueError, KeyError, TypeError, AssertionError, SafetensorError) as error:
@@ -239,20 +257,21 @@ def _fit_terms(column: Any, kind: Kind, config: ContentConfig) -> Block | None:
     number = pairs["term"].value_counts()
     number = number.sort_index().sort_values(ascending=False, kind="stable")
     num_kept = min(int((number >= config.min_items).sum()), config.max_terms)
-    if kind == "category":  # of equal weight, the rare ones in one column
+    having = number.to_numpy(dtype=np.float64)
+    if kind == "category":  # the rare ones share a column
         num_columns = num_kept + (num_kept < len(number))
-        idf = np.ones(num_columns)
+        having = np.append(having[:num_kept], having[num_kept:].sum())[:num_columns]
     else:
-        number = number.iloc[:num_kept]
-        known = len(column) - column.null_count
-        idf = 1 + np.log((1 + known) / (1 + number.to_numpy(dtype=np.float64)))  # (1)
-    if len(idf) < (2 if kind == "category" else 1):
+        number, having = number.iloc[:num_kept], having[:num_kept]
+    if len(having) < (2 if kind == "category" else 1):
         return None
+    known = len(column) - column.null_count
+    idf = 1 + np.log((1 + known) / (1 + having))  # (1)
     return Block(kind, [str(term) for term in number.index], {"idf": idf.astype(np.float32)})
 
 
 def _weighted_terms(block: Block, column: Any) -> tuple[Any, int]:
-    """(N, C) sparse rows of length 1, and how many terms are none of the block's."""
+    """(N, C) sparse, and how many terms are none of the block's."""
     rows, texts = _terms(column, block.kind)
     columns = pd.Index(block.terms).get_indexer(pd.Index(texts, dtype=object))
     unknown = int((columns < 0).sum())
@@ -260,8 +279,7 @@ def _weighted_terms(block: Block, column: Any) -> tuple[Any, int]:
     rows, columns = rows[columns >= 0], np.minimum(columns[columns >= 0], len(idf) - 1)
     counts = sparse.coo_matrix((np.ones(len(rows)), (rows, columns)), (len(column), len(idf))).tocsr()
     counts.data = (1 + np.log(counts.data)) * idf[counts.indices]  # (2)
-    length = np.sqrt(np.asarray(counts.multiply(counts).sum(axis=1)).ravel())
-    return sparse.diags(1 / np.where(length > 0, length, 1)) @ counts, unknown
+    return counts, unknown
 
 
 # Numbers and vectors
@@ -281,7 +299,7 @@ def _on_half_circle(block: Block, column: Any) -> NDArray[np.float64]:
     quantiles, at = block.arrays["quantiles"].astype(np.float64), np.linspace(0, 1, len(block.arrays["quantiles"]))
     low, high = np.interp(x, quantiles, at), -np.interp(-x, -quantiles[::-1], -at[::-1])
     angle = np.pi * (low + high) / 2
-    return np.where(known[:, None], np.stack([np.cos(angle), np.sin(angle)], axis=1), 0)
+    return np.where(known[:, None], _NUMBER_LENGTH * np.stack([np.cos(angle), np.sin(angle)], axis=1), 0)
 
 
 def _fit_vector(column: Any, kind: Kind, config: ContentConfig) -> Block | None:
@@ -312,39 +330,28 @@ def _standardised(block: Block, column: Any, source: str, name: str) -> NDArray[
 # All kinds
 
 
-def _before_svd(block: Block, column: Any, source: str, name: str) -> tuple[Any, int]:
+def _encode(block: Block, column: Any, width: int, source: str, name: str) -> tuple[NDArray[np.float32], int]:
+    """(N, F), and how many terms are none of the block's."""
+    wide: Any
+    unknown, length = 0, None
     if block.kind == "number":
-        return _on_half_circle(block, column), 0
-    if block.kind == "vector":
-        return _standardised(block, column, source, name), 0
-    return _weighted_terms(block, column)
-
-
-def _reduced(block: Block, column: Any, config: ContentConfig) -> Block:
-    """With a truncated SVD where the block is wider than asked for."""
-    if block.width <= config.width:
-        return block
-    try:
-        from sklearn.decomposition import TruncatedSVD
-    except ImportError:
-        raise UserError(
-            f"item features of more than {config.width} columns are brought down to these by scikit-learn, "
-            "which is not installed: pip install scikit-learn"
-        ) from None
-    wide, _ = _before_svd(block, column, "", "")
-    known = np.flatnonzero(np.asarray(abs(wide).sum(axis=1)).ravel())
-    rank = min(config.width, len(known) - 1)
-    svd = TruncatedSVD(max(rank, 1), random_state=config.seed).fit(wide[known])
-    return block._replace(arrays={**block.arrays, "components": svd.components_.astype(np.float32)})
-
-
-def _encode(block: Block, column: Any, source: str, name: str) -> tuple[NDArray[np.float32], int]:
-    wide, unknown = _before_svd(block, column, source, name)
-    if "components" in block.arrays:
-        rows = np.asarray(wide @ block.arrays["components"].T)
+        wide = _on_half_circle(block, column)
+    elif block.kind == "vector":
+        wide, length = _standardised(block, column, source, name), block.arrays["length"]
     else:
-        rows = wide.toarray() if sparse.issparse(wide) else wide
-    return _unit_rows(np.asarray(rows, dtype=np.float32)), unknown
+        wide, unknown = _weighted_terms(block, column)
+    if block.num_columns > width:
+        terms = block.terms[: block.num_columns] or [str(number) for number in range(block.num_columns)]
+        wide = wide @ _signs([f"{name}\0{term}" for term in terms], width)
+    rows = np.asarray(wide.toarray() if sparse.issparse(wide) else wide, dtype=np.float32)
+    return rows if length is None else _unit_rows(rows) * length, unknown
+
+
+def _signs(terms: Sequence[str], width: int) -> NDArray[np.float32]:
+    """(C, F) a random vector of signs for each term, by its text alone: the same everywhere and always."""
+    digests = b"".join(hashlib.shake_128(term.encode()).digest(-(-width // 8)) for term in terms)
+    bits = np.unpackbits(np.frombuffer(digests, np.uint8).reshape(len(terms), -1), axis=1, count=width)
+    return np.asarray((2 * bits.astype(np.float32) - 1) / math.sqrt(width), dtype=np.float32)  # (3)
 
 
 def _unit_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:

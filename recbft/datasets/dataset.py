@@ -266,6 +266,12 @@ class Dataset:
         targets = self.item_ids[self.items[self.offsets[1:] - 1] - 1]
         return sha256_of("recbft targets 1", *text_parts(self.user_ids), *text_parts(targets))
 
+    @property
+    def hashes(self) -> dict[str, str]:
+        """``content_hash``, and ``features_hash`` where there are features: equal ones train the same models."""
+        of_features = {} if self.features is None else {"features_hash": self.features.hash}
+        return {"content_hash": self.content_hash, **of_features}
+
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The items' raw ids and indices."""
