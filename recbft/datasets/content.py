@@ -45,7 +45,7 @@ from safetensors.numpy import load_file, save
 from scipy import sparse
 
 from recbft.config.fields import check_range, from_dict, to_dict
-from recbft.datasets.columns import as_table, flat
+from recbft.datasets.columns import flat
 from recbft.datasets.features import ItemFeatures, Kind, vectors
 from recbft.errors import UserError
 from recbft.system.files import read_json, write_atomic, write_json
@@ -169,26 +169,15 @@ class ItemContent:
             _unit_rows(values), np.asarray(values.any(axis=1)), blocks, {k: n for k, n in ignored.items() if n}
         )
 
-    def read(self, given: Any, *, item: str | None = None, source: str = "items") -> ItemFeatures:
+    def read(self, given: Any, *, item: str | None = None) -> ItemFeatures:
         """Features of items that may be new, with the columns and kinds of this transform.
 
         Args:
             given: a frame, a file or several, or features.
             item: the column with the item ids, if it is not ``item_id``.
         """
-        if isinstance(given, ItemFeatures):
-            return given
         kinds = {name: self._named(name) for name in self.blocks}
-        if isinstance(given, (str, Path, list, tuple)):
-            return ItemFeatures.read(given, item=item, kinds=kinds)
-        table = as_table(given, None, source)
-        present = {name: kind for name, kind in kinds.items() if name in table.column_names}
-        if not present:
-            raise UserError(
-                f"{source}: none of the columns {', '.join(kinds)}, from which items are known; the columns are "
-                f"{', '.join(table.column_names)}"
-            )
-        return ItemFeatures.from_frame(table, item=item, kinds=present, source=source)
+        return ItemFeatures.of(given, item=item, kinds=kinds, just=True)
 
     def _named(self, name: str) -> str:
         kind = self.blocks[name].kind

@@ -208,7 +208,10 @@ class Dataset:
         return replace(self, item_ids=ids, features=known, preparation=preparation)
 
     def save(self, path: str | Path) -> None:
-        """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads."""
+        """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads.
+
+        It holds the events alone: features stay in their own file.
+        """
         path = Path(path)
         if path.suffix.lower() not in (".parquet", ".pq"):
             raise UserError(f"{path}: the canonical file is Parquet; let its name end in .parquet")
@@ -216,7 +219,8 @@ class Dataset:
         table = {"user_id": pa.array(users), "item_id": pa.array(self.item_ids[self.items - 1])}
         if self.times is not None:
             table[USUAL_TIME] = pa.array(self.times)
-        record: dict[str, Any] = {"name": self.name, "preparation": self.preparation}
+        of_events = {key: value for key, value in self.preparation.items() if key != "features"}
+        record: dict[str, Any] = {"name": self.name, "preparation": of_events}
         record |= {"has_times": self.times is not None, "events": self.num_events}
         write_parquet(path, pa.table(table).replace_schema_metadata({METADATA_KEY: json.dumps(record)}))
 

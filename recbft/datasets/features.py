@@ -86,6 +86,7 @@ class ItemFeatures:
         kinds: Mapping[str, str] | None = None,
         source: str = "items",
         vectors: Mapping[str, NDArray[Any]] | None = None,
+        just: bool = False,
     ) -> ItemFeatures:
         """Features of a table with one row per item.
 
@@ -94,6 +95,7 @@ class ItemFeatures:
             item: the column with raw ids, if it is not ``item_id`` and ``kinds`` does not mark it.
             kinds: column -> a kind, ``set:SEPARATOR``, ``id`` or ``skip``; of other columns the kind is guessed.
             vectors: further columns, (rows, width) each.
+            just: take the columns of ``kinds`` alone, as far as they are there.
 
         Raises:
             UserError: a column or kind is unknown; an id is blank or stands twice; a value does not fit its kind.
@@ -103,8 +105,7 @@ class ItemFeatures:
         <ItemFeatures of 2 items: genre (set), year (number)>
         """
         table = as_table(frame, None, source)
-        named = {str(column): str(kind) for column, kind in (kinds or {}).items()}
-        _check_named(named, [*table.column_names, *(vectors or {})], source)
+        named = _named(kinds, [*table.column_names, *(vectors or {})], source, just)
         id_column = _id_column(named, item, table.column_names, source)
         check_columns(table.column_names, [id_column], source)
         ids = _distinct_ids(flat(table, id_column), id_column, source)
@@ -112,7 +113,7 @@ class ItemFeatures:
         found: dict[str, Any] = {}
         separators = {}
         for name in table.column_names:
-            if name in ("", id_column) or named.get(name) == "skip":
+            if name in ("", id_column) or named.get(name, "skip" if just else "") == "skip":
                 continue
             check_columns(table.column_names, [name], source)
             is_dictionary = pa.types.is_dictionary(table.column(name).type)
@@ -122,7 +123,7 @@ class ItemFeatures:
                 separators[name] = separator = separator or _likely_separator(values)
             columns[name], found[name] = _CANONICAL[kind](values, name, source, separator), kind
         for name, rows in (vectors or {}).items():
-            if named.get(name) != "skip":
+            if named.get(name, "skip" if just else "") != "skip":
                 columns[name], found[name] = _vectors_of(rows, len(ids), name, source), "vector"
         if not columns:
             raise UserError(
@@ -138,6 +139,7 @@ class ItemFeatures:
         item: str | None = None,
         kinds: Mapping[str, str] | None = None,
         data_root: str | Path | None = None,
+        just: bool = False,
     ) -> ItemFeatures:
         """Features of a file of any format that events have, or of a RecBole ``.item`` file.
 
@@ -159,15 +161,20 @@ class ItemFeatures:
             raise UserError(f"{path}: no such file; check the path")
         typed = {name: _TYPED_HEADER.get(kind, "category") for name, kind in column_types(path).items()}
         names = [name for name in column_names(path) if name]
-        named = dict(kinds or {})
-        _check_named(named, [*names, *(other.stem for other in paths if other != path)], str(path))
+        named = _named(kinds, [*names, *(other.stem for other in paths if other != path)], str(path), just)
         id_column = _id_column(named, item, names, str(path))
-        kept = [name for name in dict.fromkeys(names) if named.get(name) != "skip" and name != id_column]
+        others = {other.stem: other for other in paths if other != path}
+        skipped = {
+            id_column, *(name for name in (*names, *others) if named.get(name, "skip" if just else "") == "skip")
+        }  # fmt: skip
+        kept = [name for name in dict.fromkeys(names) if name not in skipped]
+        known = {**({} if just else typed), **named}
         made = cls.from_frame(
             read_table(path, [id_column, *kept]),
-            kinds={**typed, **named, id_column: "id"},
+            kinds={name: kind for name, kind in known.items() if name not in skipped} | {id_column: "id"},
             source=str(path),
-            vectors={other.stem: _read_npy(other) for other in paths if other != path},
+            vectors={name: _read_npy(other) for name, other in others.items() if name not in skipped},
+            just=just,
         )
         return replace(made, files=tuple(str(file) for file in given), named=named)
 
@@ -284,7 +291,11 @@ def kinds_in(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _check_named(named: Mapping[str, str], columns: Sequence[str], source: str) -> None:
+def _named(kinds: Mapping[str, str] | None, columns: Sequence[str], source: str, just: bool) -> dict[str, str]:
+    """The kinds that are asked for, checked."""
+    named = {str(column): str(kind) for column, kind in (kinds or {}).items() if column in columns or not just}
+    if just and not named:
+        raise UserError(f"{source}: none of the columns {', '.join(kinds or ())}; columns are {', '.join(columns)}")
     for column, kind in named.items():
         if column not in columns:
             raise UserError(f"{source}: no column {column!r}; {did_you_mean(column, columns, listed_as='columns')}")
@@ -292,6 +303,7 @@ def _check_named(named: Mapping[str, str], columns: Sequence[str], source: str) 
         if word not in (*KINDS, "id", "skip") or (colon and (word != "set" or not separator)):
             wanted = f"{', '.join(KINDS)}, set:SEPARATOR, id (the item ids) or skip"
             raise UserError(f"{source}: the kind of column {column!r} is {kind!r}; choose one of {wanted}")
+    return named
 
 
 def _id_column(named: Mapping[str, str], item: str | None, columns: Sequence[str], source: str) -> str:
@@ -381,7 +393,7 @@ def _guess_text(column: Any) -> str:
 
 def _likely_separator(column: Any) -> str:
     """Of a column of text that is said to hold sets."""
-    return next((mark for mark in "|;," if pc.any(pc.match_substring(column, mark)).as_py()), " ")
+    return next((mark for mark in "|;," if pc.any(pc.match_substring(column, mark)).as_py()), "|")
 
 
 # Canonical columns
