@@ -100,9 +100,9 @@ class ItemFeatures:
         Raises:
             UserError: a column or kind is unknown; an id is blank or stands twice; a value does not fit its kind.
 
-        >>> frame = pd.DataFrame({"item_id": [1, 2], "genre": ["Comedy|Drama", "Drama"], "year": [1995, 1996]})
+        >>> frame = pd.DataFrame({"item_id": [1, 2], "year": [1995, 1996], "genres": [["Comedy"], ["Drama", "War"]]})
         >>> ItemFeatures.from_frame(frame)
-        <ItemFeatures of 2 items: genre (set), year (number)>
+        <ItemFeatures of 2 items: year (number), genres (set)>
         """
         table = as_table(frame, None, source)
         named = _named(kinds, [*table.column_names, *(vectors or {})], source, just)
