@@ -62,6 +62,24 @@ DropLastEvents = Annotated[
     int | None, typer.Option("--drop-last-events", help="Leave out each user's last events, so many, after all else.")
 ]
 
+# What is known of items.
+Items = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--items",
+        metavar="FILE",
+        help="Item features: a table, or auto for the .item file beside the events; repeat for .npy files of its rows.",
+    ),
+]
+ItemKinds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--item-kind",
+        metavar="COLUMN=KIND",
+        help="category, set, set:SEPARATOR, number, words, vector, id or skip; guessed if left out. Repeat for more.",
+    ),
+]
+
 
 def of_other_data(context: typer.Context, dataset: str | None, **options: Any) -> dict[str, Any]:
     """How to read the data that ``-d`` names; the run knows how its own were read."""
@@ -74,7 +92,7 @@ def from_shell(**options: Any) -> dict[str, Any]:
     """The options that were given, those a shell can only pass as text taken apart."""
     from recbft.config.fields import Verbatim
 
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value not in (None, [])}
     given |= {name: Verbatim(given[name]) for name in ("user", "item", "time") if name in given}  # called "none" or so
     if "columns" in given:
         given["columns"] = [column.strip() for column in given["columns"].split(",")]

@@ -108,8 +108,8 @@ class Events:
         times, unit = (None, None) if time is None else read_times(flat(table, time), time, source)
         return cls(
             source=source,
-            user=_ids(flat(table, user), user, source),
-            item=_ids(flat(table, item), item, source),
+            user=read_ids(flat(table, user), user, source),
+            item=read_ids(flat(table, item), item, source),
             time=times,
             time_unit=unit,
             extra={name: flat(table, name) for name in extra},
@@ -125,7 +125,8 @@ def largest_exact(bits: int) -> int:
     return int(2 ** FLOAT_DIGITS.get(bits, 53)) - 1
 
 
-def _ids(column: Any, name: str, source: str) -> Any:
+def read_ids(column: Any, name: str, source: str) -> Any:
+    """An arrow column of ids as ``Events`` keep them."""
     kind = column.type
     refuse_first(is_blank(column), column, name, source, BLANK_ID)
     if is_text(kind):

@@ -5,6 +5,7 @@
     .parquet .pq        typed columns
     .csv .tsv [.gz]     named columns; for a file without a header give its column names, and any separator ("::")
     .json .jsonl .ndjson [.gz]     one object per line
+    .item [.gz]         as .inter, for features of items
     .txt [.gz]          "user item" on each line, or "user item1 item2 ..." with one line per user
 
 Text is UTF-8, with or without a byte order mark; a line ends in \\n or \\r\\n, outside JSON also in \\r. Ids of text
@@ -46,6 +47,7 @@ FORMATS = {
     ".jsonl": "json lines",
     ".ndjson": "json lines",
     ".txt": "text",
+    ".item": "inter",
 }
 SEPARATORS = {"csv": ",", "tsv": "\t", "inter": "\t"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -99,6 +101,17 @@ def column_names(path: str | Path, separator: str | None = None) -> list[str]:
         if kind != "text":
             return _header(path, _separator(kind, separator, path), kind)
     return []
+
+
+def column_types(path: Path) -> dict[str, str]:
+    """The types in the header of a RecBole atomic file, such as ``token_seq``; none in other files."""
+    with suppress(UserError), reading(path):
+        if path.is_file() and file_format(path) == "inter":
+            with open_bytes(path) as file:
+                line = re.split(rb"[\r\n]", file.readline(), maxsplit=1)[0].decode("utf-8-sig")
+            fields = (field.rpartition(":") for field in line.split(SEPARATORS["inter"]))
+            return {name: kind for name, _, kind in fields if name}
+    return {}
 
 
 def atomic_file(path: Path) -> Path:

@@ -35,6 +35,7 @@ from recbft.errors import UserError, did_you_mean
 METADATA_KEY = b"recbft"
 DATA_ROOT_VARIABLE = "RECBFT_DATA_ROOT"
 SYNTHETIC = "synthetic"
+AUTO = "auto"  # in place of a file of item features: the one beside the events
 RECBOLE = "recbole:"  # begins the path of a file inside an installed RecBole
 
 
@@ -138,6 +139,8 @@ def default_dataset(data_root: str | Path | None = None) -> tuple[str, str | Non
 class FoundEvents(NamedTuple):
     """Events as they were found, and what a data set of them is."""
 
+    path: Path
+    item: str  # the column of item ids
     events: Events
     name: str
     preparation: Preparation  # what is still to be done to them
@@ -178,7 +181,7 @@ def find_events(
     name = known.name if known is not None else path.name.partition(".")[0] if stored is None else stored["name"]
     as_saved = None if named else earlier
     check = partial(_warn_if_other, path, file, known) if known is not None and untouched else None
-    return FoundEvents(events, name, chosen.preparation, named, record, as_saved, check)
+    return FoundEvents(path, chosen.item, events, name, chosen.preparation, named, record, as_saved, check)
 
 
 def source_file_of(name_or_path: str | Path, data_root: str | Path | None) -> Path | None:
@@ -202,6 +205,16 @@ def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Pat
         path = found
     path = atomic_file(path)
     return path, CardFile(path=str(path)), None
+
+
+def atomic_items(events: Path) -> Path:
+    """The RecBole ``.item`` file beside an ``.inter`` file."""
+    name = events.name.partition(".inter")[0]
+    places = [events.with_name(f"{name}.item{end}") for end in ("", ".gz")] if ".inter" in events.name else []
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise UserError(f"items are 'auto', but there is no .item file beside {events}; name the file of item features")
+    return found
 
 
 def read_events(path: Path, how: CardFile) -> Events:

@@ -163,7 +163,7 @@ def protocol(
         "users": dataset.num_users,
         "items": dataset.num_items,
         "events": dataset.num_events,
-        "content_hash": dataset.content_hash,
+        **dataset.hashes,
         "target_hash": dataset.target_hash,
         "preparation": dict(dataset.preparation),
         "split": SPLIT,
