@@ -28,10 +28,11 @@ from recbft.models.sasrec import SASRecConfig, sasrec
 class ModelSpec:
     """How a model is configured and made.
 
-    ``build(config, core, training_counts, seed=..., mixing=..., moe=..., content=...)`` returns the module. ``core`` None leaves the
-    precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give equal weights to the
-    parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice. ``batches(config, items, start,
-    stop, num_items=..., samples=..., batch_size=..., seed=..., times=...)`` returns what the model is trained on.
+    ``build(config, core, training_counts, seed=..., mixing=..., moe=..., content=...)`` returns the module. ``core``
+    None leaves the precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give equal
+    weights to the parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice, ``content``
+    (V + 1, F) where items have features. ``batches(config, items, start, stop, num_items=..., samples=...,
+    batch_size=..., seed=..., times=...)`` returns what the model is trained on.
     """
 
     summary: str

@@ -33,7 +33,7 @@ from recbft.mixers.interface import Group, take_penalties
 from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
-from recbft.models.item_belief import ItemBelief, Items, check_items
+from recbft.models.item_belief import ItemBelief, ItemVector, check_items
 from recbft.models.losses import ItemLoss, Negatives, check_loss, seen_items
 from recbft.models.precision_channel import CoreConfig, ItemPrecision
 
@@ -61,9 +61,10 @@ class BackboneConfig:
     num_negatives: int | None = None  # None means 512 for sampled_softmax, 1 for bce, 256 for gbce
     negatives: Negatives | None = None  # of sampled_softmax; None means uniform
     gbce_t: float | None = None  # calibration of gbce in [0, 1]; None means 0.75
-    items: Items | None = None  # what an item is known by; None means belief with item features, id without
+    item_vector: ItemVector | None = None  # what it is made of; None means belief with item features, id without
     content_events: int = 5  # latest events whose content is compared with that of candidates; 0 compares none
     content_neighbours: int = 50  # of an event that are compared in training, the most similar ones
+    content_width: int = 256  # numbers in the vector of a column of features, at most
     content_mean: bool = True  # items have a vector from their content, to which events add
     thinned_items: float = 0.12  # share of the items that count as new in a training step
 
@@ -78,6 +79,7 @@ def check_backbone(config: BackboneConfig) -> None:
     check_range("norm_eps", config.norm_eps, above=0)
     check_range("content_events", config.content_events, at_least=0)
     check_range("content_neighbours", config.content_neighbours, at_least=1)
+    check_range("content_width", config.content_width, at_least=2)
     check_range("thinned_items", config.thinned_items, at_least=0, below=1)
     if config.positions != type(config).positions and not config.absolute_positions:
         raise UserError("positions has no effect without absolute_positions; leave it out")
@@ -95,7 +97,7 @@ class Backbone(TrainableModel):
 
     Args:
         training_counts: (V + 1,) counts of each item in training, index 0 padding.
-        content: (V + 1, F) vectors of what is known of each item, for ``config.items``.
+        content: (V + 1, F) vectors of what is known of each item, for ``config.item_vector``.
         embedding_scale: s of (6.1).
         seed: equal seeds give equal weights to the parameters that two arms share.
         read_out: from the last layer's mean to the state; a LayerNorm unless given.
@@ -216,7 +218,7 @@ class Backbone(TrainableModel):
         return loss if penalties is None else loss + penalties
 
     def _loss_of_beliefs(self, batch: Batch, learn: Tensor, wanted: Tensor, seen: Tensor | None) -> Tensor:
-        """The loss with item vectors by (6.12) and scores by (6.15), among the items that have training events."""
+        """The loss with item vectors by (6.13) and scores by (6.16), among the items that have training events."""
         items = self.item_belief
         assert items is not None
         counts = items.thinned_counts()
@@ -225,7 +227,7 @@ class Backbone(TrainableModel):
         known = items.has_events[1:]
         if not self.training or not known[wanted].all():  # validation may ask for an item without any
             table = self.item_table()
-            states = self._with_content(states, batch, learn)
+            states = self.with_content(states, batch, learn)
             bias = None if table.bias is None else table.bias[1:]
             return self.item_loss(states, table.weight[1:], bias, wanted, seen)
         number = known.cumsum(0) - 1  # (V,) of each item among those
@@ -242,7 +244,7 @@ class Backbone(TrainableModel):
 
     def states_of(self, belief: Belief, batch: Batch) -> UserStates:
         """The user states of beliefs about each history's last token that are computed already, (S, D)."""
-        state = self._with_content(belief.mean, batch, batch.last)
+        state = self.with_content(belief.mean, batch, batch.last)
         return UserStates(state, None if self.core is None else belief.precision.mean(dim=-1))
 
     def item_table(self) -> ItemTable:
@@ -256,13 +258,13 @@ class Backbone(TrainableModel):
         return ItemTable(weight, self.item_bias)
 
     def _vectors(self, counts: Tensor | None = None) -> Tensor:
-        """The vector of every token, by (6.12) or (6.13)."""
+        """The vector of every token, by (6.13) or (6.14)."""
         assert self.item_belief is not None
         own = self.item_embedding.weight
         return self.item_belief.vectors(own, self.item_belief.counts if counts is None else counts)
 
-    def _with_content(self, states: Tensor, batch: Batch, at: Tensor) -> Tensor:
-        """States, (N, D), beside (6.14) where content is compared."""
+    def with_content(self, states: Tensor, batch: Batch, at: Tensor) -> Tensor:
+        """States, (N, D), beside (6.15) where content is compared."""
         items = self.item_belief
         return states if items is None or not items.num_events else torch.cat([states, items.state(batch, at)], dim=1)
 

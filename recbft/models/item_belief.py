@@ -1,17 +1,17 @@
 """What is known of an item before and after its events: content as the prior, events as the evidence.
 
-    m_i = W x_i                                       the mean that content alone suggests                     (6.11)
-    e_i = m_i + c_i / (c_i + kappa) v_i               belief: the more events, the more of the item's own      (6.12)
-    e_i = m_i + v_i      m_i + s(A m_i + B v_i) v_i      m_i             additive, gate, content               (6.13)
-    g_t = sum_l rho^l x_(i_(t-l)),  l < content_events     content of what a history holds, the latest first   (6.14)
-    score(i) = h_t . e_i + w(c_i) g_t . x_i           w(c) = a + b r / (c + r)                                 (6.15)
+    m_i = W x_i                                       the mean that content alone suggests                     (6.12)
+    e_i = m_i + c_i / (c_i + kappa) v_i               belief: the more events, the more of the item's own      (6.13)
+    e_i = m_i + v_i      m_i + s(A m_i + B v_i) v_i      m_i             additive, gate, content               (6.14)
+    g_t = sum_l rho^l x_(i_(t-l)),  l < content_events     content of what a history holds, the latest first   (6.15)
+    score(i) = h_t . e_i + w(c_i) g_t . x_i           w(c) = a + b r / (c + r)                                 (6.16)
 
 c_i counts the training events of an item, x_i is the vector of its content, of length 1, and v_i what training makes of
-its number; kappa, rho, a, b and r are learned. (6.12) is a Kalman update of the prior mean: kappa is how many events
-the prior is worth. (6.14) and (6.15) krige over content: an item resembles what the history holds as far as x says,
+its number; kappa, rho, a, b and r are learned. (6.13) is a Kalman update of the prior mean: kappa is how many events
+the prior is worth. (6.15) and (6.16) krige over content: an item resembles what the history holds as far as x says,
 with nothing to forget, and the weight of that falls as events come in. Other arms than belief have b = 0.
 
-In training some items of a step count as if they had no event, so that content alone is met as a target, and (6.15)
+In training some items of a step count as if they had no event, so that content alone is met as a target, and (6.16)
 takes the ``content_neighbours`` items that are most similar to each event, the rest adding little. Items without a
 training event stand in no denominator: never being a target, they would only learn to be unlike everything.
 
@@ -35,7 +35,7 @@ from recbft.mixers.interface import Group, TrainedPart
 if TYPE_CHECKING:
     from recbft.models.backbone import BackboneConfig
 
-Items = Literal["id", "additive", "gate", "content", "belief"]
+ItemVector = Literal["id", "additive", "gate", "content", "belief"]
 
 KAPPA_START = 1.0
 DECAY_START = 0.6
@@ -46,10 +46,10 @@ SIMILARITIES_AT_ONCE = 4_000_000
 
 
 class ItemBelief(TrainedPart):
-    """The vectors of all items, (6.12) or (6.13), and their content's part of the score, (6.15).
+    """The vectors of all items, (6.13) or (6.14), and their content's part of the score, (6.16).
 
     Args:
-        config: ``items`` names the arm.
+        config: ``item_vector`` names the arm.
         counts: (V + 1,) training events of each item, index 0 padding.
         content: (V + 1, F) vectors of length 1, or 0 where nothing is known; row 0 is 0.
     """
@@ -64,7 +64,7 @@ class ItemBelief(TrainedPart):
         super().__init__()
         assert content.shape[0] == counts.numel(), "content has a row per item and one for padding"
         D, width = config.hidden_size, content.shape[1]
-        self.arm: Items = config.items or "belief"
+        self.arm: ItemVector = config.item_vector or "belief"
         self.thinned = config.thinned_items
         self.num_neighbours, self.num_events = config.content_neighbours, config.content_events
         dtype = torch.get_default_dtype()
@@ -83,7 +83,7 @@ class ItemBelief(TrainedPart):
 
     @property
     def width(self) -> int:
-        """How much wider (6.15) makes states and items: F, or 0 without content in the score."""
+        """How much wider (6.16) makes states and items: F, or 0 without content in the score."""
         return self.content.shape[1] if self.num_events else 0
 
     @property
@@ -104,10 +104,10 @@ class ItemBelief(TrainedPart):
         if self.arm == "id":
             return own
         of_items = own[:V1]
-        if self.kappa_logit is not None:  # (6.12)
+        if self.kappa_logit is not None:  # (6.13)
             of_items = (counts / (counts + (CAUTION * self.kappa_logit).exp()))[:, None] * of_items
         if self.arm == "content":
-            of_items = torch.zeros_like(of_items)
+            of_items = 0 * of_items
         if self.prior is not None:
             mean = self.prior(self.content)
             if self.gate is not None:
@@ -116,7 +116,7 @@ class ItemBelief(TrainedPart):
         return of_items if len(own) == V1 else torch.cat([of_items, own[V1:]])
 
     def weights(self, counts: Tensor) -> Tensor:
-        """w(c) of (6.15)."""
+        """w(c) of (6.16)."""
         assert self.base_weight is not None
         weight = CAUTION * self.base_weight
         if self.rare_weight is not None and self.events_logit is not None:
@@ -125,12 +125,12 @@ class ItemBelief(TrainedPart):
         return weight.expand_as(counts)
 
     def state(self, batch: Batch, at: Tensor) -> Tensor:
-        """g of (6.14), (N, F), at tokens counted through the rows, (N,)."""
+        """g of (6.15), (N, F), at tokens counted through the rows, (N,)."""
         items, decay = self._latest(batch, at)
         return torch.einsum("nl,nlf->nf", decay, self.content[items])
 
     def pairs(self, batch: Batch, at: Tensor, counts: Tensor) -> Pairs:
-        """The content's part of the scores of (6.15) for the neighbours of each position's events.
+        """The content's part of the scores of (6.16) for the neighbours of each position's events.
 
         Items are numbered among those that have training events.
         """
@@ -185,8 +185,8 @@ class ItemBelief(TrainedPart):
 
 def check_items(config: BackboneConfig, content: Tensor | None) -> None:
     """Refuse arms that need features where there are none."""
-    if content is None and config.items not in (None, "id"):
+    if content is None and config.item_vector not in (None, "id"):
         raise UserError(
-            f"items is {config.items!r}, but the data has no item features; give them (data.items, or --items in a "
-            "shell), or leave items out"
+            f"item_vector is {config.item_vector!r}, but the data has no item features; give them (data.items, or "
+            "--items in a shell), or leave item_vector out"
         )

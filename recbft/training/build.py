@@ -31,6 +31,7 @@ from recbft.config.fields import to_dict
 from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.batches import EpochBatches
 from recbft.datasets.config import DataConfig
+from recbft.datasets.content import ContentConfig, ItemContent
 from recbft.datasets.events import TICKS_PER_SECOND, guessed_unit
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -108,10 +109,21 @@ def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU)
         device: where it will be trained, of whose random numbers those of the run begin here.
     """
     counts = torch.from_numpy(np.asarray(dataset.training_counts))
-    model = config.build(counts)
+    transform, content = item_content(config, dataset), None
+    if transform is not None and dataset.features is not None:
+        content = torch.from_numpy(transform.matrix(dataset.features).values)
+    model = config.build(counts, content)
     # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.
     seed_everything(config.seed, device)
     return model
+
+
+def item_content(config: RunConfig, dataset: Dataset) -> ItemContent | None:
+    """The transform of item features that a model reads, fitted on training; None where it reads none."""
+    if dataset.features is None or not MODELS[config.model].trainable or config.backbone.item_vector == "id":
+        return None
+    how = ContentConfig(width=config.backbone.content_width)
+    return ItemContent.fit(dataset.features, dataset.training_counts, how)
 
 
 def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None:

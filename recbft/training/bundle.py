@@ -33,6 +33,7 @@ from recbft.system.torch_state import set_aside
 from recbft.training.process_settings import OwnRandomNumbers
 from recbft.training.run_config import RunConfig, run_config_of
 
+CONTENT = "item_belief.content"  # among the weights: what is known of each item
 VOCABULARY_FILE = "vocabulary.parquet"
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
 
@@ -67,7 +68,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
     check_checkpoint(run, state)
     weights = checkpoint.load_best(run.checkpoint)
     with set_aside(), OwnRandomNumbers(parameters=False):
-        model = config.build(counts)
+        model = config.build(counts, weights.get(CONTENT))
     try:
         model.load_state_dict(weights)
     except RuntimeError:

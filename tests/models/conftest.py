@@ -21,14 +21,23 @@ def counts_of(num_items=V):
     return torch.tensor([0, *range(num_items)])  # the first item is never seen in training
 
 
-def build(arm="bft", model="sasrec", *, seed=0, counts=None, core=None, mixer=None, mixing=None, **backbone):
-    """A model with dropout 0 unless asked for; settings of experts are known by their names."""
+def build(
+    arm="bft", model="sasrec", *, seed=0, counts=None, core=None, mixer=None, mixing=None, content=None, **backbone
+):
+    """A model with dropout 0 unless asked for; settings of experts are known by their names.
+
+    ``content`` is the vectors of items, or how wide they are to be.
+    """
     spec = MODELS[model]
     settings = {"hidden_size": D, "max_length": T, "dropout": 0.0, **spec.arms[arm], **backbone}
     moe = FuzzyMoEConfig(**{key: settings.pop(key) for key in field_types(FuzzyMoEConfig) if key in settings})
     chosen = CoreConfig(**{**spec.core, **(core or {})}) if arm in spec.precision_arms else None
     counts = counts_of() if counts is None else counts
-    return spec.make(spec.config(**settings), chosen, counts, seed=seed, mixer=mixer, mixing=mixing, moe=moe)
+    if isinstance(content, int):
+        content = torch.randn(len(counts), content, generator=torch.Generator().manual_seed(7))
+        content = content / content.norm(dim=1, keepdim=True) * (torch.arange(len(counts)) > 0)[:, None]
+    made = {"seed": seed, "mixer": mixer, "mixing": mixing, "moe": moe, "content": content}
+    return spec.make(spec.config(**settings), chosen, counts, **made)
 
 
 def shaken(model, seed=0):
@@ -90,7 +99,9 @@ def beliefs(model, histories, *, training=False, remember=False, append=True):
     batch = packed(histories, model if append else None)
     with torch.no_grad():
         belief = model.encode(batch)
-        scores = belief.mean @ model.item_table().weight[1:].T
+        every = torch.arange(batch.items.numel())
+        states = model.with_content(belief.mean.flatten(0, 1), batch, every).view(*batch.items.shape, -1)
+        scores = states @ model.item_table().weight[1:].T
     found = []
     for number in range(len(histories)):
         own = batch.segment == number
