@@ -115,6 +115,7 @@ class Backbone(TrainableModel):
         "item_embedding.weight",
         "item_bias",
         *(f"item_precision.{name}" for name in ("base", "credibility", "table")),
+        *(f"item_belief.{name}" for name in ("content", "counts")),
     )
 
     def __init__(
@@ -255,7 +256,7 @@ class Backbone(TrainableModel):
         weight = self._vectors()[: self.num_items + 1]
         if items.num_events:
             weight = torch.cat([weight, items.weights(items.counts)[:, None] * items.content], dim=1)
-        return ItemTable(weight, self.item_bias)
+        return ItemTable(weight, items.bias(self.item_bias))
 
     def _vectors(self, counts: Tensor | None = None) -> Tensor:
         """The vector of every token, by (6.13) or (6.14)."""

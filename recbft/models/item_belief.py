@@ -59,6 +59,7 @@ class ItemBelief(TrainedPart):
     )
     content: Tensor
     counts: Tensor
+    new_item_bias: Tensor  # added to the scores of items without events: (6.17)
 
     def __init__(self, config: BackboneConfig, counts: Tensor, content: Tensor) -> None:
         super().__init__()
@@ -70,6 +71,7 @@ class ItemBelief(TrainedPart):
         dtype = torch.get_default_dtype()
         self.register_buffer("content", content.to(dtype))
         self.register_buffer("counts", counts.to(dtype))
+        self.register_buffer("new_item_bias", torch.zeros((), dtype=dtype))
         self.prior = nn.Linear(width, D, bias=False) if config.content_mean or self.arm == "content" else None
         self.gate = nn.Linear(2 * D, D) if self.arm == "gate" else None
         number = lambda value: nn.Parameter(torch.tensor(value / CAUTION))  # noqa: E731
@@ -123,6 +125,13 @@ class ItemBelief(TrainedPart):
             r = (CAUTION * self.events_logit).exp()
             return weight + CAUTION * self.rare_weight * r / (counts + r)
         return weight.expand_as(counts)
+
+    def bias(self, own: Tensor | None) -> Tensor | None:
+        """Item biases, (V + 1,), with that of items without events; None where all are 0."""
+        if self.has_events[1:].all():
+            return own
+        bias = self.new_item_bias * ~self.has_events
+        return bias if own is None else own + bias
 
     def state(self, batch: Batch, at: Tensor) -> Tensor:
         """g of (6.15), (N, F), at tokens counted through the rows, (N,)."""

@@ -31,7 +31,6 @@ from recbft.config.fields import to_dict
 from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.batches import EpochBatches
 from recbft.datasets.config import DataConfig
-from recbft.datasets.content import ContentConfig, ItemContent
 from recbft.datasets.events import TICKS_PER_SECOND, guessed_unit
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -42,7 +41,7 @@ from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState, best_digest, vocabulary_hash
 from recbft.runs.folder import RunFolder
 from recbft.system.torch_state import set_aside
-from recbft.training.bundle import differences, load_trained
+from recbft.training.bundle import differences, item_content, load_trained
 from recbft.training.controllers import Controllers, make_controllers
 from recbft.training.graphs import GraphedSteps
 from recbft.training.optimiser import make_optimizer
@@ -116,14 +115,6 @@ def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU)
     # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.
     seed_everything(config.seed, device)
     return model
-
-
-def item_content(config: RunConfig, dataset: Dataset) -> ItemContent | None:
-    """The transform of item features that a model reads, fitted on training; None where it reads none."""
-    if dataset.features is None or not MODELS[config.model].trainable or config.backbone.item_vector == "id":
-        return None
-    how = ContentConfig(width=config.backbone.content_width)
-    return ItemContent.fit(dataset.features, dataset.training_counts, how)
 
 
 def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None:

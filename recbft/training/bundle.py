@@ -21,10 +21,12 @@ from torch import nn
 from recbft.config.fields import by_setting, to_dict
 from recbft.config.yaml_text import read_yaml
 from recbft.datasets import Dataset
+from recbft.datasets.content import ContentConfig, ItemContent
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.metrics import config_hash
 from recbft.mixers import MIXERS
+from recbft.models import MODELS
 from recbft.runs import checkpoint
 from recbft.runs.checkpoint import TrainState, vocabulary_hash
 from recbft.runs.folder import RunFolder
@@ -38,8 +40,10 @@ VOCABULARY_FILE = "vocabulary.parquet"
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
 
 
-def write_vocabulary(folder: Path, dataset: Dataset) -> None:
-    """Write the vocabulary and training counts, unless they stand there already, whole."""
+def write_vocabulary(folder: Path, dataset: Dataset, content: ItemContent | None = None) -> None:
+    """Write the vocabulary and training counts, unless they stand there already, whole; and how features are read."""
+    if content is not None:
+        content.save(folder)
     path = folder / VOCABULARY_FILE
     try:
         ids, _ = _read_vocabulary(path)
@@ -48,6 +52,14 @@ def write_vocabulary(folder: Path, dataset: Dataset) -> None:
         is_whole = False
     if not is_whole:
         write_parquet(path, pd.DataFrame({"item_id": dataset.item_ids, "training_count": dataset.training_counts[1:]}))
+
+
+def item_content(config: RunConfig, dataset: Dataset) -> ItemContent | None:
+    """The transform of item features that a model reads, fitted on training; None where it reads none."""
+    if dataset.features is None or not MODELS[config.model].trainable or config.backbone.item_vector == "id":
+        return None
+    how = ContentConfig(width=config.backbone.content_width)
+    return ItemContent.fit(dataset.features, dataset.training_counts, how)
 
 
 def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn.Module]:

@@ -13,15 +13,17 @@ from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.metrics import begun_from
+from recbft.evaluation.new_items import fit_new_item_bias
 from recbft.evaluation.probability import calibrations
 from recbft.evaluation.views import Part
+from recbft.models.backbone import Backbone
 from recbft.models.contract import TrainableModel
 from recbft.runs import checkpoint
 from recbft.runs.checkpoint import Loaded, TrainState
 from recbft.runs.folder import RunFolder
 from recbft.system.torchrun import Process
 from recbft.training.build import Parts
-from recbft.training.bundle import write_vocabulary
+from recbft.training.bundle import item_content, write_vocabulary
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
 from recbft.training.loop import Row, fit, moment_of
 from recbft.training.process_settings import rng_state, set_rng_state
@@ -64,7 +66,7 @@ class Session:
             def take() -> Loaded | None:
                 held.enter_context(self.run.locked())
                 self.run.remove_leftovers()
-                write_vocabulary(self.run.checkpoint, self.dataset)
+                write_vocabulary(self.run.checkpoint, self.dataset, item_content(self.config, self.dataset))
                 if not self.run.has_checkpoint:
                     return None
                 loaded = checkpoint.load(self.run.checkpoint)
@@ -154,6 +156,8 @@ class Session:
     def validate(self) -> dict[str, float]:
         """The validation metrics of the weights that controllers want judged, the model's own without them."""
         with self.controllers.evaluation_weights(self.model):
+            if isinstance(self.model, Backbone) and (items := self.model.item_belief) is not None:
+                items.new_item_bias += fit_new_item_bias(self.model, self.dataset)
             metrics = self._evaluate("validation").headline
             if self.controllers.needs_validation_loss:
                 loss = validation_cross_entropy(self.model, self.dataset)  # type: ignore[arg-type]

@@ -1,0 +1,61 @@
+"""How high items without a training event stand beside the others: one number, fitted on validation.
+
+    score(i) + delta  for items without events,  sum_u P_u(new; delta) / U = (n + 1/2) / (U + 1)         (6.17)
+
+P_u(new) is what the softmax of user u's scores gives to all items without events, n of the U validation targets are
+such. Up to the halves, which keep delta finite, that is the delta of the largest likelihood: a model never met these
+items as targets, so its scores do not say how often they are some.
+
+Shapes: S users, V items, D state width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recbft.datasets.dataset import Dataset
+from recbft.evaluation.score_blocks import align, score_block, user_blocks
+from recbft.evaluation.views import evaluation_mode, some_users, states_of_view, view_of
+from recbft.models.contract import SequenceModel
+
+SCORES, AT_LEAST = 10_000_000, 500  # of users by items that the share is taken over
+LARGEST = 50.0  # of delta, either way
+
+
+def fit_new_item_bias(model: SequenceModel, dataset: Dataset, *, memory_mb: float = 256.0) -> float:
+    """delta of (6.17), on top of what the model adds to the scores of new items already.
+
+    Returns:
+        0 where every item has a training event, or none has.
+    """
+    new = torch.from_numpy(dataset.training_counts[1:] == 0)
+    if not new.any() or new.all():
+        return 0.0
+    view = view_of(dataset, "validation")
+    count = int(new[torch.from_numpy(view.target - 1)].sum())
+    share = (count + 0.5) / (len(view.target) + 1)
+    some = view.rows(some_users(len(view.target), dataset.num_items, scores=SCORES, at_least=AT_LEAST))
+    with torch.inference_mode(), evaluation_mode(model):
+        table = model.item_table()
+        states, _ = states_of_view(model, dataset, some, table.weight.device)
+        states, candidates = align(states, table)
+        num_items, new = len(candidates.weight), new.to(states.device)
+        rows, _, chunks = user_blocks(states, num_items, memory_mb)
+        room = states.new_empty(rows * num_items)
+        found = []
+        for users in chunks:
+            scores = score_block(states[users], candidates, slice(0, num_items), room).double()
+            found.append(scores[:, new].logsumexp(dim=1) - scores[:, ~new].logsumexp(dim=1))
+    return _solved(torch.cat(found).cpu().numpy(), share)
+
+
+def _solved(log_odds: NDArray[np.float64], share: float) -> float:
+    """delta with the mean of s(log_odds + delta) equal to ``share``, by halving."""
+    low, high = -LARGEST, LARGEST
+    for _ in range(60):
+        middle = (low + high) / 2
+        mean = float((1 / (1 + np.exp(-(log_odds + middle)))).mean())
+        low, high = (middle, high) if mean < share else (low, middle)
+    return (low + high) / 2
