@@ -12,6 +12,7 @@ Shapes: B rows, T tokens, D model width, V items, S histories, N training positi
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ class Backbone(TrainableModel):
         "item_embedding.weight",
         "item_bias",
         *(f"item_precision.{name}" for name in ("base", "credibility", "table")),
-        *(f"item_belief.{name}" for name in ("content", "counts")),
+        *(f"item_belief.{name}" for name in ("content", "counts", "new_item_bias")),
     )
 
     def __init__(
@@ -268,6 +269,36 @@ class Backbone(TrainableModel):
         """States, (N, D), beside (6.15) where content is compared."""
         items = self.item_belief
         return states if items is None or not items.num_events else torch.cat([states, items.state(batch, at)], dim=1)
+
+    def with_items(self, content: Tensor, counts: Tensor) -> Backbone:
+        """A copy that knows N more items, V + 1 to V + N, by their content alone.
+
+        Their own vectors are 0, and their precision is that of known items with as many events or the next fewer.
+
+        Args:
+            content: (N, F), as that of the others.
+            counts: (N,) events of each so far, of which the model has learned nothing.
+        """
+        grown, items = copy.deepcopy(self), self.item_belief
+        assert items is not None, "the model reads no item features"
+        known = items.counts[1:].sort()
+        fewer = torch.searchsorted(known.values, counts.to(known.values), right=True) - 1
+        fresh = {
+            "item_belief.content": content,
+            "item_belief.new_item_bias": items.new_item_delta() * items.prior_share(counts),
+        }
+        if self.item_precision is not None:
+            fresh["item_precision.base"] = self.item_precision.base[1 + known.indices[fewer.clamp(min=0)]]
+        V1, learned = self.num_items + 1, dict(self.named_parameters())
+        for name, old in (learned | dict(self.named_buffers())).items():
+            if name in self.per_item:
+                new = fresh.get(name, old.new_zeros(len(counts), *old.shape[1:]))
+                rows = torch.cat([old.detach()[:V1], new.detach().to(old), old.detach()[V1:]])
+                path, _, last = name.rpartition(".")
+                setattr(grown.get_submodule(path), last, nn.Parameter(rows) if name in learned else rows)
+        grown.num_items += len(counts)
+        grown.append = None if self.append is None else self.append + len(counts)
+        return grown.eval()
 
     def set_ramp(self, ramp: float) -> None:
         """Set the warm-up w in [0, 1], before an optimiser step; it is not written where it is known to be that."""

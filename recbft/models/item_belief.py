@@ -59,7 +59,7 @@ class ItemBelief(TrainedPart):
     )
     content: Tensor
     counts: Tensor
-    new_item_bias: Tensor  # added to the scores of items without events: (6.17)
+    new_item_bias: Tensor  # (V + 1,) added to the scores of items without events: (6.17)
 
     def __init__(self, config: BackboneConfig, counts: Tensor, content: Tensor) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ItemBelief(TrainedPart):
         dtype = torch.get_default_dtype()
         self.register_buffer("content", content.to(dtype))
         self.register_buffer("counts", counts.to(dtype))
-        self.register_buffer("new_item_bias", torch.zeros((), dtype=dtype))
+        self.register_buffer("new_item_bias", torch.zeros(len(content), dtype=dtype))
         self.prior = nn.Linear(width, D, bias=False) if config.content_mean or self.arm == "content" else None
         self.gate = nn.Linear(2 * D, D) if self.arm == "gate" else None
         number = lambda value: nn.Parameter(torch.tensor(value / CAUTION))  # noqa: E731
@@ -126,12 +126,27 @@ class ItemBelief(TrainedPart):
             return weight + CAUTION * self.rare_weight * r / (counts + r)
         return weight.expand_as(counts)
 
+    def raise_new_items(self, by: float) -> None:
+        """Add to the scores of all items without a training event."""
+        self.new_item_bias[1:] += by * ~self.has_events[1:]
+
+    def new_item_delta(self) -> Tensor:
+        """delta of (6.17); 0 where no item of the catalogue was without events."""
+        fitted = self.new_item_bias[1:][~self.has_events[1:]]
+        return fitted[0] if len(fitted) else self.new_item_bias[0]
+
     def bias(self, own: Tensor | None) -> Tensor | None:
         """Item biases, (V + 1,), with that of items without events; None where all are 0."""
         if self.has_events[1:].all():
             return own
-        bias = self.new_item_bias * ~self.has_events
-        return bias if own is None else own + bias
+        return self.new_item_bias if own is None else own + self.new_item_bias
+
+    def prior_share(self, counts: Tensor) -> Tensor:
+        """kappa / (c + kappa): what is left of the prior after so many events; without kappa all or nothing."""
+        if self.kappa_logit is None:
+            return (counts == 0).to(self.counts.dtype)
+        kappa = (CAUTION * self.kappa_logit).exp()
+        return kappa / (counts + kappa)
 
     def state(self, batch: Batch, at: Tensor) -> Tensor:
         """g of (6.15), (N, F), at tokens counted through the rows, (N,)."""

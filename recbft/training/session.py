@@ -157,7 +157,7 @@ class Session:
         """The validation metrics of the weights that controllers want judged, the model's own without them."""
         with self.controllers.evaluation_weights(self.model):
             if isinstance(self.model, Backbone) and (items := self.model.item_belief) is not None:
-                items.new_item_bias += fit_new_item_bias(self.model, self.dataset)
+                items.raise_new_items(fit_new_item_bias(self.model, self.dataset))
             metrics = self._evaluate("validation").headline
             if self.controllers.needs_validation_loss:
                 loss = validation_cross_entropy(self.model, self.dataset)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def model_of(dataset):
 def test_new_items_get_the_share_of_the_softmax_that_they_have_of_the_targets(new_targets):
     dataset = data(new_targets)
     model, view = model_of(dataset), view_of(dataset, "validation")
-    model.item_belief.new_item_bias += fit_new_item_bias(model, dataset)
+    model.item_belief.raise_new_items(fit_new_item_bias(model, dataset))
     with torch.inference_mode():
         table = model.item_table()
         states, _ = states_of_view(model, dataset, view, torch.device("cpu"))

@@ -144,3 +144,28 @@ def test_saved_with_its_content_and_neighbours_follow_it(lab):
 def test_an_arm_of_features_without_features_is_refused(lab):
     with pytest.raises(UserError, match="item_vector is 'gate', but the data has no item features"):
         lab.build("matched", item_vector="gate")
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+@pytest.mark.parametrize("arm", ["matched", "bft"])
+def test_items_that_come_later_are_as_if_they_had_been_there_without_events(lab, model, arm):
+    counts = torch.tensor([0, *range(1, lab.V - 1), 0, 0])
+    whole = lab.shaken(lab.build(arm, model, content=F_WIDTH, counts=counts)).eval()
+    with torch.no_grad():
+        whole.item_belief.raise_new_items(-1.5)
+    fewer = lab.build(arm, model, content=whole.item_belief.content[:-1].clone(), counts=counts[:-1]).double()
+    state = {}
+    for name, tensor in whole.state_dict().items():
+        keep = torch.arange(len(tensor)) != lab.V if name in whole.per_item else slice(None)
+        state[name] = tensor[keep] if tensor.dim() else tensor
+    fewer.load_state_dict(state)
+    grown = fewer.with_items(whole.item_belief.content[-1:], torch.zeros(1, dtype=torch.long))
+    with torch.inference_mode():
+        for histories in ([[1, lab.V, 2], [3]], [[lab.V]]):
+            batches = [lab.packed(histories, one) for one in (whole, grown)]
+            found = [one.user_states(batch) for one, batch in zip((whole, grown), batches, strict=True)]
+            torch.testing.assert_close(found[0].state, found[1].state)
+            tables = [one.item_table() for one in (whole, grown)]
+            torch.testing.assert_close(tables[0].weight[1:], tables[1].weight[1:])
+            torch.testing.assert_close(tables[0].bias[1:], tables[1].bias[1:])
+    assert fewer.num_items == lab.V - 1 and grown.num_items == lab.V
