@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.datasets.batches import Batch
@@ -160,11 +161,12 @@ class ItemBelief(TrainedPart):
         """
         near, similarity = self.neighbours()
         items, decay = self._latest(batch, at)
-        found = near[items]  # (N, L, K)
-        values = decay[..., None] * similarity[items] * self.weights(counts[self.has_events])[found]
-        keep = similarity[items] > 0
-        position = torch.arange(len(at), device=at.device)[:, None, None].expand_as(found)
-        return Pairs(torch.stack([position[keep], found[keep]]), values[keep])
+        position, event = (items > 0).nonzero(as_tuple=True)  # of A' pairs of a position and an event
+        of_event = items[position, event]
+        weighted = similarity * F.embedding(near, self.weights(counts[self.has_events])[:, None])[..., 0]  # (V + 1, K)
+        values = decay[position, event][:, None] * F.embedding(of_event, weighted)  # (A', K)
+        found = near.index_select(0, of_event)
+        return Pairs(torch.stack([position[:, None].expand_as(found).flatten(), found.flatten()]), values.flatten())
 
     def neighbours(self) -> tuple[Tensor, Tensor]:
         """Of each item the most similar ones that have training events: their numbers among these, and x . x, (V+1, K).
