@@ -37,9 +37,10 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from recbft.datasets.columns import SPREADSHEET_NUMBER, check_columns, flat, from_pandas, stands_for_nothing
-from recbft.datasets.events import USUAL_TIME, Events, time_columns, warn_if_rows_go_back
+from recbft.datasets.events import USUAL_TIME, Events
 from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, find_events
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
+from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError

@@ -27,9 +27,10 @@ import pyarrow.parquet as pq
 import yaml
 
 from recbft.datasets.columns import flat
-from recbft.datasets.events import USUAL_TIME, Events, time_columns, warn_if_rows_go_back
+from recbft.datasets.events import USUAL_TIME, Events
 from recbft.datasets.formats import FORMATS, atomic_file, column_names, read_table, reading
 from recbft.datasets.prepare import Preparation
+from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
 from recbft.errors import UserError, did_you_mean
 
 METADATA_KEY = b"recbft"

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from recbft.config.fields import is_whole
 from recbft.datasets.columns import as_floats, is_text, refuse_first, stands_for_nothing
-from recbft.datasets.events import Events, warn_if_newest_first
+from recbft.datasets.events import Events
+from recbft.datasets.row_order import warn_if_newest_first
 from recbft.errors import UserError
 
 MIN_HISTORY = 3  # one event each to train, validate and test

@@ -17,9 +17,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from recbft.datasets.columns import check_columns, flat, from_pandas
-from recbft.datasets.events import USUAL_TIME, check_unit, in_unit, read_times, time_columns, warn_if_out_of_order
+from recbft.datasets.events import USUAL_TIME, check_unit, in_unit, read_times
 from recbft.datasets.loading import CardFile, read_events
 from recbft.datasets.prepare import Preparation, satisfying
+from recbft.datasets.row_order import time_columns, warn_if_out_of_order
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import ColdStartError, UserError
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from recbft import Dataset
-from recbft.datasets.events import steps_back, time_columns
+from recbft.datasets.row_order import steps_back, time_columns
 from recbft.serving.histories import histories_from_file
 
 ROWS = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "time": [3, 2, 1, 1, 2, 3]})
