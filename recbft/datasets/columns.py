@@ -97,6 +97,19 @@ def stands_for_nothing(text: Any) -> Any:
     return pc.or_(pc.is_null(words), pc.is_in(words, value_set=_WORDS.cast(pa.large_string())))
 
 
+def whole_numbers_of(text: Any) -> Any:
+    """A column of text as int64 where every value is written as that number is; else as it is.
+
+    >>> whole_numbers_of(pa.array(["7", "-1"])).to_pylist(), whole_numbers_of(pa.array(["7", "007"])).to_pylist()
+    ([7, -1], ['7', '007'])
+    """
+    try:
+        numbers = text.cast(pa.int64())
+    except pa.ArrowInvalid:
+        return text
+    return numbers if pc.all(pc.equal(numbers.cast(text.type), text)).as_py() else text
+
+
 def as_floats(column: Any) -> NDArray[np.float64] | None:
     """A column of numbers as float64, NaN where blank; None where its type has no number, as dates."""
     try:

@@ -1,6 +1,7 @@
 """Events: who took which item, and when, with raw ids and in the order of the source.
 
-An id is an integer or a text and is kept exactly: the text ``007`` is not the integer 7. A time is a date or a whole
+An id is an integer or a text and is kept exactly: the text ``007`` is not the integer 7. In a text file a column whose
+ids are all written as whole numbers holds integers. A time is a date or a whole
 number >= 0, kept as int64: whole numbers written as floats (``1.0``, ``881250949.0``) are taken exactly, dates as ticks
 of the coarsest unit that loses nothing; anything else is refused.
 

@@ -7,7 +7,7 @@
     .json .jsonl .ndjson [.gz]     one object per line
     .txt [.gz]          "user item" on each line, or "user item1 item2 ..." with one line per user
 
-Text is UTF-8, with or without a byte order mark; a line ends in \\n or \\r\\n, outside JSON also in \\r. Ids of text
+Text is UTF-8, with or without a byte order mark; a line ends in \\n or \\r\\n, outside JSON also in \\r. Columns of text
 files are read as text and kept exactly; only plain text histories split at white space. Nothing loops over rows unless
 an error has to name one.
 """
@@ -47,6 +47,7 @@ FORMATS = {
     ".ndjson": "json lines",
     ".txt": "text",
 }
+TEXT_FORMATS = frozenset(("csv", "tsv", "inter", "text"))  # in which a number and its text are one
 SEPARATORS = {"csv": ",", "tsv": "\t", "inter": "\t"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"  # begins its files

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import yaml
 
-from recbft.datasets.columns import flat
+from recbft.datasets.columns import flat, whole_numbers_of
 from recbft.datasets.events import USUAL_TIME, Events
-from recbft.datasets.formats import FORMATS, atomic_file, column_names, read_table, reading
+from recbft.datasets.formats import FORMATS, TEXT_FORMATS, atomic_file, column_names, file_format, read_table, reading
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
 from recbft.errors import UserError, did_you_mean
@@ -206,7 +206,10 @@ def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Pat
 
 
 def read_events(path: Path, how: CardFile) -> Events:
-    """The events of a file in its order, with a warning where no time is named and a likely one contradicts it."""
+    """The events of a file in its order, with a warning where no time is named and a likely one contradicts it.
+
+    Ids of a text file are integers where the whole column is written as such.
+    """
     separator, columns, extra = how.separator, how.columns, how.preparation.columns()
     named = [how.user, how.item, *([how.time] if how.time is not None else []), *extra]
     table, likely = None, []
@@ -219,6 +222,10 @@ def read_events(path: Path, how: CardFile) -> Events:
     times = {} if table is None else {name: flat(table, name) for name in likely}
     if table is None:
         table = read_table(path, named, separator=separator, columns=columns)
+    if file_format(path, delimited=separator is not None or columns is not None) in TEXT_FORMATS:
+        for name in (how.user, how.item):
+            place = table.column_names.index(name)
+            table = table.set_column(place, name, whole_numbers_of(table.column(place)))
     events = Events.from_table(table, source=str(path), user=how.user, item=how.item, time=how.time, extra=extra)
     warn_if_rows_go_back(events, times, "file", stacklevel=2)
     return events

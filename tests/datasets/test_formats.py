@@ -271,3 +271,25 @@ def test_quotes_within_a_line_need_not_be_in_order(tmp_path):
     assert read_table(path, ["user_id", "item_id"]).num_rows == 3
     write(path, 'user_id,item_id,title\n1,2,"c"d\n1,3,x\n')
     assert read_table(path, ["user_id", "item_id"]).num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (["7", "-1", "0"], [7, -1, 0]),
+        (["7", "007", "1"], ["7", "007", "1"]),
+        (["7", "b", "1"], ["7", "b", "1"]),
+        (["7", "1.0", " 1"], ["7", "1.0", " 1"]),
+        ([str(2**63), "1", "2"], [str(2**63), "1", "2"]),
+    ],
+)
+def test_ids_of_a_text_file_are_whole_numbers_where_the_whole_column_is(tmp_path, written, read):
+    files = {
+        "a.csv": "user_id,item_id\n" + "".join(f'u,"{item}"\n' for item in written),
+        "a.inter": "user_id:token\titem_id:token\n" + "".join(f"u\t{item}\n" for item in written),
+    }
+    for name, content in files.items():
+        dataset = Dataset.load(write(tmp_path / name, content))
+        assert dataset.decode(dataset.items).tolist() == read and dataset.user_ids.tolist() == ["u"]
+        frame = pd.DataFrame({"user_id": "u", "item_id": read})
+        assert dataset.content_hash == Dataset.from_frame(frame).content_hash
