@@ -231,6 +231,10 @@ def _print_statistics(dataset: Dataset) -> None:
         ["events", f"{figures.num_events:,}"],
         ["history length", f"mean {figures.mean_length:.2f}  {lengths}"],
         ["density", f"{figures.density:.4%}"],
+        [
+            "first and last time",
+            "no times" if figures.first_time is None else f"{figures.first_time}  {figures.last_time}",
+        ],
         ["neighbours with equal times", _share(figures.tied_neighbours)],
         ["users whose last two are tied", _share(figures.tied_last_two)],
         ["test items unseen in training", _share(figures.unseen_targets)],

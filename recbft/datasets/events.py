@@ -1,9 +1,10 @@
 """Events: who took which item, and when, with raw ids and in the order of the source.
 
 An id is an integer or a text and is kept exactly: the text ``007`` is not the integer 7. In a text file a column whose
-ids are all written as whole numbers holds integers. A time is a date or a whole
-number >= 0, kept as int64: whole numbers written as floats (``1.0``, ``881250949.0``) are taken exactly, dates as ticks
-of the coarsest unit that loses nothing; anything else is refused.
+ids are all written as whole numbers holds integers. A time is a date or a number
+>= 0, kept as int64: whole numbers exactly, also written as floats (``881250949.0``), fractions of seconds and dates as
+ticks of the coarsest unit that loses nothing (at most nanoseconds); anything else is refused. Where numbers are dates
+of our time in more than one unit, each is taken in its own, with a warning.
 
 Dates in text are those of ISO 8601. The first value says what a column holds: where it is a date, all are; where it has
 an offset from UTC, all have one. Without an offset a date is taken as UTC.
@@ -43,14 +44,14 @@ LARGEST = np.iinfo(np.int64).max
 
 BLANK_ID = "but an id may not be blank; fill it in or drop the row"
 BLANK_TIME = "but a time may not be blank; fill it in, drop the row, or name no time column to use the row order"
-NO_TIME = (
-    "but a time must be a whole number from 0 to 2**63 (where seconds have a fraction, give whole milliseconds) or a "
-    "date since 1970, such as 2024-01-31 or 2024-01-31 12:30:00"
-)
+NO_TIME = "but a time must be a number from 0 to 2**63 or a date since 1970, such as 2024-01-31 or 2024-01-31 12:30:00"
 ALIKE = (
     "write all dates alike, such as 2024-01-31 or 2024-01-31 12:30:00, up to the year 2262, all with an offset from "
     "UTC (Z, +02:00) or all without"
 )
+UNITS = tuple(TICKS_PER_SECOND)  # each a thousand times finer than the one before
+OUR_TIME = (978_307_200, 4_102_444_800)  # the years 2001 to 2099, in seconds since 1970
+MOST_DIGITS = 18  # after the point of a number in a rare spelling
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
 _FIRST_DAY, _LAST_DAY = "1677-09-22", "2262-04-11"  # of what 64 bits of nanoseconds reach
@@ -142,7 +143,7 @@ def _whole_numbers(column: Any, name: str, source: str, not_whole: str) -> NDArr
 
 
 def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
-    """An arrow column of times as ``Events`` keep them, and their unit where they are dates."""
+    """An arrow column of times as ``Events`` keep them, and their unit where they are dates or have a fraction."""
     kind, unit = column.type, None
     refuse_first(is_blank(column), column, name, source, BLANK_TIME)
     if is_text(kind):
@@ -151,44 +152,158 @@ def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], 
             refuse_first(stands_for_nothing(text), column, name, source, BLANK_TIME)
             numbers, unit = _ticks(dates_in(text, name, source))
         else:
-            numbers = _whole_numbers_in(text, name, source)
+            numbers, unit = _numbers_in(text, name, source)
     elif pa.types.is_floating(kind):
-        numbers = _whole_numbers(column, name, source, NO_TIME)
+        numbers, unit = _numbers_of(column, name, source)
     elif pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         numbers, unit = _ticks(column)
-    elif pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
+    elif pa.types.is_decimal(kind):
+        numbers, unit = _numbers_in(column.cast(pa.large_string()), name, source)
+    elif pa.types.is_integer(kind) or pa.types.is_null(kind):
         try:
             numbers = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:  # as text the row at fault is found
-            numbers = _whole_numbers_in(column.cast(pa.large_string()), name, source)
+            numbers, unit = _numbers_in(column.cast(pa.large_string()), name, source)
     else:
-        raise UserError(f"{source}: column {name!r} has type {kind}, but times must be whole numbers or dates")
+        raise UserError(f"{source}: column {name!r} has type {kind}, but times must be numbers or dates")
     refuse_first(numbers < 0, column, name, source, NO_TIME)
+    if unit is None:
+        numbers = _in_one_unit(numbers, name, source)
     return np.array(numbers, dtype=np.int64), unit  # a copy: arrow's memory is read-only
 
 
-def _whole_numbers_in(text: Any, name: str, source: str) -> NDArray[np.int64]:
-    plain = pc.match_substring_regex(text, r"^\d{1,18}(\.0*)?$").to_numpy(zero_copy_only=False)
-    numbers = np.zeros(len(text), dtype=np.int64)
-    digits = pc.replace_substring_regex(text.filter(pa.array(plain)), r"\..*$", "")
-    numbers[plain] = digits.cast(pa.int64()).to_numpy(zero_copy_only=False)
-    if plain.all():
-        return numbers
+def _numbers_of(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
+    """Floats without blanks as ticks, and their unit where one has a fraction."""
+    held: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    exact = np.abs(held.astype(np.float64)) <= largest_exact(column.type.bit_width)
+    if not exact.all() or (held == np.round(held)).all():
+        return _whole_numbers(column, name, source, NO_TIME), None
+    numbers = held.astype(np.float64)
+    refuse_first(numbers < 0, column, name, source, NO_TIME)
+    coarse, finest = _room(int(numbers.max()))
+    for finer in range(1, finest + 1):  # the first that gives the same floats back
+        ticks = np.round(numbers * 1000**finer)
+        if ((ticks / 1000**finer).astype(held.dtype) == held).all():
+            break
+    return ticks.astype(np.int64), UNITS[coarse + finer]
+
+
+def _room(latest: int) -> tuple[int, int]:
+    """The place in ``UNITS`` of the unit that numbers up to ``latest`` seem to have, and how many finer there are."""
+    place = UNITS.index(guessed_unit(latest))
+    return place, len(UNITS) - 1 - place
+
+
+def _numbers_in(text: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
+    """Numbers in text as ticks, and their unit where one has a fraction; what is finer than nanoseconds is cut off."""
+    plain = pc.match_substring_regex(text, r"^\d{1,18}(\.\d*)?$").to_numpy(zero_copy_only=False)
+    usual = text.filter(pa.array(plain))
+    whole = pc.replace_substring_regex(usual, r"\..*$", "").cast(pa.int64()).to_numpy(zero_copy_only=False)
+    fraction = (
+        pc.replace_substring_regex(usual, r"^\d+\.?|0+$", "")
+        if pc.any(pc.match_substring(usual, ".")).as_py()
+        else None
+    )
+    others = {} if plain.all() else _rare_numbers(text, np.flatnonzero(~plain), name, source)
+    digits = 0 if fraction is None else pc.max(pc.utf8_length(fraction)).as_py()
+    digits = max([digits, *map(_digits, others.values())])
+    numbers, unit, finer = np.zeros(len(text), dtype=np.int64), None, 0
+    numbers[plain] = whole
+    if digits:
+        coarse, finest = _room(max([int(whole.max(initial=0)), *map(int, others.values())]))
+        finer = min(-(-digits // 3), finest)
+        unit = UNITS[coarse + finer]
+        refuse_first(numbers >= LARGEST // 1000**finer, text, name, source, NO_TIME)
+        numbers *= 1000**finer
+    if finer and fraction is not None:
+        cut = pc.utf8_slice_codeunits(pc.utf8_rpad(fraction, 3 * finer, "0"), 0, 3 * finer)
+        numbers[plain] += cut.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    for row, number in others.items():
+        numbers[row] = int(number * 1000**finer)
+    return numbers, unit
+
+
+def _rare_numbers(text: Any, rows: NDArray[np.int64], name: str, source: str) -> dict[int, Decimal]:
+    """Numbers of rare spellings, such as 9.78E8, by row; refuses what is no time."""
     refuse_first(stands_for_nothing(text), text, name, source, BLANK_TIME)
     rounded = text.filter(pc.match_substring_regex(text, SPREADSHEET_NUMBER))
     if len(rounded):
         warnings.warn(
             f"{source}: column {name!r} holds {rounded[0].as_py()!r} and the like in {len(rounded):,} rows: a "
             "spreadsheet has rounded these numbers, so their order is lost; export the column as text",
-            stacklevel=5,
+            stacklevel=6,
         )
-    for row in np.flatnonzero(~plain).tolist():  # rare spellings such as 9.78E8, or the value to refuse
+    found = {}
+    for row in rows.tolist():
         written = text[row].as_py()
         number = Decimal(written) if _NUMBER.match(written) else Decimal(-1)
-        if not 0 <= number <= LARGEST or number != number.to_integral_value():
+        if not 0 <= number <= LARGEST or _digits(number) > MOST_DIGITS:
             raise UserError(f"{source}: row {row + 1}: column {name!r} holds {written!r}, {NO_TIME}")
-        numbers[row] = int(number)
-    return numbers
+        found[row] = number
+    return found
+
+
+def _digits(number: Decimal) -> int:
+    """After the point; negative where as many zeros stand before it."""
+    return -int(number.normalize().as_tuple().exponent)
+
+
+def _in_one_unit(numbers: NDArray[np.int64], name: str, source: str) -> NDArray[np.int64]:
+    """Numbers that are dates of our time in several units, in the finest of these; others as they are.
+
+    Warns of several units, and of zeros among dates, which order events as the first of all.
+    """
+    of_unit = [_are_dates_in(numbers, unit) for unit in UNITS] if _may_be_dates(numbers) else []
+    units = [unit for unit, mask in zip(UNITS, of_unit, strict=False) if mask.any()]
+    zeros = numbers == 0
+    if not units or sum(int(mask.sum()) for mask in of_unit) + int(zeros.sum()) < len(numbers):
+        return numbers
+    if zeros.any():
+        warnings.warn(
+            f"{source}: column {name!r} holds 0 in {int(zeros.sum()):,} rows, first in row {int(zeros.argmax()) + 1}, "
+            f"beside dates in {units[0]}: these events come first, as of 1970; if their times are missing, leave the "
+            "rows out",
+            stacklevel=5,
+        )
+    if len(units) == 1:
+        return numbers
+    made, finest = numbers.copy(), units[-1]
+    for unit, mask in zip(UNITS, of_unit, strict=True):
+        if unit in units:
+            made[mask] *= TICKS_PER_SECOND[finest] // TICKS_PER_SECOND[unit]
+    counts = {unit: int(mask.sum()) for unit, mask in zip(UNITS, of_unit, strict=True) if unit in units}
+    rarer = min(units, key=lambda unit: counts[unit])
+    row = int(of_unit[UNITS.index(rarer)].argmax())
+    told = ", ".join(f"{number:,} in {unit}" for unit, number in counts.items())
+    warnings.warn(
+        f"{source}: column {name!r} holds times in several units ({told}; row {row + 1} holds {numbers[row]}, in "
+        f"{rarer}): each is taken in its own unit, all are kept in {finest}; write them alike",
+        stacklevel=5,
+    )
+    return made
+
+
+def _may_be_dates(numbers: NDArray[np.int64]) -> bool:
+    """Whether numbers have anything to be told of their unit: a zero, or sizes that lie a unit apart."""
+    if not len(numbers):
+        return False
+    least, latest = int(numbers.min()), int(numbers.max())
+    return latest >= OUR_TIME[0] and (least == 0 or guessed_unit(least) != guessed_unit(latest))
+
+
+def _are_dates_in(numbers: NDArray[np.int64], unit: str) -> NDArray[np.bool_]:
+    first, last = (seconds * TICKS_PER_SECOND[unit] for seconds in OUR_TIME)
+    return (first <= numbers) & (numbers <= last)
+
+
+def shown_time(ticks: int, unit: str | None) -> str:
+    """A time as a message shows it: as a date where its unit is known, or its size is that of a date of our time.
+
+    >>> shown_time(1_706_704_200, None), shown_time(1_706_704_200_250, "ms"), shown_time(17, None)
+    ('2024-01-31 12:30:00', '2024-01-31 12:30:00.250', '17')
+    """
+    unit = unit or next((one for one in UNITS if _are_dates_in(np.array(ticks), one)), None)
+    return str(ticks) if unit is None else str(np.datetime64(ticks, unit)).replace("T", " ")
 
 
 def are_dates(text: Any) -> bool:

@@ -7,9 +7,9 @@
     .json .jsonl .ndjson [.gz]     one object per line
     .txt [.gz]          "user item" on each line, or "user item1 item2 ..." with one line per user
 
-Text is UTF-8, with or without a byte order mark; a line ends in \\n or \\r\\n, outside JSON also in \\r. Columns of text
-files are read as text and kept exactly; only plain text histories split at white space. Nothing loops over rows unless
-an error has to name one.
+Text is UTF-8, with or without a byte order mark; a line ends in \\n or \\r\\n, outside JSON also in \\r. Columns of
+text files are read as text and kept exactly; only plain text histories split at white space. Nothing loops over rows
+unless an error has to name one.
 """
 
 from __future__ import annotations

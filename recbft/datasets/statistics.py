@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
+from recbft.datasets.events import shown_time
 
 LENGTH_QUANTILES = {"min": 0.0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "90%": 0.9, "max": 1.0}
 
@@ -24,6 +25,8 @@ class DatasetStatistics:
     mean_length: float
     length_quantiles: dict[str, float]
     density: float  # events / (users x items)
+    first_time: str | None  # a date where it looks like one; None where the data has no times
+    last_time: str | None
     tied_neighbours: float | None  # of two rows in a row of one user: share with equal times
     tied_last_two: float | None  # share of users whose last two events tie: their targets hang on the row order
     unseen_targets: float  # share of test targets without a training event
@@ -40,8 +43,10 @@ def describe(dataset: Dataset) -> DatasetStatistics:
     """Compute the statistics of a data set."""
     last = dataset.offsets[1:] - 1
     quantiles = np.quantile(dataset.lengths, list(LENGTH_QUANTILES.values()))
-    tied_neighbours, tied_last_two = None, None
+    tied_neighbours, tied_last_two, span = None, None, (None, None)
     if dataset.times is not None:
+        unit = dataset.preparation.get("time_unit")
+        span = (shown_time(int(dataset.times.min()), unit), shown_time(int(dataset.times.max()), unit))
         tied = dataset.times[1:] == dataset.times[:-1]
         between_users = dataset.offsets[1:-1] - 1
         same_user = np.ones(dataset.num_events - 1, dtype=bool)
@@ -58,6 +63,8 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         mean_length=dataset.num_events / dataset.num_users,
         length_quantiles=dict(zip(LENGTH_QUANTILES, quantiles.tolist(), strict=True)),
         density=dataset.num_events / (dataset.num_users * dataset.num_items),
+        first_time=span[0],
+        last_time=span[1],
         tied_neighbours=tied_neighbours,
         tied_last_two=tied_last_two,
         unseen_targets=float((dataset.training_counts[dataset.items[last]] == 0).mean()),

@@ -168,6 +168,7 @@ def test_statistics_by_hand():
     assert statistics.mean_length == 7 / 2 and statistics.density == 7 / 6
     quantiles = {"min": 3, "25%": 3.25, "50%": 3.5, "75%": 3.75, "90%": pytest.approx(3.9), "max": 4}
     assert statistics.length_quantiles == quantiles
+    assert (statistics.first_time, statistics.last_time) == ("1", "7")
     assert statistics.tied_neighbours == 2 / 5
     assert statistics.tied_last_two == 1 / 2
     assert statistics.unseen_targets == 0
