@@ -26,7 +26,7 @@ import json
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from recbft.datasets.columns import SPREADSHEET_NUMBER, check_columns, flat, fro
 from recbft.datasets.events import USUAL_TIME, Events
 from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, find_events
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
-from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
+from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
@@ -119,8 +119,8 @@ class Dataset:
         wanted = [user, item, *([time] if time is not None else []), *preparation.columns()]
         table = _as_table(frame, wanted, name)
         events = Events.from_table(table, source=name, user=user, item=item, time=time, extra=preparation.columns())
-        if time is None:
-            warn_if_rows_go_back(events, _likely_times(frame, table, wanted), "the frame's", stacklevel=2)
+        likely = partial(_likely_times, frame, table, wanted)
+        warn_if_rows_are_unordered(events, item, time, likely, "the frame's", stacklevel=2)
         made = cls.from_events(events, name=name, preparation=preparation)
         return replace(made, columns={"user": user, "item": item, "time": time})
 

@@ -30,7 +30,7 @@ from recbft.datasets.columns import flat, whole_numbers_of
 from recbft.datasets.events import USUAL_TIME, Events
 from recbft.datasets.formats import FORMATS, TEXT_FORMATS, atomic_file, column_names, file_format, read_table, reading
 from recbft.datasets.prepare import Preparation
-from recbft.datasets.row_order import time_columns, warn_if_rows_go_back
+from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.errors import UserError, did_you_mean
 
 METADATA_KEY = b"recbft"
@@ -212,22 +212,30 @@ def read_events(path: Path, how: CardFile) -> Events:
     """
     separator, columns, extra = how.separator, how.columns, how.preparation.columns()
     named = [how.user, how.item, *([how.time] if how.time is not None else []), *extra]
-    table, likely = None, []
-    if how.time is None:
+
+    def with_likely() -> tuple[Any, list[str]]:
+        """What is named and the columns that look like times, in one table; None and none where they are damaged."""
         names = column_names(path, separator) if columns is None else columns
-        likely = [name for name in time_columns(names) if name not in named]
-    if likely:
-        with suppress(ValueError):  # a column that nobody named may be damaged
-            table = read_table(path, [*named, *likely], separator=separator, columns=columns)
-    times = {} if table is None else {name: flat(table, name) for name in likely}
+        found = [name for name in time_columns(names) if name not in named]
+        with suppress(ValueError):  # a column that nobody named may hold anything
+            if found:
+                return read_table(path, [*named, *found], separator=separator, columns=columns), found
+        return None, []
+
+    table, found = with_likely() if how.time is None else (None, None)
     if table is None:
         table = read_table(path, named, separator=separator, columns=columns)
+
+    def likely() -> dict[str, Any]:
+        whole, names = with_likely() if found is None else (table, found)
+        return {name: flat(whole, name) for name in names}
+
     if file_format(path, delimited=separator is not None or columns is not None) in TEXT_FORMATS:
         for name in (how.user, how.item):
             place = table.column_names.index(name)
             table = table.set_column(place, name, whole_numbers_of(table.column(place)))
     events = Events.from_table(table, source=str(path), user=how.user, item=how.item, time=how.time, extra=extra)
-    warn_if_rows_go_back(events, times, "file", stacklevel=2)
+    warn_if_rows_are_unordered(events, how.item, how.time, likely, "file", stacklevel=2)
     return events
 
 

@@ -1,14 +1,14 @@
 """Whether rows stand in the order of time: where nobody has named a column of times, their order is taken as it is.
 
-A warning says where a column that looks like times contradicts it, and where the order of equal times is likely the
-wrong way round.
+A warning says where a column that looks like times contradicts it, where it is that of the items' ids, where times are
+too coarse to order events, and where the order of equal times is likely the wrong way round.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,10 @@ _TIME_NAME = re.compile(
       | ts | eventts | tstamp | tdat | epoch | created | dateadded""",
     re.VERBOSE,
 )
+LOOKED_AT = 2**20  # of the first rows
+ENOUGH = 50  # neighbours that tell an order
+NEARLY_ALL = 0.98
+ALL_BUT_FEW = 0.9  # of neighbours whose times tie: these do not order them
 _DATE_OF_SOME_KIND = re.compile(r"\b[0-9]{1,4}[-./ ][0-9]{1,2}[-./, ]+[0-9]{1,4}\b")
 
 
@@ -49,25 +53,30 @@ def time_columns(names: Sequence[str]) -> list[str]:
 
 def warn_if_out_of_order(
     source: str, users: NDArray[np.int64], columns: Mapping[str, Any], *, order: str, advice: str, stacklevel: int
-) -> None:
+) -> bool:
     """Say where the first of the columns that holds times contradicts the row order, or where none can be read.
+
+    One whose times are nearly all equal comes after a finer one.
 
     Args:
         users: their numbers, one per row.
         order: the rows', in a word or two.
         advice: how to sort by a column.
         stacklevel: 1 for the function that calls this one.
+
+    Returns:
+        Whether there is such a column.
     """
     taken = f"{source}: rows are taken in {order} order"
-    for name, times in columns.items():
-        backwards = steps_back(users, times)
+    for name in sorted(columns, key=lambda name: _is_coarse(users, columns[name])):
+        backwards = steps_back(users, columns[name])
         if backwards:
             warnings.warn(
                 f"{taken}, but column {name!r} goes backwards within a user {backwards:,} times; {advice}",
                 stacklevel=stacklevel + 1,
             )
         if backwards is not None:
-            return
+            return True
     for name, times in columns.items():
         text = times[0].as_py() if len(times) and is_text(times.type) else None
         if text is not None and _DATE_OF_SOME_KIND.search(text):
@@ -76,15 +85,94 @@ def warn_if_out_of_order(
                 f"are written like 2024-01-31 12:30:00; if the rows are out of order, write them so and {advice}",
                 stacklevel=stacklevel + 1,
             )
+            return True
+    return False
+
+
+def warn_if_rows_are_unordered(
+    events: Events, item: str, time: str | None, likely: Callable[[], Mapping[str, Any]], order: str, *, stacklevel: int
+) -> None:
+    """Say where the row order that events are taken in, or their times, are likely not the order of events.
+
+    Args:
+        item, time: names of their columns.
+        likely: other columns that by their names hold times.
+        order, stacklevel: as in ``warn_if_out_of_order``.
+    """
+    users = events.user.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    if time is not None:
+        tied = _tied_share(users[:LOOKED_AT], np.asarray(events.time)[:LOOKED_AT])
+        if tied < ALL_BUT_FEW:
             return
+        shares = {name: _share_of(users, column) for name, column in likely().items()}
+        finer = min((name for name in shares if shares[name] < tied), key=lambda name: shares[name], default=None)
+        other = "name a finer column if there is one" if finer is None else f"column {finer!r} is finer: name it"
+        warnings.warn(
+            f"{events.source}: {tied:.0%} of a user's neighbouring events have equal times in column {time!r}, which "
+            f"does not order them: they stay in {order} order; {other}",
+            stacklevel=stacklevel + 1,
+        )
+        return
+    advice = "name it as the time column to sort by it"
+    if warn_if_out_of_order(events.source, users, likely(), order=order, advice=advice, stacklevel=stacklevel + 1):
+        return
+    found = item_order(users[:LOOKED_AT], _ranks(events.item.slice(0, LOOKED_AT)))
+    if found is not None:
+        warnings.warn(
+            f"{events.source}: rows are taken in {order} order, in which nearly all events of a user {found} by "
+            f"{item!r}: that is the order of a sorted table, and likely not that of events; name a column of times, or "
+            "give the rows in the order of time",
+            stacklevel=stacklevel + 1,
+        )
 
 
-def warn_if_rows_go_back(events: Events, columns: Mapping[str, Any], order: str, *, stacklevel: int) -> None:
-    """``warn_if_out_of_order`` of events that are taken in row order."""
-    if columns:
-        users = events.user.dictionary_encode().indices.to_numpy()
-        advice = "name it as the time column to sort by it"
-        warn_if_out_of_order(events.source, users, columns, order=order, advice=advice, stacklevel=stacklevel + 1)
+def item_order(
+    users: NDArray[np.int64], items: NDArray[np.int64], among: NDArray[np.bool_] | None = None
+) -> str | None:
+    """Whether nearly all neighbouring events of a user "ascend" or "descend" by their items; None where too few tell.
+
+    Args:
+        users, items: numbers, (n,), in which items are sorted as their ids.
+        among: which rows to compare with the row of the same user before them, (n,).
+
+    >>> item_order(np.zeros(60, int), np.arange(60))
+    'ascend'
+    """
+    rows = np.argsort(users, kind="stable")
+    users, items = users[rows], items[rows]
+    step = np.sign(items[1:] - items[:-1])[users[1:] == users[:-1] if among is None else among[rows][1:]]
+    step = step[step != 0]
+    if len(step) < ENOUGH:
+        return None
+    up = float((step > 0).mean())
+    return "ascend" if up >= NEARLY_ALL else "descend" if up <= 1 - NEARLY_ALL else None
+
+
+def _ranks(ids: Any) -> NDArray[np.int64]:
+    """The place of each id among them all, sorted."""
+    coded = ids.dictionary_encode()
+    place = np.empty(len(coded.dictionary), dtype=np.int64)
+    place[pc.array_sort_indices(coded.dictionary).to_numpy()] = np.arange(len(place))
+    ranks: NDArray[np.int64] = place[coded.indices.to_numpy(zero_copy_only=False)]
+    return ranks
+
+
+def _is_coarse(users: NDArray[np.int64], times: Any) -> bool:
+    return _share_of(users, times) >= ALL_BUT_FEW
+
+
+def _share_of(users: NDArray[np.int64], times: Any) -> float:
+    """``_tied_share`` of a column; 1 where it holds no times."""
+    known = _known_ticks(users[:LOOKED_AT], times.slice(0, LOOKED_AT))
+    return 1.0 if known is None else _tied_share(*known)
+
+
+def _tied_share(users: NDArray[np.int64], times: NDArray[Any]) -> float:
+    """Of two neighbours in time of one user, the share with equal times; 0 where too few tell."""
+    rows = np.lexsort((times, users))
+    users, times = users[rows], times[rows]
+    same = users[1:] == users[:-1]
+    return float((times[1:] == times[:-1])[same].mean()) if same.sum() >= ENOUGH else 0.0
 
 
 def warn_if_newest_first(
@@ -113,6 +201,17 @@ def steps_back(users: NDArray[np.int64], times: Any) -> int | None:
 
     Rows without a time count as not there.
     """
+    known = _known_ticks(users, times)
+    if known is None:
+        return None
+    users, ticks = known
+    order = np.argsort(users, kind="stable")
+    users, ticks = users[order], ticks[order]
+    return int(((ticks[1:] < ticks[:-1]) & (users[1:] == users[:-1])).sum())
+
+
+def _known_ticks(users: NDArray[np.int64], times: Any) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+    """The rows that have a time: their users, and the times as numbers; None if the column holds none."""
     if is_text(times.type):
         times = pc.utf8_trim_whitespace(times.cast(pa.large_string()))
         known = pc.invert(stands_for_nothing(times))
@@ -127,7 +226,4 @@ def steps_back(users: NDArray[np.int64], times: Any) -> int | None:
     ticks = as_floats(times)
     if ticks is None or np.isnan(ticks).all():
         return None
-    users, ticks = users[~np.isnan(ticks)], ticks[~np.isnan(ticks)]
-    order = np.argsort(users, kind="stable")
-    users, ticks = users[order], ticks[order]
-    return int(((ticks[1:] < ticks[:-1]) & (users[1:] == users[:-1])).sum())
+    return users[~np.isnan(ticks)], ticks[~np.isnan(ticks)]
